@@ -1,0 +1,435 @@
+"""The ``Array`` type.
+
+An Array is a value: nothing that is done to another array changes it. Views are made without copying and share memory until
+one side is written; the writer then copies (copy on write). Nobody keeps a list of who shares what: CPython's reference
+count of the buffer *is* the list. Every view, tape and export holds the buffer object, so that a write goes in place only
+when this Array is the one holder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import elementwise as ew
+from . import indexing, linalg, manipulation, reductions
+from ._backends import backend_of
+from ._dispatch import Deferred, apply, register_array_type, wrap
+from ._op import not_recording, state
+from .devices import Device, device
+from .errors import DeviceError, ShapeError, TracedValueError
+
+if TYPE_CHECKING:
+    from .blocks import BlockSharding
+
+_ids = itertools.count(1)
+
+# Holders of a buffer that only one Array has: its slot, the local name in _writable, and the argument of getrefcount.
+_SOLE_HOLDER = 3
+
+
+class Array:
+    """A dense n-dimensional array of numbers, on a CPU, on a GPU, or split over a mesh.
+
+    Made by :func:`asarray` and the creation functions, never by calling the class.
+    """
+
+    # _id names this value on tapes; 0 until a tape has seen it.
+    __slots__ = ("__weakref__", "_buf", "_id")
+    __array_priority__ = 1000
+    __hash__ = None  # type: ignore[assignment]  # == compares element by element
+
+    def __init__(self) -> None:
+        raise TypeError("make arrays with meshtape.asarray(...), zeros(...), … : Array() is not a constructor")
+
+    # ----- attributes -------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the dimensions."""
+        return self._buf.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the elements."""
+        return self._buf.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self._buf.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self._buf.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements (of the whole array, where it is split)."""
+        return int(self._buf.nbytes)
+
+    @property
+    def device(self) -> Any:
+        """Where the array lives: a :class:`Device`, or the mesh that it is split over."""
+        buf = self._buf
+        return buf.device if isinstance(buf, Deferred) else backend_of(buf).device_of(buf)
+
+    @property
+    def sharding(self) -> BlockSharding | None:
+        """How the array is split over a mesh; None for an array in one place."""
+        return getattr(self._buf, "sharding", None)
+
+    @property
+    def T(self) -> Array:
+        """The matrix with rows and columns exchanged. Raises :class:`ShapeError` unless there are two dimensions."""
+        if self.ndim != 2:
+            raise ShapeError(f"[T] is for two dimensions, this array has {self.ndim}: use .mT or permute_dims")
+        return manipulation.permute_dims(self, (1, 0))
+
+    @property
+    def mT(self) -> Array:
+        """The last two dimensions exchanged."""
+        return manipulation.matrix_transpose(self)
+
+    @property
+    def at(self) -> indexing.AtIndex:
+        """Functional writes: ``x.at[key].set(v)``, ``x.at[key].add(v)``."""
+        return indexing.AtIndex(self)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d array")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Array]:
+        if not self.shape:
+            raise TypeError("iteration over a 0-d array")
+        return (self[i] for i in range(self.shape[0]))
+
+    # ----- values -----------------------------------------------------------------------------------------------------
+
+    def _concrete(self) -> np.ndarray:
+        """The value in host memory; computed now where it is pending, refused where it is traced."""
+        buf = self._buf
+        return buf.concrete() if isinstance(buf, Deferred) else backend_of(buf).to_host(buf)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        host = self._concrete()
+        if dtype is not None and host.dtype != np.dtype(dtype):
+            return host.astype(dtype)
+        if copy:
+            return host.copy()
+        view = host.view()
+        view.flags.writeable = False
+        return view
+
+    def numpy(self) -> np.ndarray:
+        """A NumPy copy of the value, which belongs to the caller."""
+        return np.array(self._concrete())
+
+    def item(self) -> Any:
+        """The only element, as a Python number."""
+        if self.size != 1:
+            raise ShapeError(f"[item] only an array of one element is a number, this one has shape {self.shape}")
+        return self._concrete().item()
+
+    def tolist(self) -> Any:
+        """Nested lists of Python numbers."""
+        return self._concrete().tolist()
+
+    def __bool__(self) -> bool:
+        if self.size != 1:
+            raise ValueError(f"the truth of an array of shape {self.shape} is ambiguous: use any(x) or all(x)")
+        return bool(self._concrete().item())
+
+    def _number(self, kind: type, complex_ok: bool = False) -> Any:
+        if self.ndim != 0:
+            raise TypeError(f"only a 0-d array is a Python {kind.__name__}, this one has shape {self.shape}")
+        value = self._concrete().item()
+        if isinstance(value, complex) and not complex_ok:
+            raise TypeError(f"a complex array is no Python {kind.__name__}: take its real part first")
+        return kind(value)
+
+    def __float__(self) -> float:
+        return self._number(float)
+
+    def __int__(self) -> int:
+        return self._number(int)
+
+    def __complex__(self) -> complex:
+        return self._number(complex, complex_ok=True)
+
+    def __index__(self) -> int:
+        if self.dtype.kind not in "iu" or self.ndim != 0:
+            raise TypeError(
+                f"only a 0-d integer array is an index, this one is {self.dtype.name} of shape {self.shape}"
+            )
+        return int(self._concrete().item())
+
+    def to_device(self, name: Device | str, /, *, stream: Any = None) -> Array:
+        """The array on another device; itself where it is there already."""
+        if stream is not None:
+            raise DeviceError("[to_device] meshtape copies on the current stream; pass stream=None")
+        target = device(name)
+        if isinstance(self._buf, Deferred):
+            return wrap(np.array(self._concrete())).to_device(target)
+        if self.device == target:
+            return self
+        from ._backends import backend_for
+
+        return wrap(backend_for(target).from_host(self._concrete(), target))
+
+    # ----- protocols --------------------------------------------------------------------------------------------------
+
+    def __array_namespace__(self, /, *, api_version: str | None = None) -> Any:
+        import meshtape.arrays as namespace
+
+        return namespace
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return (self._concrete() if isinstance(self._buf, Deferred) else self._buf).__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        return (self._concrete() if isinstance(self._buf, Deferred) else self._buf).__dlpack_device__()
+
+    def __copy__(self) -> Array:
+        from .creation import wrap_same
+
+        return wrap_same(self)
+
+    def __deepcopy__(self, memo: Any) -> Array:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        return _unpickle, (np.array(self._concrete()),)
+
+    # ----- display ----------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        buf = self._buf
+        notes = []
+        try:
+            text = np.array2string(self._concrete(), separator=", ", prefix="Array(")
+        except TracedValueError:
+            return f"Array({buf.aval}, traced)"
+        if buf.size == 0 and buf.shape != (0,):
+            text = f"[], shape={buf.shape}"
+        if buf.dtype not in (np.dtype(np.int64), np.dtype(np.bool_)):
+            notes.append(f"dtype={buf.dtype.name}")
+        if self.sharding is not None:
+            notes.append(f"sharding={self.sharding}")
+        elif self.device.kind != "cpu":
+            notes.append(f"device={str(self.device)!r}")
+        return f"Array({', '.join([text, *notes])})"
+
+    def _repr_html_(self) -> str:
+        from .display import array_html
+
+        return array_html(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._concrete().item(), spec) if spec and self.ndim == 0 else format(str(self), spec)
+
+    # ----- indexing ---------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> Array:
+        return indexing.getitem(self, key)
+
+    def _writable(self) -> Any:
+        """The buffer of this Array alone, copied first where anybody else holds it."""
+        buf = self._buf
+        if buf.base is not None or sys.getrefcount(buf) > _SOLE_HOLDER or not getattr(buf, "flags", buf).writeable:
+            buf = self._buf = buf.copy()
+        return buf
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        from .creation import asarray
+
+        template, arrays = indexing.parse(self, key)
+        if not isinstance(value, Array | bool | int | float | complex):
+            value = asarray(value)
+        target = indexing.result_shape(template, self.shape, [a.shape for a in arrays])
+        indexing.check_value_shape("setitem", value.shape if isinstance(value, Array) else (), target)
+        if isinstance(value, Array | complex) and self.dtype.kind != "c":
+            kind = value.dtype.kind if isinstance(value, Array) else "c"
+            if kind == "c":
+                raise TypeError(
+                    f"[setitem] cannot write complex values into {self.dtype.name}: take the real part first"
+                )
+        if state.recorders or any(
+            isinstance(a, Array) and not isinstance(a._buf, np.ndarray) for a in (self, value, *arrays)
+        ):
+            new = apply(indexing.INDEX_SET, (self, value, *arrays), {"template": template})
+            self._buf, self._id = new._buf, new._id
+            return
+        source = value._buf if isinstance(value, Array) else value
+        if isinstance(source, np.ndarray) and np.may_share_memory(source, self._buf):
+            source = source.copy()  # NumPy reads what it has just written where the two overlap
+        key_arrays = [a._buf for a in arrays]
+        del value
+        indexing.write(np, self._writable(), source, template, key_arrays)
+
+    # ----- operators --------------------------------------------------------------------------------------------------
+
+    def __add__(self, other: Any) -> Array:
+        return _operate(ew.ADD, self, other)
+
+    def __radd__(self, other: Any) -> Array:
+        return _operate(ew.ADD, other, self)
+
+    def __sub__(self, other: Any) -> Array:
+        return _operate(ew.SUBTRACT, self, other)
+
+    def __rsub__(self, other: Any) -> Array:
+        return _operate(ew.SUBTRACT, other, self)
+
+    def __mul__(self, other: Any) -> Array:
+        return _operate(ew.MULTIPLY, self, other)
+
+    def __rmul__(self, other: Any) -> Array:
+        return _operate(ew.MULTIPLY, other, self)
+
+    def __truediv__(self, other: Any) -> Array:
+        return _operate(ew.DIVIDE, self, other)
+
+    def __rtruediv__(self, other: Any) -> Array:
+        return _operate(ew.DIVIDE, other, self)
+
+    def __floordiv__(self, other: Any) -> Array:
+        return _operate(ew.FLOOR_DIVIDE, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Array:
+        return _operate(ew.FLOOR_DIVIDE, other, self)
+
+    def __mod__(self, other: Any) -> Array:
+        return _operate(ew.REMAINDER, self, other)
+
+    def __rmod__(self, other: Any) -> Array:
+        return _operate(ew.REMAINDER, other, self)
+
+    def __pow__(self, other: Any) -> Array:
+        return _operate(ew.POW, self, other)
+
+    def __rpow__(self, other: Any) -> Array:
+        return _operate(ew.POW, other, self)
+
+    def __matmul__(self, other: Any) -> Array:
+        return linalg.matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Array:
+        return linalg.matmul(other, self)
+
+    def __neg__(self) -> Array:
+        return apply(ew.NEGATIVE, (self,))
+
+    def __pos__(self) -> Array:
+        return apply(ew.POSITIVE, (self,))
+
+    def __abs__(self) -> Array:
+        return apply(ew.ABS, (self,))
+
+    def __invert__(self) -> Array:
+        return apply(ew.BITWISE_INVERT, (self,))
+
+    def __and__(self, other: Any) -> Array:
+        return _operate(ew.BITWISE_AND, self, other)
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Array:
+        return _operate(ew.BITWISE_OR, self, other)
+
+    __ror__ = __or__
+
+    def __xor__(self, other: Any) -> Array:
+        return _operate(ew.BITWISE_XOR, self, other)
+
+    __rxor__ = __xor__
+
+    def __lshift__(self, other: Any) -> Array:
+        return _operate(ew.BITWISE_LEFT_SHIFT, self, other)
+
+    def __rlshift__(self, other: Any) -> Array:
+        return _operate(ew.BITWISE_LEFT_SHIFT, other, self)
+
+    def __rshift__(self, other: Any) -> Array:
+        return _operate(ew.BITWISE_RIGHT_SHIFT, self, other)
+
+    def __rrshift__(self, other: Any) -> Array:
+        return _operate(ew.BITWISE_RIGHT_SHIFT, other, self)
+
+    def __eq__(self, other: Any) -> Array:  # type: ignore[override]
+        return _operate(ew.EQUAL, self, other)
+
+    def __ne__(self, other: Any) -> Array:  # type: ignore[override]
+        return _operate(ew.NOT_EQUAL, self, other)
+
+    def __lt__(self, other: Any) -> Array:
+        return _operate(ew.LESS, self, other)
+
+    def __le__(self, other: Any) -> Array:
+        return _operate(ew.LESS_EQUAL, self, other)
+
+    def __gt__(self, other: Any) -> Array:
+        return _operate(ew.GREATER, self, other)
+
+    def __ge__(self, other: Any) -> Array:
+        return _operate(ew.GREATER_EQUAL, self, other)
+
+    # NumPy would otherwise take `ndarray + Array` apart element by element.
+    __array_ufunc__ = None
+
+    # ----- the functions that people expect as methods ------------------------------------------------------------------
+
+    def astype(self, dtype: Any, /, *, copy: bool = True) -> Array:
+        """See :func:`meshtape.astype`."""
+        return manipulation.astype(self, dtype, copy=copy)
+
+    def reshape(self, *shape: Any) -> Array:
+        """See :func:`meshtape.reshape`; takes a tuple or the lengths one by one."""
+        full = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | np.integer) else shape
+        return manipulation.reshape(self, full)
+
+    def sum(self, axis: Any = None, *, keepdims: bool = False) -> Array:
+        """See :func:`meshtape.sum`."""
+        return reductions.sum(self, axis=axis, keepdims=keepdims)
+
+    def mean(self, axis: Any = None, *, keepdims: bool = False) -> Array:
+        """See :func:`meshtape.mean`."""
+        return reductions.mean(self, axis=axis, keepdims=keepdims)
+
+    def max(self, axis: Any = None, *, keepdims: bool = False) -> Array:
+        """See :func:`meshtape.max`."""
+        return reductions.max(self, axis=axis, keepdims=keepdims)
+
+    def min(self, axis: Any = None, *, keepdims: bool = False) -> Array:
+        """See :func:`meshtape.min`."""
+        return reductions.min(self, axis=axis, keepdims=keepdims)
+
+
+def _operate(op: Any, x: Any, y: Any) -> Any:
+    """A binary operator: what cannot be an operand is left to the other side's reflected method."""
+    for a in (x, y):
+        if type(a) is not Array and not isinstance(a, bool | int | float | complex | np.ndarray | np.generic):
+            return NotImplemented
+    return apply(op, (x, y))
+
+
+def new_id(x: Array) -> int:
+    """The name of this value on tapes, given on first use."""
+    if not x._id:
+        x._id = next(_ids)
+    return x._id
+
+
+def _unpickle(host: np.ndarray) -> Array:
+    return wrap(host)
+
+
+register_array_type(Array)
+__all__ = ["Array", "new_id", "not_recording"]

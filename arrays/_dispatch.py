@@ -1,0 +1,178 @@
+"""The one point through which every op call goes.
+
+``apply`` looks at the kind of the buffers, has the call computed (or noted, where a buffer only stands for a value), wraps the
+results, and shows the call to the recorders of this thread. It is the hot path of eager work: the common case, NumPy arrays
+and Python scalars with nothing recording, is one loop and one call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._op import NO_PARAMS, Op, state
+from .errors import DeviceError, DTypeError
+from .program import Const, ShapeDtype, Site
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+ndarray = np.ndarray
+SCALARS = frozenset({bool, int, float, complex})
+
+
+class Deferred:
+    """A buffer whose value is not here: traced by ``mt.compile``, or split over a mesh.
+
+    Subclasses have ``shape``, ``dtype``, ``device`` and ``sharding`` (None when not split). The array methods that need a
+    value call :meth:`concrete`. Where deferred buffers of several kinds meet in a call, the one with the highest
+    ``priority`` takes it.
+    """
+
+    __slots__ = ()
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    priority = 0
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def aval(self) -> ShapeDtype:
+        return ShapeDtype(self.shape, self.dtype)
+
+    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Note a call and return the buffers that stand for its results. ``args`` are Arrays and Python scalars."""
+        raise TypeError(f"{type(self).__name__} cannot take part in {op.name}")
+
+    def concrete(self) -> np.ndarray:
+        """The value as a NumPy array, computed now if need be."""
+        raise TypeError(f"{type(self).__name__} has no value")
+
+
+_array_type: type[Array]
+
+
+def register_array_type(cls: type[Array]) -> None:
+    """Called once by the module of ``Array``, which itself needs ``apply``."""
+    global _array_type, _new
+    _array_type = cls
+    _new = cls.__new__
+
+
+def wrap(buf: Any) -> Array:
+    """An ``Array`` around a buffer, without copy or check."""
+    x = _new(_array_type)
+    x._buf = buf
+    x._id = 0
+    return x
+
+
+def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) -> Any:
+    """Call ``op``: an ``Array``, or a tuple of them where the op has several results.
+
+    ``args`` are Arrays, Python scalars or whatever :func:`coerce` accepts; ``params`` must not be changed afterwards.
+    """
+    bufs = []
+    for a in args:
+        t = type(a)
+        if t is _array_type:
+            b = a._buf
+            if type(b) is not ndarray:
+                return _apply_general(op, args, params)
+            bufs.append(b)
+        elif t in SCALARS:
+            bufs.append(a)
+        else:
+            return _apply_general(op, args, params)
+    out = op.numpy(*bufs, **params)
+    if type(out) is ndarray:
+        result = wrap(out)
+    elif op.nout == 1:
+        result = wrap(np.asarray(out))
+    else:
+        result = tuple(wrap(np.asarray(o)) for o in out)
+    if state.recorders:
+        _record(op, args, result, params)
+    return result
+
+
+def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
+    from ._backends import backend_of
+
+    args = tuple(coerce(op, a) for a in args)
+    arrays = [a for a in args if type(a) is _array_type]
+    deferred = [a._buf for a in arrays if isinstance(a._buf, Deferred)]
+    if deferred:
+        outs = max(deferred, key=lambda b: b.priority).emit(op, args, params)
+    else:
+        devices = {a.device for a in arrays}
+        if len(devices) > 1:
+            raise DeviceError(
+                f"[{op.name}] the arrays are on different devices: {', '.join(sorted(map(str, devices)))}; "
+                f"move them to one with x.to_device(...)"
+            )
+        outs = backend_of(arrays[0]._buf if arrays else None).run(
+            op, [a._buf if type(a) is _array_type else a for a in args], params
+        )
+    wrapped = tuple(wrap(o) for o in outs)
+    result = wrapped[0] if op.nout == 1 else wrapped
+    if state.recorders:
+        _record(op, args, result, params)
+    return result
+
+
+def coerce(op: Op, a: Any) -> Any:
+    """An operand as an ``Array`` or a Python scalar. Raises :class:`DTypeError` for anything else."""
+    t = type(a)
+    if t is _array_type or t in SCALARS:
+        return a
+    if isinstance(a, np.ndarray | np.generic) and a.dtype != object:
+        return wrap(np.array(a))
+    for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
+        if isinstance(a, base):
+            return base(a)
+    raise DTypeError(f"[{op.name}] cannot take {t.__module__}.{t.__qualname__}: pass an Array or a Python number")
+
+
+def call_site() -> Site | None:
+    """The innermost line outside this package: what an error of the backward pass should name."""
+    f = sys._getframe(2)
+    while f is not None:
+        if not f.f_globals.get("__name__", "").startswith("meshtape."):
+            return f.f_code, f.f_lasti
+        f = f.f_back
+    return None
+
+
+def _record(op: Op, args: tuple[Any, ...], result: Any, params: Mapping[str, Any]) -> None:
+    outs = result if op.nout > 1 else (result,)
+    site = call_site()
+    origin = state.origin
+    for r in state.recorders:
+        r.record(op, args, outs, params, origin, site)
+
+
+def program_inputs(args: tuple[Any, ...], var_of: Any) -> tuple[int | Const, ...]:
+    """Inputs of an entry: ``var_of(array)`` for arrays, :class:`Const` for Python scalars."""
+    return tuple(var_of(a) if type(a) is _array_type else Const(a) for a in args)
+
+
+def argument_avals(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a shape rule is shown of each argument: :class:`ShapeDtype`, or the scalar itself."""
+    return tuple(ShapeDtype(tuple(a._buf.shape), a._buf.dtype) if type(a) is _array_type else a for a in args)

@@ -1,0 +1,196 @@
+"""Arrays from values, ranges and constants."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ._array import Array
+from ._backends import backend_for
+from ._dispatch import Deferred, wrap
+from .devices import CPU, Device, default_device, device
+from .errors import DTypeError, ShapeError
+
+
+def _place(host: np.ndarray, where: Device | str | None) -> Array:
+    target = default_device() if where is None else device(where)
+    return wrap(host) if target is CPU else wrap(backend_for(target).from_host(host, target))
+
+
+def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    full = tuple(map(operator.index, shape)) if isinstance(shape, Sequence) else (operator.index(shape),)
+    if any(n < 0 for n in full):
+        raise ShapeError(f"a shape has no negative lengths, got {full}")
+    return full
+
+
+def asarray(obj: Any, /, *, dtype: Any = None, device: Device | str | None = None, copy: bool | None = None) -> Array:
+    """``obj`` as an :class:`Array`.
+
+    Parameters
+    ----------
+    obj
+        An Array, a NumPy array, a (nested) sequence of numbers, a number, or anything that NumPy converts.
+    dtype
+        Wanted dtype; that of ``obj`` by default.
+    device
+        Where to put it; where ``obj`` is, or the default device.
+    copy
+        A NumPy array is copied unless ``copy=False``: its owner may write to it later, and an Array's value never changes
+        behind its back. With ``copy=False`` the memory is shared as long as nobody writes to the Array, and the caller
+        promises not to write to ``obj``. An Array is never copied before one side is written.
+
+    Raises
+    ------
+    DTypeError
+        For objects that hold no numbers.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.asarray([[1, 2], [3, 4]])
+    Array([[1, 2],
+           [3, 4]])
+    """
+    from .manipulation import astype
+
+    if isinstance(obj, Array):
+        x = obj if device is None or str(obj.device) == str(device) else obj.to_device(device)
+        if dtype is not None and x.dtype != np.dtype(dtype):
+            return astype(x, dtype)
+        return wrap_same(x) if copy else x
+    if isinstance(obj, np.ndarray | np.generic):
+        host = np.asarray(obj)
+        if dtype is not None and host.dtype != np.dtype(dtype):
+            host = host.astype(dtype)
+        elif copy is not False:
+            host = host.copy()
+    elif hasattr(obj, "__cuda_array_interface__"):
+        from ._backends import cupy_backend
+
+        x = wrap(cupy_backend().xp.asarray(obj))
+        return x if dtype is None and device is None else asarray(x, dtype=dtype, device=device)
+    else:
+        host = np.asarray(_plain(obj), dtype=dtype)
+    if host.dtype.kind in "OUSMmV" and not _is_ml_dtype(host.dtype):
+        raise DTypeError(f"[asarray] cannot make an array of numbers from {type(obj).__name__} ({host.dtype} elements)")
+    return _place(host, device)
+
+
+def _is_ml_dtype(dtype: np.dtype) -> bool:
+    return dtype.kind == "V" and dtype.names is None and dtype.type.__module__.startswith("ml_dtypes")
+
+
+def _plain(obj: Any) -> Any:
+    """Nested sequences of Arrays as nested sequences of NumPy arrays."""
+    if isinstance(obj, Array):
+        return np.asarray(obj)
+    if isinstance(obj, list | tuple):
+        return [_plain(o) for o in obj]
+    return obj
+
+
+def wrap_same(x: Array) -> Array:
+    """A second Array of the same value; memory is shared until one side is written."""
+    from ._dispatch import apply
+    from .elementwise import POSITIVE
+
+    return apply(POSITIVE, (x,)) if isinstance(x._buf, Deferred) or x._id else wrap(x._buf)
+
+
+def full(
+    shape: int | Sequence[int], fill_value: Any, *, dtype: Any = None, device: Device | str | None = None
+) -> Array:
+    """An array of one repeated value."""
+    return _place(np.full(_shape(shape), fill_value, dtype), device)
+
+
+def zeros(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
+    """An array of zeros (float64 by default)."""
+    return _place(np.zeros(_shape(shape), dtype or np.float64), device)
+
+
+def ones(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
+    """An array of ones (float64 by default)."""
+    return _place(np.ones(_shape(shape), dtype or np.float64), device)
+
+
+def empty(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
+    """An array of arbitrary values."""
+    return _place(np.empty(_shape(shape), dtype or np.float64), device)
+
+
+def arange(
+    start: float,
+    /,
+    stop: float | None = None,
+    step: float = 1,
+    *,
+    dtype: Any = None,
+    device: Device | str | None = None,
+) -> Array:
+    """Evenly spaced values from ``start`` (0 when only one number is given) up to, not including, ``stop``.
+
+    >>> import meshtape as mt
+    >>> mt.arange(3)
+    Array([0, 1, 2])
+    """
+    if stop is None:
+        start, stop = 0, start
+    return _place(np.arange(start, stop, step, dtype), device)
+
+
+def linspace(
+    start: float,
+    stop: float,
+    /,
+    num: int,
+    *,
+    dtype: Any = None,
+    device: Device | str | None = None,
+    endpoint: bool = True,
+) -> Array:
+    """``num`` evenly spaced values from ``start`` to ``stop``."""
+    return _place(np.linspace(start, stop, num, endpoint=endpoint, dtype=dtype), device)
+
+
+def eye(
+    n_rows: int,
+    n_cols: int | None = None,
+    /,
+    *,
+    k: int = 0,
+    dtype: Any = None,
+    device: Device | str | None = None,
+) -> Array:
+    """Ones on the ``k``-th diagonal, zeros elsewhere."""
+    return _place(np.eye(n_rows, n_cols, k, dtype or np.float64), device)
+
+
+def _like(x: Any, value: float, dtype: Any, where: Device | str | None) -> Array:
+    from ._dispatch import apply
+    from .elementwise import FULL_LIKE
+
+    x = asarray(x)
+    dtype = x.dtype if dtype is None else np.dtype(dtype)
+    if isinstance(x._buf, Deferred) and where is None:
+        return apply(FULL_LIKE, (x,), {"value": value, "dtype": dtype})
+    return full(x.shape, value, dtype=dtype, device=x.device if where is None else where)
+
+
+def zeros_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
+    """Zeros with the shape, dtype, device and sharding of ``x``."""
+    return _like(x, 0, dtype, device)
+
+
+def ones_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
+    """Ones with the shape, dtype, device and sharding of ``x``."""
+    return _like(x, 1, dtype, device)
+
+
+def full_like(x: Any, /, fill_value: float, *, dtype: Any = None, device: Device | str | None = None) -> Array:
+    """One repeated value, with the shape, dtype, device and sharding of ``x``."""
+    return _like(x, fill_value, dtype, device)

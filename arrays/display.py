@@ -1,0 +1,46 @@
+"""How arrays look in a notebook."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ._dispatch import Deferred
+from .errors import TracedValueError
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+
+def human_bytes(n: float) -> str:
+    """A number of bytes for people, in powers of 1024.
+
+    >>> human_bytes(3 * 1024 * 1024)
+    '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+def array_html(x: Array) -> str:
+    """A table of facts, the blocks where the array is split, and the first values."""
+    rows = [("shape", str(x.shape)), ("dtype", x.dtype.name), ("bytes", human_bytes(x.nbytes))]
+    rows.append(("sharding", str(x.sharding)) if x.sharding is not None else ("device", str(x.device)))
+    table = "".join(
+        f"<tr><th style='text-align:left'>{k}</th><td style='text-align:left'>{escape(v)}</td></tr>" for k, v in rows
+    )
+    draw = getattr(x._buf, "blocks_html", None)
+    picture = draw() if draw is not None else ""
+    values = ""
+    if not isinstance(x._buf, Deferred):
+        try:
+            with np.printoptions(threshold=20, edgeitems=3):
+                values = f"<pre>{escape(repr(x))}</pre>"
+        except TracedValueError:
+            values = ""
+    return f"<div><table>{table}</table>{picture}{values}</div>"

@@ -1,0 +1,220 @@
+"""Elementwise functions: the chapter of the array-API standard, and what models need beside it.
+
+Each line of the tables is one op: its name, the function of NumPy/CuPy (or ours) that computes it, and what it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _infer
+from ._dispatch import apply
+from ._op import NO_PARAMS, Op
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+# ----- making ops and functions ---------------------------------------------------------------------------------------
+
+
+def _function(op: Op, doc: str) -> Callable[..., Any]:
+    """The public function of an elementwise op: positional operands, nothing else."""
+    if len(op.operands) == 1:
+
+        def fn(x: Any, /) -> Array:
+            return apply(op, (x,), NO_PARAMS)
+    else:
+
+        def fn(x1: Any, x2: Any, /) -> Array:
+            return apply(op, (x1, x2), NO_PARAMS)
+
+    args = "x" if len(op.operands) == 1 else "x1, x2"
+    fn.__name__ = fn.__qualname__ = op.name
+    fn.__doc__ = f"{doc}\n\n``{op.name}({args})``, element by element; operands broadcast against each other."
+    return fn
+
+
+def _unary(name: str, doc: str, impl: str | Callable[..., Any] | None = None, *, nograd: str | None = None) -> Any:
+    op = Op(name, ("x",), impl or name, _infer.elementwise, nondifferentiable=nograd)
+    return op, _function(op, doc)
+
+
+def _binary(name: str, doc: str, impl: str | Callable[..., Any] | None = None, *, nograd: str | None = None) -> Any:
+    op = Op(name, ("x", "y"), impl or name, _infer.elementwise, nondifferentiable=nograd)
+    return op, _function(op, doc)
+
+
+_BOOL = "boolean result"
+_INT = "integer result"
+_STEP = "piecewise constant: its derivative is zero wherever it exists"
+
+# ----- arithmetic -----------------------------------------------------------------------------------------------------
+
+ADD, add = _binary("add", "Sum.")
+SUBTRACT, subtract = _binary("subtract", "Difference.")
+MULTIPLY, multiply = _binary("multiply", "Product.")
+DIVIDE, divide = _binary("divide", "Quotient.")
+FLOOR_DIVIDE, floor_divide = _binary("floor_divide", "Quotient rounded towards minus infinity.", nograd=_STEP)
+REMAINDER, remainder = _binary("remainder", "Rest of the floor division, with the sign of the divisor.")
+POW, pow = _binary("pow", "``x1`` to the power ``x2``.", "power")
+NEGATIVE, negative = _unary("negative", "Minus ``x``.")
+POSITIVE, positive = _unary("positive", "``x`` itself.")
+ABS, abs = _unary("abs", "Magnitude.")
+SIGN, sign = _unary("sign", "-1, 0 or 1 (``x / abs(x)`` for complex numbers).", nograd=_STEP)
+RECIPROCAL, reciprocal = _unary("reciprocal", "One over ``x``.")
+SQUARE, square = _unary("square", "``x * x``.")
+SQRT, sqrt = _unary("sqrt", "Square root.")
+HYPOT, hypot = _binary("hypot", "``sqrt(x1**2 + x2**2)`` without overflow on the way.")
+MAXIMUM, maximum = _binary("maximum", "The larger one; NaN if either is. At ties each gets half of the gradient.")
+MINIMUM, minimum = _binary("minimum", "The smaller one; NaN if either is. At ties each gets half of the gradient.")
+FMAX, fmax = _binary("fmax", "The larger one; the other where one is NaN. At ties the first gets the gradient.")
+FMIN, fmin = _binary("fmin", "The smaller one; the other where one is NaN. At ties the first gets the gradient.")
+
+# ----- exponentials and logarithms ------------------------------------------------------------------------------------
+
+EXP, exp = _unary("exp", "``e**x``.")
+EXPM1, expm1 = _unary("expm1", "``e**x - 1``, exact near zero.")
+LOG, log = _unary("log", "Natural logarithm.")
+LOG1P, log1p = _unary("log1p", "``log(1 + x)``, exact near zero.")
+LOG2, log2 = _unary("log2", "Logarithm to base 2.")
+LOG10, log10 = _unary("log10", "Logarithm to base 10.")
+LOGADDEXP, logaddexp = _binary("logaddexp", "``log(exp(x1) + exp(x2))`` without overflow.")
+
+# ----- trigonometry ---------------------------------------------------------------------------------------------------
+
+SIN, sin = _unary("sin", "Sine.")
+COS, cos = _unary("cos", "Cosine.")
+TAN, tan = _unary("tan", "Tangent.")
+ASIN, asin = _unary("asin", "Inverse sine.", "arcsin")
+ACOS, acos = _unary("acos", "Inverse cosine.", "arccos")
+ATAN, atan = _unary("atan", "Inverse tangent.", "arctan")
+ATAN2, atan2 = _binary("atan2", "Angle of the point (``x2``, ``x1``).", "arctan2")
+SINH, sinh = _unary("sinh", "Hyperbolic sine.")
+COSH, cosh = _unary("cosh", "Hyperbolic cosine.")
+TANH, tanh = _unary("tanh", "Hyperbolic tangent.")
+ASINH, asinh = _unary("asinh", "Inverse hyperbolic sine.", "arcsinh")
+ACOSH, acosh = _unary("acosh", "Inverse hyperbolic cosine.", "arccosh")
+ATANH, atanh = _unary("atanh", "Inverse hyperbolic tangent.", "arctanh")
+
+# ----- rounding and parts ---------------------------------------------------------------------------------------------
+
+FLOOR, floor = _unary("floor", "Rounded towards minus infinity.", nograd=_STEP)
+CEIL, ceil = _unary("ceil", "Rounded towards plus infinity.", nograd=_STEP)
+TRUNC, trunc = _unary("trunc", "Rounded towards zero.", nograd=_STEP)
+ROUND, round = _unary("round", "Rounded to the nearest integer, halves to even.", nograd=_STEP)
+CONJ, conj = _unary("conj", "Complex conjugate.")
+REAL, real = _unary("real", "Real part.")
+IMAG, imag = _unary("imag", "Imaginary part.")
+COPYSIGN, copysign = _binary("copysign", "``x1`` with the sign of ``x2``.")
+NEXTAFTER, nextafter = _binary("nextafter", "The next number after ``x1`` towards ``x2``.", nograd=_STEP)
+
+# ----- comparison and logic -------------------------------------------------------------------------------------------
+
+EQUAL, equal = _binary("equal", "Whether equal.", nograd=_BOOL)
+NOT_EQUAL, not_equal = _binary("not_equal", "Whether different.", nograd=_BOOL)
+LESS, less = _binary("less", "Whether ``x1 < x2``.", nograd=_BOOL)
+LESS_EQUAL, less_equal = _binary("less_equal", "Whether ``x1 <= x2``.", nograd=_BOOL)
+GREATER, greater = _binary("greater", "Whether ``x1 > x2``.", nograd=_BOOL)
+GREATER_EQUAL, greater_equal = _binary("greater_equal", "Whether ``x1 >= x2``.", nograd=_BOOL)
+LOGICAL_AND, logical_and = _binary("logical_and", "Both true.", nograd=_BOOL)
+LOGICAL_OR, logical_or = _binary("logical_or", "Either true.", nograd=_BOOL)
+LOGICAL_XOR, logical_xor = _binary("logical_xor", "Exactly one true.", nograd=_BOOL)
+LOGICAL_NOT, logical_not = _unary("logical_not", "Not true.", nograd=_BOOL)
+ISNAN, isnan = _unary("isnan", "Whether NaN.", nograd=_BOOL)
+ISINF, isinf = _unary("isinf", "Whether infinite.", nograd=_BOOL)
+ISFINITE, isfinite = _unary("isfinite", "Whether neither infinite nor NaN.", nograd=_BOOL)
+SIGNBIT, signbit = _unary("signbit", "Whether the sign bit is set.", nograd=_BOOL)
+
+# ----- bits -----------------------------------------------------------------------------------------------------------
+
+BITWISE_AND, bitwise_and = _binary("bitwise_and", "Bits set in both.", nograd=_INT)
+BITWISE_OR, bitwise_or = _binary("bitwise_or", "Bits set in either.", nograd=_INT)
+BITWISE_XOR, bitwise_xor = _binary("bitwise_xor", "Bits set in one.", nograd=_INT)
+BITWISE_INVERT, bitwise_invert = _unary("bitwise_invert", "Bits turned over.", nograd=_INT)
+BITWISE_LEFT_SHIFT, bitwise_left_shift = _binary("bitwise_left_shift", "Bits moved left.", nograd=_INT)
+BITWISE_RIGHT_SHIFT, bitwise_right_shift = _binary("bitwise_right_shift", "Bits moved right.", nograd=_INT)
+
+# ----- with more operands ---------------------------------------------------------------------------------------------
+
+WHERE = Op("where", ("condition", "x", "y"), "where", _infer.elementwise)
+
+
+def where(condition: Any, x1: Any, x2: Any, /) -> Array:
+    """``x1`` where the condition holds, ``x2`` elsewhere; all three broadcast together.
+
+    >>> import meshtape as mt
+    >>> mt.where(mt.asarray([True, False]), 1.0, 2.0)
+    Array([1., 2.], dtype=float64)
+    """
+    return apply(WHERE, (condition, x1, x2))
+
+
+def clip(x: Any, /, min: Any = None, max: Any = None) -> Array:
+    """``x`` limited to ``min … max``; either bound may be None.
+
+    >>> import meshtape as mt
+    >>> mt.clip(mt.asarray([-1.0, 0.5, 3.0]), 0.0, 1.0)
+    Array([0. , 0.5, 1. ], dtype=float64)
+    """
+    if min is not None:
+        x = apply(MAXIMUM, (x, min))
+    if max is not None:
+        x = apply(MINIMUM, (x, max))
+    return x if min is not None or max is not None else apply(POSITIVE, (x,))
+
+
+# ----- activations ----------------------------------------------------------------------------------------------------
+
+
+def _relu(xp: Any, x: Any) -> Any:
+    return xp.maximum(x, 0)
+
+
+def _erf(xp: Any, x: Any) -> Any:
+    if xp is np:
+        from scipy.special import erf as special_erf
+    else:
+        from cupyx.scipy.special import erf as special_erf
+    return special_erf(x)
+
+
+def _sigmoid(xp: Any, x: Any) -> Any:
+    # One exponential of a non-positive number: no overflow for either sign.
+    e = xp.exp(-xp.abs(x))
+    return xp.where(x >= 0, 1 / (1 + e), e / (1 + e)).astype(x.dtype, copy=False)
+
+
+RELU, relu = _unary("relu", "``max(x, 0)``, with gradient 0 at 0.", _relu)
+ERF, erf = _unary("erf", "Error function.", _erf)
+SIGMOID, sigmoid = _unary("sigmoid", "``1 / (1 + exp(-x))`` without overflow.", _sigmoid)
+
+# ----- identity with a meaning ----------------------------------------------------------------------------------------
+
+
+def _identity(xp: Any, x: Any) -> Any:
+    return x
+
+
+def _astype(xp: Any, x: Any, dtype: np.dtype) -> Any:
+    return x.astype(dtype)
+
+
+def _infer_astype(op: Op, args: tuple[Any, ...], params: Any) -> Any:
+    return _infer.ShapeDtype(args[0].shape, params["dtype"])
+
+
+def _full_like(xp: Any, x: Any, value: float, dtype: np.dtype) -> Any:
+    return xp.full(x.shape, value, dtype)
+
+
+FULL_LIKE = Op("full_like", ("x",), _full_like, _infer_astype, nondifferentiable="a constant")
+STOP_GRADIENT = Op("stop_gradient", ("x",), _identity, _infer.same, nondifferentiable="it is what was asked for")
+ASTYPE = Op("astype", ("x",), _astype, _infer_astype)
+
+
+def stop_gradient(x: Any, /) -> Array:
+    """``x`` as a constant: no gradient flows through it."""
+    return apply(STOP_GRADIENT, (x,))

@@ -1,0 +1,149 @@
+"""Every error that a user of meshtape can cause.
+
+Each type also derives from the closest built-in, so that ``except ValueError`` and ``except IndexError`` keep working.
+A message says what was wrong, where, and what would be right; it stays readable without a traceback, because the command
+line prints nothing else. ``meshtape.errors`` re-exports this module.
+"""
+
+from __future__ import annotations
+
+
+class MeshtapeError(Exception):
+    """Base of all errors raised on purpose by meshtape."""
+
+
+# ----- arrays ---------------------------------------------------------------------------------------------------------
+
+
+class ShapeError(MeshtapeError, ValueError):
+    """Shapes do not fit the operation; the message names the op and every shape."""
+
+
+class DTypeError(MeshtapeError, TypeError):
+    """A dtype is unknown or does not fit the operation."""
+
+
+class DeviceError(MeshtapeError, ValueError):
+    """Arrays of different devices met in one operation, or a device does not exist here."""
+
+
+class ArrayIndexError(MeshtapeError, IndexError):
+    """An index is out of range, of a wrong kind, or there are too many."""
+
+
+class TracedValueError(MeshtapeError, TypeError):
+    """A concrete value was asked of an array that only stands for a value (inside ``mt.compile``)."""
+
+
+class BackendError(MeshtapeError, RuntimeError):
+    """An optional backend (CuPy) is missing or does not work; the message says how to get it."""
+
+
+# ----- autodiff -------------------------------------------------------------------------------------------------------
+
+
+class GradientError(MeshtapeError, ValueError):
+    """A gradient was asked for that does not exist (non-scalar without a seed, unwatched or integer input, …)."""
+
+
+class NonDifferentiableError(MeshtapeError, TypeError):
+    """The backward pass met an op without a derivative; the message names the op and the line that called it."""
+
+
+# ----- parallel -------------------------------------------------------------------------------------------------------
+
+
+class MeshError(MeshtapeError, ValueError):
+    """A mesh does not fit the ranks at hand, or an axis name is unknown."""
+
+
+class ShardingConflict(MeshtapeError, ValueError):
+    """Shardings contradict each other; names the op, the arrays and the mesh axes."""
+
+
+class ReshardError(MeshtapeError, ValueError):
+    """One sharding cannot be turned into another; names both."""
+
+
+class ClusterError(MeshtapeError, RuntimeError):
+    """The Dask cluster cannot run the mesh: no scheduler, too few workers, missing or different versions."""
+
+
+class SchedulerUnreachable(ClusterError, ConnectionError):
+    """No Dask scheduler answered at the address within the time limit."""
+
+
+class WorkerMismatch(ClusterError):
+    """A Dask worker lacks meshtape, or runs another version of it or of NumPy."""
+
+
+class RankLost(MeshtapeError, RuntimeError):
+    """A rank raised, died or left while a program ran; names the rank and the collective."""
+
+
+class CollectiveMismatch(MeshtapeError, RuntimeError):
+    """Two ranks met in different collectives; names both."""
+
+
+class CollectiveTimeout(MeshtapeError, TimeoutError):
+    """A peer did not take part in a collective in time; names the collective and the missing ranks."""
+
+
+# ----- storage --------------------------------------------------------------------------------------------------------
+
+
+class CheckpointError(MeshtapeError, ValueError):
+    """Base of the checkpoint errors."""
+
+
+class NotACheckpoint(CheckpointError, FileNotFoundError):
+    """The path holds nothing that meshtape can read as a checkpoint."""
+
+    # FileNotFoundError would format itself from errno; keep the plain message.
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class IncompleteCheckpoint(CheckpointError):
+    """A save did not finish there, or files are missing; names them."""
+
+
+class CorruptCheckpoint(CheckpointError):
+    """Bytes are not what the manifest or the format says; names file, key and place."""
+
+
+class CheckpointExists(CheckpointError, FileExistsError):
+    """The target exists and ``overwrite=True`` was not given."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class CheckpointKeyError(CheckpointError, KeyError):
+    """Keys are missing, unexpected or collide; lists them all."""
+
+    # KeyError shows its argument with repr(); a message of several lines must stay readable.
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class CheckpointShapeError(CheckpointError):
+    """A stored shape differs from the wanted one; names key and both shapes."""
+
+
+class CheckpointDTypeError(CheckpointError, TypeError):
+    """A stored dtype differs from the wanted one and no cast was asked for."""
+
+
+class UnsupportedVersion(CheckpointError):
+    """The manifest is newer than this version of meshtape; names both versions."""
+
+
+class StorageFull(MeshtapeError, OSError):
+    """The target has less free space than the save needs; says how much of each."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+__all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Exception)]

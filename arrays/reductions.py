@@ -1,0 +1,198 @@
+"""Reductions over axes. Float16 and bfloat16 accumulate in float32."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _infer
+from ._dispatch import apply
+from ._op import Op, composite
+from .errors import ShapeError
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+Axis = int | Sequence[int] | None
+
+
+def _is_low_precision(dtype: np.dtype) -> bool:
+    """Floats of one or two bytes (float8, float16, bfloat16): their sums are kept in float32."""
+    return dtype.itemsize <= 2 and dtype.kind not in "biu"
+
+
+def _accumulated(name: str) -> Callable[..., Any]:
+    """``xp.name`` that sums low-precision floats in float32 and rounds once."""
+
+    def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+        if _is_low_precision(x.dtype):
+            return getattr(xp, name)(x, axis=axis, keepdims=keepdims, dtype=np.float32).astype(x.dtype)
+        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+
+    return impl
+
+
+def _named(name: str) -> Callable[..., Any]:
+    def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+
+    return impl
+
+
+def _extremum(name: str) -> Callable[..., Any]:
+    def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+        if x.size == 0 and builtins.any(x.shape[a] == 0 for a in axis):
+            out = _infer.reduced_shape(x.shape, axis, keepdims)
+            if 0 not in out:
+                raise ShapeError(f"[{name}] of no elements has no value: shape {x.shape}, axis {axis}")
+            return xp.empty(out, x.dtype)
+        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+
+    return impl
+
+
+_BOOL = "boolean result"
+
+SUM = Op("sum", ("x",), _accumulated("sum"), _infer.reduction)
+PROD = Op("prod", ("x",), _accumulated("prod"), _infer.reduction)
+MAX = Op("max", ("x",), _extremum("max"), _infer.reduction)
+MIN = Op("min", ("x",), _extremum("min"), _infer.reduction)
+ANY = Op("any", ("x",), _named("any"), _infer.reduction, nondifferentiable=_BOOL)
+ALL = Op("all", ("x",), _named("all"), _infer.reduction, nondifferentiable=_BOOL)
+
+
+def _arg(name: str) -> Callable[..., Any]:
+    def impl(xp: Any, x: Any, axis: int, keepdims: bool) -> Any:
+        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+
+    return impl
+
+
+def _infer_arg(op: Op, args: tuple[Any, ...], params: Any) -> _infer.ShapeDtype:
+    return _infer.ShapeDtype(
+        _infer.reduced_shape(args[0].shape, (params["axis"],), params["keepdims"]), np.dtype(np.int64)
+    )
+
+
+ARGMAX = Op("argmax", ("x",), _arg("argmax"), _infer_arg, nondifferentiable="integer result")
+ARGMIN = Op("argmin", ("x",), _arg("argmin"), _infer_arg, nondifferentiable="integer result")
+
+
+def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
+    from .creation import asarray
+
+    x = asarray(x)
+    return apply(op, (x,), {"axis": _infer.normalize_axis(op.name, axis, x.ndim), "keepdims": bool(keepdims)})
+
+
+def sum(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Array:
+    """Sum over axes. Small integers sum in the default integer; 0 for no elements.
+
+    >>> import meshtape as mt
+    >>> mt.sum(mt.asarray([[1, 2], [3, 4]]), axis=0)
+    Array([4, 6])
+    """
+    if dtype is not None:
+        from .manipulation import astype
+
+        x = astype(x, dtype)
+    return _reduce(SUM, x, axis, keepdims)
+
+
+def prod(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Array:
+    """Product over axes; 1 for no elements."""
+    if dtype is not None:
+        from .manipulation import astype
+
+        x = astype(x, dtype)
+    return _reduce(PROD, x, axis, keepdims)
+
+
+def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+    """Largest element; NaN if there is one. Tied elements share the gradient evenly."""
+    return _reduce(MAX, x, axis, keepdims)
+
+
+def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+    """Smallest element; NaN if there is one. Tied elements share the gradient evenly."""
+    return _reduce(MIN, x, axis, keepdims)
+
+
+def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+    """Whether any element is true."""
+    return _reduce(ANY, x, axis, keepdims)
+
+
+def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+    """Whether all elements are true."""
+    return _reduce(ALL, x, axis, keepdims)
+
+
+def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
+    from .creation import asarray
+    from .manipulation import reshape
+
+    x = asarray(x)
+    if axis is None:
+        out = apply(op, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
+        return reshape(out, (1,) * x.ndim) if keepdims else out
+    (axis,) = _infer.normalize_axis(op.name, axis, x.ndim)
+    return apply(op, (x,), {"axis": axis, "keepdims": bool(keepdims)})
+
+
+def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
+    """Index of the first largest element (along an axis, or of the flattened array)."""
+    return _argreduce(ARGMAX, x, axis, keepdims)
+
+
+def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
+    """Index of the first smallest element (along an axis, or of the flattened array)."""
+    return _argreduce(ARGMIN, x, axis, keepdims)
+
+
+def _count(x: Array, axis: Axis, name: str) -> int:
+    n = 1
+    for a in _infer.normalize_axis(name, axis, x.ndim):
+        n *= x.shape[a]
+    return n
+
+
+@composite("mean")
+def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+    """Arithmetic mean; NaN for no elements. Integers give the default float.
+
+    >>> import meshtape as mt
+    >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))
+    Array(3., dtype=float64)
+    """
+    from .creation import asarray
+
+    x = asarray(x)
+    n = float(_count(x, axis, "mean") or "nan")
+    if _is_low_precision(x.dtype):
+        return (sum(x.astype(np.float32), axis=axis, keepdims=keepdims) / n).astype(x.dtype)
+    return sum(x, axis=axis, keepdims=keepdims) / n
+
+
+@composite("var")
+def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
+    """Variance, divided by ``n - correction``, in two passes (no cancellation)."""
+    from .creation import asarray
+    from .elementwise import square
+
+    x = asarray(x)
+    n = _count(x, axis, "var")
+    rest = float(n - correction)
+    d = x - mean(x, axis=axis, keepdims=True)
+    return sum(square(d), axis=axis, keepdims=keepdims) / (rest if rest > 0 else float("nan"))
+
+
+@composite("std")
+def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
+    """Standard deviation: the root of :func:`var`."""
+    from .elementwise import sqrt
+
+    return sqrt(var(x, axis=axis, correction=correction, keepdims=keepdims))

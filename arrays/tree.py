@@ -1,0 +1,159 @@
+"""Nested containers of arrays ("trees"): dict, list, tuple, named tuple, dataclass and ``None``.
+
+Everything that takes "parameters" takes a tree. A leaf is whatever is not one of these containers. Dict keys keep their
+insertion order: two dicts with the same keys in another order have different structures, as the order of leaves matters.
+
+>>> leaves, treedef = flatten({"w": 1, "b": [2, None]})
+>>> leaves
+[1, 2]
+>>> unflatten(treedef, [10, 20])
+{'w': 10, 'b': [20, None]}
+>>> [path for path, _ in flatten_with_path({"layers": [{"w": 1}]})]
+[('layers', 0, 'w')]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Path = tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TreeDef:
+    """Structure of a tree without its leaves; hashable and comparable.
+
+    ``kind`` is ``"leaf"``, ``"none"``, ``"dict"``, ``"list"``, ``"tuple"``, ``"namedtuple"`` or ``"dataclass"``; ``keys``
+    are the names of the children and ``type`` the class to rebuild (for named tuples and dataclasses).
+    """
+
+    kind: str
+    keys: tuple[str | int, ...] = ()
+    children: tuple[TreeDef, ...] = ()
+    type: type | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of leaves."""
+        return 1 if self.kind == "leaf" else sum(c.size for c in self.children)
+
+    def __repr__(self) -> str:
+        return f"TreeDef({unflatten(self, [_Star] * self.size)!r})"
+
+
+class _StarType:
+    def __repr__(self) -> str:
+        return "*"
+
+
+_Star = _StarType()
+_LEAF = TreeDef("leaf")
+_NONE = TreeDef("none")
+
+
+def _children(x: Any) -> tuple[str, tuple[str | int, ...], list[Any], type | None] | None:
+    """(kind, keys, children, class) of a container, or None for a leaf."""
+    t = type(x)
+    if t is dict:
+        return "dict", tuple(x), list(x.values()), None
+    if t is list:
+        return "list", tuple(range(len(x))), x, None
+    if t is tuple:
+        return "tuple", tuple(range(len(x))), list(x), None
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return "namedtuple", tuple(x._fields), list(x), t
+    if isinstance(x, dict):
+        # OrderedDict, defaultdict, …: rebuilt as a plain dict, which keeps the order of keys.
+        return "dict", tuple(x), list(x.values()), None
+    if dataclasses.is_dataclass(x) and not isinstance(x, type) and getattr(t, "__is_tree__", True):
+        names = tuple(f.name for f in dataclasses.fields(x) if f.init)
+        return "dataclass", names, [getattr(x, n) for n in names], t
+    return None
+
+
+def flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
+    """All leaves with the keys that lead to them, in order."""
+    out: list[tuple[Path, Any]] = []
+
+    def walk(x: Any, path: Path) -> None:
+        if x is None and not (is_leaf and is_leaf(x)):
+            return
+        found = None if is_leaf is not None and is_leaf(x) else _children(x)
+        if found is None:
+            out.append((path, x))
+            return
+        for key, child in zip(found[1], found[2], strict=True):
+            walk(child, (*path, key))
+
+    walk(tree, ())
+    return out
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeDef]:
+    """The leaves in order, and the structure from which :func:`unflatten` rebuilds the tree."""
+    leaves: list[Any] = []
+
+    def walk(x: Any) -> TreeDef:
+        if is_leaf is not None and is_leaf(x):
+            leaves.append(x)
+            return _LEAF
+        if x is None:
+            return _NONE
+        found = _children(x)
+        if found is None:
+            leaves.append(x)
+            return _LEAF
+        kind, keys, children, cls = found
+        return TreeDef(kind, keys, tuple(walk(c) for c in children), cls)
+
+    treedef = walk(tree)
+    return leaves, treedef
+
+
+def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Any:
+    """Inverse of :func:`flatten`. Raises ``ValueError`` when the number of leaves does not fit."""
+    leaves = list(leaves)
+    if len(leaves) != treedef.size:
+        raise ValueError(f"tree needs {treedef.size} leaves, got {len(leaves)}")
+    it = iter(leaves)
+
+    def build(d: TreeDef) -> Any:
+        if d.kind == "leaf":
+            return next(it)
+        if d.kind == "none":
+            return None
+        children = [build(c) for c in d.children]
+        if d.kind == "dict":
+            return dict(zip(d.keys, children, strict=True))
+        if d.kind == "list":
+            return children
+        if d.kind == "tuple":
+            return tuple(children)
+        if d.kind == "namedtuple":
+            return d.type(*children)
+        return d.type(**dict(zip(d.keys, children, strict=True)))
+
+    return build(treedef)
+
+
+def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """``fn`` applied to each leaf (and the leaves at the same places of ``rest``); the structure stays.
+
+    >>> tree_map(lambda a, b: a + b, {"x": 1, "y": (2,)}, {"x": 10, "y": (20,)})
+    {'x': 11, 'y': (22,)}
+    """
+    leaves, treedef = flatten(tree, is_leaf)
+    columns = [leaves]
+    for i, other in enumerate(rest):
+        other_leaves, other_def = flatten(other, is_leaf)
+        if other_def != treedef:
+            raise ValueError(f"tree_map: argument {i + 2} has structure {other_def}, the first has {treedef}")
+        columns.append(other_leaves)
+    return unflatten(treedef, [fn(*row) for row in zip(*columns, strict=True)])
+
+
+def path_name(path: Path) -> str:
+    """A path as people read it: ``('layers', 0, 'w')`` becomes ``layers.0.w``."""
+    return ".".join(str(p) for p in path)

@@ -1,0 +1,101 @@
+"""One table of element types: their NumPy, safetensors and Zarr names, and their sizes.
+
+Every format module looks names up here and nowhere else, so a dtype is added by one row. The order of the rows is the
+order of safetensors' own enumeration, which its writers sort by.
+
+>>> safetensors_name(np.dtype(ml_dtypes.float8_e4m3fn))
+'F8_E4M3'
+>>> by_name("bfloat16").itemsize
+2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays.errors import CheckpointDTypeError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One element type. ``dtype`` is None where NumPy cannot hold it as it is stored; ``name`` is ours and Zarr's."""
+
+    safetensors: str | None
+    bits: int
+    name: str | None
+    dtype: np.dtype | None
+
+
+def _row(safetensors: str | None, bits: int, scalar: type | None = None) -> Row:
+    dtype = None if scalar is None else np.dtype(scalar).newbyteorder("<")
+    return Row(safetensors, bits, None if dtype is None else dtype.name, dtype)
+
+
+# Rank in this table = alignment rank in a safetensors file (low to high). Complex128 exists in Zarr alone.
+ROWS: tuple[Row, ...] = (
+    _row("BOOL", 8, np.bool_),
+    _row("F4", 4),
+    _row("F6_E2M3", 6),
+    _row("F6_E3M2", 6),
+    _row("U8", 8, np.uint8),
+    _row("I8", 8, np.int8),
+    _row("F8_E5M2", 8, ml_dtypes.float8_e5m2),
+    _row("F8_E4M3", 8, ml_dtypes.float8_e4m3fn),
+    _row("F8_E8M0", 8, ml_dtypes.float8_e8m0fnu),
+    _row("F8_E4M3FNUZ", 8, ml_dtypes.float8_e4m3fnuz),
+    _row("F8_E5M2FNUZ", 8, ml_dtypes.float8_e5m2fnuz),
+    _row("I16", 16, np.int16),
+    _row("U16", 16, np.uint16),
+    _row("F16", 16, np.float16),
+    _row("BF16", 16, ml_dtypes.bfloat16),
+    _row("I32", 32, np.int32),
+    _row("U32", 32, np.uint32),
+    _row("F32", 32, np.float32),
+    _row("C64", 64, np.complex64),
+    _row("F64", 64, np.float64),
+    _row("I64", 64, np.int64),
+    _row("U64", 64, np.uint64),
+    _row(None, 128, np.complex128),
+)
+
+SAFETENSORS: dict[str, Row] = {row.safetensors: row for row in ROWS if row.safetensors}
+SAFETENSORS_RANK: dict[str, int] = {name: rank for rank, name in enumerate(SAFETENSORS)}
+_BY_NAME: dict[str, Row] = {row.name: row for row in ROWS if row.name}
+
+# What a saved checkpoint may hold: the types that readers of Zarr know, plus the three that meshtape registers with it.
+EXTENSIONS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+_NOT_IN_ZARR = ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def little(dtype: np.dtype) -> np.dtype:
+    """The little-endian form of ``dtype``: how every element is stored."""
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def by_name(name: str) -> np.dtype:
+    """The dtype with a stored name; `CheckpointDTypeError` when there is none."""
+    row = _BY_NAME.get(name) if isinstance(name, str) else None
+    if row is None or row.dtype is None:
+        raise CheckpointDTypeError(f"unknown dtype {name!r}; known are {', '.join(_BY_NAME)}")
+    return row.dtype
+
+
+def check_storable(dtype: np.dtype, where: str) -> np.dtype:
+    """``dtype`` as it will be stored; `CheckpointDTypeError` naming ``where`` when a checkpoint cannot hold it."""
+    name = np.dtype(dtype).name
+    row = _BY_NAME.get(name)
+    if row is None or row.dtype is None or name in _NOT_IN_ZARR:
+        known = ", ".join(n for n in _BY_NAME if n not in _NOT_IN_ZARR)
+        raise CheckpointDTypeError(f"{where}: dtype {dtype} cannot be saved; a checkpoint holds {known}")
+    return row.dtype
+
+
+def safetensors_name(dtype: np.dtype, where: str = "tensor") -> str:
+    """The safetensors name of ``dtype``; `CheckpointDTypeError` naming ``where`` when that format has none."""
+    row = _BY_NAME.get(np.dtype(dtype).name)
+    if row is None or row.safetensors is None:
+        raise CheckpointDTypeError(f"{where}: dtype {dtype} has no safetensors form; cast it, or keep the Zarr form")
+    return row.safetensors

@@ -1,0 +1,150 @@
+"""The one object through which storage changes the file system.
+
+Every create, write, sync, rename and unlink of this package is a method of `Files`. A test that puts its own instance
+in place with `using` can therefore fail, or kill the process at, the N-th operation, for every N.
+Reading needs no such hook and uses ``os`` directly.
+
+Files and directories are created with the process's umask, never with the private mode of temporary files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+IOV_MAX = 512  # the kernel takes 1024; half of it is as fast and leaves room
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@cache
+def _renameat2() -> Any:
+    """Linux's ``renameat2``, or None where the C library has none."""
+    try:
+        return ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return None
+
+
+class Files:
+    """Operations on local files. Subclass it to watch, fail or reorder them; each method is one operation."""
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path)  # noqa: PTH102
+
+    def create(self, path: str) -> int:
+        """A descriptor for writing a new file; fails where the name exists."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+    def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        """Write all of ``buffers`` (at most `IOV_MAX` of them) from ``offset`` on; returns the number of bytes."""
+        views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
+        total = 0
+        while views:
+            done = os.pwritev(fd, views, offset + total)
+            if done == 0:
+                raise OSError(errno.EIO, "a write made no progress")
+            total += done
+            # A short write is legal: drop what went out and go on from there.
+            while views and done >= len(views[0]):
+                done -= len(views.pop(0))
+            if done:
+                views[0] = views[0][done:]
+        return total
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def fsync_dir(self, path: str) -> None:
+        """Make the names in a directory durable."""
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(fd)
+        except OSError as e:
+            # Some network file systems do not sync directories and say so this way.
+            if e.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename; a file at ``target`` is replaced, a directory there must be empty."""
+        os.rename(source, target)  # noqa: PTH104
+
+    def exchange(self, a: str, b: str) -> bool:
+        """Swap two names in one step. False, with nothing changed, where the system cannot."""
+        call = _renameat2()
+        if call is None:
+            return False
+        if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+            return False
+        raise OSError(code, os.strerror(code), a)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)  # noqa: PTH108
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)  # noqa: PTH106
+
+    # ----- made of the operations above -------------------------------------------------------------------------------
+
+    def write_file(self, path: str, data: bytes) -> None:
+        """A new, synced file with ``data``."""
+        fd = self.create(path)
+        try:
+            self.write(fd, [data], 0)
+            self.fsync(fd)
+        finally:
+            self.close(fd)
+
+    def remove_tree(self, path: str) -> None:
+        """Delete a file or a directory with all below it. Symbolic links are removed, never followed."""
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(mode):
+            self.unlink(path)
+            return
+        with os.scandir(path) as entries:
+            children = sorted(e.path for e in entries)
+        for child in children:
+            self.remove_tree(child)
+        self.rmdir(path)
+
+    def free_bytes(self, path: str) -> int:
+        """Bytes that this user may still write to the file system of ``path``."""
+        s = os.statvfs(path)
+        return s.f_bavail * s.f_frsize
+
+
+_active = Files()
+
+
+def active() -> Files:
+    """The `Files` in use in this process."""
+    return _active
+
+
+@contextlib.contextmanager
+def using(files: Files) -> Iterator[Files]:
+    """Put another `Files` in place for a while. It is process-wide, as the threads of a save must see it too."""
+    global _active
+    before, _active = _active, files
+    try:
+        yield files
+    finally:
+        _active = before

@@ -1,0 +1,95 @@
+"""Names: of leaves as people read them, of leaves as Zarr nodes, and of files that come from untrusted text.
+
+A leaf's *name* is its keys joined by dots (``layers.0.w``). Its Zarr name is the same wherever that is safe; otherwise
+bytes are percent-escaped, so any string is a legal, bounded, unreserved file name on every system.
+
+>>> zarr_names(["layers.0.w", "a/b", "zarr.json", ""])
+['layers.0.w', 'a%2Fb', '%7Aarr.json', '%']
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..arrays.errors import CheckpointKeyError, CorruptCheckpoint
+
+_SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+# Zarr's own files, chunk keys, ours, and the device names that Windows cannot use as files.
+_RESERVED = frozenset(
+    ["zarr.json", ".zgroup", ".zattrs", ".zarray", ".zmetadata", "c", "meshtape.json", "con", "prn", "aux", "nul"]
+    + [f"{device}{n}" for device in ("com", "lpt") for n in range(10)]
+)
+_LONGEST = 160
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _escape(name: str) -> str:
+    raw = name.encode("utf-8", "surrogatepass")
+    if not raw:
+        return "%"
+    out = "".join(chr(b) if b in _SAFE else f"%{b:02X}" for b in raw)
+    # The first character decides whether a name is hidden or reserved; a final dot is lost on Windows.
+    heads = {out.casefold(), out.split(".")[0].casefold()}  # Windows reserves "nul.txt" as well
+    if out.startswith((".", "__")) or heads & _RESERVED:
+        out = f"%{raw[0]:02X}{out[1:]}"
+    if out[-1] == ".":
+        out = f"{out[:-1]}%2E"
+    if len(out) > _LONGEST:
+        out = f"{out[: _LONGEST - 17]}~{_digest(name)}"
+    return out
+
+
+def zarr_names(names: Sequence[str]) -> list[str]:
+    """One Zarr node name for each leaf name; distinct even where the file system ignores case."""
+    escaped = [_escape(name) for name in names]
+    count = Counter(e.casefold() for e in escaped)
+    return [
+        e if count[e.casefold()] == 1 else f"{e[: _LONGEST - 17]}~{_digest(name)}"
+        for e, name in zip(escaped, names, strict=True)
+    ]
+
+
+def leaf_name(path: Sequence[str | int]) -> str:
+    """A path as people read it: ``('layers', 0, 'w')`` becomes ``layers.0.w``."""
+    return ".".join(map(str, path))
+
+
+def check_distinct(paths: Iterable[Sequence[str | int]]) -> None:
+    """Raise `CheckpointKeyError`, listing every case, when two paths have one name."""
+    seen: dict[str, Sequence[str | int]] = {}
+    clashes = []
+    for path in paths:
+        first = seen.setdefault(leaf_name(path), path)
+        if first is not path:
+            clashes.append(f"  {list(first)} and {list(path)} are both named {leaf_name(path)!r}")
+    if clashes:
+        raise CheckpointKeyError("\n".join([f"{len(clashes)} keys collide:", *clashes, "rename one of each"]))
+
+
+def inside(root: str, relative: object, source: str) -> str:
+    """The path of a file that untrusted text ``relative`` names below ``root``.
+
+    Absolute paths, ``..``, backslashes, NUL and links that leave the directory raise `CorruptCheckpoint` naming
+    ``source``, where the text stood. Links into ``blobs`` beside ``snapshots`` are followed: the Hugging Face cache is
+    made of them.
+    """
+    if not isinstance(relative, str) or not relative:
+        raise CorruptCheckpoint(f"{source}: {relative!r} is not a file name")
+    parts = relative.split("/")
+    if "\0" in relative or "\\" in relative or ":" in parts[0] or any(p in ("", ".", "..") for p in parts):
+        raise CorruptCheckpoint(f"{source}: file name {relative!r} leaves the checkpoint or is malformed; refused")
+    path = os.path.join(root, relative)  # noqa: PTH118
+    real, home = Path(path).resolve(), Path(root).resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(real.is_relative_to(a) for a in allowed):
+        raise CorruptCheckpoint(f"{source}: file {relative!r} is a link out of the checkpoint (to {real}); refused")
+    return path
