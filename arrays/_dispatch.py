@@ -8,14 +8,14 @@ and Python scalars with nothing recording, is one loop and one call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ._op import NO_PARAMS, Op, state
 from .errors import DeviceError, DTypeError
-from .program import Const, ShapeDtype, Site
+from .program import Const, Program, ShapeDtype, Site
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -24,17 +24,33 @@ ndarray = np.ndarray
 SCALARS = frozenset({bool, int, float, complex})
 
 
+class ProgramHost(Protocol):
+    """Who runs programs on values that are not in one place: a mesh. What ``mt.compile`` knows of it."""
+
+    def place(
+        self, op: Op, avals: Sequence[Any], shardings: Sequence[Any], params: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Shardings of the results of a call on arguments with these avals (or scalars) and shardings (None: replicated)."""
+
+    def prepare(self, program: Program, shardings: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
+        """The program made ready for inputs of these shardings: a function from input buffers to output buffers."""
+
+    def replicate(self, value: Any) -> Any:
+        """An Array on every rank with the value of a local one."""
+
+
 class Deferred:
     """A buffer whose value is not here: traced by ``mt.compile``, or split over a mesh.
 
-    Subclasses have ``shape``, ``dtype``, ``device`` and ``sharding`` (None when not split). The array methods that need a
-    value call :meth:`concrete`. Where deferred buffers of several kinds meet in a call, the one with the highest
+    Subclasses have ``shape``, ``dtype``, ``device``, ``sharding`` (None when not split) and ``host`` (the
+    :class:`ProgramHost` that it is split over, or None). The array methods that need a value call :meth:`concrete`. Where deferred buffers of several kinds meet in a call, the one with the highest
     ``priority`` takes it.
     """
 
     __slots__ = ()
     shape: tuple[int, ...]
     dtype: np.dtype
+    host: ProgramHost | None
     priority = 0
 
     @property

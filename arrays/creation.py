@@ -96,9 +96,9 @@ def _plain(obj: Any) -> Any:
 def wrap_same(x: Array) -> Array:
     """A second Array of the same value; memory is shared until one side is written."""
     from ._dispatch import apply
-    from .elementwise import POSITIVE
+    from .elementwise import ALIAS
 
-    return apply(POSITIVE, (x,)) if isinstance(x._buf, Deferred) or x._id else wrap(x._buf)
+    return apply(ALIAS, (x,))
 
 
 def full(

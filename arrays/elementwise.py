@@ -211,6 +211,7 @@ def _full_like(xp: Any, x: Any, value: float, dtype: np.dtype) -> Any:
 
 
 FULL_LIKE = Op("full_like", ("x",), _full_like, _infer_astype, nondifferentiable="a constant")
+ALIAS = Op("alias", ("x",), _identity, _infer.same)
 STOP_GRADIENT = Op("stop_gradient", ("x",), _identity, _infer.same, nondifferentiable="it is what was asked for")
 ASTYPE = Op("astype", ("x",), _astype, _infer_astype)
 

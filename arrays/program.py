@@ -184,6 +184,9 @@ def simplify(program: Program) -> Program:
     kept: list[Entry] = []
     for e in program.entries:
         inputs = tuple(renamed.get(v, v) if isinstance(v, int) else v for v in e.inputs)
+        if e.op.name == "alias":
+            renamed[e.outputs[0]] = inputs[0]
+            continue
         key = (e.op, tuple(v if isinstance(v, int) else freeze(v.value) for v in inputs), freeze(e.params))
         first = seen.get(key)
         if first is not None:

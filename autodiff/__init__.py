@@ -1,1 +1,21 @@
+"""The tape, gradients to any order, compiled programs and optimizers."""
 
+from . import optim
+from .compile import compile
+from .tape import Tape
+from .transforms import check_grads, grad, hessian, hvp, jacobian, jvp, no_grad, value_and_grad, vjp
+
+__all__ = [
+    "Tape",
+    "optim",
+    "check_grads",
+    "compile",
+    "grad",
+    "hessian",
+    "hvp",
+    "jacobian",
+    "jvp",
+    "no_grad",
+    "value_and_grad",
+    "vjp",
+]

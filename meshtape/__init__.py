@@ -1,1 +1,90 @@
+"""meshtape: a NumPy-like array library that differentiates, shards and checkpoints.
 
+``import meshtape as mt`` is all that a user writes. Everything is reached from here: the array namespace (``mt.asarray``,
+``mt.sum``, …), gradients (``mt.grad``), meshes (``mt.Mesh``) and checkpoints (``mt.save``). Dask, Zarr, CuPy and Rich are
+imported when they are first used, never by the import itself.
+"""
+
+from __future__ import annotations
+
+import importlib as _importlib
+from typing import Any as _Any
+
+from . import errors
+from .arrays import *  # noqa: F403
+from .arrays import __all__ as _arrays_all
+from .autodiff import (
+    Tape,
+    check_grads,
+    compile,
+    grad,
+    hessian,
+    hvp,
+    jacobian,
+    jvp,
+    no_grad,
+    optim,
+    value_and_grad,
+    vjp,
+)
+
+__version__ = "0.1.0"
+
+# What the packages that bring heavy libraries offer, and where it is: looked up on first use.
+_LAZY = {
+    **dict.fromkeys(
+        (
+            "Mesh",
+            "Partial",
+            "Replicate",
+            "Shard",
+            "Sharding",
+            "compute",
+            "distribute",
+            "explain",
+            "reshard",
+            "visualize",
+        ),
+        "parallel",
+    ),
+    **dict.fromkeys(
+        ("Checkpoint", "CheckpointManager", "load", "merge", "open_checkpoint", "save"),
+        "storage",
+    ),
+}
+_PACKAGES = ("arrays", "autodiff", "parallel", "storage")
+
+__all__ = sorted(
+    {
+        *_arrays_all,
+        *_LAZY,
+        *_PACKAGES,
+        "Tape",
+        "check_grads",
+        "compile",
+        "errors",
+        "grad",
+        "hessian",
+        "hvp",
+        "jacobian",
+        "jvp",
+        "no_grad",
+        "optim",
+        "value_and_grad",
+        "vjp",
+    }
+)
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _PACKAGES:
+        return _importlib.import_module(f".{name}", __name__)
+    if name in _LAZY:
+        value = getattr(_importlib.import_module(f".{_LAZY[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'meshtape' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

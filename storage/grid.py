@@ -146,7 +146,7 @@ def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> 
 
 
 def windows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
-    """Boxes that cover an array in lexicographic order: whole chunks, of at most ``limit`` bytes where a chunk is not more.
+    """Boxes that cover an array in lexicographic order: whole chunks, in at most ``limit`` bytes where one chunk fits.
 
     >>> [b.offset for b in windows((4, 6), (2, 3), 1, 12)]
     [(0, 0), (2, 0)]

@@ -1,0 +1,275 @@
+"""``mt.compile``: a function traced once for each signature, and replayed as a program.
+
+The function runs with arrays that only stand for values; every op call becomes an entry. Dead and repeated entries are dropped,
+and each value is freed at its last use. On split arrays the program goes to their mesh, which partitions it and runs it as one
+program a rank. As in JAX, Python code in the function runs while it is traced and not again: a ``print`` prints once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import tree as trees
+from ..arrays._array import Array
+from ..arrays._backends import backend_for, backend_of
+from ..arrays._dispatch import Deferred, ProgramHost, argument_avals, call_site, wrap
+from ..arrays._op import Op, not_recording, state
+from ..arrays.errors import DeviceError, TracedValueError
+from ..arrays.program import Const, Program, ProgramBuilder, ShapeDtype, freeze, last_uses, simplify
+
+
+class Tracer(Deferred):
+    """A buffer that stands for a value of a program being traced."""
+
+    __slots__ = ("builder", "device", "dtype", "host", "shape", "sharding", "var")
+    priority = 2
+
+    def __init__(
+        self, builder: _Trace, var: int, aval: ShapeDtype, device: Any, sharding: Any, host: ProgramHost | None
+    ) -> None:
+        self.builder, self.var, self.device, self.sharding, self.host = builder, var, device, sharding, host
+        self.shape, self.dtype = aval
+
+    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Tracer, ...]:
+        return self.builder.emit(op, args, params)
+
+    def concrete(self) -> np.ndarray:
+        raise TracedValueError(
+            f"a value ({self.aval}) was asked for inside mt.compile, where arrays only stand for values: "
+            "use mt.where instead of `if`, keep printing and float(...) outside, or pass the number as a Python scalar"
+        )
+
+
+class _Trace:
+    """The program that a traced function writes."""
+
+    def __init__(self) -> None:
+        self.builder = ProgramBuilder()
+        self.lifted: dict[int, tuple[int, Any]] = {}
+        self.open = True
+
+    def input(self, x: Array) -> Array:
+        buf = x._buf
+        aval = ShapeDtype(tuple(buf.shape), buf.dtype)
+        host = buf.host if isinstance(buf, Deferred) else None
+        return wrap(Tracer(self, self.builder.input(aval), aval, x.device, x.sharding, host))
+
+    def _var(self, x: Array) -> int:
+        buf = x._buf
+        if isinstance(buf, Tracer):
+            if buf.builder is not self:
+                raise TracedValueError(
+                    "an array of one traced function was used in another: return it, instead of keeping it aside"
+                )
+            return buf.var
+        # The buffer is kept beside its number, so that its id stays its own.
+        known = self.lifted.get(id(buf))
+        if known is None:
+            aval = ShapeDtype(tuple(buf.shape), buf.dtype)
+            known = self.lifted[id(buf)] = (self.builder.constant(buf, aval), buf)
+        return known[0]
+
+    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Tracer, ...]:
+        if not self.open:
+            raise TracedValueError("an array that was traced by mt.compile is used after the function returned")
+        arrays = [a for a in args if isinstance(a, Array)]
+        hosts = [a._buf.host for a in arrays if isinstance(a._buf, Deferred) and a._buf.host is not None]
+        avals = argument_avals(args)
+        out_avals = op.avals(avals, params)
+        host = hosts[0] if hosts else None
+        if host is None:
+            devices = {a.device for a in arrays}
+            if len(devices) > 1:
+                raise DeviceError(f"[{op.name}] the arrays are on different devices: {', '.join(map(str, devices))}")
+            device, shardings = arrays[0].device, (None,) * op.nout
+        else:
+            device = next(a.device for a in arrays if isinstance(a._buf, Deferred) and a._buf.host is host)
+            shardings = host.place(op, avals, [a.sharding if isinstance(a, Array) else None for a in args], params)
+        inputs = [self._var(a) if isinstance(a, Array) else Const(a) for a in args]
+        out_vars = self.builder.add(op, inputs, params, out_avals, state.origin, call_site())
+        return tuple(
+            Tracer(self, v, aval, device, s, host) for v, aval, s in zip(out_vars, out_avals, shardings, strict=True)
+        )
+
+
+class Compiled:
+    """A compiled function; see :func:`compile`."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._cache: dict[Any, _Ready] = {}
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = trees.flatten((args, kwargs))
+        arrays = [_as_array(x) for x in leaves]
+        if any(isinstance(a, Array) and isinstance(a._buf, Tracer) for a in arrays):
+            return self._fn(*args, **kwargs)  # inside another compiled function: part of its program
+        ready = self._ready(leaves, arrays, treedef)
+        inputs = [a for a in arrays if isinstance(a, Array)]
+        return ready(inputs)
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """The program for these arguments; ``print`` it to see one line an entry.
+
+        >>> import meshtape as mt
+        >>> print(mt.compile(lambda x: x * 2.0 + 1.0).program(mt.ones(3)))
+        program(%0: float64[3]):
+          %1 = multiply(%0, 2.0)  : float64[3]
+          %2 = add(%1, 1.0)       : float64[3]
+          return %2
+        """
+        leaves, treedef = trees.flatten((args, kwargs))
+        return self._ready(leaves, [_as_array(x) for x in leaves], treedef).program
+
+    @property
+    def signatures(self) -> int:
+        """How many times the function was traced."""
+        return len(self._cache)
+
+    def _ready(self, leaves: Sequence[Any], arrays: Sequence[Any], treedef: trees.TreeDef) -> _Ready:
+        key = (treedef, tuple(map(_leaf_key, arrays)), _closure_key(self._fn))
+        ready = self._cache.get(key)
+        if ready is None:
+            ready = self._cache[key] = _trace(self._fn, arrays, treedef)
+        return ready
+
+    def __repr__(self) -> str:
+        return f"compile({getattr(self._fn, '__name__', self._fn)!s}, {self.signatures} signature(s))"
+
+
+def compile(fn: Callable[..., Any]) -> Compiled:
+    """A function that is traced once for each signature and then replayed as a program.
+
+    Arguments and results are trees. Arrays (NumPy's too) are inputs; everything else in the arguments is static: a new value
+    is a new signature, so pass a number that changes at every call as ``mt.asarray(number)``. The signature is compared by
+    equality: shapes, dtypes, devices, shardings, static arguments, and the constants in the function's closure.
+
+    Raises
+    ------
+    TracedValueError
+        When the function asks for a value (``if x > 0``, ``float(x)``) or for a shape that depends on values.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> double = mt.compile(lambda x: x + x)
+    >>> double(mt.asarray([1, 2]))
+    Array([2, 4])
+    """
+    return fn if isinstance(fn, Compiled) else Compiled(fn)
+
+
+def _as_array(x: Any) -> Any:
+    if isinstance(x, np.ndarray) and x.dtype != object:
+        from ..arrays.creation import asarray
+
+        return asarray(x)
+    return x
+
+
+def _leaf_key(x: Any) -> Any:
+    if isinstance(x, Array):
+        return ("array", x.shape, x.dtype, x.device, x.sharding)
+    try:
+        hash(x)
+    except TypeError:
+        return ("object", _ById(x))
+    return ("static", freeze(x))
+
+
+class _ById:
+    """An unhashable static argument, equal to itself alone; holding it keeps its id its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.value is self.value
+
+
+def _closure_key(fn: Any) -> tuple[Any, ...]:
+    """What the function reads from its closure: numbers and texts by value, everything else by identity."""
+    cells = getattr(fn, "__closure__", None) or ()
+    out: list[Any] = []
+    for cell in cells:
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            continue
+        out.append(
+            ("static", freeze(value))
+            if isinstance(value, bool | int | float | complex | str | bytes | None)
+            else (_ById(value), getattr(value, "_buf", None) is not None and id(value._buf))
+        )
+    return tuple(out)
+
+
+class _Ready:
+    """A traced program with its executable and the structure of its result."""
+
+    def __init__(
+        self, program: Program, run: Callable[[Sequence[Any]], list[Any]], out_def: trees.TreeDef, statics: list[Any]
+    ) -> None:
+        self.program, self.run, self.out_def, self.statics = program, run, out_def, statics
+
+    def __call__(self, inputs: Sequence[Array]) -> Any:
+        outs = iter(self.run([a._buf for a in inputs]))
+        return trees.unflatten(self.out_def, [next(outs) if s is _ARRAY else s for s in self.statics])
+
+
+_ARRAY = object()
+
+
+def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef) -> _Ready:
+    trace = _Trace()
+    stand_ins = [trace.input(a) if isinstance(a, Array) else a for a in arrays]
+    args, kwargs = trees.unflatten(treedef, stand_ins)
+    with not_recording():
+        result = fn(*args, **kwargs)
+    outs, out_def = trees.flatten(result)
+    outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
+    trace.open = False
+    statics = [_ARRAY if isinstance(o, Array) else o for o in outs]
+    program = simplify(trace.builder.build(outputs))
+    inputs = [a for a in arrays if isinstance(a, Array)]
+    buffers = [a._buf for a in inputs] + list(program.constants.values())
+    host = next((b.host for b in buffers if isinstance(b, Deferred)), None)
+    if host is not None:
+        run = host.prepare(program, [a.sharding for a in inputs])
+        return _Ready(program, lambda bufs: [wrap(b) for b in run(bufs)], out_def, statics)
+    device = inputs[0].device if inputs else None
+    xp = backend_for(device).xp if device is not None else backend_of(None).xp
+    execute = local_executable(program, xp)
+    return _Ready(program, lambda bufs: [wrap(b) for b in execute(bufs)], out_def, statics)
+
+
+def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """The program as a function of buffers of one backend. Each value is freed at its last use."""
+    steps = []
+    for e, free in zip(program.entries, last_uses(program), strict=True):
+        args = tuple((v, None) if isinstance(v, int) else (-1, v.value) for v in e.inputs)
+        steps.append((e.op.bind(xp), args, dict(e.params), e.outputs, e.op.nout == 1, free))
+    constants = dict(program.constants)
+
+    def run(buffers: Sequence[Any]) -> list[Any]:
+        env = dict(constants)
+        env.update(zip(program.inputs, buffers, strict=True))
+        for fn, args, params, outputs, single, free in steps:
+            out = fn(*[env[v] if v >= 0 else c for v, c in args], **params)
+            if single:
+                env[outputs[0]] = xp.asarray(out)
+            else:
+                env.update(zip(outputs, map(xp.asarray, out), strict=True))
+            for v in free:
+                del env[v]
+        return [env[v] for v in program.outputs]
+
+    return run

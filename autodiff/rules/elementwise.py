@@ -1,0 +1,115 @@
+"""Derivatives of the elementwise functions; legend in ``_registry``."""
+
+from __future__ import annotations
+
+import math
+
+from ...arrays import elementwise as ew
+from ._registry import conj, defvjp
+
+# ----- arithmetic -----------------------------------------------------------------------------------------------------
+
+defvjp(ew.ADD, x=lambda xp, g: g, y=lambda xp, g: g)
+defvjp(ew.SUBTRACT, x=lambda xp, g: g, y=lambda xp, g: -g)
+defvjp(ew.MULTIPLY, x=lambda xp, g, y: g * conj(xp, y), y=lambda xp, g, x: g * conj(xp, x))
+defvjp(
+    ew.DIVIDE,
+    x=lambda xp, g, y: g / conj(xp, y),
+    y=lambda xp, g, y, ans: -g * conj(xp, ans / y),
+)
+defvjp(ew.REMAINDER, x=lambda xp, g: g, y=lambda xp, g, x, y: -g * xp.floor(x / y))
+
+
+def _pow_x(xp, g, x, y):
+    # 0 * x**(-1) would be NaN at x = 0 for y = 0, where the derivative is 0.
+    return g * conj(xp, xp.where(y == 0, 0.0, y * x ** xp.where(y == 0, 1.0, y - 1)))
+
+
+def _pow_y(xp, g, x, ans):
+    # x**y is constant in y at x = 0 (for y > 0): log 0 must not reach the product.
+    return g * conj(xp, ans * xp.log(xp.where(x == 0, 1.0, x)))
+
+
+defvjp(ew.POW, x=_pow_x, y=_pow_y)
+defvjp(ew.NEGATIVE, x=lambda xp, g: -g)
+defvjp(ew.POSITIVE, x=lambda xp, g: g)
+defvjp(ew.ALIAS, x=lambda xp, g: g)
+defvjp(ew.ABS, x=lambda xp, g, x: g * xp.sign(x))
+defvjp(ew.RECIPROCAL, x=lambda xp, g, ans: -g * conj(xp, ans * ans))
+defvjp(ew.SQUARE, x=lambda xp, g, x: 2.0 * g * conj(xp, x))
+defvjp(ew.SQRT, x=lambda xp, g, ans: 0.5 * g / conj(xp, ans))
+defvjp(ew.HYPOT, x=lambda xp, g, x, ans: g * x / ans, y=lambda xp, g, y, ans: g * y / ans)
+
+# Ties: maximum and minimum give each side half, as the reductions share evenly; fmax and fmin give all to the first.
+
+
+defvjp(
+    ew.MAXIMUM,
+    x=lambda xp, g, x, y: xp.where(x == y, 0.5 * g, xp.where(x > y, g, 0.0)),
+    y=lambda xp, g, x, y: xp.where(x == y, 0.5 * g, xp.where(x < y, g, 0.0)),
+)
+defvjp(
+    ew.MINIMUM,
+    x=lambda xp, g, x, y: xp.where(x == y, 0.5 * g, xp.where(x < y, g, 0.0)),
+    y=lambda xp, g, x, y: xp.where(x == y, 0.5 * g, xp.where(x > y, g, 0.0)),
+)
+defvjp(
+    ew.FMAX,
+    x=lambda xp, g, x, y: xp.where((x >= y) | (y != y), g, 0.0),
+    y=lambda xp, g, x, y: xp.where((x >= y) | (y != y), 0.0, g),
+)
+defvjp(
+    ew.FMIN,
+    x=lambda xp, g, x, y: xp.where((x <= y) | (y != y), g, 0.0),
+    y=lambda xp, g, x, y: xp.where((x <= y) | (y != y), 0.0, g),
+)
+
+# ----- exponentials and logarithms ------------------------------------------------------------------------------------
+
+defvjp(ew.EXP, x=lambda xp, g, ans: g * conj(xp, ans))
+defvjp(ew.EXPM1, x=lambda xp, g, ans: g * conj(xp, ans + 1.0))
+defvjp(ew.LOG, x=lambda xp, g, x: g / conj(xp, x))
+defvjp(ew.LOG1P, x=lambda xp, g, x: g / conj(xp, x + 1.0))
+defvjp(ew.LOG2, x=lambda xp, g, x: g / conj(xp, x * math.log(2)))
+defvjp(ew.LOG10, x=lambda xp, g, x: g / conj(xp, x * math.log(10)))
+defvjp(ew.LOGADDEXP, x=lambda xp, g, x, ans: g * xp.exp(x - ans), y=lambda xp, g, y, ans: g * xp.exp(y - ans))
+
+# ----- trigonometry ---------------------------------------------------------------------------------------------------
+
+defvjp(ew.SIN, x=lambda xp, g, x: g * conj(xp, xp.cos(x)))
+defvjp(ew.COS, x=lambda xp, g, x: -g * conj(xp, xp.sin(x)))
+defvjp(ew.TAN, x=lambda xp, g, ans: g * conj(xp, 1.0 + ans * ans))
+defvjp(ew.ASIN, x=lambda xp, g, x: g / conj(xp, xp.sqrt(1.0 - x * x)))
+defvjp(ew.ACOS, x=lambda xp, g, x: -g / conj(xp, xp.sqrt(1.0 - x * x)))
+defvjp(ew.ATAN, x=lambda xp, g, x: g / conj(xp, 1.0 + x * x))
+defvjp(
+    ew.ATAN2,
+    x=lambda xp, g, x, y: g * y / (x * x + y * y),
+    y=lambda xp, g, x, y: -g * x / (x * x + y * y),
+)
+defvjp(ew.SINH, x=lambda xp, g, x: g * conj(xp, xp.cosh(x)))
+defvjp(ew.COSH, x=lambda xp, g, x: g * conj(xp, xp.sinh(x)))
+defvjp(ew.TANH, x=lambda xp, g, ans: g * conj(xp, 1.0 - ans * ans))
+defvjp(ew.ASINH, x=lambda xp, g, x: g / conj(xp, xp.sqrt(x * x + 1.0)))
+defvjp(ew.ACOSH, x=lambda xp, g, x: g / conj(xp, xp.sqrt(x - 1.0) * xp.sqrt(x + 1.0)))
+defvjp(ew.ATANH, x=lambda xp, g, x: g / conj(xp, 1.0 - x * x))
+
+# ----- parts of numbers -----------------------------------------------------------------------------------------------
+
+defvjp(ew.CONJ, x=lambda xp, g: conj(xp, g))
+defvjp(ew.REAL, x=lambda xp, g: g)
+defvjp(ew.IMAG, x=lambda xp, g: 1j * g)
+defvjp(ew.COPYSIGN, x=lambda xp, g, x, y: g * xp.sign(x) * xp.where(xp.signbit(y), -1.0, 1.0))
+defvjp(ew.ASTYPE, x=lambda xp, g: g)
+
+# ----- selection and activations --------------------------------------------------------------------------------------
+
+# Selected, not multiplied: NaN on the side that is not taken must not leak.
+defvjp(
+    ew.WHERE,
+    x=lambda xp, g, condition: xp.where(condition, g, 0.0),
+    y=lambda xp, g, condition: xp.where(condition, 0.0, g),
+)
+defvjp(ew.RELU, x=lambda xp, g, ans: xp.where(ans > 0, g, 0.0))
+defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * xp.exp(-x * x))
+defvjp(ew.SIGMOID, x=lambda xp, g, ans: g * ans * (1.0 - ans))

@@ -1,0 +1,59 @@
+"""Derivatives of the reductions; legend in ``_registry``."""
+
+from __future__ import annotations
+
+from ...arrays import reductions as r
+from ._registry import defvjp
+
+
+def _spread(xp, g, like, axis, keepdims):
+    """``g`` with the reduced dimensions back, at length one: it broadcasts against the operand."""
+    shape = tuple(1 if i in axis else n for i, n in enumerate(like.shape))
+    return g if keepdims else xp.reshape(g, shape)
+
+
+def _sum(xp, g, x_like, axis, keepdims):
+    return xp.broadcast_to(_spread(xp, g, x_like, axis, keepdims), x_like.shape)
+
+
+def _prod(xp, g, x, x_like, axis, keepdims):
+    # Products of all other elements, not ans / x: right where elements are zero. The left part accumulates from the front,
+    # the right part from the back, over the reduced axes laid out in a row.
+    keep = tuple(i for i in range(len(x_like.shape)) if i not in axis)
+    order = (*keep, *axis)
+    front = tuple(x_like.shape[i] for i in keep)
+    n = 1
+    for i in axis:
+        n *= x_like.shape[i]
+    flat = xp.reshape(xp.permute_dims(x, order), (*front, n))
+    out = _products_of_others(xp, flat, n)
+    inverse = tuple(order.index(i) for i in range(len(order)))
+    others = xp.permute_dims(xp.reshape(out, tuple(x_like.shape[i] for i in order)), inverse)
+    return _spread(xp, g, x_like, axis, keepdims) * others
+
+
+def _products_of_others(xp, flat, n):
+    """Along the last axis: at each place the product of all other elements, by doubling (log n steps, no division)."""
+    one = xp.ones_like(flat[..., :1])
+    left, right = xp.concat([one, flat[..., :-1]], axis=-1), xp.concat([flat[..., 1:], one], axis=-1)
+    if n == 0:
+        return flat
+    step = 1
+    while step < n:
+        ones = xp.ones_like(flat[..., :step])
+        left = left * xp.concat([ones, left[..., :-step]], axis=-1)
+        right = right * xp.concat([right[..., step:], ones], axis=-1)
+        step *= 2
+    return left * right
+
+
+def _extremum(xp, g, x, ans, x_like, axis, keepdims):
+    # Tied elements share evenly; the count is over the whole array, however it is sharded.
+    hit = xp.astype(x == _spread(xp, ans, x_like, axis, keepdims), x_like.dtype)
+    return _spread(xp, g, x_like, axis, keepdims) * hit / xp.sum(hit, axis=axis, keepdims=True)
+
+
+defvjp(r.SUM, x=_sum)
+defvjp(r.PROD, x=_prod)
+defvjp(r.MAX, x=lambda xp, g, x, ans, x_like, axis, keepdims: _extremum(xp, g, x, ans, x_like, axis, keepdims))
+defvjp(r.MIN, x=lambda xp, g, x, ans, x_like, axis, keepdims: _extremum(xp, g, x, ans, x_like, axis, keepdims))

@@ -1,0 +1,95 @@
+"""Derivatives of the functions that rearrange, index and multiply; legend in ``_registry``."""
+
+from __future__ import annotations
+
+from ...arrays import indexing as ix
+from ...arrays import linalg, norms
+from ...arrays import manipulation as m
+from ._registry import call, conj, defvjp, defvjp_all
+
+# ----- shapes ---------------------------------------------------------------------------------------------------------
+
+defvjp(m.RESHAPE, x=lambda xp, g, x_like: xp.reshape(g, x_like.shape))
+defvjp(m.BROADCAST_TO, x=lambda xp, g: g)  # the engine undoes broadcasting
+defvjp(m.FLIP, x=lambda xp, g, axis: xp.flip(g, axis=axis))
+
+
+def _permute(xp, g, axes):
+    return xp.permute_dims(g, tuple(axes.index(i) for i in range(len(axes))))
+
+
+def _concat(xp, g, xs_like, axis):
+    out, start = [], 0
+    for like in xs_like:
+        n = like.shape[axis]
+        out.append(g[(slice(None),) * axis + (slice(start, start + n),)])
+        start += n
+    return out
+
+
+defvjp(m.PERMUTE_DIMS, x=_permute)
+defvjp_all(m.CONCAT, _concat)
+
+# ----- products -------------------------------------------------------------------------------------------------------
+
+
+def _matmul_x(xp, g, y, x_like):
+    if len(y.shape) == 1:
+        return xp.expand_dims(g, axis=-1) * conj(xp, y)
+    if len(x_like.shape) == 1:
+        return xp.matmul(conj(xp, y), xp.expand_dims(g, axis=-1))[..., 0]
+    return xp.matmul(g, xp.matrix_transpose(conj(xp, y)))
+
+
+def _matmul_y(xp, g, x, y_like):
+    if len(x.shape) == 1:
+        outer = conj(xp, x) if len(y_like.shape) == 1 else xp.expand_dims(conj(xp, x), axis=-1)
+        return outer * (g if len(y_like.shape) == 1 else xp.expand_dims(g, axis=-2))
+    if len(y_like.shape) == 1:
+        return conj(xp, x) * xp.expand_dims(g, axis=-1)
+    return xp.matmul(xp.matrix_transpose(conj(xp, x)), g)
+
+
+defvjp(linalg.MATMUL, x=_matmul_x, y=_matmul_y)
+
+# ----- indexing -------------------------------------------------------------------------------------------------------
+
+
+def _read(xp, g, arrays, x_like, template):
+    return call(xp, ix.SCATTER, g, *arrays, template=template, shape=x_like.shape)
+
+
+def _overwritten(xp, g, arrays, template):
+    return call(xp, ix.INDEX_SET, g, 0.0, *arrays, template=template)
+
+
+def _written(xp, g, arrays, template):
+    return call(xp, ix.LAST_WRITES, g, *arrays, template=template)
+
+
+def _added(xp, g, arrays, template):
+    return call(xp, ix.GETITEM, g, *arrays, template=template)
+
+
+defvjp(ix.GETITEM, x=_read)
+defvjp(ix.INDEX_SET, x=_overwritten, v=_written)
+defvjp(ix.INDEX_ADD, x=lambda xp, g: g, v=lambda xp, g, arrays, template: _added(xp, g, arrays, template))
+defvjp(ix.SCATTER, g=lambda xp, g, arrays, template: _added(xp, g, arrays, template))
+
+
+def _last_writes(xp, g, arrays, g_like, template):
+    # The adjoint of "read, and drop what was overwritten" is "write": of repeated places only the last one counts.
+    return call(xp, ix.INDEX_SET, xp.zeros(g_like.shape, dtype=g_like.dtype), g, *arrays, template=template)
+
+
+defvjp(ix.LAST_WRITES, g=_last_writes)
+
+# ----- norms ----------------------------------------------------------------------------------------------------------
+
+
+def _layer_norm(xp, g, x, weight, naxes, eps):
+    return call(xp, norms.LAYER_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
+
+
+# layer_norm_backward has no rule of its own: the engine differentiates its decomposition, which is right at every order.
+defvjp_all(norms.LAYER_NORM, _layer_norm)

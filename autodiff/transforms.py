@@ -1,0 +1,302 @@
+"""Functions of functions: gradients, products with Jacobians, and the check of both.
+
+All of them nest to any order and take trees of arrays wherever they take an array.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from ..arrays import tree as trees
+from ..arrays._array import Array
+from ..arrays._dispatch import apply
+from ..arrays._op import not_recording
+from ..arrays.creation import asarray, zeros_like
+from ..arrays.elementwise import ALIAS
+from ..arrays.errors import GradientError
+from .tape import Tape, is_differentiable
+
+
+def no_grad() -> AbstractContextManager[None]:
+    """What is computed inside is recorded by no tape of this thread."""
+    return not_recording()
+
+
+def _fresh(tree: Any) -> Any:
+    """The tree with every number as an Array of its own: an array passed twice gets two gradients."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, bool | str | bytes) or not isinstance(
+            x, Array | int | float | complex | np.ndarray | np.generic
+        ):
+            return x
+        return apply(ALIAS, (asarray(float(x) if isinstance(x, int) else x),))
+
+    return trees.tree_map(leaf, tree)
+
+
+def _arrays(tree: Any) -> list[Array]:
+    return [x for x in trees.flatten(tree)[0] if isinstance(x, Array)]
+
+
+def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """Value of ``fn(*primals)``, and the function that pulls cotangents back.
+
+    Returns
+    -------
+    value, pull[, aux]
+        ``pull(cotangent)`` takes a tree like ``value`` and gives one tree for each primal; it can be called again.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> y, pull = mt.vjp(lambda x: x * x, mt.asarray([1.0, 2.0]))
+    >>> pull(mt.asarray([1.0, 10.0]))
+    (Array([ 2., 40.], dtype=float64),)
+    """
+    fresh = _fresh(primals)
+    tape = Tape(persistent=True)
+    with tape:
+        tape.watch(_arrays(fresh))
+        out = fn(*fresh)
+    out, aux = out if has_aux else (out, None)
+    outputs, out_def = trees.flatten(out)
+    inputs, in_def = trees.flatten(fresh)
+
+    def pull(cotangent: Any) -> tuple[Any, ...]:
+        seeds, seed_def = trees.flatten(cotangent)
+        if seed_def != out_def:
+            raise GradientError(f"[vjp] the cotangent has structure {seed_def}, the value {out_def}")
+        pairs = [
+            (o, s)
+            for o, s in zip(outputs, seeds, strict=True)
+            if isinstance(o, Array) and s is not None and is_differentiable(o.dtype)
+        ]
+        names = [x._id if isinstance(x, Array) else 0 for x in inputs]
+        found = tape.backward([o for o, _ in pairs], [s for _, s in pairs], names)
+        return trees.unflatten(in_def, [_gradient_or_zeros(x, found) for x in inputs])
+
+    return (out, pull, aux) if has_aux else (out, pull)
+
+
+def _gradient_or_zeros(x: Any, found: dict[int, Array]) -> Any:
+    if not isinstance(x, Array) or not is_differentiable(x.dtype):
+        return None
+    g = found.get(x._id)
+    return zeros_like(x) if g is None else g
+
+
+def value_and_grad(
+    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """A function that gives the value of ``fn`` and its gradient.
+
+    Parameters
+    ----------
+    fn
+        Returns an array of one element (with ``has_aux``: that and anything else).
+    argnums
+        Which positional arguments to differentiate; one tree for an int, a tuple of trees for a sequence.
+    has_aux
+        ``fn`` returns ``(loss, aux)``; the result is then ``((loss, aux), gradient)``.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> loss = lambda p, x: ((p["w"] * x + p["b"]) ** 2).sum()
+    >>> value, grads = mt.value_and_grad(loss)({"w": 2.0, "b": 1.0}, mt.asarray([1.0, 2.0]))
+    >>> float(value), float(grads["w"]), float(grads["b"])
+    (34.0, 26.0, 16.0)
+    """
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        chosen = [i if i >= 0 else i + len(args) for i in positions]
+        if any(not 0 <= i < len(args) for i in chosen):
+            raise GradientError(f"[grad] argnums {argnums} for {len(args)} positional argument(s)")
+        full = list(args)
+        for i in chosen:
+            full[i] = _fresh(args[i])
+        tape = Tape()
+        with tape:
+            tape.watch(_arrays([full[i] for i in chosen]))
+            out = fn(*full, **kwargs)
+        loss = out[0] if has_aux else out
+        if not isinstance(loss, Array):
+            raise GradientError(f"[grad] the function must return an Array, got {type(loss).__name__}")
+        leaves, treedef = trees.flatten([full[i] for i in chosen])
+        found = tape.backward([loss], [None], [x._id for x in leaves if isinstance(x, Array)])
+        grads = trees.unflatten(treedef, [_gradient_or_zeros(x, found) for x in leaves])
+        return out, grads[0] if isinstance(argnums, int) else tuple(grads)
+
+    return wrapped
+
+
+def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
+    """A function that gives the gradient of ``fn`` (with ``has_aux``: the gradient and the rest that ``fn`` returned).
+
+    >>> import meshtape as mt
+    >>> cube = lambda x: x * x * x
+    >>> float(mt.grad(mt.grad(cube))(2.0))
+    12.0
+    """
+    both = value_and_grad(fn, argnums, has_aux=has_aux)
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        out, g = both(*args, **kwargs)
+        return (g, out[1]) if has_aux else g
+
+    return wrapped
+
+
+def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """Value of ``fn(*primals)`` and its derivative along ``tangents``.
+
+    The VJP is linear in its cotangent; pulling back through *it* pushes tangents forward, so that no op needs a second rule.
+
+    >>> import meshtape as mt
+    >>> y, dy = mt.jvp(lambda x: x * x, [mt.asarray(3.0)], [mt.asarray(2.0)])
+    >>> float(y), float(dy)
+    (9.0, 12.0)
+    """
+    value, pull = vjp(fn, *primals)
+    zero = trees.tree_map(zeros_like, value)
+    pulled, pull_again = vjp(pull, zero)
+    flat_def = trees.flatten(tuple(tangents))[1]
+    if trees.flatten(pulled)[1] != flat_def:
+        raise GradientError(f"[jvp] the tangents have structure {flat_def}, the primals {trees.flatten(pulled)[1]}")
+    (tangent_out,) = pull_again(trees.tree_map(lambda p, t: asarray(t, dtype=p.dtype), pulled, tuple(tangents)))
+    return value, tangent_out
+
+
+def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
+    """Product of the Hessian of a scalar function at ``x`` with ``v``, without the Hessian.
+
+    >>> import meshtape as mt
+    >>> mt.hvp(lambda x: (x ** 3).sum(), mt.asarray([1.0, 2.0]), mt.asarray([1.0, 1.0]))
+    Array([ 6., 12.], dtype=float64)
+    """
+
+    def slope(y: Any) -> Array:
+        parts = trees.tree_map(lambda g, t: (g * t).sum(), grad(fn)(y), v)
+        return functools.reduce(lambda a, b: a + b, trees.flatten(parts)[0])
+
+    return grad(slope)(x)
+
+
+def jacobian(fn: Callable[[Any], Array]) -> Callable[[Any], Array]:
+    """Jacobian of a function from one array to one array: shape ``(*output, *input)``, one pull back an output element.
+
+    >>> import meshtape as mt
+    >>> mt.jacobian(lambda x: x * x)(mt.asarray([1.0, 2.0]))
+    Array([[2., 0.],
+           [0., 4.]], dtype=float64)
+    """
+    from ..arrays.manipulation import reshape, stack
+
+    def wrapped(x: Any) -> Array:
+        x = asarray(x)
+        y, pull = vjp(fn, x)
+        rows = []
+        for i in range(y.size):
+            seed = np.zeros(y.size, y.dtype)
+            seed[i] = 1
+            rows.append(pull(asarray(seed.reshape(y.shape), device=None))[0])
+        if not rows:
+            return (
+                zeros_like(reshape(x, (*y.shape, *x.shape)))
+                if x.size == 0
+                else asarray(np.zeros((*y.shape, *x.shape), x.dtype))
+            )
+        return reshape(stack(rows), (*y.shape, *x.shape))
+
+    return wrapped
+
+
+def hessian(fn: Callable[[Any], Array]) -> Callable[[Any], Array]:
+    """Hessian of a scalar function of one array: shape ``(*input, *input)``.
+
+    >>> import meshtape as mt
+    >>> mt.hessian(lambda x: (x ** 3).sum())(mt.asarray([1.0, 2.0]))
+    Array([[ 6.,  0.],
+           [ 0., 12.]], dtype=float64)
+    """
+    return jacobian(grad(fn))
+
+
+def check_grads(
+    fn: Callable[..., Any], *primals: Any, order: int = 2, eps: float = 1e-4, rtol: float = 1e-4, atol: float = 1e-5
+) -> None:
+    """Compare derivatives of ``fn`` with central differences, along random directions, up to ``order``.
+
+    Arguments are float64 or complex128 arrays. Reverse mode is checked against the differences, forward mode against reverse.
+
+    Raises
+    ------
+    AssertionError
+        That names the order, the mode and both numbers.
+    """
+    rng = np.random.default_rng(0)
+    points = [np.asarray(p, copy=True) for p in primals]
+
+    def direction(like: np.ndarray) -> np.ndarray:
+        v = rng.standard_normal(like.shape)
+        return v + 1j * rng.standard_normal(like.shape) if like.dtype.kind == "c" else v
+
+    vs = [direction(p) for p in points]
+
+    def value(*xs: Any) -> list[np.ndarray]:
+        return [np.asarray(o) for o in _arrays(fn(*map(asarray, xs)))]
+
+    outs = value(*points)
+    cots = [direction(o) for o in outs]
+
+    def dot(a: Any, b: Any) -> float:
+        return float(np.real(np.vdot(np.asarray(a), np.asarray(b))))
+
+    plus = value(*(p + eps * v for p, v in zip(points, vs, strict=True)))
+    minus = value(*(p - eps * v for p, v in zip(points, vs, strict=True)))
+    slope = sum(dot(c, (a - b) / (2 * eps)) for c, a, b in zip(cots, plus, minus, strict=True))
+
+    def flat(*xs: Any) -> tuple[Array, ...]:
+        return tuple(_arrays(fn(*xs)))
+
+    seeds = tuple(asarray(c.astype(o.dtype)) for c, o in zip(cots, outs, strict=True))
+    _, pull = vjp(flat, *map(asarray, points))
+    pulled = pull(seeds)
+    reverse = sum(dot(v, g) for v, g in zip(vs, pulled, strict=True) if g is not None)
+    for p, g in zip(points, pulled, strict=True):
+        assert g is None or (g.shape == p.shape and g.dtype == p.dtype), (
+            f"gradient {g.shape} {g.dtype} for {p.shape} {p.dtype}"
+        )
+    np.testing.assert_allclose(reverse, slope, rtol=rtol, atol=atol, err_msg="reverse mode against differences")
+    _, tangents = jvp(flat, [asarray(p) for p in points], [asarray(v) for v in vs])
+    forward = sum(dot(c, t) for c, t in zip(cots, tangents, strict=True))
+    np.testing.assert_allclose(forward, reverse, rtol=rtol, atol=atol, err_msg="forward mode against reverse mode")
+    if order > 1:
+
+        def gradient(*xs: Any) -> tuple[Any, ...]:
+            _, p = vjp(flat, *xs)
+            return p(seeds)
+
+        check_grads(gradient, *points, order=order - 1, eps=eps, rtol=rtol * 10, atol=atol * 10)
+
+
+__all__ = [
+    "check_grads",
+    "grad",
+    "hessian",
+    "hvp",
+    "jacobian",
+    "jvp",
+    "no_grad",
+    "value_and_grad",
+    "vjp",
+]

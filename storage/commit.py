@@ -1,0 +1,241 @@
+"""How a directory of files comes into being all at once, and how one replaces another.
+
+The protocol, for a target ``NAME``:
+
+1. A directory ``NAME.tmp-ID`` is made beside the target. ``ID`` names the host and process that owns it.
+2. Every file is written there under its final name, and synced. Nothing of an older generation is touched.
+3. The directories are synced. Then the *last* file is written and synced (the manifest, or an index): its presence is
+   what makes the directory complete, so it must not be durable before what it vouches for.
+4. A new target: ``NAME.tmp-ID`` is renamed to ``NAME``; the parent directory is synced.
+5. A replaced target: the two names are exchanged in one step (Linux ``renameat2``). At every instant ``NAME`` is the old
+   generation or the new one. Where the system cannot exchange, ``NAME`` is renamed to ``NAME.old-ID``, then
+   ``NAME.tmp-ID`` to ``NAME``. Between the two, ``NAME`` does not exist; `resolve` makes a reader take ``NAME.old-ID``
+   then, which is whole, and `recover` lets the next writer rename it back.
+6. What is no longer wanted is renamed to ``NAME.trash-ID`` and deleted from there, so that half a deletion is never
+   taken for a checkpoint.
+
+A kill at any point leaves ``NAME`` (or ``NAME.old-ID``) whole, and at most one ``.tmp-``, ``.old-`` or ``.trash-`` directory.
+`recover` deletes those whose owner is gone. An owner that still runs is left alone; one on another host counts as gone
+after a day, because this host cannot ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from socket import gethostname
+
+from ..arrays.errors import CheckpointExists, StorageFull
+from .files import Files, active
+
+_KINDS = re.compile(r"\A(?P<name>.+)\.(?P<kind>tmp|old|trash)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}\Z", re.S)
+_FOREIGN_AGE = 24 * 3600.0  # seconds
+
+_mine: set[str] = set()  # what this process, in any thread, is filling, moving or deleting now
+
+
+@contextlib.contextmanager
+def _owned(path: str) -> Iterator[str]:
+    _mine.add(path)
+    try:
+        yield path
+    finally:
+        _mine.discard(path)
+
+
+def _host() -> str:
+    return f"{zlib.crc32(gethostname().encode()):08x}"
+
+
+def _new_id() -> str:
+    return f"{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def siblings(target: str, kind: str) -> list[str]:
+    """Paths of the ``NAME.kind-ID`` beside a target, in order of name."""
+    parent, name = os.path.split(os.path.abspath(target))  # noqa: PTH100
+    try:
+        listed = sorted(os.listdir(parent))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = ((entry, _KINDS.match(entry)) for entry in listed)
+    return [
+        os.path.join(parent, entry)  # noqa: PTH118
+        for entry, m in found
+        if m and m["name"] == name and m["kind"] == kind
+    ]
+
+
+def resolve(target: str) -> str:
+    """Where a reader finds ``target``: there, or where a replacement that was cut short has set it aside."""
+    for _ in range(3):
+        if os.path.lexists(target):
+            return target
+        aside = siblings(target, "old")
+        if aside and os.path.isdir(aside[-1]):  # noqa: PTH112
+            return aside[-1]
+        # A replacement may have finished between the two looks.
+        if not aside:
+            break
+    return target
+
+
+def _owner_is_gone(path: str, m: re.Match[str]) -> bool:
+    if path in _mine:
+        return False
+    if m["host"] != _host():
+        with contextlib.suppress(OSError):
+            return time.time() - os.lstat(path).st_mtime > _FOREIGN_AGE
+        return False
+    pid = int(m["pid"])
+    if pid == os.getpid():
+        return True  # of this process, and not being filled: an earlier process had the same number
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def recover(parent: str, name: str | None = None) -> list[str]:
+    """Put back what was set aside, delete what dead owners left; returns the paths dealt with.
+
+    ``name`` limits it to one target of the directory ``parent``.
+    """
+    fs = active()
+    parent = os.path.abspath(parent)  # noqa: PTH100
+    try:
+        listed = sorted(os.listdir(parent))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    done = []
+    for entry in listed:
+        m = _KINDS.match(entry)
+        path = os.path.join(parent, entry)  # noqa: PTH118
+        if not m or (name is not None and m["name"] != name) or not _owner_is_gone(path, m):
+            continue
+        target = os.path.join(parent, m["name"])  # noqa: PTH118
+        # Another process may be collecting the same directory; whoever comes second finds it gone.
+        with contextlib.suppress(FileNotFoundError):
+            if m["kind"] == "old" and not os.path.lexists(target):
+                fs.rename(path, target)
+                fs.fsync_dir(parent)
+            else:
+                discard(path)
+            done.append(path)
+    return done
+
+
+def discard(path: str) -> None:
+    """Delete a directory: renamed first, so that it is never found half deleted under its own name."""
+    fs = active()
+    m = _KINDS.match(os.path.basename(path))  # noqa: PTH119
+    if m and m["kind"] == "trash":
+        fs.remove_tree(path)
+        return
+    parent = os.path.dirname(path)  # noqa: PTH120
+    name = m["name"] if m else os.path.basename(path)  # noqa: PTH119
+    with _owned(os.path.join(parent, f"{name}.trash-{_new_id()}")) as trash:  # noqa: PTH118
+        fs.rename(path, trash)
+        fs.fsync_dir(parent)
+        fs.remove_tree(trash)
+
+
+def make_parents(target: str) -> None:
+    """Create the directories above a target that are missing."""
+    parent = os.path.dirname(os.path.abspath(target))  # noqa: PTH100, PTH120
+    if not os.path.isdir(parent):  # noqa: PTH112
+        make_parents(parent)
+        with contextlib.suppress(FileExistsError):
+            active().mkdir(parent)
+
+
+@contextlib.contextmanager
+def room_for(nbytes: int, target: str) -> Iterator[None]:
+    """Raise `StorageFull` before anything is written when ``nbytes`` do not fit, and when the disk fills up meanwhile."""
+    parent = os.path.dirname(os.path.abspath(target))  # noqa: PTH100, PTH120
+    free = active().free_bytes(parent)
+    if free < nbytes:
+        raise StorageFull(f"{target} needs {nbytes} bytes, {parent} has {free} free")
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise StorageFull(f"{target} needs {nbytes} bytes; {parent} filled up while they were written: {e}") from e
+
+
+@contextlib.contextmanager
+def replacing(target: str, *, overwrite: bool, ours: Callable[[str], bool]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Give a temporary directory and the function that commits it; without the commit, nothing is left behind.
+
+    ``ours(path)`` says whether an existing directory is of a kind that may be replaced: ``overwrite=True`` never deletes a
+    directory that holds something else.
+    """
+    fs = active()
+    target = os.path.abspath(target)  # noqa: PTH100
+    parent, name = os.path.split(target)
+    recover(parent, name)
+    _check_target(target, overwrite, ours)
+    temporary = os.path.join(parent, f"{name}.tmp-{_new_id()}")  # noqa: PTH118
+    committed = False
+
+    def commit() -> None:
+        nonlocal committed
+        _check_target(target, overwrite, ours)
+        _swap_in(fs, temporary, target)
+        committed = True
+
+    with _owned(temporary):
+        try:
+            fs.mkdir(temporary)
+            yield temporary, commit
+        finally:
+            if not committed:
+                # The error that brought us here matters more than one of the clean-up; the next writer collects the rest.
+                with contextlib.suppress(OSError):
+                    fs.remove_tree(temporary)
+
+
+def _check_target(target: str, overwrite: bool, ours: Callable[[str], bool]) -> None:
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise CheckpointExists(f"{target} exists; pass overwrite=True to replace it")
+    path = Path(target)
+    if path.is_symlink() or not path.is_dir():
+        raise CheckpointExists(f"{target} is not a directory; overwrite=True replaces checkpoint directories alone")
+    if any(path.iterdir()) and not ours(target):
+        raise CheckpointExists(f"{target} holds something that is not a checkpoint; refused to replace it")
+
+
+def _swap_in(fs: Files, temporary: str, target: str) -> None:
+    parent = os.path.dirname(target)  # noqa: PTH120
+    if not os.path.lexists(target):
+        fs.rename(temporary, target)
+        fs.fsync_dir(parent)
+        return
+    old = f"{target}.old-{_new_id()}"
+    with _owned(old):
+        if fs.exchange(temporary, target):
+            old = temporary
+        else:
+            fs.rename(target, old)
+            try:
+                fs.rename(temporary, target)
+            except BaseException:
+                fs.rename(old, target)
+                raise
+        fs.fsync_dir(parent)
+        # The new generation is in place and durable: from here on an error is no longer one of the save.
+        with contextlib.suppress(OSError):
+            discard(old)

@@ -1,0 +1,379 @@
+"""``meshtape.json``: what Zarr does not say about a checkpoint, and the sign that it is complete.
+
+It is one line of JSON: format and version, step, the user's metadata, the meshes, the tree, and for each array its path,
+shape, dtype, sharding, grid and stored objects (file, offset, shape, bytes, crc32c). Its last member is the crc32c of all that stands
+before, so that a damaged step or shape cannot pass for a true one.
+
+A manifest is read as hostile text: every type, range and file name is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..arrays.blocks import Box
+from ..arrays.errors import (
+    CheckpointDTypeError,
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    UnsupportedVersion,
+)
+from ..arrays.tree import Path
+from . import dtypes, names
+from .checksums import crc32c
+from .grid import Grid
+
+FILE = "meshtape.json"
+FORMAT = "meshtape"
+VERSION = 1
+
+_TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
+_MAX_DEPTH = 200
+_MAX_NDIM = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One file of an array: the part it holds, its length and its checksum."""
+
+    file: str
+    box: Box
+    nbytes: int
+    crc32c: int
+
+
+@dataclass
+class ArrayEntry:
+    """An array in the manifest. ``sharding`` is one text for each axis of mesh number ``mesh``, or None for a local array."""
+
+    path: Path
+    directory: str
+    grid: Grid
+    dtype: np.dtype
+    mesh: int | None = None
+    sharding: list[str] | None = None
+    raw_objects: list[Any] = field(default_factory=list)
+    source: str = FILE
+
+    @property
+    def name(self) -> str:
+        return names.leaf_name(self.path)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.grid.shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def objects(self) -> dict[tuple[int, ...], StoredObject]:
+        """Stored objects by grid coordinate. Checked on first use: a large manifest opens quickly."""
+        where = f"{self.source}: array {self.name!r}"
+        found: dict[tuple[int, ...], StoredObject] = {}
+        expected = {self.grid.key(c): c for c in self.grid.shards()}
+        for row in self.raw_objects:
+            try:
+                file, offset, shape, nbytes, crc = row
+                box = Box(tuple(offset), tuple(shape))
+                value = int(crc, 16)
+            except (TypeError, ValueError):
+                raise CorruptCheckpoint(f"{where}: malformed object {str(row)[:120]}") from None
+            coord = expected.get(file) if isinstance(file, str) else None
+            if coord is None:
+                raise CorruptCheckpoint(f"{where}: file {file!r} is not one of its shards; refused")
+            if coord in found:
+                raise CorruptCheckpoint(f"{where}: file {file!r} is listed twice")
+            if box != self.grid.shard_box(coord) or nbytes != self.grid.object_nbytes(coord, self.dtype.itemsize):
+                raise CorruptCheckpoint(f"{where}: file {file!r} does not have the place or length of its shard")
+            found[coord] = StoredObject(f"{self.directory}/{file}", box, nbytes, value)
+        if len(found) != len(expected):
+            lost = [key for key, c in expected.items() if c not in found]
+            raise IncompleteCheckpoint(f"{where}: {len(lost)} of {len(expected)} shards are not listed: {lost[:5]}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": list(self.path),
+            "dir": self.directory,
+            "shape": list(self.shape),
+            "dtype": self.dtype.name,
+            "shard": list(self.grid.shard),
+            "chunk": list(self.grid.chunk),
+            "nbytes": self.nbytes,
+            "mesh": self.mesh,
+            "sharding": self.sharding,
+            "objects": self.raw_objects,
+        }
+
+
+@dataclass
+class Manifest:
+    """Everything in ``meshtape.json``. ``tree`` is in the form of `encode_tree`."""
+
+    arrays: list[ArrayEntry]
+    tree: Any
+    step: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    meshes: list[dict[str, int]] = field(default_factory=list)
+    version: int = VERSION
+
+    def dumps(self) -> bytes:
+        body = {
+            "format": FORMAT,
+            "version": self.version,
+            "step": self.step,
+            "metadata": encode_json(self.metadata, "metadata"),
+            "nbytes": sum(a.nbytes for a in self.arrays),
+            "meshes": [[[k, n] for k, n in m.items()] for m in self.meshes],
+            "tree": self.tree,
+            "arrays": [a.to_json() for a in self.arrays],
+        }
+        text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        return text[:-1] + b', "crc32c": "%08x"}\n' % crc32c(text)
+
+
+# ----- values: JSON with the floats that JSON lacks -------------------------------------------------------------------
+
+_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def encode_json(value: Any, where: str) -> Any:
+    """``value`` as JSON proper: NumPy scalars become numbers, NaN and infinities ``{"$float": "NaN"}``."""
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        value = value.item()
+    elif isinstance(value, np.generic) and value.dtype.name in dtypes.EXTENSIONS:
+        value = float(value)
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return {"$float": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, (list, tuple)):
+        return [encode_json(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or key == "$float":
+                raise CheckpointError(f"{where}: key {key!r} cannot be kept in JSON; use a text other than '$float'")
+        return {key: encode_json(v, f"{where}[{key!r}]") for key, v in value.items()}
+    raise CheckpointDTypeError(
+        f"{where}: a {type(value).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
+    )
+
+
+def decode_json(value: Any) -> Any:
+    """Inverse of `encode_json` (tuples come back as lists)."""
+    if isinstance(value, list):
+        return [decode_json(v) for v in value]
+    if isinstance(value, dict):
+        if value.keys() == {"$float"} and value["$float"] in _FLOATS:
+            return _FLOATS[value["$float"]]
+        return {k: decode_json(v) for k, v in value.items()}
+    return value
+
+
+# ----- trees ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Stands for array number ``index`` while a tree is taken apart or put together."""
+
+    index: int
+
+
+def encode_tree(node: Any, where: str = "tree") -> Any:
+    """A tree whose arrays are `Leaf`s, as JSON. Named tuples and dataclasses have become dicts before."""
+    if isinstance(node, Leaf):
+        return {"array": node.index}
+    if isinstance(node, dict):
+        for key in node:
+            if type(key) not in (str, int):
+                raise CheckpointError(f"{where}: key {key!r} is a {type(key).__name__}; keys are texts or ints")
+        return {"dict": [[k, encode_tree(v, f"{where}.{k}")] for k, v in node.items()]}
+    if isinstance(node, (list, tuple)):
+        kind = "list" if isinstance(node, list) else "tuple"
+        return {kind: [encode_tree(v, f"{where}.{i}") for i, v in enumerate(node)]}
+    return None if node is None else {"value": encode_json(node, where)}
+
+
+def decode_tree(node: Any) -> Any:
+    """Inverse of `encode_tree`."""
+    if node is None:
+        return None
+    ((kind, content),) = node.items()
+    if kind == "array":
+        return Leaf(content)
+    if kind == "dict":
+        return {k: decode_tree(v) for k, v in content}
+    if kind in ("list", "tuple"):
+        children = [decode_tree(v) for v in content]
+        return children if kind == "list" else tuple(children)
+    return decode_json(content)
+
+
+def _check_tree(root: Any, arrays: list[ArrayEntry], source: str) -> None:
+    """Every node well formed, every array at its own path exactly once."""
+
+    def bad(what: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"{source}: tree: {what}")
+
+    seen: set[int] = set()
+    stack: list[tuple[Any, Path]] = [(root, ())]
+    while stack:
+        node, path = stack.pop()
+        if len(path) > _MAX_DEPTH:
+            raise bad(f"nested deeper than {_MAX_DEPTH} levels")
+        if node is None:
+            continue
+        if not isinstance(node, dict) or len(node) != 1:
+            raise bad(f"malformed node at {path}")
+        ((kind, content),) = node.items()
+        if kind == "array":
+            if type(content) is not int or not 0 <= content < len(arrays) or content in seen:
+                raise bad(f"{content!r} at {path} is not an array, or a second time")
+            if arrays[content].path != path:
+                raise bad(f"array {content} stands at {path}, its own path is {arrays[content].path}")
+            seen.add(content)
+        elif kind == "dict" and isinstance(content, list):
+            keys = set()
+            for pair in content:
+                if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int) or pair[0] in keys:
+                    raise bad(f"malformed or repeated key at {path}")
+                keys.add(pair[0])
+                stack.append((pair[1], (*path, pair[0])))
+        elif kind in ("list", "tuple") and isinstance(content, list):
+            stack += [(v, (*path, i)) for i, v in enumerate(content)]
+        elif kind != "value":
+            raise bad(f"unknown kind {kind!r} at {path}")
+    if len(seen) != len(arrays):
+        raise bad(f"{len(arrays) - len(seen)} arrays have no place in it")
+
+
+# ----- reading --------------------------------------------------------------------------------------------------------
+
+
+def _sizes(x: Any, least: int) -> tuple[int, ...]:
+    if not isinstance(x, list) or len(x) > _MAX_NDIM or not all(type(n) is int and least <= n < 1 << 63 for n in x):
+        raise ValueError(f"{str(x)[:80]} is not a list of sizes")
+    return tuple(x)
+
+
+def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
+    where = f"{source}: arrays[{number}]"
+    try:
+        path = e["path"]
+        if not isinstance(path, list) or not all(type(k) in (str, int) for k in path):
+            raise ValueError("path is not a list of keys")
+        grid = Grid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
+        if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
+            raise ValueError("shape, shard and chunk differ in length")
+        if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):
+            raise ValueError("chunks do not divide their shard")
+        dtype = dtypes.by_name(e["dtype"])
+        if math.prod(grid.shard) * dtype.itemsize >= 1 << 62 or math.prod(grid.shape) * dtype.itemsize >= 1 << 62:
+            raise ValueError("too large")
+        if not isinstance(e["objects"], list) or len(e["objects"]) != math.prod(grid.counts):
+            raise ValueError(f"{math.prod(grid.counts)} objects are needed")
+        mesh, sharding = e["mesh"], e["sharding"]
+        if mesh is not None and (type(mesh) is not int or not 0 <= mesh < n_meshes):
+            raise ValueError(f"no mesh {mesh!r}")
+        if sharding is not None and not (isinstance(sharding, list) and all(isinstance(t, str) for t in sharding)):
+            raise ValueError("sharding is not a list of texts")
+        # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
+        directory = e["dir"]
+        names.inside("/", directory, where)
+        if "/" in directory:
+            raise ValueError(f"directory {directory!r} is not one name")
+    except CorruptCheckpoint:
+        raise
+    except KeyError as err:
+        raise CorruptCheckpoint(f"{where}: lacks {err.args[0]!r}") from None
+    except (ValueError, TypeError, CheckpointDTypeError) as err:
+        raise CorruptCheckpoint(f"{where}: {err}") from None
+    return ArrayEntry(tuple(path), directory, grid, dtype, mesh, sharding, e["objects"], source)
+
+
+def loads(data: bytes, source: str) -> Manifest:
+    """Check and decode a manifest; ``source`` names it in errors.
+
+    Raises
+    ------
+    UnsupportedVersion
+        It was written by a later version; names both.
+    CorruptCheckpoint
+        It is damaged, or not a manifest at all; says where.
+    """
+    found = _TAIL.search(data)
+    body = data[: found.start()] + b"}" if found else data
+    try:
+        top = json.loads(body)
+    except (ValueError, RecursionError) as e:
+        raise CorruptCheckpoint(f"{source}: not a manifest: {e}") from None
+    if not isinstance(top, dict) or top.get("format") != FORMAT:
+        raise CorruptCheckpoint(f"{source}: not a manifest: it does not say format {FORMAT!r}")
+    version = top.get("version")
+    if type(version) is not int or version < 1:
+        raise CorruptCheckpoint(f"{source}: version {version!r} is not a version")
+    if version > VERSION:
+        raise UnsupportedVersion(
+            f"{source}: format version {version}; this meshtape reads up to version {VERSION}. Install a later meshtape"
+        )
+    if not found or int(found[1], 16) != crc32c(body):
+        raise CorruptCheckpoint(f"{source}: its crc32c does not fit: the manifest is damaged or was edited")
+    return _build(top, version, source)
+
+
+def _build(top: dict[str, Any], version: int, source: str) -> Manifest:
+    step, metadata, meshes, arrays = (top.get(k) for k in ("step", "metadata", "meshes", "arrays"))
+    if step is not None and type(step) is not int:
+        raise CorruptCheckpoint(f"{source}: step {step!r} is not an integer")
+    if not isinstance(metadata, dict) or not isinstance(meshes, list) or not isinstance(arrays, list):
+        raise CorruptCheckpoint(f"{source}: metadata, meshes or arrays are missing or malformed")
+    try:
+        described = [{str(k): int(n) for k, n in m} for m in meshes]
+    except (TypeError, ValueError):
+        raise CorruptCheckpoint(f"{source}: malformed meshes") from None
+    entries = [_array(e, i, source, len(meshes)) for i, e in enumerate(arrays)]
+    names.check_distinct(e.path for e in entries)
+    if len({e.directory for e in entries}) != len(entries):
+        raise CorruptCheckpoint(f"{source}: two arrays share a directory")
+    _check_tree(top.get("tree"), entries, source)
+    return Manifest(entries, top["tree"], step, decode_json(metadata), described, version)
+
+
+def read(root: str) -> Manifest | None:
+    """The manifest in a directory, or None when there is none."""
+    path = os.path.join(root, FILE)  # noqa: PTH118
+    try:
+        with open(path, "rb") as f:  # noqa: PTH123
+            data = f.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return loads(data, path)
+
+
+def scalar_leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of the leaves of a decoded tree that are not arrays."""
+    if isinstance(tree, dict):
+        for k, v in tree.items():
+            yield from scalar_leaves(v, (*path, k))
+    elif isinstance(tree, (list, tuple)):
+        for i, v in enumerate(tree):
+            yield from scalar_leaves(v, (*path, i))
+    elif tree is not None and not isinstance(tree, Leaf):
+        yield path, tree

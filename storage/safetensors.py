@@ -1,0 +1,384 @@
+"""Our own safetensors: a strict reader of headers and a streaming writer.
+
+The format is one page: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors' bytes.
+The reader refuses everything that the reference implementation refuses, and names the reference's error in parentheses;
+it also refuses a duplicate name, which the specification disallows and the reference lets pass when both agree.
+The writer yields the reference's bytes exactly: tensors by descending dtype rank, then name; header padded to 8 bytes.
+
+Why our own: the reference's NumPy binding cannot read the float8 and bfloat16 that it writes, and release 0.8.0 writes
+arrays that are not contiguous with other values (https://github.com/safetensors/safetensors/issues/825).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.errors import (
+    CheckpointDTypeError,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointKeyError,
+    CorruptCheckpoint,
+    NotACheckpoint,
+)
+from . import dtypes, files
+
+MAX_HEADER = 100_000_000
+_USIZE = 1 << 64
+_MAX_DEPTH = 127
+_ENTRY = frozenset(["dtype", "shape", "data_offsets"])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: ``begin`` and ``end`` count from the start of the data, `Header.data_start` bytes in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    def numpy_dtype(self, where: str) -> np.dtype:
+        """Little-endian NumPy dtype; `CheckpointDTypeError` for packed 4- and 6-bit types, which NumPy cannot hold."""
+        row = dtypes.SAFETENSORS[self.dtype]
+        if row.dtype is None:
+            raise CheckpointDTypeError(f"{where}: {self.dtype} elements are packed bits, which NumPy cannot hold")
+        return row.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: tensors in the order of their bytes, the free text metadata, and where the data starts."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    data_start: int
+    file_nbytes: int
+
+
+# ----- reading --------------------------------------------------------------------------------------------------------
+
+
+class _Refused(ValueError):
+    """Why a header is not valid; becomes `CorruptCheckpoint` once the file's name is known."""
+
+
+def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(items)
+    if len(out) != len(items):
+        seen: set[str] = set()
+        twice = next(k for k, _ in items if k in seen or seen.add(k))
+        raise _Refused(f"name {twice!r} occurs twice (InvalidHeaderDeserialization)")
+    return out
+
+
+def _constant(text: str) -> None:
+    raise _Refused(f"{text} is not JSON (InvalidHeaderDeserialization)")
+
+
+def _integer(text: str) -> int | float:
+    # "-0" is no unsigned integer either, and int() refuses more than 4300 digits: both become a float, hence not a size.
+    return float(text) if text.startswith("-") or len(text) > 20 else int(text)
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _Refused(f"{what} holds half of a surrogate pair (InvalidHeaderDeserialization)") from None
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 2
+    while level:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise _Refused(f"nested deeper than {_MAX_DEPTH} levels (InvalidHeaderDeserialization)")
+        inner: list[Any] = []
+        for v in level:
+            if isinstance(v, dict):
+                for k in v:
+                    _check_text(k, "a key")
+                inner += v.values()
+            elif isinstance(v, list):
+                inner += v
+            elif isinstance(v, str):
+                _check_text(v, "a text")
+        level = inner
+
+
+def _is_usize(x: Any) -> bool:
+    return type(x) is int and 0 <= x < _USIZE
+
+
+def _entry(name: str, e: Any) -> TensorInfo:
+    bad = "(InvalidHeaderDeserialization)"
+    if not isinstance(e, dict):
+        raise _Refused(f"tensor {name!r} is not described by an object {bad}")
+    if not e.keys() >= _ENTRY:
+        raise _Refused(f"tensor {name!r} lacks {', '.join(sorted(_ENTRY - e.keys()))} {bad}")
+    for key in e.keys() - _ENTRY:
+        _check_text(key, "a key")
+        _check_depth(e[key])
+    dtype, shape, offsets = e["dtype"], e["shape"], e["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in dtypes.SAFETENSORS:
+        raise _Refused(f"tensor {name!r} has unknown dtype {dtype!r} {bad}")
+    if not isinstance(shape, list) or not all(map(_is_usize, shape)):
+        raise _Refused(f"tensor {name!r} has shape {str(shape)[:80]}, not a list of sizes {bad}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_usize, offsets)):
+        raise _Refused(f"tensor {name!r} has data_offsets {str(offsets)[:80]}, not two sizes {bad}")
+    return TensorInfo(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _check_tiling(tensors: list[tuple[str, TensorInfo]]) -> int:
+    """Tensors in the order of offsets must tile the data, without hole or overlap. Returns where the last one ends."""
+    position = 0
+    for name, t in tensors:
+        if t.begin != position or t.end < t.begin:
+            raise _Refused(
+                f"tensor {name!r} lies at [{t.begin}, {t.end}], expected it to start at {position} (InvalidOffset)"
+            )
+        position = t.end
+        bits = 1
+        for n in (*t.shape, dtypes.SAFETENSORS[t.dtype].bits):
+            bits *= n
+            if bits >= _USIZE:
+                raise _Refused(f"tensor {name!r} of shape {t.shape} has too many elements (ValidationOverflow)")
+        if bits % 8:
+            raise _Refused(f"tensor {name!r}: {t.dtype} of shape {t.shape} ends inside a byte (MisalignedSlice)")
+        if bits // 8 != t.nbytes:
+            raise _Refused(
+                f"tensor {name!r}: {t.dtype} of shape {t.shape} needs {bits // 8} bytes, its place has {t.nbytes} "
+                "(TensorInvalidInfo)"
+            )
+        # The reference leaves these to its users; NumPy cannot make such an array.
+        if len(t.shape) > 64 or any(n >= 1 << 63 for n in t.shape):
+            raise _Refused(f"tensor {name!r} has shape {str(t.shape)[:80]}, which NumPy cannot hold")
+    return position
+
+
+def _parse(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as e:
+        raise _Refused(f"not UTF-8: {e} (InvalidHeader)") from None
+    try:
+        top = json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
+    except RecursionError:
+        raise _Refused(f"nested deeper than {_MAX_DEPTH} levels (InvalidHeaderDeserialization)") from None
+    except _Refused:
+        raise
+    except ValueError as e:
+        raise _Refused(f"not JSON: {e} (InvalidHeaderDeserialization)") from None
+    if not isinstance(top, dict):
+        raise _Refused("not a JSON object (InvalidHeaderDeserialization)")
+    metadata = top.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _Refused("__metadata__ is not a map of texts (InvalidHeaderDeserialization)")
+    for key, value in metadata.items():
+        _check_text(key, "__metadata__")
+        _check_text(value, "__metadata__")
+    tensors = []
+    for name, e in top.items():
+        _check_text(name, "a name")
+        tensors.append((name, _entry(name, e)))
+    tensors.sort(key=lambda item: (item[1].begin, item[1].end))
+    return dict(tensors), metadata, _check_tiling(tensors)
+
+
+def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors") -> Header:
+    """Check the first bytes of a file (the length and the header) against the length of the whole file.
+
+    Raises `CorruptCheckpoint` naming ``where``.
+    """
+    try:
+        n = _header_nbytes(prefix, file_nbytes)
+        tensors, metadata, end = _parse(prefix[8 : 8 + n])
+        if 8 + n + end != file_nbytes:
+            raise _Refused(
+                f"tensors end at byte {8 + n + end}, the file has {file_nbytes} (MetadataIncompleteBuffer)"
+            )
+    except _Refused as e:
+        raise CorruptCheckpoint(f"{where}: {e}") from None
+    return Header(tensors, metadata, 8 + n, file_nbytes)
+
+
+def _header_nbytes(prefix: bytes, file_nbytes: int) -> int:
+    if len(prefix) < 8:
+        raise _Refused(f"{len(prefix)} bytes are too few for a safetensors file (HeaderTooSmall)")
+    (n,) = struct.unpack("<Q", prefix[:8])
+    if n > MAX_HEADER:
+        raise _Refused(f"the header claims {n} bytes, at most {MAX_HEADER} are allowed (HeaderTooLarge)")
+    if 8 + n > file_nbytes:
+        raise _Refused(f"the header claims {n} bytes, the file has {file_nbytes} (InvalidHeaderLength)")
+    return n
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """The checked header of a file.
+
+    Raises
+    ------
+    NotACheckpoint
+        There is no file.
+    CorruptCheckpoint
+        It is not a valid safetensors file; names the file and what is wrong.
+    """
+    where = os.fspath(path)
+    try:
+        stream = open(where, "rb")  # noqa: PTH123, SIM115
+    except (FileNotFoundError, IsADirectoryError):
+        raise NotACheckpoint(f"{where}: no such file") from None
+    with stream:
+        size = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(8)
+        try:
+            n = _header_nbytes(prefix, size)
+        except _Refused as e:
+            raise CorruptCheckpoint(f"{where}: {e}") from None
+        return parse_header(prefix + stream.read(n), size, where)
+
+
+def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Read a whole file into NumPy arrays, with any dtype that NumPy and ml_dtypes have.
+
+    >>> import tempfile, os
+    >>> where = os.path.join(tempfile.mkdtemp(), "a.safetensors")
+    >>> save_safetensors(where, {"w": np.arange(3)})
+    >>> load_safetensors(where)
+    {'w': array([0, 1, 2])}
+    """
+    header = read_header(path)
+    where = os.fspath(path)
+    out = {}
+    with open(where, "rb", buffering=0) as stream:  # noqa: PTH123
+        for name, t in header.tensors.items():
+            a = np.empty(t.shape, t.numpy_dtype(f"{where}: {name!r}"))
+            view = memoryview(a.reshape(-1).view(np.uint8))
+            stream.seek(header.data_start + t.begin)
+            while len(view):
+                n = stream.readinto(view)
+                if not n:
+                    raise CorruptCheckpoint(f"{where}: {name!r} ends early; the file changed while it was read")
+                view = view[n:]
+            out[name] = a
+    return out
+
+
+# ----- writing --------------------------------------------------------------------------------------------------------
+
+
+def build_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, TensorInfo]]:
+    """The first bytes of a file that holds ``tensors`` (name, safetensors dtype, shape), and where each goes."""
+    rows = list(tensors)
+    names = [name for name, _, _ in rows]
+    if "__metadata__" in names:
+        raise CheckpointKeyError("a tensor cannot be named '__metadata__': the format reserves that name")
+    if len(set(names)) != len(names):
+        raise CheckpointKeyError(f"names occur twice: {sorted({n for n in names if names.count(n) > 1})}")
+    top: dict[str, Any] = {}
+    if metadata is not None:
+        for k, v in metadata.items():
+            if not isinstance(k, str) or not isinstance(v, str):
+                raise CheckpointDTypeError(f"safetensors metadata maps texts to texts, got {k!r}: {v!r}")
+        if metadata:
+            top["__metadata__"] = dict(metadata)
+    place: dict[str, TensorInfo] = {}
+    position = 0
+    for name, dtype, shape in sorted(rows, key=lambda r: (-dtypes.SAFETENSORS_RANK[r[1]], r[0])):
+        bits = math.prod(shape) * dtypes.SAFETENSORS[dtype].bits
+        if bits % 8:
+            raise CheckpointDTypeError(f"{name!r}: {dtype} of shape {shape} ends inside a byte (MisalignedSlice)")
+        place[name] = TensorInfo(dtype, tuple(shape), position, position + bits // 8)
+        top[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + bits // 8]}
+        position += bits // 8
+    try:
+        text = json.dumps(top, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        raise CheckpointKeyError(f"a name holds half of a surrogate pair: {e}") from None
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(f"the header has {len(text)} bytes, at most {MAX_HEADER} are allowed (HeaderTooLarge)")
+    return struct.pack("<Q", len(text)) + text, place
+
+
+def save_safetensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write arrays to one safetensors file, atomically: a kill leaves the old file or the new one.
+
+    Parameters
+    ----------
+    path
+        The file.
+    tensors
+        Names and arrays (anything that `numpy.asarray` takes); any layout and byte order.
+    metadata
+        Texts for the header. Hugging Face loaders ask for ``{"format": "pt"}``.
+    overwrite
+        Replace an existing file; without it an existing file is `CheckpointExists`.
+
+    Examples
+    --------
+    >>> import tempfile, os
+    >>> where = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> save_safetensors(where, {"w": np.ones((2, 3), np.float32)}, metadata={"format": "pt"})
+    >>> read_header(where).tensors["w"]
+    TensorInfo(dtype='F32', shape=(2, 3), begin=0, end=24)
+    """
+    where = os.fspath(path)
+    if not overwrite and os.path.lexists(where):
+        raise CheckpointExists(f"{where} exists; pass overwrite=True to replace it")
+    arrays = {name: np.asarray(x) for name, x in tensors.items()}
+    rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
+    head, place = build_header(rows, metadata)
+    fs = files.active()
+    temporary = f"{where}.tmp-{uuid.uuid4().hex[:8]}"
+    try:
+        fd = fs.create(temporary)
+        try:
+            position = fs.write(fd, [head], 0)
+            for name in place:
+                for piece in _pieces(arrays[name]):
+                    position += fs.write(fd, [piece], position)
+            fs.fsync(fd)
+        finally:
+            fs.close(fd)
+        fs.rename(temporary, where)
+    except BaseException:
+        if os.path.lexists(temporary):
+            fs.unlink(temporary)
+        raise
+    fs.fsync_dir(os.path.dirname(os.path.abspath(where)))  # noqa: PTH100, PTH120
+
+
+def _pieces(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:
+    """The little-endian row-major bytes of an array, as it is where it lies so, else copied a few megabytes at a time."""
+    if a.flags.c_contiguous and a.dtype == dtypes.little(a.dtype):
+        yield a.reshape(-1).view(np.uint8)
+    elif a.nbytes <= limit or a.ndim == 0:
+        yield np.ascontiguousarray(a, dtypes.little(a.dtype)).reshape(-1).view(np.uint8)
+    else:
+        rows = max(1, limit * a.shape[0] // a.nbytes)
+        for start in range(0, a.shape[0], rows):
+            yield from _pieces(a[start : start + rows] if a.shape[0] > 1 else a[0], limit)

@@ -1,0 +1,355 @@
+"""Stored arrays that give any box of themselves, reading as few bytes as their format lets them.
+
+Three formats, one face: `ChunkedTensor` (our Zarr shards: every chunk that is touched is read whole and its crc32c checked),
+`RawTensor` (a safetensors tensor: one row-major range of a file) and `ZarrTensor` (an array by others, read through zarr).
+All are small picklable values, so that a plan can be sent to where the bytes are wanted. ``jobs`` cuts a read into
+independent calls, each of which returns the number of bytes that it read; `run` executes many of them on threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.blocks import Box
+from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from . import names
+from .checksums import crc32c
+from .files import IOV_MAX
+from .grid import Grid, runs
+from .manifest import StoredObject
+
+Job = Callable[[], int]
+
+_BATCH = 8 << 20  # bytes of one read, and of the staging memory of one thread
+_JOB = 64 << 20  # bytes of one job
+_GAP = 4 << 10  # bytes that are cheaper to read than to skip
+_ROW = 64 << 10  # rows up to this length are read whole: the disk reads them whole anyway
+_THREADS = 4
+
+
+def run(jobs: Sequence[Job]) -> int:
+    """Execute all jobs, on a few threads when that may help; returns the sum of what they return."""
+    workers = min(_THREADS, len(jobs), 2 * (os.cpu_count() or 1))
+    if workers < 2:
+        return sum(job() for job in jobs)
+    with ThreadPoolExecutor(workers, thread_name_prefix="meshtape-io") as pool:
+        futures = [pool.submit(job) for job in jobs]
+        try:
+            return sum(f.result() for f in futures)
+        except BaseException:
+            for f in futures:
+                f.cancel()
+            raise
+
+
+def _preadv(fd: int, buffers: list[Any], offset: int) -> int:
+    """Fill all buffers from ``offset`` on, or as many as the file has bytes for; returns the number of bytes."""
+    views = [memoryview(b) for b in buffers]
+    total = 0
+    while views:
+        done = os.preadv(fd, views[:IOV_MAX], offset + total)
+        if done == 0:
+            break
+        total += done
+        while views and done >= len(views[0]):
+            done -= len(views.pop(0))
+        if done:
+            views[0] = views[0][done:]
+    return total
+
+
+def _bytes_of(a: np.ndarray) -> np.ndarray:
+    return a.reshape(-1).view(np.uint8)
+
+
+def _open(path: str, what: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteCheckpoint(f"{path} is missing, which holds {what}; restore the file or another checkpoint") from None
+
+
+# ----- our Zarr shards ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedTensor:
+    """An array of a meshtape checkpoint. Offsets follow from the grid, as our writer leaves no choice to the index."""
+
+    root: str
+    name: str
+    dtype: np.dtype
+    grid: Grid
+    objects: dict[tuple[int, ...], StoredObject]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.grid.shape
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return self.grid.chunk
+
+    def only(self, box: Box) -> ChunkedTensor:
+        """The same tensor with just the objects that ``box`` needs: what is worth sending elsewhere."""
+        return ChunkedTensor(self.root, self.name, self.dtype, self.grid, {c: self.objects[c] for c in self._shards(box)})
+
+    def _shards(self, box: Box) -> Iterator[tuple[int, ...]]:
+        if box.size:
+            spans = zip(box.offset, box.stop, self.grid.shard, strict=True)
+            yield from itertools.product(*(range(a // s, -(-b // s)) for a, b, s in spans))
+
+    def planned(self, box: Box) -> int:
+        """Bytes that reading ``box`` takes from files."""
+        unit = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
+        spans = zip(box.offset, box.stop, self.grid.chunk, strict=True)
+        return unit * math.prod(-(-b // c) - a // c for a, b, c in spans) if box.size else 0
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        """Calls that together fill ``out`` (of the box's shape) with the elements of ``box``."""
+        unit = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
+        for coord in self._shards(box):
+            stored = self.objects[coord]
+            part = box.intersect(stored.box)
+            if part is None:  # 0-d boxes always meet, so only a box beyond the array ends here
+                continue
+            local = part.within(stored.box)
+            target = out[part.within(box).slices]
+            spans = [
+                range(a // c, -(-b // c)) for a, b, c in zip(local.offset, local.stop, self.grid.chunk, strict=True)
+            ]
+            chunks = list(itertools.product(*spans))
+            step = max(1, _JOB // unit)
+            for first in range(0, len(chunks), step):
+                yield lambda c=coord, t=target, b=local, group=chunks[first : first + step]: self._read(c, b, t, group)
+
+    def _read(self, coord: tuple[int, ...], local: Box, target: np.ndarray, chunks: list[tuple[int, ...]]) -> int:
+        """Read some chunks of one shard; ``target`` is the memory of the box ``local``, counted within the shard."""
+        stored, grid = self.objects[coord], self.grid
+        path = names.inside(self.root, stored.file, f"{self.root}: {self.name!r}")
+        nbytes = math.prod(grid.chunk) * self.dtype.itemsize
+        present = grid.present(coord)
+        fd = _open(path, f"part of {self.name!r}")
+        try:
+            size = os.fstat(fd).st_size
+            if size != stored.nbytes:
+                raise CorruptCheckpoint(f"{path} has {size} bytes, the manifest says {stored.nbytes} (key {self.name!r})")
+            slots = max(1, min(_BATCH // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
+            staging = None
+            total = 0
+            for group in _consecutive(chunks, present, slots):
+                buffers: list[np.ndarray] = []
+                copies: list[tuple[np.ndarray, np.ndarray]] = []
+                sums = np.empty((len(group), 4), np.uint8)
+                for k, index in enumerate(group):
+                    box = Box(tuple(i * c for i, c in zip(index, grid.chunk, strict=True)), grid.chunk)
+                    common = box.intersect(local)
+                    place = target[common.within(local).slices]
+                    if common == box and place.flags.c_contiguous:
+                        buffers += [_bytes_of(place), sums[k]]
+                        continue
+                    if staging is None:
+                        staging = np.empty((slots, *grid.chunk), self.dtype)
+                    copies.append((place, staging[k][common.within(box).slices]))
+                    buffers += [_bytes_of(staging[k]), sums[k]]
+                number = _ravel(group[0], present)
+                done = _preadv(fd, buffers, number * (nbytes + 4))
+                if done != len(group) * (nbytes + 4):
+                    raise CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
+                total += done
+                for k, index in enumerate(group):
+                    if crc32c(buffers[2 * k]).to_bytes(4, "little") != sums[k].tobytes():
+                        raise CorruptCheckpoint(
+                            f"{path}: chunk {index} of key {self.name!r} does not fit its crc32c "
+                            f"(bytes {(number + k) * (nbytes + 4)} to {(number + k + 1) * (nbytes + 4)}); "
+                            "restore the file or another checkpoint"
+                        )
+                for place, source in copies:
+                    place[...] = source
+            return total
+        finally:
+            os.close(fd)
+
+
+def _ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    number = 0
+    for i, n in zip(index, shape, strict=True):
+        number = number * n + i
+    return number
+
+
+def _consecutive(
+    chunks: list[tuple[int, ...]], present: tuple[int, ...], limit: int
+) -> Iterator[list[tuple[int, ...]]]:
+    """Groups of at most ``limit`` chunks that lie one after the other in the file."""
+    group: list[tuple[int, ...]] = []
+    expected = -1
+    for index in chunks:
+        number = _ravel(index, present)
+        if group and (number != expected or len(group) == limit):
+            yield group
+            group = []
+        group.append(index)
+        expected = number + 1
+    if group:
+        yield group
+
+
+# ----- safetensors ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A row-major range of a file. The format has no checksums: only the length of the file can be checked."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: int
+    file_nbytes: int
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        """The piece in whose multiples windows are cut: a row."""
+        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+
+    def only(self, box: Box) -> RawTensor:
+        return self
+
+    def planned(self, box: Box) -> int:
+        return sum(n for _, _, n in self._reads(box))
+
+    def _reads(self, box: Box) -> Iterator[tuple[Box, bool, int]]:
+        """(part of the box, whether it is one run of the file, bytes from its first to its last element)."""
+        if box.size == 0:
+            return
+        item = self.dtype.itemsize
+        all_runs = runs(box, self.shape)
+        _, first, length = next(all_runs)
+        second = next(all_runs, None)
+        if second is None:
+            yield box, True, length * item
+            return
+        stride = second[1] - first
+        # Runs of one row each: read over the gaps where that is cheaper than to skip them.
+        axis = next(i for i in range(len(self.shape) - 1, -1, -1) if box.shape[i] != self.shape[i]) - 1
+        outer = [i for i in range(axis + 1) if box.shape[i] > 1]
+        axis = outer[-1] if outer else axis
+        gap = stride - length
+        over = gap * item <= _GAP or stride * item <= _ROW
+        rows = max(1, _BATCH // (stride * item)) if over else 1
+        ranges = [
+            range(box.offset[i], box.stop[i], rows if i == axis else 1) if i <= axis else (box.offset[i],)
+            for i in range(len(self.shape))
+        ]
+        for start in itertools.product(*ranges):
+            shape = tuple(
+                min(rows, box.stop[i] - s) if i == axis else 1 if i < axis else box.shape[i] for i, s in enumerate(start)
+            )
+            n = shape[axis]
+            yield Box(tuple(start), shape), n == 1, ((n - 1) * stride + length) * item
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        pending: list[tuple[Box, bool, int]] = []
+        size = 0
+        for read in self._reads(box):
+            if read[1] and read[2] > _JOB and len(read[0].shape) and read[0].shape[0] > 1:
+                # One long run: let several threads read it.
+                part = read[0]
+                rows = max(1, _JOB * part.shape[0] // read[2])
+                for a in range(0, part.shape[0], rows):
+                    b = min(rows, part.shape[0] - a)
+                    piece = Box((part.offset[0] + a, *part.offset[1:]), (b, *part.shape[1:]))
+                    group = [(piece, True, piece.size * self.dtype.itemsize)]
+                    yield lambda g=group: self._read(box, out, g)
+                continue
+            pending.append(read)
+            size += read[2]
+            if size >= _JOB:
+                yield lambda g=pending: self._read(box, out, g)
+                pending, size = [], 0
+        if pending:
+            yield lambda g=pending: self._read(box, out, g)
+
+    def _read(self, box: Box, out: np.ndarray, group: list[tuple[Box, bool, int]]) -> int:
+        item = self.dtype.itemsize
+        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        fd = _open(self.path, f"key {self.name!r}")
+        total = 0
+        try:
+            size = os.fstat(fd).st_size
+            if size != self.file_nbytes:
+                raise CorruptCheckpoint(f"{self.path} had {self.file_nbytes} bytes when it was opened, now {size}")
+            for part, one_run, nbytes in group:
+                place = out[part.within(box).slices]
+                offset = self.start + item * sum(o * s for o, s in zip(part.offset, strides, strict=True))
+                direct = one_run and place.flags.c_contiguous
+                buffer = _bytes_of(place) if direct else np.empty(nbytes, np.uint8)
+                done = _preadv(fd, [buffer], offset)
+                if done != nbytes:
+                    raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
+                total += done
+                if not direct:
+                    span = buffer.view(self.dtype)
+                    place[...] = np.lib.stride_tricks.as_strided(
+                        span, part.shape, [s * item for s in strides], writeable=False
+                    )
+        finally:
+            os.close(fd)
+        return total
+
+
+# ----- Zarr by others -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrTensor:
+    """An array of a Zarr hierarchy that meshtape did not write. What zarr reads is not known: the box's size is reported."""
+
+    root: str
+    name: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+
+    def only(self, box: Box) -> ZarrTensor:
+        return self
+
+    def planned(self, box: Box) -> int:
+        return box.size * self.dtype.itemsize
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        yield lambda: self._read(box, out)
+
+    def _read(self, box: Box, out: np.ndarray) -> int:
+        import zarr
+
+        from .zarr_dtypes import register
+
+        register()
+        try:
+            out[...] = zarr.open_array(self.root, path=self.node, mode="r")[box.slices]
+        except Exception as e:
+            # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
+            raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e
+        return box.size * self.dtype.itemsize
+
+
+StoredTensor = ChunkedTensor | RawTensor | ZarrTensor
+
+
+def read_box(tensor: StoredTensor, box: Box | None = None) -> tuple[np.ndarray, int]:
+    """The elements of ``box`` (all by default) as a new NumPy array, and the bytes that it took."""
+    box = Box.whole(tensor.shape) if box is None else box
+    out = np.empty(box.shape, tensor.dtype)
+    return out, run(list(tensor.jobs(box, out)))
