@@ -18,7 +18,7 @@ import numpy as np
 from . import elementwise as ew
 from . import indexing, linalg, manipulation, reductions
 from ._backends import backend_of
-from ._dispatch import Deferred, apply, register_array_type, wrap
+from ._dispatch import Deferred, apply, refuse_watched, register_array_type, wrap
 from ._op import not_recording, state
 from .devices import Device, device
 from .errors import DeviceError, ShapeError, TracedValueError
@@ -176,6 +176,8 @@ class Array:
         if stream is not None:
             raise DeviceError("[to_device] meshtape copies on the current stream; pass stream=None")
         target = device(name)
+        if isinstance(self._buf, Deferred) or self.device != target:
+            refuse_watched("to_device", self)
         if isinstance(self._buf, Deferred):
             return wrap(np.array(self._concrete())).to_device(target)
         if self.device == target:
@@ -255,12 +257,7 @@ class Array:
             value = asarray(value)
         target = indexing.result_shape(template, self.shape, [a.shape for a in arrays])
         indexing.check_value_shape("setitem", value.shape if isinstance(value, Array) else (), target)
-        if isinstance(value, Array | complex) and self.dtype.kind != "c":
-            kind = value.dtype.kind if isinstance(value, Array) else "c"
-            if kind == "c":
-                raise TypeError(
-                    f"[setitem] cannot write complex values into {self.dtype.name}: take the real part first"
-                )
+        indexing.check_value_dtype("setitem", value, self.dtype)
         if state.recorders or any(
             isinstance(a, Array) and not isinstance(a._buf, np.ndarray) for a in (self, value, *arrays)
         ):
@@ -272,6 +269,7 @@ class Array:
             source = source.copy()  # NumPy reads what it has just written where the two overlap
         key_arrays = [a._buf for a in arrays]
         del value
+        self._id = 0  # another value from here on: tapes that know the former one do not mistake this one for it
         indexing.write(np, self._writable(), source, template, key_arrays)
 
     # ----- operators --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ._op import NO_PARAMS, Op, state
-from .errors import DeviceError, DTypeError
+from .errors import DeviceError, DTypeError, GradientError
 from .program import Const, Program, ShapeDtype, Site
 
 if TYPE_CHECKING:
@@ -164,6 +164,14 @@ def coerce(op: Op, a: Any) -> Any:
         if isinstance(a, base):
             return base(a)
     raise DTypeError(f"[{op.name}] cannot take {t.__module__}.{t.__qualname__}: pass an Array or a Python number")
+
+
+def refuse_watched(what: str, x: Array) -> None:
+    """Raise where a tape watches ``x`` and ``what`` would cut its gradient off in silence."""
+    if any(r.watches(x) for r in state.recorders):
+        raise GradientError(
+            f"[{what}] has no derivative, and a tape watches this array (shape {x.shape}): move it before tape.watch(...)"
+        )
 
 
 def call_site() -> Site | None:

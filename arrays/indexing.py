@@ -36,7 +36,13 @@ class Span(NamedTuple):
     step: int | None
 
 
-Template = tuple[int | Span | Slot | None, ...]
+class Truth(NamedTuple):
+    """A single boolean in a template: an index array of length one (or zero) that consumes no axis."""
+
+    value: bool
+
+
+Template = tuple[int | Span | Slot | Truth | None, ...]
 """A parsed index without ellipsis: every dimension of the array is named; ``None`` is a new axis."""
 
 
@@ -46,51 +52,55 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
     Boolean arrays become the integer arrays of their true places. Raises what NumPy raises, always with the axis, the index
     and the length in the message.
     """
-    items = list(key) if isinstance(key, tuple) else [key]
-    arrays: list[Any] = []
-    parsed: list[Any] = []
-    ellipsis_at: int | None = None
+    items: list[Any] = []
     used = 0
-    for item in items:
-        if item is None:
-            parsed.append(None)
-        elif item is Ellipsis:
-            if ellipsis_at is not None:
-                raise ArrayIndexError("an index can only have a single ellipsis ('...')")
-            ellipsis_at = len(parsed)
-        elif isinstance(item, slice):
-            parsed.append(Span(*(_bound(b) for b in (item.start, item.stop, item.step))))
-            if parsed[-1].step == 0:
-                raise ValueError("slice step cannot be zero")
-            used += 1
-        elif isinstance(item, int | np.integer) and not isinstance(item, bool | np.bool):
-            parsed.append(int(item))
-            used += 1
+    for item in key if isinstance(key, tuple) else (key,):
+        if item is None or item is Ellipsis:
+            items.append(item)
+            continue
+        if not isinstance(item, slice) and (not isinstance(item, int | np.integer) or isinstance(item, bool | np.bool)):
+            item = _index_array(item, used)
+            used += item.ndim if item.dtype == np.bool_ else 1
         else:
-            slots, axes = _array_items(item, x, used)
-            for a in slots:
-                parsed.append(Slot(len(arrays)))
-                arrays.append(a)
-            used += axes
+            used += 1
+        items.append(item)
     if used > x.ndim:
         raise ArrayIndexError(
             f"too many indices for array: array is {x.ndim}-dimensional, but {used} were indexed (shape {x.shape})"
         )
-    fill: list[Any] = [Span(None, None, None)] * (x.ndim - used)
-    at = len(parsed) if ellipsis_at is None else ellipsis_at
-    parsed[at:at] = fill
+    if sum(item is Ellipsis for item in items) > 1:
+        raise ArrayIndexError("an index can only have a single ellipsis ('...')")
+    if not any(item is Ellipsis for item in items):
+        items.append(Ellipsis)
+
+    arrays: list[Any] = []
+    parsed: list[Any] = []
     axis = 0
-    for i, p in enumerate(parsed):
-        if p is None:
-            continue
-        if isinstance(p, int):
+    for item in items:
+        if item is None:
+            parsed.append(None)
+        elif item is Ellipsis:
+            parsed += [Span(None, None, None)] * (x.ndim - used)
+            axis += x.ndim - used
+        elif isinstance(item, slice):
+            parsed.append(Span(*(_bound(b) for b in (item.start, item.stop, item.step))))
+            if parsed[-1].step == 0:
+                raise ValueError("slice step cannot be zero")
+            axis += 1
+        elif isinstance(item, int | np.integer):
             n = x.shape[axis]
-            if not -n <= p < n:
-                raise ArrayIndexError(f"index {p} is out of bounds for axis {axis} with size {n}")
-            parsed[i] = p % n
-        elif isinstance(p, Slot) and p.n >= 0:
-            _check_range(arrays[p.n], axis, x.shape[axis])
-        axis += 1
+            if not -n <= item < n:
+                raise ArrayIndexError(f"index {item} is out of bounds for axis {axis} with size {n}")
+            parsed.append(int(item) % n)
+            axis += 1
+        elif item.dtype == np.bool_ and item.ndim == 0:
+            parsed.append(Truth(bool(item)))
+        else:
+            for a in _true_places(item, x, axis) if item.dtype == np.bool_ else [item]:
+                _check_range(a, axis, x.shape[axis])
+                parsed.append(Slot(len(arrays)))
+                arrays.append(a)
+                axis += 1
     return tuple(parsed), tuple(arrays)
 
 
@@ -105,8 +115,8 @@ def _bound(b: Any) -> int | None:
         ) from None
 
 
-def _array_items(item: Any, x: Array, axis: int) -> tuple[list[Any], int]:
-    """Integer arrays that one array-like item of a key stands for, and how many axes it consumes."""
+def _index_array(item: Any, axis: int) -> Array:
+    """One array-like item of a key as an array of integers or booleans."""
     from ._array import Array
     from .creation import asarray
 
@@ -118,28 +128,30 @@ def _array_items(item: Any, x: Array, axis: int) -> tuple[list[Any], int]:
             f"got {type(item).__name__} {item!r} at axis {axis}"
         )
     array = item if isinstance(item, Array) else asarray(np.asarray(item, dtype=np.intp if _is_empty(item) else None))
-    if array.dtype == np.bool_:
-        if isinstance(array._buf, Deferred):
+    if array.dtype != np.bool_:
+        if array.dtype.kind not in "iu":
             raise ArrayIndexError(
-                "a boolean mask selects a number of elements that is known only when it is computed: "
-                "use mt.where(mask, x, 0), or compute the mask first"
+                f"arrays used as indices must be of integer (or boolean) type, got {array.dtype.name}"
             )
-        for i, (m, n) in enumerate(zip(array.shape, x.shape[axis:], strict=False)):
-            if m != n:
-                raise ArrayIndexError(
-                    f"boolean index did not match indexed array along axis {axis + i}; size of axis is {n} but size "
-                    f"of corresponding boolean axis is {m}"
-                )
-        mask = array._buf
-        if mask.ndim == 0:
-            # A 0-d mask adds an axis of length one or zero and consumes none; NumPy's own trick is an index into it.
+    elif isinstance(array._buf, Deferred):
+        raise ArrayIndexError(
+            "a boolean mask selects a number of elements that is known only when it is computed: "
+            "use mt.where(mask, x, 0), or compute the mask first"
+        )
+    return array
+
+
+def _true_places(mask: Array, x: Array, axis: int) -> list[Array]:
+    """The index arrays of the true elements of a mask of one or more dimensions, from ``axis`` of ``x`` on."""
+    from .creation import asarray
+
+    for i, (m, n) in enumerate(zip(mask.shape, x.shape[axis:], strict=False)):
+        if m != n:
             raise ArrayIndexError(
-                "a single boolean is no index here: use x[None] for True, or mt.where for a condition"
+                f"boolean index did not match indexed array along axis {axis + i}; size of axis is {n} but size "
+                f"of corresponding boolean axis is {m}"
             )
-        return [asarray(a, copy=False) for a in mask.nonzero()], mask.ndim
-    if array.dtype.kind not in "iu":
-        raise ArrayIndexError(f"arrays used as indices must be of integer (or boolean) type, got {array.dtype.name}")
-    return [array], 1
+    return [asarray(a, copy=False) for a in mask._buf.nonzero()]
 
 
 def _is_empty(item: Any) -> bool:
@@ -159,12 +171,20 @@ def _check_range(index: Any, axis: int, n: int) -> None:
 
 def numpy_key(template: Template, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The template with its arrays put in, as NumPy and CuPy take it."""
-    return tuple(slice(*p) if isinstance(p, Span) else arrays[p.n] if isinstance(p, Slot) else p for p in template)
+    key: list[Any] = []
+    for p in template:
+        if isinstance(p, Span):
+            key.append(slice(*p))
+        elif isinstance(p, Slot):
+            key.append(arrays[p.n])
+        else:
+            key.append(p.value if isinstance(p, Truth) else p)
+    return tuple(key)
 
 
 def is_basic(template: Template) -> bool:
     """Whether no index array is in it: the result is a view, and no element is read twice."""
-    return not any(isinstance(p, Slot) for p in template)
+    return not any(isinstance(p, Slot | Truth) for p in template)
 
 
 def result_shape(
@@ -172,9 +192,10 @@ def result_shape(
 ) -> tuple[int, ...]:
     """Shape of ``x[key]`` by NumPy's rules: index arrays broadcast together, ints beside them count as arrays, and their
     dimensions come first unless all of them stand side by side."""
-    advanced = [i for i, p in enumerate(template) if isinstance(p, Slot)]
+    index_shapes = [*index_shapes, *((int(p.value),) for p in template if isinstance(p, Truth))]
+    advanced = not is_basic(template)
     if advanced:
-        joined = [i for i, p in enumerate(template) if isinstance(p, Slot | int)]
+        joined = [i for i, p in enumerate(template) if isinstance(p, Slot | Truth | int)]
         try:
             common = np.broadcast_shapes(*index_shapes)
         except ValueError:
@@ -194,7 +215,7 @@ def result_shape(
             out.append(len(range(*slice(*p).indices(shape[axis]))))
         elif advanced and front is None:
             front = len(out)
-        axis += 1
+        axis += not isinstance(p, Truth)
     if advanced:
         at = front if together else 0
         out[at:at] = common
@@ -230,6 +251,7 @@ def _index_set(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any
 def write(xp: Any, out: Any, v: Any, template: Template, arrays: Sequence[Any]) -> None:
     """``out[key] = v`` in place; with repeated places the last write in C order wins, on every backend."""
     key = numpy_key(template, arrays)
+    v = _fit(v, out, template, arrays)
     if xp is np or is_basic(template):
         out[key] = v
         return
@@ -242,9 +264,18 @@ def write(xp: Any, out: Any, v: Any, template: Template, arrays: Sequence[Any]) 
     out.reshape(-1)[xp.asarray(places[keep])] = values[xp.asarray(keep)]
 
 
+def _fit(v: Any, out: Any, template: Template, arrays: Sequence[Any]) -> Any:
+    """The value without its leading ones beyond the dimensions of the place, which not every way of writing drops."""
+    if not getattr(v, "ndim", 0) or v.shape[0] != 1:
+        return v
+    lead = v.ndim - len(result_shape(template, out.shape, [a.shape for a in arrays]))
+    return v.reshape(v.shape[lead:]) if lead > 0 else v
+
+
 def _index_add(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any:
     out = x.copy()
     key = numpy_key(template, arrays)
+    v = _fit(v, out, template, arrays)
     if is_basic(template):
         out[key] += v
     else:
@@ -256,7 +287,15 @@ def _infer_index_write(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype
     x, v, *arrays = args
     target = result_shape(params["template"], x.shape, [a.shape for a in arrays])
     check_value_shape(op.name, v.shape if isinstance(v, ShapeDtype) else (), target)
+    check_value_dtype(op.name, v, x.dtype)
     return ShapeDtype(x.shape, x.dtype)
+
+
+def check_value_dtype(name: str, value: Any, dtype: np.dtype) -> None:
+    """Complex values (arrays or numbers) are not written into real arrays: the imaginary part would be lost."""
+    kind = value.dtype.kind if hasattr(value, "dtype") else "c" if isinstance(value, complex) else ""
+    if kind == "c" and dtype.kind != "c":
+        raise TypeError(f"[{name}] cannot write complex values into {dtype.name}: take the real part first")
 
 
 def check_value_shape(name: str, value: tuple[int, ...], target: tuple[int, ...]) -> None:
@@ -311,7 +350,7 @@ LAST_WRITES = Op("last_writes", ("g", "*arrays"), _last_writes, _infer_getitem)
 def getitem(x: Array, key: Any) -> Array:
     """``x[key]``."""
     template, arrays = parse(x, key)
-    if arrays:
+    if not is_basic(template):
         result_shape(template, x.shape, [a.shape for a in arrays])  # raises our message for arrays that do not fit
     return apply(GETITEM, (x, *arrays), {"template": template})
 
@@ -340,6 +379,7 @@ class AtIndex:
         value = v if isinstance(v, Array | int | float | complex) else asarray(v)
         shape = value.shape if isinstance(value, Array) else ()
         check_value_shape(op.name, shape, result_shape(template, self._x.shape, [a.shape for a in arrays]))
+        check_value_dtype(op.name, value, self._x.dtype)
         return apply(op, (self._x, value, *arrays), {"template": template})
 
     def set(self, v: Any) -> Array:

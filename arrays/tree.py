@@ -15,7 +15,7 @@ insertion order: two dicts with the same keys in another order have different st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Path = tuple[str | int, ...]
@@ -76,40 +76,43 @@ def _children(x: Any) -> tuple[str, tuple[str | int, ...], list[Any], type | Non
 def flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
     """All leaves with the keys that lead to them, in order."""
     out: list[tuple[Path, Any]] = []
-
-    def walk(x: Any, path: Path) -> None:
-        if x is None and not (is_leaf and is_leaf(x)):
-            return
-        found = None if is_leaf is not None and is_leaf(x) else _children(x)
-        if found is None:
-            out.append((path, x))
-            return
-        for key, child in zip(found[1], found[2], strict=True):
-            walk(child, (*path, key))
-
-    walk(tree, ())
+    _walk(tree, (), is_leaf, out)
     return out
+
+
+# The walks below are functions of their own, not closures: a closure that calls itself is a reference cycle, which would keep
+# the leaves of every tree alive until the garbage collector runs.
+
+
+def _walk(x: Any, path: Path, is_leaf: Callable[[Any], bool] | None, out: list[tuple[Path, Any]]) -> None:
+    if x is None and not (is_leaf and is_leaf(x)):
+        return
+    found = None if is_leaf is not None and is_leaf(x) else _children(x)
+    if found is None:
+        out.append((path, x))
+        return
+    for key, child in zip(found[1], found[2], strict=True):
+        _walk(child, (*path, key), is_leaf, out)
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeDef]:
     """The leaves in order, and the structure from which :func:`unflatten` rebuilds the tree."""
     leaves: list[Any] = []
+    return leaves, _structure(tree, is_leaf, leaves)
 
-    def walk(x: Any) -> TreeDef:
-        if is_leaf is not None and is_leaf(x):
-            leaves.append(x)
-            return _LEAF
-        if x is None:
-            return _NONE
-        found = _children(x)
-        if found is None:
-            leaves.append(x)
-            return _LEAF
-        kind, keys, children, cls = found
-        return TreeDef(kind, keys, tuple(walk(c) for c in children), cls)
 
-    treedef = walk(tree)
-    return leaves, treedef
+def _structure(x: Any, is_leaf: Callable[[Any], bool] | None, leaves: list[Any]) -> TreeDef:
+    if is_leaf is not None and is_leaf(x):
+        leaves.append(x)
+        return _LEAF
+    if x is None:
+        return _NONE
+    found = _children(x)
+    if found is None:
+        leaves.append(x)
+        return _LEAF
+    kind, keys, children, cls = found
+    return TreeDef(kind, keys, tuple(_structure(c, is_leaf, leaves) for c in children), cls)
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Any:
@@ -117,25 +120,24 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Any:
     leaves = list(leaves)
     if len(leaves) != treedef.size:
         raise ValueError(f"tree needs {treedef.size} leaves, got {len(leaves)}")
-    it = iter(leaves)
+    return _build(treedef, iter(leaves))
 
-    def build(d: TreeDef) -> Any:
-        if d.kind == "leaf":
-            return next(it)
-        if d.kind == "none":
-            return None
-        children = [build(c) for c in d.children]
-        if d.kind == "dict":
-            return dict(zip(d.keys, children, strict=True))
-        if d.kind == "list":
-            return children
-        if d.kind == "tuple":
-            return tuple(children)
-        if d.kind == "namedtuple":
-            return d.type(*children)
-        return d.type(**dict(zip(d.keys, children, strict=True)))
 
-    return build(treedef)
+def _build(d: TreeDef, leaves: Iterator[Any]) -> Any:
+    if d.kind == "leaf":
+        return next(leaves)
+    if d.kind == "none":
+        return None
+    children = [_build(c, leaves) for c in d.children]
+    if d.kind == "dict":
+        return dict(zip(d.keys, children, strict=True))
+    if d.kind == "list":
+        return children
+    if d.kind == "tuple":
+        return tuple(children)
+    if d.kind == "namedtuple":
+        return d.type(*children)
+    return d.type(**dict(zip(d.keys, children, strict=True)))
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

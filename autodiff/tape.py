@@ -8,6 +8,7 @@ same rules run on Arrays and are themselves recorded.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,12 +18,14 @@ import numpy as np
 from ..arrays import tree as trees
 from ..arrays._array import Array, new_id
 from ..arrays._backends import backend_of
-from ..arrays._dispatch import Deferred, wrap
+from ..arrays._dispatch import Deferred, apply, wrap
 from ..arrays._op import Op, not_recording, state
-from ..arrays.creation import asarray
+from ..arrays.creation import asarray, ones
+from ..arrays.devices import Device
+from ..arrays.elementwise import ALIAS
 from ..arrays.errors import GradientError, NonDifferentiableError, ShapeError
 from ..arrays.program import Const, Entry, ShapeDtype, Site, site_text
-from .rules import RULES, Rule
+from .rules import RULES
 
 
 class Wanted(NamedTuple):
@@ -73,11 +76,16 @@ class Tape:
         self.persistent = persistent
         self._records: list[Recorded] = []
         self._live: set[int] = set()
+        # What a watched array was called when it was watched: `x[i] = v` turns the object into another value, and the
+        # gradient that is asked for is that of the value that was watched.
+        self._watched: dict[int, tuple[weakref.ref[Array], int]] = {}
         self._used = False
 
     # ----- recording --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Tape:
+        if self in state.recorders:
+            raise GradientError("this tape is recording already: use another one for a gradient inside a gradient")
         state.recorders = (*state.recorders, self)
         return self
 
@@ -91,6 +99,20 @@ class Tape:
                 raise GradientError(f"[watch] takes Arrays, got {type(x).__name__}: make one with mt.asarray(...)")
             if is_differentiable(x.dtype):
                 self._live.add(new_id(x))
+                self._watched[id(x)] = weakref.ref(x), x._id
+
+    def watches(self, x: Array) -> bool:
+        """Whether a call on this array would be recorded."""
+        return x._id in self._live
+
+    def _name(self, x: Array) -> int:
+        """The name of a source: that of the value watched, also where the array was written since."""
+        ref, name = self._watched.get(id(x), (None, 0))
+        return name if ref is not None and ref() is x else x._id
+
+    def watches(self, x: Array) -> bool:
+        """Whether this tape records what is computed from ``x``."""
+        return x._id in self._live
 
     @contextmanager
     def stop_recording(self) -> Iterator[None]:
@@ -128,11 +150,7 @@ class Tape:
             # Differentiated through its decomposition (or refused, in the backward pass): that needs all operands.
             positions, needs_ans = frozenset(range(len(args))), False
         else:
-            positions, needs_ans = rule.saves([w.position for w in wanted])
-            if len(op.operands) < len(args):  # operands of a starred name count as one
-                last = len(op.operands) - 1
-                if last in positions or _saves_rest(rule):
-                    positions = positions | frozenset(range(last, len(args)))
+            positions, needs_ans = rule.saves([w.position for w in wanted], len(args))
         saved = tuple((a._buf if type(a) is Array else a) if i in positions else None for i, a in enumerate(args))
         inputs = tuple(new_id(a) if type(a) is Array else Const(a) for a in args)
         avals = tuple(ShapeDtype(a._buf.shape, a._buf.dtype) if type(a) is Array else a for a in args)
@@ -180,19 +198,22 @@ class Tape:
         """
         if self._used:
             raise GradientError("this tape was used up by gradient(): make it with Tape(persistent=True) to ask again")
+        if unconnected not in ("none", "zeros"):
+            raise ValueError(f"[gradient] unconnected must be 'none' or 'zeros', got {unconnected!r}")
         leaves, treedef = trees.flatten(sources)
         for path, x in trees.flatten_with_path(sources):
             name = trees.path_name(path) or "the source"
             if not isinstance(x, Array):
                 raise GradientError(f"[gradient] {name} is no Array but {type(x).__name__}")
-            if is_differentiable(x.dtype) and x._id not in self._live:
+            if is_differentiable(x.dtype) and self._name(x) not in self._live:
                 raise GradientError(
                     f"[gradient] {name} (shape {x.shape}) was not watched: call tape.watch(x) before use"
                 )
-        cots = self.backward([target], [seed], [x._id for x in leaves])
+        names = [self._name(x) for x in leaves]
+        cots = self.backward([target], [seed], names)
         out = []
-        for x in leaves:
-            g = cots.get(x._id) if is_differentiable(x.dtype) else None
+        for x, name in zip(leaves, names, strict=True):
+            g = cots.get(name) if is_differentiable(x.dtype) else None
             if g is None and unconnected == "zeros" and is_differentiable(x.dtype):
                 from ..arrays.creation import zeros_like
 
@@ -220,11 +241,8 @@ class Tape:
             if not self.persistent:
                 self._records, self._used = [], True
             _walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent)
-        return {v: g if wrapped else wrap(np.asarray(g) if xp is np else g) for v, g in cots.items() if v in set(keep)}
-
-
-def _saves_rest(rule: Rule) -> bool:
-    return any(n.kind == "rest" for needs in rule.needs.values() for n in needs)
+        kept = {v: cots[v] for v in keep if v in cots}
+        return {v: g if wrapped else wrap(np.asarray(g) if xp is np else g) for v, g in kept.items()}
 
 
 def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
@@ -237,10 +255,9 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
             raise GradientError(
                 f"[gradient] the target has shape {target.shape}: reduce it to one element (y.sum()), or pass a seed"
             )
-        from ..arrays.creation import ones_like
-
-        with not_recording():
-            return target, ones_like(target)
+        # Made from the shape alone, not "like" the target: a target that is still to be reduced need not be for this.
+        where = target.device if isinstance(target.device, Device) else None
+        return target, ones(target.shape, dtype=target.dtype, device=where)
     seed = asarray(seed)
     if seed.shape != target.shape:
         raise GradientError(f"[gradient] the seed has shape {seed.shape}, the target {target.shape}")
@@ -351,8 +368,10 @@ def _named(buf: Any, var: int) -> Array:
 
 def _pull_decomposed(r: Recorded, g: Any, wrapped: bool) -> list[Any]:
     """Derivative of an op through its decomposition: record that on a tape of its own and walk it."""
+    # Where outer tapes listen, each operand is an alias with a name of its own that they know: an array that is passed twice
+    # would otherwise get the sum of both cotangents twice.
     args = [
-        b if type(v) is Const else (_named(b, v) if wrapped else wrap(b))
+        b if type(v) is Const else (apply(ALIAS, (_named(b, v),)) if wrapped else wrap(b))
         for b, v in zip(r.saved, r.entry.inputs, strict=True)
     ]
     tape = Tape()
@@ -376,12 +395,11 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     """
     if g.shape != shape:
         lead = len(g.shape) - len(shape)
+        if lead < 0:
+            g, lead = xp.reshape(g, (1,) * -lead + tuple(g.shape)), 0
         axes = tuple(range(lead)) + tuple(
             i + lead for i, n in enumerate(shape) if n == 1 and lead + i < len(g.shape) and g.shape[i + lead] != 1
         )
-        if lead < 0:
-            g = xp.reshape(g, (1,) * -lead + tuple(g.shape))
-            axes = ()
         if axes:
             g = xp.sum(g, axis=axes)
         if g.shape != shape:

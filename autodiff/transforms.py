@@ -60,13 +60,16 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     (Array([ 2., 40.], dtype=float64),)
     """
     fresh = _fresh(primals)
+    inputs, in_def = trees.flatten(fresh)
     tape = Tape(persistent=True)
     with tape:
-        tape.watch(_arrays(fresh))
+        names = _watch(tape, inputs)
         out = fn(*fresh)
-    out, aux = out if has_aux else (out, None)
+    out, aux = _loss_and_aux("vjp", out) if has_aux else (out, None)
     outputs, out_def = trees.flatten(out)
-    inputs, in_def = trees.flatten(fresh)
+    # Held under their present names: what the caller does to his arrays later is nothing to the tape.
+    outputs = [same_value(o) if isinstance(o, Array) else o for o in outputs]
+    likes = [same_value(x) if isinstance(x, Array) else x for x in inputs]
 
     def pull(cotangent: Any) -> tuple[Any, ...]:
         seeds, seed_def = trees.flatten(cotangent)
@@ -77,11 +80,22 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
             for o, s in zip(outputs, seeds, strict=True)
             if isinstance(o, Array) and s is not None and is_differentiable(o.dtype)
         ]
-        names = [x._id if isinstance(x, Array) else 0 for x in inputs]
         found = tape.backward([o for o, _ in pairs], [s for _, s in pairs], names)
-        return trees.unflatten(in_def, [_gradient_or_zeros(x, found) for x in inputs])
+        return trees.unflatten(in_def, [_gradient_or_zeros(x, found) for x in likes])
 
     return (out, pull, aux) if has_aux else (out, pull)
+
+
+def _watch(tape: Tape, leaves: Sequence[Any]) -> list[int]:
+    """Watch the arrays among the leaves. Their names are taken here, before the function gets a chance to write to them."""
+    tape.watch([x for x in leaves if isinstance(x, Array)])
+    return [x._id if isinstance(x, Array) else 0 for x in leaves]
+
+
+def _loss_and_aux(who: str, out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise GradientError(f"[{who}] with has_aux the function must return (value, aux), got {type(out).__name__}")
+    return out
 
 
 def _gradient_or_zeros(x: Any, found: dict[int, Array]) -> Any:
@@ -123,16 +137,17 @@ def value_and_grad(
         full = list(args)
         for i in chosen:
             full[i] = _fresh(args[i])
+        leaves, treedef = trees.flatten([full[i] for i in chosen])
         tape = Tape()
         with tape:
-            tape.watch(_arrays([full[i] for i in chosen]))
+            names = _watch(tape, leaves)
+            likes = [same_value(x) if isinstance(x, Array) else x for x in leaves]
             out = fn(*full, **kwargs)
-        loss = out[0] if has_aux else out
+        loss = _loss_and_aux("grad", out)[0] if has_aux else out
         if not isinstance(loss, Array):
             raise GradientError(f"[grad] the function must return an Array, got {type(loss).__name__}")
-        leaves, treedef = trees.flatten([full[i] for i in chosen])
-        found = tape.backward([loss], [None], [x._id for x in leaves if isinstance(x, Array)])
-        grads = trees.unflatten(treedef, [_gradient_or_zeros(x, found) for x in leaves])
+        found = tape.backward([loss], [None], names)
+        grads = trees.unflatten(treedef, [_gradient_or_zeros(x, found) for x in likes])
         return out, grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return wrapped

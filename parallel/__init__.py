@@ -1,1 +1,30 @@
+"""Meshes, shardings, and the programs that run on them.
 
+A computation on sharded arrays is an ordinary program of ops on whole arrays. The propagator gives every value a sharding from
+the ops' factor mappings, the partitioner writes one program for all ranks with the collectives in it, and an executor runs that
+program in lockstep over the ranks that a process hosts. The virtual mesh hosts all ranks in this process; on a Dask cluster each
+worker hosts its share and a run is one task a worker, whatever the number of ops. Collectives go from worker to worker.
+
+Local arrays of up to 1 MiB that meet sharded ones (labels, scalars, masks) are copied to every rank; larger ones must be
+distributed by name.
+"""
+
+from .api import compute, distribute, explain, reshard
+from .mesh import Mesh
+from .placement import Partial, Placement, Replicate, Shard, Sharding, parse_placement
+from .visualize import visualize
+
+__all__ = [
+    "Mesh",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Sharding",
+    "compute",
+    "distribute",
+    "explain",
+    "parse_placement",
+    "reshard",
+    "visualize",
+]

@@ -1,1 +1,56 @@
+"""Checkpoints: open formats, written atomically, verified when read.
 
+`save` writes a tree of arrays as a Zarr v3 group with a manifest, every rank its own blocks; `load` reads it onto any other
+mesh; `open_checkpoint` shows it without reading it; `merge` turns it into Hugging Face safetensors; `verify` checks every
+byte; `CheckpointManager` keeps the last few. Importing this package imports neither zarr nor dask.
+
+>>> import numpy as np, tempfile, os
+>>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
+>>> _ = save(where, {"w": np.arange(6.0).reshape(2, 3)}, step=1)
+>>> open_checkpoint(where)["w"][1]
+array([3., 4., 5.])
+"""
+
+import sys as _sys
+
+from .loading import LoadReport, load
+from .manager import CheckpointManager
+from .merging import MergeReport, merge
+from .opened import Checkpoint, StoredArray, open_checkpoint
+from .safetensors import load_safetensors, read_header, save_safetensors
+from .saving import SaveReport, save
+from .verifying import VerifyReport, verify
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "LoadReport",
+    "MergeReport",
+    "SaveReport",
+    "StoredArray",
+    "VerifyReport",
+    "load",
+    "load_safetensors",
+    "merge",
+    "open_checkpoint",
+    "read_header",
+    "register_zarr_dtypes",
+    "save",
+    "save_safetensors",
+    "verify",
+]
+
+
+def register_zarr_dtypes() -> None:
+    """Make zarr-python read and write bfloat16, float8_e4m3fn and float8_e5m2.
+
+    It is done by itself when zarr was imported before this package, and by every function here that uses zarr. The other
+    way round, a program that imports zarr afterwards calls this once.
+    """
+    from .zarr_dtypes import register
+
+    register()
+
+
+if "zarr" in _sys.modules:
+    register_zarr_dtypes()

@@ -19,6 +19,9 @@ A kill at any point leaves ``NAME`` (or ``NAME.old-ID``) whole, and at most one 
 after a day, because this host cannot ask.
 """
 
+# Paths are plain texts here: they come from manifests and go to system calls.
+# ruff: noqa: PTH100, PTH112, PTH118, PTH119, PTH120, PTH208
+
 from __future__ import annotations
 
 import contextlib
@@ -60,17 +63,13 @@ def _new_id() -> str:
 
 def siblings(target: str, kind: str) -> list[str]:
     """Paths of the ``NAME.kind-ID`` beside a target, in order of name."""
-    parent, name = os.path.split(os.path.abspath(target))  # noqa: PTH100
+    parent, name = os.path.split(os.path.abspath(target))
     try:
         listed = sorted(os.listdir(parent))
     except (FileNotFoundError, NotADirectoryError):
         return []
     found = ((entry, _KINDS.match(entry)) for entry in listed)
-    return [
-        os.path.join(parent, entry)  # noqa: PTH118
-        for entry, m in found
-        if m and m["name"] == name and m["kind"] == kind
-    ]
+    return [os.path.join(parent, entry) for entry, m in found if m and m["name"] == name and m["kind"] == kind]
 
 
 def resolve(target: str) -> str:
@@ -79,7 +78,7 @@ def resolve(target: str) -> str:
         if os.path.lexists(target):
             return target
         aside = siblings(target, "old")
-        if aside and os.path.isdir(aside[-1]):  # noqa: PTH112
+        if aside and os.path.isdir(aside[-1]):
             return aside[-1]
         # A replacement may have finished between the two looks.
         if not aside:
@@ -112,7 +111,7 @@ def recover(parent: str, name: str | None = None) -> list[str]:
     ``name`` limits it to one target of the directory ``parent``.
     """
     fs = active()
-    parent = os.path.abspath(parent)  # noqa: PTH100
+    parent = os.path.abspath(parent)
     try:
         listed = sorted(os.listdir(parent))
     except (FileNotFoundError, NotADirectoryError):
@@ -120,10 +119,10 @@ def recover(parent: str, name: str | None = None) -> list[str]:
     done = []
     for entry in listed:
         m = _KINDS.match(entry)
-        path = os.path.join(parent, entry)  # noqa: PTH118
+        path = os.path.join(parent, entry)
         if not m or (name is not None and m["name"] != name) or not _owner_is_gone(path, m):
             continue
-        target = os.path.join(parent, m["name"])  # noqa: PTH118
+        target = os.path.join(parent, m["name"])
         # Another process may be collecting the same directory; whoever comes second finds it gone.
         with contextlib.suppress(FileNotFoundError):
             if m["kind"] == "old" and not os.path.lexists(target):
@@ -138,13 +137,13 @@ def recover(parent: str, name: str | None = None) -> list[str]:
 def discard(path: str) -> None:
     """Delete a directory: renamed first, so that it is never found half deleted under its own name."""
     fs = active()
-    m = _KINDS.match(os.path.basename(path))  # noqa: PTH119
+    m = _KINDS.match(os.path.basename(path))
     if m and m["kind"] == "trash":
         fs.remove_tree(path)
         return
-    parent = os.path.dirname(path)  # noqa: PTH120
-    name = m["name"] if m else os.path.basename(path)  # noqa: PTH119
-    with _owned(os.path.join(parent, f"{name}.trash-{_new_id()}")) as trash:  # noqa: PTH118
+    parent = os.path.dirname(path)
+    name = m["name"] if m else os.path.basename(path)
+    with _owned(os.path.join(parent, f"{name}.trash-{_new_id()}")) as trash:
         fs.rename(path, trash)
         fs.fsync_dir(parent)
         fs.remove_tree(trash)
@@ -152,8 +151,8 @@ def discard(path: str) -> None:
 
 def make_parents(target: str) -> None:
     """Create the directories above a target that are missing."""
-    parent = os.path.dirname(os.path.abspath(target))  # noqa: PTH100, PTH120
-    if not os.path.isdir(parent):  # noqa: PTH112
+    parent = os.path.dirname(os.path.abspath(target))
+    if not os.path.isdir(parent):
         make_parents(parent)
         with contextlib.suppress(FileExistsError):
             active().mkdir(parent)
@@ -162,7 +161,7 @@ def make_parents(target: str) -> None:
 @contextlib.contextmanager
 def room_for(nbytes: int, target: str) -> Iterator[None]:
     """Raise `StorageFull` before anything is written when ``nbytes`` do not fit, and when the disk fills up meanwhile."""
-    parent = os.path.dirname(os.path.abspath(target))  # noqa: PTH100, PTH120
+    parent = os.path.dirname(os.path.abspath(target))
     free = active().free_bytes(parent)
     if free < nbytes:
         raise StorageFull(f"{target} needs {nbytes} bytes, {parent} has {free} free")
@@ -182,11 +181,11 @@ def replacing(target: str, *, overwrite: bool, ours: Callable[[str], bool]) -> I
     directory that holds something else.
     """
     fs = active()
-    target = os.path.abspath(target)  # noqa: PTH100
+    target = os.path.abspath(target)
     parent, name = os.path.split(target)
     recover(parent, name)
     _check_target(target, overwrite, ours)
-    temporary = os.path.join(parent, f"{name}.tmp-{_new_id()}")  # noqa: PTH118
+    temporary = os.path.join(parent, f"{name}.tmp-{_new_id()}")
     committed = False
 
     def commit() -> None:
@@ -219,7 +218,7 @@ def _check_target(target: str, overwrite: bool, ours: Callable[[str], bool]) -> 
 
 
 def _swap_in(fs: Files, temporary: str, target: str) -> None:
-    parent = os.path.dirname(target)  # noqa: PTH120
+    parent = os.path.dirname(target)
     if not os.path.lexists(target):
         fs.rename(temporary, target)
         fs.fsync_dir(parent)

@@ -7,6 +7,9 @@ Reading needs no such hook and uses ``os`` directly.
 Files and directories are created with the process's umask, never with the private mode of temporary files.
 """
 
+# Paths are plain texts here: they come from manifests and go to system calls.
+# ruff: noqa: PTH102, PTH104, PTH106, PTH108
+
 from __future__ import annotations
 
 import contextlib
@@ -37,7 +40,7 @@ class Files:
     """Operations on local files. Subclass it to watch, fail or reorder them; each method is one operation."""
 
     def mkdir(self, path: str) -> None:
-        os.mkdir(path)  # noqa: PTH102
+        os.mkdir(path)
 
     def create(self, path: str) -> int:
         """A descriptor for writing a new file; fails where the name exists."""
@@ -79,7 +82,7 @@ class Files:
 
     def rename(self, source: str, target: str) -> None:
         """Rename; a file at ``target`` is replaced, a directory there must be empty."""
-        os.rename(source, target)  # noqa: PTH104
+        os.rename(source, target)
 
     def exchange(self, a: str, b: str) -> bool:
         """Swap two names in one step. False, with nothing changed, where the system cannot."""
@@ -94,10 +97,10 @@ class Files:
         raise OSError(code, os.strerror(code), a)
 
     def unlink(self, path: str) -> None:
-        os.unlink(path)  # noqa: PTH108
+        os.unlink(path)
 
     def rmdir(self, path: str) -> None:
-        os.rmdir(path)  # noqa: PTH106
+        os.rmdir(path)
 
     # ----- made of the operations above -------------------------------------------------------------------------------
 

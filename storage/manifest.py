@@ -7,6 +7,9 @@ before, so that a damaged step or shape cannot pass for a true one.
 A manifest is read as hostile text: every type, range and file name is checked before it is used.
 """
 
+# Paths are plain texts here: they come from manifests and go to system calls.
+# ruff: noqa: PTH118, PTH123
+
 from __future__ import annotations
 
 import json
@@ -38,13 +41,13 @@ FORMAT = "meshtape"
 VERSION = 1
 
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
-_MAX_DEPTH = 200
+MAX_DEPTH = 200
 _MAX_NDIM = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One file of an array: the part it holds, its length and its checksum."""
+    """One file of an array: the part it holds, its length, and the checksum of its chunks' data."""
 
     file: str
     box: Box
@@ -236,8 +239,8 @@ def _check_tree(root: Any, arrays: list[ArrayEntry], source: str) -> None:
     stack: list[tuple[Any, Path]] = [(root, ())]
     while stack:
         node, path = stack.pop()
-        if len(path) > _MAX_DEPTH:
-            raise bad(f"nested deeper than {_MAX_DEPTH} levels")
+        if len(path) > MAX_DEPTH:
+            raise bad(f"nested deeper than {MAX_DEPTH} levels")
         if node is None:
             continue
         if not isinstance(node, dict) or len(node) != 1:
@@ -358,9 +361,9 @@ def _build(top: dict[str, Any], version: int, source: str) -> Manifest:
 
 def read(root: str) -> Manifest | None:
     """The manifest in a directory, or None when there is none."""
-    path = os.path.join(root, FILE)  # noqa: PTH118
+    path = os.path.join(root, FILE)
     try:
-        with open(path, "rb") as f:  # noqa: PTH123
+        with open(path, "rb") as f:
             data = f.read()
     except (FileNotFoundError, NotADirectoryError):
         return None

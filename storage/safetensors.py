@@ -9,6 +9,9 @@ Why our own: the reference's NumPy binding cannot read the float8 and bfloat16 t
 arrays that are not contiguous with other values (https://github.com/safetensors/safetensors/issues/825).
 """
 
+# Paths are plain texts here: they come from manifests and go to system calls.
+# ruff: noqa: PTH113
+
 from __future__ import annotations
 
 import json
@@ -30,7 +33,7 @@ from ..arrays.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
 )
-from . import dtypes, files
+from . import commit, dtypes, files
 
 MAX_HEADER = 100_000_000
 _USIZE = 1 << 64
@@ -209,9 +212,7 @@ def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors") ->
         n = _header_nbytes(prefix, file_nbytes)
         tensors, metadata, end = _parse(prefix[8 : 8 + n])
         if 8 + n + end != file_nbytes:
-            raise _Refused(
-                f"tensors end at byte {8 + n + end}, the file has {file_nbytes} (MetadataIncompleteBuffer)"
-            )
+            raise _Refused(f"tensors end at byte {8 + n + end}, the file has {file_nbytes} (MetadataIncompleteBuffer)")
     except _Refused as e:
         raise CorruptCheckpoint(f"{where}: {e}") from None
     return Header(tensors, metadata, 8 + n, file_nbytes)
@@ -239,11 +240,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         It is not a valid safetensors file; names the file and what is wrong.
     """
     where = os.fspath(path)
-    try:
-        stream = open(where, "rb")  # noqa: PTH123, SIM115
-    except (FileNotFoundError, IsADirectoryError):
-        raise NotACheckpoint(f"{where}: no such file") from None
-    with stream:
+    if not os.path.isfile(where):
+        raise NotACheckpoint(f"{where}: no such file")
+    with open(where, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         try:
@@ -265,7 +264,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     header = read_header(path)
     where = os.fspath(path)
     out = {}
-    with open(where, "rb", buffering=0) as stream:  # noqa: PTH123
+    with open(where, "rb", buffering=0) as stream:
         for name, t in header.tensors.items():
             a = np.empty(t.shape, t.numpy_dtype(f"{where}: {name!r}"))
             view = memoryview(a.reshape(-1).view(np.uint8))
@@ -352,24 +351,29 @@ def save_safetensors(
     arrays = {name: np.asarray(x) for name, x in tensors.items()}
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata)
-    fs = files.active()
     temporary = f"{where}.tmp-{uuid.uuid4().hex[:8]}"
+    size = len(head) + sum(t.nbytes for t in place.values())
+    with commit.room_for(size, where):
+        _write(files.active(), temporary, where, head, [arrays[name] for name in place])
+
+
+def _write(fs: files.Files, temporary: str, target: str, head: bytes, arrays: list[np.ndarray]) -> None:
     try:
         fd = fs.create(temporary)
         try:
             position = fs.write(fd, [head], 0)
-            for name in place:
-                for piece in _pieces(arrays[name]):
+            for a in arrays:
+                for piece in _pieces(a):
                     position += fs.write(fd, [piece], position)
             fs.fsync(fd)
         finally:
             fs.close(fd)
-        fs.rename(temporary, where)
+        fs.rename(temporary, target)
     except BaseException:
         if os.path.lexists(temporary):
             fs.unlink(temporary)
         raise
-    fs.fsync_dir(os.path.dirname(os.path.abspath(where)))  # noqa: PTH100, PTH120
+    fs.fsync_dir(os.path.dirname(os.path.abspath(target)))
 
 
 def _pieces(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:

@@ -6,6 +6,9 @@ All are small picklable values, so that a plan can be sent to where the bytes ar
 independent calls, each of which returns the number of bytes that it read; `run` executes many of them on threads.
 """
 
+# Paths are plain texts here: they come from manifests and go to system calls.
+# ruff: noqa: PTH110, PTH118
+
 from __future__ import annotations
 
 import itertools
@@ -50,7 +53,7 @@ def run(jobs: Sequence[Job]) -> int:
             raise
 
 
-def _preadv(fd: int, buffers: list[Any], offset: int) -> int:
+def preadv(fd: int, buffers: list[Any], offset: int) -> int:
     """Fill all buffers from ``offset`` on, or as many as the file has bytes for; returns the number of bytes."""
     views = [memoryview(b) for b in buffers]
     total = 0
@@ -66,15 +69,22 @@ def _preadv(fd: int, buffers: list[Any], offset: int) -> int:
     return total
 
 
+def _view(a: np.ndarray, box: Box) -> np.ndarray:
+    """The part of ``a`` in ``box``; a view even of a 0-d array, where ``a[()]`` would be a scalar."""
+    return a[(*box.slices, ...)]
+
+
 def _bytes_of(a: np.ndarray) -> np.ndarray:
     return a.reshape(-1).view(np.uint8)
 
 
-def _open(path: str, what: str) -> int:
+def open_file(path: str, what: str) -> int:
     try:
         return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except (FileNotFoundError, NotADirectoryError):
-        raise IncompleteCheckpoint(f"{path} is missing, which holds {what}; restore the file or another checkpoint") from None
+        raise IncompleteCheckpoint(
+            f"{path} is missing, which holds {what}; restore the file or another checkpoint"
+        ) from None
 
 
 # ----- our Zarr shards ------------------------------------------------------------------------------------------------
@@ -100,7 +110,19 @@ class ChunkedTensor:
 
     def only(self, box: Box) -> ChunkedTensor:
         """The same tensor with just the objects that ``box`` needs: what is worth sending elsewhere."""
-        return ChunkedTensor(self.root, self.name, self.dtype, self.grid, {c: self.objects[c] for c in self._shards(box)})
+        return ChunkedTensor(
+            self.root, self.name, self.dtype, self.grid, {c: self.objects[c] for c in self._shards(box)}
+        )
+
+    def check(self) -> None:
+        """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
+        lost = [o.file for o in self.objects.values() if not os.path.exists(os.path.join(self.root, o.file))]
+        if lost:
+            shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+            raise IncompleteCheckpoint(
+                f"{self.root}: {len(lost)} of the {len(self.objects)} files of key {self.name!r} are missing: {shown}; "
+                "restore them or another checkpoint"
+            )
 
     def _shards(self, box: Box) -> Iterator[tuple[int, ...]]:
         if box.size:
@@ -122,7 +144,7 @@ class ChunkedTensor:
             if part is None:  # 0-d boxes always meet, so only a box beyond the array ends here
                 continue
             local = part.within(stored.box)
-            target = out[part.within(box).slices]
+            target = _view(out, part.within(box))
             spans = [
                 range(a // c, -(-b // c)) for a, b, c in zip(local.offset, local.stop, self.grid.chunk, strict=True)
             ]
@@ -137,11 +159,13 @@ class ChunkedTensor:
         path = names.inside(self.root, stored.file, f"{self.root}: {self.name!r}")
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
         present = grid.present(coord)
-        fd = _open(path, f"part of {self.name!r}")
+        fd = open_file(path, f"part of {self.name!r}")
         try:
             size = os.fstat(fd).st_size
             if size != stored.nbytes:
-                raise CorruptCheckpoint(f"{path} has {size} bytes, the manifest says {stored.nbytes} (key {self.name!r})")
+                raise CorruptCheckpoint(
+                    f"{path} has {size} bytes, the manifest says {stored.nbytes} (key {self.name!r})"
+                )
             slots = max(1, min(_BATCH // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
             staging = None
             total = 0
@@ -152,16 +176,16 @@ class ChunkedTensor:
                 for k, index in enumerate(group):
                     box = Box(tuple(i * c for i, c in zip(index, grid.chunk, strict=True)), grid.chunk)
                     common = box.intersect(local)
-                    place = target[common.within(local).slices]
+                    place = _view(target, common.within(local))
                     if common == box and place.flags.c_contiguous:
                         buffers += [_bytes_of(place), sums[k]]
                         continue
                     if staging is None:
                         staging = np.empty((slots, *grid.chunk), self.dtype)
-                    copies.append((place, staging[k][common.within(box).slices]))
-                    buffers += [_bytes_of(staging[k]), sums[k]]
+                    copies.append((place, _view(staging[k, ...], common.within(box))))
+                    buffers += [_bytes_of(staging[k, ...]), sums[k]]
                 number = _ravel(group[0], present)
-                done = _preadv(fd, buffers, number * (nbytes + 4))
+                done = preadv(fd, buffers, number * (nbytes + 4))
                 if done != len(group) * (nbytes + 4):
                     raise CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
                 total += done
@@ -253,7 +277,8 @@ class RawTensor:
         ]
         for start in itertools.product(*ranges):
             shape = tuple(
-                min(rows, box.stop[i] - s) if i == axis else 1 if i < axis else box.shape[i] for i, s in enumerate(start)
+                min(rows, box.stop[i] - s) if i == axis else 1 if i < axis else box.shape[i]
+                for i, s in enumerate(start)
             )
             n = shape[axis]
             yield Box(tuple(start), shape), n == 1, ((n - 1) * stride + length) * item
@@ -283,18 +308,18 @@ class RawTensor:
     def _read(self, box: Box, out: np.ndarray, group: list[tuple[Box, bool, int]]) -> int:
         item = self.dtype.itemsize
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
-        fd = _open(self.path, f"key {self.name!r}")
+        fd = open_file(self.path, f"key {self.name!r}")
         total = 0
         try:
             size = os.fstat(fd).st_size
             if size != self.file_nbytes:
                 raise CorruptCheckpoint(f"{self.path} had {self.file_nbytes} bytes when it was opened, now {size}")
             for part, one_run, nbytes in group:
-                place = out[part.within(box).slices]
+                place = _view(out, part.within(box))
                 offset = self.start + item * sum(o * s for o, s in zip(part.offset, strides, strict=True))
                 direct = one_run and place.flags.c_contiguous
                 buffer = _bytes_of(place) if direct else np.empty(nbytes, np.uint8)
-                done = _preadv(fd, [buffer], offset)
+                done = preadv(fd, [buffer], offset)
                 if done != nbytes:
                     raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
                 total += done

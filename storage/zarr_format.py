@@ -29,7 +29,6 @@ _ABSENT = np.uint64(2**64 - 1)
 _BATCH = 16 << 20  # bytes handed to the kernel in one call
 
 
-
 @lru_cache(maxsize=512)
 def _array_template(grid: Grid, dtype: np.dtype) -> str:
     import zarr
@@ -84,7 +83,7 @@ def chunk_coords(grid: Grid, coord: tuple[int, ...]) -> Iterator[tuple[int, ...]
     return itertools.product(*map(range, grid.present(coord)))
 
 
-def _index(grid: Grid, coord: tuple[int, ...], chunk_nbytes: int) -> bytes:
+def shard_index(grid: Grid, coord: tuple[int, ...], chunk_nbytes: int) -> bytes:
     """The table of (place, length) of every chunk of a shard, with its checksum."""
     table = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
     present = grid.present(coord)
@@ -95,7 +94,10 @@ def _index(grid: Grid, coord: tuple[int, ...], chunk_nbytes: int) -> bytes:
 
 
 def write_shard(fs: Files, path: str, block: np.ndarray, grid: Grid, coord: tuple[int, ...]) -> tuple[int, int]:
-    """Write one shard, whose elements are ``block``, to a new synced file; returns its length and crc32c.
+    """Write one shard, whose elements are ``block``, to a new synced file; returns its length and the crc32c of its chunks.
+
+    The checksum covers the chunks' data one after the other, without their own checksums: bytes followed by their crc32c
+    have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
 
     Chunks that lie in memory as they will lie in the file are handed to the kernel where they are; others are copied, a few
     megabytes at a time.
@@ -111,27 +113,25 @@ def write_shard(fs: Files, path: str, block: np.ndarray, grid: Grid, coord: tupl
     fd = fs.create(path)
     try:
         for index in chunk_coords(grid, coord):
-            part = block[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, grid.chunk, strict=True))]
+            part = block[(*(slice(i * c, (i + 1) * c) for i, c in zip(index, grid.chunk, strict=True)), ...)]
             if not (as_it_is and part.shape == grid.chunk and part.flags.c_contiguous):
                 if staging is None:
                     staging = np.empty((slots, *grid.chunk), dtype)
-                slot = staging[used]
+                slot = staging[used, ...]
                 if part.shape != grid.chunk:
                     slot[...] = 0
-                slot[tuple(map(slice, part.shape))] = part
+                slot[(*map(slice, part.shape), ...)] = part
                 part = slot
             data = part.reshape(-1).view(np.uint8)
             value = crc32c(data)
-            tail = value.to_bytes(4, "little")
-            digest = crc32c(tail, combine(digest, value, nbytes))
-            pending += [data, tail]
+            digest = combine(digest, value, nbytes)
+            pending += [data, value.to_bytes(4, "little")]
             used += 1
             if used == slots:
                 total += fs.write(fd, pending, total)
                 pending, used = [], 0
         if grid.shape:
-            pending.append(_index(grid, coord, nbytes + 4))
-            digest = crc32c(pending[-1], digest)
+            pending.append(shard_index(grid, coord, nbytes + 4))
         total += fs.write(fd, pending, total)
         fs.fsync(fd)
     finally:

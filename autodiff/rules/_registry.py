@@ -35,7 +35,7 @@ from ...arrays.program import ShapeDtype
 class Need(NamedTuple):
     """One argument that a rule takes after ``xp`` and ``g``."""
 
-    kind: str  # "operand", "like", "ans", "param" or "rest" (the operands of a starred name)
+    kind: str  # "operand", "like", "ans", "param"; "rest" and "rest_like" for the operands of a starred name
     where: Any  # position of the operand, or name of the parameter
 
 
@@ -46,14 +46,15 @@ class Rule(NamedTuple):
     together: Callable[..., Any] | None
     needs: Mapping[int, tuple[Need, ...]]  # by operand; -1 for `together`
 
-    def saves(self, wanted: Sequence[int]) -> tuple[frozenset[int], bool]:
-        """Positions of the operands, and whether the result, that the cotangents of ``wanted`` need."""
+    def saves(self, wanted: Sequence[int], count: int) -> tuple[frozenset[int], bool]:
+        """Positions (of ``count``) of the operands, and whether the result, that the cotangents of ``wanted`` need."""
         keys = [-1] if self.together is not None else wanted
         all_needs = [n for k in keys for n in self.needs.get(k, ())]
-        return (
-            frozenset(n.where for n in all_needs if n.kind == "operand"),
-            any(n.kind == "ans" for n in all_needs),
-        )
+        operands = {n.where for n in all_needs if n.kind == "operand"}
+        for n in all_needs:
+            if n.kind == "rest":
+                operands.update(range(n.where, count))
+        return frozenset(operands), any(n.kind == "ans" for n in all_needs)
 
 
 RULES: dict[Op, Rule] = {}

@@ -17,11 +17,14 @@ defvjp(
     x=lambda xp, g, y: g / conj(xp, y),
     y=lambda xp, g, y, ans: -g * conj(xp, ans / y),
 )
-defvjp(ew.REMAINDER, x=lambda xp, g: g, y=lambda xp, g, x, y: -g * xp.floor(x / y))
+# The quotient that the remainder was formed with; floor(x / y) may be off by one where x is close to a multiple of y.
+defvjp(ew.REMAINDER, x=lambda xp, g: g, y=lambda xp, g, x, y: -g * xp.floor_divide(x, y))
 
 
 def _pow_x(xp, g, x, y):
     # 0 * x**(-1) would be NaN at x = 0 for y = 0, where the derivative is 0.
+    if isinstance(y, bool | int | float | complex):  # stays a scalar, which never widens x
+        return 0.0 * g if y == 0 else g * conj(xp, y * x ** (y - 1))
     return g * conj(xp, xp.where(y == 0, 0.0, y * x ** xp.where(y == 0, 1.0, y - 1)))
 
 
@@ -35,6 +38,16 @@ defvjp(ew.NEGATIVE, x=lambda xp, g: -g)
 defvjp(ew.POSITIVE, x=lambda xp, g: g)
 defvjp(ew.ALIAS, x=lambda xp, g: g)
 defvjp(ew.ABS, x=lambda xp, g, x: g * xp.sign(x))
+
+
+def _sign(xp, g, x, ans):
+    # Piecewise constant on the line; in the plane only the component of g across x turns the direction x / |x|.
+    if x.dtype.kind != "c":
+        return None
+    return (g - ans * xp.real(xp.conj(ans) * g)) / xp.where(ans == 0, 1.0, xp.abs(x))
+
+
+defvjp(ew.SIGN, x=_sign)
 defvjp(ew.RECIPROCAL, x=lambda xp, g, ans: -g * conj(xp, ans * ans))
 defvjp(ew.SQUARE, x=lambda xp, g, x: 2.0 * g * conj(xp, x))
 defvjp(ew.SQRT, x=lambda xp, g, ans: 0.5 * g / conj(xp, ans))
@@ -99,7 +112,7 @@ defvjp(ew.ATANH, x=lambda xp, g, x: g / conj(xp, 1.0 - x * x))
 defvjp(ew.CONJ, x=lambda xp, g: conj(xp, g))
 defvjp(ew.REAL, x=lambda xp, g: g)
 defvjp(ew.IMAG, x=lambda xp, g: 1j * g)
-defvjp(ew.COPYSIGN, x=lambda xp, g, x, y: g * xp.sign(x) * xp.where(xp.signbit(y), -1.0, 1.0))
+defvjp(ew.COPYSIGN, x=lambda xp, g, x, ans: g * xp.sign(x) * xp.sign(ans))
 defvjp(ew.ASTYPE, x=lambda xp, g: g)
 
 # ----- selection and activations --------------------------------------------------------------------------------------

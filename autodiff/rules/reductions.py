@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...arrays import reductions as r
-from ._registry import defvjp
+from ._registry import conj, defvjp
 
 
 def _spread(xp, g, like, axis, keepdims):
@@ -29,7 +29,7 @@ def _prod(xp, g, x, x_like, axis, keepdims):
     out = _products_of_others(xp, flat, n)
     inverse = tuple(order.index(i) for i in range(len(order)))
     others = xp.permute_dims(xp.reshape(out, tuple(x_like.shape[i] for i in order)), inverse)
-    return _spread(xp, g, x_like, axis, keepdims) * others
+    return _spread(xp, g, x_like, axis, keepdims) * conj(xp, others)
 
 
 def _products_of_others(xp, flat, n):

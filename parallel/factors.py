@@ -1,0 +1,125 @@
+"""Factor mappings: how an op says along which dimensions it may be split.
+
+For each call a rule names the op's *factors*, like the letters of an einsum: which dimension of each operand and result each
+factor runs along. That one datum gives the sharding of the results, the collectives that operands need, and what each rank
+computes. Legend:
+
+* a factor that all results have may be split freely (*batch*);
+* a factor that a result lacks leaves that result ``Partial(op)`` when it is split, by the factor's ``reduce``;
+* a factor with ``whole=True`` must not be split: operands split there are gathered (or the op is decomposed);
+* a dimension can be made of a factor and an inner length: ``Dim(f, inner=3)`` is ``3 * size(f)`` long, so that it may be split
+  only where the split falls on multiples of 3 (*blocked*).
+
+``linear`` lists the sets of operands in which the op is jointly linear: when exactly those are ``Partial("sum")`` along a mesh
+axis, so is the result, and nothing needs to be reduced yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..arrays._op import Op
+from ..arrays.blocks import Box
+from ..arrays.program import ShapeDtype
+
+
+class Dim(NamedTuple):
+    """A dimension that runs along factor ``factor``, times ``inner`` elements that stay together."""
+
+    factor: int
+    inner: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One letter: its length, whether it must stay whole, and how results that lack it are reduced."""
+
+    size: int
+    whole: bool = False
+    reduce: str | None = None
+
+
+class RankView(NamedTuple):
+    """What one rank sees of a call: the blocks of its operands and results within the whole arrays."""
+
+    operands: tuple[Box | None, ...]
+    results: tuple[Box, ...]
+
+
+Localize = Callable[[Mapping[str, Any], RankView], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class FactorRule:
+    """The mapping of one call. ``operands[i][d]`` is the :class:`Dim` of dimension ``d``, or None where it cannot be split
+    (a length-one dimension that broadcasts). Scalars have an empty tuple."""
+
+    factors: tuple[Factor, ...]
+    operands: tuple[tuple[Dim | None, ...], ...]
+    results: tuple[tuple[Dim | None, ...], ...]
+    linear: tuple[frozenset[int], ...] = ()
+    localize: Localize | None = None
+
+
+Maker = Callable[[Op, Sequence[ShapeDtype | Any], Sequence[ShapeDtype], Mapping[str, Any]], FactorRule]
+"""``maker(op, avals, out_avals, params)``: the rule of a call on these operands."""
+
+RULES: dict[Op, Maker] = {}
+
+
+def rule(*ops: Op) -> Callable[[Maker], Maker]:
+    """Decorator: the function makes the rules of these ops."""
+
+    def add(maker: Maker) -> Maker:
+        for op in ops:
+            if op in RULES or op.replicate_only:
+                raise ValueError(f"{op.name} has a sharding rule already, or is declared replicate_only")
+            RULES[op] = maker
+        return maker
+
+    return add
+
+
+class Letters:
+    """Collects factors while a rule is made."""
+
+    def __init__(self) -> None:
+        self.factors: list[Factor] = []
+
+    def new(self, size: int, *, whole: bool = False, reduce: str | None = None) -> Dim:
+        self.factors.append(Factor(size, whole, reduce))
+        return Dim(len(self.factors) - 1)
+
+    def many(self, shape: Sequence[int], *, whole: bool = False, reduce: str | None = None) -> tuple[Dim, ...]:
+        return tuple(self.new(n, whole=whole, reduce=reduce) for n in shape)
+
+    def rule(
+        self,
+        operands: Sequence[Sequence[Dim | None]],
+        results: Sequence[Sequence[Dim | None]],
+        linear: Sequence[Sequence[int]] = (),
+        localize: Localize | None = None,
+    ) -> FactorRule:
+        return FactorRule(
+            tuple(self.factors),
+            tuple(map(tuple, operands)),
+            tuple(map(tuple, results)),
+            tuple(map(frozenset, linear)),
+            localize,
+        )
+
+
+def replicated_rule(avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> FactorRule:
+    """Every dimension whole: each rank computes everything."""
+    letters = Letters()
+    operands = [letters.many(a.shape, whole=True) if isinstance(a, ShapeDtype) else () for a in avals]
+    results = [letters.many(a.shape, whole=True) for a in out_avals]
+    return letters.rule(operands, results)
+
+
+def rule_for(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
+    """The rule of a call; everything whole for an op that is ``replicate_only``."""
+    maker = RULES.get(op)
+    return replicated_rule(avals, out_avals) if maker is None else maker(op, avals, out_avals, params)

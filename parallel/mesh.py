@@ -1,0 +1,236 @@
+"""The mesh: an n-dimensional grid of ranks with named axes, and the face that other packages see of it."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays._array import Array
+from ..arrays._dispatch import wrap
+from ..arrays._op import Op, not_recording
+from ..arrays.errors import MeshError
+from ..arrays.program import Program, ShapeDtype
+from . import rules  # noqa: F401  # every op's factor mapping is registered by the import
+from .ops import RESHARD
+from .partition import partition
+from .placement import REPLICATED, Layout, Sharding
+from .propagate import propagate
+from .runtime import HostValue, LocalRuntime, Runtime
+from .sharded import Pending, ShardedBuffer, handles_of, sharded_array
+
+
+class Mesh:
+    """A grid of ranks with named axes.
+
+    Parameters
+    ----------
+    axes
+        Names and lengths, the outermost first: ``{"data": 2, "model": 4}`` has eight ranks, numbered in C order.
+    client
+        A ``distributed.Client``: the ranks then live on its workers, in consecutive runs. Without it all ranks live in this
+        process, which needs no cluster and computes the same numbers.
+    workers
+        Addresses of the workers to use; all that the scheduler knows by default.
+
+    Raises
+    ------
+    MeshError
+        For axes that are no mesh, or more ranks than the workers can take.
+    ClusterError
+        When the scheduler or a worker cannot be used; the message says why.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mesh = mt.Mesh({"data": 2, "model": 4})
+    >>> mesh
+    Mesh(data=2, model=4)
+    >>> mesh.size
+    8
+    """
+
+    def __init__(self, axes: Mapping[str, int], *, client: Any = None, workers: Sequence[str] | None = None) -> None:
+        if not isinstance(axes, Mapping):
+            raise MeshError(f"a mesh is made of named axes such as {{'data': 2}}, got {axes!r}")
+        for name, n in axes.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise MeshError(f"the name of a mesh axis must be an identifier, got {name!r}")
+            try:
+                good = operator.index(n) >= 1
+            except TypeError:
+                good = False
+            if not good:
+                raise MeshError(f"mesh axis {name!r} must have a length of at least 1, got {n!r}")
+        self.names: tuple[str, ...] = tuple(axes)
+        self.sizes: tuple[int, ...] = tuple(map(operator.index, axes.values()))
+        self.size: int = math.prod(self.sizes)
+        self.runtime: Runtime
+        if client is None:
+            if workers is not None:
+                raise MeshError("workers=… names workers of a cluster: pass client=… too")
+            self.runtime = LocalRuntime(self.sizes)
+        else:
+            from .dask_runtime import DaskRuntime
+
+            self.runtime = DaskRuntime(self.size, self.names, client, workers)
+        self.pending = Pending(self)
+
+    # ----- the grid ---------------------------------------------------------------------------------------------------
+
+    def axis(self, name: str) -> int:
+        """Number of the axis called ``name``. Raises :class:`MeshError` for an unknown name."""
+        try:
+            return self.names.index(name)
+        except ValueError:
+            raise MeshError(f"{self} has no axis {name!r}: its axes are {', '.join(map(repr, self.names))}") from None
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Position of a rank along each axis."""
+        return tuple(int(c) for c in np.unravel_index(rank, self.sizes)) if self.sizes else ()
+
+    def describe(self) -> dict[str, int]:
+        """Axis names and lengths, in order."""
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    def close(self) -> None:
+        """Give back what the mesh holds on its workers. Arrays on it cannot be used afterwards."""
+        self.runtime.close()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = "" if isinstance(self.runtime, LocalRuntime) else f" on {self.runtime}"
+        return f"Mesh({', '.join(f'{n}={s}' for n, s in zip(self.names, self.sizes, strict=True))}){where}"
+
+    # ----- programs (ProgramHost) ---------------------------------------------------------------------------------------
+
+    def place_layouts(
+        self,
+        op: Op,
+        avals: Sequence[Any],
+        out_avals: Sequence[ShapeDtype],
+        layouts: Sequence[Layout | None],
+        params: Mapping[str, Any],
+    ) -> tuple[Layout, ...]:
+        """Layouts of the results of a call."""
+        if op is RESHARD:
+            return (params["layout"],)
+        placed = propagate(op, avals, out_avals, params, layouts, self.sizes)
+        if not placed.lost or op.decompose is None:
+            return placed.results
+        # The op will be decomposed: what becomes of its results is found by partitioning just that.
+        inputs = tuple(i for i, a in enumerate(avals) if isinstance(a, ShapeDtype))
+        program = Program(
+            inputs=tuple(range(len(inputs))),
+            entries=(_entry(op, avals, inputs, len(out_avals), params),),
+            outputs=tuple(range(len(inputs), len(inputs) + len(out_avals))),
+            avals=dict(enumerate([*(avals[k] for k in inputs), *out_avals])),
+        )
+        done = partition(program, {i: layouts[k] for i, k in enumerate(inputs)}, self.sizes, settle=False)
+        return tuple(done.layouts[v] for v in done.outputs)
+
+    def place(
+        self, op: Op, avals: Sequence[Any], shardings: Sequence[Any], params: Mapping[str, Any]
+    ) -> tuple[Sharding, ...]:
+        """Shardings of the results of a call; see ``ProgramHost``."""
+        layouts = []
+        for a, s in zip(avals, shardings, strict=True):
+            if s is not None and s.mesh is not self:
+                raise MeshError(f"[{op.name}] arrays of two meshes in one op: {self} and {s.mesh}; move one first")
+            layouts.append((s.layout if s is not None else REPLICATED) if isinstance(a, ShapeDtype) else None)
+        found = self.place_layouts(op, avals, op.avals(tuple(avals), params), layouts, params)
+        return tuple(Sharding.of(self, layout) for layout in found)
+
+    def prepare(
+        self, program: Program, shardings: Sequence[Any], name: str = "compiled"
+    ) -> Callable[[Sequence[Any]], list[Any]]:
+        """The program partitioned and loaded; see ``ProgramHost``."""
+        constants = [self._buffer(c, "a constant of the compiled function") for c in program.constants.values()]
+        layouts = {v: s.layout if s is not None else REPLICATED for v, s in zip(program.inputs, shardings, strict=True)}
+        layouts.update({v: b.layout for v, b in zip(program.constants, constants, strict=True)})
+        rank_program = partition(program, layouts, self.sizes, name=name)
+        load = self.runtime.load(rank_program, self.names)
+        outs = [(rank_program.layouts[v], rank_program.avals[v]) for v in rank_program.outputs]
+
+        def run(buffers: Sequence[Any]) -> list[Any]:
+            sharded = [self._buffer(b, "an argument of the compiled function") for b in buffers]
+            handles = load(handles_of([*sharded, *constants]))
+            return [ShardedBuffer(self, lay, a, handle=h) for (lay, a), h in zip(outs, handles, strict=True)]
+
+        return run
+
+    def rank_program(self, program: Program, shardings: Sequence[Any]) -> Any:
+        """The partitioned form of a program, as it would run; for :func:`explain`."""
+        layouts = {v: s.layout if s is not None else REPLICATED for v, s in zip(program.inputs, shardings, strict=True)}
+        for v, c in program.constants.items():
+            layouts[v] = c.layout if isinstance(c, ShardedBuffer) else REPLICATED
+        return partition(program, layouts, self.sizes)
+
+    def _buffer(self, buf: Any, what: str) -> ShardedBuffer:
+        if isinstance(buf, ShardedBuffer):
+            if buf.mesh is not self:
+                raise MeshError(f"{what} is on another mesh: {buf.mesh}, not {self}")
+            return buf
+        host = np.asarray(wrap(buf)._concrete())
+        return ShardedBuffer(
+            self,
+            REPLICATED,
+            ShapeDtype(host.shape, host.dtype),
+            handle=HostValue(host, REPLICATED, self.sizes),
+        )
+
+    def replicate(self, value: Array) -> Array:
+        """The value on every rank."""
+        return value if isinstance(value._buf, ShardedBuffer) else wrap(self._buffer(value._buf, "a value"))
+
+    def moved(self, buf: ShardedBuffer, layout: Layout) -> ShardedBuffer:
+        """The same value in another layout."""
+        with not_recording():
+            (out,) = self.pending.emit(RESHARD, (wrap(buf),), {"layout": layout})
+        return out
+
+    # ----- blocks (BlockHost) -------------------------------------------------------------------------------------------
+
+    def settle(self, arrays: Sequence[Array]) -> list[Array]:
+        """Equal arrays whose values are computed and whose shardings are not partial."""
+        buffers = [self._buffer(a._buf, "an array") for a in arrays]
+        for b in buffers:
+            b.computed()
+        done = [self.moved(b, b.layout.reduced()) if b.layout.partials else b for b in buffers]
+        handles_of(done)
+        return [wrap(b) for b in done]
+
+    def run_on_blocks(self, fn: Any, arrays: Sequence[Array], payloads: Mapping[int, Any]) -> list[Any]:
+        """See ``BlockHost``."""
+        buffers = [self._buffer(a._buf, "an array") for a in arrays]
+        return self.runtime.call(fn, handles_of(buffers), payloads)
+
+    def create(self, fn: Any, payloads: Mapping[int, Any], specs: Sequence[Any]) -> list[Array]:
+        """See ``BlockHost``."""
+        if set(payloads) != set(range(self.size)):
+            raise MeshError(f"create needs a payload for each of the {self.size} ranks, got {sorted(payloads)}")
+        handles = self.runtime.create(fn, payloads, len(specs))
+        return [
+            sharded_array(self, sharding.layout, ShapeDtype(tuple(shape), np.dtype(dtype)), handle)
+            for (shape, dtype, sharding), handle in zip(specs, handles, strict=True)
+        ]
+
+
+def _entry(op: Op, avals: Sequence[Any], inputs: Sequence[int], nout: int, params: Mapping[str, Any]) -> Any:
+    from ..arrays.program import Const, Entry
+
+    names = {k: i for i, k in enumerate(inputs)}
+    return Entry(
+        op,
+        tuple(names[k] if k in names else Const(a) for k, a in enumerate(avals)),
+        tuple(range(len(inputs), len(inputs) + nout)),
+        params,
+    )

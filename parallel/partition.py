@@ -1,0 +1,341 @@
+"""From a program on whole arrays to one program that every rank runs on its blocks.
+
+The partitioner walks the entries forward, asks the propagator what each operand must become, and writes two kinds of steps:
+*local* ones (the op on a block, its shape parameters made local) and *moves* (reshards). A move is written where its source
+appears, as soon as it is known to be needed, and carried out where its result is first used, together with all others that are
+due by then: reductions are as late, and as bucketed, as the data flow allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..arrays._dispatch import wrap
+from ..arrays._op import Op, state
+from ..arrays.blocks import Box
+from ..arrays.program import Const, Entry, Program, ShapeDtype, freeze, simplify, site_text
+from .factors import FactorRule, RankView, rule_for
+from .ops import RESHARD
+from .placement import REPLICATED, Layout, block_box
+from .propagate import propagate
+from .reshard import plan_reshard, reshard_text
+
+
+class Local(NamedTuple):
+    """An op on the blocks of one rank. Variables are those of the rank program."""
+
+    op: Op
+    inputs: tuple[int | Const, ...]
+    outputs: tuple[int, ...]
+    params: Mapping[str, Any]
+    rule: FactorRule
+    origin: str | None
+    site: str
+
+
+class Move(NamedTuple):
+    """A reshard of one variable into another."""
+
+    source: int
+    target: int
+    origin: str | None
+
+
+class Moves(NamedTuple):
+    """Reshards that are carried out together, in one round of messages."""
+
+    moves: tuple[Move, ...]
+
+
+Step = Local | Moves
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The partitioned form of a program: the same text for every rank of a mesh with these axis lengths.
+
+    ``avals`` are those of the whole arrays; ``layouts`` say what a rank holds of each variable.
+    """
+
+    sizes: tuple[int, ...]
+    inputs: tuple[int, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    avals: Mapping[int, ShapeDtype]
+    layouts: Mapping[int, Layout]
+    constants: tuple[int, ...] = ()
+    name: str = "program"
+    frees: tuple[tuple[int, ...], ...] = field(default=())
+
+    def view(self, step: Local, rank: int) -> RankView:
+        """The blocks of a call's operands and results on one rank."""
+
+        def box(v: int) -> Box:
+            return block_box(self.layouts[v], self.sizes, self.avals[v].shape, rank)
+
+        return RankView(
+            tuple(box(v) if isinstance(v, int) else None for v in step.inputs), tuple(map(box, step.outputs))
+        )
+
+    def moved_bytes(self) -> int:
+        """Bytes that cross between ranks in one run."""
+        total = 0
+        for s in self.steps:
+            if isinstance(s, Moves):
+                for m in s.moves:
+                    aval = self.avals[m.source]
+                    plan = plan_reshard(aval.shape, self.sizes, self.layouts[m.source], self.layouts[m.target])
+                    total += plan.bytes_received(aval.dtype.itemsize)
+        return total
+
+    def text(self, names: Sequence[str]) -> str:
+        """One line a step: the op, the block that a rank holds of its result, and the collectives with their bytes."""
+        lines = []
+
+        def typed(v: int) -> str:
+            aval, layout = self.avals[v], self.layouts[v]
+            dims = [
+                f"{n}@{'+'.join(names[a] for a in layout.axes_of(i))}" if layout.axes_of(i) else str(n)
+                for i, n in enumerate(aval.shape)
+            ]
+            partial = ",".join(f"{op}:{names[a]}" for a, op in layout.partials)
+            return f"{aval.dtype.name}[{','.join(dims)}]" + (f"{{{partial}}}" if partial else "")
+
+        for s in self.steps:
+            if isinstance(s, Moves):
+                for i, m in enumerate(s.moves):
+                    aval = self.avals[m.source]
+                    plan = plan_reshard(aval.shape, self.sizes, self.layouts[m.source], self.layouts[m.target])
+                    words = reshard_text(self.layouts[m.source], self.layouts[m.target], names)
+                    mark = (
+                        "┌"
+                        if len(s.moves) > 1 and i == 0
+                        else "└"
+                        if len(s.moves) > 1 and i == len(s.moves) - 1
+                        else "│"
+                        if len(s.moves) > 1
+                        else " "
+                    )
+                    lines.append(
+                        f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}"
+                        f"  # {plan.bytes_received(aval.dtype.itemsize)} bytes"
+                    )
+            else:
+                entry = Entry(s.op, s.inputs, s.outputs, s.params)
+                note = f"  # {s.origin}" if s.origin and s.origin != s.op.name else ""
+                lines.append(f"  {entry}  : {', '.join(map(typed, s.outputs))}{note}")
+        head = ", ".join(f"%{v}: {typed(v)}" for v in self.inputs)
+        tail = f"  return {', '.join(f'%{v}' for v in self.outputs)}"
+        return "\n".join([f"rank program({head}):", *lines, tail])
+
+
+class _Writer:
+    """State of one pass of the partitioner."""
+
+    def __init__(self, program: Program, layouts: Mapping[int, Layout], sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.avals: dict[int, ShapeDtype] = dict(program.avals)
+        self.layouts: dict[int, Layout] = dict(layouts)
+        self.steps: list[Step] = []
+        self.due: list[Move] = []  # moves whose results nothing has used yet
+        self.due_targets: set[int] = set()
+        self.moved: dict[tuple[int, Layout], int] = {}
+        self.seen: dict[Any, tuple[int, ...]] = {}
+        self.next_var = max(program.avals, default=-1) + 1
+
+    def new(self, aval: ShapeDtype, layout: Layout) -> int:
+        v = self.next_var
+        self.next_var += 1
+        self.avals[v], self.layouts[v] = aval, layout
+        return v
+
+    def moved_to(self, var: int, layout: Layout, origin: str | None) -> int:
+        """The variable with another layout; the same move is written once."""
+        now = self.layouts[var]
+        if now == layout or _same_blocks(now, layout, self.avals[var].shape, self.sizes):
+            return var
+        key = (var, layout)
+        found = self.moved.get(key)
+        if found is None:
+            if dict(now.partials).keys() - dict(layout.partials).keys() and len({o for _, o in now.partials}) > 1:
+                # Different pending reductions are not one: do the innermost axis first.
+                axis = now.partials[-1][0]
+                step = Layout(now.shards, tuple(p for p in now.partials if p[0] != axis))
+                return self.moved_to(self.moved_to(var, step, origin), layout, origin)
+            found = self.moved[key] = self.new(self.avals[var], layout)
+            if var in self.due_targets:
+                self.flush()
+            self.due.append(Move(var, found, origin))
+            self.due_targets.add(found)
+        return found
+
+    def flush(self) -> None:
+        if self.due:
+            self.steps.append(Moves(tuple(self.due)))
+            self.due, self.due_targets = [], set()
+
+    def use(self, variables: Sequence[int | Const]) -> None:
+        """Before these are read: carry out the moves that are due, if one of them is among them."""
+        if not self.due_targets.isdisjoint(v for v in variables if isinstance(v, int)):
+            self.flush()
+
+
+def _same_blocks(a: Layout, b: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether two layouts differ in axes of length one alone."""
+
+    def strip(x: Layout) -> tuple[object, ...]:
+        shards = tuple((d, tuple(i for i in axes if sizes[i] > 1)) for d, axes in x.shards)
+        return tuple(s for s in shards if s[1]), tuple(p for p in x.partials if sizes[p[0]] > 1)
+
+    return strip(a) == strip(b)
+
+
+def partition(
+    program: Program,
+    layouts: Mapping[int, Layout],
+    sizes: tuple[int, ...],
+    *,
+    settle: bool = True,
+    name: str = "program",
+) -> RankProgram:
+    """The rank program of a program whose inputs and constants have these layouts.
+
+    With ``settle`` no output is left with a pending reduction.
+    """
+    w = _Writer(program, {v: layouts.get(v, REPLICATED) for v in (*program.inputs, *program.constants)}, sizes)
+    reduce_early = _reduced_anyway(program)
+    renamed: dict[int, int] = {}
+    for e in program.entries:
+        _place_entry(
+            w, e._replace(inputs=tuple(renamed.get(v, v) if isinstance(v, int) else v for v in e.inputs)), renamed
+        )
+        for v in e.outputs:
+            r = renamed.get(v, v)
+            if v in reduce_early and w.layouts[r].partials:
+                renamed[v] = w.moved_to(r, w.layouts[r].reduced(), e.origin)
+    outputs = []
+    for v in program.outputs:
+        r = renamed.get(v, v)
+        if settle and w.layouts[r].partials:
+            r = w.moved_to(r, w.layouts[r].reduced(), None)
+        outputs.append(r)
+    w.use(outputs)
+    result = RankProgram(
+        sizes, program.inputs, tuple(w.steps), tuple(outputs), w.avals, w.layouts, tuple(program.constants), name
+    )
+    return _with_frees(result)
+
+
+def _reduced_anyway(program: Program) -> set[int]:
+    """Variables that some entry, or the caller, needs without a pending sum. Reducing them once, where they appear, serves
+    the entries that could have taken the pending sum as well."""
+    out: set[int] = set()
+    for e in program.entries:
+        if e.op is RESHARD:
+            continue  # a pending sum may become a reduce-scatter there
+        avals = tuple(program.avals[v] if isinstance(v, int) else v.value for v in e.inputs)
+        groups = rule_for(e.op, avals, tuple(program.avals[v] for v in e.outputs), e.params).linear
+        for i, v in enumerate(e.inputs):
+            if isinstance(v, int) and not any(i in g for g in groups):
+                out.add(v)
+    return out
+
+
+def _place_entry(w: _Writer, e: Entry, renamed: dict[int, int]) -> None:
+    if e.op is RESHARD:
+        target = e.params["layout"]
+        renamed[e.outputs[0]] = w.moved_to(e.inputs[0], target, e.origin)
+        return
+    avals = tuple(w.avals[v] if isinstance(v, int) else v.value for v in e.inputs)
+    out_avals = tuple(w.avals[v] for v in e.outputs)
+    layouts = [w.layouts[v] if isinstance(v, int) else None for v in e.inputs]
+    placed = propagate(e.op, avals, out_avals, e.params, layouts, w.sizes)
+    if placed.lost and e.op.decompose is not None:
+        _inline(w, e, avals, renamed)
+        return
+    inputs = tuple(
+        w.moved_to(v, layout, e.origin) if isinstance(v, int) else v
+        for v, layout in zip(e.inputs, placed.operands, strict=True)
+    )
+    # Decompositions repeat what the program has: the statistics of a norm, forward and backward.
+    key = (e.op, tuple(v if isinstance(v, int) else freeze(v.value) for v in inputs), freeze(e.params))
+    seen = w.seen.setdefault(key, e.outputs)
+    if seen is not e.outputs:
+        for v, first in zip(e.outputs, seen, strict=True):
+            renamed[v] = first
+            w.layouts[v] = w.layouts[first]
+        return
+    w.use(inputs)
+    w.layouts.update(zip(e.outputs, placed.results, strict=True))
+    site = "" if e.site is None else site_text(e.site)
+    w.steps.append(Local(e.op, inputs, e.outputs, dict(e.params), placed.rule, e.origin, site))
+
+
+def _inline(w: _Writer, e: Entry, avals: tuple[Any, ...], renamed: dict[int, int]) -> None:
+    """The entries of an op's decomposition, in place of the op: its sharded inner dimensions become collectives of sums."""
+    program = decomposition(e.op, avals, e.params, e.origin or e.op.name)
+    names: dict[int, int] = dict(zip(program.inputs, [v for v in e.inputs if isinstance(v, int)], strict=True))
+    for v, value in program.constants.items():
+        raise AssertionError(f"the decomposition of {e.op.name} holds a constant array {v}: {value!r}")
+    for inner in program.entries:
+        outs = []
+        for v in inner.outputs:
+            names[v] = w.new(program.avals[v], REPLICATED)
+            outs.append(names[v])
+        local: dict[int, int] = {}
+        inputs = tuple(names[v] if isinstance(v, int) else v for v in inner.inputs)
+        _place_entry(w, inner._replace(inputs=inputs, outputs=tuple(outs), site=e.site), local)
+        for v, o in zip(inner.outputs, outs, strict=True):
+            names[v] = local.get(o, o)
+    for v, o in zip(e.outputs, program.outputs, strict=True):
+        renamed[v] = names[o]
+        w.layouts[v] = w.layouts[names[o]]
+
+
+def decomposition(op: Op, avals: tuple[Any, ...], params: Mapping[str, Any], origin: str) -> Program:
+    """An op's decomposition as a program of its array operands."""
+    from ..arrays.devices import CPU
+    from ..autodiff.compile import Tracer, _Trace
+
+    trace = _Trace()
+    args: list[Any] = []
+    for a in avals:
+        if isinstance(a, ShapeDtype):
+            args.append(wrap(Tracer(trace, trace.builder.input(a), a, CPU, None, None)))
+        else:
+            args.append(a)
+    before, recorders = state.origin, state.recorders
+    state.origin, state.recorders = origin, ()
+    try:
+        outs = op.decompose(*args, **params)
+    finally:
+        state.origin, state.recorders = before, recorders
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    return simplify(trace.builder.build([o._buf.var for o in outs]))
+
+
+def _with_frees(p: RankProgram) -> RankProgram:
+    """The variables that may be dropped after each step."""
+    needed = set(p.outputs)
+    frees: list[tuple[int, ...]] = []
+    for s in reversed(p.steps):
+        if isinstance(s, Moves):
+            used = dict.fromkeys([m.source for m in s.moves] + [m.target for m in s.moves])
+        else:
+            used = dict.fromkeys([v for v in s.inputs if isinstance(v, int)] + list(s.outputs))
+        frees.append(tuple(v for v in used if v not in needed))
+        needed.update(used)
+    keep = needed | set(p.inputs) | set(p.constants)
+    return RankProgram(
+        p.sizes,
+        p.inputs,
+        p.steps,
+        p.outputs,
+        {v: a for v, a in p.avals.items() if v in keep},
+        {v: x for v, x in p.layouts.items() if v in keep},
+        p.constants,
+        p.name,
+        tuple(reversed(frees)),
+    )

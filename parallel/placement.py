@@ -1,0 +1,271 @@
+"""Placements and shardings: small immutable values that say who holds what.
+
+A *placement* says what an array does along one axis of a mesh. A *sharding* is a mesh and a placement for each of its axes.
+Where several axes split one dimension, their order matters: the first named is the outer one. Blocks follow the ceil rule over
+all ranks that split a dimension together: 5 elements over 4 ranks are 2, 2, 1 and 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arrays.blocks import Box, ceil_blocks
+from ..arrays.errors import MeshError, ShapeError, ShardingConflict
+
+if TYPE_CHECKING:
+    from .mesh import Mesh
+
+REDUCE_OPS = ("sum", "prod", "max", "min", "any", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The array is split along dimension ``dim`` over the ranks of the mesh axis."""
+
+    dim: int
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Each rank of the mesh axis holds the same elements."""
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Each rank of the mesh axis holds a contribution; the value is their reduction by ``op``.
+
+    ``op`` is ``"sum"``, ``"prod"``, ``"max"``, ``"min"``, ``"any"`` or ``"all"``.
+    """
+
+    op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCE_OPS:
+            raise ValueError(f"Partial takes one of {', '.join(REDUCE_OPS)}, got {self.op!r}")
+
+    def __repr__(self) -> str:
+        return f"Partial({self.op!r})"
+
+
+Placement = Shard | Replicate | Partial
+
+
+def parse_placement(text: str) -> Placement:
+    """Inverse of ``repr``.
+
+    >>> parse_placement("Partial('max')")
+    Partial('max')
+    """
+    name, _, rest = text.partition("(")
+    inner = rest.removesuffix(")").strip("'\" ")
+    if rest.endswith(")"):
+        if name == "Replicate" and not inner:
+            return Replicate()
+        if name == "Shard" and inner.lstrip("-").isdecimal():
+            return Shard(int(inner))
+        if name == "Partial":
+            return Partial(inner or "sum")
+    raise ValueError(f"{text!r} is no placement: write Shard(dim), Replicate() or Partial('op')")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A sharding without its mesh, in one canonical form.
+
+    ``shards`` lists ``(dimension, mesh axes from outer to inner)`` for split dimensions in order, ``partials`` lists
+    ``(mesh axis, reduction)``. All other axes replicate.
+    """
+
+    shards: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    partials: tuple[tuple[int, str], ...] = ()
+
+    def axes_of(self, dim: int) -> tuple[int, ...]:
+        """Mesh axes that split a dimension, outer first."""
+        for d, axes in self.shards:
+            if d == dim:
+                return axes
+        return ()
+
+    def placement(self, axis: int) -> Placement:
+        """What the array does along a mesh axis."""
+        for d, axes in self.shards:
+            if axis in axes:
+                return Shard(d)
+        for a, op in self.partials:
+            if a == axis:
+                return Partial(op)
+        return Replicate()
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.shards and not self.partials
+
+    def reduced(self) -> Layout:
+        """The same blocks with nothing left to reduce."""
+        return Layout(self.shards)
+
+
+REPLICATED = Layout()
+
+
+def make_layout(shards: Mapping[int, Sequence[int]], partials: Mapping[int, str] | None = None) -> Layout:
+    """A :class:`Layout` in canonical form."""
+    return Layout(
+        tuple((d, tuple(axes)) for d, axes in sorted(shards.items()) if axes),
+        tuple(sorted((partials or {}).items())),
+    )
+
+
+def block_box(layout: Layout, sizes: Sequence[int], shape: Sequence[int], rank: int) -> Box:
+    """The block of an array of ``shape`` that ``rank`` of a mesh of lengths ``sizes`` holds."""
+    coords = np.unravel_index(rank, tuple(sizes)) if sizes else ()
+    offset, lengths = [0] * len(shape), list(shape)
+    for dim, axes in layout.shards:
+        index, parts = 0, 1
+        for a in axes:
+            index = index * sizes[a] + int(coords[a])
+            parts *= sizes[a]
+        offset[dim], lengths[dim] = ceil_blocks(shape[dim], parts)[index]
+    return Box(tuple(offset), tuple(lengths))
+
+
+class Sharding:
+    """A mesh, and what an array does along each of its axes.
+
+    Parameters
+    ----------
+    mesh
+        The mesh.
+    placements
+        By axis name; axes that are left out replicate. Where several axes shard one dimension, the one named first is the
+        outer one.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mesh = mt.Mesh({"data": 2, "model": 2})
+    >>> mt.Sharding(mesh, data=mt.Shard(0))
+    Sharding(data=Shard(0), model=Replicate())
+    """
+
+    __slots__ = ("layout", "mesh")
+
+    def __init__(self, mesh: Mesh, /, **placements: Placement) -> None:
+        shards: dict[int, list[int]] = {}
+        partials: dict[int, str] = {}
+        for name, p in placements.items():
+            axis = mesh.axis(name)
+            if isinstance(p, Shard):
+                shards.setdefault(p.dim, []).append(axis)
+            elif isinstance(p, Partial):
+                partials[axis] = p.op
+            elif not isinstance(p, Replicate):
+                raise MeshError(
+                    f"the placement of axis {name!r} must be Shard(dim), Replicate() or Partial(op), got {p!r}"
+                )
+        self.mesh = mesh
+        self.layout = make_layout(shards, partials)
+
+    @classmethod
+    def of(cls, mesh: Mesh, layout: Layout) -> Sharding:
+        """A sharding from a layout in canonical form."""
+        s = cls.__new__(cls)
+        s.mesh, s.layout = mesh, layout
+        return s
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """The placement along each mesh axis, by name, in the mesh's order."""
+        return {name: self.layout.placement(i) for i, name in enumerate(self.mesh.names)}
+
+    @property
+    def partial(self) -> bool:
+        """Whether ranks hold contributions that still have to be reduced."""
+        return bool(self.layout.partials)
+
+    def box(self, shape: Sequence[int], rank: int) -> Box:
+        """The block of an array of ``shape`` that ``rank`` holds (perhaps empty)."""
+        return block_box(self.layout, self.mesh.sizes, shape, rank)
+
+    def block_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the largest block."""
+        return self.box(shape, 0).shape
+
+    def describe(self) -> list[str]:
+        """One text a mesh axis, in the mesh's order."""
+        return [repr(p) for p in self.placements.values()]
+
+    def with_placements(self, **placements: Placement) -> Sharding:
+        """The same sharding, with other placements along the named axes."""
+        kept = {n: p for n, p in self.placements.items() if n not in placements}
+        for n in placements:
+            self.mesh.axis(n)
+        # Axes that stay keep their order; the named ones come last, hence innermost.
+        order = [self.mesh.names[a] for _, axes in self.layout.shards for a in axes]
+        first = {n: kept.pop(n) for n in order if n in kept}
+        return Sharding(self.mesh, **first, **kept, **placements)
+
+    def check(self, shape: Sequence[int], dtype: np.dtype) -> Sharding:
+        """Itself. Raises :class:`ShardingConflict` where it does not fit an array of this shape and dtype."""
+        fixed = {}
+        for dim, axes in self.layout.shards:
+            if not -len(shape) <= dim < len(shape):
+                raise ShardingConflict(f"{self} splits dimension {dim} of an array of shape {tuple(shape)}")
+            fixed.setdefault(dim % len(shape), []).extend(axes)
+        return Sharding.of(self.mesh, make_layout(fixed, dict(self.layout.partials)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sharding) and self.mesh is other.mesh and self.layout == other.layout
+
+    def __hash__(self) -> int:
+        return hash((id(self.mesh), self.layout))
+
+    def __repr__(self) -> str:
+        return f"Sharding({', '.join(f'{n}={p!r}' for n, p in self.placements.items())})"
+
+    def text(self, shape: Sequence[int], dtype: np.dtype) -> str:
+        """Shape with shardings, as in ``float32[8@data,4]{Partial('sum'):model}``."""
+        dims = []
+        for i, n in enumerate(shape):
+            axes = self.layout.axes_of(i)
+            dims.append(f"{n}@{'+'.join(self.mesh.names[a] for a in axes)}" if axes else str(n))
+        partial = ",".join(f"Partial({op!r}):{self.mesh.names[a]}" for a, op in self.layout.partials)
+        return f"{dtype.name}[{','.join(dims)}]" + (f"{{{partial}}}" if partial else "")
+
+
+def identity_of(op: str, dtype: np.dtype) -> object:
+    """What a rank without elements contributes to a reduction."""
+    if op in ("sum", "any"):
+        return 0
+    if op in ("prod", "all"):
+        return 1
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return info.min if op == "max" else info.max
+    if dtype.kind == "b":
+        return op == "min"
+    if dtype.kind == "c":
+        raise ShapeError(f"complex numbers have no {op}")
+    return -math.inf if op == "max" else math.inf
+
+
+REDUCERS = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "any": np.logical_or,
+    "all": np.logical_and,
+}
+"""NumPy ufunc that joins two contributions."""

@@ -1,0 +1,170 @@
+"""The generic propagator: from the shardings of a call's operands to what each must become, and the results' shardings.
+
+One procedure reads every op's factor mapping, forward and backward entries alike, one mesh axis at a time:
+
+1. The operands propose: each factor that one of them is split along on this axis is a candidate, and so is each set of
+   operands that is ``Partial("sum")`` together and in which the op is linear, and so is replication.
+2. The candidate that moves the fewest bytes wins. At ties a split wins over replication, earlier operands over later ones.
+3. Where a factor is split by several axes, a candidate must keep blocks even where the mapping needs it; axes are taken from
+   the largest to the smallest (ties: in the mesh's order), so that the largest one stays.
+
+The function is pure and cached: it knows layouts and lengths, neither meshes nor values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..arrays._op import Op
+from ..arrays.program import ShapeDtype, freeze
+from .factors import FactorRule, rule_for
+from .placement import REPLICATED, Layout, Shard, make_layout
+
+
+class Placed(NamedTuple):
+    """What the propagator found for a call.
+
+    ``operands`` are the layouts that the operands must have (None for scalars), ``results`` those that the results then have.
+    ``lost`` is the number of bytes that operands split along a ``whole`` factor must move: a reason to decompose the op.
+    """
+
+    operands: tuple[Layout | None, ...]
+    results: tuple[Layout, ...]
+    rule: FactorRule
+    lost: int
+
+
+def move_bytes(aval: ShapeDtype, sizes: Sequence[int], source: Layout, axis: int, target: str, dim: int = -1) -> float:
+    """Bytes that each rank sends when an operand changes along one mesh axis, all else equal.
+
+    With ``N`` the bytes of the block joined along the axis, of ``n`` ranks: gather and reduce-scatter ``N (n-1)/n``, all-reduce
+    twice that, all-to-all ``N (n-1)/n**2``, and slicing nothing.
+    """
+    n = sizes[axis]
+    if n == 1:
+        return 0.0
+    others = math.prod(sizes[a] for _, axes in source.shards for a in axes if a != axis)
+    whole = aval.nbytes / max(others, 1)
+    now = source.placement(axis)
+    if isinstance(now, Shard):
+        if target == "shard":
+            return 0.0 if now.dim == dim else whole * (n - 1) / n**2
+        return whole * (n - 1) / n
+    if target == "partial" or not source.partials or axis not in dict(source.partials):
+        return 0.0
+    return whole * (n - 1) / n * (1 if target == "shard" else 2)
+
+
+def propagate(
+    op: Op,
+    avals: Sequence[Any],
+    out_avals: Sequence[ShapeDtype],
+    params: Mapping[str, Any],
+    layouts: Sequence[Layout | None],
+    sizes: Sequence[int],
+) -> Placed:
+    """Layouts of a call on operands with these layouts (None: a scalar). ``sizes`` are the lengths of the mesh axes."""
+    key = (
+        op,
+        tuple(a if isinstance(a, ShapeDtype) else freeze(a) for a in avals),
+        freeze(params),
+        tuple(layouts),
+        tuple(sizes),
+    )
+    found = _cache.get(key)
+    if found is None:
+        if len(_cache) > 20_000:
+            _cache.clear()
+        rule = rule_for(op, avals, out_avals, params)
+        found = _cache[key] = _propagate(rule, avals, layouts, tuple(sizes))
+    return found
+
+
+_cache: dict[Any, Placed] = {}
+
+
+def _propagate(
+    rule: FactorRule, avals: Sequence[Any], layouts: Sequence[Layout | None], sizes: tuple[int, ...]
+) -> Placed:
+    arrays = [i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)]
+    now = {i: layouts[i] or REPLICATED for i in arrays}
+    chosen: dict[int, Any] = {}  # mesh axis → factor (int), set of partial operands, or nothing
+    split: dict[int, list[int]] = {}  # factor → mesh axes
+    lost = 0.0
+    for axis in sorted(range(len(sizes)), key=lambda a: (-sizes[a], a)):
+        if sizes[axis] == 1:
+            continue  # one rank holds everything: nothing is split, nothing is pending
+        candidates: dict[Any, float] = {}
+        for i in arrays:
+            p = now[i].placement(axis)
+            if not isinstance(p, Shard):
+                continue
+            d = rule.operands[i][p.dim]
+            if d is None:
+                continue
+            if rule.factors[d.factor].whole:
+                lost += move_bytes(avals[i], sizes, now[i], axis, "replicate")
+            elif d.factor not in candidates and _even(rule, d.factor, [*split.get(d.factor, ()), axis], sizes):
+                candidates[d.factor] = _cost(rule, avals, now, sizes, axis, d.factor)
+        for group in rule.linear:
+            if all(dict(now[i].partials).get(axis) == "sum" for i in group):
+                candidates[group] = sum(
+                    move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays if i not in group
+                )
+        candidates[None] = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays)
+        best = min(candidates, key=lambda c: candidates[c])  # the first of equals; replication comes last
+        chosen[axis] = best
+        if isinstance(best, int):
+            split.setdefault(best, []).append(axis)
+    for factor, axes in split.items():
+        split[factor] = _nesting(rule, now, factor, axes)
+    operands = tuple(_operand(rule, i, split, chosen) if i in now else None for i in range(len(avals)))
+    results = tuple(_result(rule, r, split, chosen) for r in rule.results)
+    return Placed(operands, results, rule, int(lost))
+
+
+def _even(rule: FactorRule, factor: int, axes: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the ceil rule cuts all dimensions of the factor at the same places."""
+    inner = {d.inner for dims in (*rule.operands, *rule.results) for d in dims if d is not None and d.factor == factor}
+    return inner == {1} or rule.factors[factor].size % math.prod(sizes[a] for a in axes) == 0
+
+
+def _cost(
+    rule: FactorRule, avals: Sequence[Any], now: Mapping[int, Layout], sizes: Sequence[int], axis: int, factor: int
+) -> float:
+    total = 0.0
+    for i, layout in now.items():
+        dim = next((d for d, x in enumerate(rule.operands[i]) if x is not None and x.factor == factor), None)
+        target = "replicate" if dim is None else "shard"
+        total += move_bytes(avals[i], sizes, layout, axis, target, -1 if dim is None else dim)
+    return total
+
+
+def _nesting(rule: FactorRule, now: Mapping[int, Layout], factor: int, axes: list[int]) -> list[int]:
+    """Order of the axes that split a factor: that of the first operand which has all of them there, else the mesh's."""
+    for i, layout in now.items():
+        for d, x in enumerate(rule.operands[i]):
+            if x is not None and x.factor == factor and set(layout.axes_of(d)) == set(axes):
+                return list(layout.axes_of(d))
+    return sorted(axes)
+
+
+def _operand(rule: FactorRule, i: int, split: Mapping[int, list[int]], chosen: Mapping[int, Any]) -> Layout:
+    shards = {d: split[x.factor] for d, x in enumerate(rule.operands[i]) if x is not None and x.factor in split}
+    partials = {a: "sum" for a, c in chosen.items() if isinstance(c, frozenset) and i in c}
+    return make_layout(shards, partials)
+
+
+def _result(rule: FactorRule, dims: Sequence[Any], split: Mapping[int, list[int]], chosen: Mapping[int, Any]) -> Layout:
+    shards = {d: split[x.factor] for d, x in enumerate(dims) if x is not None and x.factor in split}
+    partials = {a: "sum" for a, c in chosen.items() if isinstance(c, frozenset)}
+    have = {x.factor for x in dims if x is not None}
+    for factor, axes in split.items():
+        if factor not in have:
+            op = rule.factors[factor].reduce
+            if op is None:
+                raise AssertionError(f"factor {factor} is missing in a result and has no reduction: {rule}")
+            partials.update(dict.fromkeys(axes, op))
+    return make_layout(shards, partials)

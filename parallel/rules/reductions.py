@@ -1,0 +1,32 @@
+"""Factor mappings of the reductions: a split reduced dimension leaves ``Partial(op)`` with the right operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...arrays import reductions as r
+from ...arrays._op import Op
+from ...arrays.program import ShapeDtype
+from ..factors import FactorRule, Letters, rule
+
+_REDUCE = {r.SUM: "sum", r.PROD: "prod", r.MAX: "max", r.MIN: "min", r.ANY: "any", r.ALL: "all"}
+
+
+@rule(*_REDUCE)
+def _reduction(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
+    letters = Letters()
+    axis, keepdims = params["axis"], params["keepdims"]
+    dims = tuple(
+        letters.new(n, reduce=_REDUCE[op]) if i in axis else letters.new(n) for i, n in enumerate(avals[0].shape)
+    )
+    out = [None if i in axis else d for i, d in enumerate(dims) if keepdims or i not in axis]
+    return letters.rule([dims], [out], [(0,)] if op is r.SUM else [])
+
+
+@rule(r.ARGMAX, r.ARGMIN)
+def _arg(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
+    letters = Letters()
+    axis, keepdims = params["axis"], params["keepdims"]
+    dims = tuple(letters.new(n, whole=i == axis) for i, n in enumerate(avals[0].shape))
+    return letters.rule([dims], [[None if i == axis else d for i, d in enumerate(dims) if keepdims or i != axis]])

@@ -1,0 +1,216 @@
+"""Arrays that are split over a mesh, and the tape of what is still to be computed on them.
+
+An op on a sharded array is only noted: its shape, dtype and sharding are known at once, and errors in them are raised at once.
+The noted calls run together, once, when a value is needed; nothing is computed twice while an array is alive, and what nobody
+holds any more is not computed at all.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays._array import Array
+from ..arrays._dispatch import Deferred, argument_avals, call_site, wrap
+from ..arrays._op import Op, state
+from ..arrays.display import human_bytes
+from ..arrays.errors import MeshError
+from ..arrays.program import Const, ProgramBuilder, ShapeDtype, freeze, simplify
+from .partition import partition
+from .placement import REPLICATED, Layout, Sharding
+from .runtime import HostValue
+
+if TYPE_CHECKING:
+    from .mesh import Mesh
+
+# A local array beside sharded ones is copied to every rank; above this size that must be said, by mt.distribute.
+IMPLICIT_LIMIT = 1 << 20
+
+# More noted calls than this are run without being asked for: a program of endless length helps nobody.
+PENDING_LIMIT = 5000
+
+
+class ShardedBuffer(Deferred):
+    """Blocks of an array: held by the ranks of a mesh (``handle``), or still to be computed (``var``)."""
+
+    __slots__ = ("__weakref__", "dtype", "handle", "layout", "mesh", "shape", "var")
+    priority = 1
+
+    def __init__(
+        self, mesh: Mesh, layout: Layout, aval: ShapeDtype, *, handle: Any = None, var: int | None = None
+    ) -> None:
+        self.mesh, self.layout, self.handle, self.var = mesh, layout, handle, var
+        self.shape, self.dtype = aval
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding.of(self.mesh, self.layout)
+
+    @property
+    def device(self) -> Mesh:
+        return self.mesh
+
+    @property
+    def host(self) -> Mesh:
+        return self.mesh
+
+    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShardedBuffer, ...]:
+        return self.mesh.pending.emit(op, args, params)
+
+    def computed(self) -> ShardedBuffer:
+        """Itself, with a handle."""
+        if self.handle is None:
+            self.mesh.pending.run()
+        return self
+
+    def concrete(self) -> np.ndarray:
+        """The whole array in this process. What is pending is computed, contributions are reduced."""
+        self.computed()
+        if isinstance(self.handle, HostValue):
+            return self.handle.value
+        if self.layout.partials:
+            return self.mesh.moved(self, self.layout.reduced()).concrete()
+        sharding = self.sharding
+        first: dict[Any, int] = {}
+        for rank in range(self.mesh.size):
+            first.setdefault(sharding.box(self.shape, rank), rank)
+        blocks = self.mesh.runtime.fetch(self.handle, sorted(first.values()))
+        if len(first) == 1:
+            return next(iter(blocks.values()))
+        out = np.empty(self.shape, self.dtype)
+        for box, rank in first.items():
+            out[box.slices] = blocks[rank]
+        return out
+
+    def blocks_html(self) -> str:
+        """The blocks drawn over the mesh, for notebooks."""
+        from .visualize import blocks_html
+
+        return blocks_html(self.shape, self.sharding)
+
+
+class Pending:
+    """The calls that are noted on a mesh and not yet run."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._lock = threading.RLock()
+        self._programs: dict[Any, Any] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._builder = ProgramBuilder()
+        self._inputs: dict[int, tuple[int, ShardedBuffer]] = {}  # id of a buffer → variable; holds the buffer
+        self._layouts: dict[int, Layout] = {}
+        self._alive: weakref.WeakValueDictionary[int, ShardedBuffer] = weakref.WeakValueDictionary()
+
+    def __len__(self) -> int:
+        return len(self._builder.entries)
+
+    def _var(self, op: Op, a: Array) -> int:
+        buf = a._buf
+        if not isinstance(buf, ShardedBuffer):
+            if isinstance(buf, Deferred) or a.nbytes > IMPLICIT_LIMIT:
+                raise MeshError(
+                    f"[{op.name}] a local array of shape {a.shape} ({human_bytes(a.nbytes)}) beside arrays on {self.mesh}: "
+                    "only arrays up to 1 MiB are copied to every rank by themselves; use mt.distribute(x, mesh, …)"
+                )
+            known = self._inputs.get(id(buf))
+            if known is not None:
+                return known[0]
+            value = HostValue(np.asarray(a._concrete()), REPLICATED, self.mesh.sizes)
+            lifted = ShardedBuffer(self.mesh, REPLICATED, ShapeDtype(a.shape, a.dtype), handle=value)
+            return self._input(id(buf), lifted, (lifted, buf))
+        if buf.mesh is not self.mesh:
+            raise MeshError(f"[{op.name}] arrays of two meshes in one op: {self.mesh} and {buf.mesh}; move one first")
+        if buf.handle is None:
+            return buf.var
+        known = self._inputs.get(id(buf))
+        return known[0] if known is not None else self._input(id(buf), buf, buf)
+
+    def _input(self, key: int, buf: ShardedBuffer, hold: Any) -> int:
+        var = self._builder.input(buf.aval)
+        self._inputs[key] = (var, hold)
+        self._layouts[var] = buf.layout
+        return var
+
+    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShardedBuffer, ...]:
+        avals = argument_avals(args)
+        out_avals = op.avals(avals, params)
+        with self._lock:
+            inputs = tuple(self._var(op, a) if isinstance(a, Array) else Const(a) for a in args)
+            layouts = [self._layouts[v] if isinstance(v, int) else None for v in inputs]
+            placed = self.mesh.place_layouts(op, avals, out_avals, layouts, params)
+            outs = self._builder.add(op, inputs, params, out_avals, state.origin, call_site())
+            buffers = []
+            for v, aval, layout in zip(outs, out_avals, placed, strict=True):
+                self._layouts[v] = layout
+                b = self._alive[v] = ShardedBuffer(self.mesh, layout, aval, var=v)
+                buffers.append(b)
+            if len(self._builder.entries) >= PENDING_LIMIT:
+                self.run()
+        return tuple(buffers)
+
+    def run(self) -> None:
+        """Compute every pending array that somebody holds, as one program."""
+        with self._lock:
+            builder, inputs, layouts = self._builder, self._inputs, self._layouts
+            wanted = [(v, b) for v, b in sorted(self._alive.items()) if b.handle is None]
+            self._reset()
+            if not wanted:
+                return
+            outputs = tuple(v for v, _ in wanted)
+            key = (
+                tuple((v, builder.avals[v], layouts[v]) for v in builder.inputs),
+                tuple(
+                    (
+                        e.op,
+                        tuple(i if isinstance(i, int) else freeze(i.value) for i in e.inputs),
+                        e.outputs,
+                        freeze(e.params),
+                    )
+                    for e in builder.entries
+                ),
+                outputs,
+            )
+            ready = self._programs.get(key)
+            if ready is None:
+                program = simplify(builder.build(outputs))
+                rank_program = partition(program, layouts, self.mesh.sizes, settle=False, name="eager")
+                if len(self._programs) > 1000:
+                    self._programs.clear()
+                run = self.mesh.runtime.load(rank_program, self.mesh.names)
+                ready = self._programs[key] = (run, [rank_program.layouts[v] for v in rank_program.outputs])
+            run, found = ready
+            buffers = [hold[0] if isinstance(hold, tuple) else hold for _, hold in inputs.values()]
+            try:
+                handles = run([b.handle for b in buffers])
+            except BaseException:
+                # The calls are lost with the error; arrays that wait for them say so instead of hanging.
+                for _, b in wanted:
+                    b.var = None
+                raise
+            for (_, b), handle, layout in zip(wanted, handles, found, strict=True):
+                b.handle, b.layout, b.var = handle, layout, None
+
+
+def as_sharded(x: Any, name: str) -> ShardedBuffer:
+    """The buffer of a sharded array. Raises :class:`MeshError` for any other."""
+    if not isinstance(x, Array) or not isinstance(x._buf, ShardedBuffer):
+        kind = f"an array on {x.device}" if isinstance(x, Array) else type(x).__name__
+        raise MeshError(f"[{name}] needs an array on a mesh, got {kind}: use mt.distribute(x, mesh, …) first")
+    return x._buf
+
+
+def sharded_array(mesh: Mesh, layout: Layout, aval: ShapeDtype, handle: Any) -> Array:
+    """An Array around blocks."""
+    return wrap(ShardedBuffer(mesh, layout, aval, handle=handle))
+
+
+def handles_of(buffers: Sequence[ShardedBuffer]) -> list[Any]:
+    """Handles, computed where they are pending."""
+    return [b.computed().handle for b in buffers]

@@ -1,0 +1,404 @@
+"""`save`: a tree of arrays, local or split over ranks, as a Zarr v3 group that appears all at once.
+
+Every rank writes its own blocks. A block that several ranks hold is written by one of them, chosen so that the bytes are
+balanced; the choice depends on nothing but the tree and the mesh. The calling process then checks that every shard of every
+array was written exactly once, adds the metadata and the manifest, and commits (see ``commit``).
+"""
+# Paths are plain texts here: they come from manifests and go to system calls.
+# ruff: noqa: PTH100, PTH110, PTH112, PTH118, PTH208
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.blocks import BlockSharding, Box
+from ..arrays.errors import CheckpointDTypeError, CheckpointError
+from ..arrays.tree import Path, flatten_with_path
+from . import commit, dtypes, manifest, names
+from .files import active
+from .grid import Grid, choose_grid
+from .zarr_format import array_metadata, group_metadata, write_shard
+
+_THREADS = 4
+_SCALARS = (bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save wrote: the directory, the number of arrays, bytes on disk, and seconds."""
+
+    path: str
+    arrays: int
+    nbytes: int
+    seconds: float
+    files: int
+
+
+# ----- in the processes that hold the blocks --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """One shard to write: which array of the call, which part of the rank's block, and the file's place in the grid."""
+
+    array: int
+    part: Box
+    grid: Grid
+    coord: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One shard written."""
+
+    file: str
+    nbytes: int
+    crc32c: int
+
+
+def write_blocks(
+    payloads: Mapping[int, tuple[str, list[Task]]], blocks: Mapping[int, Sequence[np.ndarray]]
+) -> list[Record]:
+    """Write the shards that the ranks of this process were given. Called through ``BlockHost.run_on_blocks``."""
+    fs = active()
+    jobs: list[tuple[str, Task, np.ndarray]] = []
+    for rank, (root, tasks) in payloads.items():
+        _wait_for(root, rank)
+        jobs += [(os.path.join(root, t.file), t, blocks[rank][t.array][(*t.part.slices, ...)]) for t in tasks]
+
+    def write(job: tuple[str, Task, np.ndarray]) -> Record:
+        path, task, part = job
+        nbytes, digest = write_shard(fs, path, part, task.grid, task.coord)
+        return Record(task.file, nbytes, digest)
+
+    if len(jobs) < 2:
+        return [write(job) for job in jobs]
+    # Threads, because each shard ends with a sync: one waits for the disk while the others copy and sum.
+    with ThreadPoolExecutor(min(_THREADS, len(jobs)), thread_name_prefix="meshtape-io") as pool:
+        futures = [pool.submit(write, job) for job in jobs]
+        try:
+            return [f.result() for f in futures]
+        except BaseException:
+            for f in futures:
+                f.cancel()
+            raise
+
+
+def _wait_for(root: str, rank: int) -> None:
+    """The directory was just made, perhaps by another host: network file systems show it a moment later, or never."""
+    for pause in (0.0, 0.1, 0.3, 0.6, 1.0):
+        time.sleep(pause)
+        if os.path.isdir(root):
+            return
+    raise CheckpointError(
+        f"rank {rank} does not see {root}: a checkpoint must lie on a file system that all workers share; choose another path"
+    )
+
+
+# ----- in the process that saves --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Item:
+    """One array of the tree on its way to disk."""
+
+    path: Path
+    array: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: BlockSharding | None
+    grid: Grid
+    directory: str = ""
+    mesh: int | None = None
+
+    @property
+    def stored_nbytes(self) -> int:
+        return sum(self.grid.object_nbytes(c, self.dtype.itemsize) for c in self.grid.shards())
+
+
+def _classify(tree: Any) -> tuple[Any, list[_Item]]:
+    """The tree with `manifest.Leaf` in place of its arrays and dicts in place of its classes, and the arrays."""
+    items: list[_Item] = []
+
+    def walk(node: Any, path: Path) -> Any:
+        if len(path) > manifest.MAX_DEPTH:
+            raise CheckpointError(f"the tree is nested deeper than {manifest.MAX_DEPTH} levels, at {path[:8]}…")
+        if node is None or type(node) in _SCALARS:
+            return node
+        if isinstance(node, dict):
+            return {k: walk(v, (*path, k)) for k, v in node.items()}
+        if type(node) in (list, tuple):
+            return type(node)(walk(v, (*path, i)) for i, v in enumerate(node))
+        if not hasattr(node, "dtype"):
+            found = flatten_with_path(node, is_leaf=lambda x: x is not node)
+            if not (len(found) == 1 and found[0][0] == ()):
+                # A named tuple or a dataclass: kept as a dict of its fields.
+                return {p[0]: walk(v, (*path, p[0])) for p, v in found}
+        if isinstance(node, _SCALARS) and not isinstance(node, np.generic):
+            return node
+        items.append(_item(node, path))
+        return manifest.Leaf(len(items) - 1)
+
+    return walk(tree, ()), items
+
+
+def _item(leaf: Any, path: Path) -> _Item:
+    where = f"key {names.leaf_name(path)!r}"
+    if isinstance(leaf, np.generic):
+        leaf = np.asarray(leaf)
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise CheckpointDTypeError(
+            f"{where}: a {type(leaf).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
+        )
+    sharding = getattr(leaf, "sharding", None)
+    shape = tuple(int(n) for n in leaf.shape)
+    dtype = dtypes.check_storable(leaf.dtype, where)
+    boxes = [Box.whole(shape)] if sharding is None else _distinct(sharding, shape)
+    return _Item(path, leaf, shape, dtype, sharding, choose_grid(shape, dtype.itemsize, boxes))
+
+
+def _distinct(sharding: BlockSharding, shape: tuple[int, ...]) -> list[Box]:
+    return sorted({sharding.box(shape, rank) for rank in range(sharding.mesh.size)})
+
+
+def assign(
+    wanted: Sequence[tuple[int, Box, int, Sequence[int]]],
+) -> dict[int, list[tuple[int, Box]]]:
+    """Choose a writer for each block ``(array, box, nbytes, ranks that hold it)``: the one with the fewest bytes so far.
+
+    Large blocks are dealt first; ties go to the lowest rank.
+
+    >>> dealt = assign([(i, Box((0,), (4,)), 32, (0, 1, 2)) for i in range(10)])
+    >>> [len(dealt[r]) for r in sorted(dealt)]
+    [4, 3, 3]
+    """
+    load: dict[int, int] = {}
+    out: dict[int, list[tuple[int, Box]]] = {}
+    for array, box, nbytes, ranks in sorted(wanted, key=lambda w: (-w[2], w[0], w[1])):
+        rank = min(ranks, key=lambda r: (load.get(r, 0), r))
+        load[rank] = load.get(rank, 0) + nbytes
+        out.setdefault(rank, []).append((array, box))
+    return out
+
+
+def _tasks(number: int, item: _Item, block: Box) -> list[Task]:
+    """The shards that make up one block."""
+    span = zip(block.offset, block.stop, item.grid.shard, strict=True)
+    ranges = [range(a // s, -(-b // s)) for a, b, s in span]
+    sub = Grid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
+    out = []
+    for k in sub.shards():
+        coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
+        part = item.grid.shard_box(coord).within(block)
+        out.append(Task(number, part, item.grid, coord, f"{item.directory}/{item.grid.key(coord)}"))
+    return out
+
+
+def _write_local(items: list[_Item], root: str) -> list[Record]:
+    records = []
+    for item in items:
+        array = item.array
+        if str(getattr(array, "device", "cpu")) != "cpu":
+            array = array.to_device("cpu")
+        whole = Box.whole(item.shape)
+        tasks = _tasks(0, item, whole) if whole.size else []
+        records += write_blocks({0: (root, tasks)}, {0: [np.asarray(array)]})
+    return records
+
+
+def _write_split(items: list[_Item], root: str) -> list[Record]:
+    """All arrays of one mesh, in one visit to each process."""
+    mesh = items[0].sharding.mesh
+    arrays = mesh.settle([item.array for item in items])
+    wanted = []
+    for number, (item, settled) in enumerate(zip(items, arrays, strict=True)):
+        holders: dict[Box, list[int]] = {}
+        for rank in range(mesh.size):
+            holders.setdefault(settled.sharding.box(item.shape, rank), []).append(rank)
+        for box, ranks in holders.items():
+            if box.size:
+                wanted.append((number, box, box.size * item.dtype.itemsize, ranks))
+    payloads = {
+        rank: (root, [task for number, box in blocks for task in _tasks(number, items[number], box)])
+        for rank, blocks in assign(wanted).items()
+    }
+    if not payloads:
+        return []
+    return [r for found in mesh.run_on_blocks(write_blocks, arrays, payloads) for r in found]
+
+
+def _by_mesh(items: list[_Item]) -> tuple[list[Any], list[list[_Item]]]:
+    meshes: list[Any] = []
+    groups: list[list[_Item]] = []
+    for item in items:
+        if item.sharding is None:
+            continue
+        mesh = item.sharding.mesh
+        at = next((i for i, m in enumerate(meshes) if m is mesh or m == mesh), None)
+        if at is None:
+            meshes.append(mesh)
+            groups.append([])
+            at = len(meshes) - 1
+        item.mesh = at
+        groups[at].append(item)
+    return meshes, groups
+
+
+def _settle_first(items: list[_Item]) -> None:
+    """Reduce partial values, whose blocks would not be the array's; the grid follows the sharding that results."""
+    for item in items:
+        if item.sharding is not None and item.sharding.partial:
+            (item.array,) = item.sharding.mesh.settle([item.array])
+            item.sharding = item.array.sharding
+            item.grid = choose_grid(item.shape, item.dtype.itemsize, _distinct(item.sharding, item.shape))
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    step: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> SaveReport:
+    """Write a tree of arrays to a new directory, all or nothing.
+
+    Parameters
+    ----------
+    path
+        The directory to make. Missing directories above it are made too.
+    tree
+        Nested dicts, lists, tuples, named tuples and dataclasses of arrays (local, split over a mesh, or NumPy), numbers,
+        texts, booleans and None. Named tuples and dataclasses are kept as dicts of their fields.
+    step
+        The training step, kept in the manifest.
+    metadata
+        Anything that JSON holds, and NumPy scalars; NaN and infinities are kept.
+    overwrite
+        Replace an existing checkpoint. A kill at any moment leaves the old one or the new one.
+
+    Returns
+    -------
+    SaveReport
+
+    Raises
+    ------
+    CheckpointExists
+        The path exists and ``overwrite`` is false, or what exists is not a checkpoint.
+    CheckpointDTypeError
+        A leaf has a type that cannot be stored; names its key.
+    CheckpointKeyError
+        Two leaves have the same dotted name.
+    StorageFull
+        There is less room than the arrays need; nothing was written.
+
+    Notes
+    -----
+    Split arrays are written by the processes that hold them, so all must see the path on a shared file system.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile, os
+    >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
+    >>> report = save(where, {"layers": [{"w": np.ones((4, 2))}], "epoch": 3}, step=10)
+    >>> report.arrays
+    1
+    >>> import zarr
+    >>> zarr.open(where)["layers.0.w"].shape
+    (4, 2)
+    """
+    started = time.perf_counter()
+    target = os.path.abspath(os.fspath(path))
+    structure, items = _classify(tree)
+    names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
+    for item, directory in zip(items, names.zarr_names([names.leaf_name(i.path) for i in items]), strict=True):
+        item.directory = directory
+    if step is not None:
+        step = int(step)
+    head = manifest.Manifest([], manifest.encode_tree(structure), step, dict(metadata or {}))
+    head.dumps()  # whatever cannot be kept is refused here, before anything is computed or written
+    _settle_first(items)
+
+    fs = active()
+    commit.make_parents(target)
+    expected = sum(i.stored_nbytes for i in items)
+    slack = 4096 * (2 * len(items) + 2)
+    with (
+        commit.room_for(expected + slack, target),
+        commit.replacing(target, overwrite=overwrite, ours=is_checkpoint) as (root, finish),
+    ):
+        for item in items:
+            fs.mkdir(os.path.join(root, item.directory))
+        records = _write_local([i for i in items if i.sharding is None], root)
+        meshes, groups = _by_mesh(items)
+        for group in groups:
+            records += _write_split(group, root)
+        head.meshes = [m.describe() for m in meshes]
+        head.arrays = _entries(items, records)
+        nbytes = sum(r.nbytes for r in records) + _write_metadata(root, items)
+        data = head.dumps()
+        manifest.loads(data, os.path.join(target, manifest.FILE))  # never commit what could not be read again
+        fs.write_file(os.path.join(root, manifest.FILE), data)
+        fs.fsync_dir(root)
+        finish()
+    return SaveReport(target, len(items), nbytes + len(data), time.perf_counter() - started, len(records))
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a directory is one that `save` wrote, complete or not: what ``overwrite=True`` may replace."""
+    entries = os.listdir(path)
+    if manifest.FILE in entries:
+        return True
+    return "zarr.json" in entries and any(os.path.exists(os.path.join(path, e, "zarr.json")) for e in entries)
+
+
+def _entries(items: list[_Item], records: list[Record]) -> list[manifest.ArrayEntry]:
+    """Manifest rows, after the check that every shard was written once, at its full length."""
+    written: dict[str, Record] = {}
+    for r in records:
+        if r.file in written:
+            raise CheckpointError(f"shard {r.file} was written twice; the hosts of the mesh disagree about its blocks")
+        written[r.file] = r
+    entries, lost = [], []
+    for item in items:
+        rows: list[Any] = []
+        for coord in item.grid.shards():
+            key = item.grid.key(coord)
+            record = written.pop(f"{item.directory}/{key}", None)
+            if record is None or record.nbytes != item.grid.object_nbytes(coord, item.dtype.itemsize):
+                lost.append(f"{names.leaf_name(item.path)} {key}")
+                continue
+            box = item.grid.shard_box(coord)
+            rows.append([key, list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}"])
+        sharding = None if item.sharding is None else [str(t) for t in item.sharding.describe()]
+        entries.append(manifest.ArrayEntry(item.path, item.directory, item.grid, item.dtype, item.mesh, sharding, rows))
+    if lost or written:
+        raise CheckpointError(
+            f"the ranks did not write {lost[:8]}, and wrote {sorted(written)[:8]} unasked; nothing was saved"
+        )
+    return entries
+
+
+def _write_metadata(root: str, items: list[_Item]) -> int:
+    """Zarr's own files, and the sync of every directory."""
+    fs = active()
+    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path)) for i in items}
+
+    def write(directory: str) -> None:
+        fs.write_file(os.path.join(root, directory, "zarr.json"), texts[directory])
+        fs.fsync_dir(os.path.join(root, directory))
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="meshtape-io") as pool:
+        list(pool.map(write, texts))
+    group = group_metadata(manifest.VERSION, texts)
+    fs.write_file(os.path.join(root, "zarr.json"), group)
+    fs.fsync_dir(root)
+    return len(group) + sum(map(len, texts.values()))

@@ -1,0 +1,157 @@
+"""A mesh for storage's tests: two contracts of ``arrays.blocks``, implemented in one process that plays several."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from meshtape.arrays.blocks import Box, ceil_blocks
+
+DTYPES = [
+    *(np.dtype(t) for t in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")),
+    *(np.dtype(t) for t in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)),
+]
+SHAPES = [(), (0,), (0, 3), (1,), (5,), (6, 4), (3, 5, 2)]
+
+
+@dataclass
+class Host:
+    """Ranks of a grid, dealt round robin to ``processes``; what goes to a process is pickled, as Dask would."""
+
+    axes: dict[str, int]
+    processes: int = 2
+    calls: list = field(default_factory=list, compare=False)
+
+    @property
+    def size(self):
+        return int(np.prod(list(self.axes.values())))
+
+    def describe(self):
+        return dict(self.axes)
+
+    def settle(self, arrays):
+        return [a.reduced() for a in arrays]
+
+    def _by_process(self, payloads):
+        for p in range(self.processes):
+            mine = {r: v for r, v in payloads.items() if r % self.processes == p}
+            if mine:
+                self.calls.append(mine)
+                yield pickle.loads(pickle.dumps(mine))
+
+    def run_on_blocks(self, fn, arrays, payloads):
+        fn = pickle.loads(pickle.dumps(fn))
+        out, errors = [], []
+        for mine in self._by_process(payloads):
+            try:
+                out.append(pickle.loads(pickle.dumps(fn(mine, {r: [a.blocks[r] for a in arrays] for r in mine}))))
+            except Exception as e:
+                errors.append(pickle.loads(pickle.dumps(e)))
+        if errors:
+            raise errors[0]
+        return out
+
+    def create(self, fn, payloads, specs):
+        blocks = {}
+        for mine in self._by_process(payloads):
+            blocks |= fn(mine)
+        made = []
+        for i, (shape, dtype, sharding) in enumerate(specs):
+            held = {r: blocks[r][i] for r in range(self.size)}
+            for r, b in held.items():
+                assert b.shape == sharding.box(shape, r).shape
+                assert b.dtype == dtype
+            made.append(Split(tuple(shape), np.dtype(dtype), sharding, held))
+        return made
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """``dims[i]``: the dimension that mesh axis i splits, or None. Axes that share one count as one long axis."""
+
+    mesh: Host
+    dims: tuple
+    partial: bool = False
+
+    def box(self, shape, rank):
+        index = np.unravel_index(rank, tuple(self.mesh.axes.values()))
+        offset, lengths = [0] * len(shape), list(shape)
+        for dim in {d for d in self.dims if d is not None}:
+            axes = [i for i, d in enumerate(self.dims) if d == dim]
+            sizes = [list(self.mesh.axes.values())[i] for i in axes]
+            k = int(np.ravel_multi_index([index[i] for i in axes], sizes))
+            offset[dim], lengths[dim] = ceil_blocks(shape[dim], int(np.prod(sizes)))[k]
+        return Box(tuple(offset), tuple(lengths))
+
+    def describe(self):
+        return ["Replicate()" if d is None else f"Shard({d})" for d in self.dims]
+
+
+@dataclass
+class Split:
+    """An array in blocks."""
+
+    shape: tuple
+    dtype: np.dtype
+    sharding: Sharding
+    blocks: dict
+
+    def reduced(self):
+        if not self.sharding.partial:
+            return self
+        total = sum(self.blocks[r] for r in self.blocks)
+        return split(total, Sharding(self.sharding.mesh, self.sharding.dims))
+
+    def whole(self):
+        out = np.empty(self.shape, self.dtype)
+        for rank, block in self.blocks.items():
+            out[self.sharding.box(self.shape, rank).slices] = block
+        return out
+
+
+def split(a, sharding):
+    return Split(
+        a.shape,
+        a.dtype,
+        sharding,
+        {r: a[(*sharding.box(a.shape, r).slices, ...)].copy() for r in range(sharding.mesh.size)},
+    )
+
+
+def random(dtype, shape, seed=0):
+    """Any bits at all, NaN and negative zero among them (booleans stay 0 and 1)."""
+    rng = np.random.default_rng(seed)
+    n = int(np.prod(shape)) * dtype.itemsize
+    if dtype == bool:
+        return rng.integers(0, 2, shape).astype(bool)
+    return np.frombuffer(rng.bytes(n), dtype).reshape(shape).copy()
+
+
+def same(a, b):
+    """Equal to the bit."""
+    a, b = np.asarray(a), np.asarray(b)
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+class Kit:
+    """What tests take from here; test modules are imported one by one, so they cannot import this file."""
+
+    Host, Sharding, Split, DTYPES, SHAPES = Host, Sharding, Split, DTYPES, SHAPES
+    split, random, same = staticmethod(split), staticmethod(random), staticmethod(same)
+
+    @staticmethod
+    def shardings(ndim, parts):
+        """Every way to split ``ndim`` dimensions over a mesh of ``parts``."""
+        host = Host({f"axis{i}": n for i, n in enumerate(parts)})
+        options = [None, *range(ndim)]
+        return [Sharding(host, dims) for dims in itertools.product(options, repeat=len(parts))]
+
+
+@pytest.fixture(scope="session")
+def kit():
+    return Kit

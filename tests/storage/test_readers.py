@@ -1,0 +1,119 @@
+"""Tools that know nothing of meshtape read its files."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from meshtape.storage import load, merge, open_checkpoint, register_zarr_dtypes, save, save_safetensors
+
+
+@pytest.fixture
+def saved(kit, tmp_path):
+    """All dtypes, in shapes with edge chunks, split over a mesh."""
+    host = kit.Host({"x": 2, "y": 2})
+    tree = {}
+    for i, dtype in enumerate(kit.DTYPES):
+        for shape, dims in [((), (None, None)), ((7,), (0, None)), ((5, 6), (0, 1)), ((0, 3), (0, 1))]:
+            a = kit.random(dtype, shape, i)
+            tree[f"{dtype.name}.{len(shape)}{0 in shape}"] = kit.split(a, kit.Sharding(host, dims))
+    tree["large"] = kit.split(np.arange(3_000_000, dtype="f8").reshape(1500, 2000), kit.Sharding(host, (1, 0)))
+    save(tmp_path / "c", tree)
+    return tmp_path / "c", tree
+
+
+def test_zarr_reads_every_array(kit, saved, recwarn):
+    import zarr
+
+    register_zarr_dtypes()
+    path, tree = saved
+    group = zarr.open(path, mode="r")
+    assert set(dict(group.members())) == set(tree)
+    for name, a in tree.items():
+        assert kit.same(group[name][...], a.whole()), name
+        # ... and the array on its own, without the group's consolidated metadata.
+        assert kit.same(zarr.open_array(path, path=name, mode="r")[...], a.whole()), name
+    assert not [w for w in recwarn if "zarr" in str(w.category).lower()]
+
+
+def test_plain_zarr_reads_standard_dtypes_in_a_process_without_meshtape(tmp_path):
+    save(tmp_path / "c", {"w": np.arange(6.0).reshape(2, 3)})
+    code = (
+        "import sys, zarr; g = zarr.open(sys.argv[1], mode='r'); "
+        "assert g['w'][...].tolist() == [[0, 1, 2], [3, 4, 5]]; assert 'meshtape.storage' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True, timeout=60)
+
+
+def test_zarr_detects_a_flipped_bit_in_our_chunks(tmp_path):
+    import zarr
+
+    save(tmp_path / "c", {"w": np.ones((4, 4))})
+    shard = tmp_path / "c" / "w" / "c.0.0"
+    data = bytearray(shard.read_bytes())
+    data[5] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ValueError, match="checksum"):
+        zarr.open(tmp_path / "c", mode="r")["w"][...]
+
+
+def test_dask_reads_blocks(saved):
+    import dask.array
+
+    path, tree = saved
+    d = dask.array.from_zarr(str(path), component="large")
+    assert np.array_equal(d[100:1400:7, 3].compute(scheduler="threads"), tree["large"].whole()[100:1400:7, 3])
+
+
+def test_xarray_opens_arrays_of_different_shapes_side_by_side(tmp_path):
+    xarray = pytest.importorskip("xarray")
+    tree = {"a": np.arange(12.0).reshape(3, 4), "b": {"c": np.arange(5)}, "d": np.ones((4, 4))}
+    save(tmp_path / "c", tree)
+    ds = xarray.open_zarr(tmp_path / "c")
+    assert np.array_equal(ds["a"].values, tree["a"])
+    assert np.array_equal(ds["b.c"].values, tree["b"]["c"])
+    assert ds["d"].shape == (4, 4)
+
+
+def test_a_zarr_group_by_others_opens_and_loads(kit, tmp_path):
+    import zarr
+
+    g = zarr.open_group(tmp_path / "z", mode="w")
+    a = np.arange(60.0).reshape(6, 10)
+    g.create_array("x/y", shape=a.shape, chunks=(2, 5), dtype=a.dtype)[...] = a
+    ckpt = open_checkpoint(tmp_path / "z")
+    assert ckpt.kind == "Zarr"
+    assert kit.same(ckpt["x/y"][1:5, ::3], a[1:5, ::3])
+    sharding = kit.Sharding(kit.Host({"x": 4}), (1,))
+    assert kit.same(load(tmp_path / "z", shardings=lambda *_: sharding)["x/y"].whole(), a)
+    zarr.save_array(tmp_path / "one", a)
+    assert kit.same(open_checkpoint(tmp_path / "one")[""][...], a)
+
+
+def test_safetensors_reads_what_merge_and_our_writer_wrote(kit, tmp_path):
+    import ml_dtypes  # noqa: F401 - its import is what lets the reference build bfloat16
+    from safetensors import safe_open
+    from safetensors.numpy import load_file
+
+    plain = {
+        d.name: kit.random(d, (3, 4), i) for i, d in enumerate(kit.DTYPES) if "float8" not in d.name and d != "c16"
+    }
+    save(tmp_path / "c", plain)
+    merge(tmp_path / "c", tmp_path / "hf")
+    save_safetensors(tmp_path / "own.safetensors", plain, metadata={"format": "pt"})
+    for file in (tmp_path / "hf" / "model.safetensors", tmp_path / "own.safetensors"):
+        found = load_file(file)
+        assert found.keys() == plain.keys()
+        assert all(kit.same(found[k], plain[k]) for k in plain)
+        with safe_open(file, "np") as f:
+            assert f.metadata() == {"format": "pt"}
+
+
+def test_our_reader_reads_what_safetensors_wrote(kit, tmp_path):
+    from safetensors.numpy import save_file
+
+    every = {d.name: kit.random(d, (3, 4), i) for i, d in enumerate(kit.DTYPES) if d != "c16"}
+    save_file(every, tmp_path / "x.safetensors")
+    got = load(tmp_path / "x.safetensors")
+    assert all(kit.same(got[k], every[k]) for k in every)
