@@ -7,19 +7,21 @@ program a rank. As in JAX, Python code in the function runs while it is traced a
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._backends import backend_for, backend_of
-from ..arrays._dispatch import Deferred, ProgramHost, argument_avals, call_site, wrap
+from ..arrays._dispatch import Deferred, ProgramHost, apply, argument_avals, call_site, wrap
 from ..arrays._op import Op, not_recording, state
 from ..arrays.errors import DeviceError, TracedValueError
 from ..arrays.program import Const, Program, ProgramBuilder, ShapeDtype, freeze, last_uses, simplify
+from .tape import same_value
 
 
 class Tracer(Deferred):
@@ -44,12 +46,24 @@ class Tracer(Deferred):
         )
 
 
+class Lifted(NamedTuple):
+    """An array that a traced function reads without being passed it, and the buffer that it had then."""
+
+    var: int
+    array: Array
+    buf: Any
+
+    def current(self) -> Array:
+        """The array itself, which tapes know by name, unless it was written since."""
+        return self.array if self.array._buf is self.buf else wrap(self.buf)
+
+
 class _Trace:
     """The program that a traced function writes."""
 
     def __init__(self) -> None:
         self.builder = ProgramBuilder()
-        self.lifted: dict[int, tuple[int, Any]] = {}
+        self.lifted: dict[tuple[int, int], Lifted] = {}
         self.open = True
 
     def input(self, x: Array) -> Array:
@@ -66,12 +80,13 @@ class _Trace:
                     "an array of one traced function was used in another: return it, instead of keeping it aside"
                 )
             return buf.var
-        # The buffer is kept beside its number, so that its id stays its own.
-        known = self.lifted.get(id(buf))
+        # Both are held, so that their ids stay their own. Arrays that share a buffer are different values to a tape.
+        key = (id(x), id(buf))
+        known = self.lifted.get(key)
         if known is None:
             aval = ShapeDtype(tuple(buf.shape), buf.dtype)
-            known = self.lifted[id(buf)] = (self.builder.constant(buf, aval), buf)
-        return known[0]
+            known = self.lifted[key] = Lifted(self.builder.constant(buf, aval), x, buf)
+        return known.var
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Tracer, ...]:
         if not self.open:
@@ -110,8 +125,11 @@ class Compiled:
         if any(isinstance(a, Array) and isinstance(a._buf, Tracer) for a in arrays):
             return self._fn(*args, **kwargs)  # inside another compiled function: part of its program
         ready = self._ready(leaves, arrays, treedef)
-        inputs = [a for a in arrays if isinstance(a, Array)]
-        return ready(inputs)
+        return ready([a for a in arrays if isinstance(a, Array)])
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A compiled method; the object it is called on is an argument like any other."""
+        return self if instance is None else functools.partial(self, instance)
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program for these arguments; ``print`` it to see one line an entry.
@@ -132,7 +150,7 @@ class Compiled:
         return len(self._cache)
 
     def _ready(self, leaves: Sequence[Any], arrays: Sequence[Any], treedef: trees.TreeDef) -> _Ready:
-        key = (treedef, tuple(map(_leaf_key, arrays)), _closure_key(self._fn))
+        key = (treedef, tuple(map(_leaf_key, arrays)), _outside_key(self._fn))
         ready = self._cache.get(key)
         if ready is None:
             ready = self._cache[key] = _trace(self._fn, arrays, treedef)
@@ -147,7 +165,8 @@ def compile(fn: Callable[..., Any]) -> Compiled:
 
     Arguments and results are trees. Arrays (NumPy's too) are inputs; everything else in the arguments is static: a new value
     is a new signature, so pass a number that changes at every call as ``mt.asarray(number)``. The signature is compared by
-    equality: shapes, dtypes, devices, shardings, static arguments, and the constants in the function's closure.
+    equality: shapes, dtypes, devices, shardings, static arguments, and the arrays and numbers that the function reads from
+    around it. A program is differentiated like the code it came from, at any order.
 
     Raises
     ------
@@ -179,7 +198,7 @@ def _leaf_key(x: Any) -> Any:
         hash(x)
     except TypeError:
         return ("object", _ById(x))
-    return ("static", freeze(x))
+    return ("static", type(x), freeze(x))
 
 
 class _ById:
@@ -195,34 +214,79 @@ class _ById:
         return isinstance(other, _ById) and other.value is self.value
 
 
-def _closure_key(fn: Any) -> tuple[Any, ...]:
-    """What the function reads from its closure: numbers and texts by value, everything else by identity."""
-    cells = getattr(fn, "__closure__", None) or ()
-    out: list[Any] = []
-    for cell in cells:
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            continue
-        out.append(
-            ("static", freeze(value))
-            if isinstance(value, bool | int | float | complex | str | bytes | None)
-            else (_ById(value), getattr(value, "_buf", None) is not None and id(value._buf))
-        )
-    return tuple(out)
+def _outside_key(fn: Any) -> tuple[Any, ...]:
+    """What the function reads beside its arguments, in a form that changes when the result may.
+
+    That is its closure, its defaults, the arguments of a ``partial`` and the module's variables that it names: numbers and texts
+    count by value, arrays by identity and buffer (alone or in containers), everything else by identity.
+    """
+    if isinstance(fn, functools.partial):
+        return (_outside_key(fn.func), *map(_held_key, (*fn.args, *fn.keywords.values())))
+    values = [*(getattr(fn, "__defaults__", None) or ()), *(getattr(fn, "__kwdefaults__", None) or {}).values()]
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a variable that is not bound yet
+            values.append(cell.cell_contents)
+    module = getattr(fn, "__globals__", {})
+    values += [module[n] for n in _names_in(getattr(fn, "__code__", None)) if n in module]
+    return tuple(map(_held_key, values))
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: Any) -> tuple[str, ...]:
+    """Names that a function, and the functions written inside it, may look up in the module."""
+    if code is None:
+        return ()
+    inner = [n for c in code.co_consts if isinstance(c, type(code)) for n in _names_in(c)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _held_key(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return type(value), freeze(value)
+    # Of a container only the arrays count: a list that the function appends a note to at each trace must not bring about the next.
+    arrays = [x for x in trees.flatten(value)[0] if isinstance(x, Array)]
+    return (_ById(value), *((_ById(x), _ById(x._buf)) for x in arrays))
 
 
 class _Ready:
     """A traced program with its executable and the structure of its result."""
 
     def __init__(
-        self, program: Program, run: Callable[[Sequence[Any]], list[Any]], out_def: trees.TreeDef, statics: list[Any]
+        self,
+        program: Program,
+        run: Callable[[Sequence[Any]], list[Any]],
+        out_def: trees.TreeDef,
+        statics: list[Any],
+        lifted: Iterable[Lifted],
     ) -> None:
         self.program, self.run, self.out_def, self.statics = program, run, out_def, statics
+        self.lifted = [c for c in lifted if c.var in program.constants]
 
     def __call__(self, inputs: Sequence[Array]) -> Any:
-        outs = iter(self.run([a._buf for a in inputs]))
+        if state.recorders and any(
+            r.watches(a) for r in state.recorders for a in (*inputs, *(c.current() for c in self.lifted))
+        ):
+            found = self._replay(inputs)
+        else:
+            found = [wrap(b) for b in self.run([a._buf for a in inputs])]
+        outs = iter(found)
         return trees.unflatten(self.out_def, [next(outs) if s is _ARRAY else s for s in self.statics])
+
+    def _replay(self, inputs: Sequence[Array]) -> list[Array]:
+        """The program call by call, in view of the tapes of this thread: it is differentiated like the code it came from."""
+        env = {c.var: c.current() for c in self.lifted}
+        env.update(zip(self.program.inputs, inputs, strict=True))
+        outer = state.origin
+        try:
+            for e, free in zip(self.program.entries, last_uses(self.program), strict=True):
+                state.origin = outer or e.origin
+                out = apply(e.op, tuple(env[v] if isinstance(v, int) else v.value for v in e.inputs), e.params)
+                env.update(zip(e.outputs, out if e.op.nout > 1 else (out,), strict=True))
+                for v in free:
+                    del env[v]
+        finally:
+            state.origin = outer
+        return [same_value(env[v]) for v in self.program.outputs]
 
 
 _ARRAY = object()
@@ -232,11 +296,13 @@ def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
     trace = _Trace()
     stand_ins = [trace.input(a) if isinstance(a, Array) else a for a in arrays]
     args, kwargs = trees.unflatten(treedef, stand_ins)
-    with not_recording():
-        result = fn(*args, **kwargs)
-    outs, out_def = trees.flatten(result)
-    outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
-    trace.open = False
+    try:
+        with not_recording():
+            result = fn(*args, **kwargs)
+        outs, out_def = trees.flatten(result)
+        outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
+    finally:
+        trace.open = False
     statics = [_ARRAY if isinstance(o, Array) else o for o in outs]
     program = simplify(trace.builder.build(outputs))
     inputs = [a for a in arrays if isinstance(a, Array)]
@@ -244,11 +310,10 @@ def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
     host = next((b.host for b in buffers if isinstance(b, Deferred)), None)
     if host is not None:
         run = host.prepare(program, [a.sharding for a in inputs])
-        return _Ready(program, lambda bufs: [wrap(b) for b in run(bufs)], out_def, statics)
+        return _Ready(program, run, out_def, statics, trace.lifted.values())
     device = inputs[0].device if inputs else None
     xp = backend_for(device).xp if device is not None else backend_of(None).xp
-    execute = local_executable(program, xp)
-    return _Ready(program, lambda bufs: [wrap(b) for b in execute(bufs)], out_def, statics)
+    return _Ready(program, local_executable(program, xp), out_def, statics, trace.lifted.values())
 
 
 def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], list[Any]]:

@@ -366,6 +366,11 @@ def _named(buf: Any, var: int) -> Array:
     return x
 
 
+def same_value(x: Array) -> Array:
+    """A second Array of the value and name that ``x`` has now; a write to ``x`` does not reach it."""
+    return _named(x._buf, x._id)
+
+
 def _pull_decomposed(r: Recorded, g: Any, wrapped: bool) -> list[Any]:
     """Derivative of an op through its decomposition: record that on a tape of its own and walk it."""
     # Where outer tapes listen, each operand is an alias with a name of its own that they know: an array that is passed twice

@@ -19,7 +19,7 @@ from ..arrays._op import not_recording
 from ..arrays.creation import asarray, zeros_like
 from ..arrays.elementwise import ALIAS
 from ..arrays.errors import GradientError
-from .tape import Tape, is_differentiable
+from .tape import Tape, is_differentiable, same_value
 
 
 def no_grad() -> AbstractContextManager[None]:
@@ -63,13 +63,12 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     inputs, in_def = trees.flatten(fresh)
     tape = Tape(persistent=True)
     with tape:
-        names = _watch(tape, inputs)
+        sources = _watch(tape, inputs)
         out = fn(*fresh)
     out, aux = _loss_and_aux("vjp", out) if has_aux else (out, None)
     outputs, out_def = trees.flatten(out)
     # Held under their present names: what the caller does to his arrays later is nothing to the tape.
     outputs = [same_value(o) if isinstance(o, Array) else o for o in outputs]
-    likes = [same_value(x) if isinstance(x, Array) else x for x in inputs]
 
     def pull(cotangent: Any) -> tuple[Any, ...]:
         seeds, seed_def = trees.flatten(cotangent)
@@ -80,16 +79,20 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
             for o, s in zip(outputs, seeds, strict=True)
             if isinstance(o, Array) and s is not None and is_differentiable(o.dtype)
         ]
-        found = tape.backward([o for o, _ in pairs], [s for _, s in pairs], names)
-        return trees.unflatten(in_def, [_gradient_or_zeros(x, found) for x in likes])
+        found = tape.backward([o for o, _ in pairs], [s for _, s in pairs], _names(sources))
+        return trees.unflatten(in_def, [_gradient_or_zeros(x, found) for x in sources])
 
     return (out, pull, aux) if has_aux else (out, pull)
 
 
-def _watch(tape: Tape, leaves: Sequence[Any]) -> list[int]:
-    """Watch the arrays among the leaves. Their names are taken here, before the function gets a chance to write to them."""
+def _watch(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
+    """Watch the arrays among the leaves, and hold on to what they are before the function gets a chance to write to them."""
     tape.watch([x for x in leaves if isinstance(x, Array)])
-    return [x._id if isinstance(x, Array) else 0 for x in leaves]
+    return [same_value(x) if isinstance(x, Array) else x for x in leaves]
+
+
+def _names(sources: Sequence[Any]) -> list[int]:
+    return [x._id for x in sources if isinstance(x, Array)]
 
 
 def _loss_and_aux(who: str, out: Any) -> tuple[Any, Any]:
@@ -140,14 +143,13 @@ def value_and_grad(
         leaves, treedef = trees.flatten([full[i] for i in chosen])
         tape = Tape()
         with tape:
-            names = _watch(tape, leaves)
-            likes = [same_value(x) if isinstance(x, Array) else x for x in leaves]
+            sources = _watch(tape, leaves)
             out = fn(*full, **kwargs)
         loss = _loss_and_aux("grad", out)[0] if has_aux else out
         if not isinstance(loss, Array):
             raise GradientError(f"[grad] the function must return an Array, got {type(loss).__name__}")
-        found = tape.backward([loss], [None], names)
-        grads = trees.unflatten(treedef, [_gradient_or_zeros(x, found) for x in likes])
+        found = tape.backward([loss], [None], _names(sources))
+        grads = trees.unflatten(treedef, [_gradient_or_zeros(x, found) for x in sources])
         return out, grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return wrapped
@@ -182,13 +184,22 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
     (9.0, 12.0)
     """
     value, pull = vjp(fn, *primals)
-    zero = trees.tree_map(zeros_like, value)
-    pulled, pull_again = vjp(pull, zero)
-    flat_def = trees.flatten(tuple(tangents))[1]
-    if trees.flatten(pulled)[1] != flat_def:
-        raise GradientError(f"[jvp] the tangents have structure {flat_def}, the primals {trees.flatten(pulled)[1]}")
-    (tangent_out,) = pull_again(trees.tree_map(lambda p, t: asarray(t, dtype=p.dtype), pulled, tuple(tangents)))
+    pulled, pull_again = vjp(pull, trees.tree_map(lambda y: zeros_like(y) if isinstance(y, Array) else y, value))
+    wanted, wanted_def = trees.flatten(pulled, is_leaf=_is_none)
+    given, given_def = trees.flatten(tuple(tangents), is_leaf=_is_none)
+    if given_def != wanted_def:
+        raise GradientError(f"[jvp] the tangents have structure {given_def}, the primals {wanted_def}")
+    (tangent_out,) = pull_again(trees.unflatten(wanted_def, map(_tangent, wanted, given)))
     return value, tangent_out
+
+
+def _tangent(like: Array | None, t: Any) -> Array | None:
+    """A tangent with the dtype of its primal; integers have none, whatever stands at their place."""
+    return None if like is None else zeros_like(like) if t is None else asarray(t, dtype=like.dtype)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:

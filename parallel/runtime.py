@@ -17,7 +17,7 @@ from .partition import RankProgram
 from .placement import Layout, block_box
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class HostValue:
     """Blocks that are still one array of this process: shipped with the first program that reads them."""
 

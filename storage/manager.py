@@ -116,7 +116,10 @@ class CheckpointManager:
     def _rotate(self, newest: str) -> None:
         if self.keep is None:
             return
-        others = [target for _, target in self._complete() if target != newest]
+        complete = [target for _, target in self._complete()]
+        if newest not in complete:  # someone took it away meanwhile: what is left may be all there is
+            return
+        others = [target for target in complete if target != newest]
         for target in others[: max(0, len(others) - (self.keep - 1))]:
             # Another process may rotate the same directory, and a full deletion can wait for the next start.
             with contextlib.suppress(OSError):

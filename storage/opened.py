@@ -274,25 +274,26 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return _open_safetensors(single)
     if any(os.path.exists(os.path.join(root, n)) for n in ("zarr.json", ".zgroup", ".zarray")):
         return _open_zarr(root)
-    return _refuse(root)
+    raise _refusal(root)
 
 
-def _refuse(root: str) -> Checkpoint:
+def _refusal(root: str) -> CheckpointError:
     entries = sorted(os.listdir(root))
     shards = [e for e in entries if e.endswith(".safetensors")]
     steps = [e for e in entries if os.path.exists(os.path.join(root, e, manifest.FILE))]
     if steps:
-        raise NotACheckpoint(
+        return NotACheckpoint(
             f"{root} is not a checkpoint; it holds checkpoints, such as {os.path.join(root, steps[-1])}"
         )
     if any(os.path.exists(os.path.join(root, e, "zarr.json")) for e in entries) or ".tmp-" in os.path.basename(root):
-        raise IncompleteCheckpoint(
+        return IncompleteCheckpoint(
             f"{root} has arrays but no {manifest.FILE}: its save did not finish. Load another checkpoint"
         )
     if shards:
-        raise IncompleteCheckpoint(
+        return IncompleteCheckpoint(
             f"{root} has {len(shards)} safetensors files but no {HF_INDEX}; restore it, or open one file"
         )
+    return NotACheckpoint(f"{root} is not a checkpoint")
 
 
 def _from_manifest(root: str, m: manifest.Manifest) -> Checkpoint:

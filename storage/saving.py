@@ -9,6 +9,7 @@ array was written exactly once, adds the metadata and the manifest, and commits 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -203,14 +204,19 @@ def _tasks(number: int, item: _Item, block: Box) -> list[Task]:
 
 
 def _write_local(items: list[_Item], root: str) -> list[Record]:
-    records = []
+    """Arrays of this process: those in host memory together, those of a device one after the other."""
+
+    def write(group: list[_Item], arrays: list[np.ndarray]) -> list[Record]:
+        tasks = [
+            t for i, item in enumerate(group) if math.prod(item.shape) for t in _tasks(i, item, Box.whole(item.shape))
+        ]
+        return write_blocks({0: (root, tasks)}, {0: arrays})
+
+    here = [i for i in items if str(getattr(i.array, "device", "cpu")) == "cpu"]
+    records = write(here, [np.asarray(i.array) for i in here])
     for item in items:
-        array = item.array
-        if str(getattr(array, "device", "cpu")) != "cpu":
-            array = array.to_device("cpu")
-        whole = Box.whole(item.shape)
-        tasks = _tasks(0, item, whole) if whole.size else []
-        records += write_blocks({0: (root, tasks)}, {0: [np.asarray(array)]})
+        if str(getattr(item.array, "device", "cpu")) != "cpu":
+            records += write([item], [np.asarray(item.array.to_device("cpu"))])
     return records
 
 

@@ -274,19 +274,18 @@ def test_another_process_draws_the_same():
 
 def test_threads_do_not_disturb_each_other():
     expected = [np.asarray(mt.random.normal(mt.random.key(i), (20_000,))) for i in range(4)]
-    wrong = []
+    right = []
 
     def work(i):
-        for _ in range(10):
-            if not np.array_equal(np.asarray(mt.random.normal(mt.random.key(i), (20_000,))), expected[i]):
-                wrong.append(i)
+        draws = (np.asarray(mt.random.normal(mt.random.key(i), (20_000,))) for _ in range(10))
+        right.append(all(np.array_equal(x, expected[i]) for x in draws))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    assert not wrong
+    assert right == [True] * 4
 
 
 # ----- keys -----------------------------------------------------------------------------------------------------------
@@ -346,7 +345,7 @@ def ks(x, cdf):
 @pytest.mark.parametrize("dtype", [F64, F32])
 def test_distributions(dtype):
     r = mt.random
-    k = iter(r.split(r.key(11), 10))
+    k = iter(r.split(r.key(11), 11))
     assert ks(r.uniform(next(k), (N,), dtype), "uniform") > LEVEL
     assert ks(r.uniform(next(k), (N,), dtype, -2, 5), stats.uniform(-2, 7).cdf) > LEVEL
     assert ks(r.normal(next(k), (N,), dtype), "norm") > LEVEL

@@ -127,7 +127,7 @@ def random(dtype, shape, seed=0):
     """Any bits at all, NaN and negative zero among them (booleans stay 0 and 1)."""
     rng = np.random.default_rng(seed)
     n = int(np.prod(shape)) * dtype.itemsize
-    if dtype == bool:
+    if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
     return np.frombuffer(rng.bytes(n), dtype).reshape(shape).copy()
 

@@ -55,7 +55,7 @@ def saved(kit, tmp_path):
 def test_hostile_names_round_trip(kit, tmp_path):
     tree = {name: np.full(3, i) for i, name in enumerate(HOSTILE)}
     save(tmp_path / "c", tree)
-    assert os.listdir(tmp_path) == ["c"]
+    assert [e.name for e in tmp_path.iterdir()] == ["c"]
     got = load(tmp_path / "c")
     assert list(got) == HOSTILE
     assert all(kit.same(got[k], tree[k]) for k in tree)
@@ -172,7 +172,7 @@ def test_remains_of_a_save_are_told_from_nothing(tmp_path):
     with pytest.raises(errors.NotACheckpoint, match="no such file"):
         open_checkpoint(tmp_path / "c")
     (tmp_path / "c.tmp-00000000-1-00000000").mkdir()
-    with pytest.raises(errors.IncompleteCheckpoint, match="cut short.*Load another"):
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"cut short.*Load another"):
         open_checkpoint(tmp_path / "c")
     (tmp_path / "x").mkdir()
     with pytest.raises(errors.NotACheckpoint, match="is not a checkpoint"):
@@ -181,7 +181,7 @@ def test_remains_of_a_save_are_told_from_nothing(tmp_path):
     with pytest.raises(errors.NotACheckpoint):
         open_checkpoint(tmp_path / "y.bin")
     save(tmp_path / "x" / "step-00000001", {})
-    with pytest.raises(errors.NotACheckpoint, match="it holds checkpoints, such as .*step-00000001"):
+    with pytest.raises(errors.NotACheckpoint, match=r"it holds checkpoints, such as .*step-00000001"):
         open_checkpoint(tmp_path / "x")
 
 
@@ -282,7 +282,7 @@ def test_a_newer_version_is_refused_and_both_are_named(saved):
     body = body_of(saved)
     body["version"] = 7
     (saved / manifest.FILE).write_bytes(sealed(body))
-    with pytest.raises(errors.UnsupportedVersion, match="version 7.*up to version 1"):
+    with pytest.raises(errors.UnsupportedVersion, match=r"version 7.*up to version 1"):
         load(saved)
 
 
@@ -323,14 +323,14 @@ def test_incomplete_hugging_face_directories(tmp_path):
     index = tmp_path / "hf" / "model.safetensors.index.json"
     text = index.read_text()
     index.write_text(text.replace('"a"', '"z"'))
-    with pytest.raises(errors.IncompleteCheckpoint, match="z in model-00001-of-00002.safetensors"):
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"z in model-00001-of-00002.safetensors"):
         load(tmp_path / "hf")
     index.write_text(text)
     (tmp_path / "hf" / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match=r"1 files are missing: model-00002.*\['b'\]"):
         load(tmp_path / "hf")
     index.unlink()
-    with pytest.raises(errors.IncompleteCheckpoint, match="no model.safetensors.index.json"):
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"no model.safetensors.index.json"):
         load(tmp_path / "hf")
     index.write_text("{")
     with pytest.raises(errors.CorruptCheckpoint, match="not an index"):

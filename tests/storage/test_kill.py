@@ -92,7 +92,7 @@ def test_overwriting_save_killed_at_every_operation(tmp_path, exchange):
         # The next save clears up and goes through, whatever was left.
         save(home / "c", tree(3), overwrite=True)
         assert generation(home / "c") == 3
-        assert os.listdir(home) == ["c"]
+        assert [e.name for e in home.iterdir()] == ["c"]
         if not killed:
             break
     assert saw == {1, 2}
@@ -127,7 +127,7 @@ def test_rotation_killed_at_every_operation(tmp_path, exchange):
         assert steps in ([1, 2], [1, 2, 3], [2, 3]), steps
         saw.add(tuple(steps))
         assert generation(again.latest()) == steps[-1]
-        assert {e for e in os.listdir(home) if not e.startswith("step-") or "-" in e[5:]} == set()
+        assert {e for e in [e.name for e in home.iterdir()] if not e.startswith("step-") or "-" in e[5:]} == set()
         again.save(4, tree(4))
         assert again.steps()[-1] == 4
         assert len(again.steps()) == 2
@@ -182,7 +182,7 @@ def test_an_operation_that_fails_is_an_error_and_leaves_nothing(tmp_path, code, 
         now = generation(home / "c")
         assert now == 2 or failed is not None
         save(home / "c", tree(3), overwrite=True)
-        assert os.listdir(home) == ["c"]
+        assert [e.name for e in home.iterdir()] == ["c"]
         if files.done < n:
             break
     assert n > 20
@@ -211,7 +211,7 @@ def test_a_worker_that_does_not_see_the_directory_says_so(kit, tmp_path, monkeyp
     from meshtape.storage import saving
 
     monkeypatch.setattr(saving.time, "sleep", lambda s: None)
-    with pytest.raises(errors.CheckpointError, match="rank 3 does not see .*gone.*share"):
+    with pytest.raises(errors.CheckpointError, match=r"rank 3 does not see .*gone.*share"):
         saving.write_blocks({3: (str(tmp_path / "gone"), [])}, {3: []})
 
 

@@ -1,5 +1,6 @@
 """Our safetensors against the reference's vectors, and against the reference itself."""
 
+import contextlib
 import json
 import struct
 
@@ -218,9 +219,8 @@ def test_any_header_is_read_as_the_reference_reads_it(top, n):
     try:
         ours = {k: (t.dtype, t.shape) for k, t in parse_header(data, len(data)).tensors.items()}
     except errors.CorruptCheckpoint as e:
-        assert theirs is None or "NumPy cannot hold" in str(e)
-    else:
-        assert ours == theirs
+        ours = theirs if "NumPy cannot hold" in str(e) else None
+    assert ours == theirs
 
 
 @settings(max_examples=200, deadline=None)
@@ -231,10 +231,8 @@ def test_random_damage_never_escapes_the_error_type(noise, tail, at):
     at %= len(data)
     data[at : at + len(noise)] = noise
     data += tail
-    try:
+    with contextlib.suppress(errors.CorruptCheckpoint):
         parse_header(bytes(data), len(data))
-    except errors.CorruptCheckpoint:
-        pass
 
 
 def test_a_hundred_thousand_overlapping_entries_are_refused_quickly():

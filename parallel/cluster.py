@@ -1,0 +1,71 @@
+"""Connecting to Dask: an existing scheduler, or workers of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..arrays.errors import ClusterError, SchedulerUnreachable
+
+# A Dask nanny starts workers with a malloc that gives every freed temporary back to the system; each new NumPy array is then
+# page-faulted in again, which costs up to three times the work itself. Both settings are needed: one freezes the other.
+MALLOC_ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": "268435456", "MALLOC_MMAP_THRESHOLD_": "268435456"}
+
+
+@contextmanager
+def connect(address: str, *, timeout: float = 10.0) -> Iterator[Any]:
+    """A client of the scheduler at ``address``.
+
+    Raises
+    ------
+    SchedulerUnreachable
+        When nothing answers there within ``timeout`` seconds.
+    """
+    import logging
+
+    from distributed import Client
+
+    log = logging.getLogger("distributed")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # its own account of failed connections is a page long
+    try:
+        client = Client(address, timeout=timeout, set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as e:
+        raise SchedulerUnreachable(
+            f"no Dask scheduler answers at {address} (waited {timeout:.0f} s): is it running, and is the address "
+            "like tcp://host:8786?"
+        ) from e
+    finally:
+        log.setLevel(level)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: int = 1) -> Iterator[Any]:
+    """A client of a Dask cluster of this machine, started here and stopped at the end, with one thread a worker."""
+    if workers < 1:
+        raise ClusterError(f"a cluster needs at least one worker, got {workers}")
+    import dask
+    from distributed import Client, LocalCluster
+
+    settings = {
+        "distributed.nanny.pre-spawn-environ": MALLOC_ENVIRONMENT,
+        "distributed.worker.memory.terminate": False,
+    }
+    with (
+        dask.config.set(settings),
+        LocalCluster(
+            n_workers=workers,
+            threads_per_worker=threads_per_worker,
+            processes=processes,
+            dashboard_address=None,
+            silence_logs=40,
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        client.wait_for_workers(workers)
+        yield client

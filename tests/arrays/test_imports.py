@@ -1,0 +1,56 @@
+"""Importing the arrays loads nothing heavy and nothing optional."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ["scipy", "dask", "distributed", "zarr", "cupy", "safetensors", "pandas", "matplotlib", "tornado"]
+
+
+def loaded(code: str) -> set[str]:
+    script = f"import sys; {code}; print(' '.join(sorted({{m.partition('.')[0] for m in sys.modules}})))"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    return set(out.split())
+
+
+def test_importing_arrays_loads_no_optional_package():
+    assert not loaded("import meshtape.arrays") & set(HEAVY)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "mt.ones(3) @ mt.ones(3)",
+        "mt.random.normal(mt.random.key(0), (3,))",
+        "mt.nn.softmax(mt.ones(3))",
+        "mt.layer_norm(mt.ones((2, 3)), 3)",
+        "mt.ones(3)[[0, 1]]",
+        "repr(mt.ones(3))",
+    ],
+)
+def test_ordinary_use_loads_none_either(use):
+    assert not loaded(f"import meshtape.arrays as mt; {use}") & set(HEAVY)
+
+
+def test_arrays_import_nothing_of_ours_but_arrays():
+    script = "import sys, meshtape.arrays; print(' '.join(m for m in sys.modules if m.startswith('meshtape.')))"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    sources = {m.split(".")[1] for m in out.split()}
+    if sources != {"arrays"}:
+        # The front door loads the other packages; the rule is about what the modules of arrays say themselves.
+        import ast
+        import pkgutil
+        from pathlib import Path
+
+        import meshtape.arrays as package
+
+        for info in pkgutil.iter_modules(package.__path__):
+            tree = ast.parse(Path(package.__path__[0], f"{info.name}.py").read_text())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom):
+                    assert node.level <= 1, f"{info.name} imports from above: {ast.unparse(node)}"
+                    name = node.module or ""
+                    assert node.level == 1 or not name.startswith("meshtape."), f"{info.name}: {ast.unparse(node)}"

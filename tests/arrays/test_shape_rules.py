@@ -1,0 +1,235 @@
+"""The shape rule of every op gives the shape and dtype of what the op computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshtape import arrays as mt
+from meshtape.arrays import indexing
+from meshtape.arrays._op import OPS, Op, op_named
+from meshtape.arrays.errors import ShapeError
+from meshtape.arrays.program import ShapeDtype
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def f(*shape: int, dtype: Any = np.float64) -> np.ndarray:
+    """Numbers between 0.1 and 0.9: inside the domain of every function."""
+    return np.linspace(0.1, 0.9, int(np.prod(shape))).reshape(shape).astype(dtype)
+
+
+def i(*shape: int, dtype: Any = np.int64) -> np.ndarray:
+    return (np.arange(int(np.prod(shape))) % 3 + 1).reshape(shape).astype(dtype)
+
+
+def b(*shape: int) -> np.ndarray:
+    return (np.arange(int(np.prod(shape))) % 2 == 0).reshape(shape)
+
+
+BF16 = mt.bfloat16
+FLOAT_UNARY = [
+    "exp expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh atanh",
+    "negative positive abs sign reciprocal square sqrt floor ceil trunc round conj isnan isinf isfinite signbit",
+    "relu erf sigmoid alias stop_gradient",
+]
+FLOAT_BINARY = [
+    "divide floor_divide remainder pow hypot maximum minimum fmax fmin logaddexp atan2 copysign nextafter",
+    "add subtract multiply equal not_equal less less_equal greater greater_equal logical_and logical_or logical_xor",
+]
+
+
+def broadcast_samples(*arrays: Any) -> list[Sample]:
+    return [(arrays, {})]
+
+
+def samples() -> dict[str, list[Sample]]:
+    table: dict[str, list[Sample]] = {}
+    for name in " ".join(FLOAT_UNARY).split():
+        table[name] = [((f(2, 3),), {}), ((f(),), {}), ((f(0, 2, dtype=np.float32),), {}), ((f(3, dtype=BF16),), {})]
+        if name not in ("signbit", "erf"):
+            table[name].append(((f(2, dtype=np.float16),), {}))
+    table["acosh"] = [((1 + f(2),), {})]
+    for name in ("real", "imag"):
+        table[name] = [((f(2).astype(complex),), {}), ((f(2, dtype=np.complex64),), {}), ((f(2),), {})]
+    table["abs"].append(((f(2).astype(complex),), {}))
+    for name in " ".join(FLOAT_BINARY).split():
+        table[name] = [
+            ((f(2, 3), f(3)), {}),
+            ((f(2, 1), f(1, 3, dtype=np.float32)), {}),
+            ((f(2), 2.0), {}),
+            ((0.5, f(2, dtype=np.float32)), {}),
+            ((f(0, 3), f(1, 3)), {}),
+        ]
+    for name in ("add", "subtract", "multiply", "maximum", "equal"):
+        table[name] += [((i(2), i(2, dtype=np.int8)), {}), ((i(2), f(2)), {}), ((i(2, dtype=np.uint8), 3), {})]
+    for name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+        table[name] = [((i(2, 3), i(3)), {}), ((i(2), 1), {}), ((b(2), b(2)), {})]
+    for name in ("bitwise_left_shift", "bitwise_right_shift"):
+        table[name] = [((i(2, 3), i(3)), {}), ((i(2, dtype=np.int8), 1), {})]
+    table["bitwise_invert"] = [((i(2),), {}), ((b(2),), {})]
+    table["logical_not"] = [((b(2),), {}), ((f(2),), {})]
+    table["where"] = [((b(2, 1), f(3), f(2, 3)), {}), ((b(2), f(2, dtype=np.float32), 0.0), {}), ((b(2), 1.0, 2.0), {})]
+    table["full_like"] = [((f(2, 3),), {"value": 2, "dtype": np.dtype(np.int32)})]
+    table["astype"] = [((f(2, 3),), {"dtype": np.dtype(np.float32)}), ((i(0),), {"dtype": BF16})]
+
+    for name in ("sum", "prod", "max", "min", "any", "all"):
+        table[name] = [
+            ((x,), {"axis": axis, "keepdims": keep})
+            for x in (f(2, 3, 4), f(2, 3, 4, dtype=BF16), i(2, 3, 4, dtype=np.int8), b(2, 3, 4))
+            for axis in ((0,), (1, 2), (0, 1, 2), ())
+            for keep in (False, True)
+        ] + [((f(0, 3),), {"axis": (1,), "keepdims": False})]
+    for name in ("argmax", "argmin"):
+        table[name] = [((f(2, 3),), {"axis": a, "keepdims": k}) for a in (0, 1) for k in (False, True)]
+
+    table["reshape"] = [((f(2, 3),), {"shape": (3, 2)}), ((f(),), {"shape": (1, 1)})]
+    table["permute_dims"] = [((f(2, 3, 4),), {"axes": (2, 0, 1)})]
+    table["broadcast_to"] = [((f(2, 1),), {"shape": (4, 2, 3)})]
+    table["flip"] = [((f(2, 3),), {"axis": (0, 1)})]
+    table["concat"] = [((f(2, 3), f(1, 3, dtype=np.float32), i(0, 3)), {"axis": 0}), ((f(2, 1), f(2, 3)), {"axis": 1})]
+    table["matmul"] = [
+        ((f(2, 3), f(3, 4)), {}),
+        ((f(3), f(3)), {}),
+        ((f(5, 2, 3), f(3)), {}),
+        ((f(3), f(5, 3, 2, dtype=np.float32)), {}),
+        ((f(1, 2, 3), f(5, 3, 4)), {}),
+        ((i(2, 0), i(0, 3)), {}),
+    ]
+
+    template, _ = indexing.parse(mt.asarray(f(2, 3, 4)), (slice(None), [0, 2], None, [1, 1]))
+    arrays = (np.array([0, 2]), np.array([1, 1]))
+    basic, _ = indexing.parse(mt.asarray(f(2, 3, 4)), (1, slice(None, None, -2)))
+    table["getitem"] = [((f(2, 3, 4), *arrays), {"template": template}), ((f(2, 3, 4),), {"template": basic})]
+    for name in ("index_set", "index_add"):
+        table[name] = [
+            ((f(2, 3, 4), f(1, 2, 1), *arrays), {"template": template}),
+            ((f(2, 3, 4), 2.0), {"template": basic}),
+        ]
+    table["scatter"] = [
+        ((f(2, 2, 1), *arrays), {"template": template, "shape": (2, 3, 4)}),
+        ((f(2, 4),), {"template": basic, "shape": (2, 3, 4)}),
+    ]
+    table["last_writes"] = table["getitem"]
+
+    table["layer_norm"] = [
+        ((f(2, 3, 4, dtype=d), f(4, dtype=d), f(4, dtype=d)), {"naxes": 1, "eps": 1e-5})
+        for d in (np.float64, np.float32, BF16)
+    ] + [((f(2, 3, dtype=np.float32), f(2, 3), f(2, 3)), {"naxes": 2, "eps": 1e-5})]
+    table["layer_norm_backward"] = [
+        ((f(2, 3, 4, dtype=d), f(2, 3, 4, dtype=d), f(4, dtype=d)), {"naxes": 1, "eps": 1e-5})
+        for d in (np.float64, BF16)
+    ]
+
+    key = np.array([1, 2], np.uint64)
+    block = {"shape": (2, 3), "offset": (1, 0), "global_shape": (4, 3)}
+    own: dict[str, list[dict[str, Any]]] = {
+        "bits": [{"dtype": mt.uint64}, {"dtype": mt.uint32}],
+        "uniform": [{"dtype": d, "low": 0.0, "high": 1.0} for d in (mt.float64, mt.float32, mt.float16, BF16)],
+        "normal": [{"dtype": d, "mean": 0.0, "std": 1.0} for d in (mt.float64, mt.float32, BF16)],
+        "truncated_normal": [{"dtype": mt.float32, "lower": -1.0, "upper": 1.0, "mean": 0.0, "std": 1.0}],
+        "integers": [{"dtype": mt.int8, "low": -3, "span": 5}],
+        "bernoulli": [{"dtype": mt.bool, "threshold": 2**31}],
+        "exponential": [{"dtype": mt.float64, "scale": 1.0}],
+        "gumbel": [{"dtype": mt.float32}],
+        "split": [{"dtype": mt.uint64}],
+    }
+    for name, params in own.items():
+        table[f"random_{name}"] = [((key,), {**block, **p}) for p in params]
+    line = {"shape": (2,), "offset": (1,), "global_shape": (4,), "dtype": mt.int64}
+    table["random_permutation"] = [((key,), line)]
+    table["random_choice"] = [((key, f(5)), {**line, "replace": r}) for r in (True, False)]
+    table["random_fold_in"] = [((key, 3), {"stream": 2}), ((key, np.array(3)), {"stream": 2})]
+    return table
+
+
+SAMPLES = samples()
+
+
+def aval(x: Any) -> Any:
+    return ShapeDtype(x.shape, x.dtype) if isinstance(x, np.ndarray) else x
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_the_shape_rule_gives_the_shape_and_dtype_of_the_result(name):
+    assert name in SAMPLES, f"op {name!r} has no sample: add one to SAMPLES, so that its shape rule is tested"
+    op = OPS[name]
+    for args, params in SAMPLES[name]:
+        before = [a.copy() if isinstance(a, np.ndarray) else a for a in args]
+        out = op.numpy(*args, **params)
+        outs = tuple(map(np.asarray, out)) if op.nout > 1 else (np.asarray(out),)
+        assert tuple(map(aval, outs)) == op.avals(tuple(map(aval, args)), params), (args, params)
+        for a, kept in zip(args, before, strict=True):
+            np.testing.assert_array_equal(a, kept, err_msg=f"{name} changed its argument")
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_read_only_arguments_will_do(name):
+    for args, params in SAMPLES.get(name, []):
+        frozen = [a.copy() if isinstance(a, np.ndarray) else a for a in args]
+        for a in frozen:
+            if isinstance(a, np.ndarray):
+                a.flags.writeable = False
+        OPS[name].numpy(*frozen, **params)
+
+
+@pytest.mark.parametrize("name", sorted(n for n, op in OPS.items() if op.decompose is not None))
+def test_a_decomposition_computes_the_same(name):
+    op = OPS[name]
+    for args, params in SAMPLES[name]:
+        out = op.numpy(*args, **params)
+        outs = out if op.nout > 1 else (out,)
+        parts = op.decompose(*(mt.asarray(a) for a in args), **params)
+        parts = parts if op.nout > 1 else (parts,)
+        for got, expected in zip(parts, outs, strict=True):
+            assert got.shape == expected.shape
+            assert got.dtype == expected.dtype
+            np.testing.assert_allclose(
+                np.asarray(got).astype(np.float64),
+                expected.astype(np.float64),
+                rtol=0.05 if expected.dtype.itemsize == 2 else 1e-6,
+                atol=0.05 if expected.dtype.itemsize == 2 else 1e-9,
+            )
+
+
+# ----- the op table ---------------------------------------------------------------------------------------------------
+
+
+def test_an_op_is_its_name():
+    import pickle
+
+    op = OPS["add"]
+    assert pickle.loads(pickle.dumps(op)) is op
+    assert op_named("add") is op
+    with pytest.raises(KeyError, match="nonsense"):
+        op_named("nonsense")
+    with pytest.raises(ValueError, match="add"):
+        Op("add", ("x",), "add", lambda *a: a)
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_operands_are_named(name):
+    op = OPS[name]
+    assert len(set(op.operands)) == len(op.operands)
+    for args, _ in SAMPLES.get(name, []):
+        named = [o for o in op.operands if not o.startswith("*")]
+        assert len(args) == len(named) or (len(args) >= len(named) and len(named) < len(op.operands))
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "params"),
+    [
+        ("add", [(2,), (3,)], {}),
+        ("matmul", [(2, 3), (2, 3)], {}),
+        ("matmul", [(2, 2, 3), (3, 3, 4)], {}),
+        ("concat", [(2, 3), (2, 4)], {"axis": 0}),
+    ],
+)
+def test_shape_rules_refuse_what_the_op_refuses(name, shapes, params):
+    op = OPS[name]
+    with pytest.raises(ShapeError, match=rf"\[{name}\]"):
+        op.avals(tuple(ShapeDtype(s, np.dtype(float)) for s in shapes), params)
+    with pytest.raises(ValueError, match=r"."):
+        op.numpy(*(np.ones(s) for s in shapes), **params)

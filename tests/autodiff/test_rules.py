@@ -1,0 +1,507 @@
+"""Every op's derivative against differences, to second order, and the values that the requirements fix by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.arrays import OPS
+from meshtape.arrays._dispatch import apply
+from meshtape.arrays._op import recording
+from meshtape.autodiff.rules import RULES
+
+rng = np.random.default_rng(7)
+
+
+def real(*shape: int, low: float = -2.0, high: float = 2.0) -> np.ndarray:
+    return np.asarray(rng.uniform(low, high, shape))
+
+
+def cplx(*shape: int) -> np.ndarray:
+    return np.asarray(real(*shape) + 1j * real(*shape))
+
+
+def call(name: str, **params: Any) -> Callable[..., Any]:
+    """The op itself, for those that no public function calls in the wanted way."""
+    return lambda *args: apply(OPS[name], args, params)
+
+
+Sample = tuple[Callable[..., Any], tuple[np.ndarray, ...]]
+
+
+def unary(name: str, low: float, high: float, *, complex_too: bool = True) -> list[Sample]:
+    f = getattr(mt, name, None) or getattr(mt.nn, name)
+    out: list[Sample] = [
+        (f, (real(3, low=low, high=high),)),
+        (f, (real(low=low, high=high),)),  # 0-d
+        (f, (np.zeros((0, 3)) + (low + high) / 2,)),
+        (lambda x: f(x.T[:, ::2]), (real(3, 2, low=low, high=high),)),  # not contiguous
+    ]
+    if complex_too:
+        out.append((f, (real(3, low=low, high=high) + 1j * real(3, low=0.2, high=0.7),)))
+        out.append((f, (np.asarray(0.3 - 0.4j),)))
+    return out
+
+
+def binary(name: str, low: float = -2.0, high: float = 2.0, *, complex_too: bool = True) -> list[Sample]:
+    f = getattr(mt, name)
+    r = lambda *shape: real(*shape, low=low, high=high)  # noqa: E731
+    out: list[Sample] = [
+        (f, (r(2, 3), r(2, 3))),
+        (f, (r(2, 3), r(3))),
+        (f, (r(2, 1), r(1, 3))),
+        (f, (r(), r(3))),
+        (f, (r(0, 3), r(3))),
+        (lambda x: f(x, 1.5), (r(3),)),
+        (lambda y: f(1.5, y), (r(3),)),
+        (lambda x, y: f(x.T, y[::-1]), (r(3, 2), r(2, 3))),
+        (lambda x: f(x, x * x + 0.3), (r(3),)),
+    ]
+    if complex_too:
+        out += [(f, (cplx(2, 1), cplx(3))), (f, (cplx(2), r(2))), (f, (r(2), cplx(2)))]
+    return out
+
+
+def matmul() -> list[Sample]:
+    shapes = [
+        ((2, 3), (3, 4)),
+        ((3,), (3,)),
+        ((2,), (3, 2, 4)),
+        ((5, 1, 2, 3), (4, 3, 2)),
+        ((2, 3), (3,)),
+        ((2, 2, 3), (3,)),
+        ((2, 0), (0, 3)),
+        ((0, 3), (3, 2)),
+        ((1, 2, 3), (4, 3, 1)),
+    ]
+    out: list[Sample] = [(mt.matmul, (real(*a), real(*b))) for a, b in shapes]
+    out += [(mt.matmul, (cplx(*a), cplx(*b))) for a, b in shapes]
+    out.append((lambda a, b: a @ b.mT, (cplx(2, 3), cplx(2, 3))))
+    out.append((lambda a: a @ a, (real(3, 3),)))
+    return out
+
+
+I = np.asarray  # noqa: E741
+KEYS: list[tuple[tuple[int, ...], Any]] = [
+    ((2, 3), (0,)),
+    ((2, 3), (slice(None), slice(None, None, -2))),
+    ((2, 3), (None, ..., 1)),
+    ((2, 3), (I([0, 0, 1]),)),  # repeated
+    ((2, 3), (slice(None), I([0, 0]))),
+    ((2, 3), (I([0, -1]), I([1, 2]))),
+    ((2, 3, 4), (0, slice(None), I([0, 1]))),  # an int beside an array: the joint dimension goes first
+    ((2, 3, 4), (I([0, 1]), slice(None), I([[0], [1]]))),
+    ((2, 3), (I([[True, False, True], [False, False, True]]),)),
+    ((2, 3), (I([False, False]),)),
+    ((2, 3), (I([], dtype=int),)),
+    ((2, 3), (True,)),
+    ((2, 3), (False,)),
+    ((), (True,)),
+    ((), (...,)),
+    ((0, 3), (slice(None), 1)),
+]
+
+
+def reading() -> list[Sample]:
+    out: list[Sample] = [((lambda key: lambda x: x[key])(key), (real(*shape),)) for shape, key in KEYS]
+    return [*out, (lambda x: x[[0, 0, 1]], (cplx(2, 3),)), (lambda x: x.T[[0, 2, 2]], (real(2, 3),))]
+
+
+def writing(method: str) -> list[Sample]:
+    def write(key: Any) -> Callable[..., Any]:
+        return lambda x, v: getattr(x.at[key], method)(v)
+
+    out: list[Sample] = [
+        (write(key), (real(*shape), real(*np.empty(shape)[key].shape))) for shape, key in KEYS
+    ]
+    repeated = (I([0, 0, 1]), I([1, 1, 2]))
+    return [
+        *out,
+        (write(repeated), (real(2, 3), real(3))),
+        (write(repeated), (real(2, 3), real())),
+        (write(repeated), (real(2, 3), real(1, 1))),  # leading ones of a value are dropped
+        (write(repeated), (cplx(2, 3), cplx(1))),
+        (write((I([0, 1]),)), (real(2, 3), real(3))),
+        (lambda x: getattr(x.at[0], method)(2.5), (real(2, 3),)),
+        (lambda v: getattr(mt.zeros((2, 3)).at[0], method)(v), (real(3),)),
+    ]
+
+
+def in_place(x: Any, v: Any) -> Any:
+    y = x * 1.0
+    y[1:] = v
+    y[[0, 0]] = y[[1, 2]] * v
+    return y
+
+
+# Away from kinks and poles: at ties the derivative is a convention, tested below by value.
+SAMPLES: dict[str, list[Sample]] = {
+    "add": binary("add"),
+    "subtract": binary("subtract"),
+    "multiply": binary("multiply"),
+    "divide": binary("divide", 0.5, 2.0),
+    "remainder": [
+        (mt.remainder, (I([5.3, -5.3, 5.3]), I([2.0, 2.0, -2.0]))),
+        (mt.remainder, (I([[5.3], [7.1]]), I([1.9, 2.3]))),
+        (lambda x: x % 2.0, (I(5.3),)),
+        (lambda y: 7.0 % y, (I([1.9, 2.6]),)),
+    ],
+    "pow": [
+        *binary("pow", 0.5, 2.0),
+        *((lambda n: (lambda x: x**n, (real(3, low=0.5),)))(n) for n in (0, 1, 2, 3, -1, 0.5, 2.5)),
+        (lambda x: x**2, (I([0.0, -1.0]),)),
+        (lambda x: x**3, (I(-0.4 + 0.3j),)),
+        (lambda x: x ** mt.asarray([2, 3]), (real(2),)),
+        (lambda y: 2.0**y, (real(2),)),
+    ],
+    "negative": unary("negative", -2, 2),
+    "positive": unary("positive", -2, 2),
+    "abs": [*unary("abs", 0.3, 2), (abs, (I([-1.0, 2.0]),))],
+    "sign": [(mt.sign, (cplx(3),)), (mt.sign, (I(0.6 - 0.2j),)), (mt.sign, (real(3),))],
+    "reciprocal": unary("reciprocal", 0.5, 2),
+    "square": unary("square", -2, 2),
+    "sqrt": unary("sqrt", 0.5, 2),
+    "hypot": binary("hypot", 0.5, 2.0, complex_too=False),
+    "maximum": binary("maximum", complex_too=False),
+    "minimum": binary("minimum", complex_too=False),
+    "fmax": [*binary("fmax", complex_too=False)],
+    "fmin": [*binary("fmin", complex_too=False)],
+    "exp": unary("exp", -1, 1),
+    "expm1": unary("expm1", -1, 1),
+    "log": unary("log", 0.5, 2),
+    "log1p": unary("log1p", -0.5, 1),
+    "log2": unary("log2", 0.5, 2),
+    "log10": unary("log10", 0.5, 2),
+    "logaddexp": [
+        *binary("logaddexp", complex_too=False),
+        (mt.logaddexp, (I([800.0, -800.0]), I([799.0, -799.5]))),  # exp would overflow
+    ],
+    "sin": unary("sin", -2, 2),
+    "cos": unary("cos", -2, 2),
+    "tan": unary("tan", -1, 1),
+    "asin": unary("asin", -0.7, 0.7),
+    "acos": unary("acos", -0.7, 0.7),
+    "atan": unary("atan", -0.7, 0.7),
+    "atan2": [*binary("atan2", 0.5, 2.0, complex_too=False), (mt.atan2, (I([0.0, 0.3]), I([-1.0, -2.0])))],
+    "sinh": unary("sinh", -1, 1),
+    "cosh": unary("cosh", -1, 1),
+    "tanh": unary("tanh", -1, 1),
+    "asinh": unary("asinh", -0.7, 0.7),
+    "acosh": unary("acosh", 1.5, 3),
+    "atanh": unary("atanh", -0.7, 0.7),
+    "conj": unary("conj", -2, 2),
+    "real": unary("real", -2, 2),
+    "imag": [(mt.imag, (cplx(3),)), (mt.imag, (cplx(),)), (mt.imag, (real(3),)), (mt.imag, (cplx(0, 2),))],
+    "copysign": binary("copysign", 0.5, 2.0, complex_too=False)
+    + [(mt.copysign, (I([-1.0, 1.0, 2.0]), I([1.0, -1.0, -3.0])))],
+    "where": [
+        (lambda x, y: mt.where(mt.asarray([True, False, True]), x, y), (real(3), real(2, 3))),
+        (lambda x, y: mt.where(x > y, x * y, y), (real(2, 1), real(3))),
+        (lambda x: mt.where(mt.asarray([True, False]), x, 0.0), (real(),)),
+        (lambda y: mt.where(mt.asarray(True), 1.0, y), (real(0, 2),)),
+        (lambda x, y: mt.where(mt.asarray([True, False]), x, y), (cplx(2), real(2))),
+    ],
+    "relu": [*unary("relu", 0.2, 2, complex_too=False), (mt.nn.relu, (I([-1.0, 2.0, -0.3]),))],
+    "erf": unary("erf", -1, 1, complex_too=False),
+    "sigmoid": [*unary("sigmoid", -3, 3, complex_too=False), (mt.nn.sigmoid, (I([-800.0, 800.0]),))],
+    "alias": [(call("alias"), (real(2, 3),)), (call("alias"), (cplx(2),)), (call("alias"), (real(),))],
+    "astype": [
+        (lambda x: mt.astype(x, mt.complex128), (real(3),)),
+        (lambda x: mt.astype(x, mt.float64), (real(0, 2),)),
+        (lambda x: x * x.astype(np.int64), (I([1.3, 2.7]),)),
+    ],
+    "getitem": reading(),
+    "index_set": [*writing("set"), (in_place, (real(3), real()))],
+    "index_add": writing("add"),
+    "scatter": [
+        (call("scatter", template=(mt.arrays.indexing.Slot(0),), shape=(4,)), (real(3), I([0, 0, 2]))),
+        (call("scatter", template=(mt.arrays.indexing.Span(0, 2, None), 1), shape=(3, 2)), (real(2),)),
+    ],
+    "last_writes": [
+        (call("last_writes", template=(mt.arrays.indexing.Slot(0),)), (real(4), I([0, 0, 2]))),
+        (call("last_writes", template=(mt.arrays.indexing.Span(0, 2, None), 1)), (real(3, 2),)),
+    ],
+    "matmul": matmul(),
+    "reshape": [
+        (lambda x: mt.reshape(x, (3, 2)), (real(2, 3),)),
+        (lambda x: mt.reshape(x, ()), (real(1, 1),)),
+        (lambda x: mt.reshape(x, (0, 5)), (real(2, 0),)),
+        (lambda x: mt.reshape(x.T, (-1,)), (cplx(2, 3),)),
+    ],
+    "permute_dims": [
+        (lambda x: mt.permute_dims(x, (2, 0, 1)), (real(2, 3, 4),)),
+        (lambda x: mt.permute_dims(x, ()), (real(),)),
+        (lambda x: x.mT, (cplx(0, 3, 2),)),
+    ],
+    "broadcast_to": [
+        (lambda x: mt.broadcast_to(x, (4, 2, 3)), (real(2, 1),)),
+        (lambda x: mt.broadcast_to(x, (3,)), (real(),)),
+        (lambda x: mt.broadcast_to(x, (0, 2)), (real(1, 2),)),
+        (lambda x: mt.broadcast_to(x, (2, 2)), (cplx(2),)),
+    ],
+    "flip": [(mt.flip, (real(2, 3),)), (lambda x: mt.flip(x, axis=0), (cplx(2, 3),)), (mt.flip, (real(),))],
+    "concat": [
+        (lambda a, b: mt.concat([a, b], axis=1), (real(2, 3), real(2, 1))),
+        (lambda a, b: mt.concat([a, b, a], axis=0), (real(2), real(0))),
+        (lambda a: mt.stack([a, a * a], axis=-1), (real(3),)),
+        (lambda a, b: mt.concat([a, b], axis=None), (real(2, 2), cplx(1))),
+    ],
+    "sum": [
+        (mt.sum, (real(2, 3),)),
+        (lambda x: mt.sum(x, axis=(0, 2), keepdims=True), (real(2, 3, 4),)),
+        (lambda x: mt.sum(x, axis=-1), (cplx(2, 3),)),
+        (lambda x: mt.sum(x, axis=0), (real(0, 3),)),
+        (mt.sum, (real(),)),
+        (lambda x: mt.var(x, axis=0, correction=1), (real(4, 2),)),
+    ],
+    "prod": [
+        (mt.prod, (real(2, 3),)),
+        (mt.prod, (I([2.0, 0.0, 3.0]),)),
+        (mt.prod, (I([[0.0, 2.0, 0.0], [1.0, 0.0, 2.0]]),)),
+        (lambda x: mt.prod(x, axis=(0, 2)), (real(2, 3, 2),)),
+        (lambda x: mt.prod(x, axis=1, keepdims=True), (cplx(2, 3),)),
+        (mt.prod, (real(0, 3),)),
+        (lambda x: mt.prod(x, axis=1), (real(0, 3),)),
+        (mt.prod, (real(),)),
+    ],
+    "max": [(mt.max, (real(2, 3),)), (lambda x: mt.max(x, axis=1), (real(0, 3),)), (mt.max, (real(),))],
+    "min": [(lambda x: mt.min(x, axis=(0, 2)), (real(2, 3, 2),)), (lambda x: mt.min(x, axis=1), (real(0, 3),))],
+    "layer_norm": [
+        (lambda x, w, b: mt.layer_norm(x, 3, w, b), (real(2, 3), real(3), real(3))),
+        (lambda x, w, b: mt.layer_norm(x, (2, 3), w, b), (real(4, 2, 3), real(2, 3), real(2, 3))),
+        (lambda x: mt.layer_norm(x, 3), (real(3),)),
+        (lambda x: mt.layer_norm(x, 3, x, x), (real(3),)),  # one array in every place
+        (lambda x, w, b: mt.layer_norm(x, 3, w, b), (real(0, 3), real(3), real(3))),
+        (lambda x: mt.layer_norm(x.mT, 4, None, x[:, 0]), (real(4, 3),)),
+    ],
+    "layer_norm_backward": [
+        (call("layer_norm_backward", naxes=1, eps=1e-5), (real(2, 3), real(2, 3), real(3))),
+        (call("layer_norm_backward", naxes=2, eps=1e-2), (real(2, 3), real(2, 3), real(2, 3))),
+        (lambda x: call("layer_norm_backward", naxes=1, eps=1e-3)(x, x, x), (real(3),)),
+    ],
+}
+
+
+class _Names:
+    """A recorder that keeps the names of the ops it sees."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def watches(self, x: Any) -> bool:
+        return True
+
+    def record(self, op: Any, *rest: Any) -> None:
+        self.seen.add(op.name)
+
+
+def differentiable() -> list[str]:
+    return sorted(n for n, op in OPS.items() if op.nondifferentiable is None)
+
+
+def test_every_op_has_a_rule_or_says_why_not():
+    lost = [n for n in differentiable() if OPS[n] not in RULES and OPS[n].decompose is None]
+    assert not lost, f"neither a rule, nor a decomposition, nor a reason: {lost}"
+    unsaid = [n for n, op in OPS.items() if op.nondifferentiable is not None and not op.nondifferentiable.strip()]
+    assert not unsaid
+
+
+def test_every_differentiable_op_has_samples():
+    assert sorted(SAMPLES) == differentiable()
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_derivatives_to_second_order(name):
+    for i, (fn, args) in enumerate(SAMPLES[name]):
+        recorder = _Names()
+        with recording(recorder):
+            fn(*map(mt.asarray, args))
+        assert name in recorder.seen, f"sample {i} does not call {name}"
+        floats = [k for k, a in enumerate(args) if a.dtype.kind in "fc"]
+
+        def of_floats(*xs, fn=fn, args=args, floats=floats):
+            full = [mt.asarray(a) for a in args]
+            for k, x in zip(floats, xs, strict=True):
+                full[k] = x
+            return fn(*full)
+
+        try:
+            mt.check_grads(of_floats, *(args[k] for k in floats))
+        except Exception as e:
+            e.add_note(f"sample {i} of {name}: shapes {[a.shape for a in args]}")
+            raise
+
+
+def test_all_samples_agree_with_the_shape_rule():
+    """The rule by which traced programs know shapes says what the op gives, for cotangents too."""
+
+    class Check(_Names):
+        def record(self, op, args, outs, params, origin, site):
+            from meshtape.arrays._dispatch import argument_avals
+
+            found = op.avals(argument_avals(args), params)
+            assert [(tuple(o.shape), o.dtype) for o in outs] == [tuple(a) for a in found], op.name
+
+    for samples in SAMPLES.values():
+        for fn, args in samples:
+            with recording(Check()):
+                value, pull = mt.vjp(fn, *map(mt.asarray, args))
+                pull(mt.tree_map(mt.ones_like, value))
+
+
+def gradient(fn: Callable[..., Any], *args: Any, seed: Any = None) -> list[Any]:
+    """Cotangents of all arguments for a seed of ones, as lists."""
+    value, pull = mt.vjp(fn, *map(mt.asarray, args))
+    found = pull(mt.ones_like(value) if seed is None else mt.asarray(seed))
+    return [None if g is None else g.tolist() for g in found]
+
+
+nan, inf = float("nan"), float("inf")
+X = np.arange(6.0).reshape(2, 3)
+OUT = np.arange(1.0, 7.0).reshape(2, 3)
+AT = (I([0, 0, 1]), I([1, 1, 2]))
+
+GOLDEN = {
+    # masks
+    "x[x > 2]": (lambda x: x[x > 2], (X,), None, [[[0, 0, 0], [1, 1, 1]]]),
+    "x[False]": (lambda x: x[False], (X,), None, [[[0, 0, 0], [0, 0, 0]]]),
+    "0-d[True]": (lambda x: x[True], (5.0,), None, [1.0]),
+    # index arrays
+    "x[[0, 0, 1]]": (lambda x: x[[0, 0, 1]], (X,), None, [[[2, 2, 2], [1, 1, 1]]]),
+    "x[:, [0, 0]]": (lambda x: x[:, [0, 0]], (X,), None, [[[2, 0, 0], [2, 0, 0]]]),
+    "x[[]]": (lambda x: x[[]], (X,), None, [[[0, 0, 0], [0, 0, 0]]]),
+    # writes; of repeated places the last one has the gradient
+    "set": (lambda x, v: x.at[AT].set(v), (X, [10.0, 20.0, 30.0]), OUT, [[[1, 0, 3], [4, 5, 0]], [0, 2, 6]]),
+    "add": (lambda x, v: x.at[AT].add(v), (X, [10.0, 20.0, 30.0]), OUT, [OUT.tolist(), [2, 2, 6]]),
+    "add 0-d": (lambda x, v: x.at[AT].add(v), (X, 10.0), OUT, [OUT.tolist(), 10.0]),
+    "add (1,)": (lambda x, v: x.at[AT].add(v), (X, [10.0]), OUT, [OUT.tolist(), [10.0]]),
+    "add row": (lambda x, v: x.at[[0, 1]].add(v), (X, [1.0, 2.0, 3.0]), OUT, [OUT.tolist(), [5, 7, 9]]),
+    "set (1, 3)": (lambda x, v: x.at[0].set(v), (X, [[1.0, 2, 3]]), OUT, [[[0, 0, 0], [4, 5, 6]], [[1, 2, 3]]]),
+    "set (3,)": (lambda x, v: x.at[0].set(v), (X, [1.0, 2, 3]), OUT, [[[0, 0, 0], [4, 5, 6]], [1, 2, 3]]),
+    "set, negative": (lambda x, v: x.at[-1, -1].set(v), (X, 1.0), OUT, [[[1, 2, 3], [4, 5, 0]], 6.0]),
+    "set, no mask": (lambda x, v: x.at[x > 9].set(v), (X, 1.0), OUT, [OUT.tolist(), 0.0]),
+    "set, no index": (lambda x, v: x.at[[]].set(v), (X, np.zeros((0, 3))), OUT, [OUT.tolist(), []]),
+    # fills
+    "fill 0-d": (
+        lambda x, v: mt.where(mt.asarray([[True, False, True], [False, False, True]]), v, x),
+        (X, 9.0),
+        OUT,
+        [[[0, 2, 0], [4, 5, 0]], 10.0],
+    ),
+    "fill (1,)": (
+        lambda x, v: mt.where(mt.asarray([[True, False, True], [False, False, True]]), v, x),
+        (X, [9.0]),
+        OUT,
+        [[[0, 2, 0], [4, 5, 0]], [10.0]],
+    ),
+    "fill, broadcast mask": (
+        lambda x, v: mt.where(mt.asarray([True, False, True]), v, x),
+        (X, 9.0),
+        OUT,
+        [[[0, 2, 0], [0, 5, 0]], 14.0],
+    ),
+    "fill, x broadcasts": (
+        lambda x: mt.where(mt.asarray([[True, False, True], [False, False, True]]), 9.0, x),
+        ([1.0, 2.0, 3.0],),
+        OUT,
+        [[4, 7, 0]],
+    ),
+    "fill by setitem": (lambda x, v: x.at[x > 2].set(v), (X, 9.0), OUT, [[[1, 2, 3], [0, 0, 0]], 15.0]),
+    "NaN under the mask": (lambda x: mt.where(mt.isnan(x), 0.0, x), ([nan, 1.0],), None, [[0, 1]]),
+    "NaN, multiplied": (lambda x: mt.where(mt.isnan(x), 0.0, x * x), ([nan, 1.0],), None, [[nan, 2]]),
+    "fill empty": (lambda x, v: mt.where(x > 0, v, x), (np.zeros((0, 3)), 1.0), None, [[], 0.0]),
+    "fill 0-d x": (lambda x, v: mt.where(mt.asarray(True), v, x), (2.0, 1.0), None, [0.0, 1.0]),
+    # ties
+    "min axis": (lambda x: mt.min(x, axis=1), ([[1.0, 1, 2], [3, 2, 2]],), None, [[[0.5, 0.5, 0], [0, 0.5, 0.5]]]),
+    "max all": (mt.max, ([1.0, 3.0, 3.0, 3.0, 3.0],), None, [[0, 0.25, 0.25, 0.25, 0.25]]),
+    "maximum": (mt.maximum, ([1.0, 2.0], [1.0, 1.0]), None, [[0.5, 1], [0.5, 0]]),
+    "minimum": (mt.minimum, ([1.0, 2.0], [1.0, 1.0]), None, [[0.5, 0], [0.5, 1]]),
+    "fmax": (mt.fmax, ([nan, 1.0, 3.0], [2.0, nan, 3.0]), None, [[0, 1, 1], [1, 0, 0]]),
+    "fmin": (mt.fmin, ([nan, 1.0, 3.0], [2.0, nan, 3.0]), None, [[0, 1, 1], [1, 0, 0]]),
+    "min of (0, 3)": (lambda x: mt.min(x, axis=1), (np.zeros((0, 3)),), None, [[]]),
+    "relu at 0": (mt.nn.relu, ([0.0, -1.0, 2.0],), None, [[0, 0, 1]]),
+    "abs at 0": (mt.abs, ([0.0, -1.0],), None, [[0, -1]]),
+    "complex abs at 0": (mt.abs, ([0j, 3 + 4j],), None, [[0j, 0.6 + 0.8j]]),
+    "clip": (lambda x: mt.clip(x, -1.0, 1.0), ([-2.0, -1.0, 0.0, 3.0],), None, [[0, 0.5, 1, 0]]),
+    # edges
+    "reciprocal(0)": (mt.reciprocal, ([0.0],), None, [[-inf]]),
+    "atan2(0, 0)": (mt.atan2, (0.0, 0.0), None, [nan, nan]),
+    "x**0 at 0": (lambda x: x**0, ([0.0, 2.0],), None, [[0, 0]]),
+    "x**y at 0": (mt.pow, ([0.0, 0.0], [1.0, 2.0]), None, [[1, 0], [0, 0]]),
+    "prod with zeros": (mt.prod, ([2.0, 0.0, 3.0],), None, [[0, 6, 0]]),
+    "sum of nothing": (mt.sum, (np.zeros((0, 3)),), None, [[]]),
+    # products
+    "K = 0": (mt.matmul, (np.zeros((2, 0)), np.zeros((0, 3))), None, [[[], []], []]),
+}
+
+
+@pytest.mark.parametrize("name", list(GOLDEN))
+def test_golden_gradients(name):
+    fn, args, seed, expected = GOLDEN[name]
+    with np.errstate(all="ignore"):
+        found = gradient(fn, *args, seed=seed)
+    for f, e in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(f, e)
+
+
+def test_golden_forward_values():
+    x = mt.asarray(X)
+    v = mt.asarray([10.0, 20.0, 30.0])
+    assert x.at[AT].set(v).tolist() == [[0, 20, 2], [3, 4, 30]]
+    assert x.at[AT].add(v).tolist() == [[0, 31, 2], [3, 4, 35]]
+    assert mt.fmax(mt.asarray([nan, 1.0]), mt.asarray([2.0, nan])).tolist() == [2, 1]
+    assert float(mt.fmin(mt.asarray(nan), mt.asarray(1.0))) == 1.0
+    assert np.isnan(float(mt.fmin(mt.asarray(nan), mt.asarray(nan))))
+    assert np.isnan(float(mt.min(mt.asarray([1.0, nan]))))
+    assert mt.where(mt.asarray([True, False]), 0.0, mt.asarray([nan, 1.0])).tolist() == [0, 1]
+    with pytest.raises(ValueError, match="min"):
+        mt.min(mt.asarray([]))
+    with pytest.raises(ValueError, match=r"\(2, 3\) @ \(2, 3\)"):
+        mt.matmul(x, x)
+    with pytest.raises(ValueError, match="matmul"):
+        mt.matmul(mt.asarray(1.0), x)
+
+
+def test_complex_matmul_second_order_by_hand():
+    """With <dA, D> = Re(conj(G B^H) D): d/dB = D^H G and d/dG = D B, for 1x1 matrices."""
+    g, b, d = (mt.asarray([[z]]) for z in (1 + 1j, 2 + 3j, 1 - 1j))
+
+    def inner(g, b):
+        _, pull = mt.vjp(lambda a: a @ b, mt.asarray([[0j]]))
+        return mt.sum(mt.real(mt.conj(pull(g)[0]) * d))
+
+    dg, db = mt.grad(inner, argnums=(0, 1))(g, b)
+    assert db.tolist() == [[2j]]
+    assert dg.tolist() == [[5 + 1j]]
+
+
+def test_a_gradient_has_the_shape_and_dtype_of_its_operand():
+    for dtype in (mt.float32, mt.float16, mt.bfloat16):
+        x = mt.ones((2, 3), dtype=dtype)
+        for fn in (lambda x: x * 2.0 + 1, lambda x: mt.mean(x), lambda x: x**2, mt.nn.softmax, lambda x: x @ x.T):
+            value, pull = mt.vjp(fn, x)
+            (g,) = pull(mt.ones_like(value))
+            assert (g.shape, g.dtype) == (x.shape, x.dtype)
+            assert value.dtype == dtype
+    w64 = mt.ones(3)
+    dx, dw = mt.grad(lambda x, w: (x * w).sum(), argnums=(0, 1))(mt.ones((2, 3), dtype=mt.float32), w64)
+    assert (dx.dtype, dw.dtype) == (mt.float32, mt.float64)
+    # A real operand of a complex product has a real gradient.
+    assert mt.grad(lambda x: mt.sum(mt.real(x * (2 + 3j))))(mt.ones(2)).tolist() == [2, 2]
+
+
+def test_a_power_with_a_python_exponent_is_not_widened():
+    seen = []
+
+    class Dtypes(_Names):
+        def record(self, op, args, outs, params, origin, site):
+            seen.extend(o.dtype for o in outs)
+
+    with recording(Dtypes()):
+        mt.grad(lambda x: (x**3).sum())(mt.ones(2, dtype=mt.float32))
+    assert seen
+    assert set(seen) == {mt.float32}

@@ -1,0 +1,24 @@
+"""Checkpoints of every released format version still load."""
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from meshtape.storage import load, open_checkpoint, verify
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_version_1(kit):
+    ckpt = open_checkpoint(GOLDEN / "v1")
+    assert ckpt.step == 7
+    assert ckpt.metadata == {"note": "written by format version 1"}
+    verify(GOLDEN / "v1")
+    tree = load(GOLDEN / "v1")
+    assert kit.same(tree["layers"][0]["w"], np.arange(12, dtype="f4").reshape(3, 4))
+    assert kit.same(tree["layers"][1][0], np.arange(3).astype(ml_dtypes.bfloat16))
+    assert tree["layers"][1][1] is None
+    assert kit.same(tree["a/b"], np.float64(1.5))
+    assert tree["epoch"] == 3
+    assert np.isnan(tree["lr"])

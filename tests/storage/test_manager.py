@@ -1,0 +1,119 @@
+"""The manager: rotation by step, and never without a complete checkpoint."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshtape import errors
+from meshtape.storage import CheckpointManager, manifest, save
+
+
+def filled(directory, steps, **kw):
+    manager = CheckpointManager(directory, **kw)
+    for step in steps:
+        manager.save(step, {"w": np.full(2, step)}, metadata={"at": step})
+    return manager
+
+
+def test_rotation_keeps_the_last(tmp_path):
+    manager = filled(tmp_path / "run", [10, 20, 9, 100], keep=2)
+    assert manager.steps() == [20, 100]
+    assert manager.latest() == str(tmp_path / "run" / "step-00000100")
+    assert np.asarray(manager.restore()["w"]).tolist() == [100, 100]
+    assert np.asarray(manager.restore(20, keys=["w"])["w"]).tolist() == [20, 20]
+    assert sorted(e.name for e in (tmp_path / "run").iterdir()) == ["step-00000020", "step-00000100"]
+    assert filled(tmp_path / "all", range(5), keep=None).steps() == [0, 1, 2, 3, 4]
+
+
+def test_order_is_by_step_in_the_manifest_not_by_time_or_name(tmp_path):
+    manager = filled(tmp_path, [3, 1, 2], keep=3)
+    for i, step in enumerate((3, 2, 1)):
+        os.utime(manager.path(step), (i, i))
+    assert manager.steps() == [1, 2, 3]
+    save(tmp_path / "step-00000000", {"w": np.ones(1)}, step=50)
+    assert manager.latest().endswith("step-00000000")
+
+
+def test_eight_digits_are_not_the_end(tmp_path):
+    manager = filled(tmp_path, [99_999_999, 100_000_000], keep=2)
+    assert manager.steps() == [99_999_999, 100_000_000]
+
+
+def test_incomplete_checkpoints_are_skipped_with_a_warning_and_never_deleted(tmp_path):
+    manager = filled(tmp_path, [10, 20], keep=1)
+    manager.save(30, {"w": np.ones(2)})
+    (tmp_path / "step-00000030" / manifest.FILE).unlink()
+    (tmp_path / "step-00000040").mkdir()
+    (tmp_path / "step-abc").mkdir()
+    (tmp_path / "other").mkdir()
+    again = CheckpointManager(tmp_path, keep=1)
+    with pytest.warns(UserWarning, match=r"step-000000[34]0.*incomplete"):
+        assert again.latest() is None
+    again.save(50, {"w": np.ones(2)})
+    assert again.steps() == [50]
+    left = sorted(e.name for e in tmp_path.iterdir())
+    assert left == ["other", "step-00000030", "step-00000040", "step-00000050", "step-abc"]
+
+
+def test_the_only_complete_one_is_never_deleted(tmp_path):
+    manager = filled(tmp_path, [10], keep=1)
+    broken = tmp_path / "step-00000020"
+    save(broken, {"w": np.ones(1)}, step=20)
+    (broken / manifest.FILE).write_bytes(b"{}")
+    manager._rotate(str(broken))
+    with pytest.warns(UserWarning, match="step-00000020"):
+        assert manager.latest().endswith("step-00000010")
+
+
+def test_a_lower_step_just_saved_is_kept(tmp_path):
+    """After a restart from an earlier step: what was saved last is not what rotation takes."""
+    manager = filled(tmp_path, [10, 20], keep=2)
+    manager.save(5, {"w": np.ones(1)})
+    assert 5 in manager.steps()
+    assert len(manager.steps()) == 2
+
+
+def test_saving_a_step_again(tmp_path):
+    manager = filled(tmp_path, [10])
+    with pytest.raises(errors.CheckpointExists):
+        manager.save(10, {"w": np.zeros(2)})
+    manager.save(10, {"w": np.zeros(2)}, overwrite=True)
+    assert np.asarray(manager.restore()["w"]).tolist() == [0, 0]
+
+
+def test_remains_of_dead_processes_are_collected_at_start(tmp_path):
+    manager = filled(tmp_path, [10, 20])
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    from meshtape.storage.commit import _host
+
+    tail = f"{_host()}-{pid}-01234567"
+    (tmp_path / f"step-00000030.tmp-{tail}" / "w").mkdir(parents=True)
+    (tmp_path / f"step-00000005.trash-{tail}").mkdir()
+    Path(manager.path(20)).rename(f"{manager.path(20)}.old-{tail}")
+    # A reader finds the one that was set aside, before anybody puts it back.
+    assert manager.steps() == [10, 20]
+    assert manager.restore()["w"].shape == (2,)
+    alive = tmp_path / f"step-00000040.tmp-{_host()}-1-01234567"
+    elsewhere = tmp_path / "step-00000050.tmp-00000000-1-01234567"
+    alive.mkdir()
+    elsewhere.mkdir()
+    again = CheckpointManager(tmp_path)
+    assert again.steps() == [10, 20]
+    assert sorted(e.name for e in tmp_path.iterdir()) == ["step-00000010", "step-00000020", alive.name, elsewhere.name]
+    os.utime(elsewhere, (0, 0))
+    CheckpointManager(tmp_path)
+    assert not elsewhere.exists()
+
+
+def test_mistakes_are_named(tmp_path):
+    with pytest.raises(errors.NotACheckpoint, match="no complete checkpoint"):
+        CheckpointManager(tmp_path).restore()
+    with pytest.raises(errors.CheckpointError, match="at least 1"):
+        CheckpointManager(tmp_path, keep=0)
+    with pytest.raises(errors.CheckpointError, match="negative"):
+        CheckpointManager(tmp_path).save(-1, {})

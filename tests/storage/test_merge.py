@@ -1,0 +1,124 @@
+"""Merging to Hugging Face files: names, sizes, bounded memory, determinism."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from meshtape import errors
+from meshtape.storage import load, merge, open_checkpoint, read_header, save, save_safetensors
+
+
+def test_layout_index_and_values(kit, tmp_path):
+    host = kit.Host({"x": 2, "y": 2})
+    tree = {
+        "layers": [{"w": kit.split(np.arange(48.0).reshape(6, 8) + i, kit.Sharding(host, (0, 1)))} for i in range(4)]
+    }
+    tree |= {"flag": np.array(True), "none": np.ones((0, 3), "f4"), "epoch": 3, "fp8": kit.random(kit.DTYPES[-1], (7,))}
+    save(tmp_path / "c", tree)
+    seen = []
+    report = merge(
+        tmp_path / "c", tmp_path / "hf", max_shard_bytes=800, progress=lambda done, total: seen.append((done, total))
+    )
+    assert report.files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert report.skipped == ["epoch"]
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == report.total_size == 4 * 48 * 8 + 1 + 7
+    assert list(index["weight_map"]) == sorted(index["weight_map"])
+    for file in report.files:
+        header = read_header(tmp_path / "hf" / file)
+        assert header.metadata == {"format": "pt"}
+        assert set(header.tensors) == {k for k, f in index["weight_map"].items() if f == file}
+        assert sum(t.nbytes for t in header.tensors.values()) <= 800
+    assert seen[-1] == (report.total_size, report.total_size)
+    got = load(tmp_path / "hf")
+    for i in range(4):
+        assert kit.same(got[f"layers.{i}.w"], tree["layers"][i]["w"].whole())
+    assert kit.same(got["flag"], tree["flag"])
+    assert kit.same(got["none"], tree["none"])
+    assert kit.same(got["fp8"], tree["fp8"])
+
+
+def test_it_is_deterministic_and_replaces_stale_files(kit, tmp_path):
+    save(tmp_path / "c", {f"k{i}": np.full(i + 1, i) for i in range(9)})
+    merge(tmp_path / "c", tmp_path / "a", max_shard_bytes=100)
+    merge(tmp_path / "c", tmp_path / "b", max_shard_bytes=40)
+    with pytest.raises(errors.CheckpointExists):
+        merge(tmp_path / "c", tmp_path / "b", max_shard_bytes=100)
+    merge(tmp_path / "c", tmp_path / "b", max_shard_bytes=100, overwrite=True)
+    files = sorted(f.name for f in (tmp_path / "a").iterdir())
+    assert files == sorted(f.name for f in (tmp_path / "b").iterdir())
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+    assert sorted(e.name for e in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_one_file_still_has_an_index(tmp_path):
+    save(tmp_path / "c", {"w": np.ones(3)})
+    assert merge(tmp_path / "c", tmp_path / "hf").files == ["model.safetensors"]
+    assert sorted(f.name for f in (tmp_path / "hf").iterdir()) == ["model.safetensors", "model.safetensors.index.json"]
+    save(tmp_path / "e", {})
+    assert merge(tmp_path / "e", tmp_path / "empty").arrays == 0
+    assert load(tmp_path / "empty") == {}
+
+
+def test_what_has_no_safetensors_form_is_refused_before_writing(tmp_path):
+    save(tmp_path / "c", {"a": np.ones(2), "z": {"c": np.ones(2, "c16")}})
+    with pytest.raises(errors.CheckpointDTypeError, match=r"key 'z\.c': dtype complex128"):
+        merge(tmp_path / "c", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    assert merge(tmp_path / "c", tmp_path / "hf", keys=["a"]).arrays == 1
+    with pytest.raises(errors.CheckpointKeyError, match="nothing matches"):
+        merge(tmp_path / "c", tmp_path / "x", keys="q.*")
+    save(tmp_path / "m", {"__metadata__": np.ones(1)})
+    with pytest.raises(errors.CheckpointKeyError, match="reserves"):
+        merge(tmp_path / "m", tmp_path / "x")
+
+
+def test_damage_in_the_source_is_found_and_nothing_is_left(tmp_path):
+    save(tmp_path / "c", {"w": np.ones(100)})
+    shard = tmp_path / "c" / "w" / "c.0"
+    data = bytearray(shard.read_bytes())
+    data[9] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(errors.CorruptCheckpoint, match="key 'w'"):
+        merge(tmp_path / "c", tmp_path / "hf")
+    assert [e.name for e in tmp_path.iterdir()] == ["c"]
+
+
+def test_safetensors_to_safetensors(kit, tmp_path):
+    a = {f"k{i}": np.random.default_rng(i).normal(size=(300, 400)) for i in range(3)}
+    save_safetensors(tmp_path / "x.safetensors", a)
+    merge(tmp_path / "x.safetensors", tmp_path / "hf", max_shard_bytes=1_000_000)
+    assert len(open_checkpoint(tmp_path / "hf")) == 3
+    assert all(kit.same(load(tmp_path / "hf")[k], v) for k, v in a.items())
+
+
+SCRIPT = """
+import resource, sys
+import numpy as np
+from meshtape.storage import merge, save
+import meshtape.storage.tensors, google_crc32c
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+merge(sys.argv[1], sys.argv[2])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_is_bounded_by_the_window(kit, tmp_path):
+    """512 MB in column shards through a window: each row of the file is made of several shards."""
+    w = np.zeros((4096, 32768), "f4")
+    w[::7, ::5] = 3
+    save(tmp_path / "c", {"w": kit.split(w, kit.Sharding(kit.Host({"x": 4}), (1,)))})
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "c"), str(tmp_path / "hf")],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert int(done.stdout) < 110 << 10  # kB: the window, and what threads and imports take
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 512 << 10
+    assert np.array_equal(open_checkpoint(tmp_path / "hf")["w"][2000:2100], w[2000:2100])
