@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ndarray = np.ndarray
 SCALARS = frozenset({bool, int, float, complex})
+_REAL_SCALARS = frozenset({bool, int, float})
+_FIRST_USER_DTYPE = 256  # NPY_USERDEF: type numbers from here on are registered by other libraries
 
 
 class ProgramHost(Protocol):
@@ -105,6 +107,7 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
     ``args`` are Arrays, Python scalars or whatever :func:`coerce` accepts; ``params`` must not be changed afterwards.
     """
     bufs = []
+    scalars = False
     for a in args:
         t = type(a)
         if t is _array_type:
@@ -114,8 +117,11 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
             bufs.append(b)
         elif t in SCALARS:
             bufs.append(a)
+            scalars = True
         else:
             return _apply_general(op, args, params)
+    if scalars and (strong := _strong_scalars(args)) is not None:
+        return apply(op, strong, params)
     out = op.numpy(*bufs, **params)
     if type(out) is ndarray:
         result = wrap(out)
@@ -132,6 +138,7 @@ def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> 
     from ._backends import backend_of
 
     args = tuple(coerce(op, a) for a in args)
+    args = _strong_scalars(args) or args
     arrays = [a for a in args if type(a) is _array_type]
     deferred = [a._buf for a in arrays if isinstance(a._buf, Deferred)]
     if deferred:
@@ -151,6 +158,27 @@ def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> 
     if state.recorders:
         _record(op, args, result, params)
     return result
+
+
+def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The arguments with real Python scalars as arrays, where the dtype they meet is one of ml_dtypes; else None.
+
+    NumPy's rule that a Python scalar never widens an array does not reach dtypes that others register: ``bfloat16 * 2.0`` would be
+    float32, and ``where(c, bfloat16, 0.0)`` float64.
+    """
+    for a in args:
+        if type(a) is _array_type and a._buf.dtype.num >= _FIRST_USER_DTYPE:
+            break
+    else:
+        return None
+    floats = {b.dtype for b in args if type(b) is _array_type and b.dtype.kind not in "biu"}
+    if len(floats) > 1 or not any(type(b) in _REAL_SCALARS for b in args):
+        return None
+    from .creation import asarray
+    from .devices import Device
+
+    where = a.device if isinstance(a.device, Device) else None
+    return tuple(asarray(np.asarray(b, a.dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)
 
 
 def coerce(op: Op, a: Any) -> Any:

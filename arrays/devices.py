@@ -33,11 +33,12 @@ class Device:
 
 @functools.cache
 def _parse(text: str) -> Device:
-    kind, _, index = text.partition(":")
-    if kind == "cpu" and index in ("", "0"):
-        return Device("cpu")
-    if kind == "cuda" and (index == "" or index.isdecimal()):
-        return Device("cuda", int(index or 0)) if index != "" else _parse("cuda:0")
+    kind, colon, index = text.partition(":")
+    if not colon or index.isdecimal():
+        found = Device(kind, int(index or 0))
+        if kind == "cuda" or (kind == "cpu" and found.index == 0):
+            # One object a device: other spellings are looked up under its proper name.
+            return found if str(found) == text else _parse(str(found))
     raise DeviceError(f"unknown device {text!r}: choose 'cpu' or 'cuda:N'")
 
 

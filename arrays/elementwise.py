@@ -178,6 +178,8 @@ def _erf(xp: Any, x: Any) -> Any:
         from scipy.special import erf as special_erf
     else:
         from cupyx.scipy.special import erf as special_erf
+    if x.dtype.itemsize <= 2 and x.dtype.kind not in "biu":  # SciPy knows no float of one or two bytes but float16
+        return special_erf(x.astype(np.float32)).astype(x.dtype)
     return special_erf(x)
 
 

@@ -11,6 +11,7 @@ from ._dispatch import apply
 from ._op import Op
 from .errors import ShapeError
 from .program import ShapeDtype
+from .reductions import _is_low_precision
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -26,11 +27,18 @@ def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     batch = _infer.broadcast_shapes(op, [x.shape[:-2], y.shape[:-2]])
     rows = (x.shape[-2],) if len(x.shape) > 1 else ()
     cols = (y.shape[-1],) if len(y.shape) > 1 else ()
-    dtype = np.matmul(np.ones((1, 1), x.dtype), np.ones((1, 1), y.dtype)).dtype
-    return ShapeDtype((*batch, *rows, *cols), dtype)
+    return ShapeDtype((*batch, *rows, *cols), np.result_type(x.dtype, y.dtype))
 
 
-MATMUL = Op("matmul", ("x", "y"), "matmul", _infer_matmul)
+def _matmul(xp: Any, x: Any, y: Any) -> Any:
+    # NumPy has no product of its own for floats of one or two bytes; they are summed in float32 and rounded once.
+    dtype = xp.result_type(x.dtype, y.dtype)
+    if xp is np and _is_low_precision(dtype):
+        return xp.matmul(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
+    return xp.matmul(x, y).astype(dtype, copy=False)
+
+
+MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul)
 
 
 def matmul(x1: Any, x2: Any, /) -> Array:

@@ -146,7 +146,8 @@ def broadcast_to(x: Any, /, shape: Sequence[int]) -> Array:
     shape = tuple(map(operator.index, shape))
     if _infer.broadcast_shapes(BROADCAST_TO, [x.shape, shape]) != shape:
         raise ShapeError(f"[broadcast_to] shape {x.shape} does not broadcast to {shape}")
-    return x if x.shape == shape else apply(BROADCAST_TO, (x,), {"shape": shape})
+    # Never x itself: a write to the result must not be seen through x.
+    return apply(BROADCAST_TO, (x,), {"shape": shape})
 
 
 def broadcast_arrays(*arrays: Any) -> tuple[Array, ...]:

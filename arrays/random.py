@@ -6,9 +6,9 @@ one device, on any mesh, and after a resume. Nothing is hidden: to draw again, m
 >>> import meshtape as mt
 >>> key = mt.random.key(0)
 >>> mt.random.uniform(key, (2,))
-Array([0.08723921, 0.85596926], dtype=float64)
+Array([0.08723912, 0.85597221], dtype=float64)
 >>> mt.random.uniform(key, (2,))
-Array([0.08723921, 0.85596926], dtype=float64)
+Array([0.08723912, 0.85597221], dtype=float64)
 >>> dropout_key, noise_key = mt.random.split(key)
 >>> step_key = mt.random.fold_in(key, 1000)
 
@@ -518,7 +518,7 @@ def bits(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.uint64) -> A
 
     >>> import meshtape as mt
     >>> mt.random.bits(mt.random.key(0), (2,))
-    Array([ 1609277086490243916, 15789801125157703132], dtype=uint64)
+    Array([ 1609277786247541068, 15789900245555285980], dtype=uint64)
     """
     wanted = np.dtype(dtype)
     if wanted not in (_U64, _U32):
@@ -681,9 +681,9 @@ def bernoulli(key: Any, p: Any = 0.5, shape: int | Sequence[int] | None = None) 
     Examples
     --------
     >>> import meshtape as mt
-    >>> keep = mt.random.bernoulli(mt.random.key(0), 0.9, (10000,))
-    >>> int(mt.sum(keep)) // 100
-    90
+    >>> keep = mt.random.bernoulli(mt.random.key(0), 0.9, (100_000,))
+    >>> round(float(mt.mean(keep)), 2)
+    0.9
     """
     from ._array import Array
     from .creation import asarray

@@ -174,6 +174,8 @@ def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
     n = float(_count(x, axis, "mean") or "nan")
     if _is_low_precision(x.dtype):
         return (sum(x.astype(np.float32), axis=axis, keepdims=keepdims) / n).astype(x.dtype)
+    if x.dtype.kind in "iu":
+        x = x.astype(np.float64)  # a sum of integers may overflow where their mean does not
     return sum(x, axis=axis, keepdims=keepdims) / n
 
 
@@ -184,6 +186,9 @@ def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
     from .elementwise import square
 
     x = asarray(x)
+    if _is_low_precision(x.dtype):
+        # A mean rounded to few digits would count as deviation.
+        return var(x.astype(np.float32), axis=axis, correction=correction, keepdims=keepdims).astype(x.dtype)
     n = _count(x, axis, "var")
     rest = float(n - correction)
     d = x - mean(x, axis=axis, keepdims=True)

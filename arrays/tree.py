@@ -159,3 +159,13 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[A
 def path_name(path: Path) -> str:
     """A path as people read it: ``('layers', 0, 'w')`` becomes ``layers.0.w``."""
     return ".".join(str(p) for p in path)
+
+
+def map_with_path(fn: Callable[[Path, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """``fn(path, leaf)`` for each leaf; the structure stays.
+
+    >>> map_with_path(lambda path, x: f"{path_name(path)}={x}", {"a": [1, 2]})
+    {'a': ['a.0=1', 'a.1=2']}
+    """
+    _, treedef = flatten(tree, is_leaf)
+    return unflatten(treedef, [fn(path, x) for path, x in flatten_with_path(tree, is_leaf)])

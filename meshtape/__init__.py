@@ -48,7 +48,7 @@ _LAZY = {
         "parallel",
     ),
     **dict.fromkeys(
-        ("Checkpoint", "CheckpointManager", "load", "merge", "open_checkpoint", "save"),
+        ("Checkpoint", "CheckpointManager", "LoadReport", "load", "merge", "open_checkpoint", "save", "verify"),
         "storage",
     ),
 }

@@ -155,7 +155,7 @@ class DaskRuntime:
         out: list[gang.Source] = []
         for i, h in enumerate(handles):
             if i in shipped:
-                out.append({r: np.ascontiguousarray(shipped[i].block(r)) for r in self._hosted(process)})
+                out.append({r: np.asarray(shipped[i].block(r), order="C") for r in self._hosted(process)})
             else:
                 if h.gang not in gangs:
                     gangs.append(h.gang)
@@ -182,7 +182,7 @@ class DaskRuntime:
         run = uuid.uuid4().hex
         futures = []
         for p, address in enumerate(self.addresses):
-            bundle = gang.Bundle(run, {0: {r: np.ascontiguousarray(h.block(r)) for r in self._hosted(p)}})
+            bundle = gang.Bundle(run, {0: {r: np.asarray(h.block(r), order="C") for r in self._hosted(p)}})
             key = f"meshtape-blocks-{run}-{p}"
             futures.append(self._scatter_one(key, bundle, address))
         return RemoteBlocks(Gang(run, "distribute", futures), 0, self._dead)

@@ -189,7 +189,7 @@ class Prepared:
                 if key not in sent:
                     sent.add(key)
                     block = env[r.source_rank][m.source]
-                    sends.setdefault(r.process, []).append(np.ascontiguousarray(block[r.source.slices]))
+                    sends.setdefault(r.process, []).append(np.asarray(block[r.source.slices], order="C"))
             buffers: dict[tuple[int, Box], np.ndarray] = {}
             for r in m.receives:
                 place = (r.source_rank, r.source)

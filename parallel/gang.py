@@ -222,4 +222,4 @@ def take_blocks(spec: Call, bundle: Bundle) -> dict[int, np.ndarray]:
     """Task that hands blocks to the client."""
     spec.seat.take()
     _, slot = spec.sources[0]
-    return {r: np.ascontiguousarray(bundle.slots[slot][r]) for r in spec.payloads}
+    return {r: np.asarray(bundle.slots[slot][r], order="C") for r in spec.payloads}

@@ -20,7 +20,6 @@ after a day, because this host cannot ask.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH100, PTH112, PTH118, PTH119, PTH120, PTH208
 
 from __future__ import annotations
 

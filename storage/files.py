@@ -8,7 +8,6 @@ Files and directories are created with the process's umask, never with the priva
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH102, PTH104, PTH106, PTH108
 
 from __future__ import annotations
 

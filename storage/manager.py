@@ -1,7 +1,6 @@
 """`CheckpointManager`: a directory of numbered checkpoints of which the last few are kept."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH100, PTH118, PTH208
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ A manifest is read as hostile text: every type, range and file name is checked b
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH118, PTH123
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ Memory is bounded by `WINDOW`: an array passes through it in boxes of whole chun
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH100, PTH118, PTH208
 
 from __future__ import annotations
 

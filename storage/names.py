@@ -8,7 +8,6 @@ bytes are percent-escaped, so any string is a legal, bounded, unreserved file na
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH118
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ What a path holds is told by its content: a meshtape manifest, a safetensors fil
 hierarchy by others.
 """
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH100, PTH110, PTH112, PTH113, PTH118, PTH119, PTH123, PTH202, PTH208
 
 from __future__ import annotations
 

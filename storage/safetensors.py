@@ -10,7 +10,6 @@ arrays that are not contiguous with other values (https://github.com/safetensors
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH100, PTH113, PTH120, PTH123
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ balanced; the choice depends on nothing but the tree and the mesh. The calling p
 array was written exactly once, adds the metadata and the manifest, and commits (see ``commit``).
 """
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH100, PTH110, PTH112, PTH118, PTH208
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ independent calls, each of which returns the number of bytes that it read; `run`
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH110, PTH118
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`verify`: read every byte of a checkpoint and compare it with what the manifest says."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
-# ruff: noqa: PTH118
 
 from __future__ import annotations
 

@@ -30,17 +30,11 @@ def test_a_device_is_its_name(name):
 def test_short_names():
     assert mt.device("cuda") is mt.device("cuda:0")
     assert mt.device("cpu:0") is mt.device("cpu")
+    assert mt.device("cuda:007") is mt.device("cuda:7")
 
 
-@pytest.mark.parametrize("bad", ["gpu", "", "cpu:1", "cuda:", "cuda:-1", "cuda:x", "CPU", " cpu", 0, None])
+@pytest.mark.parametrize("bad", ["gpu", "", "cpu:1", "cpu:", "cuda:", "cuda:-1", "cuda:x", "CPU", " cpu", 0, None])
 def test_unknown_devices(bad):
-    if bad == "cuda:":
-        # A colon without a number names the first one, like no colon at all, or nothing: it must not crash.
-        try:
-            assert mt.device(bad).kind == "cuda"
-        except DeviceError:
-            pass
-        return
     with pytest.raises(DeviceError, match="cpu"):
         mt.device(bad)
 
@@ -80,7 +74,7 @@ def test_without_cupy_a_cuda_array_says_how_to_get_it():
         lambda: mt.asarray([1.0], device="cuda:0"),
         lambda: mt.random.key(0, device="cuda:0"),
     ):
-        with pytest.raises(BackendError, match="pip install.*cuda"):
+        with pytest.raises(BackendError, match=r"pip install.*cuda"):
             make()
     with mt.use_device("cuda:0"), pytest.raises(BackendError):
         mt.zeros(2)

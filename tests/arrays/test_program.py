@@ -26,8 +26,7 @@ def programs(draw):
     builder = ProgramBuilder()
     aval = ShapeDtype((3,), F64)
     known = [builder.input(aval) for _ in range(draw(st.integers(1, 3)))]
-    for k in range(draw(st.integers(0, 2))):
-        known.append(builder.constant(np.full(3, k + 2.0), aval))
+    known += [builder.constant(np.full(3, k + 2.0), aval) for k in range(draw(st.integers(0, 2)))]
     for _ in range(draw(st.integers(0, 14))):
         op = OPS[draw(st.sampled_from(NAMES))]
         any_input = st.sampled_from(known)

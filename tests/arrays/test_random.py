@@ -593,3 +593,43 @@ def test_shapes_and_dtypes(dtype, shape):
     for x in (r.uniform(K, shape, dtype), r.normal(K, shape, dtype), r.exponential(K, shape, dtype), r.gumbel(K, shape, dtype), r.truncated_normal(K, -1, 1, shape, dtype)):  # fmt: skip
         assert x.shape == want
         assert x.dtype == dtype
+
+
+# ----- recording ------------------------------------------------------------------------------------------------------
+
+
+def test_a_draw_is_one_op_with_its_block_in_the_parameters():
+    from meshtape.arrays._op import recording
+
+    class Recorder:
+        def __init__(self):
+            self.calls = []
+
+        def record(self, op, args, outs, params, origin, site):
+            self.calls.append((op.name, dict(params), origin))
+
+    r = Recorder()
+    with recording(r):
+        mt.random.normal(K, (2, 3))
+        mt.random.bernoulli(K, 0.5, (4,))
+        mt.random.permutation(K, 5)
+    assert [c[0] for c in r.calls] == ["random_normal", "random_bernoulli", "random_permutation"]
+    assert r.calls[0][1] == {
+        "shape": (2, 3), "offset": (0, 0), "global_shape": (2, 3), "dtype": F64, "mean": 0.0, "std": 1.0,
+    }  # fmt: skip
+    for _, params, _ in r.calls:
+        assert {"shape", "offset", "global_shape", "dtype"} <= set(params)
+
+
+def test_memory_beyond_the_result_is_bounded():
+    import tracemalloc
+
+    key = np.array([1, 2], np.uint64)
+    for block, offset in [((4000, 3000), (0, 0)), ((4000, 40), (0, 7)), ((4000, 1000), (0, 500))]:
+        tracemalloc.start()
+        out = random.NORMAL.numpy(
+            key, shape=block, offset=offset, global_shape=(4000, 3000), dtype=F32, mean=0.0, std=1.0
+        )
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < out.nbytes + 16 * 2**20

@@ -186,7 +186,7 @@ SAMPLES: dict[str, list[Sample]] = {
     "asin": unary("asin", -0.7, 0.7),
     "acos": unary("acos", -0.7, 0.7),
     "atan": unary("atan", -0.7, 0.7),
-    "atan2": [*binary("atan2", 0.5, 2.0, complex_too=False), (mt.atan2, (I([0.0, 0.3]), I([-1.0, -2.0])))],
+    "atan2": [*binary("atan2", 0.5, 2.0, complex_too=False), (mt.atan2, (I([0.2, -0.3]), I([-1.0, -2.0])))],
     "sinh": unary("sinh", -1, 1),
     "cosh": unary("cosh", -1, 1),
     "tanh": unary("tanh", -1, 1),

@@ -1,0 +1,79 @@
+"""The main job: its parts against the unsharded run, and as a command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape import demo
+
+
+@pytest.fixture(scope="module")
+def digits() -> demo.Digits:
+    return demo.load_digits()
+
+
+def start(mesh: mt.Mesh | None) -> dict:
+    params = demo.init(mt.random.key(0), 64)
+    state = {"params": params, "optimizer": demo.optimizer.init(params)}
+    if mesh is None:
+        return state
+    return mt.tree.map_with_path(lambda path, x: mt.distribute(x, demo.sharding_of(path, mesh)), state)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"model": 3}, {"data": 3}], ids=str)
+def test_training_on_a_mesh_equals_training_without(axes: dict[str, int], digits: demo.Digits) -> None:
+    mesh = mt.Mesh(axes)
+    plain, split = start(None), start(mesh)
+    step = mt.compile(demo.train_step)
+    rows = {"data": mt.Shard(0)} if "data" in axes else {}
+    for i in range(3):
+        x, y = digits.batch(0, i)
+        plain, expected = step(plain, mt.asarray(x), mt.asarray(y))
+        split, found = step(split, mt.distribute(x, mesh, **rows), mt.distribute(y, mesh, **rows))
+        np.testing.assert_allclose(float(found["loss"]), float(expected["loss"]), rtol=1e-5)
+        assert float(found["accuracy"]) == pytest.approx(float(expected["accuracy"]))
+    for (path, a), (_, b) in zip(mt.tree.flatten_with_path(split), mt.tree.flatten_with_path(plain), strict=True):
+        # Adam divides by the root of tiny second moments: rounding of the sums is what may differ.
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=2e-5, err_msg=str(path))
+        assert a.sharding == demo.sharding_of(path, mesh), path
+    assert step.signatures == 2
+
+
+def test_batches_are_a_function_of_seed_and_step(digits: demo.Digits) -> None:
+    again = demo.load_digits()
+    for step in (0, digits.steps_per_epoch, 5 * digits.steps_per_epoch + 3):
+        for a, b in zip(digits.batch(3, step), again.batch(3, step), strict=True):
+            np.testing.assert_array_equal(a, b)
+    seen = np.concatenate([digits.batch(0, i)[0] for i in range(digits.steps_per_epoch)])
+    assert len(np.unique(seen, axis=0)) > 0.95 * len(seen), "an epoch visits every image once"
+
+
+def test_the_demo_command_succeeds_and_leaves_what_it_says(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "meshtape", "demo", "--directory", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in ("test accuracy", "✓", "steps per second", "while resharding", "Try next", "meshtape ls"):
+        assert text in done.stdout
+    assert "✗" not in done.stdout
+    (run,) = (tmp_path / "out").iterdir()
+    assert len(list((run / "checkpoints").glob("step-*"))) == 2, "the last two are kept"
+    assert mt.open_checkpoint(run / "model" / "model.safetensors")["params.w1"].shape == (64, demo.HIDDEN)
+
+
+def test_a_result_that_is_too_bad_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "WANTED_ACCURACY", 1.1)
+    with pytest.raises(demo.DemoFailed, match="accuracy"):
+        demo.run(directory=tmp_path, epochs=1)
