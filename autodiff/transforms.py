@@ -16,7 +16,7 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._dispatch import apply
 from ..arrays._op import not_recording
-from ..arrays.creation import asarray, zeros_like
+from ..arrays.creation import asarray, zeros, zeros_like
 from ..arrays.elementwise import ALIAS
 from ..arrays.errors import GradientError
 from .tape import Tape, is_differentiable, same_value
@@ -217,9 +217,11 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
     return grad(slope)(x)
 
 
-def jacobian(fn: Callable[[Any], Array]) -> Callable[[Any], Array]:
-    """Jacobian of a function from one array to one array: shape ``(*output, *input)``, one pull back an output element.
+def jacobian(fn: Callable[[Any], Array]) -> Callable[[Any], Any]:
+    """Jacobian of a function from an array, or a tree of them, to one array.
 
+    The result has the structure of the argument; its leaves have the shape ``(*output, *leaf)``. One pull back an output element.
+    
     >>> import meshtape as mt
     >>> mt.jacobian(lambda x: x * x)(mt.asarray([1.0, 2.0]))
     Array([[2., 0.],
@@ -227,27 +229,24 @@ def jacobian(fn: Callable[[Any], Array]) -> Callable[[Any], Array]:
     """
     from ..arrays.manipulation import reshape, stack
 
-    def wrapped(x: Any) -> Array:
-        x = asarray(x)
+    def wrapped(x: Any) -> Any:
         y, pull = vjp(fn, x)
-        rows = []
-        for i in range(y.size):
-            seed = np.zeros(y.size, y.dtype)
-            seed[i] = 1
-            rows.append(pull(asarray(seed.reshape(y.shape), device=None))[0])
-        if not rows:
-            return (
-                zeros_like(reshape(x, (*y.shape, *x.shape)))
-                if x.size == 0
-                else asarray(np.zeros((*y.shape, *x.shape), x.dtype))
-            )
-        return reshape(stack(rows), (*y.shape, *x.shape))
+        if not isinstance(y, Array):
+            raise GradientError(f"[jacobian] the function must return an Array, got {type(y).__name__}")
+        zero = zeros_like(y)
+        rows = [pull(zero.at[i].set(1.0))[0] for i in np.ndindex(y.shape)]
+
+        def join(like: Array, *parts: Array) -> Array:
+            shape = (*y.shape, *like.shape)
+            return reshape(stack(parts), shape) if parts else zeros(shape, dtype=like.dtype, device=like.device)
+
+        return trees.tree_map(join, pull(zero)[0], *rows)
 
     return wrapped
 
 
-def hessian(fn: Callable[[Any], Array]) -> Callable[[Any], Array]:
-    """Hessian of a scalar function of one array: shape ``(*input, *input)``.
+def hessian(fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Hessian of a scalar function of one array: shape ``(*input, *input)``. Of trees, see :func:`hvp`.
 
     >>> import meshtape as mt
     >>> mt.hessian(lambda x: (x ** 3).sum())(mt.asarray([1.0, 2.0]))

@@ -61,12 +61,15 @@ def placements(name: str) -> dict[str, Any]:
 
 
 def sharding_of(path: tuple[Any, ...], mesh: Any) -> Any:
-    """The sharding of a leaf of the training state. The optimizer's slots follow their parameter, whose path ends theirs."""
+    """The sharding of a leaf of the training state, on a mesh that may lack an axis.
+
+    The optimizer's slots follow their parameter, whose path ends theirs.
+    """
     keys = [str(k) for k in path]
     for start in range(len(keys)):
         found = placements(".".join(keys[start:]))
         if found:
-            return mt.Sharding(mesh, **found)
+            return mt.Sharding(mesh, **{axis: p for axis, p in found.items() if axis in mesh.names})
     return mt.Sharding(mesh)
 
 

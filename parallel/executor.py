@@ -231,7 +231,8 @@ class Prepared:
         reducer = REDUCERS[m.plan.reduce] if m.plan.reduce else None
         whole = Box.whole(rp.box.shape)
         if reducer is not None and all(p.target == whole for p in rp.pieces) and len(rp.pieces) > 1:
-            out = reducer(piece(rp.pieces[0]), piece(rp.pieces[1])).astype(m.dtype, copy=False)
+            # A ufunc gives 0-d results as scalars, which cannot be written to.
+            out = np.asarray(reducer(piece(rp.pieces[0]), piece(rp.pieces[1])), m.dtype)
             for p in rp.pieces[2:]:
                 reducer(out, piece(p), out=out)
             return out

@@ -11,7 +11,8 @@ computes. Legend:
   only where the split falls on multiples of 3 (*blocked*).
 
 ``linear`` lists the sets of operands in which the op is jointly linear: when exactly those are ``Partial("sum")`` along a mesh
-axis, so is the result, and nothing needs to be reduced yet.
+axis, so is the result, and nothing needs to be reduced yet. ``made`` says that any block of the results can be made from
+operands that every rank has whole (random numbers): a part of a replicated one is then made, not cut out.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class FactorRule:
     results: tuple[tuple[Dim | None, ...], ...]
     linear: tuple[frozenset[int], ...] = ()
     localize: Localize | None = None
+    made: bool = False
 
 
 Maker = Callable[[Op, Sequence[ShapeDtype | Any], Sequence[ShapeDtype], Mapping[str, Any]], FactorRule]
@@ -101,6 +103,7 @@ class Letters:
         results: Sequence[Sequence[Dim | None]],
         linear: Sequence[Sequence[int]] = (),
         localize: Localize | None = None,
+        made: bool = False,
     ) -> FactorRule:
         return FactorRule(
             tuple(self.factors),
@@ -108,6 +111,7 @@ class Letters:
             tuple(map(tuple, results)),
             tuple(map(frozenset, linear)),
             localize,
+            made,
         )
 
 

@@ -143,6 +143,7 @@ class _Writer:
         self.due_targets: set[int] = set()
         self.moved: dict[tuple[int, Layout], int] = {}
         self.seen: dict[Any, tuple[int, ...]] = {}
+        self.made: dict[int, Local] = {}  # results any block of which a rank can make by itself
         self.next_var = max(program.avals, default=-1) + 1
 
     def new(self, aval: ShapeDtype, layout: Layout) -> int:
@@ -158,6 +159,10 @@ class _Writer:
             return var
         key = (var, layout)
         found = self.moved.get(key)
+        if found is None and var in self.made and not layout.partials:
+            made = self.made[var]
+            found = self.moved[key] = self.new(self.avals[var], layout)
+            self.steps.append(made._replace(outputs=(found,)))
         if found is None:
             if dict(now.partials).keys() - dict(layout.partials).keys() and len({o for _, o in now.partials}) > 1:
                 # Different pending reductions are not one: do the innermost axis first.
@@ -270,7 +275,10 @@ def _place_entry(w: _Writer, e: Entry, renamed: dict[int, int]) -> None:
     w.use(inputs)
     w.layouts.update(zip(e.outputs, placed.results, strict=True))
     site = "" if e.site is None else site_text(e.site)
-    w.steps.append(Local(e.op, inputs, e.outputs, dict(e.params), placed.rule, e.origin, site))
+    step = Local(e.op, inputs, e.outputs, dict(e.params), placed.rule, e.origin, site)
+    w.steps.append(step)
+    if placed.rule.made:
+        w.made[e.outputs[0]] = step
 
 
 def _inline(w: _Writer, e: Entry, avals: tuple[Any, ...], renamed: dict[int, int]) -> None:
@@ -317,10 +325,14 @@ def decomposition(op: Op, avals: tuple[Any, ...], params: Mapping[str, Any], ori
 
 
 def _with_frees(p: RankProgram) -> RankProgram:
-    """The variables that may be dropped after each step."""
+    """The variables that may be dropped after each step, and no step that nobody needs: draws that were made in parts instead."""
     needed = set(p.outputs)
     frees: list[tuple[int, ...]] = []
+    steps: list[Step] = []
     for s in reversed(p.steps):
+        if isinstance(s, Local) and needed.isdisjoint(s.outputs):
+            continue
+        steps.append(s)
         if isinstance(s, Moves):
             used = dict.fromkeys([m.source for m in s.moves] + [m.target for m in s.moves])
         else:
@@ -331,7 +343,7 @@ def _with_frees(p: RankProgram) -> RankProgram:
     return RankProgram(
         p.sizes,
         p.inputs,
-        p.steps,
+        tuple(reversed(steps)),
         p.outputs,
         {v: a for v, a in p.avals.items() if v in keep},
         {v: x for v, x in p.layouts.items() if v in keep},

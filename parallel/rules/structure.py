@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ...arrays import indexing as ix
 from ...arrays import linalg, norms
 from ...arrays import manipulation as m
@@ -133,13 +135,11 @@ def _index_dims(
     on its own."""
     array_dims: list[Dim | None] = []
     out: list[Dim | None] = []
-    slots = [p for p in template if isinstance(p, ix.Slot)]
-    common: list[Dim] = []
-    if slots:
-        import numpy as np
-
-        common = list(letters.many(np.broadcast_shapes(*index_shapes)))
-    joined = [i for i, p in enumerate(template) if isinstance(p, ix.Slot | int)]
+    truths = [(int(p.value),) for p in template if isinstance(p, ix.Truth)]
+    advanced = not ix.is_basic(template)
+    # A boolean in the key is an index array of its own, of fixed length: the others cannot then be split beside it.
+    common = letters.many(np.broadcast_shapes(*index_shapes, *truths), whole=bool(truths)) if advanced else ()
+    joined = [i for i, p in enumerate(template) if isinstance(p, ix.Slot | ix.Truth | int)]
     together = bool(joined) and joined == list(range(joined[0], joined[-1] + 1))
     front: int | None = None
     axis = 0
@@ -155,12 +155,14 @@ def _index_dims(
             else:
                 array_dims.append(letters.new(shape[axis], whole=True))
                 out.append(None)
-        else:
+            axis += 1
+            continue
+        if advanced and front is None:
+            front = len(out)
+        if not isinstance(p, ix.Truth):
             array_dims.append(letters.new(shape[axis], whole=True))
-            if slots and front is None:
-                front = len(out)
-        axis += 1
-    if slots:
+            axis += 1
+    if advanced:
         at = front if together and front is not None else 0
         out[at:at] = common
     index_dims = []

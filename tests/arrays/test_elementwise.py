@@ -132,10 +132,7 @@ def test_promotion_is_numpys(left, right):
     assert (mt.asarray(x) + mt.asarray(y)).dtype == (x + y).dtype
 
 
-NOT_WEAK = pytest.mark.xfail(strict=True, reason="ml_dtypes promotes bfloat16 with a Python float to float32")
-
-
-@pytest.mark.parametrize("dtype", [*REALS, *COMPLEX, pytest.param("bfloat16", marks=NOT_WEAK)])
+@pytest.mark.parametrize("dtype", [*REALS, *COMPLEX, "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_python_numbers_are_weak(dtype):
     x = mt.ones(2, dtype=getattr(mt, dtype))
     assert (x + 1).dtype == x.dtype

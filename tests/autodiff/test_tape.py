@@ -1,0 +1,485 @@
+"""The tape: what it records, what it keeps, what it frees, and what it says when it is misused."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import tracemalloc
+import weakref
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.arrays import OPS
+from meshtape.arrays._dispatch import apply
+from meshtape.arrays._op import state
+from meshtape.arrays.norms import layer_norm
+from meshtape.autodiff.rules import RULES
+
+GradientError = mt.errors.GradientError
+
+
+def arr(*values):
+    return mt.asarray(list(values), dtype=mt.float64)
+
+
+def watched(*values):
+    x = arr(*values)
+    tape = mt.Tape()
+    tape.watch(x)
+    return tape, x
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    yield
+    assert state.recorders == ()
+    assert state.origin is None
+
+
+# ----- asking ---------------------------------------------------------------------------------------------------------
+
+
+def test_sources_are_a_tree():
+    tape, x = watched(1, 2)
+    n = mt.asarray([1, 2])
+    with tape:
+        y = x * x
+        z = (y * n).sum()
+    g = tape.gradient(z, {"x": x, "y": [y], "n": n})
+    assert (g["x"].tolist(), g["y"][0].tolist(), g["n"]) == ([2, 8], [1, 2], None)
+
+
+def test_unconnected_sources():
+    tape = mt.Tape(persistent=True)
+    x, y = arr(1, 2), arr(3)
+    tape.watch(x, y)
+    with tape:
+        z = x.sum()
+    assert tape.gradient(z, [x, y])[1] is None
+    assert tape.gradient(z, [x, y], unconnected="zeros")[1].tolist() == [0]
+    with pytest.raises(ValueError, match="unconnected must be"):
+        tape.gradient(z, x, unconnected="zero")
+
+
+def test_a_tape_is_used_up_unless_persistent():
+    tape, x = watched(1, 2)
+    with tape:
+        y = (x * x).sum()
+    assert tape.gradient(y, x).tolist() == [2, 4]
+    with pytest.raises(GradientError, match=r"used up .* Tape\(persistent=True\)"):
+        tape.gradient(y, x)
+    again = mt.Tape(persistent=True)
+    again.watch(x)
+    seed = arr(1, 10)
+    with again:
+        y = x * x
+    for _ in range(3):
+        assert again.gradient(y, x, seed).tolist() == [2, 40]
+    assert seed.tolist() == [1, 10]
+    assert len(again) == 1
+
+
+def test_recording_may_be_continued():
+    tape, x = watched(1, 2)
+    with tape:
+        y = x * x
+    z = y * 100.0  # not seen
+    with tape:
+        w = (y * 3.0).sum()
+    assert z.tolist() == [100, 400]
+    assert tape.gradient(w, x).tolist() == [6, 12]
+
+
+def test_stop_recording():
+    tape, x = watched(1, 2)
+    with tape:
+        y = x * 2.0
+        with tape.stop_recording():
+            factor = y * 1.0
+            y[0] = 50.0  # a new value, unknown to the tape
+        z = (x * factor).sum() + y.sum()
+    assert tape.gradient(z, x).tolist() == [2, 4]
+
+
+def test_stop_recording_leaves_other_tapes_alone():
+    x = arr(1, 2)
+    with mt.Tape() as outer, mt.Tape() as inner:
+        outer.watch(x)
+        inner.watch(x)
+        with inner.stop_recording():
+            y = (x * x).sum()
+        with mt.no_grad():
+            z = (x * x).sum()
+    assert inner.gradient(y, x) is None
+    assert outer.gradient(y + z, x) is None
+    assert outer._used
+    with mt.Tape(persistent=True) as outer, mt.Tape() as inner:
+        outer.watch(x)
+        with inner.stop_recording():
+            y = (x * x).sum()
+    assert outer.gradient(y, x).tolist() == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("ask", "match"),
+    [
+        (lambda t, x, y: t.gradient(y, x), r"\[gradient\] the target has shape \(2,\): reduce it to one element"),
+        (lambda t, x, y: t.gradient(y.sum(), arr(1)), r"the source \(shape \(1,\)\) was not watched"),
+        (lambda t, x, y: t.gradient(y, {"p": [x, arr(1)]}, y), r"p\.1 \(shape \(1,\)\) was not watched"),
+        (lambda t, x, y: t.gradient(y, 3.0, y), r"the source is no Array but float"),
+        (lambda t, x, y: t.gradient(2.0, x), r"the target is no Array but float"),
+        (lambda t, x, y: t.gradient(y > 0, x, y > 0), r"the target has dtype bool, which has no derivatives"),
+        (lambda t, x, y: t.gradient(y, x, arr(1, 2, 3)), r"the seed has shape \(3,\), the target \(2,\)"),
+        (lambda t, x, y: t.gradient(y, x, mt.asarray([1j, 0])), r"the seed has dtype complex128, the target float64"),
+        (lambda t, x, y: t.watch(3.0), r"\[watch\] takes Arrays, got float: make one with mt.asarray"),
+        (lambda t, x, y: t.watch(np.ones(2)), r"\[watch\] takes Arrays, got ndarray"),
+    ],
+)
+def test_misuse_is_named_and_does_not_use_the_tape_up(ask, match):
+    tape, x = watched(1, 2)
+    with tape:
+        y = x * x
+    with pytest.raises(GradientError, match=match):
+        ask(tape, x, y)
+    assert tape.gradient(y, x, arr(1, 1)).tolist() == [2, 4]
+
+
+def test_a_tape_cannot_be_entered_twice_at_once():
+    tape, _ = watched(1)
+    with tape, pytest.raises(GradientError, match="recording already"), tape:
+        pass
+    with tape:
+        pass
+
+
+def test_a_seed_of_a_narrower_dtype_is_cast():
+    tape, x = watched(1, 2)
+    with tape:
+        y = x * x
+    g = tape.gradient(y, x, mt.asarray([1, 2], dtype=mt.float32))
+    assert (g.tolist(), g.dtype) == ([2, 8], mt.float64)
+
+
+# ----- values that are written to -------------------------------------------------------------------------------------
+
+
+def test_in_place_writes_do_not_reach_saved_values():
+    tape, x = watched(1, 2, 3)
+    with tape:
+        y = x * x
+        x[0] = 0.0
+        z = x * 1.0
+        v = z[0:2]
+        w = z * z
+        v[...] = 7.0
+        total = y.sum() + w.sum()
+    x[:] = -1.0
+    z[:] = -1.0
+    assert tape.gradient(total, x).tolist() == [2, 4 + 4, 6 + 6]
+
+
+def test_the_gradient_is_that_of_the_watched_value():
+    tape, x = watched(0, 1, 2, 3, 4, 5)
+    v = arr(10, 20, 30)
+    tape.watch(v)
+    with tape:
+        x[[1, 1, 5]] = v
+        y = x * 1.0
+    dx, dv = tape.gradient(y, [x, v], arr(1, 2, 3, 4, 5, 6))
+    assert (dx.tolist(), dv.tolist()) == ([1, 0, 3, 4, 5, 0], [0, 2, 6])
+    assert x.tolist() == [0, 20, 2, 3, 4, 30]
+
+
+def test_a_write_outside_the_tape_makes_a_new_value():
+    tape, x = watched(1, 2)
+    with tape:
+        y = x * x
+    y[0] = 100.0
+    with tape:
+        z = (y * 3.0).sum()  # of an array that the tape has never seen
+    assert tape.gradient(z, x) is None
+
+
+def test_watching_again_after_a_write():
+    tape, x = watched(1, 2)
+    with tape:
+        x[0] = 5.0
+        tape.watch(x)
+        y = (x * x).sum()
+    assert tape.gradient(y, x).tolist() == [10, 4]
+
+
+# ----- buffers --------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_share_nothing_that_shows():
+    tape = mt.Tape()
+    x, y = arr(1, 2), arr(3, 4)
+    tape.watch(x, y)
+    seed = arr(1, 10)
+    with tape:
+        z = x + y
+    dx, dy, dz = tape.gradient(z, [x, y, z], seed)
+    dx[...] = 0.0
+    assert (dy.tolist(), dz.tolist(), seed.tolist()) == ([1, 10], [1, 10], [1, 10])
+    dz += 5.0
+    seed[0] = -1.0
+    assert (dx.tolist(), dy.tolist(), dz.tolist()) == ([0, 0], [1, 10], [6, 15])
+
+
+def test_the_seed_is_never_changed():
+    tape = mt.Tape(persistent=True)
+    x = arr(1, 2)
+    tape.watch(x)
+    seed, numpy_seed = arr(1, 10), np.asarray([1.0, 10.0])
+    with tape:
+        z = x + x + x * 2.0 + x
+    for s in (seed, numpy_seed):
+        for _ in range(2):
+            assert tape.gradient(z, x, s).tolist() == [5, 50]
+        assert np.asarray(s).tolist() == [1, 10]
+
+
+def test_accumulation_does_not_write_into_a_kept_cotangent():
+    # y is a source itself; its cotangent is passed on to a and b, which get more from elsewhere.
+    tape = mt.Tape()
+    a, b = arr(1, 2), arr(3, 4)
+    tape.watch(a, b)
+    with tape:
+        y = a + b
+        z = (y * y + y * 3.0 + a * 2.0 + b + a).sum()
+    da, db, dy = tape.gradient(z, [a, b, y])
+    assert dy.tolist() == [11, 15]
+    assert da.tolist() == [14, 18]
+    assert db.tolist() == [12, 16]
+
+
+def test_gradients_of_broadcasts_can_be_written():
+    x = arr(1, 2)
+    g = mt.grad(lambda x: x.sum())(x)
+    g[0] = 5.0
+    assert g.tolist() == [5, 1]
+
+
+def peak_of(fn) -> int:
+    fn()
+    tracemalloc.start()
+    try:
+        fn()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_chain_of_adds_keeps_nothing():
+    n = 200_000
+    x = mt.ones(n)
+
+    def run():
+        tape = mt.Tape()
+        tape.watch(x)
+        with tape:
+            y = x
+            for _ in range(20):
+                y = y + 1.0
+        tape.gradient(y, x, y)
+
+    assert peak_of(run) < 3.2 * 8 * n
+
+
+def test_saved_values_are_freed_on_the_way_back():
+    n = 100_000
+    x = mt.ones(n)
+
+    def run():
+        tape = mt.Tape()
+        tape.watch(x)
+        with tape:
+            y = x
+            for _ in range(20):
+                y = mt.tanh(y)  # keeps its result
+        assert tape.gradient(y, x, mt.ones(n)).shape == (n,)
+
+    # 20 results on the way up; on the way down a few temporaries beside what is left of them.
+    assert peak_of(run) < 26 * 8 * n
+
+
+def buffer_ref(x) -> weakref.ref:
+    return weakref.ref(x._buf)
+
+
+def test_only_what_a_rule_names_is_kept():
+    tape, x = watched(1, 2)
+    with tape:
+        y = x * 3.0
+        added, product = buffer_ref(y), None
+        z = y + 1.0
+        product = buffer_ref(z)
+        w = z * z
+        out = w.sum()
+        del y, z, w
+    assert added() is None, "a sum needs no operand"
+    assert product() is not None, "a product needs its operands"
+    tape.gradient(out, x)
+    assert product() is None, "freed as soon as the walk has passed"
+
+
+def test_no_cycles():
+    """Nothing waits for the garbage collector: buffers die when their last holder goes."""
+    gc.collect()
+    gc.disable()
+    try:
+        refs = []
+
+        def step(params, x):
+            refs.append(buffer_ref(x))
+            refs.extend(buffer_ref(p) for p in params.values())
+            h = layer_norm(mt.nn.gelu(x @ params["w"]), 4, params["g"])
+            refs.append(buffer_ref(h))
+            return (h * h).sum()
+
+        params = {"w": mt.ones((4, 4)), "g": mt.ones(4)}
+        x = mt.ones((3, 4))
+        value, grads = mt.value_and_grad(step)(params, x)
+        y, pull = mt.vjp(step, params, x)
+        hvp = mt.hvp(lambda x: step(params, x), x, x)
+        refs += [buffer_ref(a) for a in (value, grads["w"], y, hvp, pull(y)[1])]
+        refs.append(weakref.ref(grads["w"]))
+        del params, x, value, grads, y, pull, hvp
+        assert sum(r() is not None for r in refs) == 0
+        assert len(refs) > 12
+    finally:
+        gc.enable()
+
+
+# ----- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_threads_do_not_mix():
+    tape, x = watched(1, 2)
+    barrier = threading.Barrier(4)
+    results = {}
+
+    def work(k):
+        own = mt.Tape()
+        mine = arr(k, k)
+        own.watch(mine)
+        barrier.wait()
+        with own:
+            y = x * 5.0  # x is watched by the tape of the main thread, not by this one
+            for _ in range(50):
+                mine_y = mt.layer_norm(mine, 2) + mine * mine
+                assert state.origin is None
+        assert {r.entry.origin for r in own._records} == {"layer_norm", None}
+        results[k] = own.gradient((mine_y).sum() * 1.0 if False else mine_y, mine, arr(1, 1)).tolist(), len(y)
+
+    with tape:
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(1, 4)]
+        for t in threads:
+            t.start()
+        barrier.wait()
+        for _ in range(50):
+            y = (x * x).sum()
+        for t in threads:
+            t.join()
+    assert len(tape) == 100
+    assert tape.gradient(y, x).tolist() == [2, 4]
+    assert results == {k: ([2.0 * k, 2.0 * k], 2) for k in (1, 2, 3)}
+
+
+# ----- origins and errors ---------------------------------------------------------------------------------------------
+
+
+def origins(fn, *args):
+    with mt.Tape() as tape:
+        tape.watch(*args)
+        fn(*args)
+    return [r.entry.origin for r in tape._records]
+
+
+def test_entries_carry_the_outermost_public_function():
+    x = arr(1, 2)
+    found = origins(mt.nn.softmax, x)
+    assert len(found) >= 3
+    assert set(found) == {"softmax"}
+    # cross_entropy calls log_softmax and mean; the word of the user is kept.
+    assert set(origins(lambda x: mt.nn.cross_entropy(x, mt.asarray(1)), x)) == {"cross_entropy"}
+    assert origins(lambda x: x * x, x) == [None]
+    assert set(origins(lambda x: mt.var(x) + mt.nn.silu(x), x)) == {"var", "silu", None}
+
+
+def test_the_origin_is_reset_after_an_exception():
+    with pytest.raises(ValueError, match="cross_entropy"):
+        mt.nn.cross_entropy(arr(1, 2), mt.asarray([1, 2, 3]))
+    with pytest.raises(ValueError, match="sum"):
+        mt.nn.softmax(arr(1, 2), axis=4)
+    assert origins(lambda x: x * x, arr(1)) == [None]
+
+
+@pytest.fixture
+def broken_op():
+    """An op whose derivative raises, and one that has none; both are taken out again."""
+    from meshtape.arrays import Op, _infer
+
+    bad = Op("broken_for_test", ("x",), lambda xp, x: x * 1.0, _infer.same)
+    none = Op("ruleless_for_test", ("x",), lambda xp, x: x * 1.0, _infer.same)
+
+    def vjp(xp, g, x):
+        raise ZeroDivisionError("the rule failed")
+
+    from meshtape.autodiff.rules import defvjp
+
+    defvjp(bad, x=vjp)
+    yield bad, none
+    RULES.pop(bad)
+    OPS.pop(bad.name)
+    OPS.pop(none.name)
+
+
+def test_errors_of_the_backward_pass_name_the_calling_line(broken_op):
+    bad, _ = broken_op
+
+    def model(x):
+        return apply(bad, (x,)).sum()  # this line
+
+    line = model.__code__.co_firstlineno + 1
+    for run in (mt.grad(model), mt.grad(lambda x: mt.grad(model)(x).sum())):
+        with pytest.raises(ZeroDivisionError) as e:
+            run(arr(1, 2))
+        notes = "\n".join(e.value.__notes__)
+        assert "in the derivative of broken_for_test" in notes
+        assert f"test_tape.py:{line}, in model" in notes
+        assert mt.grad(lambda x: (x * x).sum())(arr(1, 2)).tolist() == [2, 4]
+
+
+def test_an_op_without_a_derivative_is_named(broken_op):
+    _, none = broken_op
+    with pytest.raises(mt.errors.NonDifferentiableError, match=r"\[ruleless_for_test\] has no derivative; .*test_tape"):
+        mt.grad(lambda x: apply(none, (x,)).sum())(arr(1, 2))
+    # It is no obstacle where it is not on the way.
+    assert mt.grad(lambda x: apply(none, (x * 2.0,)).sum() * 0.0 + x.sum() if False else x.sum())(arr(1)).tolist() == [1]
+
+
+def test_rules_are_declared_once_and_for_differentiable_ops_only():
+    from meshtape.autodiff.rules import defvjp
+
+    with pytest.raises(ValueError, match="add has a rule already"):
+        defvjp(OPS["add"], x=lambda xp, g: g)
+    with pytest.raises(ValueError, match="floor has a rule already, or is declared nondifferentiable"):
+        defvjp(OPS["floor"], x=lambda xp, g: g)
+    with pytest.raises(TypeError, match=r"a rule of where must take \(xp, g, …\)"):
+        defvjp(OPS["where"], x=lambda g: g)
+
+
+def test_micro_batches_add_up_to_the_batch():
+    rng = np.random.default_rng(0)
+    w, x, y = (mt.asarray(rng.standard_normal(s)) for s in ((3,), (8, 3), (8,)))
+    loss = lambda w, x, y: mt.mean((x @ w - y) ** 2)  # noqa: E731
+    whole = mt.grad(loss)(w, x, y)
+    parts = [mt.grad(loss)(w, x[i : i + 2], y[i : i + 2]) for i in range(0, 8, 2)]
+    np.testing.assert_allclose(np.asarray(sum(parts[1:], parts[0]) / 4), np.asarray(whole), rtol=1e-12)
+    # Uneven ones count by their number of samples.
+    uneven = mt.grad(loss)(w, x[:6], y[:6]) * (6 / 8) + mt.grad(loss)(w, x[6:], y[6:]) * (2 / 8)
+    np.testing.assert_allclose(np.asarray(uneven), np.asarray(whole), rtol=1e-12)

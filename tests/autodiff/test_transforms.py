@@ -1,0 +1,292 @@
+"""grad, value_and_grad, vjp, jvp, hvp, jacobian, hessian and check_grads: trees, nesting, closed forms, errors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+
+
+@dataclass
+class Layer:
+    w: Any
+    b: Any
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def arr(*values):
+    return mt.asarray(list(values), dtype=mt.float64)
+
+
+# ----- trees ----------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_have_the_structure_of_the_argument():
+    params = {
+        "a": [arr(1, 2), (mt.asarray(3.0),)],
+        "layer": Layer(arr(4.0), None),
+        "pair": Pair(2.0, np.asarray([5.0])),
+        "count": mt.asarray([1, 2]),
+        "flag": True,
+        "name": "x",
+    }
+
+    def loss(p):
+        assert p["name"] == "x"
+        return (p["a"][0].sum() * p["a"][1][0] + p["layer"].w.sum() * p["pair"].left + p["pair"].right.sum()) * 1.0
+
+    g = mt.grad(loss)(params)
+    assert list(g) == list(params)
+    assert g["a"][0].tolist() == [3, 3]
+    assert float(g["a"][1][0]) == 3.0
+    assert isinstance(g["layer"], Layer)
+    assert g["layer"].w.tolist() == [2]
+    assert g["layer"].b is None
+    assert isinstance(g["pair"], Pair)
+    assert (float(g["pair"].left), g["pair"].right.tolist()) == (4.0, [1])
+    assert g["count"] is None
+
+
+def test_argnums():
+    f = lambda x, y, z: (x * y + y * z).sum()  # noqa: E731
+    x, y, z = arr(1, 2), arr(3, 4), arr(5, 6)
+    assert mt.grad(f)(x, y, z).tolist() == [3, 4]
+    assert mt.grad(f, 1)(x, y, z).tolist() == [6, 8]
+    assert mt.grad(f, -1)(x, y, z).tolist() == [3, 4]
+    (only,) = mt.grad(f, (1,))(x, y, z)
+    assert only.tolist() == [6, 8]
+    dz, dx = mt.grad(f, (2, 0))(x, y, z)
+    assert (dz.tolist(), dx.tolist()) == ([3, 4], [3, 4])
+    with pytest.raises(mt.errors.GradientError, match=r"argnums 3 for 3 positional"):
+        mt.grad(f, 3)(x, y, z)
+
+
+def test_keyword_arguments_are_passed_on():
+    assert float(mt.grad(lambda x, *, power: x**power)(3.0, power=2)) == 6.0
+
+
+def test_has_aux():
+    f = lambda x: ((x * x).sum(), {"y": x * 2, "n": 3})  # noqa: E731
+    (value, aux), g = mt.value_and_grad(f, has_aux=True)(arr(1, 2))
+    assert (float(value), aux["y"].tolist(), aux["n"], g.tolist()) == (5.0, [2, 4], 3, [2, 4])
+    g, aux = mt.grad(f, has_aux=True)(arr(1, 2))
+    assert (g.tolist(), aux["n"]) == ([2, 4], 3)
+    value, pull, aux = mt.vjp(f, arr(1, 2), has_aux=True)
+    assert (pull(mt.asarray(2.0))[0].tolist(), aux["n"]) == ([4, 8], 3)
+    with pytest.raises(mt.errors.GradientError, match=r"\[grad\] with has_aux the function must return \(value, aux\)"):
+        mt.grad(lambda x: x.sum(), has_aux=True)(arr(1, 2))
+
+
+def test_an_array_passed_twice_has_two_gradients():
+    x = arr(2, 3)
+    dx, dy = mt.grad(lambda x, y: (x * x * y).sum(), (0, 1))(x, x)
+    assert (dx.tolist(), dy.tolist()) == ([8, 18], [4, 9])
+    g = mt.grad(lambda p: (p["a"] * p["b"] * p["b"]).sum())({"a": x, "b": x})
+    assert (g["a"].tolist(), g["b"].tolist()) == ([4, 9], [8, 18])
+
+
+def test_integer_leaves_have_none_and_unused_ones_zeros():
+    g = mt.grad(lambda p: p["x"].sum())({"x": arr(1, 2), "i": mt.asarray([1]), "b": mt.asarray([True]), "u": arr(3)})
+    assert g["i"] is None
+    assert g["b"] is None
+    assert g["u"].tolist() == [0]
+
+
+def test_python_numbers_are_differentiated():
+    assert float(mt.grad(lambda x: x * x)(3.0)) == 6.0
+    assert float(mt.grad(lambda x: x * x)(3)) == 6.0
+    assert complex(mt.grad(lambda z: mt.real(z * z))(1 + 2j)) == 2 - 4j
+
+
+def test_a_function_that_writes_to_its_argument():
+    """The gradient is that of what was passed, and the caller's array keeps its value."""
+
+    def f(x, v):
+        x[0] = v
+        x[1] *= 3.0
+        return (x * x).sum()
+
+    x = arr(1, 2, 3)
+    dx, dv = mt.grad(f, (0, 1))(x, 5.0)
+    assert x.tolist() == [1, 2, 3]
+    assert dx.tolist() == [0, 36, 6]
+    assert float(dv) == 10.0
+    y, pull = mt.vjp(lambda x: (x * x, x), x)
+    y[0][:] = 0.0
+    assert pull((arr(1, 1, 1), arr(1, 1, 1)))[0].tolist() == [3, 5, 7]
+
+
+# ----- orders ---------------------------------------------------------------------------------------------------------
+
+
+def test_third_order():
+    f = lambda x: mt.sin(x) * mt.exp(2 * x)  # noqa: E731
+    d3 = mt.grad(mt.grad(mt.grad(f)))
+    x = 0.3
+    expected = math.exp(2 * x) * (2 * math.sin(x) + 11 * math.cos(x))
+    assert float(d3(x)) == pytest.approx(expected, rel=1e-12)
+    # The same through forward mode over reverse mode over forward mode.
+    one = mt.asarray(1.0)
+    d = lambda g: lambda x: mt.jvp(g, [x], [one])[1]  # noqa: E731
+    assert float(d(mt.grad(d(f)))(mt.asarray(x))) == pytest.approx(expected, rel=1e-12)
+
+
+def test_inner_and_outer_derivatives_are_not_confused():
+    # d/dx x * (d/dy (x + y)) = 1, where a naive nesting finds 2.
+    assert float(mt.grad(lambda x: x * mt.grad(lambda y: x + y)(2.0))(3.0)) == 1.0
+    assert float(mt.grad(lambda x: mt.grad(lambda y: x * x * y * y)(x))(3.0)) == 3 * 2 * 9.0
+
+
+def test_second_order_through_index_writes():
+    def f(x):
+        y = x * 1.0
+        y[[0, 0, 1]] = x[[1, 2, 2]] ** 2
+        return (y**2).sum()
+
+    mt.check_grads(f, np.asarray([0.5, -1.0, 2.0]), order=3)
+
+
+def test_jvp_against_the_closed_form():
+    a = arr(1, 2, 3)
+    y, dy = mt.jvp(lambda x, p: {"s": mt.sin(x) * p["k"]}, [a, {"k": 2.0}], [arr(1, 0, 1), {"k": mt.asarray(0.5)}])
+    np.testing.assert_allclose(np.asarray(y["s"]), 2 * np.sin([1, 2, 3]))
+    np.testing.assert_allclose(
+        np.asarray(dy["s"]), 2 * np.cos([1, 2, 3]) * [1, 0, 1] + 0.5 * np.sin([1, 2, 3]), rtol=1e-14
+    )
+
+
+def test_jvp_with_integers_and_constants():
+    x = arr(1, 2)
+    value, tangent = mt.jvp(lambda x, i: (x[i], i, x > 1), [x, mt.asarray([1, 1])], [arr(3, 4), None])
+    assert tangent[0].tolist() == [4, 4]
+    assert tangent[1] is None
+    assert tangent[2] is None
+    assert value[1].tolist() == [1, 1]
+    _, tangent = mt.jvp(lambda x: mt.ones(2), [x], [arr(3, 4)])
+    assert tangent.tolist() == [0, 0]
+    with pytest.raises(mt.errors.GradientError, match=r"\[jvp\] the tangents have structure"):
+        mt.jvp(lambda x: x, [x], [{"x": x}])
+
+
+def test_hvp_jacobian_and_hessian_of_a_quadratic():
+    rng = np.random.default_rng(0)
+    m = rng.standard_normal((3, 3))
+    a, x, v = mt.asarray(m), mt.asarray(rng.standard_normal(3)), mt.asarray(rng.standard_normal(3))
+    f = lambda x: x @ a @ x  # noqa: E731
+    sym = m + m.T
+    np.testing.assert_allclose(np.asarray(mt.hessian(f)(x)), sym, rtol=1e-12)
+    np.testing.assert_allclose(np.asarray(mt.hvp(f, x, v)), sym @ np.asarray(v), rtol=1e-12)
+    np.testing.assert_allclose(np.asarray(mt.jacobian(lambda x: a @ x)(x)), m, rtol=1e-12)
+    third = mt.jacobian(mt.hessian(lambda x: (x**3).sum()))(arr(1, 2))
+    assert third.tolist() == [[[6, 0], [0, 0]], [[0, 0], [0, 6]]]
+
+
+def test_jacobian_of_awkward_shapes():
+    assert mt.jacobian(lambda x: x.sum())(arr(1, 2)).tolist() == [1, 1]
+    assert float(mt.jacobian(lambda x: x * x)(3.0)) == 6.0
+    assert mt.jacobian(lambda x: mt.stack([x, x * x]))(3.0).tolist() == [1, 6]
+    assert mt.jacobian(lambda x: mt.zeros((0, 2)))(arr(1, 2, 3)).shape == (0, 2, 3)
+    assert mt.jacobian(lambda x: x)(mt.zeros((0,))).shape == (0, 0)
+    tree = mt.jacobian(lambda p: p["w"] * p["b"])({"w": arr(1, 2), "b": mt.asarray(3.0), "i": mt.asarray(1)})
+    assert (tree["w"].tolist(), tree["b"].tolist(), tree["i"]) == ([[3, 0], [0, 3]], [1, 2], None)
+    with pytest.raises(mt.errors.GradientError, match=r"\[jacobian\] the function must return an Array, got tuple"):
+        mt.jacobian(lambda x: (x, x))(arr(1))
+
+
+def test_hvp_of_a_tree():
+    p = {"a": arr(1, 2), "b": mt.asarray(3.0)}
+    v = {"a": arr(1, 0), "b": mt.asarray(2.0)}
+    out = mt.hvp(lambda p: (p["a"] ** 2).sum() * p["b"], p, v)
+    assert (out["a"].tolist(), float(out["b"])) == ([2 * 3 + 2 * 1 * 2, 2 * 2 * 2], 2.0)
+
+
+def test_pull_can_be_called_again():
+    y, pull = mt.vjp(lambda x: {"y": x * x, "n": mt.asarray(3)}, arr(1, 2))
+    for k in (1.0, 2.0, 1.0):
+        assert pull({"y": arr(k, k), "n": mt.asarray(0)})[0].tolist() == [2 * k, 4 * k]
+    with pytest.raises(mt.errors.GradientError, match=r"\[vjp\] the cotangent has structure"):
+        pull(arr(1, 1))
+    with pytest.raises(mt.errors.GradientError, match=r"the seed has shape \(3,\), the target \(2,\)"):
+        pull({"y": arr(1, 1, 1), "n": mt.asarray(0)})
+
+
+def test_pull_is_differentiable():
+    x = arr(1, 2)
+    f = lambda x: x**3  # noqa: E731
+    second = mt.grad(lambda x: mt.vjp(f, x)[1](arr(1, 1))[0].sum())(x)
+    assert second.tolist() == [6, 12]
+
+
+# ----- losses that are no losses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "match"),
+    [
+        (lambda x: x * 2, r"the target has shape \(2,\): reduce it to one element"),
+        (lambda x: mt.sum(x > 0), r"the target has dtype int64"),
+        (lambda x: 3.0, r"the function must return an Array, got float"),
+        (lambda x: (x.sum(), x), r"the function must return an Array, got tuple"),
+    ],
+)
+def test_errors_of_grad(fn, match):
+    with pytest.raises(mt.errors.GradientError, match=match):
+        mt.grad(fn)(arr(1, 2))
+
+
+def test_a_loss_that_does_not_depend_on_the_argument():
+    assert mt.grad(lambda x: mt.asarray(1.0))(arr(1, 2)).tolist() == [0, 0]
+    assert mt.grad(lambda x: mt.stop_gradient(x).sum())(arr(1, 2)).tolist() == [0, 0]
+    with mt.no_grad():
+        assert mt.grad(lambda x: (x * x).sum())(arr(1, 2)).tolist() == [2, 4]
+
+    def loss(x):
+        with mt.no_grad():
+            factor = x * 1.0
+        return (x * factor).sum()
+
+    assert mt.grad(loss)(arr(1, 2)).tolist() == [1, 2]
+
+
+def test_an_exception_in_the_function_leaves_the_engine_usable():
+    def bad(x):
+        mt.nn.softmax(x * 2)
+        raise RuntimeError("boom")
+
+    for transform in (mt.grad, mt.jacobian, lambda f: lambda x: mt.vjp(f, x), lambda f: lambda x: mt.grad(mt.grad(f))(x)):
+        with pytest.raises(RuntimeError, match="boom"):
+            transform(bad)(arr(1, 2))
+        assert mt.grad(lambda x: (x * x).sum())(arr(1, 2)).tolist() == [2, 4]
+        from meshtape.arrays._op import state
+
+        assert state.recorders == ()
+        assert state.origin is None
+
+
+# ----- the check itself -----------------------------------------------------------------------------------------------
+
+
+def test_check_grads_finds_wrong_derivatives():
+    def wrong_value(x):
+        return x * x + mt.stop_gradient(x)
+
+    with pytest.raises(AssertionError, match="reverse mode against differences"):
+        mt.check_grads(wrong_value, np.asarray([1.0, 2.0]))
+
+    def wrong_second(x):
+        # The first derivative is right at x = 1 and the second is not.
+        return x * mt.stop_gradient(x) * 2.0 - mt.stop_gradient(x * x)
+
+    mt.check_grads(wrong_second, np.asarray(1.0), order=1)
+    with pytest.raises(AssertionError, match="reverse mode against differences"):
+        mt.check_grads(wrong_second, np.asarray(1.0), order=2)
+    mt.check_grads(lambda z: z * mt.conj(z), np.asarray([1 + 1j]), order=3)

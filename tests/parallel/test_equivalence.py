@@ -1,0 +1,445 @@
+"""The promise that everything in ``parallel`` serves: a computation gives the same numbers however its operands are split.
+
+Each op of the table is called on random placements over random meshes, ragged and empty blocks among them, and on operands that
+are still sums waiting to be made. Value and cotangents equal those of the unsplit op, and every rank holds the block that the
+sharding says it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import meshtape as mt
+import meshtape.parallel
+from meshtape.arrays import OPS
+from meshtape.arrays._dispatch import apply
+from meshtape.arrays.indexing import Slot, Span
+from meshtape.autodiff.tape import is_differentiable
+from meshtape.parallel.factors import RULES
+
+MESHES = [(1,), (2,), (3,), (4,), (8,), (2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2), (2, 2, 2)]
+NAMES = ("a", "b", "c")
+
+
+class In(NamedTuple):
+    """An operand: its shape and the numbers it is made of. Sums of parts are exact in every float of four bytes."""
+
+    shape: tuple[int, ...]
+    kind: Any = "f8"
+    low: float = -2.0
+    high: float = 2.0
+
+    def make(self, rng: np.random.Generator) -> np.ndarray:
+        dtype = np.dtype(self.kind)
+        if dtype.kind == "b":
+            return np.asarray(rng.integers(0, 2, self.shape).astype(bool))
+        if dtype.kind in "iu":
+            return np.asarray(rng.integers(int(self.low), int(self.high) + 1, self.shape, dtype))
+        x = rng.integers(math.ceil(self.low * 16), math.floor(self.high * 16) + 1, self.shape) / 16
+        if dtype.kind == "c":
+            x = x + 1j * rng.integers(-32, 33, self.shape) / 16
+        return np.asarray(x, dtype)
+
+
+Sample = tuple[Callable[..., Any], tuple[In, ...]]
+
+# ----- samples: calls of every op -------------------------------------------------------------------------------------
+
+ONE = [(), (1,), (5,), (0, 3), (3, 4), (2, 3, 5)]
+TWO = [
+    ((), ()),
+    ((5,), ()),
+    ((), (3,)),
+    ((5,), (5,)),
+    ((1,), (5,)),
+    ((4, 6), (6,)),
+    ((4, 1), (1, 6)),
+    ((3, 4), (3, 1)),
+    ((2, 3, 4), (3, 1)),
+    ((0, 3), (3,)),
+]
+
+
+def function(name: str) -> Callable[..., Any]:
+    return getattr(mt, name, None) or getattr(mt.nn, name, None) or (lambda *args: apply(OPS[name], args))
+
+
+def call(name: str, **params: Any) -> Callable[..., Any]:
+    """The op itself, for those that no public function calls in the wanted way."""
+    return lambda *args: apply(OPS[name], args, params)
+
+
+def unary(names: str, low: float = -2.0, high: float = 2.0, kinds: str = "f8") -> dict[str, list[Sample]]:
+    return {n: [(function(n), (In(s, k, low, high),)) for k in kinds.split() for s in ONE] for n in names.split()}
+
+
+def binary(names: str, low: float = -2.0, high: float = 2.0, kinds: str = "f8", scalar: Any = 1.5) -> Any:
+    out = {}
+    for name in names.split():
+        f = function(name)
+        pairs = [(f, (In(a, k, low, high), In(b, k, low, high))) for k in kinds.split() for a, b in TWO]
+        left = [(lambda x, f=f: f(x, scalar), (In((5,), k, low, high),)) for k in kinds.split()]
+        right = [(lambda x, f=f: f(scalar, x), (In((3, 2), k, low, high),)) for k in kinds.split()]
+        out[name] = [*pairs, *left, *right]
+    return out
+
+
+def reductions(names: str, kinds: str = "f8", empty: bool = True) -> dict[str, list[Sample]]:
+    calls = [((5,), None, False), ((3, 4), 0, False), ((3, 4), 1, True), ((3, 4), (0, 1), False), ((2, 3, 5), (0, 2), True)]
+    calls += [((2, 3, 5), 1, False), ((), None, False), ((1, 4), 0, False), ((0, 3), 1, False)]
+    calls += [((0, 3), 0, False)] if empty else []
+    return {
+        n: [
+            (lambda x, f=function(n), a=axis, k=keep: f(x, axis=a, keepdims=k), (In(s, kind),))
+            for kind in kinds.split()
+            for s, axis, keep in calls
+        ]
+        for n in names.split()
+    }
+
+
+def arg_reductions(*names: str) -> dict[str, list[Sample]]:
+    calls = [((5,), None, False), ((3, 4), 0, False), ((3, 4), 1, True), ((2, 3, 5), 1, False), ((0, 3), 1, False)]
+    return {
+        n: [(lambda x, f=function(n), a=a, k=k: f(x, axis=a, keepdims=k), (In(s, "i8"),)) for s, a, k in calls]
+        for n in names
+    }
+
+
+def matmul() -> list[Sample]:
+    shapes = [
+        ((4, 6), (6, 5)),
+        ((3,), (3,)),
+        ((2,), (3, 2, 4)),
+        ((5, 1, 2, 3), (4, 3, 2)),
+        ((2, 3), (3,)),
+        ((2, 0), (0, 3)),
+        ((0, 3), (3, 2)),
+        ((1, 2, 3), (4, 3, 1)),
+    ]
+    out: list[Sample] = [(mt.matmul, (In(a), In(b))) for a, b in shapes]
+    out += [(mt.matmul, (In((3, 5), "c16"), In((5, 2), "f8"))), (mt.matmul, (In((3, 5), "i8"), In((5, 2), "i8")))]
+    return [*out, (lambda a: a @ a, (In((3, 3)),)), (lambda a: a @ a.mT, (In((3, 4)),))]
+
+
+def reshapes() -> list[Sample]:
+    pairs = [
+        ((4, 6), (24,)),
+        ((24,), (4, 6)),
+        ((12,), (4, 3)),
+        ((5, 3), (5, 3, 1)),
+        ((5, 1, 3), (5, 3)),
+        ((6, 4), (8, 3)),
+        ((4, 6), (2, 2, 6)),
+        ((2, 3, 4), (6, 4)),
+        ((2, 3, 4), (2, 12)),
+        ((1, 5), (5, 1)),
+        ((0, 3), (3, 0)),
+        ((), (1, 1)),
+        ((1,), ()),
+        ((3, 2, 2), (3, 4)),
+    ]
+    return [(lambda x, t=t: mt.reshape(x, t), (In(s),)) for s, t in pairs]
+
+
+def index_samples() -> dict[str, list[Sample]]:
+    i5, i2, i23 = In((5,), "i8", -4, 3), In((2,), "i8", -4, 3), In((2, 3), "i8", -4, 3)
+    x, cube = In((4, 6)), In((4, 5, 6))
+    read: list[Sample] = [
+        (lambda x: x[1:3], (x,)),
+        (lambda x: x[:, ::-2], (x,)),
+        (lambda x: x[0], (x,)),
+        (lambda x: x[:, 3], (x,)),
+        (lambda x: x[None, :, None], (x,)),
+        (lambda x: x[...], (In(()),)),
+        (lambda x: x[()], (In(()),)),
+        (lambda x: x[True], (x,)),
+        (lambda x: x[False], (x,)),
+        (lambda x: x[True, :, 1], (x,)),
+        (lambda x: x[:0], (x,)),
+        (lambda x, i: x[i], (x, i5)),
+        (lambda x, i: x[:, i], (x, i23)),
+        (lambda x, i, j: x[i, j], (x, i2, i2)),
+        (lambda x, i, j: x[i, :, j], (cube, i23, In((3,), "i8", -4, 3))),
+        (lambda x, i: x[0, :, i], (cube, i2)),
+        (lambda x, i: x[:, i, 0], (cube, i2)),
+        (lambda x, i: x[i, True], (x, In((1,), "i8", 0, 3))),
+        (lambda x, i: x[i], (x, In((0,), "i8", 0, 0))),
+        (lambda x, i: x[i], (x, In((), "i8", 0, 3))),
+    ]
+    full = Span(None, None, None)
+    write: dict[str, list[Sample]] = {}
+    for name, method in (("index_set", "set"), ("index_add", "add")):
+        at = lambda x, key, v, m=method: getattr(x.at[key], m)(v)  # noqa: E731
+        write[name] = [
+            (lambda x, v, at=at: at(x, slice(1, 3), v), (x, In((2, 6)))),
+            (lambda x, v, at=at: at(x, slice(1, 3), v), (x, In((6,)))),
+            (lambda x, v, at=at: at(x, slice(1, 3), v), (x, In(()))),
+            (lambda x, at=at: at(x, slice(1, 3), 0.0), (x,)),
+            (lambda x, at=at: at(x, (slice(None), 2), 1.5), (x,)),
+            (lambda x, v, at=at: at(x, (slice(None), 2), v), (x, In((4,)))),
+            (lambda x, v, at=at: at(x, 1, v), (x, In((1, 1, 6)))),
+            (lambda x, v, at=at: at(x, True, v), (x, In((6,)))),
+            (lambda x, i, v, at=at: at(x, i, v), (x, i5, In((5, 6)))),
+            (lambda x, i, v, at=at: at(x, i, v), (x, i5, In((5, 1)))),
+            (lambda x, i, v, at=at: at(x, (slice(None), i), v), (x, i5, In((4, 5)))),
+            (lambda x, i, v, at=at: at(x, (slice(None), i), v), (x, i5, In((4, 1)))),
+            (lambda x, i, v, at=at: at(x, (slice(None), i), v), (cube, i5, In((5, 6)))),
+            (lambda x, i, j, v, at=at: at(x, (i, slice(None), j), v), (cube, i2, i2, In((2, 5)))),
+        ]
+    scatter: list[Sample] = [
+        (call("scatter", template=(full, Slot(0)), shape=(4, 6)), (In((4, 5)), i5)),
+        (call("scatter", template=(Slot(0), full), shape=(4, 6)), (In((2, 3, 6)), i23)),
+        (call("scatter", template=(Span(1, 3, None), full), shape=(4, 6)), (In((2, 6)),)),
+        (call("scatter", template=(2, full), shape=(4, 6)), (In((6,)),)),
+        (call("scatter", template=(Slot(0), full, Slot(1)), shape=(4, 5, 6)), (In((2, 5)), i2, i2)),
+    ]
+    last: list[Sample] = [
+        (call("last_writes", template=(Slot(0), full)), (x, i5)),
+        (call("last_writes", template=(full, Slot(0))), (x, i23)),
+        (call("last_writes", template=(Span(1, 3, None), full)), (x,)),
+        (call("last_writes", template=(Slot(0), full, Slot(1))), (cube, i2, i2)),
+    ]
+    return {"getitem": read, **write, "scatter": scatter, "last_writes": last}
+
+
+def norm_samples() -> dict[str, list[Sample]]:
+    def forward(n: int) -> Callable[..., Any]:
+        return lambda x, w, b: mt.layer_norm(x, w.shape, w, b)
+
+    shapes = [((3, 5), 1), ((2, 3, 4), 1), ((2, 3, 4), 2), ((5,), 1), ((0, 3), 1), ((1, 7), 1)]
+    back = call("layer_norm_backward", naxes=1, eps=1e-5)
+    return {
+        "layer_norm": [(forward(n), (In(s), In(s[len(s) - n :]), In(s[len(s) - n :]))) for s, n in shapes]
+        + [(lambda x: mt.layer_norm(x, 5), (In((4, 5)),))],
+        "layer_norm_backward": [
+            (back, (In((3, 5)), In((3, 5)), In((5,)))),
+            (back, (In((2, 3, 4)), In((2, 3, 4)), In((4,)))),
+            (back, (In((0, 3)), In((0, 3)), In((3,)))),
+        ],
+    }
+
+
+def random_samples() -> dict[str, list[Sample]]:
+    key = In((2,), "u8", 0, 9)
+    r = mt.random
+    shapes = [(), (5,), (4, 6), (0, 3), (2, 3, 5)]
+
+    def draws(fn: Callable[..., Any]) -> list[Sample]:
+        return [(lambda k, s=s: fn(k, s), (key,)) for s in shapes]
+
+    return {
+        "random_bits": draws(r.bits),
+        "random_uniform": draws(r.uniform) + draws(lambda k, s: r.uniform(k, s, np.float32, -1.0, 3.0)),
+        "random_normal": draws(r.normal) + draws(lambda k, s: r.normal(k, s, np.float32)),
+        "random_truncated_normal": draws(lambda k, s: r.truncated_normal(k, -1.0, 2.0, s)),
+        "random_integers": draws(lambda k, s: r.integers(k, s, 0, 10)),
+        "random_bernoulli": draws(lambda k, s: r.bernoulli(k, 0.3, s)),
+        "random_exponential": draws(r.exponential),
+        "random_gumbel": draws(r.gumbel),
+        "random_split": [(lambda k: r.split(k, 5), (key,))],
+        "random_fold_in": [
+            (lambda k: r.fold_in(k, 7), (key,)),
+            (lambda k: r.fold_in(k, "dropout"), (key,)),
+            (r.fold_in, (key, In((), "i8", 0, 9))),
+        ],
+        "random_permutation": [(lambda k: r.permutation(k, 7), (key,))],
+        "random_choice": [
+            (lambda k, p: r.choice(k, 5, (3,), p=p), (key, In((5,), "f8", 0.25, 2))),
+            (lambda k, p: r.choice(k, 5, (4,), replace=False, p=p), (key, In((5,), "f8", 0.25, 2))),
+        ],
+    }
+
+
+DTYPES = [np.dtype(t) for t in ("f4", "c16", "i8", "?", ml_dtypes.bfloat16)]
+
+SAMPLES: dict[str, list[Sample]] = {
+    **unary("negative positive square abs conj real imag", kinds="f8 c16"),
+    **unary("sign exp expm1 sin cos sinh cosh tanh asinh atan floor ceil trunc round relu erf sigmoid"),
+    **unary("reciprocal sqrt log log2 log10", 0.25, 3.0),
+    **unary("log1p tan", -0.75, 0.75),
+    **unary("asin acos atanh", -0.75, 0.75),
+    **unary("acosh", 1.25, 3.0),
+    **unary("isnan isinf isfinite signbit"),
+    **unary("logical_not", kinds="?"),
+    **unary("bitwise_invert", kinds="? i8"),
+    **unary("alias stop_gradient"),
+    **binary("add subtract multiply", kinds="f8 c16"),
+    **binary("divide", 0.25, 2.0, kinds="f8 c16"),
+    **binary("pow", 0.25, 2.0),
+    **binary("hypot atan2", 0.25, 2.0),
+    **binary("maximum minimum fmax fmin", -0.25, 0.25, scalar=0.125),
+    **binary("logaddexp copysign nextafter"),
+    **binary("floor_divide remainder", 0.25, 3.0),
+    **binary("equal not_equal less less_equal greater greater_equal", -0.25, 0.25, scalar=0.125),
+    **binary("logical_and logical_or logical_xor", kinds="?", scalar=True),
+    **binary("bitwise_and bitwise_or bitwise_xor", 0, 7, kinds="i8", scalar=5),
+    **binary("bitwise_left_shift bitwise_right_shift", 0, 4, kinds="i8", scalar=2),
+    "where": [
+        (mt.where, (In((4, 6), "?"), In((4, 6)), In((6,)))),
+        (mt.where, (In((5,), "?"), In((1,)), In(()))),
+        (mt.where, (In((4, 1), "?"), In((6,)), In((4, 6)))),
+        (lambda c, x: mt.where(c, x, 0.0), (In((4, 6), "?"), In((4, 6)))),
+        (lambda c, x: mt.where(c, 0.0, x), (In((4, 1), "?"), In((4, 6)))),
+        (lambda c, x: mt.where(c, x, 1.0), (In((6,), "?"), In((4, 6)))),
+        (lambda c: mt.where(c, 1.0, 2.0), (In((5,), "?"),)),
+    ],
+    "full_like": [(lambda x: mt.full_like(x, 2.5), (In(s),)) for s in ONE],
+    "astype": [(lambda x, t=t: x.astype(t), (In(s, k),)) for t in DTYPES for s in ONE[2:5] for k in ("f8", "f4", "i8")],
+    **reductions("sum prod", kinds="f8 i8"),
+    **reductions("max min", kinds="f8", empty=False),
+    **reductions("any all", kinds="?"),
+    **arg_reductions("argmax", "argmin"),
+    "matmul": matmul(),
+    "reshape": reshapes(),
+    "permute_dims": [
+        (lambda x: mt.permute_dims(x, (1, 0)), (In((4, 6)),)),
+        (lambda x: mt.permute_dims(x, (2, 0, 1)), (In((2, 3, 5)),)),
+        (lambda x: mt.permute_dims(x, ()), (In(()),)),
+    ],
+    "broadcast_to": [
+        (lambda x, t=t: mt.broadcast_to(x, t), (In(s),))
+        for s, t in [((5,), (3, 5)), ((4, 1), (4, 6)), ((), (5,)), ((1,), (0,)), ((3, 1, 2), (2, 3, 4, 2)), ((5,), (5,))]
+    ],
+    "flip": [
+        (lambda x: mt.flip(x, axis=0), (In((4, 6)),)),
+        (mt.flip, (In((4, 5)),)),
+        (lambda x: mt.flip(x, axis=1), (In((0, 3)),)),
+    ],
+    "concat": [
+        (lambda x, y: mt.concat([x, y]), (In((2, 5)), In((3, 5)))),
+        (lambda x, y: mt.concat([x, y], axis=1), (In((4, 2)), In((4, 0)))),
+        (lambda x: mt.concat([x, x], axis=0), (In((3, 2)),)),
+        (lambda x, y, z: mt.concat([x, y, z], axis=None), (In((2, 2)), In((3,)), In(()))),
+        (lambda x, y: mt.stack([x, y], axis=1), (In((4, 6)), In((4, 6)))),
+    ],
+    **index_samples(),
+    **norm_samples(),
+    **random_samples(),
+}
+
+
+# ----- random placements ----------------------------------------------------------------------------------------------
+
+
+def draw_sharding(data: st.DataObject, mesh: mt.Mesh, ndim: int, *, partial: bool = False) -> mt.Sharding:
+    """Any placements of an array of ``ndim`` dimensions; where axes share a dimension, in either order."""
+    choices: list[Any] = [mt.Replicate(), *(mt.Shard(d) for d in range(ndim))] + [mt.Partial()] * partial
+    order = data.draw(st.permutations(mesh.names), label="axes")
+    return mt.Sharding(mesh, **{n: data.draw(st.sampled_from(choices), label=n) for n in order})
+
+
+def place(data: st.DataObject, mesh: mt.Mesh, x: np.ndarray, rng: np.random.Generator, label: str) -> mt.Array:
+    """``x`` on the mesh; perhaps as a sum, over some of the axes, that nobody has carried out yet."""
+    partial = x.dtype.kind in "fci" and x.dtype.itemsize > 1 and data.draw(st.booleans(), label=f"{label} partial")
+    sharding = draw_sharding(data, mesh, x.ndim, partial=partial)
+    pending = [n for n, p in sharding.placements.items() if isinstance(p, mt.Partial)]
+    if not pending:
+        return mt.distribute(x, sharding)
+    count = math.prod(mesh.describe()[n] for n in pending)
+    parts = np.stack([In(x.shape, x.dtype, -2, 2).make(rng) for _ in range(count - 1)] + [x])
+    parts[-1] -= parts[:-1].sum(axis=0, dtype=x.dtype)
+    shards = {
+        n: p if isinstance(p, mt.Replicate) else mt.Shard(0 if n in pending else p.dim + 1)
+        for n, p in _in_nesting_order(sharding).items()
+    }
+    out = mt.sum(mt.distribute(parts, mesh, **shards), axis=0)
+    sizes = mesh.describe()
+    assert {n for n, p in out.sharding.placements.items() if isinstance(p, mt.Partial)} == {
+        n for n in pending if sizes[n] > 1
+    }
+    return out
+
+
+def _in_nesting_order(s: mt.Sharding) -> dict[str, Any]:
+    first = [s.mesh.names[a] for _, axes in s.layout.shards for a in axes]
+    return {n: s.placements[n] for n in (*first, *(n for n in s.mesh.names if n not in first))}
+
+
+def check(mesh: mt.Mesh, got: Any, expected: np.ndarray, what: str) -> None:
+    """Every rank's block is the part of ``expected`` that the sharding says."""
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype), what
+    (whole,) = mesh.settle([got])
+    blocks = mesh.runtime.fetch(whole._buf.handle, range(mesh.size))
+    tolerance = 1e-9 if expected.dtype.itemsize >= 8 else 1e-5
+    for rank, block in blocks.items():
+        part = expected[whole.sharding.box(expected.shape, rank).slices]
+        assert block.shape == part.shape, f"{what}, rank {rank}: {block.shape}, {whole.sharding} of {expected.shape}"
+        if expected.dtype.kind in "biu":
+            np.testing.assert_array_equal(block, part, err_msg=f"{what}, rank {rank}")
+        else:
+            wide = np.complex128 if expected.dtype.kind == "c" else np.float64
+            np.testing.assert_allclose(
+                block.astype(wide), part.astype(wide), tolerance, tolerance, err_msg=f"{what}, rank {rank}"
+            )
+
+
+def leaves(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def equivalent(data: st.DataObject, mesh: mt.Mesh, name: str, fn: Callable[..., Any], specs: tuple[In, ...]) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000), label="seed"))
+    values = [s.make(rng) for s in specs]
+    expected = leaves(fn(*map(mt.asarray, values)))
+    operands = [place(data, mesh, x, rng, f"operand {i}") for i, x in enumerate(values)]
+    compiled = data.draw(st.booleans(), label="compiled")
+    run = mt.compile(fn) if compiled else fn
+    what = f"{name} of {', '.join(str(x.sharding) for x in operands)}"
+    for got, want in zip(leaves(run(*operands)), expected, strict=True):
+        check(mesh, got, np.asarray(want), what)
+
+    smooth = [i for i, e in enumerate(expected) if is_differentiable(e.dtype)]
+    if OPS[name].nondifferentiable or not smooth or not any(is_differentiable(x.dtype) for x in values):
+        return
+    seeds = [np.asarray(In(expected[i].shape, expected[i].dtype).make(rng)) for i in smooth]
+
+    def cotangents(seeds: list[Any], *args: Any) -> Any:
+        def outputs(*args: Any) -> Any:
+            out = leaves(fn(*args))
+            return [out[i] for i in smooth]
+
+        return mt.vjp(outputs, *args)[1](seeds)
+
+    want_all = cotangents([mt.asarray(s) for s in seeds], *map(mt.asarray, values))
+    placed = [mt.distribute(s, draw_sharding(data, mesh, s.ndim)) for s in seeds]
+    pull = mt.compile(cotangents) if compiled else cotangents
+    for i, (got, want) in enumerate(zip(pull(placed, *operands), want_all, strict=True)):
+        assert (got is None) == (want is None)
+        if got is not None:
+            check(mesh, got, np.asarray(want), f"cotangent {i} of {what}")
+
+
+def draw_mesh(data: st.DataObject) -> mt.Mesh:
+    sizes = data.draw(st.sampled_from(MESHES), label="mesh")
+    return mt.Mesh(dict(zip(NAMES, sizes, strict=False)))
+
+
+bounded = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+
+
+# ----- the tests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_every_op_has_a_sharding_rule_and_a_sample(name):
+    op = OPS[name]
+    assert op in RULES or op.replicate_only, f"{name} has neither a sharding rule nor a replicate_only reason"
+    assert SAMPLES.get(name) or name == "reshard", f"{name} has no sample in this table"
+
+
+@pytest.mark.parametrize("name", sorted(set(OPS) & set(SAMPLES)))
+@settings(bounded, max_examples=int(__import__('os').environ.get('EX','12')))
+@given(data=st.data())
+def test_split_equals_unsplit(name, data):
+    fn, specs = data.draw(st.sampled_from(SAMPLES[name]), label="sample")
+    with np.errstate(all="ignore"):
+        equivalent(data, draw_mesh(data), name, fn, specs)
