@@ -8,27 +8,54 @@ noted in a program (traced by ``mt.compile``), or noted in the pending program o
 from __future__ import annotations
 
 import numpy as _np
-from ml_dtypes import bfloat16 as _bfloat16
-from ml_dtypes import float8_e4m3fn as _float8_e4m3fn
-from ml_dtypes import float8_e5m2 as _float8_e5m2
 
-from . import errors, nn, random, tree
+from . import errors, fft, linalg, nn, random, tree
 from ._array import Array
 from ._op import OPS, Op
 from .creation import (
     arange,
     asarray,
     empty,
+    empty_like,
     eye,
+    from_dlpack,
     full,
     full_like,
     linspace,
+    meshgrid,
     ones,
     ones_like,
+    tril,
+    triu,
     zeros,
     zeros_like,
 )
+from .cumulative import cumulative_prod, cumulative_sum, diff
 from .devices import Device, default_device, device, devices, use_device
+from .dtypes import (
+    bfloat16,
+    bool,
+    can_cast,
+    complex64,
+    complex128,
+    finfo,
+    float8_e4m3fn,
+    float8_e5m2,
+    float16,
+    float32,
+    float64,
+    iinfo,
+    int8,
+    int16,
+    int32,
+    int64,
+    isdtype,
+    result_type,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+)
 from .elementwise import (
     abs,
     acos,
@@ -103,10 +130,11 @@ from .elementwise import (
     trunc,
     where,
 )
-from .linalg import matmul
+from .info import __array_namespace_info__
 from .manipulation import (
     astype,
     broadcast_arrays,
+    broadcast_shapes,
     broadcast_to,
     concat,
     expand_dims,
@@ -114,37 +142,29 @@ from .manipulation import (
     matrix_transpose,
     moveaxis,
     permute_dims,
+    repeat,
     reshape,
+    roll,
     squeeze,
     stack,
+    tile,
+    unstack,
 )
 from .norms import layer_norm
+from .products import matmul, tensordot, vecdot
 from .program import Const, Entry, Program, ShapeDtype
 from .reductions import all, any, argmax, argmin, max, mean, min, prod, std, sum, var
+from .searching import count_nonzero, nonzero, searchsorted, take, take_along_axis
+from .sets import isin, unique_all, unique_counts, unique_inverse, unique_values
+from .sorting import argsort, sort
 from .tree import tree_map
-
-bool = _np.dtype(_np.bool_)
-int8 = _np.dtype(_np.int8)
-int16 = _np.dtype(_np.int16)
-int32 = _np.dtype(_np.int32)
-int64 = _np.dtype(_np.int64)
-uint8 = _np.dtype(_np.uint8)
-uint16 = _np.dtype(_np.uint16)
-uint32 = _np.dtype(_np.uint32)
-uint64 = _np.dtype(_np.uint64)
-float16 = _np.dtype(_np.float16)
-float32 = _np.dtype(_np.float32)
-float64 = _np.dtype(_np.float64)
-complex64 = _np.dtype(_np.complex64)
-complex128 = _np.dtype(_np.complex128)
-bfloat16 = _np.dtype(_bfloat16)
-float8_e4m3fn = _np.dtype(_float8_e4m3fn)
-float8_e5m2 = _np.dtype(_float8_e5m2)
 
 e = _np.e
 pi = _np.pi
 inf = _np.inf
 nan = _np.nan
 newaxis = None
+
+__array_api_version__ = "2025.12"
 
 __all__ = sorted(n for n in globals() if not n.startswith("_") and n != "annotations")

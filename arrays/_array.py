@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import elementwise as ew
-from . import indexing, linalg, manipulation, reductions
+from . import indexing, manipulation, products, reductions
 from ._backends import backend_of
 from ._dispatch import Deferred, apply, refuse_watched, register_array_type, wrap
 from ._op import not_recording, state
 from .devices import Device, device
-from .errors import DeviceError, ShapeError, TracedValueError
+from .errors import DeviceError, DTypeError, ShapeError, TracedValueError
 
 if TYPE_CHECKING:
     from .blocks import BlockSharding
@@ -193,8 +193,32 @@ class Array:
 
         return namespace
 
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return (self._concrete() if isinstance(self._buf, Deferred) else self._buf).__dlpack__(**kwargs)
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[Any, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule for ``from_dlpack`` of another library.
+
+        Nobody writes through it: consumers of DLPack 1.0 and later get the memory itself, marked read-only; older ones, whose
+        capsules cannot say so, get a copy, unless they ask for ``copy=False`` and so promise not to write.
+        """
+        buf = self._concrete() if isinstance(self._buf, Deferred) else self._buf
+        if not isinstance(buf, np.ndarray):
+            extra = {} if copy is None else {"copy": copy}
+            return buf.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, **extra)
+        marked = max_version is not None and max_version[0] >= 1
+        if copy or (copy is None and not marked):
+            buf, copy = buf.copy(), None
+        elif marked:
+            buf = buf.view()
+            buf.flags.writeable = False
+        elif not buf.flags.writeable:
+            buf, copy = buf.copy(), None  # a capsule without the mark cannot be made of read-only memory
+        return buf.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
 
     def __dlpack_device__(self) -> tuple[Any, int]:
         return (self._concrete() if isinstance(self._buf, Deferred) else self._buf).__dlpack_device__()
@@ -241,6 +265,16 @@ class Array:
 
     def __getitem__(self, key: Any) -> Array:
         return indexing.getitem(self, key)
+
+    def _alone(self) -> bool:
+        """Whether no other array, tape or view holds the buffer."""
+        buf = self._buf
+        return (
+            type(buf) is np.ndarray
+            and buf.base is None
+            and sys.getrefcount(buf) <= _SOLE_HOLDER
+            and buf.flags.writeable
+        )
 
     def _writable(self) -> Any:
         """The buffer of this Array alone, copied first where anybody else holds it."""
@@ -317,10 +351,51 @@ class Array:
         return _operate(ew.POW, other, self)
 
     def __matmul__(self, other: Any) -> Array:
-        return linalg.matmul(self, other)
+        return products.matmul(self, other)
 
     def __rmatmul__(self, other: Any) -> Array:
-        return linalg.matmul(other, self)
+        return products.matmul(other, self)
+
+    # In place: the object takes the new value; other arrays that shared its memory keep theirs.
+
+    def __iadd__(self, other: Any) -> Array:
+        return _operate_in_place(ew.ADD, self, other)
+
+    def __isub__(self, other: Any) -> Array:
+        return _operate_in_place(ew.SUBTRACT, self, other)
+
+    def __imul__(self, other: Any) -> Array:
+        return _operate_in_place(ew.MULTIPLY, self, other)
+
+    def __itruediv__(self, other: Any) -> Array:
+        return _operate_in_place(ew.DIVIDE, self, other)
+
+    def __ifloordiv__(self, other: Any) -> Array:
+        return _operate_in_place(ew.FLOOR_DIVIDE, self, other)
+
+    def __imod__(self, other: Any) -> Array:
+        return _operate_in_place(ew.REMAINDER, self, other)
+
+    def __ipow__(self, other: Any) -> Array:
+        return _operate_in_place(ew.POW, self, other)
+
+    def __imatmul__(self, other: Any) -> Array:
+        return _replace("matmul", self, products.matmul(self, other))
+
+    def __iand__(self, other: Any) -> Array:
+        return _operate_in_place(ew.BITWISE_AND, self, other)
+
+    def __ior__(self, other: Any) -> Array:
+        return _operate_in_place(ew.BITWISE_OR, self, other)
+
+    def __ixor__(self, other: Any) -> Array:
+        return _operate_in_place(ew.BITWISE_XOR, self, other)
+
+    def __ilshift__(self, other: Any) -> Array:
+        return _operate_in_place(ew.BITWISE_LEFT_SHIFT, self, other)
+
+    def __irshift__(self, other: Any) -> Array:
+        return _operate_in_place(ew.BITWISE_RIGHT_SHIFT, self, other)
 
     def __neg__(self) -> Array:
         return apply(ew.NEGATIVE, (self,))
@@ -416,6 +491,39 @@ def _operate(op: Any, x: Any, y: Any) -> Any:
         if type(a) is not Array and not isinstance(a, bool | int | float | complex | np.ndarray | np.generic):
             return NotImplemented
     return apply(op, (x, y))
+
+
+_REUSING = frozenset({ew.ADD, ew.SUBTRACT, ew.MULTIPLY, ew.DIVIDE})
+
+
+def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
+    """``x op= y``. The memory of ``x`` is used again where nobody else holds it and no tape listens."""
+    if type(y) is not Array and not isinstance(y, bool | int | float | complex | np.ndarray | np.generic):
+        return NotImplemented
+    if not state.recorders and op in _REUSING and x.dtype.kind in "fc" and x._alone():
+        if type(y) in (int, float):
+            other = y
+        elif type(y) is Array and y is not x and y.dtype == x.dtype and y.shape == x.shape:
+            other = y._buf
+        else:
+            other = None
+        if type(other) in (int, float, np.ndarray):
+            x._id = 0
+            op.numpy(x._buf, other, out=x._buf)
+            return x
+    return _replace(op.name, x, apply(op, (x, y)))
+
+
+def _replace(name: str, x: Array, new: Array) -> Array:
+    """``x`` with the value of ``new``, which must have its shape, and a dtype of its kind."""
+    if new.shape != x.shape:
+        raise ShapeError(f"[{name}] an array of shape {x.shape} cannot take a result of shape {new.shape} in place")
+    if new.dtype != x.dtype:
+        if not np.can_cast(new.dtype, x.dtype, "same_kind"):
+            raise DTypeError(f"[{name}] an array of {x.dtype.name} cannot take a result of {new.dtype.name} in place")
+        new = manipulation.astype(new, x.dtype)
+    x._buf, x._id = new._buf, new._id
+    return x
 
 
 def new_id(x: Array) -> int:

@@ -120,8 +120,14 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
             scalars = True
         else:
             return _apply_general(op, args, params)
-    if scalars and (strong := _strong_scalars(args)) is not None:
-        return apply(op, strong, params)
+    if scalars:
+        for b in bufs:
+            if (
+                type(b) is ndarray
+                and b.dtype.num >= _FIRST_USER_DTYPE
+                and (strong := _strong_scalars(args)) is not None
+            ):
+                return apply(op, strong, params)
     out = op.numpy(*bufs, **params)
     if type(out) is ndarray:
         result = wrap(out)

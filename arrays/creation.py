@@ -101,6 +101,11 @@ def wrap_same(x: Array) -> Array:
     return apply(ALIAS, (x,))
 
 
+def beside(x: Array) -> Device | None:
+    """Where new arrays go that will meet ``x`` in an op: its device; None (anywhere) where it is traced or split."""
+    return None if isinstance(x._buf, Deferred) else x.device
+
+
 def full(
     shape: int | Sequence[int], fill_value: Any, *, dtype: Any = None, device: Device | str | None = None
 ) -> Array:
@@ -194,3 +199,92 @@ def ones_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = Non
 def full_like(x: Any, /, fill_value: float, *, dtype: Any = None, device: Device | str | None = None) -> Array:
     """One repeated value, with the shape, dtype, device and sharding of ``x``."""
     return _like(x, fill_value, dtype, device)
+
+
+def empty_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
+    """Arbitrary values (zeros, in fact), with the shape, dtype, device and sharding of ``x``."""
+    return _like(x, 0, dtype, device)
+
+
+def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | None = None) -> Array:
+    """The data of any object with ``__dlpack__`` (NumPy, CuPy, PyTorch, JAX, … arrays) as an Array.
+
+    Parameters
+    ----------
+    x
+        The exporter.
+    device
+        Where the Array goes; it stays where the data is by default.
+    copy
+        As in :func:`asarray`: foreign memory is copied unless ``copy=False``, since its owner may write to it. With
+        ``copy=False`` the memory is shared until the Array is written, and the caller promises not to write to ``x``.
+
+    Examples
+    --------
+    >>> import meshtape as mt, numpy as np
+    >>> mt.from_dlpack(np.arange(3), copy=False)
+    Array([0, 1, 2])
+    """
+    if isinstance(x, Array):
+        out = asarray(x, copy=copy)
+    else:
+        kind = x.__dlpack_device__()[0]
+        if int(kind) in (1, 3):  # host memory, pinned or not
+            host = np.from_dlpack(x)
+            out = wrap(host if copy is False else host.copy())
+        else:
+            from ._backends import cupy_backend
+
+            buf = cupy_backend().xp.from_dlpack(x)
+            out = wrap(buf if copy is False else buf.copy())
+    if device is None:
+        return out
+    if copy is False and str(out.device) != str(device):
+        raise ValueError(f"[from_dlpack] moving from {out.device} to {device} copies, and copy=False forbids it")
+    return out.to_device(device)
+
+
+def meshgrid(*arrays: Any, indexing: str = "xy") -> tuple[Array, ...]:
+    """Coordinate arrays of a grid with these coordinates along its axes (``"xy"`` exchanges the first two axes).
+
+    >>> import meshtape as mt
+    >>> [g.tolist() for g in mt.meshgrid(mt.arange(2), mt.arange(3), indexing="ij")]
+    [[[0, 0, 0], [1, 1, 1]], [[0, 1, 2], [0, 1, 2]]]
+    """
+    from .manipulation import broadcast_to, reshape
+
+    if indexing not in ("xy", "ij"):
+        raise ValueError(f"[meshgrid] indexing must be 'xy' or 'ij', got {indexing!r}")
+    xs = [asarray(a) for a in arrays]
+    if any(x.ndim > 1 for x in xs):
+        raise ShapeError(f"[meshgrid] takes arrays of one dimension, got shapes {', '.join(str(x.shape) for x in xs)}")
+    n = len(xs)
+    order = [1, 0, *range(2, n)] if indexing == "xy" and n > 1 else list(range(n))
+    shape = [0] * n
+    for x, axis in zip(xs, order, strict=True):
+        shape[axis] = x.size
+    return tuple(
+        broadcast_to(reshape(x, tuple(x.size if i == axis else 1 for i in range(n))), shape)
+        for x, axis in zip(xs, order, strict=True)
+    )
+
+
+def _triangle(name: str, x: Any, k: int, lower: bool) -> Array:
+    from .elementwise import where
+
+    x = asarray(x)
+    if x.ndim < 2:
+        raise ShapeError(f"[{name}] needs at least two dimensions, got shape {x.shape}")
+    rows, cols = x.shape[-2:]
+    kept = np.tri(rows, cols, k if lower else k - 1, dtype=bool)
+    return where(_place(kept if lower else ~kept, beside(x)), x, False if x.dtype.kind == "b" else 0)
+
+
+def tril(x: Any, /, *, k: int = 0) -> Array:
+    """The lower triangle of matrices: zeros above the ``k``-th diagonal."""
+    return _triangle("tril", x, k, lower=True)
+
+
+def triu(x: Any, /, *, k: int = 0) -> Array:
+    """The upper triangle of matrices: zeros below the ``k``-th diagonal."""
+    return _triangle("triu", x, k, lower=False)

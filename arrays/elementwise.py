@@ -47,6 +47,41 @@ def _binary(name: str, doc: str, impl: str | Callable[..., Any] | None = None, *
     return op, _function(op, doc)
 
 
+def _floor_divide(xp: Any, x: Any, y: Any) -> Any:
+    """NumPy gives NaN where one operand is infinite; the array-API standard the limits that ``x / y`` has there."""
+    if all_integers(x, y):
+        return xp.floor_divide(x, y)
+    far = xp.isinf(x) | xp.isinf(y)
+    if not far.any():
+        return xp.floor_divide(x, y)
+    with np.errstate(invalid="ignore"):
+        quotient = xp.floor_divide(x, y)
+        return xp.where(far, xp.true_divide(x, y), quotient).astype(quotient.dtype, copy=False)
+
+
+def all_integers(*operands: Any) -> bool:
+    """Whether no operand (buffer or Python number) is floating."""
+    return all(isinstance(a, int) if not hasattr(a, "dtype") else a.dtype.kind in "biu" for a in operands)
+
+
+def _expm1(xp: Any, x: Any) -> Any:
+    """Of complex numbers by parts: NumPy loses the digits near the imaginary axis, and the standard's special cases."""
+    if x.dtype.kind != "c":
+        return xp.expm1(x)
+    a, b = x.real, x.imag
+    with np.errstate(all="ignore"):
+        half = xp.sin(b / 2)
+        re = xp.expm1(a) * xp.cos(b) - 2 * half * half
+        im = xp.exp(a) * xp.sin(b)
+        re, im = xp.where(b == 0, xp.expm1(a), re), xp.where(b == 0, b, im)
+        no_angle = ~xp.isfinite(b)
+        re = xp.where(no_angle & xp.isinf(a), xp.expm1(a), re)
+        im = xp.where(no_angle & (a == -np.inf), 0, im)
+    out = xp.empty(x.shape, x.dtype)
+    out.real, out.imag = re, im
+    return out
+
+
 _BOOL = "boolean result"
 _INT = "integer result"
 _STEP = "piecewise constant: its derivative is zero wherever it exists"
@@ -57,7 +92,9 @@ ADD, add = _binary("add", "Sum.")
 SUBTRACT, subtract = _binary("subtract", "Difference.")
 MULTIPLY, multiply = _binary("multiply", "Product.")
 DIVIDE, divide = _binary("divide", "Quotient.")
-FLOOR_DIVIDE, floor_divide = _binary("floor_divide", "Quotient rounded towards minus infinity.", nograd=_STEP)
+FLOOR_DIVIDE, floor_divide = _binary(
+    "floor_divide", "Quotient rounded towards minus infinity.", _floor_divide, nograd=_STEP
+)
 REMAINDER, remainder = _binary("remainder", "Rest of the floor division, with the sign of the divisor.")
 POW, pow = _binary("pow", "``x1`` to the power ``x2``.", "power")
 NEGATIVE, negative = _unary("negative", "Minus ``x``.")
@@ -76,7 +113,7 @@ FMIN, fmin = _binary("fmin", "The smaller one; the other where one is NaN. At ti
 # ----- exponentials and logarithms ------------------------------------------------------------------------------------
 
 EXP, exp = _unary("exp", "``e**x``.")
-EXPM1, expm1 = _unary("expm1", "``e**x - 1``, exact near zero.")
+EXPM1, expm1 = _unary("expm1", "``e**x - 1``, exact near zero.", _expm1)
 LOG, log = _unary("log", "Natural logarithm.")
 LOG1P, log1p = _unary("log1p", "``log(1 + x)``, exact near zero.")
 LOG2, log2 = _unary("log2", "Logarithm to base 2.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -12,12 +13,14 @@ import numpy as np
 from . import _infer
 from ._dispatch import apply
 from ._op import Op
-from .elementwise import ASTYPE
-from .errors import ShapeError
+from .dtypes import finfo, isdtype
+from .elementwise import ASTYPE, clip
+from .errors import DTypeError, ShapeError
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
     from ._array import Array
+    from .devices import Device
 
 # ----- ops ------------------------------------------------------------------------------------------------------------
 
@@ -79,15 +82,44 @@ def _asarray(x: Any) -> Array:
     return asarray(x)
 
 
-def astype(x: Any, dtype: Any, /, *, copy: bool = True) -> Array:
+def astype(
+    x: Any, dtype: Any, /, *, copy: bool = True, device: Device | str | None = None, saturate: bool = False
+) -> Array:
     """``x`` in another dtype; the same array where it has that dtype already and ``copy`` is false.
 
-    Values have copy-on-write semantics, so that a "copy" costs nothing until one side is written.
+    Values have copy-on-write semantics, so that a "copy" costs nothing until one side is written. The imaginary part of
+    complex numbers is not dropped in silence: casting them to real ones raises.
+
+    Parameters
+    ----------
+    device
+        Where the result goes; it stays where ``x`` is by default.
+    saturate
+        What is beyond the range of a floating ``dtype`` becomes its largest number, infinities too, instead of infinity (or
+        NaN in ``float8_e4m3fn``, which has no infinity). NaN stays NaN.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> x = mt.asarray([464.0, 480.0, float("inf")])
+    >>> mt.astype(x, mt.float8_e4m3fn).tolist(), mt.astype(x, mt.float8_e4m3fn, saturate=True).tolist()
+    ([448.0, nan, nan], [448.0, 448.0, 448.0])
     """
     x = _asarray(x)
     dtype = np.dtype(dtype)
+    if x.dtype.kind == "c" and dtype.kind not in "cb":
+        raise DTypeError(f"[astype] {x.dtype.name} to {dtype.name} would drop the imaginary part: take real(x) first")
+    if device is not None:
+        x = x.to_device(device)
     if x.dtype == dtype and not copy:
         return x
+    if saturate and x.dtype != dtype and isdtype(dtype, "real floating"):
+        limits = finfo(dtype)
+        # The limits must be numbers of the dtype of x; where they are beyond it nothing can be out of range.
+        if isdtype(x.dtype, "real floating") and finfo(x.dtype).max > limits.max:
+            x = clip(x, limits.min, limits.max)
+        elif isdtype(x.dtype, "integral"):
+            x = clip(astype(x, np.float64), limits.min, limits.max)
     return apply(ASTYPE, (x,), {"dtype": dtype})
 
 
@@ -157,11 +189,34 @@ def broadcast_arrays(*arrays: Any) -> tuple[Array, ...]:
     return tuple(broadcast_to(x, shape) for x in xs)
 
 
-def expand_dims(x: Any, /, *, axis: int = 0) -> Array:
-    """A new dimension of length one at ``axis`` of the result."""
+def broadcast_shapes(*shapes: Sequence[int | None]) -> tuple[int | None, ...]:
+    """The shape that arrays of these shapes have together. A length of None is unknown, and stays so unless another tells it.
+
+    >>> import meshtape as mt
+    >>> mt.broadcast_shapes((3, 1), (1, 4))
+    (3, 4)
+    """
+    out: list[int | None] = []
+    for lengths in itertools.zip_longest(*(tuple(s)[::-1] for s in shapes), fillvalue=1):
+        known = {n for n in lengths if n not in (1, None)}
+        if len(known) > 1:
+            raise ShapeError(f"[broadcast_shapes] shapes do not broadcast together: {', '.join(map(str, shapes))}")
+        out.append(known.pop() if known else None if None in lengths else 1)
+    return tuple(out[::-1])
+
+
+def expand_dims(x: Any, /, axis: int | Sequence[int] = 0) -> Array:
+    """New dimensions of length one at the places ``axis`` of the result.
+
+    >>> import meshtape as mt
+    >>> mt.expand_dims(mt.ones(3), axis=(0, -1)).shape
+    (1, 3, 1)
+    """
     x = _asarray(x)
-    (axis,) = _infer.normalize_axis("expand_dims", axis, x.ndim + 1)
-    return reshape(x, (*x.shape[:axis], 1, *x.shape[axis:]))
+    ndim = x.ndim + (1 if isinstance(axis, int | np.integer) else len(axis))
+    axes = _infer.normalize_axis("expand_dims", axis, ndim)
+    lengths = iter(x.shape)
+    return reshape(x, tuple(1 if i in axes else next(lengths) for i in range(ndim)))
 
 
 def squeeze(x: Any, /, axis: int | Sequence[int]) -> Array:
@@ -194,3 +249,89 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Array:
 def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Array:
     """Arrays of one shape joined along a new axis."""
     return concat([expand_dims(a, axis=axis) for a in arrays], axis=axis)
+
+
+def unstack(x: Any, /, *, axis: int = 0) -> tuple[Array, ...]:
+    """The parts of ``x`` along an axis, without that axis: the inverse of :func:`stack`."""
+    x = _asarray(x)
+    (axis,) = _infer.normalize_axis("unstack", axis, x.ndim)
+    lead = (slice(None),) * axis
+    return tuple(x[(*lead, i)] for i in range(x.shape[axis]))
+
+
+def roll(x: Any, /, shift: int | Sequence[int], *, axis: int | Sequence[int] | None = None) -> Array:
+    """Elements moved along axes by ``shift`` places; what leaves at one end comes back at the other.
+
+    Without ``axis`` the array is rolled as if it were flat.
+
+    >>> import meshtape as mt
+    >>> mt.roll(mt.arange(4), 1)
+    Array([3, 0, 1, 2])
+    """
+    x = _asarray(x)
+    if axis is None:
+        if not isinstance(shift, int | np.integer):
+            raise ShapeError("[roll] several shifts need as many axes")
+        return reshape(roll(reshape(x, (-1,)), shift, axis=0), x.shape)
+    axes = (axis,) if isinstance(axis, int | np.integer) else tuple(axis)
+    shifts = (shift,) * len(axes) if isinstance(shift, int | np.integer) else tuple(shift)
+    if len(shifts) != len(axes):
+        raise ShapeError(f"[roll] {len(shifts)} shifts for {len(axes)} axes")
+    out = x
+    for n, a in zip(shifts, axes, strict=True):
+        (a,) = _infer.normalize_axis("roll", a, x.ndim)
+        length = x.shape[a]
+        cut = -operator.index(n) % length if length else 0
+        if cut:
+            lead = (slice(None),) * a
+            out = concat([out[(*lead, slice(cut, None))], out[(*lead, slice(None, cut))]], axis=a)
+    return astype(x, x.dtype) if out is x else out
+
+
+def tile(x: Any, repetitions: Sequence[int], /) -> Array:
+    """``x`` as a whole laid side by side, ``repetitions[i]`` times along axis ``i`` (counted from the last one).
+
+    >>> import meshtape as mt
+    >>> mt.tile(mt.arange(2), (2, 2))
+    Array([[0, 1, 0, 1],
+           [0, 1, 0, 1]])
+    """
+    x = _asarray(x)
+    reps = tuple(map(operator.index, repetitions))
+    if any(n < 0 for n in reps):
+        raise ShapeError(f"[tile] repetitions must not be negative, got {reps}")
+    shape = (1,) * (len(reps) - x.ndim) + x.shape
+    reps = (1,) * (len(shape) - len(reps)) + reps
+    apart = reshape(x, tuple(k for n in shape for k in (1, n)))
+    full = broadcast_to(apart, tuple(k for r, n in zip(reps, shape, strict=True) for k in (r, n)))
+    return reshape(full, tuple(r * n for r, n in zip(reps, shape, strict=True)))
+
+
+def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Array:
+    """Each element (each slice along ``axis``) several times in a row; of the flattened array without ``axis``.
+
+    ``repeats`` is one number for all, or an array of one number each (whose values must be known: they make the shape).
+
+    >>> import meshtape as mt
+    >>> mt.repeat(mt.asarray([1, 2]), mt.asarray([1, 3]))
+    Array([1, 2, 2, 2])
+    """
+    x = _asarray(x)
+    if axis is None:
+        x, axis = reshape(x, (-1,)), 0
+    (axis,) = _infer.normalize_axis("repeat", axis, x.ndim)
+    n = x.shape[axis]
+    counts = np.asarray(repeats)
+    if counts.dtype.kind not in "iu":
+        raise DTypeError(f"[repeat] repeats must be integers, got {counts.dtype.name}")
+    if counts.ndim > 1 or (counts.ndim == 1 and counts.shape[0] not in (1, n)):
+        raise ShapeError(f"[repeat] repeats of shape {counts.shape} for axis {axis} of shape {x.shape}")
+    if counts.size and counts.min() < 0:
+        raise ValueError("[repeat] repeats must not be negative")
+    if counts.size == 1 and (n != 1 or counts.ndim == 0):
+        k = int(counts.reshape(-1)[0])
+        apart = reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
+        full = broadcast_to(apart, (*x.shape[: axis + 1], k, *x.shape[axis + 1 :]))
+        return reshape(full, (*x.shape[:axis], n * k, *x.shape[axis + 1 :]))
+    places = np.repeat(np.arange(n), counts)
+    return x[(*(slice(None),) * axis, places)]

@@ -42,36 +42,50 @@ def _named(name: str) -> Callable[..., Any]:
     return impl
 
 
+def _nothing_to_choose(name: str, shape: tuple[int, ...], axis: tuple[int, ...]) -> bool:
+    """Whether the reduced dimensions have no elements. Raises :class:`ShapeError` where the result would have some."""
+    if not builtins.any(shape[a] == 0 for a in axis):
+        return False
+    if 0 not in _infer.reduced_shape(shape, axis, False):
+        raise ShapeError(f"[{name}] of no elements has no value: shape {shape}, axis {axis}")
+    return True
+
+
 def _extremum(name: str) -> Callable[..., Any]:
     def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
-        if x.size == 0 and builtins.any(x.shape[a] == 0 for a in axis):
-            out = _infer.reduced_shape(x.shape, axis, keepdims)
-            if 0 not in out:
-                raise ShapeError(f"[{name}] of no elements has no value: shape {x.shape}, axis {axis}")
-            return xp.empty(out, x.dtype)
+        if x.size == 0 and _nothing_to_choose(name, x.shape, axis):
+            return xp.empty(_infer.reduced_shape(x.shape, axis, keepdims), x.dtype)
         return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
 
     return impl
+
+
+def _infer_extremum(op: Op, args: tuple[Any, ...], params: Any) -> _infer.ShapeDtype:
+    _nothing_to_choose(op.name, args[0].shape, params["axis"])
+    return _infer.reduction(op, args, params)
 
 
 _BOOL = "boolean result"
 
 SUM = Op("sum", ("x",), _accumulated("sum"), _infer.reduction)
 PROD = Op("prod", ("x",), _accumulated("prod"), _infer.reduction)
-MAX = Op("max", ("x",), _extremum("max"), _infer.reduction)
-MIN = Op("min", ("x",), _extremum("min"), _infer.reduction)
+MAX = Op("max", ("x",), _extremum("max"), _infer_extremum)
+MIN = Op("min", ("x",), _extremum("min"), _infer_extremum)
 ANY = Op("any", ("x",), _named("any"), _infer.reduction, nondifferentiable=_BOOL)
 ALL = Op("all", ("x",), _named("all"), _infer.reduction, nondifferentiable=_BOOL)
 
 
 def _arg(name: str) -> Callable[..., Any]:
     def impl(xp: Any, x: Any, axis: int, keepdims: bool) -> Any:
+        if x.size == 0 and _nothing_to_choose(name, x.shape, (axis,)):
+            return xp.empty(_infer.reduced_shape(x.shape, (axis,), keepdims), np.int64)
         return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
 
     return impl
 
 
 def _infer_arg(op: Op, args: tuple[Any, ...], params: Any) -> _infer.ShapeDtype:
+    _nothing_to_choose(op.name, args[0].shape, (params["axis"],))
     return _infer.ShapeDtype(
         _infer.reduced_shape(args[0].shape, (params["axis"],), params["keepdims"]), np.dtype(np.int64)
     )
@@ -88,6 +102,13 @@ def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
     return apply(op, (x,), {"axis": _infer.normalize_axis(op.name, axis, x.ndim), "keepdims": bool(keepdims)})
 
 
+def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
+    """The reduction computed, and given, in another dtype; small integers asked for are accumulated wide and cut off."""
+    from .manipulation import astype
+
+    return astype(_reduce(op, astype(x, dtype, copy=False), axis, keepdims), dtype, copy=False)
+
+
 def sum(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Array:
     """Sum over axes. Small integers sum in the default integer; 0 for no elements.
 
@@ -95,20 +116,12 @@ def sum(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = Fal
     >>> mt.sum(mt.asarray([[1, 2], [3, 4]]), axis=0)
     Array([4, 6])
     """
-    if dtype is not None:
-        from .manipulation import astype
-
-        x = astype(x, dtype)
-    return _reduce(SUM, x, axis, keepdims)
+    return _reduce(SUM, x, axis, keepdims) if dtype is None else _reduce_in(SUM, x, axis, keepdims, dtype)
 
 
 def prod(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Array:
     """Product over axes; 1 for no elements."""
-    if dtype is not None:
-        from .manipulation import astype
-
-        x = astype(x, dtype)
-    return _reduce(PROD, x, axis, keepdims)
+    return _reduce(PROD, x, axis, keepdims) if dtype is None else _reduce_in(PROD, x, axis, keepdims, dtype)
 
 
 def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:

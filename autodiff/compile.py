@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +19,10 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._backends import backend_for, backend_of
 from ..arrays._dispatch import Deferred, ProgramHost, apply, argument_avals, call_site, wrap
-from ..arrays._op import Op, not_recording, state
+from ..arrays._op import Op, not_recording, recording, state
 from ..arrays.errors import DeviceError, TracedValueError
-from ..arrays.program import Const, Program, ProgramBuilder, ShapeDtype, freeze, last_uses, simplify
-from .tape import same_value
+from ..arrays.program import Const, Program, ProgramBuilder, ShapeDtype, Site, freeze, last_uses, simplify
+from .tape import is_differentiable, same_value
 
 
 class Tracer(Deferred):
@@ -58,13 +59,90 @@ class Lifted(NamedTuple):
         return self.array if self.array._buf is self.buf else wrap(self.buf)
 
 
-class _Trace:
-    """The program that a traced function writes."""
+class Held(NamedTuple):
+    """An array and the buffer that it had when a call read it."""
 
-    def __init__(self) -> None:
+    array: Array
+    buf: Any
+
+
+class Staged(NamedTuple):
+    """A call on arrays that the function reads from around it; computed while tracing, and an entry where its result is used."""
+
+    op: Op
+    args: tuple[Any, ...]  # Held, Result or a Python scalar
+    params: Mapping[str, Any]
+    avals: tuple[ShapeDtype, ...]
+    origin: str | None
+    site: Site | None
+
+
+class Result(NamedTuple):
+    """The ``k``-th result of a staged call, and its buffer."""
+
+    call: Staged
+    k: int
+    buf: Any
+
+
+class _Trace:
+    """The program that a traced function writes.
+
+    It also records the calls in which no array is traced. Those on arrays from ``outside`` (closure, module) become entries where
+    their results meet the program: as constants they would have lost their history, and with it the gradient of those arrays.
+    """
+
+    def __init__(self, outside: Iterable[Array] = ()) -> None:
         self.builder = ProgramBuilder()
         self.lifted: dict[tuple[int, int], Lifted] = {}
+        # By id of the Array, and by id of the buffer for its aliases; all of them are held, so that ids stay their own.
+        known = [x for x in outside if is_differentiable(x.dtype)]
+        self.outside = {id(x): x for x in known} | {id(x._buf): x for x in reversed(known)}
+        self.outside_bufs = [x._buf for x in known]
+        self.results: dict[int, Result] = {}  # by id of the buffer
+        self.detached: dict[int, Held] = {}  # by id of the Array
+        self.staged_vars: dict[int, tuple[int, ...]] = {}
         self.open = True
+
+    # ----- calls without a traced array -------------------------------------------------------------------------------
+
+    def watches(self, x: Array) -> bool:
+        return False
+
+    def record(
+        self,
+        op: Op,
+        args: tuple[Any, ...],
+        outs: tuple[Array, ...],
+        params: Mapping[str, Any],
+        origin: str | None,
+        site: Site | None,
+    ) -> None:
+        if any(isinstance(o._buf, Tracer) for o in outs):
+            return
+        sources = tuple(self._source(a) if isinstance(a, Array) else a for a in args)
+        if not any(type(s) is Result or (type(s) is Held and id(s.array) in self.outside) for s in sources):
+            return
+        if op.nondifferentiable:
+            # The result of stop_gradient has the buffer of its argument, and must not be taken for it.
+            self.detached.update((id(o), Held(o, o._buf)) for o in outs)
+            return
+        call = Staged(op, sources, params, argument_avals(outs), origin, site)
+        taken = {id(s.buf) for s in sources if type(s) in (Held, Result)}
+        for k, o in enumerate(outs):
+            if id(o._buf) not in taken:  # an alias is what it is an alias of
+                self.results[id(o._buf)] = Result(call, k, o._buf)
+
+    def _source(self, x: Array) -> Held | Result:
+        """What an array that is not traced stands for at this moment."""
+        buf = x._buf
+        if id(x) in self.detached and self.detached[id(x)].buf is buf:
+            return Held(wrap(buf), buf)
+        if id(buf) in self.results:
+            return self.results[id(buf)]
+        return Held(x if id(x) in self.outside else self.outside.get(id(buf), x), buf)
+
+    # ----- variables --------------------------------------------------------------------------------------------------
 
     def input(self, x: Array) -> Array:
         buf = x._buf
@@ -80,7 +158,19 @@ class _Trace:
                     "an array of one traced function was used in another: return it, instead of keeping it aside"
                 )
             return buf.var
-        # Both are held, so that their ids stay their own. Arrays that share a buffer are different values to a tape.
+        return self._var_of(self._source(x))
+
+    def _var_of(self, source: Held | Result) -> int:
+        if type(source) is Result:
+            call = source.call
+            if id(call) not in self.staged_vars:  # the results hold the call, so that its id stays its own
+                inputs = [self._var_of(s) if type(s) in (Held, Result) else Const(s) for s in call.args]
+                self.staged_vars[id(call)] = self.builder.add(
+                    call.op, inputs, call.params, call.avals, call.origin, call.site
+                )
+            return self.staged_vars[id(call)][source.k]
+        x, buf = source
+        # Arrays that share a buffer are different values to a tape.
         key = (id(x), id(buf))
         known = self.lifted.get(key)
         if known is None:
@@ -122,7 +212,9 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = trees.flatten((args, kwargs))
         arrays = [_as_array(x) for x in leaves]
-        if any(isinstance(a, Array) and isinstance(a._buf, Tracer) for a in arrays):
+        if any(isinstance(r, _Trace) for r in state.recorders) or any(
+            isinstance(a, Array) and isinstance(a._buf, Tracer) for a in arrays
+        ):
             return self._fn(*args, **kwargs)  # inside another compiled function: part of its program
         ready = self._ready(leaves, arrays, treedef)
         return ready([a for a in arrays if isinstance(a, Array)])
@@ -214,21 +306,38 @@ class _ById:
         return isinstance(other, _ById) and other.value is self.value
 
 
-def _outside_key(fn: Any) -> tuple[Any, ...]:
-    """What the function reads beside its arguments, in a form that changes when the result may.
+def _outside(fn: Any) -> list[Any]:
+    """What the function reads beside its arguments: its closure, its defaults, the arguments of a ``partial``, and the variables of
+    the module that it names; and what the functions among them read in turn, if they are of its module or its closure."""
+    found: list[Any] = []
+    functions, done = [fn], set()
+    while functions:
+        fn = functions.pop()
+        if id(fn) in done:
+            continue
+        done.add(id(fn))
+        if isinstance(fn, Compiled):
+            functions.append(fn._fn)
+            continue
+        if isinstance(fn, functools.partial):
+            values = [fn.func, *fn.args, *fn.keywords.values()]
+        else:
+            values = [*(getattr(fn, "__defaults__", None) or ()), *(getattr(fn, "__kwdefaults__", None) or {}).values()]
+            for cell in getattr(fn, "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # a variable that is not bound yet
+                    values.append(cell.cell_contents)
+        functions += [v for v in values if isinstance(v, FunctionType | functools.partial | Compiled)]
+        module = getattr(fn, "__globals__", {})
+        named = [module[n] for n in _names_in(getattr(fn, "__code__", None)) if n in module]
+        functions += [v for v in named if getattr(getattr(v, "_fn", v), "__globals__", None) is module]
+        found += values + named
+    return found
 
-    That is its closure, its defaults, the arguments of a ``partial`` and the module's variables that it names: numbers and texts
-    count by value, arrays by identity and buffer (alone or in containers), everything else by identity.
-    """
-    if isinstance(fn, functools.partial):
-        return (_outside_key(fn.func), *map(_held_key, (*fn.args, *fn.keywords.values())))
-    values = [*(getattr(fn, "__defaults__", None) or ()), *(getattr(fn, "__kwdefaults__", None) or {}).values()]
-    for cell in getattr(fn, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a variable that is not bound yet
-            values.append(cell.cell_contents)
-    module = getattr(fn, "__globals__", {})
-    values += [module[n] for n in _names_in(getattr(fn, "__code__", None)) if n in module]
-    return tuple(map(_held_key, values))
+
+def _outside_key(fn: Any) -> tuple[Any, ...]:
+    """What the function reads beside its arguments, in a form that changes when the result may: numbers and texts count by value,
+    arrays by identity and buffer (alone or in containers), everything else by identity."""
+    return tuple(map(_held_key, _outside(fn)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -244,8 +353,11 @@ def _held_key(value: Any) -> tuple[Any, ...]:
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         return type(value), freeze(value)
     # Of a container only the arrays count: a list that the function appends a note to at each trace must not bring about the next.
-    arrays = [x for x in trees.flatten(value)[0] if isinstance(x, Array)]
-    return (_ById(value), *((_ById(x), _ById(x._buf)) for x in arrays))
+    return (_ById(value), *((_ById(x), _ById(x._buf)) for x in _arrays_in(value)))
+
+
+def _arrays_in(value: Any) -> list[Array]:
+    return [x for x in trees.flatten(value)[0] if isinstance(x, Array)]
 
 
 class _Ready:
@@ -293,11 +405,11 @@ _ARRAY = object()
 
 
 def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef) -> _Ready:
-    trace = _Trace()
+    trace = _Trace(x for v in _outside(fn) for x in _arrays_in(v))
     stand_ins = [trace.input(a) if isinstance(a, Array) else a for a in arrays]
     args, kwargs = trees.unflatten(treedef, stand_ins)
     try:
-        with not_recording():
+        with not_recording(), recording(trace):
             result = fn(*args, **kwargs)
         outs, out_def = trees.flatten(result)
         outputs = [trace._var(o) for o in outs if isinstance(o, Array)]

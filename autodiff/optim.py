@@ -32,12 +32,10 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._dispatch import Deferred
 from ..arrays.creation import asarray, ones_like, zeros_like
-from ..arrays.elementwise import abs, clip, cos, minimum, sqrt, square, where
+from ..arrays.elementwise import abs, clip, minimum, sqrt, square, where
 from ..arrays.errors import DTypeError, ShapeError
+from .schedules import Schedule, constant, cosine, exponential, linear, warmup_cosine, warmup_linear
 from .tape import is_differentiable
-
-Schedule = float | Callable[[Array], Any]
-"""A learning rate: a number, or a function of the number of steps done so far (a 0-d integer Array)."""
 
 
 @dataclass(frozen=True)
@@ -367,82 +365,6 @@ def clip_by_value(grads: Any, limit: float) -> Any:
     if not limit >= 0:
         raise ValueError(f"[clip_by_value] limit must not be negative, got {limit}")
     return trees.tree_map(lambda g: clip(g, -limit, limit), grads)
-
-
-# ----- schedules: pure functions of the number of steps done so far ---------------------------------------------------
-
-
-def _progress(step: Array, steps: int) -> Array:
-    """How much of ``steps`` is done, from 0 to 1."""
-    return minimum(asarray(step).astype(np.float64) / max(steps, 1), 1.0)
-
-
-def constant(lr: float) -> Callable[[Array], Array]:
-    """Always ``lr``.
-
-    >>> import meshtape as mt
-    >>> float(mt.optim.constant(0.1)(mt.asarray(7)))
-    0.1
-    """
-    return lambda step: ones_like(asarray(step), dtype=np.float64) * lr
-
-
-def linear(start: float, end: float, steps: int) -> Callable[[Array], Array]:
-    """From ``start`` to ``end`` in ``steps`` equal steps, then ``end``.
-
-    >>> import meshtape as mt
-    >>> [float(mt.optim.linear(1.0, 0.0, 4)(mt.asarray(i))) for i in (0, 1, 4, 9)]
-    [1.0, 0.75, 0.0, 0.0]
-    """
-    return lambda step: start + (end - start) * _progress(step, steps)
-
-
-def cosine(lr: float, steps: int, end: float = 0.0) -> Callable[[Array], Array]:
-    """From ``lr`` to ``end`` along half a cosine (Loshchilov and Hutter, 2017), then ``end``.
-
-    >>> import meshtape as mt
-    >>> [round(float(mt.optim.cosine(1.0, 4)(mt.asarray(i))), 6) for i in (0, 2, 4, 9)]
-    [1.0, 0.5, 0.0, 0.0]
-    """
-    return lambda step: end + (lr - end) * (0.5 * (1.0 + cos(math.pi * _progress(step, steps))))
-
-
-def exponential(lr: float, decay: float, every: int = 1) -> Callable[[Array], Array]:
-    """``lr`` times ``decay`` to the power of the number of full periods of ``every`` steps done.
-
-    >>> import meshtape as mt
-    >>> [float(mt.optim.exponential(1.0, 0.5, 2)(mt.asarray(i))) for i in range(5)]
-    [1.0, 1.0, 0.5, 0.5, 0.25]
-    """
-    return lambda step: lr * decay ** (asarray(step) // every).astype(np.float64)
-
-
-def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[Array], Array]:
-    """From 0 to ``peak`` in ``warmup`` steps, then linearly to ``end`` at step ``total``.
-
-    >>> import meshtape as mt
-    >>> [float(mt.optim.warmup_linear(1.0, 2, 6)(mt.asarray(i))) for i in (0, 1, 2, 4, 6)]
-    [0.0, 0.5, 1.0, 0.5, 0.0]
-    """
-    return _warmup(peak, warmup, linear(peak, end, total - warmup))
-
-
-def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[Array], Array]:
-    """From 0 to ``peak`` in ``warmup`` steps, then along half a cosine to ``end`` at step ``total``.
-
-    >>> import meshtape as mt
-    >>> [round(float(mt.optim.warmup_cosine(1.0, 2, 6)(mt.asarray(i))), 6) for i in (0, 1, 2, 4, 6)]
-    [0.0, 0.5, 1.0, 0.5, 0.0]
-    """
-    return _warmup(peak, warmup, cosine(peak, total - warmup, end))
-
-
-def _warmup(peak: float, warmup: int, after: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    def schedule(step: Array) -> Array:
-        step = asarray(step)
-        return where(step < warmup, peak * _progress(step, warmup), after(step - warmup))
-
-    return schedule
 
 
 # ----- averages -------------------------------------------------------------------------------------------------------

@@ -110,10 +110,6 @@ class Tape:
         ref, name = self._watched.get(id(x), (None, 0))
         return name if ref is not None and ref() is x else x._id
 
-    def watches(self, x: Array) -> bool:
-        """Whether this tape records what is computed from ``x``."""
-        return x._id in self._live
-
     @contextmanager
     def stop_recording(self) -> Iterator[None]:
         """What is computed inside is a constant to this tape."""
@@ -160,7 +156,7 @@ class Tape:
                 Entry(op, inputs, out_ids, params, origin, site),
                 tuple(wanted),
                 saved,
-                outs[0]._buf if needs_ans else None,
+                tuple(o._buf for o in outs) if needs_ans else None,
                 avals,
                 out_avals,
             )
@@ -340,7 +336,8 @@ def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool) -> list[Any]:
         if n.kind == "operand":
             return value(n.where)
         if n.kind == "ans":
-            return _named(r.ans, r.entry.outputs[0]) if wrapped else r.ans
+            found = tuple(map(_named, r.ans, r.entry.outputs)) if wrapped else r.ans
+            return found[0] if len(found) == 1 else found
         if n.kind == "param":
             return r.entry.params[n.where]
         if n.kind == "rest":

@@ -221,7 +221,7 @@ def jacobian(fn: Callable[[Any], Array]) -> Callable[[Any], Any]:
     """Jacobian of a function from an array, or a tree of them, to one array.
 
     The result has the structure of the argument; its leaves have the shape ``(*output, *leaf)``. One pull back an output element.
-    
+
     >>> import meshtape as mt
     >>> mt.jacobian(lambda x: x * x)(mt.asarray([1.0, 2.0]))
     Array([[2., 0.],

@@ -98,6 +98,13 @@ def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement
         )
     if wanted.layout == now.layout:
         return x
+    for axis, op in wanted.layout.partials:
+        before = dict(now.layout.partials).get(axis, op)
+        if before != op:
+            raise ReshardError(
+                f"[reshard] along axis {now.mesh.names[axis]!r} a pending {before} cannot become a pending {op}: "
+                "reduce it first, with Replicate()"
+            )
     return apply(RESHARD, (x,), {"layout": wanted.layout})
 
 

@@ -62,7 +62,7 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
             n_workers=workers,
             threads_per_worker=threads_per_worker,
             processes=processes,
-            dashboard_address=None,
+            dashboard_address="127.0.0.1:0",  # any free port: the usual one may be taken
             silence_logs=40,
         ) as cluster,
         Client(cluster, set_as_default=False) as client,

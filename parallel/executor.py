@@ -14,6 +14,7 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import MeshtapeError, RankLost
+from ..arrays.reductions import _is_low_precision as is_low_precision
 from .partition import Local, Moves, RankProgram
 from .placement import REDUCERS, identity_of
 from .reshard import Plan, plan_reshard, reshard_text
@@ -229,21 +230,25 @@ class Prepared:
             block = piece(rp.pieces[0])
             return block if block.base is None or block.base.nbytes <= block.nbytes else block.copy()
         reducer = REDUCERS[m.plan.reduce] if m.plan.reduce else None
+        # More than two contributions of one or two bytes an element are joined in float32, and rounded once.
+        wide = m.plan.terms > 2 and reducer is not None and is_low_precision(m.dtype)
+        dtype = np.dtype(np.float32) if wide else m.dtype
         whole = Box.whole(rp.box.shape)
         if reducer is not None and all(p.target == whole for p in rp.pieces) and len(rp.pieces) > 1:
             # A ufunc gives 0-d results as scalars, which cannot be written to.
-            out = np.asarray(reducer(piece(rp.pieces[0]), piece(rp.pieces[1])), m.dtype)
+            first = piece(rp.pieces[0])
+            out = np.asarray(reducer(first.astype(dtype) if wide else first, piece(rp.pieces[1])), dtype)
             for p in rp.pieces[2:]:
                 reducer(out, piece(p), out=out)
-            return out
-        out = np.empty(rp.box.shape, m.dtype)
+            return out.astype(m.dtype, copy=False)
+        out = np.empty(rp.box.shape, dtype)
         for p in rp.pieces:  # in the order of terms: the first of each place is written, the others are joined to it
             at = p.target.slices
             if p.term == 0 or reducer is None:
                 out[at] = piece(p)
             else:
                 out[at] = reducer(out[at], piece(p))
-        return out
+        return out.astype(m.dtype, copy=False)
 
 
 def _fresh_op(m: PreparedMove, program: RankProgram) -> str:

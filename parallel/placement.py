@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 
 from ..arrays.blocks import Box, ceil_blocks
@@ -257,7 +258,15 @@ def identity_of(op: str, dtype: np.dtype) -> object:
         return op == "min"
     if dtype.kind == "c":
         raise ShapeError(f"complex numbers have no {op}")
+    if dtype.kind == "V" and not has_infinity(dtype):
+        info = ml_dtypes.finfo(dtype)
+        return info.min if op == "max" else info.max
     return -math.inf if op == "max" else math.inf
+
+
+def has_infinity(dtype: np.dtype) -> bool:
+    """Whether a floating dtype has infinities: ``float8_e4m3fn`` turns them into NaN."""
+    return bool(np.isinf(np.asarray(math.inf).astype(dtype)))
 
 
 REDUCERS = {

@@ -6,7 +6,7 @@ One procedure reads every op's factor mapping, forward and backward entries alik
    operands that is ``Partial("sum")`` together and in which the op is linear, and so is replication.
 2. The candidate that moves the fewest bytes wins. At ties a split wins over replication, earlier operands over later ones.
 3. Where a factor is split by several axes, a candidate must keep blocks even where the mapping needs it; axes are taken from
-   the largest to the smallest (ties: in the mesh's order), so that the largest one stays.
+   the largest to the smallest (ties: the outer one first), so that the largest one stays.
 
 The function is pure and cached: it knows layouts and lengths, neither meshes nor values.
 """
@@ -14,7 +14,7 @@ The function is pure and cached: it knows layouts and lengths, neither meshes no
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays._op import Op
@@ -93,7 +93,8 @@ def _propagate(
     chosen: dict[int, Any] = {}  # mesh axis → factor (int), set of partial operands, or nothing
     split: dict[int, list[int]] = {}  # factor → mesh axes
     lost = 0.0
-    for axis in sorted(range(len(sizes)), key=lambda a: (-sizes[a], a)):
+    order = _shard_order(now.values(), len(sizes))
+    for axis in sorted(range(len(sizes)), key=lambda a: (-sizes[a], order[a])):
         if sizes[axis] == 1:
             continue  # one rank holds everything: nothing is split, nothing is pending
         candidates: dict[Any, float] = {}
@@ -123,6 +124,12 @@ def _propagate(
     operands = tuple(_operand(rule, i, split, chosen) if i in now else None for i in range(len(avals)))
     results = tuple(_result(rule, r, split, chosen) for r in rule.results)
     return Placed(operands, results, rule, int(lost))
+
+
+def _shard_order(layouts: Iterable[Layout], axes: int) -> dict[int, int]:
+    """Place of each mesh axis in the order in which operands name them, outer ones first; the rest in the mesh's order."""
+    named = [a for layout in layouts for _, nested in layout.shards for a in nested]
+    return {a: i for i, a in enumerate(dict.fromkeys([*named, *range(axes)]))}
 
 
 def _even(rule: FactorRule, factor: int, axes: Sequence[int], sizes: Sequence[int]) -> bool:

@@ -37,7 +37,7 @@ PENDING_LIMIT = 5000
 class ShardedBuffer(Deferred):
     """Blocks of an array: held by the ranks of a mesh (``handle``), or still to be computed (``var``)."""
 
-    __slots__ = ("__weakref__", "dtype", "handle", "layout", "mesh", "shape", "var")
+    __slots__ = ("__weakref__", "dtype", "failure", "handle", "layout", "mesh", "shape", "var")
     priority = 1
 
     def __init__(
@@ -45,6 +45,7 @@ class ShardedBuffer(Deferred):
     ) -> None:
         self.mesh, self.layout, self.handle, self.var = mesh, layout, handle, var
         self.shape, self.dtype = aval
+        self.failure: str | None = None  # why there is neither
 
     @property
     def sharding(self) -> Sharding:
@@ -64,8 +65,14 @@ class ShardedBuffer(Deferred):
     def computed(self) -> ShardedBuffer:
         """Itself, with a handle."""
         if self.handle is None:
+            self.check_alive()
             self.mesh.pending.run()
         return self
+
+    def check_alive(self) -> None:
+        """Raise :class:`MeshError` where the run that would have computed this failed."""
+        if self.failure is not None:
+            raise MeshError(f"this array was never computed, as the run that would have made it failed: {self.failure}")
 
     def concrete(self) -> np.ndarray:
         """The whole array in this process. What is pending is computed, contributions are reduced."""
@@ -128,6 +135,7 @@ class Pending:
         if buf.mesh is not self.mesh:
             raise MeshError(f"[{op.name}] arrays of two meshes in one op: {self.mesh} and {buf.mesh}; move one first")
         if buf.handle is None:
+            buf.check_alive()
             return buf.var
         known = self._inputs.get(id(buf))
         return known[0] if known is not None else self._input(id(buf), buf, buf)
@@ -177,22 +185,22 @@ class Pending:
                 ),
                 outputs,
             )
-            ready = self._programs.get(key)
-            if ready is None:
-                program = simplify(builder.build(outputs))
-                rank_program = partition(program, layouts, self.mesh.sizes, settle=False, name="eager")
-                if len(self._programs) > 1000:
-                    self._programs.clear()
-                run = self.mesh.runtime.load(rank_program, self.mesh.names)
-                ready = self._programs[key] = (run, [rank_program.layouts[v] for v in rank_program.outputs])
-            run, found = ready
-            buffers = [hold[0] if isinstance(hold, tuple) else hold for _, hold in inputs.values()]
             try:
+                ready = self._programs.get(key)
+                if ready is None:
+                    program = simplify(builder.build(outputs))
+                    rank_program = partition(program, layouts, self.mesh.sizes, settle=False, name="eager")
+                    if len(self._programs) > 1000:
+                        self._programs.clear()
+                    run = self.mesh.runtime.load(rank_program, self.mesh.names)
+                    ready = self._programs[key] = (run, [rank_program.layouts[v] for v in rank_program.outputs])
+                run, found = ready
+                buffers = [hold[0] if isinstance(hold, tuple) else hold for _, hold in inputs.values()]
                 handles = run([b.handle for b in buffers])
-            except BaseException:
-                # The calls are lost with the error; arrays that wait for them say so instead of hanging.
+            except BaseException as e:
+                # The calls are lost with the error; arrays that wait for them say so.
                 for _, b in wanted:
-                    b.var = None
+                    b.var, b.failure = None, f"{type(e).__name__}: {e}"
                 raise
             for (_, b), handle, layout in zip(wanted, handles, found, strict=True):
                 b.handle, b.layout, b.var = handle, layout, None

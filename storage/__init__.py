@@ -13,12 +13,13 @@ array([3., 4., 5.])
 
 import sys as _sys
 
+from .inflight import SaveHandle
 from .loading import LoadReport, load
 from .manager import CheckpointManager
 from .merging import MergeReport, merge
 from .opened import Checkpoint, StoredArray, open_checkpoint
 from .safetensors import load_safetensors, read_header, save_safetensors
-from .saving import SaveReport, save
+from .saving import SaveReport, save, save_async
 from .verifying import VerifyReport, verify
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointManager",
     "LoadReport",
     "MergeReport",
+    "SaveHandle",
     "SaveReport",
     "StoredArray",
     "VerifyReport",
@@ -36,6 +38,7 @@ __all__ = [
     "read_header",
     "register_zarr_dtypes",
     "save",
+    "save_async",
     "save_safetensors",
     "verify",
 ]

@@ -1,26 +1,40 @@
-"""`CheckpointManager`: a directory of numbered checkpoints of which the last few are kept."""
+"""`CheckpointManager`: a directory of numbered checkpoints, saved when it is time, of which those worth it are kept."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import time
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ..arrays.errors import CheckpointError, NotACheckpoint
 from . import commit, manifest
+from .inflight import SaveHandle
 from .loading import load
-from .saving import SaveReport, save
+from .saving import SaveReport, save, save_async
 
 _NAME = re.compile(r"\Astep-(\d{8,})\Z")
+_METRICS = "meshtape.metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class _Complete:
+    """A complete checkpoint of the directory."""
+
+    step: int
+    path: str
+    metrics: dict[str, float]
 
 
 class CheckpointManager:
-    """Saves under ``step-00000010`` and keeps the last ``keep`` complete checkpoints.
+    """Saves under ``step-00000010`` and keeps the last ``keep`` complete checkpoints, and those that policies protect.
 
     What counts as last is the step in the manifest, never a time of the file system. A directory without a manifest is not
     a checkpoint: it is never returned, and never deleted. Rotation runs after a new checkpoint is complete, so there is
@@ -32,24 +46,70 @@ class CheckpointManager:
         Made when it is missing.
     keep
         How many complete checkpoints to keep, at least one. None keeps all.
+    every_steps, every_minutes
+        When `should_save` says yes: at multiples of so many steps, or so long after the last save. Either suffices;
+        without both it always does.
+    keep_every
+        Checkpoints at multiples of so many steps are kept for good. They do not count towards ``keep``.
+    best
+        Name of a metric; the ``keep_best`` checkpoints with its best values are kept. They count towards ``keep``, but
+        the newest is kept as well: with ``keep=1`` there are two unless the newest is the best.
+    best_is
+        Whether the ``"lowest"`` or the ``"highest"`` value is best. NaN is worse than any.
+    keep_best
+        How many of the best to keep.
+    asynchronous
+        Save in the background: `save` returns a `SaveHandle`. One save runs at a time.
+    when_busy
+        What `save` does while the one before still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None and counts
+        in ``skipped``).
 
     Examples
     --------
     >>> import numpy as np, tempfile
-    >>> manager = CheckpointManager(tempfile.mkdtemp(), keep=2)
-    >>> for step in (10, 20, 30):
-    ...     _ = manager.save(step, {"w": np.full(3, step)})
-    >>> manager.steps()
-    [20, 30]
+    >>> manager = CheckpointManager(tempfile.mkdtemp(), keep=2, every_steps=10, best="loss")
+    >>> for step in range(1, 51):
+    ...     if manager.should_save(step):
+    ...         _ = manager.save(step, {"w": np.full(3, step)}, metrics={"loss": abs(step - 10)})
+    >>> manager.steps(), manager.best()[-8:]
+    ([10, 50], '00000010')
     >>> np.asarray(manager.restore()["w"])
-    array([30, 30, 30])
+    array([50, 50, 50])
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int | None = 2) -> None:
-        if keep is not None and keep < 1:
-            raise CheckpointError(f"keep must be at least 1, got {keep}")
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int | None = 2,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        keep_every: int | None = None,
+        best: str | None = None,
+        best_is: Literal["lowest", "highest"] = "lowest",
+        keep_best: int = 1,
+        asynchronous: bool = False,
+        when_busy: Literal["wait", "skip"] = "wait",
+    ) -> None:
+        for name, value in (("keep", keep), ("every_steps", every_steps), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise CheckpointError(f"{name} must be at least 1, got {value}")
+        if every_minutes is not None and not every_minutes > 0:
+            raise CheckpointError(f"every_minutes must be positive, got {every_minutes}")
+        if keep_best < 1:
+            raise CheckpointError(f"keep_best must be at least 1, got {keep_best}")
+        if best_is not in ("lowest", "highest"):
+            raise CheckpointError(f"best_is must be 'lowest' or 'highest', got {best_is!r}")
+        if when_busy not in ("wait", "skip"):
+            raise CheckpointError(f"when_busy must be 'wait' or 'skip', got {when_busy!r}")
         self.directory = os.path.abspath(os.fspath(directory))
         self.keep = keep
+        self.every_steps, self.every_minutes, self.keep_every = every_steps, every_minutes, keep_every
+        self.best_metric, self.best_is, self.keep_best = best, best_is, keep_best
+        self.asynchronous, self.when_busy = asynchronous, when_busy
+        self.skipped = 0
+        self._running: SaveHandle | None = None
+        self._last_save = time.monotonic()
         commit.make_parents(os.path.join(self.directory, "x"))
         commit.recover(self.directory)
 
@@ -59,27 +119,88 @@ class CheckpointManager:
             raise CheckpointError(f"a step cannot be negative, got {step}")
         return os.path.join(self.directory, f"step-{step:08d}")
 
+    def should_save(self, step: int) -> bool:
+        """Whether it is time, by ``every_steps`` and ``every_minutes``. Step 0 is never due by count."""
+        if self.every_steps is None and self.every_minutes is None:
+            return True
+        if self.every_steps is not None and step > 0 and step % self.every_steps == 0:
+            return True
+        return self.every_minutes is not None and time.monotonic() - self._last_save >= 60 * self.every_minutes
+
     def save(
-        self, step: int, tree: Any, metadata: Mapping[str, Any] | None = None, *, overwrite: bool = False
-    ) -> SaveReport:
+        self,
+        step: int,
+        tree: Any,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+    ) -> SaveReport | SaveHandle | None:
         """Save a tree under its step, then delete the checkpoints that are no longer kept.
 
-        ``overwrite`` allows a step that exists already, as after a restart from an earlier one.
+        Parameters
+        ----------
+        step, tree, metadata
+            As in `meshtape.storage.save`.
+        metrics
+            Numbers that say how good this state is, for ``best``; kept in the manifest.
+        overwrite
+            Allow a step that exists already, as after a restart from an earlier one.
+
+        Returns
+        -------
+        SaveReport, SaveHandle or None
+            A handle when ``asynchronous``; None when the save was skipped. What a background save raised is raised by the
+            next call, or by `wait`.
         """
-        target = self.path(int(step))
+        step = int(step)
+        target = self.path(step)
+        if self._running is not None:
+            if self.when_busy == "skip" and not self._running.done():
+                self.skipped += 1
+                return None
+            self.wait()
         commit.recover(self.directory)
-        report = save(target, tree, step=int(step), metadata=metadata, overwrite=overwrite)
-        self._rotate(target)
-        return report
+        kept = dict(metadata or {})
+        if metrics is not None:
+            kept[_METRICS] = {name: float(value) for name, value in metrics.items()}
+        if not self.asynchronous:
+            report = save(target, tree, step=step, metadata=kept, overwrite=overwrite)
+            self._last_save = time.monotonic()
+            self._rotate(target)
+            return report
+        handle = save_async(
+            target, tree, step=step, metadata=kept, overwrite=overwrite, then=lambda: self._rotate(target)
+        )
+        self._last_save = time.monotonic()
+        self._running = handle
+        return handle
+
+    def wait(self) -> None:
+        """Wait for the background save that runs, if any, and for its rotation; raises what it raised."""
+        handle, self._running = self._running, None
+        if handle is not None:
+            handle.wait()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wait()
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, in order."""
-        return [step for step, _ in self._complete()]
+        return [c.step for c in self._complete()]
 
     def latest(self) -> str | None:
         """The path of the complete checkpoint with the highest step, or None. Incomplete ones are skipped with a warning."""
         found = self._complete(warn=True)
-        return found[-1][1] if found else None
+        return found[-1].path if found else None
+
+    def best(self) -> str | None:
+        """The path of the complete checkpoint with the best metric; the newest of equals. None when none has it."""
+        ranked = self._ranked(self._complete(warn=True))
+        return ranked[0].path if ranked else None
 
     def restore(self, step: int | None = None, **load_arguments: Any) -> Any:
         """Load the latest checkpoint, or that of ``step``; the other arguments are those of `load`."""
@@ -88,8 +209,8 @@ class CheckpointManager:
             raise NotACheckpoint(f"{self.directory} holds no complete checkpoint")
         return load(target, **load_arguments)
 
-    def _complete(self, warn: bool = False) -> list[tuple[int, str]]:
-        found: dict[str, int] = {}
+    def _complete(self, warn: bool = False) -> list[_Complete]:
+        found: list[_Complete] = []
         names = {e for e in os.listdir(self.directory) if _NAME.match(e)}
         # One that is just being replaced has only its set-aside name for a moment; a reader finds it under its own.
         for entry in os.listdir(self.directory):
@@ -109,17 +230,38 @@ class CheckpointManager:
                     warnings.warn(f"skipped {target}: it has no {manifest.FILE}, so it is incomplete", stacklevel=3)
             if held is not None:
                 number = int(name.partition("-")[2])
-                found[target] = number if held.step is None else held.step
-        return sorted((step, target) for target, step in found.items())
+                metrics = held.metadata.get(_METRICS)
+                metrics = metrics if isinstance(metrics, dict) else {}
+                found.append(_Complete(number if held.step is None else held.step, target, metrics))
+        return sorted(found, key=lambda c: (c.step, c.path))
+
+    def _ranked(self, complete: list[_Complete]) -> list[_Complete]:
+        """Those that have the metric, best first; of equals, the newest first."""
+        if self.best_metric is None:
+            return []
+        sign = 1.0 if self.best_is == "lowest" else -1.0
+
+        def order(c: _Complete) -> tuple[bool, float, int]:
+            value = c.metrics[self.best_metric]
+            return math.isnan(value), 0.0 if math.isnan(value) else sign * value, -c.step
+
+        return sorted((c for c in complete if isinstance(c.metrics.get(self.best_metric), (int, float))), key=order)
 
     def _rotate(self, newest: str) -> None:
         if self.keep is None:
             return
-        complete = [target for _, target in self._complete()]
-        if newest not in complete:  # someone took it away meanwhile: what is left may be all there is
+        complete = self._complete()
+        if all(c.path != newest for c in complete):  # someone took it away meanwhile: what is left may be all there is
             return
-        others = [target for target in complete if target != newest]
-        for target in others[: max(0, len(others) - (self.keep - 1))]:
-            # Another process may rotate the same directory, and a full deletion can wait for the next start.
-            with contextlib.suppress(OSError):
-                commit.discard(target)
+        kept = {newest, *(c.path for c in self._ranked(complete)[: self.keep_best])}
+        milestones = {c.path for c in complete if self.keep_every is not None and c.step % self.keep_every == 0}
+        for c in reversed(complete):
+            if len(kept) >= self.keep:
+                break
+            if c.path not in milestones:
+                kept.add(c.path)
+        for c in complete:
+            if c.path not in kept | milestones:
+                # Another process may rotate the same directory, and a full deletion can wait for the next start.
+                with contextlib.suppress(OSError):
+                    commit.discard(c.path)

@@ -11,22 +11,24 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..arrays import asarray
 from ..arrays.blocks import BlockSharding, Box
-from ..arrays.errors import CheckpointDTypeError, CheckpointError
+from ..arrays.errors import CheckpointDTypeError, CheckpointError, CheckpointExists
 from ..arrays.tree import Path, flatten_with_path
 from . import commit, dtypes, manifest, names
 from .files import active
 from .grid import Grid, choose_grid
-from .zarr_format import array_metadata, group_metadata, write_shard
+from .inflight import SaveHandle, finish_earlier, start
+from .writing import THREADS, Record, Task, write_blocks
+from .zarr_format import array_metadata, group_metadata
 
-_THREADS = 4
 _SCALARS = (bool, int, float, str)
 
 
@@ -41,73 +43,11 @@ class SaveReport:
     files: int
 
 
-# ----- in the processes that hold the blocks --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Task:
-    """One shard to write: which array of the call, which part of the rank's block, and the file's place in the grid."""
-
-    array: int
-    part: Box
-    grid: Grid
-    coord: tuple[int, ...]
-    file: str
-
-
-@dataclass(frozen=True)
-class Record:
-    """One shard written."""
-
-    file: str
-    nbytes: int
-    crc32c: int
-
-
-def write_blocks(
-    payloads: Mapping[int, tuple[str, list[Task]]], blocks: Mapping[int, Sequence[np.ndarray]]
-) -> list[Record]:
-    """Write the shards that the ranks of this process were given. Called through ``BlockHost.run_on_blocks``."""
-    fs = active()
-    jobs: list[tuple[str, Task, np.ndarray]] = []
-    for rank, (root, tasks) in payloads.items():
-        _wait_for(root, rank)
-        jobs += [(os.path.join(root, t.file), t, blocks[rank][t.array][(*t.part.slices, ...)]) for t in tasks]
-
-    def write(job: tuple[str, Task, np.ndarray]) -> Record:
-        path, task, part = job
-        nbytes, digest = write_shard(fs, path, part, task.grid, task.coord)
-        return Record(task.file, nbytes, digest)
-
-    if len(jobs) < 2:
-        return [write(job) for job in jobs]
-    # Threads, because each shard ends with a sync: one waits for the disk while the others copy and sum.
-    with ThreadPoolExecutor(min(_THREADS, len(jobs)), thread_name_prefix="meshtape-io") as pool:
-        futures = [pool.submit(write, job) for job in jobs]
-        try:
-            return [f.result() for f in futures]
-        except BaseException:
-            for f in futures:
-                f.cancel()
-            raise
-
-
-def _wait_for(root: str, rank: int) -> None:
-    """The directory was just made, perhaps by another host: network file systems show it a moment later, or never."""
-    for pause in (0.0, 0.1, 0.3, 0.6, 1.0):
-        time.sleep(pause)
-        if os.path.isdir(root):
-            return
-    raise CheckpointError(
-        f"rank {rank} does not see {root}: a checkpoint must lie on a file system that all workers share; choose another path"
-    )
-
-
 # ----- in the process that saves --------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Item:
+class Item:
     """One array of the tree on its way to disk."""
 
     path: Path
@@ -124,9 +64,9 @@ class _Item:
         return sum(self.grid.object_nbytes(c, self.dtype.itemsize) for c in self.grid.shards())
 
 
-def _classify(tree: Any) -> tuple[Any, list[_Item]]:
+def _classify(tree: Any) -> tuple[Any, list[Item]]:
     """The tree with `manifest.Leaf` in place of its arrays and dicts in place of its classes, and the arrays."""
-    items: list[_Item] = []
+    items: list[Item] = []
 
     def walk(node: Any, path: Path) -> Any:
         if len(path) > manifest.MAX_DEPTH:
@@ -150,7 +90,7 @@ def _classify(tree: Any) -> tuple[Any, list[_Item]]:
     return walk(tree, ()), items
 
 
-def _item(leaf: Any, path: Path) -> _Item:
+def _item(leaf: Any, path: Path) -> Item:
     where = f"key {names.leaf_name(path)!r}"
     if isinstance(leaf, np.generic):
         leaf = np.asarray(leaf)
@@ -162,7 +102,7 @@ def _item(leaf: Any, path: Path) -> _Item:
     shape = tuple(int(n) for n in leaf.shape)
     dtype = dtypes.check_storable(leaf.dtype, where)
     boxes = [Box.whole(shape)] if sharding is None else _distinct(sharding, shape)
-    return _Item(path, leaf, shape, dtype, sharding, choose_grid(shape, dtype.itemsize, boxes))
+    return Item(path, leaf, shape, dtype, sharding, choose_grid(shape, dtype.itemsize, boxes))
 
 
 def _distinct(sharding: BlockSharding, shape: tuple[int, ...]) -> list[Box]:
@@ -189,7 +129,7 @@ def assign(
     return out
 
 
-def _tasks(number: int, item: _Item, block: Box) -> list[Task]:
+def _tasks(number: int, item: Item, block: Box) -> list[Task]:
     """The shards that make up one block."""
     span = zip(block.offset, block.stop, item.grid.shard, strict=True)
     ranges = [range(a // s, -(-b // s)) for a, b, s in span]
@@ -202,10 +142,10 @@ def _tasks(number: int, item: _Item, block: Box) -> list[Task]:
     return out
 
 
-def _write_local(items: list[_Item], root: str) -> list[Record]:
+def _write_local(items: list[Item], root: str) -> list[Record]:
     """Arrays of this process: those in host memory together, those of a device one after the other."""
 
-    def write(group: list[_Item], arrays: list[np.ndarray]) -> list[Record]:
+    def write(group: list[Item], arrays: list[np.ndarray]) -> list[Record]:
         tasks = [
             t for i, item in enumerate(group) if math.prod(item.shape) for t in _tasks(i, item, Box.whole(item.shape))
         ]
@@ -219,7 +159,7 @@ def _write_local(items: list[_Item], root: str) -> list[Record]:
     return records
 
 
-def _write_split(items: list[_Item], root: str) -> list[Record]:
+def _write_split(items: list[Item], root: str) -> list[Record]:
     """All arrays of one mesh, in one visit to each process."""
     mesh = items[0].sharding.mesh
     arrays = mesh.settle([item.array for item in items])
@@ -240,9 +180,9 @@ def _write_split(items: list[_Item], root: str) -> list[Record]:
     return [r for found in mesh.run_on_blocks(write_blocks, arrays, payloads) for r in found]
 
 
-def _by_mesh(items: list[_Item]) -> tuple[list[Any], list[list[_Item]]]:
+def _by_mesh(items: list[Item]) -> tuple[list[Any], list[list[Item]]]:
     meshes: list[Any] = []
-    groups: list[list[_Item]] = []
+    groups: list[list[Item]] = []
     for item in items:
         if item.sharding is None:
             continue
@@ -257,7 +197,7 @@ def _by_mesh(items: list[_Item]) -> tuple[list[Any], list[list[_Item]]]:
     return meshes, groups
 
 
-def _settle_first(items: list[_Item]) -> None:
+def _settle_first(items: list[Item]) -> None:
     """Reduce partial values, whose blocks would not be the array's; the grid follows the sharding that results."""
     for item in items:
         if item.sharding is not None and item.sharding.partial:
@@ -320,41 +260,137 @@ def save(
     >>> zarr.open(where)["layers.0.w"].shape
     (4, 2)
     """
-    started = time.perf_counter()
     target = os.path.abspath(os.fspath(path))
-    structure, items = _classify(tree)
-    names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
-    for item, directory in zip(items, names.zarr_names([names.leaf_name(i.path) for i in items]), strict=True):
-        item.directory = directory
-    if step is not None:
-        step = int(step)
-    head = manifest.Manifest([], manifest.encode_tree(structure), step, dict(metadata or {}))
-    head.dumps()  # whatever cannot be kept is refused here, before anything is computed or written
-    _settle_first(items)
+    finish_earlier(target)
+    return _Save(target, tree, step, metadata, overwrite).run()
 
+
+def save_async(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    step: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    then: Callable[[], None] | None = None,
+) -> SaveHandle:
+    """Write a checkpoint in the background; training goes on at once.
+
+    The parameters are those of `save`, and so are the errors about the tree, which are raised here. The snapshot is taken
+    before the function returns: what is done to the arrays afterwards is not in the file. Arrays are values that are copied
+    when one side writes, so this copies nothing; NumPy arrays, which anybody may write to, are copied. Split arrays
+    are computed first, and their blocks stay where they are until their ranks have written them.
+
+    ``then`` is called, in the background too, once the checkpoint is complete; what it raises counts as an error of the save.
+
+    At most one save runs for a path: a second one waits for the first. The interpreter waits for all when it ends.
+
+    Returns
+    -------
+    SaveHandle
+        ``wait()`` returns the `SaveReport` or raises what went wrong; ``done()`` tells whether it would wait. An error
+        that nobody waited for is raised by the next save to the same path.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile, os
+    >>> from meshtape.storage import load
+    >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
+    >>> w = np.zeros(3)
+    >>> handle = save_async(where, {"w": w}, step=1)
+    >>> w[:] = 7
+    >>> handle.wait().arrays
+    1
+    >>> np.asarray(load(where)["w"])
+    array([0., 0., 0.])
+    """
+    target = os.path.abspath(os.fspath(path))
+    finish_earlier(target)
+    prepared = _Save(target, tree, step, metadata, overwrite)
+    prepared.snapshot()
+
+    def work() -> SaveReport:
+        report = prepared.run()
+        if then is not None:
+            then()
+        return report
+
+    return start(target, work)
+
+
+class _Save:
+    """One save: planned and refused when it is made, written when it is run."""
+
+    def __init__(
+        self, target: str, tree: Any, step: int | None, metadata: Mapping[str, Any] | None, overwrite: bool
+    ) -> None:
+        self.started = time.perf_counter()
+        self.target, self.overwrite = target, overwrite
+        structure, self.items = _classify(tree)
+        items = self.items
+        names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
+        for item, directory in zip(items, names.zarr_names([names.leaf_name(i.path) for i in items]), strict=True):
+            item.directory = directory
+        if step is not None:
+            step = int(step)
+        # Copied through JSON's types, as the caller may change the dict while the save runs in the background.
+        kept = manifest.decode_json(manifest.encode_json(dict(metadata or {}), "metadata"))
+        self.head = manifest.Manifest([], manifest.encode_tree(structure), step, kept)
+        self.head.dumps()  # whatever cannot be kept is refused here, before anything is computed or written
+        _settle_first(items)
+
+    def snapshot(self) -> None:
+        """Hold the values as they are now, so that `run` may come later and in another thread."""
+        if os.path.lexists(self.target) and not self.overwrite:
+            raise CheckpointExists(f"{self.target} exists; pass overwrite=True to replace it")
+        meshes, groups = _by_mesh(self.items)
+        for mesh, group in zip(meshes, groups, strict=True):
+            for item, settled in zip(group, mesh.settle([i.array for i in group]), strict=True):
+                item.array = settled
+        for item in self.items:
+            if item.sharding is not None:
+                continue
+            if str(getattr(item.array, "device", "cpu")) != "cpu":
+                item.array = asarray(item.array, copy=True)  # shares the buffer until one side writes
+            elif isinstance(item.array, np.ndarray):
+                item.array = item.array.copy()
+            else:
+                item.array = np.asarray(item.array)  # an export holds the buffer: whoever writes then copies
+
+    def run(self) -> SaveReport:
+        """Write everything and commit."""
+        fs, target, items = active(), self.target, self.items
+        commit.make_parents(target)
+        expected = sum(i.stored_nbytes for i in items)
+        slack = 4096 * (2 * len(items) + 2)
+        with (
+            commit.room_for(expected + slack, target),
+            commit.replacing(target, overwrite=self.overwrite, ours=is_checkpoint) as (root, finish),
+        ):
+            for item in items:
+                fs.mkdir(os.path.join(root, item.directory))
+            records = _write_local([i for i in items if i.sharding is None], root)
+            meshes, groups = _by_mesh(items)
+            for group in groups:
+                records += _write_split(group, root)
+            self.head.meshes = [m.describe() for m in meshes]
+            nbytes = finish_directory(root, target, self.head, items, records)
+            finish()
+        return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, len(records))
+
+
+def finish_directory(
+    root: str, target: str, head: manifest.Manifest, items: list[Item], records: Sequence[Record]
+) -> int:
+    """Write what makes shards a checkpoint: Zarr's metadata, then the manifest. Returns the bytes of the directory."""
     fs = active()
-    commit.make_parents(target)
-    expected = sum(i.stored_nbytes for i in items)
-    slack = 4096 * (2 * len(items) + 2)
-    with (
-        commit.room_for(expected + slack, target),
-        commit.replacing(target, overwrite=overwrite, ours=is_checkpoint) as (root, finish),
-    ):
-        for item in items:
-            fs.mkdir(os.path.join(root, item.directory))
-        records = _write_local([i for i in items if i.sharding is None], root)
-        meshes, groups = _by_mesh(items)
-        for group in groups:
-            records += _write_split(group, root)
-        head.meshes = [m.describe() for m in meshes]
-        head.arrays = _entries(items, records)
-        nbytes = sum(r.nbytes for r in records) + _write_metadata(root, items)
-        data = head.dumps()
-        manifest.loads(data, os.path.join(target, manifest.FILE))  # never commit what could not be read again
-        fs.write_file(os.path.join(root, manifest.FILE), data)
-        fs.fsync_dir(root)
-        finish()
-    return SaveReport(target, len(items), nbytes + len(data), time.perf_counter() - started, len(records))
+    head.arrays = _entries(items, records)
+    nbytes = sum(r.nbytes for r in records) + _write_metadata(root, items)
+    data = head.dumps()
+    manifest.loads(data, os.path.join(target, manifest.FILE))  # never commit what could not be read again
+    fs.write_file(os.path.join(root, manifest.FILE), data)
+    fs.fsync_dir(root)
+    return nbytes + len(data)
 
 
 def is_checkpoint(path: str) -> bool:
@@ -365,7 +401,7 @@ def is_checkpoint(path: str) -> bool:
     return "zarr.json" in entries and any(os.path.exists(os.path.join(path, e, "zarr.json")) for e in entries)
 
 
-def _entries(items: list[_Item], records: list[Record]) -> list[manifest.ArrayEntry]:
+def _entries(items: list[Item], records: list[Record]) -> list[manifest.ArrayEntry]:
     """Manifest rows, after the check that every shard was written once, at its full length."""
     written: dict[str, Record] = {}
     for r in records:
@@ -392,7 +428,7 @@ def _entries(items: list[_Item], records: list[Record]) -> list[manifest.ArrayEn
     return entries
 
 
-def _write_metadata(root: str, items: list[_Item]) -> int:
+def _write_metadata(root: str, items: list[Item]) -> int:
     """Zarr's own files, and the sync of every directory."""
     fs = active()
     texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path)) for i in items}
@@ -401,7 +437,7 @@ def _write_metadata(root: str, items: list[_Item]) -> int:
         fs.write_file(os.path.join(root, directory, "zarr.json"), texts[directory])
         fs.fsync_dir(os.path.join(root, directory))
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="meshtape-io") as pool:
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="meshtape-io") as pool:
         list(pool.map(write, texts))
     group = group_metadata(manifest.VERSION, texts)
     fs.write_file(os.path.join(root, "zarr.json"), group)

@@ -9,7 +9,7 @@ What a rule may name after ``xp`` and ``g``, in any order; what it names is what
 
 ===============  =======================================================================================
 ``x``, ``y``, …  the value of that operand (by the names in the op's ``operands``)
-``ans``          the value of the result
+``ans``          the value of the result (a tuple of them, where the op has several)
 ``x_like``       shape and dtype of that operand, as a :class:`~meshtape.arrays.ShapeDtype`
 anything else    the op's parameter of that name
 ===============  =======================================================================================

@@ -111,7 +111,7 @@ defvjp(ew.ATANH, x=lambda xp, g, x: g / conj(xp, 1.0 - x * x))
 
 defvjp(ew.CONJ, x=lambda xp, g: conj(xp, g))
 defvjp(ew.REAL, x=lambda xp, g: g)
-defvjp(ew.IMAG, x=lambda xp, g: 1j * g)
+defvjp(ew.IMAG, x=lambda xp, g: g * 1j)  # in this order: 1j * np.float64 is a Python complex
 defvjp(ew.COPYSIGN, x=lambda xp, g, x, ans: g * xp.sign(x) * xp.sign(ans))
 defvjp(ew.ASTYPE, x=lambda xp, g: g)
 

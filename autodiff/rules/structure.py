@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...arrays import indexing as ix
-from ...arrays import linalg, norms
 from ...arrays import manipulation as m
+from ...arrays import norms, products
 from ._registry import call, conj, defvjp, defvjp_all
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def _matmul_y(xp, g, x, y_like):
     return xp.matmul(xp.matrix_transpose(conj(xp, x)), g)
 
 
-defvjp(linalg.MATMUL, x=_matmul_x, y=_matmul_y)
+defvjp(products.MATMUL, x=_matmul_x, y=_matmul_y)
 
 # ----- indexing -------------------------------------------------------------------------------------------------------
 

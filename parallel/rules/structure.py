@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays import indexing as ix
-from ...arrays import linalg, norms
 from ...arrays import manipulation as m
+from ...arrays import norms, products
 from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
 from ..factors import Dim, FactorRule, Letters, RankView, rule
@@ -104,7 +104,7 @@ def _concat(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Param
 # ----- products -------------------------------------------------------------------------------------------------------
 
 
-@rule(linalg.MATMUL)
+@rule(products.MATMUL)
 def _matmul(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     letters = Letters()
     x, y = avals[0].shape, avals[1].shape

@@ -97,7 +97,7 @@ def test_no_rows():
 def test_low_precision_keeps_its_statistics_in_float32(dtype):
     x = mt.asarray([6e4, -6e4, 3e4], dtype=dtype)  # squares overflow float16
     y, pull = mt.vjp(lambda x: mt.layer_norm(x, 3), x)
-    expected, wide = mt.vjp(lambda x: mt.layer_norm(x, 3), x.astype(mt.float64))
+    expected = mt.layer_norm(x.astype(mt.float64), 3)
     assert y.dtype == dtype
     np.testing.assert_allclose(np.asarray(y, np.float64), np.asarray(expected), rtol=1e-2)
     (dx,) = pull(mt.asarray([1.0, 2.0, -1.0], dtype=dtype))

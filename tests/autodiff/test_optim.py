@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_warmup_cosine():
     assert found[:5] == [0.0, 0.5, 1.0, 1.5, 2.0]
     assert found[8] == pytest.approx(1.25)
     assert found[12:] == pytest.approx([0.5] * 3)
-    assert all(b < a for a, b in zip(found[4:12], found[5:13], strict=True))
+    assert all(b < a for a, b in itertools.pairwise(found[4:13]))
     assert float(mt.optim.warmup_cosine(2.0, 0, 4)(mt.asarray(0))) == 2.0  # no warm-up
 
 
@@ -126,7 +127,8 @@ def test_clipping_at_the_edges():
     clipped, norm = mt.optim.clip_by_global_norm([mt.asarray([3 + 4j])], 1.0)
     assert float(norm) == 5.0
     assert complex(clipped[0][0]) == pytest.approx(0.6 + 0.8j, rel=1e-6)
-    assert math.isnan(float(mt.optim.clip_by_global_norm([mt.asarray([math.inf])], 1.0)[0][0][0]))
+    with np.errstate(invalid="ignore"):
+        assert math.isnan(float(mt.optim.clip_by_global_norm([mt.asarray([math.inf])], 1.0)[0][0][0]))
     assert float(mt.optim.clip_by_global_norm([], 1.0)[1]) == 0.0
 
 
@@ -218,7 +220,9 @@ def test_errors_say_what_does_not_fit():
     opt = mt.optim.sgd(0.1, momentum=0.9)
     p = {"w": mt.ones(2)}
     state = opt.init(p)
-    with pytest.raises(mt.errors.ShapeError, match=r"\[sgd\] a gradient of shape \(1,\) for a parameter of shape \(2,\)"):
+    with pytest.raises(
+        mt.errors.ShapeError, match=r"\[sgd\] a gradient of shape \(1,\) for a parameter of shape \(2,\)"
+    ):
         opt.update(p, {"w": mt.ones(1)}, state)
     with pytest.raises(ValueError, match=r"\[sgd\] grads has the structure"):
         opt.update(p, {"v": mt.ones(2)}, state)
@@ -228,9 +232,10 @@ def test_errors_say_what_does_not_fit():
         mt.optim.adamw(0.1, b2=1.0)
     with pytest.raises(ValueError, match=r"\[ema\] decay must be from 0 to 1"):
         mt.optim.ema(1.5)
+    z, adam = mt.asarray([1j]), mt.optim.adam(0.1)
+    state = adam.init(z)
     with pytest.raises(mt.errors.DTypeError, match=r"\[adam\] takes real parameters, got complex128"):
-        z = mt.asarray([1j])
-        mt.optim.adam(0.1).update(z, z, mt.optim.adam(0.1).init(z))
+        adam.update(z, z, state)
     with pytest.raises(TypeError, match=r"\[chain\]"):
         mt.optim.chain(mt.optim.sgd(0.1), lambda g: g)
 

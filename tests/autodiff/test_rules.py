@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import OPS
+from meshtape.arrays import OPS, cumulative, fft, linalg, sorting
 from meshtape.arrays._dispatch import apply
 from meshtape.arrays._op import recording
 from meshtape.autodiff.rules import RULES
@@ -85,7 +86,7 @@ def matmul() -> list[Sample]:
     return out
 
 
-I = np.asarray  # noqa: E741
+I = np.asarray
 KEYS: list[tuple[tuple[int, ...], Any]] = [
     ((2, 3), (0,)),
     ((2, 3), (slice(None), slice(None, None, -2))),
@@ -106,8 +107,12 @@ KEYS: list[tuple[tuple[int, ...], Any]] = [
 ]
 
 
+def _read(key: Any, x: Any) -> Any:
+    return x[key]
+
+
 def reading() -> list[Sample]:
-    out: list[Sample] = [((lambda key: lambda x: x[key])(key), (real(*shape),)) for shape, key in KEYS]
+    out: list[Sample] = [(functools.partial(_read, key), (real(*shape),)) for shape, key in KEYS]
     return [*out, (lambda x: x[[0, 0, 1]], (cplx(2, 3),)), (lambda x: x.T[[0, 2, 2]], (real(2, 3),))]
 
 
@@ -115,9 +120,7 @@ def writing(method: str) -> list[Sample]:
     def write(key: Any) -> Callable[..., Any]:
         return lambda x, v: getattr(x.at[key], method)(v)
 
-    out: list[Sample] = [
-        (write(key), (real(*shape), real(*np.empty(shape)[key].shape))) for shape, key in KEYS
-    ]
+    out: list[Sample] = [(write(key), (real(*shape), real(*np.empty(shape)[key].shape))) for shape, key in KEYS]
     repeated = (I([0, 0, 1]), I([1, 1, 2]))
     return [
         *out,
@@ -129,6 +132,26 @@ def writing(method: str) -> list[Sample]:
         (lambda x: getattr(x.at[0], method)(2.5), (real(2, 3),)),
         (lambda v: getattr(mt.zeros((2, 3)).at[0], method)(v), (real(3),)),
     ]
+
+
+def _power(n: float, x: Any) -> Any:
+    return x**n
+
+
+def _transform(name: str, norm: str, x: Any) -> Any:
+    return getattr(fft, name)(x, norm=norm)
+
+
+def _irfft(n: int, z: Any) -> Any:
+    return fft.irfft(z, n=n)
+
+
+WELL = np.asarray([[2.0, -0.5, 0.3], [0.4, 1.5, -0.7], [-0.2, 0.6, 3.0]])  # well conditioned
+SPREAD = np.asarray([[4.0, 0.3, -0.2], [0.5, 2.0, 0.4], [0.1, -0.6, 1.0]])  # its values are far from each other
+
+
+def _squares(u: Any, s: Any, vh: Any) -> Any:
+    return mt.abs(u) ** 2, s, mt.abs(vh) ** 2, (u * s) @ vh
 
 
 def in_place(x: Any, v: Any) -> Any:
@@ -152,7 +175,7 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "pow": [
         *binary("pow", 0.5, 2.0),
-        *((lambda n: (lambda x: x**n, (real(3, low=0.5),)))(n) for n in (0, 1, 2, 3, -1, 0.5, 2.5)),
+        *((functools.partial(_power, n), (real(3, low=0.5),)) for n in (0, 1, 2, 3, -1, 0.5, 2.5)),
         (lambda x: x**2, (I([0.0, -1.0]),)),
         (lambda x: x**3, (I(-0.4 + 0.3j),)),
         (lambda x: x ** mt.asarray([2, 3]), (real(2),)),
@@ -196,8 +219,10 @@ SAMPLES: dict[str, list[Sample]] = {
     "conj": unary("conj", -2, 2),
     "real": unary("real", -2, 2),
     "imag": [(mt.imag, (cplx(3),)), (mt.imag, (cplx(),)), (mt.imag, (real(3),)), (mt.imag, (cplx(0, 2),))],
-    "copysign": binary("copysign", 0.5, 2.0, complex_too=False)
-    + [(mt.copysign, (I([-1.0, 1.0, 2.0]), I([1.0, -1.0, -3.0])))],
+    "copysign": [
+        *binary("copysign", 0.5, 2.0, complex_too=False),
+        (mt.copysign, (I([-1.0, 1.0, 2.0]), I([1.0, -1.0, -3.0]))),
+    ],
     "where": [
         (lambda x, y: mt.where(mt.asarray([True, False, True]), x, y), (real(3), real(2, 3))),
         (lambda x, y: mt.where(x > y, x * y, y), (real(2, 1), real(3))),
@@ -270,6 +295,83 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "max": [(mt.max, (real(2, 3),)), (lambda x: mt.max(x, axis=1), (real(0, 3),)), (mt.max, (real(),))],
     "min": [(lambda x: mt.min(x, axis=(0, 2)), (real(2, 3, 2),)), (lambda x: mt.min(x, axis=1), (real(0, 3),))],
+    "cumulative_sum": [
+        (cumulative.cumulative_sum, (real(3),)),
+        (lambda x: cumulative.cumulative_sum(x, axis=1), (cplx(2, 3, 2),)),
+        (lambda x: cumulative.cumulative_sum(x, axis=0, include_initial=True), (real(0, 3),)),
+    ],
+    "cumulative_prod": [
+        (cumulative.cumulative_prod, (I([2.0, 0.0, 3.0, 0.0, 1.5]),)),
+        (lambda x: cumulative.cumulative_prod(x, axis=1), (cplx(2, 3),)),
+        (lambda x: cumulative.cumulative_prod(x, axis=1), (real(2, 0),)),
+    ],
+    "sort": [
+        (sorting.sort, (real(5),)),
+        (lambda x: sorting.sort(x, axis=0, descending=True), (real(4, 3),)),
+        (lambda x: sorting.sort(x, axis=1), (real(2, 0, 3),)),
+        (lambda x: sorting.sort(x * x, axis=1, stable=False), (real(2, 4, 3),)),
+    ],
+    "fft": [
+        *((functools.partial(_transform, "fft", norm), (cplx(5),)) for norm in ("backward", "ortho", "forward")),
+        *((functools.partial(_transform, "ifft", norm), (cplx(4),)) for norm in ("backward", "ortho", "forward")),
+        (fft.fft, (real(3),)),
+        (fft.fftn, (cplx(2, 3, 4),)),
+    ],
+    "rfft": [
+        *((functools.partial(_transform, "rfft", norm), (real(5),)) for norm in ("backward", "ortho", "forward")),
+        *((fft.rfft, (real(n),)) for n in (1, 2, 6)),
+        (lambda x: fft.rfft(x, axis=0), (real(4, 2),)),
+        (lambda x: fft.rfft(x, n=3), (real(5),)),
+    ],
+    "irfft": [
+        *((functools.partial(_transform, "irfft", norm), (cplx(4),)) for norm in ("backward", "ortho", "forward")),
+        *((functools.partial(_irfft, n), (cplx(n // 2 + 1),)) for n in (1, 2, 5, 6)),
+        (lambda z: fft.irfft(z, axis=0), (cplx(3, 2),)),
+    ],
+    # Functions of factors that do not depend on the choice of signs and phases, which is not differentiable.
+    "cholesky": [
+        (lambda a: linalg.cholesky(a @ a.mT + 2.0 * mt.eye(3)), (real(3, 3),)),
+        (lambda a: linalg.cholesky(a @ mt.conj(a).mT + 2.0 * mt.eye(2)), (cplx(3, 2, 2),)),
+    ],
+    "inv": [(linalg.inv, (WELL,)), (linalg.inv, (np.stack([WELL, WELL.T + 1j]),)), (linalg.inv, (real(0, 0),))],
+    "solve": [
+        (linalg.solve, (WELL, real(3))),
+        (linalg.solve, (np.stack([WELL, 2 * WELL]), real(3, 2))),
+        (linalg.solve, (WELL + 1j, cplx(3, 2))),
+    ],
+    "det": [
+        (lambda z: mt.imag(linalg.det(z)), (WELL + 1j,)),
+        (linalg.det, (WELL,)),
+        (linalg.det, (np.stack([WELL, WELL.T + 1j]),)),
+    ],
+    "adjugate": [(call("adjugate"), (WELL,)), (call("adjugate"), (WELL + 1j,))],
+    "slogdet": [
+        (lambda a: linalg.slogdet(a)[1], (WELL,)),
+        (lambda a: tuple(linalg.slogdet(a)), (WELL + 1j,)),
+    ],
+    "eigh": [
+        (lambda a: (lambda w, v: (w, v * v))(*linalg.eigh(a + a.mT)), (WELL,)),
+        (lambda a: (lambda w, v: (w, mt.abs(v) ** 2))(*linalg.eigh(a + mt.conj(a).mT)), (WELL + 0.3j * real(3, 3),)),
+    ],
+    "eigvalsh": [
+        (lambda a: linalg.eigvalsh(a + a.mT), (WELL,)),
+        (lambda a: linalg.eigvalsh(a + mt.conj(a).mT), (WELL + 0.3j * real(3, 3),)),
+    ],
+    "eig": [(lambda a: (lambda w, v: (w, mt.abs(v) ** 2))(*linalg.eig(a)), (SPREAD,))],
+    "eigvals": [(linalg.eigvals, (SPREAD,)), (linalg.eigvals, (SPREAD + 0.2j * real(3, 3),))],
+    "svd": [
+        (lambda a: _squares(*linalg.svd(a, full_matrices=False)), (SPREAD,)),
+        (lambda a: _squares(*linalg.svd(a, full_matrices=False)), (SPREAD[:, :2],)),
+        (lambda a: _squares(*linalg.svd(a, full_matrices=False)), (SPREAD[:2] + 0.3j,)),
+    ],
+    "svdvals": [(linalg.svdvals, (SPREAD,)), (linalg.svdvals, (SPREAD[:, :2] + 0.3j,))],
+    "qr": [
+        (lambda a: tuple(linalg.qr(a)), (WELL,)),
+        (lambda a: tuple(linalg.qr(a)), (WELL[:, :2],)),
+        (lambda a: tuple(linalg.qr(a)), (WELL[:2],)),
+        (lambda a: tuple(linalg.qr(a)), (WELL[:, :2] + 0.3j * real(3, 2),)),
+    ],
+    "pinv": [(linalg.pinv, (WELL[:, :2],)), (linalg.pinv, (WELL[:2],)), (linalg.pinv, (WELL[:, :2] + 0.3j,))],
     "layer_norm": [
         (lambda x, w, b: mt.layer_norm(x, 3, w, b), (real(2, 3), real(3), real(3))),
         (lambda x, w, b: mt.layer_norm(x, (2, 3), w, b), (real(4, 2, 3), real(2, 3), real(2, 3))),
@@ -427,6 +529,15 @@ GOLDEN = {
     "abs at 0": (mt.abs, ([0.0, -1.0],), None, [[0, -1]]),
     "complex abs at 0": (mt.abs, ([0j, 3 + 4j],), None, [[0j, 0.6 + 0.8j]]),
     "clip": (lambda x: mt.clip(x, -1.0, 1.0), ([-2.0, -1.0, 0.0, 3.0],), None, [[0, 0.5, 1, 0]]),
+    # of tied elements each has a place of its own, in their order
+    "sort": (sorting.sort, ([2.0, 1.0, 2.0],), [1.0, 2.0, 3.0], [[2, 1, 3]]),
+    "sort descending": (
+        lambda x: sorting.sort(x, descending=True),
+        ([2.0, 1.0, 2.0],),
+        [1.0, 2.0, 3.0],
+        [[1, 3, 2]],
+    ),
+    "det of a singular matrix": (linalg.det, ([[1.0, 2.0], [2.0, 4.0]],), None, [[[4, -2], [-2, 1]]]),
     # edges
     "reciprocal(0)": (mt.reciprocal, ([0.0],), None, [[-inf]]),
     "atan2(0, 0)": (mt.atan2, (0.0, 0.0), None, [nan, nan]),
@@ -445,7 +556,7 @@ def test_golden_gradients(name):
     with np.errstate(all="ignore"):
         found = gradient(fn, *args, seed=seed)
     for f, e in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(f, e)
+        np.testing.assert_allclose(f, e, rtol=1e-12, atol=1e-14)
 
 
 def test_golden_forward_values():

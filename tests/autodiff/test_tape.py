@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import tracemalloc
@@ -344,7 +345,7 @@ def test_no_cycles():
         x = mt.ones((3, 4))
         value, grads = mt.value_and_grad(step)(params, x)
         y, pull = mt.vjp(step, params, x)
-        hvp = mt.hvp(lambda x: step(params, x), x, x)
+        hvp = mt.hvp(functools.partial(step, params), x, x)
         refs += [buffer_ref(a) for a in (value, grads["w"], y, hvp, pull(y)[1])]
         refs.append(weakref.ref(grads["w"]))
         del params, x, value, grads, y, pull, hvp
@@ -373,7 +374,7 @@ def test_threads_do_not_mix():
                 mine_y = mt.layer_norm(mine, 2) + mine * mine
                 assert state.origin is None
         assert {r.entry.origin for r in own._records} == {"layer_norm", None}
-        results[k] = own.gradient((mine_y).sum() * 1.0 if False else mine_y, mine, arr(1, 1)).tolist(), len(y)
+        results[k] = own.gradient(mine_y, mine, arr(1, 1)).tolist(), len(y)
 
     with tape:
         threads = [threading.Thread(target=work, args=(k,)) for k in range(1, 4)]
@@ -413,7 +414,7 @@ def test_entries_carry_the_outermost_public_function():
 def test_the_origin_is_reset_after_an_exception():
     with pytest.raises(ValueError, match="cross_entropy"):
         mt.nn.cross_entropy(arr(1, 2), mt.asarray([1, 2, 3]))
-    with pytest.raises(ValueError, match="sum"):
+    with pytest.raises(ValueError, match="axis 4"):
         mt.nn.softmax(arr(1, 2), axis=4)
     assert origins(lambda x: x * x, arr(1)) == [None]
 
@@ -459,7 +460,9 @@ def test_an_op_without_a_derivative_is_named(broken_op):
     with pytest.raises(mt.errors.NonDifferentiableError, match=r"\[ruleless_for_test\] has no derivative; .*test_tape"):
         mt.grad(lambda x: apply(none, (x,)).sum())(arr(1, 2))
     # It is no obstacle where it is not on the way.
-    assert mt.grad(lambda x: apply(none, (x * 2.0,)).sum() * 0.0 + x.sum() if False else x.sum())(arr(1)).tolist() == [1]
+    assert mt.grad(lambda x: apply(none, (x * 2.0,)).sum() * 0.0 + x.sum() if False else x.sum())(arr(1)).tolist() == [
+        1
+    ]
 
 
 def test_rules_are_declared_once_and_for_differentiable_ops_only():

@@ -69,6 +69,7 @@ TWO = [
 
 
 def function(name: str) -> Callable[..., Any]:
+    """The public function of an op."""
     return getattr(mt, name, None) or getattr(mt.nn, name, None) or (lambda *args: apply(OPS[name], args))
 
 
@@ -93,25 +94,28 @@ def binary(names: str, low: float = -2.0, high: float = 2.0, kinds: str = "f8", 
 
 
 def reductions(names: str, kinds: str = "f8", empty: bool = True) -> dict[str, list[Sample]]:
-    calls = [((5,), None, False), ((3, 4), 0, False), ((3, 4), 1, True), ((3, 4), (0, 1), False), ((2, 3, 5), (0, 2), True)]
+    calls = [
+        ((5,), None, False),
+        ((3, 4), 0, False),
+        ((3, 4), 1, True),
+        ((3, 4), (0, 1), False),
+        ((2, 3, 5), (0, 2), True),
+    ]
     calls += [((2, 3, 5), 1, False), ((), None, False), ((1, 4), 0, False), ((0, 3), 1, False)]
     calls += [((0, 3), 0, False)] if empty else []
     return {
-        n: [
-            (lambda x, f=function(n), a=axis, k=keep: f(x, axis=a, keepdims=k), (In(s, kind),))
-            for kind in kinds.split()
-            for s, axis, keep in calls
-        ]
-        for n in names.split()
+        n: [(reduce_by(n, a, k), (In(s, kind),)) for kind in kinds.split() for s, a, k in calls] for n in names.split()
     }
+
+
+def reduce_by(name: str, axis: Any, keepdims: bool) -> Callable[..., Any]:
+    """A reduction over these axes."""
+    return lambda x: function(name)(x, axis=axis, keepdims=keepdims)
 
 
 def arg_reductions(*names: str) -> dict[str, list[Sample]]:
     calls = [((5,), None, False), ((3, 4), 0, False), ((3, 4), 1, True), ((2, 3, 5), 1, False), ((0, 3), 1, False)]
-    return {
-        n: [(lambda x, f=function(n), a=a, k=k: f(x, axis=a, keepdims=k), (In(s, "i8"),)) for s, a, k in calls]
-        for n in names
-    }
+    return {n: [(reduce_by(n, a, k), (In(s, "i8"),)) for s, a, k in calls] for n in names}
 
 
 def matmul() -> list[Sample]:
@@ -307,7 +311,14 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "broadcast_to": [
         (lambda x, t=t: mt.broadcast_to(x, t), (In(s),))
-        for s, t in [((5,), (3, 5)), ((4, 1), (4, 6)), ((), (5,)), ((1,), (0,)), ((3, 1, 2), (2, 3, 4, 2)), ((5,), (5,))]
+        for s, t in [
+            ((5,), (3, 5)),
+            ((4, 1), (4, 6)),
+            ((), (5,)),
+            ((1,), (0,)),
+            ((3, 1, 2), (2, 3, 4, 2)),
+            ((5,), (5,)),
+        ]
     ],
     "flip": [
         (lambda x: mt.flip(x, axis=0), (In((4, 6)),)),
@@ -332,19 +343,28 @@ SAMPLES: dict[str, list[Sample]] = {
 
 def draw_sharding(data: st.DataObject, mesh: mt.Mesh, ndim: int, *, partial: bool = False) -> mt.Sharding:
     """Any placements of an array of ``ndim`` dimensions; where axes share a dimension, in either order."""
-    choices: list[Any] = [mt.Replicate(), *(mt.Shard(d) for d in range(ndim))] + [mt.Partial()] * partial
+    choices: list[Any] = [mt.Replicate(), *(mt.Shard(d) for d in range(ndim))] + [mt.Partial()] * ((ndim + 1) * partial)
     order = data.draw(st.permutations(mesh.names), label="axes")
     return mt.Sharding(mesh, **{n: data.draw(st.sampled_from(choices), label=n) for n in order})
 
 
 def place(data: st.DataObject, mesh: mt.Mesh, x: np.ndarray, rng: np.random.Generator, label: str) -> mt.Array:
     """``x`` on the mesh; perhaps as a sum, over some of the axes, that nobody has carried out yet."""
-    partial = x.dtype.kind in "fci" and x.dtype.itemsize > 1 and data.draw(st.booleans(), label=f"{label} partial")
-    sharding = draw_sharding(data, mesh, x.ndim, partial=partial)
+    partial = summable(x) and data.draw(st.booleans(), label=f"{label} partial")
+    return placed(x, draw_sharding(data, mesh, x.ndim, partial=partial), rng)
+
+
+def summable(x: np.ndarray) -> bool:
+    return x.dtype.kind in "fci" and x.dtype.itemsize > 1
+
+
+def placed(x: np.ndarray, sharding: mt.Sharding, rng: np.random.Generator) -> mt.Array:
+    """``x`` in this sharding, which may have pending sums: of parts that have nothing in common with ``x``."""
+    mesh, sizes = sharding.mesh, sharding.mesh.describe()
     pending = [n for n, p in sharding.placements.items() if isinstance(p, mt.Partial)]
     if not pending:
         return mt.distribute(x, sharding)
-    count = math.prod(mesh.describe()[n] for n in pending)
+    count = math.prod(sizes[n] for n in pending)
     parts = np.stack([In(x.shape, x.dtype, -2, 2).make(rng) for _ in range(count - 1)] + [x])
     parts[-1] -= parts[:-1].sum(axis=0, dtype=x.dtype)
     shards = {
@@ -352,10 +372,7 @@ def place(data: st.DataObject, mesh: mt.Mesh, x: np.ndarray, rng: np.random.Gene
         for n, p in _in_nesting_order(sharding).items()
     }
     out = mt.sum(mt.distribute(parts, mesh, **shards), axis=0)
-    sizes = mesh.describe()
-    assert {n for n, p in out.sharding.placements.items() if isinstance(p, mt.Partial)} == {
-        n for n in pending if sizes[n] > 1
-    }
+    assert {mesh.names[a] for a, _ in out.sharding.layout.partials} == {n for n in pending if sizes[n] > 1}
     return out
 
 
@@ -386,12 +403,19 @@ def leaves(result: Any) -> list[Any]:
     return list(result) if isinstance(result, tuple) else [result]
 
 
-def equivalent(data: st.DataObject, mesh: mt.Mesh, name: str, fn: Callable[..., Any], specs: tuple[In, ...]) -> None:
-    rng = np.random.default_rng(data.draw(st.integers(0, 1000), label="seed"))
-    values = [s.make(rng) for s in specs]
+def equivalent(
+    name: str,
+    fn: Callable[..., Any],
+    values: list[np.ndarray],
+    operands: list[mt.Array],
+    seed_sharding: Callable[[int], mt.Sharding],
+    rng: np.random.Generator,
+    *,
+    compiled: bool,
+) -> None:
+    """Value and cotangents of ``fn(*operands)`` are those of ``fn(*values)``."""
+    mesh = operands[0].sharding.mesh
     expected = leaves(fn(*map(mt.asarray, values)))
-    operands = [place(data, mesh, x, rng, f"operand {i}") for i, x in enumerate(values)]
-    compiled = data.draw(st.booleans(), label="compiled")
     run = mt.compile(fn) if compiled else fn
     what = f"{name} of {', '.join(str(x.sharding) for x in operands)}"
     for got, want in zip(leaves(run(*operands)), expected, strict=True):
@@ -400,7 +424,7 @@ def equivalent(data: st.DataObject, mesh: mt.Mesh, name: str, fn: Callable[..., 
     smooth = [i for i, e in enumerate(expected) if is_differentiable(e.dtype)]
     if OPS[name].nondifferentiable or not smooth or not any(is_differentiable(x.dtype) for x in values):
         return
-    seeds = [np.asarray(In(expected[i].shape, expected[i].dtype).make(rng)) for i in smooth]
+    seeds = [In(expected[i].shape, expected[i].dtype).make(rng) for i in smooth]
 
     def cotangents(seeds: list[Any], *args: Any) -> Any:
         def outputs(*args: Any) -> Any:
@@ -410,9 +434,9 @@ def equivalent(data: st.DataObject, mesh: mt.Mesh, name: str, fn: Callable[..., 
         return mt.vjp(outputs, *args)[1](seeds)
 
     want_all = cotangents([mt.asarray(s) for s in seeds], *map(mt.asarray, values))
-    placed = [mt.distribute(s, draw_sharding(data, mesh, s.ndim)) for s in seeds]
+    on_mesh = [mt.distribute(s, seed_sharding(s.ndim)) for s in seeds]
     pull = mt.compile(cotangents) if compiled else cotangents
-    for i, (got, want) in enumerate(zip(pull(placed, *operands), want_all, strict=True)):
+    for i, (got, want) in enumerate(zip(pull(on_mesh, *operands), want_all, strict=True)):
         assert (got is None) == (want is None)
         if got is not None:
             check(mesh, got, np.asarray(want), f"cotangent {i} of {what}")
@@ -437,9 +461,103 @@ def test_every_op_has_a_sharding_rule_and_a_sample(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(OPS) & set(SAMPLES)))
-@settings(bounded, max_examples=int(__import__('os').environ.get('EX','12')))
+@settings(bounded, max_examples=20)
 @given(data=st.data())
 def test_split_equals_unsplit(name, data):
     fn, specs = data.draw(st.sampled_from(SAMPLES[name]), label="sample")
+    mesh = draw_mesh(data)
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000), label="seed"))
     with np.errstate(all="ignore"):
-        equivalent(data, draw_mesh(data), name, fn, specs)
+        values = [s.make(rng) for s in specs]
+        operands = [place(data, mesh, x, rng, f"operand {i}") for i, x in enumerate(values)]
+        compiled = data.draw(st.booleans(), label="compiled")
+        equivalent(name, fn, values, operands, lambda n: draw_sharding(data, mesh, n), rng, compiled=compiled)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPS) & set(SAMPLES)))
+def test_operands_that_are_pending_sums(name):
+    """Each operand in turn, and all together: a sum is put off only where the op is linear in just what is pending."""
+    mesh, rng = mt.Mesh({"a": 2}), np.random.default_rng(3)
+    pending, whole = mt.Sharding(mesh, a=mt.Partial()), mt.Sharding(mesh)
+    with np.errstate(all="ignore"):
+        for fn, specs in SAMPLES[name]:
+            values = [s.make(rng) for s in specs]
+            able = [i for i, x in enumerate(values) if summable(x)]
+            for group in [[i] for i in able] + [able] * (len(able) > 1):
+                operands = [placed(x, pending if i in group else whole, rng) for i, x in enumerate(values)]
+                equivalent(name, fn, values, operands, lambda n: whole, rng, compiled=False)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in SAMPLES if n.startswith("random_") and n != "random_fold_in"))
+@settings(bounded, max_examples=8)
+@given(data=st.data())
+def test_a_rank_draws_only_its_part(name, data):
+    """A draw that is wanted split is made in parts: the same numbers, and nothing moves."""
+    fn, (spec, *others) = data.draw(st.sampled_from(SAMPLES[name]), label="sample")
+    mesh, rng = draw_mesh(data), np.random.default_rng(0)
+    key, values = spec.make(rng), [s.make(rng) for s in others]
+    expected = fn(mt.asarray(key), *map(mt.asarray, values))
+    wanted = draw_sharding(data, mesh, expected.ndim)
+    on_mesh = mt.distribute(key, mesh)
+
+    def draw(k: mt.Array) -> mt.Array:
+        return mt.reshard(fn(k, *map(mt.asarray, values)), wanted)
+
+    check(mesh, draw(on_mesh), np.asarray(expected), name)
+    program = mesh.rank_program(mt.compile(draw).program(on_mesh), [on_mesh.sharding])
+    assert program.moved_bytes() == 0
+    if not wanted.layout.is_replicated and mesh.size > 1:
+        draws = [s for s in program.steps if getattr(s, "op", None) is OPS[name]]
+        assert [program.layouts[s.outputs[0]] for s in draws] == [mt.reshard(draw(on_mesh), wanted).sharding.layout]
+
+
+# ----- whole programs -------------------------------------------------------------------------------------------------
+
+STEPS: list[tuple[str, Callable[..., Any]]] = [
+    ("x + y", lambda x, y: x + y),
+    ("x * y", lambda x, y: x * y),
+    ("tanh", lambda x, y: mt.tanh(x)),
+    ("x @ y.T @ y", lambda x, y: x @ y.mT @ y / 16),
+    ("x - rows' mean", lambda x, y: x - mt.mean(x, axis=1, keepdims=True)),
+    ("columns' sum", lambda x, y: y * mt.sum(x, axis=0)),
+    ("total", lambda x, y: x * (mt.sum(y) / 24)),
+    ("softmax", lambda x, y: mt.nn.softmax(x, axis=1)),
+    ("max", lambda x, y: x + mt.max(y, axis=0, keepdims=True)),
+    ("layer_norm", lambda x, y: mt.layer_norm(x, 6)),
+    ("turned", lambda x, y: mt.reshape(mt.reshape(x, (24,)), (4, 6)) + y),
+    ("where", lambda x, y: mt.where(x > 0, x, y)),
+    ("rows", lambda x, y: x[np.array([0, 0, 3, 1])]),
+    ("row written", lambda x, y: x.at[2].set(y[0])),
+    ("doubled", lambda x, y: x + x),
+]
+
+
+@settings(bounded, max_examples=60)
+@given(data=st.data())
+def test_programs_of_many_ops(data):
+    """Chains of ops, where moves are put off, joined and shared; value and gradient."""
+    mesh, rng = draw_mesh(data), np.random.default_rng(data.draw(st.integers(0, 100), label="seed"))
+    plan = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7
+        )
+    )
+    values = [In((4, 6)).make(rng) for _ in range(2)]
+
+    def fn(*operands: mt.Array) -> tuple[mt.Array, mt.Array]:
+        known = list(operands)
+        for step, i, j in plan:
+            known.append(STEPS[step][1](known[-1 - i % len(known)], known[-1 - j % len(known)]))
+        return known[-1], mt.sum(known[-1] * known[len(known) // 2])
+
+    def both(*operands: mt.Array) -> Any:
+        out, pull = mt.vjp(fn, *operands)
+        return (*out, *pull((mt.ones_like(out[0]), mt.asarray(1.0))))
+
+    operands = [place(data, mesh, x, rng, f"operand {i}") for i, x in enumerate(values)]
+    run = mt.compile(both) if data.draw(st.booleans(), label="compiled") else both
+    expected = both(*map(mt.asarray, values))
+    text = " ; ".join(STEPS[s][0] for s, _, _ in plan)
+    for k, (got, want) in enumerate(zip(run(*operands), expected, strict=True)):
+        scale = max(1.0, float(np.max(np.abs(np.asarray(want)), initial=0)))
+        check(mesh, mt.asarray(got) / scale, np.asarray(want) / scale, f"output {k} of {text}")

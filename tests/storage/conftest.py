@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
+import signal
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from meshtape.arrays.blocks import Box, ceil_blocks
+from meshtape.storage.files import Files, using
 
 DTYPES = [
     *(np.dtype(t) for t in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")),
@@ -138,10 +141,59 @@ def same(a, b):
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
+class Counting(Files):
+    """Does something at the N-th operation, before it is carried out; `exchange` can be taken away."""
+
+    def __init__(self, n, act, exchange=True):
+        self.n, self.act, self.can_exchange, self.done = n, act, exchange, 0
+
+    def _step(self):
+        self.done += 1
+        if self.done == self.n:
+            self.act()
+
+
+for _name in ("mkdir", "create", "write", "fsync", "close", "rename", "exchange", "fsync_dir", "unlink", "rmdir"):
+
+    def _wrapped(self, *args, _name=_name):
+        self._step()
+        if _name == "exchange" and not self.can_exchange:
+            return False
+        if _name == "write" and self.done == self.n - 1 and len(args[1]) > 1:
+            # The next step dies: let this write have been torn.
+            return getattr(Files, _name)(self, args[0], args[1][:1], args[2])
+        return getattr(Files, _name)(self, *args)
+
+    setattr(Counting, _name, _wrapped)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(n, work, exchange=True):
+    """Run ``work`` in a child that is killed at operation ``n``; False when it ended before."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            with using(Counting(n, kill, exchange)):
+                work()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False
+
+
 class Kit:
     """What tests take from here; test modules are imported one by one, so they cannot import this file."""
 
     Host, Sharding, Split, DTYPES, SHAPES = Host, Sharding, Split, DTYPES, SHAPES
+    Counting, die_at = Counting, staticmethod(die_at)
     split, random, same = staticmethod(split), staticmethod(random), staticmethod(same)
 
     @staticmethod

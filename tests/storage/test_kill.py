@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 
 import numpy as np
 import pytest
@@ -10,54 +9,6 @@ import pytest
 from meshtape import errors
 from meshtape.storage import CheckpointManager, load, merge, open_checkpoint, save, save_safetensors
 from meshtape.storage.files import Files, using
-
-
-class Counting(Files):
-    """Does something at the N-th operation, before it is carried out; `exchange` can be taken away."""
-
-    def __init__(self, n, act, exchange=True):
-        self.n, self.act, self.can_exchange, self.done = n, act, exchange, 0
-
-    def _step(self):
-        self.done += 1
-        if self.done == self.n:
-            self.act()
-
-
-for _name in ("mkdir", "create", "write", "fsync", "close", "rename", "exchange", "fsync_dir", "unlink", "rmdir"):
-
-    def _wrapped(self, *args, _name=_name):
-        self._step()
-        if _name == "exchange" and not self.can_exchange:
-            return False
-        if _name == "write" and self.done == self.n - 1 and len(args[1]) > 1:
-            # The next step dies: let this write have been torn.
-            return getattr(Files, _name)(self, args[0], args[1][:1], args[2])
-        return getattr(Files, _name)(self, *args)
-
-    setattr(Counting, _name, _wrapped)
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_at(n, work, exchange=True):
-    """Run ``work`` in a child that is killed at operation ``n``; False when it ended before."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            with using(Counting(n, kill, exchange)):
-                work()
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return True
-    assert os.WEXITSTATUS(status) == 0
-    return False
 
 
 def tree(generation):
@@ -79,13 +30,13 @@ def _warm(tmp_path_factory):
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-def test_overwriting_save_killed_at_every_operation(tmp_path, exchange):
+def test_overwriting_save_killed_at_every_operation(kit, tmp_path, exchange):
     saw = set()
     for n in range(1, 1000):
         home = tmp_path / str(n)
         home.mkdir()
         save(home / "c", tree(1), step=1)
-        killed = die_at(n, lambda home=home: save(home / "c", tree(2), step=2, overwrite=True), exchange)
+        killed = kit.die_at(n, lambda home=home: save(home / "c", tree(2), step=2, overwrite=True), exchange)
         now = generation(home / "c")
         saw.add(now)
         assert open_checkpoint(home / "c").step == now
@@ -99,11 +50,11 @@ def test_overwriting_save_killed_at_every_operation(tmp_path, exchange):
     assert n > 20
 
 
-def test_first_save_killed_at_every_operation(tmp_path):
+def test_first_save_killed_at_every_operation(kit, tmp_path):
     for n in range(1, 1000):
         home = tmp_path / str(n)
         home.mkdir()
-        killed = die_at(n, lambda home=home: save(home / "c", tree(2)))
+        killed = kit.die_at(n, lambda home=home: save(home / "c", tree(2)))
         if (home / "c").exists():
             assert generation(home / "c") == 2
         else:
@@ -114,14 +65,14 @@ def test_first_save_killed_at_every_operation(tmp_path):
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-def test_rotation_killed_at_every_operation(tmp_path, exchange):
+def test_rotation_killed_at_every_operation(kit, tmp_path, exchange):
     saw = set()
     for n in range(1, 1000):
         home = tmp_path / str(n)
         manager = CheckpointManager(home, keep=2)
         manager.save(1, tree(1))
         manager.save(2, tree(2))
-        killed = die_at(n, lambda home=home: CheckpointManager(home, keep=2).save(3, tree(3)), exchange)
+        killed = kit.die_at(n, lambda home=home: CheckpointManager(home, keep=2).save(3, tree(3)), exchange)
         again = CheckpointManager(home, keep=2)
         steps = again.steps()
         assert steps in ([1, 2], [1, 2, 3], [2, 3]), steps
@@ -136,25 +87,27 @@ def test_rotation_killed_at_every_operation(tmp_path, exchange):
     assert saw == {(1, 2), (1, 2, 3), (2, 3)}
 
 
-def test_overwriting_merge_killed_at_every_operation(tmp_path):
+def test_overwriting_merge_killed_at_every_operation(kit, tmp_path):
     for g in (1, 2):
         save(tmp_path / f"c{g}", {"a": np.full(4, g), "b": np.full(4, g)})
     for n in range(1, 1000):
         home = tmp_path / str(n)
         home.mkdir()
         merge(tmp_path / "c1", home / "hf", max_shard_bytes=32)
-        killed = die_at(n, lambda home=home: merge(tmp_path / "c2", home / "hf", overwrite=True, max_shard_bytes=16))
+        killed = kit.die_at(
+            n, lambda home=home: merge(tmp_path / "c2", home / "hf", overwrite=True, max_shard_bytes=16)
+        )
         got = load(home / "hf")
         assert {int(np.asarray(v).max()) for v in got.values()} in ({1}, {2})
         if not killed:
             break
 
 
-def test_safetensors_file_killed_at_every_operation(tmp_path):
+def test_safetensors_file_killed_at_every_operation(kit, tmp_path):
     path = tmp_path / "x.safetensors"
     for n in range(1, 100):
         save_safetensors(path, {"a": np.full(5, 1)}, overwrite=True)
-        killed = die_at(n, lambda: save_safetensors(path, {"a": np.full(5, 2)}, overwrite=True))
+        killed = kit.die_at(n, lambda: save_safetensors(path, {"a": np.full(5, 2)}, overwrite=True))
         assert np.asarray(load(path)["a"]).tolist() in ([1] * 5, [2] * 5)
         if not killed:
             break
@@ -162,7 +115,7 @@ def test_safetensors_file_killed_at_every_operation(tmp_path):
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_an_operation_that_fails_is_an_error_and_leaves_nothing(tmp_path, code, exchange):
+def test_an_operation_that_fails_is_an_error_and_leaves_nothing(kit, tmp_path, code, exchange):
     def fail():
         raise OSError(code, os.strerror(code))
 
@@ -170,7 +123,7 @@ def test_an_operation_that_fails_is_an_error_and_leaves_nothing(tmp_path, code, 
         home = tmp_path / str(n)
         home.mkdir()
         save(home / "c", tree(1))
-        files = Counting(n, fail, exchange)
+        files = kit.Counting(n, fail, exchange)
         failed = None
         with using(files):
             try:
@@ -208,11 +161,11 @@ def test_a_rank_that_fails_fails_the_save_and_leaves_nothing(kit, tmp_path):
 
 
 def test_a_worker_that_does_not_see_the_directory_says_so(kit, tmp_path, monkeypatch):
-    from meshtape.storage import saving
+    from meshtape.storage import writing
 
-    monkeypatch.setattr(saving.time, "sleep", lambda s: None)
+    monkeypatch.setattr(writing.time, "sleep", lambda s: None)
     with pytest.raises(errors.CheckpointError, match=r"rank 3 does not see .*gone.*share"):
-        saving.write_blocks({3: (str(tmp_path / "gone"), [])}, {3: []})
+        writing.write_blocks({3: (str(tmp_path / "gone"), [])}, {3: []})
 
 
 def test_a_rank_that_forgets_a_shard_is_found_out(kit, tmp_path):
@@ -243,7 +196,7 @@ def test_overwrite_never_replaces_what_is_not_a_checkpoint(tmp_path):
     assert (tmp_path / "home" / "thesis.tex").read_text() == "x"
 
 
-def test_a_running_save_of_another_process_is_left_alone(tmp_path):
+def test_a_running_save_of_another_process_is_left_alone(kit, tmp_path):
     """A manager that starts meanwhile must not collect the directory that a live process is filling."""
     reader, writer = os.pipe()
     go, release = os.pipe()
@@ -254,7 +207,7 @@ def test_a_running_save_of_another_process_is_left_alone(tmp_path):
             os.write(writer, b"x")
             os.read(go, 1)
 
-        with using(Counting(8, pause)):
+        with using(kit.Counting(8, pause)):
             save(tmp_path / "step-00000001", tree(1), step=1)
         os._exit(0)
     os.read(reader, 1)

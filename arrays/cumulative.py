@@ -1,0 +1,124 @@
+"""Running sums and products along an axis, and differences of neighbours. Low-precision floats accumulate in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _infer
+from ._dispatch import apply
+from ._op import Op
+from .errors import ShapeError
+from .program import ShapeDtype
+from .reductions import _is_low_precision
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+
+def _running(name: str) -> Any:
+    def impl(xp: Any, x: Any, axis: int) -> Any:
+        if _is_low_precision(x.dtype):
+            return getattr(xp, name)(x, axis=axis, dtype=np.float32).astype(x.dtype)
+        return getattr(xp, name)(x, axis=axis)
+
+    return impl
+
+
+def _infer_running(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    x = args[0]
+    return ShapeDtype(x.shape, _infer._probe(_infer._Probe(op, (x.dtype,), {"axis": 0})))
+
+
+def _decompose_prod(x: Array, axis: int) -> Array:
+    """By doubling: after step k each place holds the product of the 2**k elements up to it. No division, so that zeros are
+    no special case for the derivative."""
+    from .creation import ones_like
+    from .manipulation import astype, concat
+
+    dtype = np.cumprod(np.ones(1, x.dtype)).dtype if x.dtype.kind in "biu" else x.dtype
+    out = astype(x, np.float32 if _is_low_precision(dtype) else dtype)
+    lead = (slice(None),) * axis
+    step = 1
+    while step < x.shape[axis]:
+        shifted = concat([ones_like(out[(*lead, slice(None, step))]), out[(*lead, slice(None, -step))]], axis=axis)
+        out = out * shifted
+        step *= 2
+    return astype(out, dtype, copy=False)
+
+
+CUMULATIVE_SUM = Op("cumulative_sum", ("x",), _running("cumsum"), _infer_running)
+CUMULATIVE_PROD = Op("cumulative_prod", ("x",), _running("cumprod"), _infer_running, decompose=_decompose_prod)
+
+
+def _cumulate(op: Op, x: Any, axis: int | None, dtype: Any, include_initial: bool) -> Array:
+    from .creation import asarray, beside, full
+    from .manipulation import astype, concat
+
+    x = asarray(x)
+    if axis is None:
+        if x.ndim != 1:
+            raise ShapeError(f"[{op.name}] an array of shape {x.shape} needs an axis")
+        axis = 0
+    (axis,) = _infer.normalize_axis(op.name, axis, x.ndim)
+    if dtype is not None:
+        x = astype(x, dtype, copy=False)
+    out = apply(op, (x,), {"axis": axis})
+    if dtype is not None:
+        out = astype(out, dtype, copy=False)
+    if not include_initial:
+        return out
+    shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    initial = full(shape, 0 if op is CUMULATIVE_SUM else 1, dtype=out.dtype, device=beside(out))
+    return concat([initial, out], axis=axis)
+
+
+def cumulative_sum(x: Any, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
+    """Sums of the elements up to each place along an axis; with ``include_initial``, a zero comes first.
+
+    >>> import meshtape as mt
+    >>> mt.cumulative_sum(mt.asarray([1, 2, 3]), include_initial=True)
+    Array([0, 1, 3, 6])
+    """
+    return _cumulate(CUMULATIVE_SUM, x, axis, dtype, include_initial)
+
+
+def cumulative_prod(x: Any, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
+    """Products of the elements up to each place along an axis; with ``include_initial``, a one comes first.
+
+    >>> import meshtape as mt
+    >>> mt.cumulative_prod(mt.asarray([1, 2, 3]))
+    Array([1, 2, 6])
+    """
+    return _cumulate(CUMULATIVE_PROD, x, axis, dtype, include_initial)
+
+
+def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Array:
+    """Differences of neighbours along an axis, ``n`` times over; ``prepend`` and ``append`` are joined on first.
+
+    For booleans: whether neighbours differ.
+
+    >>> import meshtape as mt
+    >>> mt.diff(mt.asarray([1, 4, 9, 16]), n=2)
+    Array([2, 2])
+    """
+    from .creation import asarray
+    from .elementwise import not_equal, subtract
+    from .manipulation import astype, broadcast_to, concat
+
+    x = asarray(x)
+    (axis,) = _infer.normalize_axis("diff", axis, x.ndim)
+    if n < 0:
+        raise ValueError(f"[diff] n must not be negative, got {n}")
+    parts = []
+    for piece in (prepend, x, append):
+        if piece is not None:
+            p = asarray(piece, dtype=None if hasattr(piece, "dtype") else x.dtype)
+            parts.append(broadcast_to(p, (*x.shape[:axis], 1, *x.shape[axis + 1 :])) if p.ndim == 0 else p)
+    out = concat(parts, axis=axis) if len(parts) > 1 else astype(x, x.dtype)
+    lead = (slice(None),) * axis
+    minus = not_equal if out.dtype.kind == "b" else subtract
+    for _ in range(n):
+        out = minus(out[(*lead, slice(1, None))], out[(*lead, slice(None, -1))])
+    return out

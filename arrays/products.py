@@ -1,0 +1,153 @@
+"""Products of vectors, matrices and tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _infer
+from ._dispatch import apply
+from ._op import Op
+from .errors import ShapeError
+from .program import ShapeDtype
+from .reductions import _is_low_precision
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+
+def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    x, y = args
+    if not isinstance(x, ShapeDtype) or not isinstance(y, ShapeDtype) or not x.shape or not y.shape:
+        raise ShapeError("[matmul] takes arrays of at least one dimension; use * for scalars")
+    k1, k2 = x.shape[-1], y.shape[-2] if len(y.shape) > 1 else y.shape[0]
+    if k1 != k2:
+        raise ShapeError(f"[matmul] the contracted lengths differ: {x.shape} @ {y.shape}")
+    batch = _infer.broadcast_shapes(op, [x.shape[:-2], y.shape[:-2]])
+    rows = (x.shape[-2],) if len(x.shape) > 1 else ()
+    cols = (y.shape[-1],) if len(y.shape) > 1 else ()
+    return ShapeDtype((*batch, *rows, *cols), np.result_type(x.dtype, y.dtype))
+
+
+def _matmul(xp: Any, x: Any, y: Any) -> Any:
+    # NumPy has no product of its own for floats of one or two bytes; they are summed in float32 and rounded once.
+    dtype = xp.result_type(x.dtype, y.dtype)
+    if xp is np and _is_low_precision(dtype):
+        return xp.matmul(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
+    return xp.matmul(x, y).astype(dtype, copy=False)
+
+
+MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul)
+
+
+def matmul(x1: Any, x2: Any, /) -> Array:
+    """Matrix product over the last two dimensions; leading ones broadcast, vectors are rows or columns as in NumPy.
+
+    >>> import meshtape as mt
+    >>> mt.matmul(mt.ones((2, 3)), mt.ones((3, 4))).shape
+    (2, 4)
+
+    Raises
+    ------
+    ShapeError
+        When the contracted lengths differ, the leading dimensions do not broadcast, or an operand is 0-d.
+    """
+    from .creation import asarray
+
+    x1, x2 = asarray(x1), asarray(x2)
+    # NumPy's own message names neither shape; the rule is cheap beside the product.
+    if x1.ndim == 0 or x2.ndim == 0 or x1.shape[-1] != x2.shape[-2 if x2.ndim > 1 else 0]:
+        _infer_matmul(MATMUL, (ShapeDtype(x1.shape, x1.dtype), ShapeDtype(x2.shape, x2.dtype)), {})
+    return apply(MATMUL, (x1, x2))
+
+
+def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Array:
+    """Sums of products along an axis, the first operand conjugated; the other dimensions broadcast.
+
+    >>> import meshtape as mt
+    >>> mt.vecdot(mt.asarray([1, 2]), mt.asarray([3, 4]))
+    Array(11)
+    """
+    from .creation import asarray
+    from .elementwise import conj
+    from .manipulation import moveaxis
+
+    x1, x2 = asarray(x1), asarray(x2)
+    if not x1.ndim or not x2.ndim or not -min(x1.ndim, x2.ndim) <= axis < 0 and x1.ndim != x2.ndim:
+        raise ShapeError(f"[vecdot] shapes {x1.shape} and {x2.shape} have no common axis {axis}")
+    _infer.normalize_axis("vecdot", axis, min(x1.ndim, x2.ndim))
+    if x1.shape[axis] != x2.shape[axis]:
+        raise ShapeError(f"[vecdot] the lengths along axis {axis} differ: {x1.shape} and {x2.shape}")
+    x1, x2 = moveaxis(x1, axis, -1), moveaxis(x2, axis, -1)
+    return matmul(conj(x1)[..., None, :], x2[..., :, None])[..., 0, 0]
+
+
+def tensordot(x1: Any, x2: Any, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
+    """Products summed over several axes: the last ``axes`` of ``x1`` with the first of ``x2``, or two lists of axes.
+
+    >>> import meshtape as mt
+    >>> mt.tensordot(mt.ones((2, 3, 4)), mt.ones((4, 3)), axes=((1, 2), (1, 0))).shape
+    (2,)
+    """
+    from .creation import asarray
+    from .manipulation import permute_dims, reshape
+
+    x1, x2 = asarray(x1), asarray(x2)
+    if isinstance(axes, int):
+        if not 0 <= axes <= min(x1.ndim, x2.ndim):
+            raise ShapeError(f"[tensordot] cannot sum over {axes} axes of shapes {x1.shape} and {x2.shape}")
+        first, second = list(range(x1.ndim - axes, x1.ndim)), list(range(axes))
+    else:
+        first, second = (list(a) if isinstance(a, Sequence) else [a] for a in axes)
+        _infer.normalize_axis("tensordot", first, x1.ndim)
+        _infer.normalize_axis("tensordot", second, x2.ndim)
+        first, second = [a % x1.ndim for a in first], [a % x2.ndim for a in second]
+    if [x1.shape[a] for a in first] != [x2.shape[a] for a in second]:
+        raise ShapeError(f"[tensordot] the summed lengths differ: axes {first} of {x1.shape}, {second} of {x2.shape}")
+    rows = [i for i in range(x1.ndim) if i not in first]
+    cols = [i for i in range(x2.ndim) if i not in second]
+    k = math.prod(x1.shape[a] for a in first)
+    left, right = [x1.shape[a] for a in rows], [x2.shape[a] for a in cols]
+    a = reshape(permute_dims(x1, (*rows, *first)), (math.prod(left), k))
+    b = reshape(permute_dims(x2, (*second, *cols)), (k, math.prod(right)))
+    return reshape(matmul(a, b), (*left, *right))
+
+
+def outer(x1: Any, x2: Any, /) -> Array:
+    """All products of the elements of two vectors.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.outer(mt.asarray([1, 2]), mt.asarray([3, 4]))
+    Array([[3, 4],
+           [6, 8]])
+    """
+    from .creation import asarray
+
+    x1, x2 = asarray(x1), asarray(x2)
+    if x1.ndim != 1 or x2.ndim != 1:
+        raise ShapeError(f"[outer] takes two vectors, got shapes {x1.shape} and {x2.shape}")
+    return x1[:, None] * x2[None, :]
+
+
+def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Array:
+    """Cross product of vectors of three elements along an axis; the other dimensions broadcast.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.cross(mt.asarray([1, 0, 0]), mt.asarray([0, 1, 0]))
+    Array([0, 0, 1])
+    """
+    from .creation import asarray
+    from .manipulation import broadcast_arrays, moveaxis, stack
+
+    x1, x2 = asarray(x1), asarray(x2)
+    _infer.normalize_axis("cross", axis, min(x1.ndim, x2.ndim))
+    if x1.shape[axis] != 3 or x2.shape[axis] != 3:
+        raise ShapeError(f"[cross] vectors have three elements along axis {axis}, got {x1.shape} and {x2.shape}")
+    x1, x2 = broadcast_arrays(x1, x2)
+    a, b = moveaxis(x1, axis, -1), moveaxis(x2, axis, -1)
+    i, j = [1, 2, 0], [2, 0, 1]
+    parts = [a[..., m] * b[..., n] - a[..., n] * b[..., m] for m, n in zip(i, j, strict=True)]
+    return moveaxis(stack(parts, axis=-1), -1, axis)

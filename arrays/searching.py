@@ -1,0 +1,167 @@
+"""Searching and taking: by position, by value, by truth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _infer
+from ._dispatch import Deferred, apply, wrap
+from ._op import Op, composite
+from .errors import DTypeError, ShapeError
+from .program import ShapeDtype
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+# ----- by position ----------------------------------------------------------------------------------------------------
+
+
+def _indices(name: str, indices: Any) -> Array:
+    from .creation import asarray
+
+    indices = asarray(indices)
+    if indices.dtype.kind not in "iu":
+        raise DTypeError(f"[{name}] indices must be integers, got {indices.dtype.name}")
+    return indices
+
+
+def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Array:
+    """The slices of ``x`` at ``indices`` along an axis (which may be left out for one dimension only).
+
+    >>> import meshtape as mt
+    >>> mt.take(mt.asarray([10, 20, 30]), mt.asarray([2, 0]))
+    Array([30, 10])
+    """
+    from .creation import asarray
+
+    x = asarray(x)
+    indices = _indices("take", indices)
+    if axis is None:
+        if x.ndim != 1:
+            raise ShapeError(f"[take] an array of shape {x.shape} needs an axis")
+        axis = 0
+    (axis,) = _infer.normalize_axis("take", axis, x.ndim)
+    return x[(*(slice(None),) * axis, indices)]
+
+
+def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Array:
+    """For each place of ``indices``, the element of ``x`` in the same row along ``axis``, at that index.
+
+    The other dimensions broadcast. What :func:`argsort` and :func:`argmax` give can be passed.
+
+    >>> import meshtape as mt
+    >>> x = mt.asarray([[3, 1, 2], [0, 5, 4]])
+    >>> mt.take_along_axis(x, mt.argsort(x, axis=1), axis=1)
+    Array([[1, 2, 3],
+           [0, 4, 5]])
+    """
+    from .creation import arange, asarray, beside
+    from .manipulation import broadcast_to, reshape
+
+    x = asarray(x)
+    indices = _indices("take_along_axis", indices)
+    (axis,) = _infer.normalize_axis("take_along_axis", axis, x.ndim)
+    if indices.ndim != x.ndim:
+        raise ShapeError(f"[take_along_axis] indices of shape {indices.shape} for an array of shape {x.shape}")
+    lead = _infer.broadcast_shapes(
+        _TAKE, [(*s[:axis], *s[axis + 1 :]) for s in (x.shape, indices.shape)]
+    )
+    x = broadcast_to(x, (*lead[:axis], x.shape[axis], *lead[axis:]))
+    key: list[Any] = []
+    for i, n in enumerate(x.shape):
+        if i == axis:
+            key.append(indices)
+        else:
+            key.append(reshape(arange(n, device=beside(x)), tuple(n if j == i else 1 for j in range(x.ndim))))
+    return x[tuple(key)]
+
+
+class _Named:
+    """What the message of a failed broadcast calls the function."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+_TAKE: Any = _Named("take_along_axis")
+
+# ----- by value -------------------------------------------------------------------------------------------------------
+
+
+def _searchsorted(xp: Any, x: Any, v: Any, side: str) -> Any:
+    dtype = xp.result_type(x, v)  # a number that is wider than the table is compared, not rounded
+    return xp.searchsorted(x.astype(dtype, copy=False), v, side=side)
+
+
+def _infer_searchsorted(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    v = args[1]
+    return ShapeDtype(v.shape if isinstance(v, ShapeDtype) else (), np.dtype(np.int64))
+
+
+SEARCHSORTED = Op("searchsorted", ("x", "v"), _searchsorted, _infer_searchsorted, nondifferentiable="integer result")
+
+
+def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None) -> Array:
+    """Where the values ``x2`` would go in the sorted array ``x1`` so that it stays sorted.
+
+    Parameters
+    ----------
+    x1
+        One dimension, ascending (after ``sorter``).
+    x2
+        Values of any shape, or one number.
+    side
+        ``"left"`` puts a value before its equals, ``"right"`` behind them.
+    sorter
+        Indices that sort ``x1``.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.searchsorted(mt.asarray([1.0, 2.0, 4.0]), mt.asarray([2.0, 3.0]), side="right")
+    Array([2, 2])
+    """
+    from .creation import asarray
+
+    x1 = asarray(x1)
+    if x1.ndim != 1:
+        raise ShapeError(f"[searchsorted] the table must have one dimension, got shape {x1.shape}")
+    if side not in ("left", "right"):
+        raise ValueError(f"[searchsorted] side must be 'left' or 'right', got {side!r}")
+    if sorter is not None:
+        x1 = take(x1, sorter, axis=0)
+    return apply(SEARCHSORTED, (x1, x2), {"side": side})
+
+
+# ----- by truth -------------------------------------------------------------------------------------------------------
+
+
+def nonzero(x: Any, /) -> tuple[Array, ...]:
+    """The indices of the elements that are not zero, one array a dimension, in C order.
+
+    How many there are is known only when ``x`` is computed: inside ``mt.compile`` this raises.
+    """
+    from .creation import asarray
+
+    x = asarray(x)
+    if x.ndim == 0:
+        raise ShapeError("[nonzero] a 0-d array has no indices")
+    buf = x._buf.concrete() if isinstance(x._buf, Deferred) else x._buf
+    return tuple(wrap(i) for i in buf.nonzero())
+
+
+@composite("count_nonzero")
+def count_nonzero(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+    """How many elements are not zero.
+
+    >>> import meshtape as mt
+    >>> mt.count_nonzero(mt.asarray([[0, 1], [2, 3]]), axis=0)
+    Array([1, 2])
+    """
+    from .creation import asarray
+    from .manipulation import astype
+    from .reductions import sum
+
+    return sum(astype(asarray(x) != 0, np.int64), axis=axis, keepdims=keepdims)

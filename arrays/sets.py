@@ -1,0 +1,114 @@
+"""Sets: distinct elements, and membership.
+
+How many distinct elements there are is known only when the array is computed; inside ``mt.compile`` the ``unique_*`` functions
+raise. Every NaN is distinct from every other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ._op import composite
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+
+class UniqueAll(NamedTuple):
+    """Distinct values in order, where each is first, which of them each element is, and how often each occurs."""
+
+    values: Array
+    indices: Array
+    inverse_indices: Array
+    counts: Array
+
+
+class UniqueCounts(NamedTuple):
+    """Distinct values in order, and how often each occurs."""
+
+    values: Array
+    counts: Array
+
+
+class UniqueInverse(NamedTuple):
+    """Distinct values in order, and which of them each element is."""
+
+    values: Array
+    inverse_indices: Array
+
+
+def unique_all(x: Any, /) -> UniqueAll:
+    """The distinct elements, in ascending order, with everything about them; the values keep their gradient.
+
+    >>> import meshtape as mt
+    >>> mt.unique_all(mt.asarray([3, 1, 3])).counts
+    Array([1, 2])
+    """
+    from .creation import asarray, beside
+    from .manipulation import reshape
+
+    x = asarray(x)
+    host = x._concrete()
+    wide = host.astype(np.float32) if host.dtype.num >= 256 else host
+    _, first, inverse, counts = np.unique(
+        wide, return_index=True, return_inverse=True, return_counts=True, equal_nan=False
+    )
+    indices, inverse, counts = (
+        asarray(a.astype(np.int64, copy=False), copy=False, device=beside(x))
+        for a in (first, inverse.reshape(x.shape), counts)
+    )
+    return UniqueAll(reshape(x, (-1,))[indices], indices, inverse, counts)
+
+
+def unique_counts(x: Any, /) -> UniqueCounts:
+    """The distinct elements, in ascending order, and how often each occurs."""
+    found = unique_all(x)
+    return UniqueCounts(found.values, found.counts)
+
+
+def unique_inverse(x: Any, /) -> UniqueInverse:
+    """The distinct elements, in ascending order, and for each element of ``x`` which of them it is."""
+    found = unique_all(x)
+    return UniqueInverse(found.values, found.inverse_indices)
+
+
+def unique_values(x: Any, /) -> Array:
+    """The distinct elements, in ascending order.
+
+    >>> import meshtape as mt
+    >>> mt.unique_values(mt.asarray([3, 1, 3]))
+    Array([1, 3])
+    """
+    return unique_all(x).values
+
+
+@composite("isin")
+def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Array:
+    """Whether each element of ``x1`` is among the elements of ``x2``. NaN is not equal to NaN.
+
+    >>> import meshtape as mt
+    >>> mt.isin(mt.asarray([1, 2, 3]), mt.asarray([2, 5]))
+    Array([False,  True, False])
+    """
+    from .creation import asarray, beside, full
+    from .elementwise import equal, logical_not, minimum
+    from .manipulation import astype, reshape
+    from .searching import searchsorted, take
+    from .sorting import sort
+
+    if isinstance(x1, int | float | complex) and not isinstance(x2, int | float | complex):
+        x2 = asarray(x2)
+        x1 = asarray(x1, dtype=np.result_type(x2.dtype, x1))
+    elif isinstance(x2, int | float | complex):
+        x1 = asarray(x1)
+        x2 = asarray(x2, dtype=np.result_type(x1.dtype, x2))
+    x1, x2 = asarray(x1), asarray(x2)
+    dtype = np.result_type(x1.dtype, x2.dtype)
+    x1, table = astype(x1, dtype, copy=False), sort(reshape(astype(x2, dtype, copy=False), (-1,)))
+    if table.size == 0:
+        return full(x1.shape, bool(invert), dtype=bool, device=beside(x1))
+    at = minimum(searchsorted(table, x1), table.size - 1)
+    found = equal(take(table, at, axis=0), x1)
+    return logical_not(found) if invert else found

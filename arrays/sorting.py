@@ -1,0 +1,78 @@
+"""Sorting. NaN goes last in ascending order and first in descending order, as if it were the largest number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _infer
+from ._dispatch import apply
+from ._op import Op
+from .errors import ShapeError
+from .program import ShapeDtype
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+
+def _ordered(xp: Any, x: Any) -> Any:
+    """Float8 and bfloat16 compare exactly as the float32 they widen to, and NumPy has no fast sort for them."""
+    return x.astype(np.float32) if x.dtype.num >= 256 else x
+
+
+def _sort(xp: Any, x: Any, axis: int, descending: bool, stable: bool) -> Any:
+    w = _ordered(xp, x)
+    # A stable descending sort is an ascending one of the reversed array, reversed: equals come back in their order.
+    w = xp.flip(w, axis) if descending else w
+    out = xp.sort(w, axis=axis, kind="stable" if stable else None)
+    return (xp.flip(out, axis) if descending else out).astype(x.dtype, copy=False)
+
+
+def _argsort(xp: Any, x: Any, axis: int, descending: bool, stable: bool) -> Any:
+    w = _ordered(xp, x)
+    kind = "stable" if stable else None
+    if not descending:
+        return xp.argsort(w, axis=axis, kind=kind)
+    return x.shape[axis] - 1 - xp.flip(xp.argsort(xp.flip(w, axis), axis=axis, kind=kind), axis)
+
+
+def _infer_argsort(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    return ShapeDtype(args[0].shape, np.dtype(np.int64))
+
+
+SORT = Op("sort", ("x",), _sort, _infer.same)
+ARGSORT = Op("argsort", ("x",), _argsort, _infer_argsort, nondifferentiable="integer result")
+
+
+def _params(name: str, x: Array, axis: int, descending: bool, stable: bool) -> dict[str, Any]:
+    if x.ndim == 0:
+        raise ShapeError(f"[{name}] a 0-d array has no order")
+    (axis,) = _infer.normalize_axis(name, axis, x.ndim)
+    return {"axis": axis, "descending": bool(descending), "stable": bool(stable)}
+
+
+def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+    """The elements in order along an axis.
+
+    >>> import meshtape as mt
+    >>> mt.sort(mt.asarray([2, 3, 1]), descending=True)
+    Array([3, 2, 1])
+    """
+    from .creation import asarray
+
+    x = asarray(x)
+    return apply(SORT, (x,), _params("sort", x, axis, descending, stable))
+
+
+def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+    """The indices that sort ``x`` along an axis; with ``stable``, equal elements keep their order in both directions.
+
+    >>> import meshtape as mt
+    >>> mt.argsort(mt.asarray([2, 1, 2]), descending=True)
+    Array([0, 2, 1])
+    """
+    from .creation import asarray
+
+    x = asarray(x)
+    return apply(ARGSORT, (x,), _params("argsort", x, axis, descending, stable))

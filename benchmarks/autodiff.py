@@ -1,0 +1,156 @@
+"""Gradients against PyTorch and HIPS autograd, on one thread: ``python benchmarks/autodiff.py``."""
+
+from __future__ import annotations
+
+import timing  # first: it sets the number of threads
+
+# isort: split
+import numpy as np
+
+import meshtape as mt
+
+torch, autograd = timing.peer("torch"), timing.peer("autograd")
+if torch is not None:
+    torch.set_num_threads(1)
+
+
+def chain(x):  # 100 ops on 8 elements
+    for _ in range(50):
+        x = x * 1.0001
+        x = x + 0.5
+    return x.sum()
+
+
+def chain_row(report: timing.Report) -> None:
+    x = mt.ones(8)
+    eager = mt.value_and_grad(chain)
+    compiled = mt.compile(eager)
+    t = None
+    if torch is not None:
+        tx = torch.ones(8, dtype=torch.float64, requires_grad=True)
+
+        def t():
+            return torch.autograd.grad(chain(tx), tx)
+
+    a = None
+    if autograd is not None:
+        slope = autograd.grad(lambda x: autograd.numpy.sum(_np_chain(x)))
+        nx = np.ones(8)
+
+        def a():
+            return slope(nx)
+
+    report.row(
+        "100-op chain, forward + backward, per op",
+        lambda: eager(x),
+        {"PyTorch eager": (t, 0.5), "autograd": (a, 0.25)},
+        scale=0.01,
+        unit="us",
+    )
+    report.row("the same, compiled, per op", lambda: compiled(x), {"eager tape": (lambda: eager(x), 0.5)}, scale=0.01, unit="us")
+
+
+def _np_chain(x):
+    for _ in range(50):
+        x = x * 1.0001
+        x = x + 0.5
+    return x
+
+
+def mlp_row(report: timing.Report) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (784, 256), "b1": (256,), "w2": (256, 10), "b2": (10,)}
+    host = {k: (rng.standard_normal(s) * 0.05).astype(np.float32) for k, s in shapes.items()}
+    x, y = rng.standard_normal((128, 784)).astype(np.float32), rng.integers(0, 10, 128)
+    params = {k: mt.asarray(v) for k, v in host.items()}
+    mx, my = mt.asarray(x), mt.asarray(y)
+
+    def loss(p):
+        h = mt.tanh(mx @ p["w1"] + p["b1"])
+        return mt.nn.cross_entropy(h @ p["w2"] + p["b2"], my)
+
+    eager = mt.value_and_grad(loss)
+    compiled = mt.compile(eager)
+    t = None
+    if torch is not None:
+        tp = {k: torch.tensor(v, requires_grad=True) for k, v in host.items()}
+        tx, ty = torch.tensor(x), torch.tensor(y)
+
+        def t():
+            h = torch.tanh(tx @ tp["w1"] + tp["b1"])
+            out = torch.nn.functional.cross_entropy(h @ tp["w2"] + tp["b2"], ty)
+            return torch.autograd.grad(out, list(tp.values()))
+
+    report.row("MLP 784-256-10, batch 128, eager", lambda: eager(params), {"PyTorch eager": (t, 1.0)})
+    report.row("the same, compiled", lambda: compiled(params), {"PyTorch eager": (t, 1.0)})
+
+
+def op_rows(report: timing.Report) -> None:
+    x = np.random.default_rng(0).standard_normal((4096, 1024)).astype(np.float32)
+    mx = mt.asarray(x)
+    w, b = mt.ones(1024, dtype=mt.float32), mt.zeros(1024, dtype=mt.float32)
+    ours = {
+        "layer_norm": lambda x: mt.sum(mt.layer_norm(x, 1024, w, b)),
+        "softmax": lambda x: mt.sum(mt.nn.softmax(x)),
+        "gelu": lambda x: mt.sum(mt.nn.gelu(x)),
+    }
+    theirs = {}
+    if torch is not None:
+        F = torch.nn.functional
+        tw, tb = torch.ones(1024), torch.zeros(1024)
+        theirs = {
+            "layer_norm": lambda x: F.layer_norm(x, (1024,), tw, tb),
+            "softmax": lambda x: F.softmax(x, dim=-1),
+            "gelu": F.gelu,
+        }
+        tx = torch.tensor(x, requires_grad=True)
+    for name, fn in ours.items():
+        slope = mt.grad(fn)
+        t = None
+        if torch is not None:
+
+            def t(f=theirs[name]):
+                return torch.autograd.grad(f(tx).sum(), tx)
+
+        report.row(f"{name} (4096, 1024), forward + backward", lambda slope=slope: slope(mx), {"PyTorch": (t, 1.5)})
+
+
+def gather_row(report: timing.Report) -> None:
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((1_000_000, 64)).astype(np.float32)
+    ids = rng.integers(0, 20_000, 100_000)
+    mtable, mids = mt.asarray(table), mt.asarray(ids)
+    slope = mt.grad(lambda t: mt.sum(t[mids]))
+    t = None
+    if torch is not None:
+        tt, ti = torch.tensor(table, requires_grad=True), torch.tensor(ids)
+
+        def t():
+            return torch.autograd.grad(tt[ti].sum(), tt)
+
+    report.row("gather 1e5 rows of 1e6 x 64, dense cotangent", lambda: slope(mtable), {"PyTorch": (t, 0.5)}, rounds=3)
+
+
+def fusion_row(report: timing.Report) -> None:
+    x = np.random.default_rng(0).standard_normal(10_000_000)
+    mx = mt.asarray(x, copy=False)
+
+    def fn(x):
+        for _ in range(5):
+            x = x * 0.99
+            x = x + 0.01
+        return x
+
+    compiled = mt.compile(fn)
+    report.row("10 elementwise ops on 1e7, compiled", lambda: compiled(mx), {"NumPy": (lambda: fn(x), 0.35)}, rounds=3)
+
+
+def main() -> None:
+    report = timing.Report("autodiff, one thread")
+    for rows in (chain_row, mlp_row, op_rows, gather_row, fusion_row):
+        rows(report)
+    report.show()
+
+
+if __name__ == "__main__":
+    main()

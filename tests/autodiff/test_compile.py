@@ -1,0 +1,494 @@
+"""mt.compile: the program gives what the code gives, is differentiated like it, and is made only as often as needed."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.arrays._op import state
+
+TracedValueError = mt.errors.TracedValueError
+
+
+def arr(*values):
+    return mt.asarray(list(values), dtype=mt.float64)
+
+
+X = mt.asarray(np.random.default_rng(0).standard_normal((3, 4)))
+W = mt.asarray(np.random.default_rng(1).standard_normal((4, 4)))
+
+
+def _write(x, w):
+    y = x * 1.0
+    y[0] = w[1] * 2.0
+    y[1:, [0, 0]] += 1.0
+    return y
+
+
+def _loop(x, w):
+    for _ in range(3):
+        x = mt.tanh(x @ w)
+    return x
+
+
+FUNCTIONS = {
+    "elementwise": lambda x, w: mt.where(x > 0, mt.exp(x), -x) ** 2 + w[0],
+    "layer": lambda x, w: mt.nn.gelu(mt.layer_norm(x @ w, 4, w[0], w[1])),
+    "softmax": lambda x, w: mt.nn.softmax(x @ w, axis=0),
+    "loss": lambda x, w: mt.nn.cross_entropy(x @ w, mt.asarray([0, 3, 1])),
+    "write": _write,
+    "loop": _loop,
+    "index": lambda x, w: x[[0, 0, 2]][:, ::-1].T @ x[:, 1],
+    "reduce": lambda x, w: (mt.max(x, axis=1), mt.argmax(w), mt.var(x), mt.prod(w, axis=0, keepdims=True)),
+    "tree": lambda x, w: {"a": [x, (w * 2,)], "b": None, "n": 3, "name": "loss"},
+    "gradient": lambda x, w: mt.grad(lambda w: mt.sum(mt.nn.silu(x @ w)))(w),
+    "both": lambda x, w: mt.value_and_grad(lambda p: mt.mean((x @ p["w"] + p["b"]) ** 2))({"w": w, "b": w[0]}),
+    "second order": lambda x, w: mt.hvp(lambda w: mt.sum(mt.layer_norm(x @ w, 4) ** 3), w, w),
+    "jvp": lambda x, w: mt.jvp(lambda x: mt.nn.logsumexp(x @ w, axis=1), [x], [x * 2.0]),
+    "jacobian": lambda x, w: mt.jacobian(lambda v: mt.tanh(v @ w))(x[0]),
+    "tape": lambda x, w: _with_tape(x, w),
+}
+
+
+def _with_tape(x, w):
+    with mt.Tape() as tape:
+        tape.watch(w)
+        y = mt.sum(mt.sin(x @ w))
+    return tape.gradient(y, w)
+
+
+def same(a, b):
+    assert mt.arrays.tree.flatten(a)[1] == mt.arrays.tree.flatten(b)[1]
+    for p, q in zip(mt.arrays.tree.flatten(a)[0], mt.arrays.tree.flatten(b)[0], strict=True):
+        if isinstance(p, mt.Array):
+            assert (p.shape, p.dtype) == (q.shape, q.dtype)
+            np.testing.assert_allclose(np.asarray(p), np.asarray(q), rtol=1e-12, atol=1e-14)
+        else:
+            assert p == q
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_equals_eager(name):
+    fn = FUNCTIONS[name]
+    fast = mt.compile(fn)
+    for x, w in ((X, W), (X * 0.5, W.T)):
+        same(fast(x, w), fn(x, w))
+    assert fast.signatures == 1
+    assert state.recorders == ()
+    assert state.origin is None
+
+
+# ----- derivatives of programs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["elementwise", "layer", "softmax", "loss", "write", "loop", "index", "gradient", "jvp"]
+)
+def test_the_gradient_of_a_program_is_that_of_its_code(name):
+    fn = FUNCTIONS[name]
+    fast = mt.compile(fn)
+
+    def loss(f):
+        return lambda x, w: sum((mt.sum(mt.sin(y)) for y in mt.arrays.tree.flatten(f(x, w))[0]), mt.asarray(0.0))
+
+    same(mt.grad(loss(fast), (0, 1))(X, W), mt.grad(loss(fn), (0, 1))(X, W))
+    same(mt.compile(mt.grad(loss(fast)))(X, W), mt.grad(loss(fn))(X, W))
+    inner = lambda f: lambda w: mt.sum(mt.grad(loss(f), 1)(X, w) ** 2)  # noqa: E731
+    same(mt.grad(inner(fast))(W), mt.grad(inner(fn))(W))
+    assert fast.signatures == 1
+
+
+def test_derivatives_of_any_order():
+    f = mt.compile(lambda x: mt.sum(mt.nn.softmax(x) * x**3))
+    mt.check_grads(f, np.asarray([0.3, -0.5, 1.0]), order=3)
+    assert f.signatures == 1
+
+
+def test_arrays_from_the_closure_are_differentiated():
+    w = arr(1, 2)
+    f = mt.compile(lambda x: mt.sum(x * x * w))
+    f(arr(3, 4))  # traced while nobody watched
+    with mt.Tape() as tape:
+        tape.watch(w)
+        y = f(arr(3, 4))
+    assert tape.gradient(y, w).tolist() == [9, 16]
+    # Also where only the closure makes the call a function of what is differentiated.
+    assert mt.grad(lambda w: mt.compile(lambda x: mt.sum(x * w))(arr(3, 4)))(w).tolist() == [3, 4]
+
+
+W2 = arr(1, 2)
+
+
+def _helper(x):
+    return x * W2 * W2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: lambda x: w * 2.0,
+        lambda w: lambda x: x * (w * w).sum() + mt.stop_gradient(w) * w,
+        lambda w: lambda x: x * mt.asarray(w, copy=True) + mt.exp(w)[::-1],
+        lambda w: lambda x: x * mt.grad(lambda v: (v**3).sum())(w),
+        lambda w: lambda x: x * mt.stop_gradient(w * w) * w,
+        lambda w: lambda x, c={"w": [w]}: x * c["w"][0] ** 2,
+        lambda w: functools.partial(lambda v, x: (v * v) @ x * v, w),
+        lambda w: (lambda inner: lambda x: inner(x) + inner(mt.ones(2)))(mt.compile(lambda x: x * (w * w))),
+        lambda w: lambda x: _written(w) * x,
+    ],
+)
+def test_what_is_computed_from_the_closure_alone_is_differentiated(make):
+    w, x = arr(1, 2), arr(3, 5)
+    fast, plain = mt.compile(make(w)), make(w)
+    fast(x)
+
+    def gradient(f):
+        with mt.Tape() as tape:
+            tape.watch(w)
+            y = f(x).sum()
+        return tape.gradient(y, w)
+
+    same(fast(x), plain(x))
+    same(gradient(fast), gradient(plain))
+    w[0] = 4.0
+    same(fast(x), plain(x))
+    same(gradient(fast), gradient(plain))
+
+
+def _written(w):
+    y = w * 1.0
+    y[0] = w[1] * w[1]
+    return y
+
+
+def test_functions_of_the_module_are_followed():
+    f = mt.compile(lambda x: _helper(x).sum())
+    with mt.Tape() as tape:
+        tape.watch(W2)
+        y = f(arr(1, 1))
+    assert tape.gradient(y, W2).tolist() == [2, 4]
+    W2[0] = 3.0
+    assert float(f(arr(1, 1))) == 13.0
+    W2[0] = 1.0
+
+
+def test_what_is_made_inside_stays_a_constant():
+    program = mt.compile(lambda x: x + (mt.ones(2) * 3.0 + mt.arange(2))).program(arr(1, 2))
+    assert [e.op.name for e in program.entries] == ["add"]
+
+
+def test_a_program_that_hands_its_input_on_is_differentiated():
+    f = mt.compile(lambda x, y: (x, y, x * y))
+    dx, dy = mt.grad(lambda x, y: sum((mt.sum(o) for o in f(x, y)), mt.asarray(0.0)), (0, 1))(arr(1, 2), arr(3, 4))
+    assert (dx.tolist(), dy.tolist()) == ([4, 5], [2, 3])
+
+
+def test_entries_of_a_replayed_program_carry_their_origin():
+    f = mt.compile(lambda x: mt.nn.softmax(x) * 2.0)
+    with mt.Tape() as tape:
+        x = arr(1, 2)
+        tape.watch(x)
+        f(x)
+    found = {r.entry.origin for r in tape._records}
+    assert found == {"softmax", None}
+
+
+def test_errors_of_the_backward_pass_name_the_line_that_called_the_program():
+    f = mt.compile(lambda x: x * 2.0)
+    with mt.Tape() as tape:
+        x = arr(1, 2)
+        tape.watch(x)
+        f(x)
+    code, _ = tape._records[0].entry.site
+    assert code.co_name == "test_errors_of_the_backward_pass_name_the_line_that_called_the_program"
+
+
+def test_nothing_is_replayed_where_nobody_watches():
+    f = mt.compile(lambda x: x * 2.0)
+    other = arr(1)
+    with mt.Tape() as tape:
+        tape.watch(other)
+        assert f(arr(1, 2)).tolist() == [2, 4]
+    assert len(tape) == 0
+
+
+# ----- signatures -----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_signature_is_traced_and_an_old_one_is_not():
+    calls = []
+
+    @mt.compile
+    def f(x, n=1, *, flag=None):
+        calls.append((x.shape, x.dtype.name, n, flag))
+        return x * n
+
+    for args, kwargs, traced in [
+        ((arr(1, 2),), {}, True),
+        ((arr(3, 4),), {}, False),
+        ((arr(1, 2, 3),), {}, True),  # shape
+        ((arr(1, 2).astype(mt.float32),), {}, True),  # dtype
+        ((np.asarray([5.0, 6.0]),), {}, False),  # NumPy's are arrays too
+        ((arr(1, 2), 2), {}, True),  # static argument
+        ((arr(1, 2), 2.0), {}, True),  # equal, of another type
+        ((arr(1, 2), True), {}, True),
+        ((arr(1, 2), 2), {}, False),
+        ((arr(1, 2),), {"n": 2}, True),  # by keyword: another structure
+        ((arr(1, 2),), {"flag": "train"}, True),
+        ((arr(1, 2),), {"flag": "eval"}, True),
+        ((arr(1, 2),), {"flag": "train"}, False),
+        ((arr(1, 2), np.float32(1)), {}, True),
+        ((arr(1, 2), np.float64(1)), {}, True),
+        ((arr(1, 2), float("nan")), {}, True),
+        ((arr(1, 2), float("nan")), {}, False),
+    ]:
+        before = len(calls)
+        out = f(*args, **kwargs)
+        assert len(calls) - before == traced, (args, kwargs)
+        n = args[1] if len(args) > 1 else kwargs.get("n", 1)
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(args[0]) * n)
+    assert f.signatures == len(calls)
+
+
+def test_results_follow_the_closure():
+    scale, w, config = 2.0, arr(1, 1), {"w": arr(1, 1)}
+    notes = []
+
+    @mt.compile
+    def f(x):
+        notes.append("traced")
+        return x * scale * w * config["w"]
+
+    x = arr(1, 2)
+    assert f(x).tolist() == [2, 4]
+    assert f(x).tolist() == [2, 4]
+    assert len(notes) == 1
+    scale = 3.0
+    assert f(x).tolist() == [3, 6]
+    w[0] = 10.0  # in place
+    assert f(x).tolist() == [30, 6]
+    w = arr(0, 1)
+    assert f(x).tolist() == [0, 6]
+    config["w"] = arr(1, 5)
+    assert f(x).tolist() == [0, 30]
+    assert len(notes) == 5
+    scale = 2.0
+    f(x)
+    scale = 3.0
+    assert f(x).tolist() == [0, 30]
+    assert len(notes) == 6
+
+
+SCALE = 2.0
+TABLE = arr(1, 2)
+
+
+def test_results_follow_the_variables_of_the_module():
+    global SCALE
+    f = mt.compile(lambda x: (lambda y: y * SCALE * TABLE)(x))
+    try:
+        assert f(arr(1, 1)).tolist() == [2, 4]
+        SCALE = 3.0
+        assert f(arr(1, 1)).tolist() == [3, 6]
+        TABLE[0] = 5.0
+        assert f(arr(1, 1)).tolist() == [15, 6]
+        f(arr(1, 1))
+        assert f.signatures == 3
+    finally:
+        SCALE = 2.0
+        TABLE[0] = 1.0
+
+
+def test_partials_and_defaults_and_methods():
+    w = arr(1, 2)
+    f = mt.compile(functools.partial(lambda w, x: x * w, w))
+    assert f(arr(1, 1)).tolist() == [1, 2]
+    w[0] = 7.0
+    assert f(arr(1, 1)).tolist() == [7, 2]
+
+    class Model:
+        def __init__(self, k):
+            self.k = k
+
+        @mt.compile
+        def call(self, x):
+            return x * self.k
+
+    assert Model(2.0).call(arr(1, 2)).tolist() == [2, 4]
+    assert Model(3.0).call(arr(1, 2)).tolist() == [3, 6]
+
+
+def test_a_compiled_function_is_compiled_once_and_nests():
+    f = mt.compile(lambda x: x * 2.0)
+    assert mt.compile(f) is f
+    g = mt.compile(lambda x: f(x) + f(x))
+    assert g(arr(1)).tolist() == [4]
+    assert f.signatures == 0  # it became part of g
+    assert [e.op.name for e in g.program(arr(1)).entries] == ["multiply", "add"]
+    assert repr(g) == "compile(<lambda>, 1 signature(s))"
+
+
+# ----- programs -------------------------------------------------------------------------------------------------------
+
+
+def test_printed_program():
+    f = mt.compile(lambda x, w: mt.nn.silu(x @ w) + 1.0)
+    text = str(f.program(mt.zeros((2, 3)), mt.zeros((3, 4))))
+    assert text.splitlines()[0] == "program(%0: float64[2,3], %1: float64[3,4]):"
+    assert "matmul(%0, %1)" in text
+    assert "# silu" in text
+    assert "float64[2,4]" in text
+    assert text.splitlines()[-1].startswith("  return %")
+
+
+def test_dead_and_repeated_code_is_dropped():
+    def f(x):
+        mt.exp(x)  # dead
+        return mt.sin(x) * mt.sin(x) + mt.asarray(x)
+
+    assert [e.op.name for e in mt.compile(f).program(arr(1)).entries] == ["sin", "multiply", "add"]
+    # The forward pass that only the value needs is not run for the gradient.
+    g = mt.compile(mt.grad(lambda x: mt.sum(mt.exp(x) + x)))
+    assert "sum" not in [e.op.name for e in g.program(arr(1, 2)).entries]
+
+
+def test_equal_numbers_of_different_types_stay_apart():
+    x = mt.asarray([1, 2])
+    f = mt.compile(lambda x: (x * 1, x * 1.0, x * True))
+    assert [y.dtype for y in f(x)] == [y.dtype for y in (x * 1, x * 1.0, x * True)]
+
+
+def test_outputs_that_are_inputs_constants_or_named_twice():
+    c = arr(7, 8)
+
+    def f(x):
+        y = x * 2.0
+        return x, y, y, c, mt.asarray(3.0), x
+
+    fast = mt.compile(f)
+    x = arr(1, 2)
+    for _ in range(2):
+        out = fast(x)
+        assert [o.tolist() for o in out] == [[1, 2], [2, 4], [2, 4], [7, 8], 3.0, [1, 2]]
+        for o in out:
+            o[...] = -1.0  # results belong to the caller
+    assert (x.tolist(), c.tolist()) == ([1, 2], [7, 8])
+
+
+def test_writes_inside_leave_the_caller_alone():
+    @mt.compile
+    def f(x):
+        x[0] = 9.0
+        return x
+
+    x = arr(1, 2)
+    assert f(x).tolist() == [9, 2]
+    assert x.tolist() == [1, 2]
+
+
+def test_functions_without_arrays():
+    assert mt.compile(lambda: mt.ones(2) * 3.0)().tolist() == [3, 3]
+    assert mt.compile(lambda n: n + 1)(3) == 4
+    assert mt.compile(lambda x: None)(arr(1)) is None
+
+
+def test_values_are_freed_at_their_last_use():
+    import tracemalloc
+
+    n = 200_000
+    x = mt.ones(n)
+
+    @mt.compile
+    def chain(x):
+        for _ in range(20):
+            x = mt.tanh(x) + x
+        return x
+
+    chain(x)
+    tracemalloc.start()
+    try:
+        chain(x)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3.2 * 8 * n
+
+
+# ----- what cannot be traced ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: float(x.sum()),
+        lambda x: x[: int(x[0])],
+        lambda x: np.asarray(x),
+        lambda x: x.tolist(),
+        lambda x: x[x.sum().astype(mt.int64).item()],
+    ],
+    ids=["if", "float", "int", "numpy", "tolist", "item"],
+)
+def test_values_are_refused(fn):
+    f = mt.compile(fn)
+    with pytest.raises(TracedValueError, match=r"float64\[|bool\[|int64\["):
+        f(arr(1, 2))
+    assert f.signatures == 0
+    assert f.program is not None
+    assert state.recorders == ()
+
+
+def test_the_message_says_what_to_do():
+    with pytest.raises(TracedValueError, match=r"a value \(bool\[\]\) was asked for inside mt.compile.*mt.where"):
+        mt.compile(lambda x: x if x > 0 else -x)(mt.asarray(1.0))
+
+
+def test_masks_are_refused_where_their_count_would_be_a_shape():
+    with pytest.raises(mt.errors.ArrayIndexError, match=r"mt\.where"):
+        mt.compile(lambda x: x[x > 0])(arr(1, 2))
+
+
+def test_traced_arrays_do_not_outlive_the_trace():
+    kept = []
+
+    @mt.compile
+    def f(x):
+        kept.append(x * 2.0)
+        return x
+
+    f(arr(1, 2))
+    assert "traced" in repr(kept[0])
+    with pytest.raises(TracedValueError, match="after the function returned"):
+        kept[0] * 2.0
+    with pytest.raises(TracedValueError, match="of one traced function was used in another"):
+        mt.compile(lambda x: x + kept[0])(arr(1, 2))
+
+
+def test_an_exception_while_tracing_leaves_nothing_behind():
+    flag = {"fail": True}
+
+    def f(x):
+        y = mt.nn.softmax(x)
+        if flag["fail"]:
+            raise RuntimeError("boom")
+        return y
+
+    fast = mt.compile(f)
+    with pytest.raises(RuntimeError, match="boom"):
+        fast(arr(1, 2))
+    flag["fail"] = False
+    same(fast(arr(1, 2)), f(arr(1, 2)))
+    assert fast.signatures == 1
+
+
+def test_tracing_is_seen_by_no_tape():
+    f = mt.compile(lambda x: x * 2.0 + 1.0)
+    with mt.Tape() as tape:
+        x = arr(1, 2)
+        tape.watch(x)
+        f(x)
+        f(x)
+    assert [r.entry.op.name for r in tape._records] == ["multiply", "add"] * 2

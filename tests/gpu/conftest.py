@@ -1,0 +1,50 @@
+"""The GPU suite: every test here needs a CUDA device and CuPy, and is skipped with the reason where there is none.
+
+``pytest tests/gpu`` runs it with one command and prints a report of the device. What has never run on a GPU so far: all of
+it. The suite was written on machines without one; the logic that it shares with the CPU is tested there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import meshtape as mt
+from meshtape.arrays._backends import cupy_backend
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    try:
+        cupy_backend()
+        reason = None
+    except mt.errors.BackendError as e:
+        reason = str(e)
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu() -> Iterator[None]:
+    """Creation functions put their arrays on the first CUDA device; its memory is given back after each test."""
+    with mt.use_device("cuda:0"):
+        yield
+    cupy_backend().xp.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def report() -> Iterator[None]:
+    """What the suite ran on."""
+    yield
+    cp = cupy_backend().xp
+    name = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    pool = cp.get_default_memory_pool()
+    print(
+        f"\n{name}, driver {cp.cuda.runtime.driverGetVersion()}, CuPy {cp.__version__}, pool {pool.total_bytes()} bytes"
+    )

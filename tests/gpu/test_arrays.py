@@ -1,0 +1,102 @@
+"""Arrays on a GPU agree with NumPy: values, gradients, errors and where they live."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((5, 7)).astype(np.float32)
+Y = RNG.standard_normal((7, 3)).astype(np.float32)
+
+
+def both(fn: Any, *hosts: np.ndarray, rtol: float = 1e-5) -> None:
+    """``fn`` of arrays on the GPU and of the same arrays on the CPU."""
+    gpu = fn(*map(mt.asarray, hosts))
+    assert str(gpu.device) == "cuda:0"
+    with mt.use_device("cpu"):
+        cpu = fn(*map(mt.asarray, hosts))
+    assert gpu.dtype == cpu.dtype
+    np.testing.assert_allclose(gpu.numpy(), cpu.numpy(), rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x + 1,
+        lambda x: 2.0 * x - x * x,
+        lambda x: mt.exp(-mt.abs(x)),
+        lambda x: mt.nn.gelu(x),
+        lambda x: mt.nn.softmax(x),
+        lambda x: mt.where(x > 0, x, 0.0),
+        lambda x: mt.sum(x, axis=1),
+        lambda x: mt.max(x, axis=0),
+        lambda x: mt.argmax(x, axis=1),
+        lambda x: mt.reshape(x, (7, 5)),
+        lambda x: mt.permute_dims(x, (1, 0)),
+        lambda x: mt.concat([x, x], axis=1),
+        lambda x: mt.layer_norm(x, 7),
+        lambda x: x[1:4, ::-2],
+        lambda x: x[[0, 0, 3]],
+        lambda x: x[x > 0],
+        lambda x: x.at[[0, 0], [1, 1]].set(mt.asarray(np.array([1.0, 2.0], np.float32))),
+        lambda x: x.at[[0, 0], [1, 1]].add(1.0),
+    ],
+)
+def test_ops_agree_with_the_cpu(fn: Any) -> None:
+    both(fn, X)
+
+
+def test_matmul_agrees_with_the_cpu() -> None:
+    both(lambda x, y: x @ y, X, Y)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: mt.mean(mt.nn.gelu(x) ** 2),
+        lambda x: mt.sum(mt.layer_norm(x, 7) ** 3),
+        lambda x: mt.sum(x[[0, 0, 1]] * 2.0),
+        lambda x: mt.sum(mt.nn.log_softmax(x)[:, 1]),
+    ],
+)
+def test_gradients_agree_with_the_cpu(fn: Any) -> None:
+    both(mt.grad(fn), X, rtol=1e-4)
+    both(mt.compile(mt.grad(fn)), X, rtol=1e-4)
+
+
+def test_random_bits_are_those_of_the_cpu() -> None:
+    both(lambda: mt.random.bits(mt.random.key(3), (1000,)))
+    both(lambda: mt.random.uniform(mt.random.key(3), (1000,)), rtol=0)
+
+
+def test_arrays_move_and_devices_do_not_mix() -> None:
+    gpu = mt.asarray(X)
+    cpu = gpu.to_device("cpu")
+    assert str(cpu.device) == "cpu"
+    assert str(cpu.to_device("cuda:0").device) == "cuda:0"
+    with pytest.raises(mt.errors.DeviceError, match=r"cpu.*cuda:0"):
+        gpu + cpu
+
+
+def test_index_errors_have_the_same_text() -> None:
+    for key in (9, [9], (0, -9)):
+        texts = []
+        for where in ("cpu", "cuda:0"):
+            with mt.use_device(where), pytest.raises(IndexError) as e:
+                mt.asarray(X)[key]
+            texts.append(str(e.value))
+        assert texts[0] == texts[1]
+
+
+def test_values_do_not_alias() -> None:
+    x = mt.asarray(X)
+    view = x[1:3]
+    view[0, 0] = 100.0
+    np.testing.assert_array_equal(x.numpy(), X)
+    x[2, 2] = -100.0
+    assert float(view[1, 2]) == X[2, 2]

@@ -1,0 +1,310 @@
+"""Meshes on real Dask workers: the numbers of the virtual mesh, one task a worker a run, and blocks that stay where they are."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client
+from distributed.diagnostics.plugin import SchedulerPlugin
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import meshtape as mt
+from meshtape.parallel import dask_runtime, gang
+from meshtape.parallel.cluster import connect
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Log(SchedulerPlugin):
+    """Keys of the tasks that the scheduler has seen finish."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        if start == "processing" and finish == "memory":
+            self.done.append(str(key))
+
+
+@contextmanager
+def tasks(client: Client) -> Iterator[list[str]]:
+    """Names of the tasks that end on the workers while the context is open."""
+    name = f"log-{time.monotonic_ns()}"
+    client.register_plugin(Log(), name=name)
+    done: list[str] = []
+    try:
+        yield done
+    finally:
+        time.sleep(0.1)  # a result travels to the client faster than the plugin is asked
+        done += client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins[name].done)
+        client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.remove_plugin(name))
+
+
+def held(client: Client) -> dict[str, int]:
+    """Bytes of blocks that meshtape holds on each worker."""
+
+    def count(dask_worker: Any) -> int:
+        state = gang._STATES[dask_worker.address]
+        return sum(b.nbytes for bundle in state.bundles.values() for s in bundle.slots.values() for b in s.values())
+
+    return client.run(count)
+
+
+@pytest.fixture(params=["processes", "threads"])
+def client(request: pytest.FixtureRequest) -> Client:
+    return request.getfixturevalue(request.param)
+
+
+# ----- the same numbers -----------------------------------------------------------------------------------------------
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "product": lambda x, y: x @ y,
+    "loss": lambda x, y: mt.mean(mt.square(mt.tanh(x @ y))),
+    "softmax": lambda x, y: mt.nn.softmax(x, axis=1) @ y,
+    "layer_norm": lambda x, y: mt.layer_norm(x, 6) @ y,
+    "maximum": lambda x, y: mt.max(x, axis=0) - mt.min(y, axis=1),
+    "rows": lambda x, y: x[np.array([4, 0, 0])] @ y,
+    "turned": lambda x, y: mt.reshape(x, (6, 5)).mT + y.mT[:5],
+}
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@given(data=st.data())
+def test_split_equals_unsplit(client, data):
+    sizes = data.draw(st.sampled_from([{"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 1, "b": 5}]))
+    fn = FUNCTIONS[data.draw(st.sampled_from(sorted(FUNCTIONS)))]
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(5, 6)), rng.normal(size=(6, 6))
+    choices = [mt.Replicate(), mt.Shard(0), mt.Shard(1)]
+    with mt.Mesh(sizes, client=client) as mesh:
+        x, y = (mt.distribute(v, mesh, **{n: data.draw(st.sampled_from(choices)) for n in sizes}) for v in values)
+        expected, pull = mt.vjp(fn, *map(mt.asarray, values))
+        got, pull_there = mt.vjp(fn, x, y)
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+        seed = mt.ones(expected.shape)
+        for g, e in zip(pull_there(seed), pull(seed), strict=True):
+            np.testing.assert_allclose(g, e, rtol=1e-12)
+
+
+def test_ragged_and_empty_blocks(client):
+    value = np.arange(5.0 * 3).reshape(5, 3)
+    with mt.Mesh({"a": 4}, client=client) as mesh:
+        x = mt.distribute(value, mesh, a=mt.Shard(0))  # 2, 2, 1 and 0 rows
+        np.testing.assert_array_equal(mt.reshard(x + 1, a=mt.Shard(1)), value + 1)
+        np.testing.assert_array_equal(mt.sum(x, axis=0), value.sum(axis=0))
+        assert float(mt.max(x)) == 14.0
+        empty = mt.distribute(np.zeros((0, 3)), mesh, a=mt.Shard(0))
+        assert mt.reshard(empty * 2, a=mt.Shard(1)).shape == np.asarray(mt.reshard(empty * 2, a=mt.Shard(1))).shape
+        assert float(mt.sum(empty)) == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["?", "i2", "c16", "bfloat16", "float8_e4m3fn"])
+def test_dtypes_cross_between_processes(processes, dtype):
+    from meshtape.arrays import dtypes  # noqa: F401  # registers the names of ml_dtypes
+
+    value = np.arange(14).reshape(7, 2).astype(dtype)
+    with mt.Mesh({"a": 4}, client=processes) as mesh:
+        x = mt.distribute(value, mesh, a=mt.Shard(0))
+        got = np.asarray(mt.compute(mt.reshard(x, a=mt.Shard(1))))
+        assert got.dtype == value.dtype
+        np.testing.assert_array_equal(got, value)
+
+
+def test_the_same_run_gives_the_same_bits(processes):
+    rng = np.random.default_rng(1)
+    value = rng.normal(size=(7, 33)).astype("f4")
+    with mt.Mesh({"a": 7}, client=processes) as mesh:
+        x = mt.distribute(value, mesh, a=mt.Shard(0))
+        first = np.asarray(mt.sum(mt.exp(x), axis=0))
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(mt.sum(mt.exp(x), axis=0)), first)
+    virtual = mt.Mesh({"a": 7})
+    local = mt.sum(mt.exp(mt.distribute(value, virtual, a=mt.Shard(0))), axis=0)
+    np.testing.assert_array_equal(np.asarray(local), first)  # contributions are joined in one order everywhere
+
+
+def test_a_large_exchange(processes):
+    value = np.arange(8_000_000.0).reshape(2000, 4000)  # 64 MB
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(value, mesh, a=mt.Shard(0))
+        turned = mt.reshard(x + 1.0, a=mt.Shard(1))
+        np.testing.assert_array_equal(turned, value + 1)
+
+
+# ----- what runs where ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_one_task_a_worker_whatever_it_computes(processes):
+    with mt.Mesh({"a": 4}, client=processes) as mesh:
+        x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
+        with tasks(processes) as done:
+            y = x
+            for _ in range(100):
+                y = mt.tanh(y + mt.sum(y))
+            mt.compute(y)
+        assert [k.rpartition("-")[0] for k in done] == ["meshtape-eager"] * 2
+
+
+def test_a_compiled_step_is_one_task_a_worker_each_time(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        step = mt.compile(lambda w, x: w - 0.1 * mt.grad(lambda w: mt.mean(mt.square(x @ w)))(w))
+        w, x = mt.distribute(np.ones((3, 1)), mesh), mt.distribute(np.ones((4, 3)), mesh, a=mt.Shard(0))
+        w = step(w, x)
+        mt.compute(w)
+        with tasks(processes) as done:
+            for _ in range(10):
+                w = step(w, x)
+            np.asarray(w)
+        names = [k.rpartition("-")[0] for k in done]
+        assert names.count("meshtape-compiled") == 20
+        assert len(names) == 21  # and one to bring the result
+
+
+def test_blocks_stay_on_their_workers(processes):
+    with mt.Mesh({"a": 4}, client=processes) as mesh:
+        y = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+        handle = y._buf.handle
+        assert isinstance(handle, dask_runtime.RemoteBlocks)
+        where = processes.who_has(handle.gang.futures)
+        assert [list(v) for v in where.values()] == [[a] for a in mesh.runtime.addresses]
+
+
+def test_inputs_travel_once(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        mt.compute(x + 1)
+        host = x._buf.handle
+        shipped = mesh.runtime._shipped[host]
+        mt.compute(x + 2)
+        assert mesh.runtime._shipped[host] is shipped
+        assert mesh.runtime._resolve([host]) == [shipped]
+
+
+def test_large_inputs_bypass_the_scheduler(processes):
+    value = np.arange(float(dask_runtime.SHIP_WITH_TASK // 4))
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(value, mesh, a=mt.Shard(0))
+        np.testing.assert_array_equal(mt.sum(x), value.sum())
+        assert mesh.runtime._shipped[x._buf.handle].gang.what == "distribute"
+
+
+def test_memory_is_freed_when_arrays_are_dropped(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        before = sum(held(processes).values())
+        x = mt.compute(mt.distribute(np.ones(100_000), mesh, a=mt.Shard(0)) * 2)
+        y, z = mt.compute((x + 1, x + 2))  # two slots of one bundle
+        assert sum(held(processes).values()) - before == 4 * 800_000  # x as it came, x, y and z
+        del y
+        gc.collect()
+        mt.compute(z + 1)  # drops travel with the next run
+        assert sum(held(processes).values()) - before <= 3 * 800_000 + 800_000
+        del x, z
+        gc.collect()
+        mt.compute(mt.distribute(np.ones(1), mesh) + 1)
+        deadline = time.monotonic() + 20
+        while sum(held(processes).values()) - before > 100 and time.monotonic() < deadline:
+            gc.collect()
+            mt.compute(mt.distribute(np.ones(1), mesh) + 1)
+            time.sleep(0.1)
+        assert sum(held(processes).values()) - before <= 100
+
+
+def test_many_runs_are_in_flight_and_errors_do_not_get_lost(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        double = mt.compile(lambda x: x * 2)
+        x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+        for _ in range(40):
+            x = double(x)
+        assert len(mesh.runtime._flight) <= dask_runtime.IN_FLIGHT
+        np.testing.assert_array_equal(x, np.full(4, 2.0**40))
+
+
+def test_two_meshes_of_one_client_take_turns(processes):
+    with mt.Mesh({"a": 2}, client=processes) as one, mt.Mesh({"b": 4}, client=processes) as two:
+        x, y = mt.distribute(np.ones(4), one, a=mt.Shard(0)), mt.distribute(np.ones(4), two, b=mt.Shard(0))
+        f, g = mt.compile(lambda x: x + mt.sum(x)), mt.compile(lambda y: y - mt.sum(y))
+        for _ in range(15):
+            x, y = f(x), g(y)
+        np.testing.assert_allclose(x, np.full(4, 5.0**15))
+        np.testing.assert_allclose(y, np.full(4, (-3.0) ** 15))
+
+
+def test_two_threads_share_a_mesh(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        found: dict[int, float] = {}
+
+        def work(k: int) -> None:
+            y = x
+            for _ in range(5):
+                y = y + k
+                found[k] = float(mt.sum(y))
+
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        assert found == {k: 6.0 + 4 * 5 * k for k in range(4)}
+
+
+def test_a_chosen_worker(processes):
+    (address, *_) = processes.scheduler_info(n_workers=-1)["workers"]
+    with mt.Mesh({"a": 3}, client=processes, workers=[address]) as mesh:
+        assert mesh.runtime.addresses == [address]
+        np.testing.assert_array_equal(mt.sum(mt.distribute(np.ones(6), mesh, a=mt.Shard(0))), 6)
+        assert repr(mesh) == f"Mesh(a=3) on 1 Dask worker(s) of {processes.scheduler.address}"
+
+
+def test_ordinary_tasks_run_beside_gangs(processes):
+    """Gangs have an executor of their own: a worker that is busy with something else still takes part."""
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        busy = [processes.submit(time.sleep, 5, pure=False) for _ in range(4)]
+        x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+        assert float(mt.sum(x)) == 4.0
+        assert not all(b.done() for b in busy)
+        processes.cancel(busy)
+
+
+# ----- a cluster from the command line --------------------------------------------------------------------------------
+
+
+def test_a_scheduler_and_workers_from_the_command_line(tmp_path):
+    file = tmp_path / "scheduler.json"
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: str) -> None:
+        command = [sys.executable, "-m", "dask", *args, "--scheduler-file", str(file)]
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    try:
+        start("scheduler", "--port", "0", "--no-dashboard")
+        for _ in range(2):
+            start("worker", "--nthreads", "1", "--no-nanny", "--no-dashboard", "--local-directory", str(tmp_path))
+        deadline = time.monotonic() + 60
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        import json
+
+        with connect(json.loads(file.read_text())["address"]) as client:
+            client.wait_for_workers(2, timeout=60)
+            with mt.Mesh({"a": 2}, client=client) as mesh:
+                x = mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0))
+                np.testing.assert_array_equal(mt.reshard(x * 2, a=mt.Replicate()), np.arange(6.0) * 2)
+    finally:
+        for p in reversed(started):
+            p.terminate()
+        for p in started:
+            p.wait(20)
