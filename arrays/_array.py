@@ -487,6 +487,8 @@ class Array:
 
 def _operate(op: Any, x: Any, y: Any) -> Any:
     """A binary operator: what cannot be an operand is left to the other side's reflected method."""
+    if type(x) in _OPERANDS and type(y) in _OPERANDS:
+        return apply(op, (x, y))
     for a in (x, y):
         if type(a) is not Array and not isinstance(a, bool | int | float | complex | np.ndarray | np.generic):
             return NotImplemented
@@ -526,6 +528,10 @@ def _replace(name: str, x: Array, new: Array) -> Array:
     return x
 
 
+next_id = _ids.__next__
+"""A name that no value has had."""
+
+
 def new_id(x: Array) -> int:
     """The name of this value on tapes, given on first use."""
     if not x._id:
@@ -538,4 +544,5 @@ def _unpickle(host: np.ndarray) -> Array:
 
 
 register_array_type(Array)
+_OPERANDS = frozenset({Array, bool, int, float, complex})
 __all__ = ["Array", "new_id", "not_recording"]

@@ -210,12 +210,21 @@ def refuse_watched(what: str, x: Array) -> None:
 
 def call_site() -> Site | None:
     """The innermost line outside this package: what an error of the backward pass should name."""
-    f = sys._getframe(2)
+    f = sys._getframe(3)  # this function, _record and apply are ours
     while f is not None:
-        if not f.f_globals.get("__name__", "").startswith("meshtape."):
+        names = f.f_globals
+        ours = _OURS.get(id(names))
+        if ours is None:
+            # Modules are asked for their name once: this runs for every recorded call.
+            ours = _OURS[id(names)] = names.get("__name__", "").startswith("meshtape.")
+        if not ours:
             return f.f_code, f.f_lasti
         f = f.f_back
     return None
+
+
+_OURS: dict[int, bool] = {}
+"""Whether the module with the globals of this id is one of this package."""
 
 
 def _record(op: Op, args: tuple[Any, ...], result: Any, params: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ._op import Op
-from .errors import ShapeError
+from .errors import AxisError, ShapeError
 from .program import ShapeDtype, freeze
 
 
@@ -61,14 +61,15 @@ def elementwise(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Sha
 
 
 def normalize_axis(op_name: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Axes as sorted, non-negative ints; None is all of them. Raises :class:`ShapeError` out of range or when repeated."""
+    """Axes as sorted, non-negative ints; None is all of them. Raises :class:`AxisError` out of range, :class:`ShapeError` when
+    repeated."""
     if axis is None:
         return tuple(range(ndim))
     axes = (axis,) if isinstance(axis, int | np.integer) else tuple(axis)
     out = []
     for a in axes:
         if not -ndim <= a < ndim:
-            raise ShapeError(f"[{op_name}] axis {a} is out of bounds for an array of {ndim} dimension(s)")
+            raise AxisError(f"[{op_name}] axis {a} is out of bounds for an array of {ndim} dimension(s)")
         out.append(int(a) % ndim)
     if len(set(out)) != len(out):
         raise ShapeError(f"[{op_name}] axis {axes} names a dimension twice")

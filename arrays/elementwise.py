@@ -73,7 +73,7 @@ def _expm1(xp: Any, x: Any) -> Any:
         half = xp.sin(b / 2)
         re = xp.expm1(a) * xp.cos(b) - 2 * half * half
         im = xp.exp(a) * xp.sin(b)
-        re, im = xp.where(b == 0, xp.expm1(a), re), xp.where(b == 0, b, im)
+        re, im = xp.where(b == 0, xp.expm1(a) + 0.0, re), xp.where(b == 0, b, im)  # + 0.0: the zero is positive
         no_angle = ~xp.isfinite(b)
         re = xp.where(no_angle & xp.isinf(a), xp.expm1(a), re)
         im = xp.where(no_angle & (a == -np.inf), 0, im)

@@ -19,6 +19,10 @@ class ShapeError(MeshtapeError, ValueError):
     """Shapes do not fit the operation; the message names the op and every shape."""
 
 
+class AxisError(ShapeError, IndexError):
+    """An axis is out of range; the message names the op, the axis and the number of dimensions."""
+
+
 class DTypeError(MeshtapeError, TypeError):
     """A dtype is unknown or does not fit the operation."""
 
@@ -137,6 +141,18 @@ class CheckpointDTypeError(CheckpointError, TypeError):
 
 class UnsupportedVersion(CheckpointError):
     """The manifest is newer than this version of meshtape; names both versions."""
+
+
+class RuleSyntaxError(CheckpointError):
+    """A key rule cannot be parsed; shows the line, with a caret below the column."""
+
+
+class RuleMatchError(CheckpointKeyError):
+    """A key rule's pattern matches no key, or not all that belong together; names the nearest keys."""
+
+
+class RuleConflict(CheckpointError):
+    """Two key rules contradict each other, or one gives another number of arrays than it names; shows the rules."""
 
 
 class StorageFull(MeshtapeError, OSError):

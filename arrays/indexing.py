@@ -42,7 +42,11 @@ class Truth(NamedTuple):
     value: bool
 
 
-Template = tuple[int | Span | Slot | Truth | None, ...]
+class Gap(NamedTuple):
+    """An ellipsis that stands for no dimension, yet separates the index arrays on its two sides."""
+
+
+Template = tuple[int | Span | Slot | Truth | Gap | None, ...]
 """A parsed index without ellipsis: every dimension of the array is named; ``None`` is a new axis."""
 
 
@@ -80,7 +84,7 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
         if item is None:
             parsed.append(None)
         elif item is Ellipsis:
-            parsed += [Span(None, None, None)] * (x.ndim - used)
+            parsed += [Span(None, None, None)] * (x.ndim - used) or [Gap()]
             axis += x.ndim - used
         elif isinstance(item, slice):
             parsed.append(Span(*(_bound(b) for b in (item.start, item.stop, item.step))))
@@ -101,7 +105,14 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
                 parsed.append(Slot(len(arrays)))
                 arrays.append(a)
                 axis += 1
-    return tuple(parsed), tuple(arrays)
+    return tuple(p for p in parsed if not isinstance(p, Gap) or _separates(parsed)), tuple(arrays)
+
+
+def _separates(parsed: Sequence[Any]) -> bool:
+    """Whether the ellipsis of no dimensions has index arrays, or an array and an int, on its two sides."""
+    at = next(i for i, p in enumerate(parsed) if isinstance(p, Gap))
+    left, right = parsed[:at], parsed[at + 1 :]
+    return not is_basic(tuple(parsed)) and all(any(isinstance(p, Slot | Truth | int) for p in s) for s in (left, right))
 
 
 def _bound(b: Any) -> int | None:
@@ -178,7 +189,7 @@ def numpy_key(template: Template, arrays: Sequence[Any]) -> tuple[Any, ...]:
         elif isinstance(p, Slot):
             key.append(arrays[p.n])
         else:
-            key.append(p.value if isinstance(p, Truth) else p)
+            key.append(p.value if isinstance(p, Truth) else Ellipsis if isinstance(p, Gap) else p)
     return tuple(key)
 
 
@@ -210,6 +221,8 @@ def result_shape(
     for p in template:
         if p is None:
             out.append(1)
+            continue
+        if isinstance(p, Gap):
             continue
         if isinstance(p, Span):
             out.append(len(range(*slice(*p).indices(shape[axis]))))

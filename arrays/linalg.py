@@ -18,7 +18,7 @@ from ._dispatch import apply
 from ._op import Op, composite
 from .errors import DTypeError, ShapeError
 from .manipulation import matrix_transpose
-from .products import MATMUL, cross, matmul, outer, tensordot, vecdot
+from .products import cross, matmul, outer, tensordot, vecdot
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ CHOLESKY = Op("cholesky", ("x",), _plain("cholesky"), _square)
 INV = Op("inv", ("x",), _plain("inv"), _square)
 SOLVE = Op("solve", ("a", "b"), _solve, _infer_solve)
 DET = Op("det", ("x",), _plain("det"), _infer_det)
-ADJUGATE = Op("adjugate", ("x",), _adjugate, _square, decompose=lambda x: det(x)[..., None, None] * inv(x))
+ADJUGATE = Op("adjugate", ("x",), _adjugate, _square)
 SLOGDET = Op("slogdet", ("x",), _plain("slogdet"), _infer_slogdet, nout=2)
 EIGH = Op("eigh", ("x",), _plain("eigh"), _infer_eigh, nout=2)
 EIGVALSH = Op("eigvalsh", ("x",), _plain("eigvalsh"), _infer_eigvalsh)

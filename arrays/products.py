@@ -76,7 +76,7 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Array:
     from .manipulation import moveaxis
 
     x1, x2 = asarray(x1), asarray(x2)
-    if not x1.ndim or not x2.ndim or not -min(x1.ndim, x2.ndim) <= axis < 0 and x1.ndim != x2.ndim:
+    if not x1.ndim or not x2.ndim or (not -min(x1.ndim, x2.ndim) <= axis < 0 and x1.ndim != x2.ndim):
         raise ShapeError(f"[vecdot] shapes {x1.shape} and {x2.shape} have no common axis {axis}")
     _infer.normalize_axis("vecdot", axis, min(x1.ndim, x2.ndim))
     if x1.shape[axis] != x2.shape[axis]:

@@ -22,7 +22,10 @@ from ..arrays._dispatch import Deferred, ProgramHost, apply, argument_avals, cal
 from ..arrays._op import Op, not_recording, recording, state
 from ..arrays.errors import DeviceError, TracedValueError
 from ..arrays.program import Const, Program, ProgramBuilder, ShapeDtype, Site, freeze, last_uses, simplify
-from .tape import is_differentiable, same_value
+from .backward import same_value
+from .fusion import Group, fuse
+from .fusion import executable as fused
+from .tape import is_differentiable
 
 
 class Tracer(Deferred):
@@ -429,11 +432,23 @@ def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
 
 
 def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], list[Any]]:
-    """The program as a function of buffers of one backend. Each value is freed at its last use."""
-    steps = []
-    for e, free in zip(program.entries, last_uses(program), strict=True):
-        args = tuple((v, None) if isinstance(v, int) else (-1, v.value) for v in e.inputs)
-        steps.append((e.op.bind(xp), args, dict(e.params), e.outputs, e.op.nout == 1, free))
+    """The program as a function of buffers of one backend. Each value is freed at its last use; on a CPU, runs of elementwise
+    entries on large arrays are computed block by block."""
+    parts = fuse(program) if xp is np else list(program.entries)
+    steps: list[tuple[Any, ...]] = []
+    needed = set(program.outputs)
+    for part in reversed(parts):
+        if isinstance(part, Group):
+            fn, args, params = fused(part, program), tuple((v, None) for v in part.inputs), {}
+            outputs, single = part.outputs, False
+        else:
+            fn, params, outputs, single = part.op.bind(xp), dict(part.params), part.outputs, part.op.nout == 1
+            args = tuple((v, None) if isinstance(v, int) else (-1, v.value) for v in part.inputs)
+        used = dict.fromkeys([v for v, _ in args if v >= 0] + list(outputs))
+        free = tuple(v for v in used if v not in needed)
+        needed.update(used)
+        steps.append((fn, args, params, outputs, single, free))
+    steps.reverse()
     constants = dict(program.constants)
 
     def run(buffers: Sequence[Any]) -> list[Any]:

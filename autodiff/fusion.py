@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ class _Step(NamedTuple):
     dtype: np.dtype
 
 
-def executable(group: Group, program: Program) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
+def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]]:
     """The group as a function of its input buffers (NumPy's) that returns its output buffers."""
     # Slots: inputs first, then outputs, then scratch that is reused as soon as a value has been read for the last time.
     slot_of = {v: i for i, v in enumerate((*group.inputs, *group.outputs))}
@@ -112,16 +112,15 @@ def executable(group: Group, program: Program) -> Callable[[Sequence[np.ndarray]
                 free.remove(match)
             slot_of[v] = match
         # Released after this entry's own target is chosen: no ufunc writes where it still reads other elements from.
-        for a in dict.fromkeys(a for a in e.inputs if isinstance(a, int)):
-            if last_read[a] == i and slot_of[a] >= first_scratch:
-                free.append(slot_of[a])
+        read = dict.fromkeys(a for a in e.inputs if isinstance(a, int))
+        free.extend(slot_of[a] for a in read if last_read[a] == i and slot_of[a] >= first_scratch)
         fn = e.op.numpy
         steps.append(_Step(fn, isinstance(fn, np.ufunc), args, dict(e.params), slot_of[v], aval.dtype))
     n_inputs, n_outputs = len(group.inputs), len(group.outputs)
     out_dtypes = [program.avals[v].dtype for v in group.outputs]
     shape = group.shape
 
-    def run(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def run(*inputs: np.ndarray) -> list[np.ndarray]:
         outputs = [np.empty(shape, d) for d in out_dtypes]
         flat = all(a.ndim == 0 or (a.shape == shape and a.flags.c_contiguous) for a in inputs)
         if flat:

@@ -8,49 +8,34 @@ same rules run on Arrays and are themselves recorded.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..arrays import tree as trees
-from ..arrays._array import Array, new_id
+from ..arrays._array import Array, new_id, next_id
 from ..arrays._backends import backend_of
-from ..arrays._dispatch import Deferred, apply, wrap
+from ..arrays._dispatch import Deferred, argument_avals, wrap
 from ..arrays._op import Op, not_recording, state
 from ..arrays.creation import asarray, ones
 from ..arrays.devices import Device
-from ..arrays.elementwise import ALIAS
-from ..arrays.errors import GradientError, NonDifferentiableError, ShapeError
-from ..arrays.program import Const, Entry, ShapeDtype, Site, site_text
-from .rules import RULES
-
-
-class Wanted(NamedTuple):
-    """An operand that gets a cotangent: its position, name on the tape, shape and dtype."""
-
-    position: int
-    var: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-class Recorded(NamedTuple):
-    """An entry of the tape, with what its rule needs: buffers by operand (None where not needed) and of the result."""
-
-    entry: Entry
-    wanted: tuple[Wanted, ...]
-    saved: tuple[Any, ...]
-    ans: Any
-    avals: tuple[Any, ...]
-    out_avals: tuple[ShapeDtype, ...]
+from ..arrays.errors import GradientError
+from ..arrays.program import Const, Entry, Site
+from .backward import Recorded, walk
+from .recipe import recipe_for
 
 
 def is_differentiable(dtype: np.dtype) -> bool:
     """Whether values of this dtype have derivatives: floats and complex numbers, ml_dtypes' included."""
     return dtype.kind in "fc" or (dtype.kind == "V" and dtype.names is None)
+
+
+# Half the time of calling the named tuple's own constructor, for each recorded call.
+_recorded = functools.partial(tuple.__new__, Recorded)
 
 
 class Tape:
@@ -120,6 +105,11 @@ class Tape:
         """Number of recorded calls."""
         return len(self._records)
 
+    @property
+    def entries(self) -> list[Entry]:
+        """The recorded calls, in order; printing one shows it."""
+        return [r.entry for r in self._records]
+
     def record(
         self,
         op: Op,
@@ -130,40 +120,49 @@ class Tape:
         site: Site | None,
     ) -> None:
         """Called by the dispatcher after each op call of this thread; must not call ops itself."""
-        live = self._live
         if op.nondifferentiable:
             return
-        wanted = []
-        for i, a in enumerate(args):
+        live = self._live
+        mask, bit = 0, 1
+        for a in args:
             if type(a) is Array and a._id in live:
-                buf = a._buf
-                wanted.append(Wanted(i, a._id, buf.shape, buf.dtype))
-        if not wanted:
+                mask |= bit
+            bit += bit
+        if not mask:
             return
-        rule = RULES.get(op)
-        out_ids = tuple(new_id(o) for o in outs)
-        if rule is None:
-            # Differentiated through its decomposition (or refused, in the backward pass): that needs all operands.
-            positions, needs_ans = frozenset(range(len(args))), False
-        else:
-            positions, needs_ans = rule.saves([w.position for w in wanted], len(args))
-        saved = tuple((a._buf if type(a) is Array else a) if i in positions else None for i, a in enumerate(args))
-        inputs = tuple(new_id(a) if type(a) is Array else Const(a) for a in args)
-        avals = tuple(ShapeDtype(a._buf.shape, a._buf.dtype) if type(a) is Array else a for a in args)
-        out_avals = tuple(ShapeDtype(o._buf.shape, o._buf.dtype) for o in outs)
+        recipe = recipe_for(op, mask | bit)
+        operands = []
+        for i in recipe.wanted:
+            a = args[i]
+            buf = a._buf
+            operands.append((a._id, buf.shape, buf.dtype))
+        saved = [args[i]._buf if type(args[i]) is Array else args[i] for i in recipe.saves]
+        outputs = []
+        for o in outs:
+            # Results are new values: what they were called before (an op may hand its operand back) is another value's name.
+            v = o._id = o._id or next_id()
+            outputs.append(v)
+            buf = o._buf
+            if recipe.keeps_ans:
+                saved.append(buf)
+            if buf.dtype.kind in "fc" or is_differentiable(buf.dtype):
+                live.add(v)
         self._records.append(
-            Recorded(
-                Entry(op, inputs, out_ids, params, origin, site),
-                tuple(wanted),
-                saved,
-                tuple(o._buf for o in outs) if needs_ans else None,
-                avals,
-                out_avals,
+            _recorded(
+                (
+                    recipe,
+                    operands,
+                    [a._id if type(a) is Array else Const(a) for a in args],
+                    outputs,
+                    saved,
+                    params,
+                    argument_avals(args) if recipe.keeps_avals else None,
+                    None if recipe.single else argument_avals(outs),
+                    origin,
+                    site,
+                )
             )
         )
-        for o, v in zip(outs, out_ids, strict=True):
-            if is_differentiable(o._buf.dtype):
-                live.add(v)
 
     # ----- gradients --------------------------------------------------------------------------------------------------
 
@@ -236,7 +235,7 @@ class Tape:
             records = self._records
             if not self.persistent:
                 self._records, self._used = [], True
-            _walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent)
+            walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent)
         kept = {v: cots[v] for v in keep if v in cots}
         return {v: g if wrapped else wrap(np.asarray(g) if xp is np else g) for v, g in kept.items()}
 
@@ -262,163 +261,3 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
             raise GradientError(f"[gradient] the seed has dtype {seed.dtype.name}, the target {target.dtype.name}")
         seed = seed.astype(target.dtype)
     return target, seed
-
-
-# ----- the walk -------------------------------------------------------------------------------------------------------
-
-
-def _walk(
-    records: list[Recorded], cots: dict[int, Any], keep: frozenset[int], xp: Any, wrapped: bool, *, free: bool
-) -> None:
-    """Pull the cotangents in ``cots`` back through the records. Each is dropped as soon as its producer is done, unless it
-    is one of ``keep``; records are dropped with their saved values when ``free``."""
-    owned: set[int] = set()  # cotangents whose buffer nobody else can hold: they may be added to in place
-    position = len(records)
-    while position:
-        position -= 1
-        r = records.pop() if free else records[position]
-        outputs = r.entry.outputs
-        gs = [cots.get(v) for v in outputs]
-        if all(g is None for g in gs):
-            continue
-        for v in outputs:
-            if v not in keep:
-                cots.pop(v, None)
-                owned.discard(v)
-        if len(outputs) == 1:
-            g: Any = gs[0]
-        else:
-            g = tuple(
-                c if c is not None else xp.zeros(a.shape, dtype=a.dtype) for c, a in zip(gs, r.out_avals, strict=True)
-            )
-        before_origin = state.origin
-        state.origin = f"{r.entry.origin or r.entry.op.name} vjp"
-        try:
-            found = _pull(r, g, xp, wrapped)
-        except NonDifferentiableError:
-            raise
-        except Exception as e:
-            e.add_note(f"in the derivative of {r.entry.origin or r.entry.op.name}, called at {site_text(r.entry.site)}")
-            raise
-        finally:
-            state.origin = before_origin
-        for w, gx in zip(r.wanted, found, strict=True):
-            if gx is None:
-                continue
-            gx = fit(xp, gx, w.shape, w.dtype)
-            before = cots.get(w.var)
-            if before is None:
-                cots[w.var] = gx
-            elif w.var in owned:
-                before += gx
-            else:
-                cots[w.var] = before + gx
-                if not wrapped and type(cots[w.var]) is np.ndarray:
-                    owned.add(w.var)
-
-
-def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool) -> list[Any]:
-    """Cotangents of ``r.wanted``, as the rule gives them."""
-    op = r.entry.op
-    rule = RULES.get(op)
-    if rule is None:
-        if op.decompose is None:
-            raise NonDifferentiableError(f"[{op.name}] has no derivative; it was called at {site_text(r.entry.site)}")
-        return _pull_decomposed(r, g, wrapped)
-
-    def value(position: int) -> Any:
-        b = r.saved[position]
-        if not wrapped or type(r.entry.inputs[position]) is Const:
-            return b
-        return _named(b, r.entry.inputs[position])
-
-    def argument(n: Any) -> Any:
-        if n.kind == "operand":
-            return value(n.where)
-        if n.kind == "ans":
-            found = tuple(map(_named, r.ans, r.entry.outputs)) if wrapped else r.ans
-            return found[0] if len(found) == 1 else found
-        if n.kind == "param":
-            return r.entry.params[n.where]
-        if n.kind == "rest":
-            return tuple(value(i) for i in range(n.where, len(r.saved)))
-        if n.kind == "rest_like":
-            return r.avals[n.where :]
-        return r.avals[n.where]
-
-    if rule.together is not None:
-        found = rule.together(xp, g, *map(argument, rule.needs[-1]))
-        return [found[w.position] for w in r.wanted]
-    out = []
-    for w in r.wanted:
-        fn = rule.each.get(w.position)
-        out.append(None if fn is None else fn(xp, g, *map(argument, rule.needs[w.position])))
-    return out
-
-
-def _named(buf: Any, var: int) -> Array:
-    """A saved buffer as the Array it was, under the same name: outer tapes know it."""
-    x = wrap(buf)
-    x._id = var
-    return x
-
-
-def same_value(x: Array) -> Array:
-    """A second Array of the value and name that ``x`` has now; a write to ``x`` does not reach it."""
-    return _named(x._buf, x._id)
-
-
-def _pull_decomposed(r: Recorded, g: Any, wrapped: bool) -> list[Any]:
-    """Derivative of an op through its decomposition: record that on a tape of its own and walk it."""
-    # Where outer tapes listen, each operand is an alias with a name of its own that they know: an array that is passed twice
-    # would otherwise get the sum of both cotangents twice.
-    args = [
-        b if type(v) is Const else (apply(ALIAS, (_named(b, v),)) if wrapped else wrap(b))
-        for b, v in zip(r.saved, r.entry.inputs, strict=True)
-    ]
-    tape = Tape()
-    with tape:
-        tape.watch([args[w.position] for w in r.wanted])
-        outs = r.entry.op.decompose(*args, **r.entry.params)
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    seeds = g if isinstance(g, tuple) else (g,)
-    if not wrapped:
-        seeds = tuple(wrap(np.asarray(s)) if isinstance(s, np.generic) else wrap(s) for s in seeds)
-    pairs = [(o, s) for o, s in zip(outs, seeds, strict=True) if o._id in tape._live]
-    names = [args[w.position]._id for w in r.wanted]
-    found = tape.backward([o for o, _ in pairs], [s for _, s in pairs], names)
-    return [found.get(v) if wrapped or found.get(v) is None else found[v]._buf for v in names]
-
-
-def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """A cotangent made to fit the value it belongs to: broadcasting undone by sums, dtype cast.
-
-    Rules leave both to this one place. The cotangent of a real value is real.
-    """
-    if g.shape != shape:
-        lead = len(g.shape) - len(shape)
-        if lead < 0:
-            g, lead = xp.reshape(g, (1,) * -lead + tuple(g.shape)), 0
-        axes = tuple(range(lead)) + tuple(
-            i + lead for i, n in enumerate(shape) if n == 1 and lead + i < len(g.shape) and g.shape[i + lead] != 1
-        )
-        if axes:
-            g = xp.sum(g, axis=axes)
-        if g.shape != shape:
-            if any(m != n and m != 1 for m, n in zip(g.shape, shape, strict=False)) and _size(g.shape) != _size(shape):
-                raise ShapeError(f"[gradient] a cotangent of shape {g.shape} does not fit a value of shape {shape}")
-            # A rule may answer with a broadcastable piece; lengths of one that the sums removed come back here.
-            g = xp.reshape(g, shape) if _size(g.shape) == _size(shape) else xp.broadcast_to(g, shape)
-    if g.dtype != dtype:
-        if g.dtype.kind == "c" and dtype.kind != "c":
-            g = xp.real(g)
-        if g.dtype != dtype:
-            g = xp.astype(g, dtype)
-    return g
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    n = 1
-    for s in shape:
-        n *= s
-    return n

@@ -19,7 +19,8 @@ from ..arrays._op import not_recording
 from ..arrays.creation import asarray, zeros, zeros_like
 from ..arrays.elementwise import ALIAS
 from ..arrays.errors import GradientError
-from .tape import Tape, is_differentiable, same_value
+from .backward import same_value
+from .tape import Tape, is_differentiable
 
 
 def no_grad() -> AbstractContextManager[None]:

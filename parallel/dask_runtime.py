@@ -145,6 +145,8 @@ class DaskRuntime:
                 workers=[address],
                 # A task that is pinned to a worker that left waits for ever; elsewhere it raises at once.
                 allow_other_workers=True,
+                # The others of the gang wait for this one: it goes before whatever is queued on its worker.
+                priority=1_000_000,
                 retries=0,
                 pure=False,
             )

@@ -377,6 +377,8 @@ def interface_of(address: str) -> str:
         raise ClusterError(
             f"the cluster at {address} uses TLS, and the mesh's own connections cannot yet: they would carry arrays in the clear"
         )
+    if protocol == "inproc":  # workers that are threads of the client's process
+        return "127.0.0.1"
     if protocol not in ("tcp", "ws"):
-        raise ClusterError(f"workers must be reachable by tcp, this one is at {address}")
+        raise ClusterError(f"workers must be reachable by tcp or live in this process, this one is at {address}")
     return rest.rpartition(":")[0].strip("[]")

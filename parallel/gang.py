@@ -1,7 +1,8 @@
 """What runs on Dask workers: one task a worker for one run of a program.
 
-The tasks of a run form a gang: they need each other. They run on an executor of their own, so that ordinary tasks cannot starve
-them, and each depends on the previous one of its worker, so that all workers run gangs in one order. Dask would happily run a
+The tasks of a run form a gang: they need each other. They have a thread of their own and go before all ordinary tasks that are
+queued on their worker, and each depends on the previous one of its worker, so that all workers run gangs in one order. (A worker
+of one thread ends the ordinary task it is at first: Dask counts tasks, whatever their executor.) Dask would happily run a
 lost task again somewhere else; a gang task therefore first checks that it is where its blocks are, and raises if not.
 """
 

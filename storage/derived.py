@@ -158,7 +158,8 @@ class Joined(_Derived):
 
     @property
     def chunk(self) -> tuple[int, ...]:
-        return self.sources()[0].chunk
+        left = self.sources()
+        return left[0].chunk if left else self.shape
 
     def _boxes(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
         """(number of a part, the box of it that is wanted, the place of that in ``box``)."""

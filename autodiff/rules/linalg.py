@@ -77,6 +77,14 @@ def _det(xp, g, x):
     return g[..., None, None] * _h(xp, call(xp, la.ADJUGATE, x))
 
 
+def _adjugate(xp, g, x):
+    # As det(x) inv(x): of singular matrices the second derivative is not offered.
+    ph = _h(xp, call(xp, la.INV, x))
+    d = conj(xp, call(xp, la.DET, x))[..., None, None]
+    along = xp.sum(xp.matrix_transpose(ph) * g, axis=(-2, -1), keepdims=True)
+    return d * (along * ph - xp.matmul(ph, xp.matmul(g, ph)))
+
+
 def _slogdet(xp, g, x, ans):
     g_sign, g_log = g
     k = g_log
@@ -86,6 +94,7 @@ def _slogdet(xp, g, x, ans):
 
 
 defvjp(la.DET, x=_det)
+defvjp(la.ADJUGATE, x=_adjugate)
 defvjp_all(la.SLOGDET, _slogdet)
 
 # ----- eigenvalues ----------------------------------------------------------------------------------------------------

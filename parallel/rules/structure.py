@@ -147,6 +147,8 @@ def _index_dims(
         if p is None:
             out.append(None)
             continue
+        if isinstance(p, ix.Gap):
+            continue
         if isinstance(p, ix.Span):
             if p in (ix.Span(None, None, None), ix.Span(0, shape[axis], 1), ix.Span(None, None, 1)):
                 d = letters.new(shape[axis])

@@ -123,6 +123,8 @@ def samples() -> dict[str, list[Sample]]:
         for d in (np.float64, BF16)
     ]
 
+    table |= along_axis_samples() | linalg_samples()
+
     key = np.array([1, 2], np.uint64)
     block = {"shape": (2, 3), "offset": (1, 0), "global_shape": (4, 3)}
     own: dict[str, list[dict[str, Any]]] = {
@@ -142,6 +144,47 @@ def samples() -> dict[str, list[Sample]]:
     table["random_permutation"] = [((key,), line)]
     table["random_choice"] = [((key, f(5)), {**line, "replace": r}) for r in (True, False)]
     table["random_fold_in"] = [((key, 3), {"stream": 2}), ((key, np.array(3)), {"stream": 2})]
+    return table
+
+
+def along_axis_samples() -> dict[str, list[Sample]]:
+    """Sorting, running sums, Fourier transforms."""
+    table: dict[str, list[Sample]] = {}
+    order = [{"axis": a, "descending": d, "stable": s} for a in (0, 1) for d in (False, True) for s in (False, True)]
+    table["sort"] = [((f(3, 4, dtype=d),), p) for d in (np.float64, BF16) for p in order] + [((i(0, 2),), order[0])]
+    table["argsort"] = table["sort"]
+    table["searchsorted"] = [((f(4), f(2, 3)), {"side": "left"}), ((f(4, dtype=np.float32), 0.5), {"side": "right"})]
+    table["cumulative_sum"] = [
+        ((x,), {"axis": a})
+        for x in (f(2, 3), f(2, 3, dtype=BF16), i(2, 3, dtype=np.int8), i(2, 3, dtype=np.uint32), f(0, 2), b(2, 3))
+        for a in (0, 1)
+    ]
+    table["cumulative_prod"] = table["cumulative_sum"]
+    both = [{"norm": n, "inverse": v} for n in ("backward", "ortho", "forward") for v in (False, True)]
+    table["fft"] = [
+        ((f(2, 5, dtype=d),), {"axes": a, **p}) for d in (np.float64, np.float32, np.complex64) for a in ((1,), (0, 1)) for p in both
+    ]
+    table["rfft"] = [((f(2, n, dtype=d),), {"axis": 1, "norm": "ortho"}) for n in (4, 5) for d in (np.float64, np.float32)]
+    table["irfft"] = [
+        ((f(3, 2).astype(d),), {"n": n, "axis": 0, "norm": "backward"}) for n in (4, 5) for d in (np.complex128, np.complex64)
+    ]
+    return table
+
+
+def linalg_samples() -> dict[str, list[Sample]]:
+    table: dict[str, list[Sample]] = {}
+    full, flat = f(2, 3, 3) + 2 * np.eye(3), f(2, 3)
+    hermitian = full + full.swapaxes(-1, -2) + 4 * np.eye(3)
+    for name in ("inv", "det", "slogdet", "eig", "eigvals", "adjugate"):
+        table[name] = [((full.astype(d),), {}) for d in (np.float64, np.float32, np.complex64)] + [((f(0, 2, 2),), {})]
+    for name in ("cholesky", "eigh", "eigvalsh"):
+        table[name] = [((hermitian.astype(d),), {}) for d in (np.float64, np.float32, np.complex128)]
+    table["solve"] = [((full, f(3, 2)), {}), ((full[0].astype(np.float32), f(2, 3, 1)), {}), ((full, full * 1j), {})]
+    shapes = [flat, flat.T, full.astype(np.complex64), f(2, 4, 3, dtype=np.float32), f(2, 0)]
+    table["svd"] = [((x,), {"full_matrices": k}) for x in shapes for k in (True, False)]
+    table["svdvals"] = [((x,), {}) for x in shapes]
+    table["qr"] = [((x,), {"mode": m}) for x in shapes for m in ("reduced", "complete")]
+    table["pinv"] = [((x,), {"rtol": 1e-6}) for x in shapes]
     return table
 
 
@@ -186,9 +229,10 @@ def test_a_decomposition_computes_the_same(name):
         for got, expected in zip(parts, outs, strict=True):
             assert got.shape == expected.shape
             assert got.dtype == expected.dtype
+            wide = np.complex128 if expected.dtype.kind == "c" else np.float64
             np.testing.assert_allclose(
-                np.asarray(got).astype(np.float64),
-                expected.astype(np.float64),
+                np.asarray(got).astype(wide),
+                expected.astype(wide),
                 rtol=0.05 if expected.dtype.itemsize == 2 else 1e-6,
                 atol=0.05 if expected.dtype.itemsize == 2 else 1e-9,
             )

@@ -110,13 +110,13 @@ def test_every_entry_of_the_decomposition_carries_the_name():
     with mt.Tape() as outer:
         outer.watch(x)
         mt.grad(lambda x: mt.sum(mt.layer_norm(x, 3) ** 2))(x)
-    inside = [r.entry for r in outer._records if r.entry.origin == "layer_norm vjp"]
+    inside = [e for e in outer.entries if e.origin == "layer_norm vjp"]
     with mt.Tape() as deeper:
         deeper.watch(x)
         mt.grad(lambda x: mt.sum(mt.grad(lambda x: mt.sum(mt.layer_norm(x, 3) ** 2))(x) ** 2))(x)
     names = {e.op.name for e in inside}
     assert "layer_norm_backward" in names
-    decomposed = [r.entry.op.name for r in deeper._records if (r.entry.origin or "").startswith("layer_norm vjp")]
+    decomposed = [e.op.name for e in deeper.entries if (e.origin or "").startswith("layer_norm vjp")]
     assert len(decomposed) >= 3 + len(inside)
     assert "sqrt" in decomposed
 

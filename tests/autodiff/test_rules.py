@@ -388,6 +388,114 @@ SAMPLES: dict[str, list[Sample]] = {
 }
 
 
+def hermitian(x: Any) -> Any:
+    return x + mt.conj(x.mT)
+
+
+def definite(x: Any) -> Any:
+    return x @ mt.conj(x.mT) + 0.5 * mt.eye(x.shape[-1])
+
+
+def phaseless(v: Any) -> Any:
+    """Of vectors in columns what does not depend on their signs and phases."""
+    return v[..., :, None, :] * mt.conj(v[..., None, :, :])
+
+
+def square(make: Callable[..., np.ndarray], *batch: int, n: int = 3) -> np.ndarray:
+    return make(*batch, n, n) + 2 * np.eye(n)
+
+
+def matrices(name: str, prepare: Callable[..., Any] = lambda x: x) -> list[Sample]:
+    f = getattr(mt.linalg, name)
+    points = [square(real), square(cplx), square(real, 2, n=2), real(0, 2, 2)]
+    return [(lambda x: f(prepare(x)), (p,)) for p in points]
+
+
+def shapes_of_matrices(f: Callable[..., Any]) -> list[Sample]:
+    """Square, tall, wide, batched; real and complex."""
+    shapes = [(3, 3), (4, 2), (2, 4), (2, 3, 2), (0, 2, 2)]
+    return [(f, (make(*s),)) for s in shapes for make in (real, cplx)]
+
+
+def svd_parts(x: Any) -> Any:
+    u, s, vh = mt.linalg.svd(x, full_matrices=False)
+    pairs = u[..., :, None, :] * vh.mT[..., None, :, :]  # the phase of one is that of the other, conjugated
+    return pairs, s
+
+
+L = mt.linalg
+SAMPLES |= {
+    "cholesky": [
+        (lambda x: L.cholesky(definite(x)), (square(real),)),
+        (lambda x: L.cholesky(definite(x), upper=True), (square(cplx),)),
+        (lambda x: L.cholesky(definite(x)), (square(cplx, 2, n=2),)),
+    ],
+    "inv": matrices("inv"),
+    "solve": [
+        (L.solve, (square(real), real(3, 2))),
+        (L.solve, (square(cplx), cplx(3))),
+        (L.solve, (square(real, 2), real(3))),
+        (L.solve, (square(real), cplx(2, 3, 1))),
+        (L.solve, (square(cplx, 2, 1, n=2), real(3, 2, 2))),
+    ],
+    "det": [*matrices("det"), (L.det, (I([[5.0]]),))],
+    "adjugate": [(call("adjugate"), (x,)) for x in (square(real), square(cplx), square(real, 2, n=2))],
+    "slogdet": matrices("slogdet"),
+    "eigh": [
+        (lambda x: phaseless(L.eigh(hermitian(x)).eigenvectors), (square(real),)),
+        (lambda x: phaseless(L.eigh(hermitian(x)).eigenvectors), (square(cplx),)),
+        (lambda x: L.eigh(hermitian(x)).eigenvalues, (square(cplx, 2),)),
+    ],
+    "eigvalsh": [(lambda x: L.eigvalsh(hermitian(x)), (square(make),)) for make in (real, cplx)],
+    "eig": [
+        (lambda x: (L.eig(x).eigenvalues, phaseless(L.eig(x).eigenvectors)), (square(real),)),
+        (lambda x: (L.eig(x).eigenvalues, phaseless(L.eig(x).eigenvectors)), (square(cplx, 2),)),
+    ],
+    "eigvals": [(L.eigvals, (square(make),)) for make in (real, cplx)],
+    "svd": [*shapes_of_matrices(svd_parts), (lambda x: L.svd(x).S, (real(3, 3),))],
+    "svdvals": [
+        *shapes_of_matrices(L.svdvals),
+        (lambda x: L.matrix_norm(x, ord="nuc"), (real(3, 2),)),
+        (lambda x: L.matrix_norm(x, ord=2, keepdims=True), (cplx(2, 3, 2),)),
+    ],
+    "qr": shapes_of_matrices(lambda x: tuple(L.qr(x))),
+    "pinv": [*shapes_of_matrices(L.pinv), (L.pinv, (np.eye(3),))],
+    "sort": [
+        (mt.sort, (real(4),)),
+        (lambda x: mt.sort(x, axis=0, descending=True), (real(3, 2),)),
+        (lambda x: mt.sort(x, axis=1, stable=False), (real(0, 3),)),
+    ],
+    "cumulative_sum": [
+        (mt.cumulative_sum, (real(4),)),
+        (lambda x: mt.cumulative_sum(x, axis=0, include_initial=True), (cplx(3, 2),)),
+        (lambda x: mt.cumulative_sum(x, axis=1), (real(2, 0),)),
+    ],
+    "cumulative_prod": [
+        (mt.cumulative_prod, (real(5),)),
+        (mt.cumulative_prod, (I([2.0, 0.0, 3.0, 0.0]),)),
+        (lambda x: mt.cumulative_prod(x, axis=0, include_initial=True), (cplx(3, 2),)),
+    ],
+    "fft": [
+        (mt.fft.fft, (real(5),)),
+        (lambda x: mt.fft.ifft(x, n=3, norm="ortho"), (cplx(2, 5),)),
+        (lambda x: mt.fft.fftn(x, s=(4, 2), norm="forward"), (cplx(3, 3),)),
+        (lambda x: mt.fft.ifftn(x, axes=(0,)), (cplx(3, 2),)),
+    ],
+    "rfft": [
+        (mt.fft.rfft, (real(5),)),
+        (lambda x: mt.fft.rfft(x, n=6, axis=0, norm="ortho"), (real(4, 2),)),
+        (lambda x: mt.fft.rfftn(x, norm="forward"), (real(2, 3, 4),)),
+        (mt.fft.ihfft, (real(4),)),
+    ],
+    "irfft": [
+        (mt.fft.irfft, (cplx(4),)),
+        (lambda x: mt.fft.irfft(x, n=5, axis=0, norm="ortho"), (cplx(3, 2),)),
+        (lambda x: mt.fft.irfftn(x, norm="forward"), (cplx(2, 3, 3),)),
+        (lambda x: mt.fft.hfft(x, n=7), (cplx(3),)),
+    ],
+}
+
+
 class _Names:
     """A recorder that keeps the names of the ops it sees."""
 

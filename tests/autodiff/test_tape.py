@@ -373,7 +373,7 @@ def test_threads_do_not_mix():
             for _ in range(50):
                 mine_y = mt.layer_norm(mine, 2) + mine * mine
                 assert state.origin is None
-        assert {r.entry.origin for r in own._records} == {"layer_norm", None}
+        assert {e.origin for e in own.entries} == {"layer_norm", None}
         results[k] = own.gradient(mine_y, mine, arr(1, 1)).tolist(), len(y)
 
     with tape:
@@ -397,7 +397,7 @@ def origins(fn, *args):
     with mt.Tape() as tape:
         tape.watch(*args)
         fn(*args)
-    return [r.entry.origin for r in tape._records]
+    return [e.origin for e in tape.entries]
 
 
 def test_entries_carry_the_outermost_public_function():

@@ -204,20 +204,17 @@ def test_memory_is_freed_when_arrays_are_dropped(processes):
         before = sum(held(processes).values())
         x = mt.compute(mt.distribute(np.ones(100_000), mesh, a=mt.Shard(0)) * 2)
         y, z = mt.compute((x + 1, x + 2))  # two slots of one bundle
-        assert sum(held(processes).values()) - before == 4 * 800_000  # x as it came, x, y and z
+        whole, small = 800_000, 1000  # of an array, and of what earlier tests and the runs below leave for a moment
+        assert abs(sum(held(processes).values()) - before - 3 * whole) < small  # what x was made of is gone already
         del y
         gc.collect()
-        mt.compute(z + 1)  # drops travel with the next run
-        assert sum(held(processes).values()) - before <= 3 * 800_000 + 800_000
+        tick = mt.distribute(np.ones(1), mesh)
+        mt.compute(tick + 1)  # what was dropped is said with the next run
+        assert abs(sum(held(processes).values()) - before - 2 * whole) < small
         del x, z
         gc.collect()
-        mt.compute(mt.distribute(np.ones(1), mesh) + 1)
-        deadline = time.monotonic() + 20
-        while sum(held(processes).values()) - before > 100 and time.monotonic() < deadline:
-            gc.collect()
-            mt.compute(mt.distribute(np.ones(1), mesh) + 1)
-            time.sleep(0.1)
-        assert sum(held(processes).values()) - before <= 100
+        mt.compute(tick + 2)
+        assert abs(sum(held(processes).values()) - before) < small
 
 
 def test_many_runs_are_in_flight_and_errors_do_not_get_lost(processes):
@@ -267,13 +264,14 @@ def test_a_chosen_worker(processes):
         assert repr(mesh) == f"Mesh(a=3) on 1 Dask worker(s) of {processes.scheduler.address}"
 
 
-def test_ordinary_tasks_run_beside_gangs(processes):
-    """Gangs have an executor of their own: a worker that is busy with something else still takes part."""
+def test_gangs_overtake_ordinary_tasks_that_wait(processes):
+    """A worker of one thread ends the task it is at; the queue behind that does not delay a gang."""
     with mt.Mesh({"a": 2}, client=processes) as mesh:
-        busy = [processes.submit(time.sleep, 5, pure=False) for _ in range(4)]
         x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+        mt.compute(x + 1)
+        busy = [processes.submit(time.sleep, 0.5, pure=False) for _ in range(12)]
         assert float(mt.sum(x)) == 4.0
-        assert not all(b.done() for b in busy)
+        assert sum(b.done() for b in busy) <= 8
         processes.cancel(busy)
 
 
@@ -304,7 +302,6 @@ def test_a_scheduler_and_workers_from_the_command_line(tmp_path):
                 x = mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0))
                 np.testing.assert_array_equal(mt.reshard(x * 2, a=mt.Replicate()), np.arange(6.0) * 2)
     finally:
-        for p in reversed(started):
+        for p in reversed(started):  # workers first: one that is told twice to stop may hang in Dask
             p.terminate()
-        for p in started:
             p.wait(20)

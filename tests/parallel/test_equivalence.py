@@ -265,7 +265,71 @@ def random_samples() -> dict[str, list[Sample]]:
 
 DTYPES = [np.dtype(t) for t in ("f4", "c16", "i8", "?", ml_dtypes.bfloat16)]
 
+
+def definite(x: Any) -> Any:
+    """Hermitian matrices with eigenvalues well apart from zero and from one another."""
+    n = x.shape[-1]
+    return 0.01 * (x + mt.conj(x.mT)) + mt.asarray(np.diag(np.arange(1.0, n + 1)))
+
+
+def linear_algebra() -> dict[str, list[Sample]]:
+    matrices = [In((3, 3)), In((4, 3, 3)), In((5, 2, 2, 2)), In((0, 2, 2))]
+
+    def each(name: str, f: Callable[..., Any], specs: list[In] = matrices) -> list[Sample]:
+        return [(lambda x: f(function_or_call(name)(definite(x))), (s,)) for s in specs]
+
+    def function_or_call(name: str) -> Callable[..., Any]:
+        return getattr(mt.linalg, name, None) or call(name)
+
+    def values(x: Any) -> Any:
+        return x
+
+    shapes = [In((4, 3)), In((3, 4)), In((5, 3, 2)), In((4, 2, 3), "c16")]
+
+    def singular(x: Any) -> Any:
+        return mt.linalg.svd(x, full_matrices=False)
+
+    return {
+        **{n: each(n, values) for n in ("cholesky", "inv", "det", "adjugate", "eigvalsh", "eigvals")},
+        "slogdet": each("slogdet", tuple),
+        "eigh": each("eigh", lambda r: (r[0], r[1] ** 2)),
+        "eig": each("eig", lambda r: r[0]),
+        "solve": [
+            (lambda a, b: mt.linalg.solve(definite(a), b), (In(a), In(b)))
+            for a, b in [((3, 3), (3, 4)), ((4, 3, 3), (3, 2)), ((2, 2), (5, 2, 3)), ((3, 3), (3,))]
+        ],
+        "svd": [(lambda x: singular(x)[1], (s,)) for s in shapes],
+        "svdvals": [(mt.linalg.svdvals, (s,)) for s in shapes],
+        "qr": [(lambda x: tuple(mt.linalg.qr(definite(x))), (s,)) for s in matrices],
+        "pinv": [(mt.linalg.pinv, (s,)) for s in shapes],
+    }
+
+
+def along_axes() -> dict[str, list[Sample]]:
+    shapes = [(5,), (3, 4), (2, 3, 5)]
+
+    def calls(f: Callable[..., Any], *, empty: bool = True, **params: Any) -> list[Sample]:
+        specs = [(s, a) for s in shapes + [(0, 3)] * empty for a in range(len(s)) if s[a]]
+        return [(lambda x, a=a: f(x, axis=a, **params), (In(s),)) for s, a in specs]
+
+    return {
+        "sort": calls(mt.sort) + calls(mt.sort, descending=True),
+        "argsort": calls(mt.argsort) + calls(mt.argsort, descending=True),
+        "cumulative_sum": calls(mt.cumulative_sum, include_initial=True),
+        "cumulative_prod": calls(mt.cumulative_prod),
+        "fft": calls(mt.fft.fft) + calls(mt.fft.ifft, n=4) + [(mt.fft.fftn, (In((3, 4), "c16"),))],
+        "rfft": calls(mt.fft.rfft) + calls(mt.fft.rfft, n=4),
+        "irfft": [(mt.fft.irfft, (In(s, "c16"),)) for s in [(5,), (3, 4)]] + calls(mt.fft.irfft, n=5),
+        "searchsorted": [
+            (lambda v: mt.searchsorted(mt.asarray([-1.0, 0.0, 1.0]), v), (In((4, 6)),)),
+            (lambda x, v: mt.searchsorted(mt.sort(x), v, side="right"), (In((5,)), In((3,)))),
+        ],
+    }
+
+
 SAMPLES: dict[str, list[Sample]] = {
+    **linear_algebra(),
+    **along_axes(),
     **unary("negative positive square abs conj real imag", kinds="f8 c16"),
     **unary("sign exp expm1 sin cos sinh cosh tanh asinh atan floor ceil trunc round relu erf sigmoid"),
     **unary("reciprocal sqrt log log2 log10", 0.25, 3.0),

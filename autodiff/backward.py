@@ -1,0 +1,220 @@
+"""The backward pass: cotangents pulled back through the records of a tape.
+
+Each cotangent is dropped as soon as its producer is done with it. Undoing broadcasting and casting a cotangent to the dtype of its
+value happen here, in :func:`fit`, and in no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays._array import Array
+from ..arrays._dispatch import apply, wrap
+from ..arrays._op import state
+from ..arrays.elementwise import ALIAS
+from ..arrays.errors import NonDifferentiableError, ShapeError
+from ..arrays.program import Const, Entry, ShapeDtype, Site, site_text
+from .recipe import Recipe
+
+
+class Recorded(NamedTuple):
+    """One call on a tape.
+
+    ``operands`` has the name, shape and dtype of each watched operand; ``inputs`` the names of all operands (scalars themselves);
+    ``saved`` what the recipe keeps: buffers, and scalars.
+    """
+
+    recipe: Recipe
+    operands: Sequence[tuple[int, tuple[int, ...], np.dtype]]
+    inputs: Sequence[Any]
+    outputs: Sequence[int]
+    saved: Sequence[Any]
+    params: Mapping[str, Any]
+    avals: tuple[Any, ...] | None
+    out_avals: tuple[ShapeDtype, ...] | None
+    origin: str | None
+    site: Site | None
+
+    @property
+    def entry(self) -> Entry:
+        """The call as others read it."""
+        return Entry(self.recipe.op, tuple(self.inputs), tuple(self.outputs), self.params, self.origin, self.site)
+
+    @property
+    def name(self) -> str:
+        """The word that the user wrote."""
+        return self.origin or self.recipe.op.name
+
+
+def walk(
+    records: list[Recorded], cots: dict[int, Any], keep: frozenset[int], xp: Any, wrapped: bool, *, free: bool
+) -> None:
+    """Pull the cotangents in ``cots`` (by name) back through the records, last one first.
+
+    ``wrapped`` says that rules run on Arrays, and are recorded, instead of on the raw buffers of ``xp``. Cotangents of ``keep``
+    stay; records are dropped with their saved values when ``free``.
+    """
+    owned: set[int] = set()  # cotangents whose buffer nobody else can hold: they may be added to in place
+    position = len(records)
+    outer = state.origin
+    r: Any = None
+    try:
+        while position:
+            position -= 1
+            r = records.pop() if free else records[position]
+            recipe = r.recipe
+            if recipe.single:
+                out = r.outputs[0]
+                g = cots.get(out) if out in keep else cots.pop(out, None)
+                if g is None:
+                    continue
+                if out in owned:
+                    owned.discard(out)
+            else:
+                g = _cotangents_of(r, cots, keep, owned, xp)
+                if g is None:
+                    continue
+            if wrapped:
+                state.origin = f"{r.name} vjp"
+                found = _pull(r, g, xp, wrapped)
+            elif recipe.decomposed or recipe.together is not None:
+                found = _pull(r, g, xp, wrapped)
+            else:
+                # The common case, without a call of ours: elementwise rules on raw buffers.
+                saved = r.saved
+                found = []
+                for i, pull in enumerate(recipe.pulls):
+                    if pull is None:
+                        found.append(None)
+                    elif pull[1] is None:
+                        found.append(pull[0](xp, g, *recipe.arguments(i, saved, r.params, r.avals)))
+                    else:
+                        found.append(pull[0](xp, g, *[saved[k] for k in pull[1]]))
+            for gx, (var, shape, dtype) in zip(found, r.operands, strict=True):
+                if gx is None:
+                    continue
+                if gx.shape != shape or gx.dtype != dtype:
+                    gx = fit(xp, gx, shape, dtype)
+                before = cots.get(var)
+                if before is None:
+                    cots[var] = gx
+                elif var in owned:
+                    before += gx
+                else:
+                    total = cots[var] = before + gx
+                    if not wrapped and type(total) is np.ndarray:
+                        owned.add(var)
+    except NonDifferentiableError:
+        raise
+    except Exception as e:
+        e.add_note(f"in the derivative of {r.name}, called at {site_text(r.site)}")
+        raise
+    finally:
+        state.origin = outer
+
+
+def _cotangents_of(r: Recorded, cots: dict[int, Any], keep: frozenset[int], owned: set[int], xp: Any) -> Any:
+    """Cotangents of several results, zeros for those that have none; None when none has one."""
+    gs = [cots.get(v) for v in r.outputs]
+    if all(g is None for g in gs):
+        return None
+    for v in r.outputs:
+        if v not in keep:
+            cots.pop(v, None)
+            owned.discard(v)
+    return tuple(
+        c if c is not None else xp.zeros(a.shape, dtype=a.dtype) for c, a in zip(gs, r.out_avals or (), strict=True)
+    )
+
+
+def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool) -> list[Any]:
+    """Cotangents of the watched operands, as the rules give them; the general form."""
+    recipe = r.recipe
+    if recipe.decomposed:
+        if recipe.op.decompose is None:
+            raise NonDifferentiableError(f"[{recipe.op.name}] has no derivative; it was called at {site_text(r.site)}")
+        return _pull_decomposed(r, g, wrapped)
+    saved = r.saved
+    if wrapped:
+        names = [*(r.inputs[p] for p in recipe.saves), *r.outputs]
+        saved = tuple(named(b, v) if isinstance(v, int) else b for b, v in zip(saved, names, strict=False))
+    if recipe.together is not None:
+        found = recipe.together(xp, g, *recipe.arguments(0, saved, r.params, r.avals))
+        return [found[p] for p in recipe.wanted]
+    return [
+        None if pull is None else pull[0](xp, g, *recipe.arguments(i, saved, r.params, r.avals))
+        for i, pull in enumerate(recipe.pulls)
+    ]
+
+
+def named(buf: Any, var: int) -> Array:
+    """A saved buffer as the Array it was, under the same name: outer tapes know it."""
+    x = wrap(buf)
+    x._id = var
+    return x
+
+
+def same_value(x: Array) -> Array:
+    """A second Array of the value and name that ``x`` has now; a write to ``x`` does not reach it."""
+    return named(x._buf, x._id)
+
+
+def _pull_decomposed(r: Recorded, g: Any, wrapped: bool) -> list[Any]:
+    """Derivative of an op through its decomposition: record that on a tape of its own and walk it."""
+    from .tape import Tape
+
+    # Where outer tapes listen, each operand is an alias with a name of its own that they know: an array that is passed twice
+    # would otherwise get the sum of both cotangents twice.
+    args = [
+        b if type(v) is Const else (apply(ALIAS, (named(b, v),)) if wrapped else wrap(b))
+        for b, v in zip(r.saved, r.inputs, strict=True)
+    ]
+    tape = Tape()
+    with tape:
+        tape.watch([args[p] for p in r.recipe.wanted])
+        outs = r.recipe.op.decompose(*args, **r.params)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    seeds = g if isinstance(g, tuple) else (g,)
+    if not wrapped:
+        seeds = tuple(wrap(np.asarray(s)) if isinstance(s, np.generic) else wrap(s) for s in seeds)
+    pairs = [(o, s) for o, s in zip(outs, seeds, strict=True) if tape.watches(o)]
+    names = [args[p]._id for p in r.recipe.wanted]
+    found = tape.backward([o for o, _ in pairs], [s for _, s in pairs], names)
+    return [found.get(v) if wrapped or found.get(v) is None else found[v]._buf for v in names]
+
+
+def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """A cotangent made to fit the value it belongs to: broadcasting undone by sums, dtype cast.
+
+    Rules leave both to this one place. The cotangent of a real value is real.
+    """
+    if g.shape != shape:
+        lead = len(g.shape) - len(shape)
+        if lead < 0:
+            g, lead = xp.reshape(g, (1,) * -lead + tuple(g.shape)), 0
+        axes = tuple(range(lead)) + tuple(
+            i + lead for i, n in enumerate(shape) if n == 1 and lead + i < len(g.shape) and g.shape[i + lead] != 1
+        )
+        if axes:
+            g = xp.sum(g, axis=axes)
+        if g.shape != shape:
+            if any(m != n and m != 1 for m, n in zip(g.shape, shape, strict=False)) and _size(g.shape) != _size(shape):
+                raise ShapeError(f"[gradient] a cotangent of shape {g.shape} does not fit a value of shape {shape}")
+            # A rule may answer with a broadcastable piece; lengths of one that the sums removed come back here.
+            g = xp.reshape(g, shape) if _size(g.shape) == _size(shape) else xp.broadcast_to(g, shape)
+    if g.dtype != dtype:
+        if g.dtype.kind == "c" and dtype.kind != "c":
+            g = xp.real(g)
+        if g.dtype != dtype:
+            g = xp.astype(g, dtype)
+    return g
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n

@@ -1,0 +1,102 @@
+"""How a call is recorded and pulled back, worked out once for each kind of call.
+
+A *recipe* belongs to an op and to the set of its operands that a tape watches. It lists what the rules of those operands need of
+the call, so that recording is a few tuple look-ups, and how each rule's arguments are found in what was saved. Recording is the
+price of every eager op under a tape: this is why it is not worked out call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..arrays._op import Op
+from .rules import RULES, Need
+
+
+class Recipe:
+    """One op, with one set of watched operands.
+
+    ``saves`` are the positions of the operands whose values are kept, in order; where ``keeps_ans`` the results follow them.
+    ``pulls`` has, for each watched operand, its rule and the places of the rule's arguments among the saved values, or None for
+    the places where a rule needs more than saved values. ``together`` is a rule that answers for all operands. An op without a
+    rule (``rule is None``) is differentiated through its decomposition, for which all operands are kept.
+    """
+
+    __slots__ = (
+        "decomposed",
+        "keeps_ans",
+        "keeps_avals",
+        "needs",
+        "op",
+        "pulls",
+        "saved_at",
+        "saves",
+        "single",
+        "together",
+        "wanted",
+    )
+
+    def __init__(self, op: Op, wanted: tuple[int, ...], count: int) -> None:
+        rule = RULES.get(op)
+        self.op, self.wanted, self.single = op, wanted, op.nout == 1
+        self.decomposed = rule is None
+        self.together = None if rule is None else rule.together
+        self.pulls: list[tuple[Callable[..., Any], tuple[int, ...] | None] | None] = []
+        self.needs: list[tuple[Need, ...]] = []
+        self.keeps_ans, self.keeps_avals = False, not self.single
+        if rule is None:
+            self.saves = tuple(range(count))
+        else:
+            positions, self.keeps_ans = rule.saves(wanted, count)
+            self.saves = tuple(sorted(positions))
+        self.saved_at = {p: i for i, p in enumerate(self.saves)}
+        if rule is None:
+            return
+        keys = [-1] if rule.together is not None else wanted
+        for key in keys:
+            fn = rule.together if key == -1 else rule.each.get(key)
+            if fn is None:  # an operand without a derivative (an index, a condition)
+                self.pulls.append(None)
+                self.needs.append(())
+                continue
+            needs = rule.needs[key]
+            self.needs.append(needs)
+            self.keeps_avals |= any(n.kind in ("like", "rest_like") for n in needs)
+            plain = all(n.kind == "operand" or (n.kind == "ans" and self.single) for n in needs)
+            at = tuple(len(self.saves) if n.kind == "ans" else self.saved_at[n.where] for n in needs) if plain else None
+            self.pulls.append((fn, at))
+
+    def arguments(self, which: int, saved: Sequence[Any], params: Any, avals: Any) -> list[Any]:
+        """Arguments, after ``xp`` and ``g``, of the ``which``-th rule; the general form."""
+        out: list[Any] = []
+        n_saved = len(self.saves)
+        for n in self.needs[which]:
+            if n.kind == "operand":
+                out.append(saved[self.saved_at[n.where]])
+            elif n.kind == "ans":
+                out.append(saved[n_saved] if self.single else tuple(saved[n_saved:]))
+            elif n.kind == "param":
+                out.append(params[n.where])
+            elif n.kind == "rest":
+                out.append(tuple(saved[self.saved_at[p]] for p in self.saves if p >= n.where))
+            elif n.kind == "rest_like":
+                out.append(avals[n.where :])
+            else:
+                out.append(avals[n.where])
+        return out
+
+
+_RECIPES: dict[Op, dict[int, Recipe]] = {}
+
+
+def recipe_for(op: Op, mask: int) -> Recipe:
+    """The recipe of a call; bit ``i`` of ``mask`` is set where operand ``i`` is watched, and one bit above the last operand."""
+    by_mask = _RECIPES.get(op)
+    if by_mask is None:
+        by_mask = _RECIPES[op] = {}
+    found = by_mask.get(mask)
+    if found is None:
+        count = mask.bit_length() - 1
+        found = by_mask[mask] = Recipe(op, tuple(i for i in range(count) if mask >> i & 1), count)
+    return found

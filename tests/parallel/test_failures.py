@@ -1,0 +1,313 @@
+"""What goes wrong on a cluster ends within seconds, in an error that names the rank; nothing hangs, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, wait
+
+import meshtape as mt
+from meshtape.arrays import OPS
+from meshtape.parallel import gang
+from meshtape.parallel.cluster import connect, local_cluster
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """The context ends in time: a guard against hanging, far above what is expected."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+@contextlib.contextmanager
+def op_on(client: Client, address: str, name: str, fn: Callable[..., Any]) -> Iterator[None]:
+    """One worker's implementation of an op replaced."""
+
+    def put(fn: Any) -> None:
+        op = OPS[name]
+        op.numpy = fn or op.bind(np)
+
+    client.run(put, fn, workers=[address])
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):
+            client.run(put, None, workers=[address])
+
+
+def fails(*args: Any, **kwargs: Any) -> Any:
+    raise FloatingPointError("a broken unit")
+
+
+def sleeps(*args: Any, **kwargs: Any) -> Any:
+    time.sleep(30)
+
+
+def kills(*args: Any, **kwargs: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def works(client: Client) -> None:
+    """A new mesh of this client computes."""
+    client.wait_for_workers(2, timeout=30)
+    with mt.Mesh({"a": 2}, client=client) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        np.testing.assert_array_equal(mt.reshard(x + 1, a=mt.Replicate()), [1, 2, 3, 4])
+
+
+def sockets_and_threads(client: Client) -> dict[str, tuple[int, int]]:
+    """Sockets of the data plane that are open on each worker, and threads that serve it."""
+
+    def count(dask_worker: Any) -> tuple[int, int]:
+        plane = gang._STATES[dask_worker.address].plane
+        groups = sum(len(g._socks) for g in plane._groups.values())
+        return groups + len(plane._arrived), sum(t.name.startswith("meshtape-greet") for t in threading.enumerate())
+
+    return client.run(count)
+
+
+# ----- a rank raises --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_is_named_and_the_mesh_goes_on(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        kept = mt.compute(x * 2)
+        with op_on(processes, mesh.runtime.addresses[1], "tanh", fails), within(30):
+            y = mt.tanh(x)
+            with pytest.raises(
+                mt.errors.RankLost, match=r"rank 1 failed in tanh, called at .*test_failures.*FloatingPointError: a br"
+            ):
+                mt.compute(y + mt.sum(y))
+        with pytest.raises(mt.errors.MeshError, match="never computed, as the run that would have made it failed"):
+            np.asarray(y)
+        np.testing.assert_array_equal(mt.sum(kept), 12)
+        np.testing.assert_allclose(mt.tanh(x), np.tanh(np.arange(4.0)))
+    works(processes)
+    assert set(sockets_and_threads(processes).values()) == {(0, 0)}
+
+
+def test_the_error_of_one_run_is_not_that_of_the_next_mesh(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        with (
+            op_on(processes, mesh.runtime.addresses[0], "sinh", fails),
+            pytest.raises(mt.errors.RankLost, match="rank 0 failed in sinh"),
+        ):
+            mt.compute(mt.sinh(x))
+        works(processes)
+
+
+def test_an_error_of_a_run_in_flight_is_raised_by_the_next_call(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        step = mt.compile(lambda x: mt.cosh(x) + mt.sum(x))
+        x = mt.distribute(np.zeros(4), mesh, a=mt.Shard(0))
+        mt.compute(step(x))
+        with op_on(processes, mesh.runtime.addresses[1], "cosh", fails), within(30):
+            y = step(x)
+            wait(y._buf.handle.gang.futures)
+            with pytest.raises(mt.errors.RankLost, match="rank 1 failed in cosh"):
+                step(x)
+        np.testing.assert_array_equal(step(x), np.ones(4))
+
+
+def test_an_error_of_the_virtual_mesh_has_the_same_words(monkeypatch):
+    mesh = mt.Mesh({"a": 2})
+    x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+    monkeypatch.setattr(OPS["tanh"], "numpy", fails)
+    y = mt.tanh(x)
+    with pytest.raises(mt.errors.RankLost, match=r"rank 0 failed in tanh, called at .*: FloatingPointError: a broken"):
+        mt.compute(y)
+    with pytest.raises(mt.errors.MeshError, match="never computed"):
+        y + 1
+    np.testing.assert_array_equal(x + 1, [1, 2, 3, 4])
+
+
+# ----- a worker dies --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own() -> Iterator[Client]:
+    """A cluster for one test, whose workers are started again when they die."""
+    with local_cluster(2) as client:
+        yield client
+
+
+def test_a_worker_killed_within_a_run(own):
+    with mt.Mesh({"a": 2}, client=own) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        mt.compute(x + 1)
+        own.run(lambda: OPS.__getitem__("tanh"), workers=mesh.runtime.addresses[:1])
+        with op_on(own, mesh.runtime.addresses[1], "tanh", kills), within(60):
+            y = mt.tanh(x)
+            with pytest.raises(mt.errors.RankLost, match="rank 1"):
+                mt.compute(y + mt.sum(y))
+    works(own)
+
+
+def test_a_worker_killed_between_runs(own):
+    with mt.Mesh({"a": 2}, client=own) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        y = mt.compute(x + 1)
+        pids = own.run(os.getpid)
+        os.kill(pids[mesh.runtime.addresses[1]], signal.SIGKILL)
+        with within(60), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
+            np.asarray(mt.reshard(y * 2, a=mt.Replicate()))
+        with within(60), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
+            mt.compute(x * 3)
+        with within(60), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
+            np.asarray(y)
+    works(own)
+
+
+def test_a_worker_that_stands_still(own):
+    with dask.config.set({"meshtape.timeouts.collective": 2.0}), mt.Mesh({"a": 2}, client=own) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        y = mt.compute(x + mt.sum(x))
+        pid = own.run(os.getpid)[mesh.runtime.addresses[1]]
+        with (
+            own_stopped(pid),
+            within(60),
+            pytest.raises(mt.errors.CollectiveTimeout, match=r"all_reduce\(a\).*no answer within 2 s from rank 1"),
+        ):
+            mt.compute(y + mt.sum(y * 2))
+    works(own)
+
+
+@contextlib.contextmanager
+def own_stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+# ----- what a mesh refuses --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "message"),
+    [
+        ("meshtape", "99.0", "has meshtape 99.0, this process .*: use one version everywhere"),
+        ("numpy", "0.1", "has numpy 0.1, this process"),
+        ("meshtape", None, r"cannot import meshtape: install meshtape .* in its environment, restart it"),
+    ],
+)
+def test_workers_of_another_version(processes, package, found, message):
+    (address, *_) = sorted(processes.scheduler_info(n_workers=-1)["workers"])
+
+    def pretend(package: str | None, found: str | None) -> None:
+        true = getattr(importlib.metadata.version, "true", importlib.metadata.version)
+
+        def version(name: str) -> str:
+            if name == package and found is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return found if name == package else true(name)
+
+        version.true = true
+        importlib.metadata.version = true if package is None else version
+
+    processes.run(pretend, package, found, workers=[address])
+    try:
+        with pytest.raises(mt.errors.WorkerMismatch, match=f"worker {address} {message}"):
+            mt.Mesh({"a": 2}, client=processes)
+    finally:
+        processes.run(pretend, None, None, workers=[address])
+    works(processes)
+
+
+def test_no_scheduler_answers():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = "tcp://127.0.0.1:%d" % free.getsockname()[1]
+    with (
+        within(30),
+        pytest.raises(mt.errors.SchedulerUnreachable, match=rf"no Dask scheduler answers at {address} \(waited 1 s\)"),
+        connect(address, timeout=1),
+    ):
+        pass
+
+
+def test_a_port_that_listens_and_says_nothing():
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        address = "tcp://127.0.0.1:%d" % mute.getsockname()[1]
+        with within(30), pytest.raises(mt.errors.SchedulerUnreachable, match="waited 1 s"), connect(address, timeout=1):
+            pass
+
+
+def test_clusters_that_cannot_take_a_mesh(processes):
+    with pytest.raises(mt.errors.MeshError, match=r"does not know worker\(s\) tcp://127.0.0.1:1; it has tcp://"):
+        mt.Mesh({"a": 2}, client=processes, workers=["tcp://127.0.0.1:1"])
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address=None) as empty,
+        Client(empty, set_as_default=False) as client,
+    ):
+        with pytest.raises(mt.errors.ClusterError, match="the Dask cluster has no workers: start some"):
+            mt.Mesh({"a": 2}, client=client)
+        client.close()
+        with pytest.raises(mt.errors.ClusterError, match="the Dask client is closed"):
+            mt.Mesh({"a": 2}, client=client)
+    with pytest.raises(mt.errors.ClusterError, match="a cluster needs at least one worker, got 0"), local_cluster(0):
+        pass
+
+
+def test_an_asynchronous_client():
+    import asyncio
+
+    async def use() -> None:
+        async with (
+            LocalCluster(n_workers=1, processes=False, dashboard_address=None, asynchronous=True) as cluster,
+            Client(cluster, asynchronous=True, set_as_default=False) as client,
+        ):
+            with pytest.raises(mt.errors.MeshError, match="needs a synchronous client"):
+                mt.Mesh({"a": 2}, client=client)
+
+    asyncio.run(use())
+
+
+def test_a_closed_mesh(processes):
+    mesh = mt.Mesh({"a": 2}, client=processes)
+    x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+    y = mt.compute(x + 1)
+    mesh.close()
+    mesh.close()
+    for use in (lambda: mt.compute(x * 2), lambda: np.asarray(y)):
+        with pytest.raises(mt.errors.MeshError, match="this mesh was closed"):
+            use()
+
+
+def test_nothing_is_left_behind(processes):
+    """Meshes that come and go leave no socket, no program and no block on the workers."""
+
+    def state(dask_worker: Any) -> tuple[int, int, int]:
+        s = gang._STATES[dask_worker.address]
+        return len(s.programs), len(s.plane._secrets), len(s.bundles)
+
+    works(processes)
+    before, descriptors = processes.run(state), processes.run(lambda: len(os.listdir("/proc/self/fd")))
+    for _ in range(5):
+        works(processes)
+    after = processes.run(state)
+    for address, (programs, secrets, bundles) in after.items():
+        assert (programs, secrets) == before[address][:2] == (0, 0)
+        assert bundles <= before[address][2] + 1
+    assert set(sockets_and_threads(processes).values()) == {(0, 0)}
+    now = processes.run(lambda: len(os.listdir("/proc/self/fd")))
+    assert all(now[a] <= descriptors[a] + 3 for a in now)
