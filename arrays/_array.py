@@ -20,6 +20,7 @@ from . import indexing, manipulation, products, reductions
 from ._backends import backend_of
 from ._dispatch import Deferred, apply, refuse_watched, register_array_type, wrap
 from ._op import not_recording, state
+from .at import AtIndex
 from .devices import Device, device
 from .errors import DeviceError, DTypeError, ShapeError, TracedValueError
 
@@ -97,9 +98,9 @@ class Array:
         return manipulation.matrix_transpose(self)
 
     @property
-    def at(self) -> indexing.AtIndex:
-        """Functional writes: ``x.at[key].set(v)``, ``x.at[key].add(v)``."""
-        return indexing.AtIndex(self)
+    def at(self) -> AtIndex:
+        """Functional writes: ``x.at[key].set(v)``, ``add``, ``multiply``, ``min``, ``max``."""
+        return AtIndex(self)
 
     def __len__(self) -> int:
         if not self.shape:

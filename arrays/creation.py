@@ -226,7 +226,7 @@ def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | N
     Array([0, 1, 2])
     """
     if isinstance(x, Array):
-        out = asarray(x, copy=copy)
+        out = wrap_same(x)  # an array of its own: writing to one is not seen through the other
     else:
         kind = x.__dlpack_device__()[0]
         if int(kind) in (1, 3):  # host memory, pinned or not

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -296,6 +296,22 @@ def _index_add(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any
     return out
 
 
+def _index_extremum(name: str) -> Callable[..., Any]:
+    """``x`` with the smaller (larger) of itself and each written value at the index; repeated places meet all of theirs."""
+
+    def impl(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any:
+        out = x.copy()
+        key = numpy_key(template, arrays)
+        v = _fit(v, out, template, arrays)
+        if is_basic(template):
+            out[key] = getattr(xp, name)(out[key], v)
+        else:
+            getattr(xp, name).at(out, key, xp.asarray(v, out.dtype))
+        return out
+
+    return impl
+
+
 def _infer_index_write(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     x, v, *arrays = args
     target = result_shape(params["template"], x.shape, [a.shape for a in arrays])
@@ -356,6 +372,8 @@ def _last_writes(xp: Any, g: Any, *arrays: Any, template: Template) -> Any:
 GETITEM = Op("getitem", ("x", "*arrays"), _getitem, _infer_getitem)
 INDEX_SET = Op("index_set", ("x", "v", "*arrays"), _index_set, _infer_index_write)
 INDEX_ADD = Op("index_add", ("x", "v", "*arrays"), _index_add, _infer_index_write)
+INDEX_MIN = Op("index_min", ("x", "v", "*arrays"), _index_extremum("minimum"), _infer_index_write)
+INDEX_MAX = Op("index_max", ("x", "v", "*arrays"), _index_extremum("maximum"), _infer_index_write)
 SCATTER = Op("scatter", ("g", "*arrays"), _scatter, _infer_scatter)
 LAST_WRITES = Op("last_writes", ("g", "*arrays"), _last_writes, _infer_getitem)
 
@@ -366,39 +384,3 @@ def getitem(x: Array, key: Any) -> Array:
     if not is_basic(template):
         result_shape(template, x.shape, [a.shape for a in arrays])  # raises our message for arrays that do not fit
     return apply(GETITEM, (x, *arrays), {"template": template})
-
-
-class AtIndex:
-    """``x.at[key]``: functional writes, which return a new array and leave ``x`` as it is.
-
-    >>> import meshtape as mt
-    >>> mt.zeros(3).at[[0, 0, 2]].add(1.0)
-    Array([2., 0., 1.], dtype=float64)
-    """
-
-    __slots__ = ("_key", "_x")
-
-    def __init__(self, x: Array, key: Any = None) -> None:
-        self._x, self._key = x, key
-
-    def __getitem__(self, key: Any) -> AtIndex:
-        return AtIndex(self._x, key)
-
-    def _write(self, op: Op, v: Any) -> Array:
-        from ._array import Array
-        from .creation import asarray
-
-        template, arrays = parse(self._x, self._key)
-        value = v if isinstance(v, Array | int | float | complex) else asarray(v)
-        shape = value.shape if isinstance(value, Array) else ()
-        check_value_shape(op.name, shape, result_shape(template, self._x.shape, [a.shape for a in arrays]))
-        check_value_dtype(op.name, value, self._x.dtype)
-        return apply(op, (self._x, value, *arrays), {"template": template})
-
-    def set(self, v: Any) -> Array:
-        """A copy with ``v`` at the index; of repeated places the last write in C order wins."""
-        return self._write(INDEX_SET, v)
-
-    def add(self, v: Any) -> Array:
-        """A copy with ``v`` added at the index; repeated places add up."""
-        return self._write(INDEX_ADD, v)

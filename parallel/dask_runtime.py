@@ -253,6 +253,7 @@ class DaskRuntime:
     def fetch(self, handle: Any, ranks: Sequence[int]) -> dict[int, np.ndarray]:
         if isinstance(handle, HostValue):
             return {r: handle.block(r) for r in ranks}
+        self._check_open()
         self._settle(handle.gang)
         tasks = []
         for p in sorted({self.homes[r] for r in ranks}):
@@ -336,6 +337,11 @@ class DaskRuntime:
             return
         self._epoch += 1  # the next run connects anew
         self._flight.clear()
+        # What comes next on these workers must not wait for tasks that failed, or it would fail like them.
+        last = _last_task.get(self.client, {})
+        for address, f in list(last.items()):
+            if f in this.futures or f.status != "finished":
+                del last[address]
         errors = []
         for f in this.futures:
             if f.status == "error":

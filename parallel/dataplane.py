@@ -159,6 +159,8 @@ class DataPlane:
         found = self._groups.get(key)
         if found is not None:
             return found
+        if mesh not in self._secrets:
+            raise RankLost(f"{ranks.get(process, 'this process')} forgot the mesh: it was closed")
         deadline = time.monotonic() + timeout
         socks: dict[int, socket.socket] = {}
         try:

@@ -27,8 +27,9 @@ from ..arrays.errors import (
 )
 from ..arrays.tree import Path, flatten, flatten_with_path, unflatten
 from .manifest import scalar_leaves
-from .names import leaf_name
+from .names import check_distinct, leaf_name
 from .opened import Checkpoint, StoredArray, fill, open_checkpoint
+from .rules import Rules
 from .tensors import StoredTensor, run
 
 Chooser = Callable[[Path, tuple[int, ...], np.dtype], BlockSharding | None]
@@ -136,16 +137,22 @@ def _prune(node: Any, picked: set[Path], path: Path = ()) -> tuple[Any, bool]:
     return (node, True) if path in picked and node is not None else (None, False)
 
 
-def _by_path(ckpt: Checkpoint, picked: set[Path] | None) -> tuple[dict[Path, StoredArray], dict[Path, Any]]:
-    arrays = {a.path: a for a in ckpt.arrays.values() if picked is None or a.path in picked}
-    scalars = {p: v for p, v in scalar_leaves(ckpt.structure) if picked is None or p in picked}
+def _held(ckpt: Checkpoint, picked: set[Path] | None) -> tuple[dict[str, StoredArray], dict[str, Any]]:
+    """Arrays and values by name: a flat checkpoint fits a nested tree whose leaves have the same names."""
+    arrays = {n: a for n, a in ckpt.arrays.items() if picked is None or a.path in picked}
+    scalars = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure) if picked is None or p in picked}
     return arrays, scalars
 
 
-def _check_keys(wanted: set[Path], held: set[Path], what: str) -> list[str]:
+def _named(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
+    pairs = flatten_with_path(tree, is_leaf=is_leaf)
+    check_distinct([p for p, _ in pairs])
+    return {leaf_name(p): leaf for p, leaf in pairs}
+
+
+def _check_keys(wanted: set[str], held: set[str], what: str) -> list[str]:
     """The lines of an error about keys, or none."""
-    missing = [leaf_name(p) for p in sorted(wanted - held, key=leaf_name)]
-    unexpected = [leaf_name(p) for p in sorted(held - wanted, key=leaf_name)]
+    missing, unexpected = sorted(wanted - held), sorted(held - wanted)
     lines = []
     if missing:
         lines.append(f"  missing in the checkpoint ({len(missing)}): {_some(missing)}")
@@ -159,28 +166,28 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _match_like(ckpt: Checkpoint, like: Any, picked: set[Path] | None, cast: bool) -> dict[Path, _Target]:
+def _match_like(ckpt: Checkpoint, like: Any, picked: set[Path] | None, cast: bool) -> dict[str, _Target]:
     """Targets for the arrays of ``like``, after every check; one error carries all that is wrong."""
-    arrays, scalars = _by_path(ckpt, picked)
-    wanted = dict(flatten_with_path(like, is_leaf=_is_array))
+    arrays, scalars = _held(ckpt, picked)
+    wanted = _named(like, _is_array)
     keys = _check_keys(set(wanted), set(arrays) | set(scalars), "like")
     shapes, types, targets = [], [], {}
-    for path, leaf in wanted.items():
+    for name, leaf in wanted.items():
         is_array = _is_array(leaf)
-        if path in scalars and is_array:
-            keys.append(f"  {leaf_name(path)} is a value ({scalars[path]!r}) in the checkpoint, an array in like")
-        if path not in arrays:
+        if name in scalars and is_array:
+            keys.append(f"  {name} is a value ({scalars[name]!r}) in the checkpoint, an array in like")
+        if name not in arrays:
             continue
-        source = arrays[path]
+        source = arrays[name]
         if not is_array:
-            keys.append(f"  {leaf_name(path)} is an array in the checkpoint, a {type(leaf).__name__} in like")
+            keys.append(f"  {name} is an array in the checkpoint, a {type(leaf).__name__} in like")
             continue
         if tuple(leaf.shape) != source.shape:
-            shapes.append(f"  {leaf_name(path)}: stored shape {source.shape}, wanted {tuple(leaf.shape)}")
+            shapes.append(f"  {name}: stored shape {source.shape}, wanted {tuple(leaf.shape)}")
         dtype = np.dtype(leaf.dtype)
         if dtype != source.dtype and not cast:
-            types.append(f"  {leaf_name(path)}: stored dtype {source.dtype}, wanted {dtype}")
-        targets[path] = _Target(source, dtype, getattr(leaf, "sharding", None), leaf)
+            types.append(f"  {name}: stored dtype {source.dtype}, wanted {dtype}")
+        targets[name] = _Target(source, dtype, getattr(leaf, "sharding", None), leaf)
     if not (keys or shapes or types):
         return targets
     kind = CheckpointKeyError if keys else CheckpointShapeError if shapes else CheckpointDTypeError
@@ -193,50 +200,48 @@ def _match_like(ckpt: Checkpoint, like: Any, picked: set[Path] | None, cast: boo
     raise kind("\n".join(lines))
 
 
-def _chosen(ckpt: Checkpoint, shardings: Any, picked: set[Path] | None) -> dict[Path, _Target]:
+def _chosen(ckpt: Checkpoint, shardings: Any, picked: set[Path] | None) -> dict[str, _Target]:
     """Targets for all arrays, with shardings from a function, a tree, or none."""
-    arrays, _ = _by_path(ckpt, picked)
-    targets = {path: _Target(a, a.dtype) for path, a in arrays.items()}
+    arrays, _ = _held(ckpt, picked)
+    targets = {name: _Target(a, a.dtype) for name, a in arrays.items()}
     if shardings is None:
         return targets
     if callable(shardings) and not isinstance(shardings, BlockSharding):
-        for path, t in targets.items():
-            t.sharding = shardings(path, t.source.shape, t.source.dtype)
+        for t in targets.values():
+            t.sharding = shardings(t.source.path, t.source.shape, t.source.dtype)
         return targets
     # A tree: None is a leaf here (a local array), and a sharding may itself be a named tuple or a dataclass.
-    given = dict(flatten_with_path(shardings, is_leaf=lambda x: x is None or isinstance(x, BlockSharding)))
-    wanted = {p for p, s in given.items() if s is not None or p in arrays}
+    given = _named(shardings, lambda x: x is None or isinstance(x, BlockSharding))
+    wanted = {n for n, s in given.items() if s is not None or n in arrays}
     lines = _check_keys(wanted, set(arrays), "shardings")
     if lines:
         raise CheckpointKeyError("\n".join([f"{ckpt.path} does not fit shardings; nothing was read", *lines]))
-    for path, t in targets.items():
-        t.sharding = given[path]
+    for name, t in targets.items():
+        t.sharding = given[name]
     return targets
 
 
-def _check_shardings(targets: Mapping[Path, _Target]) -> None:
-    for path, t in targets.items():
+def _check_shardings(targets: Mapping[str, _Target]) -> None:
+    for name, t in targets.items():
         if t.sharding is None:
             continue
         if not isinstance(t.sharding, BlockSharding):
-            raise CheckpointError(f"{leaf_name(path)}: {t.sharding!r} is not a sharding")
+            raise CheckpointError(f"{name}: {t.sharding!r} is not a sharding")
         if t.sharding.partial:
-            raise ReshardError(
-                f"{leaf_name(path)}: an array cannot be loaded as partial values ({t.sharding}); shard it"
-            )
+            raise ReshardError(f"{name}: an array cannot be loaded as partial values ({t.sharding}); shard it")
 
 
 # ----- reading --------------------------------------------------------------------------------------------------------
 
 
-def _read_local(targets: Mapping[Path, _Target], report: LoadReport) -> dict[Path, Any]:
+def _read_local(targets: Mapping[str, _Target], report: LoadReport) -> dict[str, Any]:
     buffers = {path: np.empty(t.source.shape, t.source.dtype) for path, t in targets.items()}
     jobs = [
         job for path, t in targets.items() for job in t.source.tensor.jobs(Box.whole(t.source.shape), buffers[path])
     ]
     report.bytes_read += run(jobs)
     report.bytes_needed += sum(b.nbytes for b in buffers.values())
-    out: dict[Path, Any] = {}
+    out: dict[str, Any] = {}
     for path, t in targets.items():
         buffer = buffers.pop(path)
         if buffer.dtype != t.dtype:
@@ -250,7 +255,7 @@ def _read_local(targets: Mapping[Path, _Target], report: LoadReport) -> dict[Pat
     return out
 
 
-def _read_split(targets: Mapping[Path, _Target], report: LoadReport, counted: bool) -> dict[Path, Any]:
+def _read_split(targets: Mapping[str, _Target], report: LoadReport, counted: bool) -> dict[str, Any]:
     """Arrays of one mesh, in one visit to each of its processes."""
     mesh = next(iter(targets.values())).sharding.mesh
     token = uuid.uuid4().hex if counted else ""
@@ -272,8 +277,8 @@ def _read_split(targets: Mapping[Path, _Target], report: LoadReport, counted: bo
     return dict(zip(targets, made, strict=True))
 
 
-def _by_mesh(targets: Mapping[Path, _Target]) -> list[dict[Path, _Target]]:
-    groups: list[tuple[Any, dict[Path, _Target]]] = []
+def _by_mesh(targets: Mapping[str, _Target]) -> list[dict[str, _Target]]:
+    groups: list[tuple[Any, dict[str, _Target]]] = []
     for path, t in targets.items():
         if t.sharding is None:
             continue
@@ -293,6 +298,7 @@ def load(
     shardings: Any = None,
     keys: Iterable[str] | None = None,
     cast: bool = False,
+    rules: Any = None,
     report: LoadReport | None = None,
 ) -> Any:
     """Read a checkpoint into a tree of arrays.
@@ -302,7 +308,7 @@ def load(
     path
         Whatever `open_checkpoint` opens.
     like
-        A tree of arrays, or of anything with ``shape``, ``dtype`` and ``sharding``. Keys, shapes and dtypes must be those of
+        A tree of arrays, or of anything with ``shape``, ``dtype`` and ``sharding``. Names, shapes and dtypes must be those of
         the checkpoint; the result has this structure, and each array the sharding (or device) of its counterpart.
     shardings
         Instead of ``like``: a tree of shardings with the structure that was saved (None: a local array), or a function
@@ -311,6 +317,9 @@ def load(
         Names or patterns (``"layers.*.w"``) of the leaves to load. Others are left out of dicts, and are None in lists.
     cast
         Convert to the dtypes of ``like`` where they differ, instead of refusing.
+    rules
+        Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``like`` and ``shardings`` then
+        speak of what the rules give; without ``like`` the result is a flat dict. Each rank reads what its blocks need.
     report
         A `LoadReport` to fill in.
 
@@ -326,6 +335,8 @@ def load(
         that differs; nothing was read.
     CorruptCheckpoint
         Bytes do not fit their checksum; names file, key and chunk.
+    RuleSyntaxError, RuleMatchError, RuleConflict
+        The rules do not fit the checkpoint, or each other.
     IncompleteCheckpoint, NotACheckpoint, UnsupportedVersion
         As `open_checkpoint`.
 
@@ -343,6 +354,8 @@ def load(
     if like is not None and shardings is not None:
         raise CheckpointError("load takes like= or shardings=, not both")
     ckpt = open_checkpoint(path)
+    if rules is not None:
+        ckpt = Rules(rules).on(ckpt)
     picked = select(ckpt, keys)
     targets = _chosen(ckpt, shardings, picked) if like is None else _match_like(ckpt, like, picked, cast)
     _check_shardings(targets)
@@ -357,14 +370,14 @@ def load(
     kept.seconds = time.perf_counter() - started
 
     if like is not None:
-        scalars = _by_path(ckpt, picked)[1]
+        scalars = _held(ckpt, picked)[1]
         return _rebuild(like, {**scalars, **loaded})
     structure = ckpt.structure if picked is None else _prune(ckpt.structure, picked)[0]
-    paths = [a.path for a in ckpt.arrays.values()]
-    return fill(structure, lambda leaf: loaded[paths[leaf.index]])
+    order = list(ckpt.arrays)
+    return fill(structure, lambda leaf: loaded[order[leaf.index]])
 
 
-def _rebuild(like: Any, values: Mapping[Path, Any]) -> Any:
+def _rebuild(like: Any, values: Mapping[str, Any]) -> Any:
     """The structure of ``like``, classes included, with the loaded values."""
     _, treedef = flatten(like, is_leaf=_is_array)
-    return unflatten(treedef, [values[path] for path, _ in flatten_with_path(like, is_leaf=_is_array)])
+    return unflatten(treedef, [values[leaf_name(path)] for path, _ in flatten_with_path(like, is_leaf=_is_array)])

@@ -65,8 +65,8 @@ class StoredArray:
 
     def check(self) -> None:
         """Check the list of this array's files, and that they exist, before anything is read."""
-        if isinstance(self.tensor, _LazyObjects):
-            self.tensor.whole().check()
+        if hasattr(self.tensor, "check"):
+            self.tensor.check()
 
     def read(self, box: Box | None = None) -> np.ndarray:
         """The elements of a box, or all, as a new NumPy array."""
@@ -318,7 +318,7 @@ class _LazyObjects:
         return ChunkedTensor(self._root, e.name, e.dtype, e.grid, e.objects)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("only", "planned", "jobs"):
+        if name in ("check", "only", "planned", "jobs"):
             return getattr(self.whole(), name)
         raise AttributeError(name)
 

@@ -25,6 +25,7 @@ from .steps import STEPS, Step
 
 _PLAIN = re.compile(r"""(?:(?!->)[^\s,()#"'])+\Z""")
 _NUMBER = re.compile(r"[+-]?(\d+)(\.\d*)?([eE][+-]?\d+)?\Z")
+_WORDS = {"true": True, "false": False, "none": None, **{t: float(t) for t in ("inf", "-inf", "nan")}}
 _NAMES = {cls: name for name, cls in STEPS.items()}
 
 
@@ -116,7 +117,7 @@ class _Line:
         self.at = m.end()
         number = _NUMBER.match(m[0])
         if number is None:
-            return {"true": True, "false": False, "none": None}.get(m[0], m[0])
+            return _WORDS.get(m[0], m[0])
         return int(m[0]) if number[2] is None and number[3] is None else float(m[0])
 
 

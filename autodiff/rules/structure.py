@@ -71,7 +71,28 @@ def _added(xp, g, arrays, template):
     return call(xp, ix.GETITEM, g, *arrays, template=template)
 
 
+def _sharers(xp, x, v, arrays, ans, template):
+    """Which elements of x, and which written values, are what came out, and how many share each place."""
+    x_hit = xp.astype(x == ans, x.dtype)
+    v_hit = xp.astype(v == _added(xp, ans, arrays, template), x.dtype)
+    return x_hit, v_hit, call(xp, ix.INDEX_ADD, x_hit, v_hit, *arrays, template=template)
+
+
+def _kept_extremum(xp, g, x, v, arrays, ans, template):
+    x_hit, _, count = _sharers(xp, x, v, arrays, ans, template)
+    # Where nothing was written the element alone is the result; NaN is equal to nothing, and nothing gets its gradient.
+    return xp.where(count == 0, 0.0, g * x_hit / xp.where(count == 0, 1.0, count))
+
+
+def _written_extremum(xp, g, x, v, arrays, ans, template):
+    _, v_hit, count = _sharers(xp, x, v, arrays, ans, template)
+    n = _added(xp, count, arrays, template)
+    return xp.where(n == 0, 0.0, _added(xp, g, arrays, template) * v_hit / xp.where(n == 0, 1.0, n))
+
+
 defvjp(ix.GETITEM, x=_read)
+for _op in (ix.INDEX_MIN, ix.INDEX_MAX):
+    defvjp(_op, x=_kept_extremum, v=_written_extremum)
 defvjp(ix.INDEX_SET, x=_overwritten, v=_written)
 defvjp(ix.INDEX_ADD, x=lambda xp, g: g, v=lambda xp, g, arrays, template: _added(xp, g, arrays, template))
 defvjp(ix.SCATTER, g=lambda xp, g, arrays, template: _added(xp, g, arrays, template))

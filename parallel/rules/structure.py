@@ -200,7 +200,10 @@ def _reduce_unshared(letters: Letters, results: Sequence[Sequence[Dim | None]]) 
             letters.factors[i] = type(f)(f.size, False, "sum")
 
 
-@rule(ix.INDEX_SET, ix.INDEX_ADD)
+_ADDING = (ix.INDEX_SET, ix.INDEX_ADD)
+
+
+@rule(*_ADDING, ix.INDEX_MIN, ix.INDEX_MAX)
 def _index_write(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     letters = Letters()
     index_shapes = [a.shape for a in avals[2:]]
@@ -211,11 +214,11 @@ def _index_write(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: 
         letters.factors[f] = type(letters.factors[f])(letters.factors[f].size, True)
     value = avals[1]
     if not isinstance(value, ShapeDtype):
-        return letters.rule([x, (), *indices], [x], [(0,)] if value == 0 else [])
+        return letters.rule([x, (), *indices], [x], [(0,)] if value == 0 and op in _ADDING else [])
     sizes = ix.result_shape(params["template"], avals[0].shape, index_shapes)
     lead = len(sizes) - len(value.shape)
     v = [part[lead + i] if lead + i >= 0 and n == sizes[lead + i] else None for i, n in enumerate(value.shape)]
-    return letters.rule([x, v, *indices], [x], [(0, 1)])
+    return letters.rule([x, v, *indices], [x], [(0, 1)] if op in _ADDING else [])
 
 
 @rule(ix.LAST_WRITES)

@@ -228,3 +228,70 @@ def test_text_forms():
     html = mt.ones((2, 3))._repr_html_()
     assert "(2, 3)" in html
     assert "float64" in html
+
+
+# ----- repeating, rolling, taking apart -------------------------------------------------------------------------------
+
+
+def n(x):
+    return np.asarray(x)
+
+
+def test_tile_roll_unstack_are_numpys():
+    x = np.arange(6).reshape(2, 3)
+    a = mt.asarray(x)
+    for reps in ((2,), (2, 1), (1, 0), (3, 1, 2), ()):
+        np.testing.assert_array_equal(n(mt.tile(a, reps)), np.tile(x, reps))
+    for shift, axis in ((1, None), (-7, 1), ((1, 2), (0, 1)), (2, (0, 1)), (0, 0), ((1, 1), (0, 0))):
+        np.testing.assert_array_equal(n(mt.roll(a, shift, axis=axis)), np.roll(x, shift, axis))
+    np.testing.assert_array_equal(n(mt.roll(mt.zeros((0, 2)), 3, axis=0)), np.zeros((0, 2)))
+    for axis in (0, 1, -1):
+        for got, want in zip(mt.unstack(a, axis=axis), np.unstack(x, axis=axis), strict=True):
+            np.testing.assert_array_equal(n(got), want)
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1, -1])
+def test_repeat_is_numpys(axis):
+    x = np.arange(6).reshape(2, 3)
+    a = mt.asarray(x)
+    size = x.size if axis is None else x.shape[axis]
+    for r in (0, 2, np.array(3), np.array([2]), np.arange(size)):
+        np.testing.assert_array_equal(n(mt.repeat(a, mt.asarray(r), axis=axis)), np.repeat(x, r, axis))
+    with pytest.raises(ShapeError, match=r"\[repeat\]"):
+        mt.repeat(a, mt.asarray([1] * (size + 1)), axis=axis)
+    with pytest.raises(ValueError, match="negative"):
+        mt.repeat(a, -1, axis=axis)
+
+
+def test_triangles_and_grids():
+    x = np.arange(24).reshape(2, 3, 4)
+    for k in (-3, -1, 0, 2, 4):
+        np.testing.assert_array_equal(n(mt.tril(mt.asarray(x), k=k)), np.tril(x, k))
+        np.testing.assert_array_equal(n(mt.triu(mt.asarray(x), k=k)), np.triu(x, k))
+    assert mt.tril(mt.ones((2, 2), dtype=mt.bool)).dtype == mt.bool
+    parts = [np.arange(2), np.arange(3.0), np.arange(4)]
+    for indexing in ("xy", "ij"):
+        for got, want in zip(
+            mt.meshgrid(*map(mt.asarray, parts), indexing=indexing), np.meshgrid(*parts, indexing=indexing), strict=True
+        ):
+            np.testing.assert_array_equal(n(got), want)
+            assert got.dtype == want.dtype
+    with pytest.raises(ShapeError, match="one dimension"):
+        mt.meshgrid(mt.ones((2, 2)))
+
+
+def test_broadcast_shapes():
+    assert mt.broadcast_shapes((2, 1), (3,), ()) == (2, 3)
+    assert mt.broadcast_shapes((None, 3), (1, 3)) == (None, 3)
+    assert mt.broadcast_shapes((None,), (4,)) == (4,)
+    with pytest.raises(ShapeError, match=r"\(2,\), \(3,\)"):
+        mt.broadcast_shapes((2,), (3,))
+
+
+def test_expand_dims_by_several_axes():
+    x = mt.ones((2, 3))
+    for axis in (0, 1, 2, -1, (0, 1), (0, -1), (1, 3), (-2, 0), ()):
+        assert mt.expand_dims(x, axis).shape == np.expand_dims(np.ones((2, 3)), axis).shape
+    for axis in (3, -4):
+        with pytest.raises(IndexError, match="out of bounds"):
+            mt.expand_dims(x, axis)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import meshtape.parallel  # noqa: F401  # it has ops of its own
 from meshtape import arrays as mt
 from meshtape.arrays import indexing
 from meshtape.arrays._op import OPS, Op, op_named
@@ -72,6 +73,7 @@ def samples() -> dict[str, list[Sample]]:
     table["bitwise_invert"] = [((i(2),), {}), ((b(2),), {})]
     table["logical_not"] = [((b(2),), {}), ((f(2),), {})]
     table["where"] = [((b(2, 1), f(3), f(2, 3)), {}), ((b(2), f(2, dtype=np.float32), 0.0), {}), ((b(2), 1.0, 2.0), {})]
+    table["reshard"] = [((f(2, 3),), {"layout": None})]  # on one device it is the identity
     table["full_like"] = [((f(2, 3),), {"value": 2, "dtype": np.dtype(np.int32)})]
     table["astype"] = [((f(2, 3),), {"dtype": np.dtype(np.float32)}), ((i(0),), {"dtype": BF16})]
 
@@ -103,7 +105,7 @@ def samples() -> dict[str, list[Sample]]:
     arrays = (np.array([0, 2]), np.array([1, 1]))
     basic, _ = indexing.parse(mt.asarray(f(2, 3, 4)), (1, slice(None, None, -2)))
     table["getitem"] = [((f(2, 3, 4), *arrays), {"template": template}), ((f(2, 3, 4),), {"template": basic})]
-    for name in ("index_set", "index_add"):
+    for name in ("index_set", "index_add", "index_min", "index_max"):
         table[name] = [
             ((f(2, 3, 4), f(1, 2, 1), *arrays), {"template": template}),
             ((f(2, 3, 4), 2.0), {"template": basic}),
@@ -162,11 +164,18 @@ def along_axis_samples() -> dict[str, list[Sample]]:
     table["cumulative_prod"] = table["cumulative_sum"]
     both = [{"norm": n, "inverse": v} for n in ("backward", "ortho", "forward") for v in (False, True)]
     table["fft"] = [
-        ((f(2, 5, dtype=d),), {"axes": a, **p}) for d in (np.float64, np.float32, np.complex64) for a in ((1,), (0, 1)) for p in both
+        ((f(2, 5, dtype=d),), {"axes": a, **p})
+        for d in (np.float64, np.float32, np.complex64)
+        for a in ((1,), (0, 1))
+        for p in both
     ]
-    table["rfft"] = [((f(2, n, dtype=d),), {"axis": 1, "norm": "ortho"}) for n in (4, 5) for d in (np.float64, np.float32)]
+    table["rfft"] = [
+        ((f(2, n, dtype=d),), {"axis": 1, "norm": "ortho"}) for n in (4, 5) for d in (np.float64, np.float32)
+    ]
     table["irfft"] = [
-        ((f(3, 2).astype(d),), {"n": n, "axis": 0, "norm": "backward"}) for n in (4, 5) for d in (np.complex128, np.complex64)
+        ((f(3, 2).astype(d),), {"n": n, "axis": 0, "norm": "backward"})
+        for n in (4, 5)
+        for d in (np.complex128, np.complex64)
     ]
     return table
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 from distributed import Client
@@ -22,6 +23,9 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape.parallel import dask_runtime, gang
 from meshtape.parallel.cluster import connect
+
+# Workers cannot import this file: what it sends them travels by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -177,7 +181,7 @@ def test_blocks_stay_on_their_workers(processes):
         handle = y._buf.handle
         assert isinstance(handle, dask_runtime.RemoteBlocks)
         where = processes.who_has(handle.gang.futures)
-        assert [list(v) for v in where.values()] == [[a] for a in mesh.runtime.addresses]
+        assert [list(where[f.key]) for f in handle.gang.futures] == [[a] for a in mesh.runtime.addresses]
 
 
 def test_inputs_travel_once(processes):

@@ -181,7 +181,7 @@ def index_samples() -> dict[str, list[Sample]]:
     ]
     full = Span(None, None, None)
     write: dict[str, list[Sample]] = {}
-    for name, method in (("index_set", "set"), ("index_add", "add")):
+    for name, method in (("index_set", "set"), ("index_add", "add"), ("index_min", "min"), ("index_max", "max")):
         at = lambda x, key, v, m=method: getattr(x.at[key], m)(v)  # noqa: E731
         write[name] = [
             (lambda x, v, at=at: at(x, slice(1, 3), v), (x, In((2, 6)))),

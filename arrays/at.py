@@ -1,0 +1,152 @@
+"""Functional writes: ``x.at[key].set(v)`` and its kin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._dispatch import apply
+from ._op import Op
+from .indexing import (
+    INDEX_ADD,
+    INDEX_MAX,
+    INDEX_MIN,
+    INDEX_SET,
+    check_value_dtype,
+    check_value_shape,
+    is_basic,
+    numpy_key,
+    parse,
+    result_shape,
+)
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+
+class AtIndex:
+    """``x.at[key]``: functional writes, which return a new array and leave ``x`` as it is.
+
+    >>> import meshtape as mt
+    >>> mt.zeros(3).at[[0, 0, 2]].add(1.0)
+    Array([2., 0., 1.], dtype=float64)
+    """
+
+    __slots__ = ("_key", "_x")
+
+    def __init__(self, x: Array, key: Any = None) -> None:
+        self._x, self._key = x, key
+
+    def __getitem__(self, key: Any) -> AtIndex:
+        return AtIndex(self._x, key)
+
+    def _write(self, op: Op, v: Any) -> Array:
+        from ._array import Array
+        from .creation import asarray
+
+        template, arrays = parse(self._x, self._key)
+        value = v if isinstance(v, Array | int | float | complex) else asarray(v)
+        shape = value.shape if isinstance(value, Array) else ()
+        check_value_shape(op.name, shape, result_shape(template, self._x.shape, [a.shape for a in arrays]))
+        check_value_dtype(op.name, value, self._x.dtype)
+        return apply(op, (self._x, value, *arrays), {"template": template})
+
+    def _value(self, name: str, v: Any, target: tuple[int, ...]) -> Array:
+        """A factor as an array: a Python number takes the dtype that it has beside ``x``."""
+        from .creation import asarray, beside
+        from .dtypes import result_type
+
+        if isinstance(v, int | float | complex):
+            v = asarray(v, dtype=result_type(self._x.dtype, v), device=beside(self._x))
+        value = asarray(v)
+        check_value_shape(name, value.shape, target)
+        check_value_dtype(name, value, self._x.dtype)
+        return value
+
+    def set(self, v: Any) -> Array:
+        """A copy with ``v`` at the index; of repeated places the last write in C order wins."""
+        return self._write(INDEX_SET, v)
+
+    def add(self, v: Any) -> Array:
+        """A copy with ``v`` added at the index; repeated places add up."""
+        return self._write(INDEX_ADD, v)
+
+    def min(self, v: Any) -> Array:
+        """A copy with the smaller of the element and ``v`` at the index. Whatever ties shares the gradient evenly."""
+        return self._write(INDEX_MIN, v)
+
+    def max(self, v: Any) -> Array:
+        """A copy with the larger of the element and ``v`` at the index. Whatever ties shares the gradient evenly."""
+        return self._write(INDEX_MAX, v)
+
+    def multiply(self, v: Any) -> Array:
+        """A copy multiplied by ``v`` at the index; of repeated places by all of theirs.
+
+        Which places repeat must be known: inside ``mt.compile`` the index arrays cannot be traced.
+
+        >>> import meshtape as mt
+        >>> mt.ones(3).at[[0, 0, 2]].multiply(mt.asarray([2.0, 5.0, 3.0]))
+        Array([10.,  1.,  3.], dtype=float64)
+        """
+        from .manipulation import broadcast_to, reshape
+
+        template, arrays = parse(self._x, self._key)
+        target = result_shape(template, self._x.shape, [a.shape for a in arrays])
+        value = self._value("index_multiply", v, target)
+        if is_basic(template):
+            return self._written("index_multiply", self._x[self._key], value, lambda new: self.set(new))
+        places = _places(self._x.shape, numpy_key(template, [a._concrete() for a in arrays]))
+        lead = value.ndim - len(target)
+        spread = broadcast_to(reshape(value, value.shape[lead:]) if lead > 0 else value, target)
+        where, factors = _joined(reshape(spread, (-1,)), places)
+        flat = reshape(self._x, (-1,))
+        return self._written(
+            "index_multiply",
+            flat[where],
+            factors,
+            lambda new: reshape(AtIndex(flat, where).set(new), self._x.shape),
+        )
+
+    def _written(self, name: str, old: Array, factor: Array, put: Callable[[Array], Array]) -> Array:
+        from .manipulation import astype
+
+        new = old * factor
+        check_value_dtype(name, new, self._x.dtype)
+        return put(astype(new, self._x.dtype, copy=False))
+
+
+def _places(shape: tuple[int, ...], key: tuple[Any, ...]) -> np.ndarray:
+    """Position in the flattened array of each element that the index selects, in C order."""
+    return np.arange(math.prod(shape)).reshape(shape)[key].reshape(-1)
+
+
+def _joined(values: Array, places: np.ndarray) -> tuple[np.ndarray, Array]:
+    """The distinct places, and for each the product of its values.
+
+    Neighbours are multiplied pair by pair, in as many rounds as the longest run needs: no division, so that the derivative is
+    right where factors are zero.
+    """
+    from .manipulation import concat
+
+    order = np.argsort(places, kind="stable")
+    values, places = values[order], places[order]
+    while True:
+        starts = np.flatnonzero(np.r_[True, places[1:] != places[:-1]]) if places.size else np.zeros(0, np.intp)
+        if starts.size == places.size:
+            return places, values
+        rank = np.arange(places.size) - np.repeat(starts, np.diff(np.r_[starts, places.size]))
+        firsts = np.flatnonzero(rank % 2 == 0)
+        # What has no partner is multiplied by the one at the end.
+        partner = np.where(np.isin(firsts + 1, np.flatnonzero(rank % 2)), firsts + 1, places.size)
+        padded = concat([values, ones_beside(values)], axis=0)
+        values, places = values[firsts] * padded[partner], places[firsts]
+
+
+def ones_beside(x: Array) -> Array:
+    """A single one, of the dtype and on the device of ``x``."""
+    from .creation import beside, ones
+
+    return ones(1, dtype=x.dtype, device=beside(x))

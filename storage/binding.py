@@ -1,0 +1,379 @@
+"""Rules met with keys: patterns, one rule, and the program that applies rules to the keys of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any
+
+from ..arrays.errors import CheckpointError, MeshtapeError, RuleConflict, RuleMatchError, RuleSyntaxError
+from . import ruletext
+from .derived import Agreed, Sliced
+from .steps import Cast, Lossy, Pad, Step
+
+# ----- patterns -------------------------------------------------------------------------------------------------------
+
+_HOLE = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)(\*?)\}")
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A name with captures: ``regex`` is None for a plain key, which is ``literal``."""
+
+    text: str
+    captures: tuple[str, ...]
+    literal: str
+    regex: re.Pattern[str] | None
+
+    def match(self, key: str) -> tuple[str, ...] | None:
+        m = self.regex.fullmatch(key) if self.regex else None
+        return m.groups() if m else None
+
+    def fill(self, values: Mapping[str, str]) -> str:
+        def put(m: re.Match[str]) -> str:
+            return m[0][0] if m[1] is None else values[m[1]]
+
+        return _HOLE.sub(put, self.text)
+
+
+@lru_cache(maxsize=4096)
+def _pattern(text: str) -> _Pattern:
+    regex, literal, captures, at = "", "", [], 0
+    for m in _HOLE.finditer(text):
+        regex += re.escape(text[at : m.start()])
+        literal += text[at : m.start()]
+        at = m.end()
+        if m[1] is None:
+            regex += re.escape(m[0][0])
+            literal += m[0][0]
+        elif m[1] in captures:
+            regex += f"(?P={m[1]})"
+        else:
+            captures.append(m[1])
+            regex += f"(?P<{m[1]}>{'.+' if m[2] else '[^.]+'})"
+    regex += re.escape(text[at:])
+    compiled = re.compile(regex, re.S) if captures else None
+    return _Pattern(text, tuple(captures), literal + text[at:], compiled)
+
+
+def _natural(values: Iterable[str]) -> tuple[tuple[int, int, str], ...]:
+    """Numbers by value, before other texts.
+
+    >>> sorted(["10", "2", "a"], key=lambda v: _natural([v]))
+    ['2', '10', 'a']
+    """
+    return tuple((0, int(v), v) if v.isascii() and v.isdigit() else (1, 0, v) for v in values)
+
+
+# ----- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _names(names: str | Iterable[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Sources, targets and the steps between them. No targets: the sources are dropped. No sources: `Init` makes it.
+
+    >>> str(Rule("a", "b", Cast("bfloat16")))
+    'a -> b, cast(dtype=bfloat16)'
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    steps: tuple[Step, ...]
+    optional: bool = False
+
+    def __init__(
+        self, sources: str | Iterable[str], targets: str | Iterable[str], *steps: Step, optional: bool = False
+    ) -> None:
+        object.__setattr__(self, "sources", _names(sources))
+        object.__setattr__(self, "targets", _names(targets))
+        object.__setattr__(self, "steps", tuple(steps))
+        object.__setattr__(self, "optional", optional)
+        for name in (*self.sources, *self.targets):
+            problem = ruletext.check_pattern(name)
+            if problem:
+                raise RuleSyntaxError(problem)
+        if not self.sources and not self.targets:
+            raise RuleSyntaxError("a rule names something on at least one side")
+
+    def __str__(self) -> str:
+        return ruletext.format_line(self.sources, self.targets, self.steps, self.optional)
+
+
+@dataclass
+class Applied:
+    """One application of a rule: concrete names, and the tensors before each step and after the last."""
+
+    rule: Rule
+    sources: list[str]
+    targets: list[str]
+    steps: tuple[Step, ...]
+    stages: list[list[Any]]
+    agreed: bool = False
+
+
+# ----- application ----------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """Rules bound to the keys of one checkpoint."""
+
+    def __init__(
+        self, rules: Sequence[Rule], follow: Sequence[str], tensors: Mapping[str, Any], scalars: Mapping[str, Any]
+    ) -> None:
+        self.tensors, self.scalars = tensors, scalars
+        self.keys = [*tensors, *scalars]
+        self.temporary: dict[str, Any] = {}
+        self.read_temporary: set[str] = set()
+        self.reader: dict[str, Rule] = {}
+        self.dropper: dict[str, Rule] = {}
+        self.giver: dict[str, Rule] = {}
+        self.given: dict[str, Any] = {}
+        self.applied: list[Applied] = []
+        self._matches: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
+        for rule in rules:
+            self._run(rule, rule)
+            for template in follow:
+                state = _for_state(rule, template)
+                if state is not None:
+                    self._run(state, state, follows=True)
+        unread = [t for t in self.temporary if t not in self.read_temporary]
+        if unread:
+            raise RuleConflict(f"{unread[0]!r}, given by\n  {self.giver[unread[0]]}\nis read by no later rule")
+        both = next((k for k in self.dropper if k in self.reader), None)
+        if both is not None:
+            raise RuleConflict(f"{both!r} is dropped by\n  {self.dropper[both]}\nand read by\n  {self.reader[both]}")
+        self.consumed = set(self.reader) | set(self.dropper)
+        self.untouched = {k for k in tensors if k not in self.consumed}
+
+    def outputs(self) -> dict[str, Any]:
+        """Tensors by target name: those that no rule reads, and what the rules give, in the order of their first source."""
+        for name in self.untouched:
+            if name in self.given:
+                raise RuleConflict(
+                    f"{name!r} is given by\n  {self.giver[name]}\nbut the checkpoint holds a key of that name, "
+                    "which no rule reads or drops"
+                )
+        out: dict[str, Any] = {}
+        by_first: dict[str, list[str]] = {}
+        rest: list[str] = []
+        for a in self.applied:
+            named = [t for t in a.targets if not t.startswith("$")]
+            first = next((s for s in a.sources if s in self.tensors), None)
+            by_first.setdefault(first, []).extend(named) if first is not None else rest.extend(named)
+        for name, tensor in self.tensors.items():
+            if name in self.untouched:
+                out[name] = tensor
+            for target in by_first.get(name, ()):
+                out[target] = self.given[target]
+        for target in rest:
+            out[target] = self.given[target]
+        return out
+
+    # ----- matching ---------------------------------------------------------------------------------------------------
+
+    def _found(self, pattern: _Pattern) -> list[tuple[str, tuple[str, ...]]]:
+        """(key, captured texts) of all keys that match."""
+        keys: Iterable[str] = self.temporary if pattern.text.startswith("$") else self.keys
+        if pattern.regex is None:
+            held = self.temporary if pattern.text.startswith("$") else self.tensors
+            return [(pattern.literal, ())] if pattern.literal in held or pattern.literal in self.scalars else []
+        if pattern.text.startswith("$"):
+            return [(k, m) for k in keys if (m := pattern.match(k)) is not None]
+        if pattern.text not in self._matches:
+            self._matches[pattern.text] = [(k, m) for k in keys if (m := pattern.match(k)) is not None]
+        return self._matches[pattern.text]
+
+    def _no_match(self, rule: Rule, pattern: str) -> RuleMatchError:
+        near = get_close_matches(pattern, self.keys[:5000], 3, 0.0)
+        return RuleMatchError(
+            f"{pattern!r} matches no key, in the rule\n  {rule}\n"
+            f"nearest keys: {', '.join(map(repr, near)) or 'the checkpoint is empty'}; "
+            "correct the pattern, or mark the rule optional()"
+        )
+
+    def _combinations(self, rule: Rule) -> list[tuple[dict[str, str], list[str]]]:
+        """For each application: values of the captures that the targets use, and the source keys in order."""
+        patterns = [_pattern(s) for s in rule.sources]
+        found = [self._found(p) for p in patterns]
+        for p, hits in zip(patterns, found, strict=True):
+            if not hits:
+                if rule.optional:
+                    return []
+                raise self._no_match(rule, p.text)
+        wanted = {c for t in rule.targets for c in _pattern(t).captures}
+        shared = [c for c in dict.fromkeys(c for p in patterns for c in p.captures) if c in wanted]
+        if not rule.targets:
+            return [({}, [k for hits in found for k, _ in hits])]
+        # Per pattern: keys by the values of those captures that targets use.
+        tables: list[dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]]] = []
+        outer = [[c for c in p.captures if c in shared] for p in patterns]
+        extra = [[c for c in p.captures if c not in shared] for p in patterns]
+        for p, hits, o, e in zip(patterns, found, outer, extra, strict=True):
+            table: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {}
+            at = {c: i for i, c in enumerate(p.captures)}
+            for key, values in hits:
+                table.setdefault(tuple(values[at[c]] for c in o), []).append((tuple(values[at[c]] for c in e), key))
+            tables.append(table)
+        combos: list[dict[str, str]] = [{}]
+        for o, table in zip(outer, tables, strict=True):
+            if not o or set(o) <= set(combos[0]):
+                continue
+            known = [c for c in o if c in combos[0]]
+            index: dict[tuple[str, ...], list[dict[str, str]]] = {}
+            for values in table:
+                row = dict(zip(o, values, strict=True))
+                index.setdefault(tuple(row[c] for c in known), []).append(row)
+            joined = [c | row for c in combos for row in index.get(tuple(c[k] for k in known), ())]
+            combos = joined or combos
+        # Tuples that a later pattern has and the first has not must not be lost without a word.
+        for o, table in zip(outer, tables, strict=True):
+            seen = {tuple(c.get(k, "") for k in o) for c in combos}
+            for values in table:
+                if values not in seen:
+                    row = dict(zip(o, values, strict=True))
+                    combos.append(row)
+        out = []
+        for values in sorted(combos, key=lambda c: _natural(c.get(k, "") for k in shared)):
+            keys: list[tuple[Any, str]] = []
+            same = all(e == extra[0] for e in extra)
+            rows: list[set[tuple[str, ...]]] = []
+            for i, (o, table) in enumerate(zip(outer, tables, strict=True)):
+                hits = table.get(tuple(values.get(c, "") for c in o))
+                if not hits:
+                    told = ", ".join(f"{k}={v}" for k, v in values.items())
+                    raise RuleMatchError(f"for {told} there is no key {rule.sources[i]!r}, in the rule\n  {rule}")
+                rows.append({e for e, _ in hits})
+                keys += [((_natural(e), i) if same else (i, _natural(e)), k) for e, k in hits]
+            if same and any(r != rows[0] for r in rows):
+                odd = sorted(set.union(*rows) - set.intersection(*rows), key=_natural)[0]
+                raise RuleMatchError(
+                    f"for {dict(zip(extra[0], odd, strict=True))} some keys are missing, in the rule\n  {rule}"
+                )
+            out.append((values, [k for _, k in sorted(keys, key=lambda x: x[0])]))
+        return out
+
+    # ----- one rule ---------------------------------------------------------------------------------------------------
+
+    def _run(self, rule: Rule, shown: Rule, follows: bool = False) -> None:
+        if not rule.sources:
+            self._apply(rule, {}, [], follows)
+            return
+        for values, keys in self._combinations(rule):
+            self._apply(rule, values, keys, follows)
+
+    def _apply(self, rule: Rule, values: Mapping[str, str], keys: list[str], follows: bool) -> None:
+        if not rule.targets:
+            for k in keys:
+                self.dropper.setdefault(k, rule)
+            self.applied.append(Applied(rule, keys, [], (), []))
+            return
+        scalar = next((k for k in keys if k in self.scalars), None)
+        if scalar is not None:
+            raise RuleConflict(f"{scalar!r} is a value, not an array; rules can only drop it. In the rule\n  {rule}")
+        tensors = []
+        for k in keys:
+            if k.startswith("$") and k in self.temporary:
+                self.read_temporary.add(k)
+                tensors.append(self.temporary[k])
+            else:
+                self.reader.setdefault(k, rule)
+                tensors.append(self.tensors[k])
+        counted = {c for t in rule.targets for c in _pattern(t).captures if c not in values}
+        if len(counted) > 1:
+            raise RuleConflict(f"captures {sorted(counted)} stand in no source, in the rule\n  {rule}")
+        number = None if counted else len(rule.targets)
+        agreed = follows and bool(tensors) and all(t.shape == () for t in tensors)
+        stages, steps = [tensors], () if agreed else rule.steps
+        if agreed and len(tensors) > 1:
+            stages.append([Agreed(tensors[0].name, tuple(tensors))])
+        if agreed and counted:
+            return  # how many parts there are is known to the parameter's own rule alone
+        for step in steps:
+            try:
+                stages.append(step.apply(stages[-1], number))
+            except MeshtapeError as e:
+                raise type(e)(f"{e}. In the step {ruletext.format_step(step)} of the rule\n  {rule}") from None
+        result = stages[-1] * number if agreed and number else stages[-1]
+        targets = self._targets(rule, values, counted, len(result))
+        if len(targets) != len(result):
+            raise RuleConflict(f"{len(result)} arrays are given to {len(targets)} targets by the rule\n  {rule}")
+        for name, tensor in zip(targets, result, strict=True):
+            if name in self.giver:
+                raise RuleConflict(f"{name!r} is given twice, by\n  {self.giver[name]}\nand by\n  {rule}")
+            self.giver[name] = rule
+            # An alias with a name of its own: readers tell arrays apart by name.
+            named = Sliced(name, tensor, (0,) * len(tensor.shape), tuple(tensor.shape))
+            (self.temporary if name.startswith("$") else self.given)[name] = named
+        self.applied.append(Applied(rule, keys, targets, steps, stages, agreed))
+
+    def _targets(self, rule: Rule, values: Mapping[str, str], counted: set[str], n: int) -> list[str]:
+        patterns = [_pattern(t) for t in rule.targets]
+        if not counted:
+            return [p.fill(values) for p in patterns]
+        (name,) = counted
+        return [p.fill({**values, name: str(i)}) for i in range(n // len(patterns)) for p in patterns]
+
+    # ----- inverse ----------------------------------------------------------------------------------------------------
+
+    def inverted(self) -> list[Rule]:
+        """The inverse of what was applied, last first."""
+        owner: dict[str, int] = {}
+        for i, a in enumerate(self.applied):
+            for s in a.sources:
+                owner.setdefault(s, i)
+        out = []
+        for i, a in reversed(list(enumerate(self.applied))):
+            mine = {owner[s] == i for s in a.sources}
+            names = [_escaped(t) for t in a.targets]
+            back = [_escaped(s) for s in a.sources]
+            if not a.targets:
+                raise CheckpointError(f"the rule\n  {a.rule}\nhas no inverse: it drops {', '.join(a.sources[:4])}")
+            if not a.sources or mine == {False}:
+                # A new array, or one more copy of what another rule restores (tied weights).
+                out.append(Rule(names, ()))
+            elif mine == {True, False}:
+                raise CheckpointError(
+                    f"the rule\n  {a.rule}\nhas no inverse: some of its sources are read by other rules too"
+                )
+            elif a.agreed:
+                out += [Rule(names[0], s) for s in back]
+                out += [Rule(n, ()) for n in names[1:]]
+            else:
+                steps = []
+                for step, before in zip(reversed(a.steps), reversed(a.stages[:-1]), strict=True):
+                    try:
+                        steps.append(step.inverse(before))
+                    except Lossy as e:
+                        raise CheckpointError(f"the rule\n  {a.rule}\nhas no inverse: {e}") from None
+                out.append(Rule(names, back, *steps))
+        return out
+
+
+def _escaped(name: str) -> str:
+    return name.replace("{", "{{").replace("}", "}}")
+
+
+def _for_state(rule: Rule, template: str) -> Rule | None:
+    """The rule for the state of its parameters, or None where it has none."""
+    if not rule.sources:
+        return None
+
+    def put(name: str) -> str:
+        if name.startswith("$"):
+            return "$" + _escape_hole(template).replace("{}", name[1:])
+        return _escape_hole(template).replace("{}", name)
+
+    steps = [replace(s, value=0) if isinstance(s, Pad) else s for s in rule.steps if not isinstance(s, Cast)]
+    return Rule(map(put, rule.sources), map(put, rule.targets), *steps, optional=True)
+
+
+def _escape_hole(template: str) -> str:
+    before, after = template.split("{}")
+    return f"{_escaped(before)}{{}}{_escaped(after)}"
