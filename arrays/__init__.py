@@ -12,6 +12,8 @@ import numpy as _np
 from . import errors, fft, linalg, nn, random, tree
 from ._array import Array
 from ._op import OPS, Op
+from .channel_norms import batch_norm, group_norm, instance_norm, rms_norm
+from .contraction import einsum
 from .creation import (
     arange,
     asarray,
@@ -31,6 +33,7 @@ from .creation import (
     zeros_like,
 )
 from .cumulative import cumulative_prod, cumulative_sum, diff
+from .curves import convolve, diag, gradient, interp, kron
 from .devices import Device, default_device, device, devices, use_device
 from .dtypes import (
     bfloat16,
@@ -141,6 +144,7 @@ from .manipulation import (
     flip,
     matrix_transpose,
     moveaxis,
+    pad,
     permute_dims,
     repeat,
     reshape,
@@ -157,6 +161,21 @@ from .reductions import all, any, argmax, argmin, max, mean, min, prod, std, sum
 from .searching import count_nonzero, nonzero, searchsorted, take, take_along_axis
 from .sets import isin, unique_all, unique_counts, unique_inverse, unique_values
 from .sorting import argsort, sort
+from .statistics import (
+    bincount,
+    histogram,
+    median,
+    nanmax,
+    nanmean,
+    nanmin,
+    nanprod,
+    nanstd,
+    nansum,
+    nanvar,
+    percentile,
+    quantile,
+    topk,
+)
 from .tree import tree_map
 
 e = _np.e

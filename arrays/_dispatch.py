@@ -209,8 +209,13 @@ def refuse_watched(what: str, x: Array) -> None:
 
 
 def call_site() -> Site | None:
-    """The innermost line outside this package: what an error of the backward pass should name."""
-    f = sys._getframe(3)  # this function, _record and apply are ours
+    """The innermost line outside this package: what an error of the backward pass should name.
+
+    A derivative, or a call that is made again, has the line of the call that it stands for.
+    """
+    if state.site is not None:
+        return state.site
+    f = sys._getframe(2)  # this function, and the one that calls it, are ours
     while f is not None:
         names = f.f_globals
         ours = _OURS.get(id(names))

@@ -137,6 +137,7 @@ class _State(threading.local):
 
     recorders: tuple[Any, ...] = ()
     origin: str | None = None
+    site: Any = None  # of calls that are made in place of others: the line that called those
     device: Any = None
 
 

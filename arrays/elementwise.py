@@ -82,6 +82,15 @@ def _expm1(xp: Any, x: Any) -> Any:
     return out
 
 
+def _tanh(xp: Any, x: Any) -> Any:
+    out = xp.tanh(x)
+    if x.dtype.kind == "c" and (far := xp.isinf(x.real)).any():
+        # The limit is reached: C libraries let the zero there turn its sign with the angle, the standard does not.
+        out = xp.array(out)
+        out.imag = xp.where(far, xp.copysign(0, x.imag), out.imag)
+    return out
+
+
 _BOOL = "boolean result"
 _INT = "integer result"
 _STEP = "piecewise constant: its derivative is zero wherever it exists"
@@ -131,7 +140,7 @@ ATAN, atan = _unary("atan", "Inverse tangent.", "arctan")
 ATAN2, atan2 = _binary("atan2", "Angle of the point (``x2``, ``x1``).", "arctan2")
 SINH, sinh = _unary("sinh", "Hyperbolic sine.")
 COSH, cosh = _unary("cosh", "Hyperbolic cosine.")
-TANH, tanh = _unary("tanh", "Hyperbolic tangent.")
+TANH, tanh = _unary("tanh", "Hyperbolic tangent.", _tanh)
 ASINH, asinh = _unary("asinh", "Inverse hyperbolic sine.", "arcsinh")
 ACOSH, acosh = _unary("acosh", "Inverse hyperbolic cosine.", "arccosh")
 ATANH, atanh = _unary("atanh", "Inverse hyperbolic tangent.", "arctanh")
@@ -251,6 +260,8 @@ def _full_like(xp: Any, x: Any, value: float, dtype: np.dtype) -> Any:
 
 FULL_LIKE = Op("full_like", ("x",), _full_like, _infer_astype, nondifferentiable="a constant")
 ALIAS = Op("alias", ("x",), _identity, _infer.same)
+# What is computed from a barrier's result is not taken for what was computed from its operand: it is computed again.
+BARRIER = Op("barrier", ("x",), _identity, _infer.same)
 STOP_GRADIENT = Op("stop_gradient", ("x",), _identity, _infer.same, nondifferentiable="it is what was asked for")
 ASTYPE = Op("astype", ("x",), _astype, _infer_astype)
 

@@ -50,6 +50,10 @@ class GradientError(MeshtapeError, ValueError):
     """A gradient was asked for that does not exist (non-scalar without a seed, unwatched or integer input, …)."""
 
 
+class AnomalyError(MeshtapeError, FloatingPointError):
+    """Under ``mt.detect_anomaly`` a call gave the first NaN or infinity; names the op and the line that called it."""
+
+
 class NonDifferentiableError(MeshtapeError, TypeError):
     """The backward pass met an op without a derivative; the message names the op and the line that called it."""
 

@@ -157,7 +157,7 @@ def _true_places(mask: Array, x: Array, axis: int) -> list[Array]:
     from .creation import asarray
 
     for i, (m, n) in enumerate(zip(mask.shape, x.shape[axis:], strict=False)):
-        if m != n:
+        if m not in (n, 0):  # as in NumPy, an axis of no length selects nothing, whatever the length of the array
             raise ArrayIndexError(
                 f"boolean index did not match indexed array along axis {axis + i}; size of axis is {n} but size "
                 f"of corresponding boolean axis is {m}"
@@ -256,7 +256,7 @@ def _winners(shape: tuple[int, ...], key: tuple[Any, ...], count: int) -> Any:
 
 
 def _index_set(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any:
-    out = x.copy()
+    out = xp.array(x)  # rules may pass NumPy's scalars, whose copies cannot be written
     write(xp, out, v, template, arrays)
     return out
 
@@ -286,7 +286,7 @@ def _fit(v: Any, out: Any, template: Template, arrays: Sequence[Any]) -> Any:
 
 
 def _index_add(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any:
-    out = x.copy()
+    out = xp.array(x)
     key = numpy_key(template, arrays)
     v = _fit(v, out, template, arrays)
     if is_basic(template):
@@ -300,7 +300,7 @@ def _index_extremum(name: str) -> Callable[..., Any]:
     """``x`` with the smaller (larger) of itself and each written value at the index; repeated places meet all of theirs."""
 
     def impl(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any:
-        out = x.copy()
+        out = xp.array(x)
         key = numpy_key(template, arrays)
         v = _fit(v, out, template, arrays)
         if is_basic(template):

@@ -38,9 +38,7 @@ class NamespaceInfo:
         _known(device)
         kinds = ("bool", "numeric") if kind is None else (kind,) if isinstance(kind, str) else kind
         return {
-            name: d
-            for name, d in dt.DTYPES.items()
-            if d not in dt.EXTENSIONS and any(dt.isdtype(d, k) for k in kinds)
+            name: d for name, d in dt.DTYPES.items() if d not in dt.EXTENSIONS and any(dt.isdtype(d, k) for k in kinds)
         }
 
     def devices(self) -> tuple[Device, ...]:

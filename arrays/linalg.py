@@ -273,7 +273,9 @@ def solve(x1: Any, x2: Any, /) -> Array:
     vector = b.ndim == 1
     b, other = _matrices("solve", b[:, None] if vector else b)
     if b.shape[-2] != a.shape[-1]:
-        raise ShapeError(f"[solve] {a.shape} times what is {asarray(x2).shape}: the lengths {a.shape[-1]} and {b.shape[-2]}")
+        raise ShapeError(
+            f"[solve] {a.shape} times what is {asarray(x2).shape}: the lengths {a.shape[-1]} and {b.shape[-2]}"
+        )
     out = _back(apply(SOLVE, (a, b)), dtype if dtype == other else None)
     return out[..., 0] if vector else out
 
@@ -481,9 +483,7 @@ def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Array:
 
 
 @composite("vector_norm")
-def vector_norm(
-    x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: float = 2
-) -> Array:
+def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: float = 2) -> Array:
     """``sum(abs(x)**ord)**(1/ord)`` over axes (all by default).
 
     ``ord`` may be any number: ``inf`` and ``-inf`` give the largest and smallest magnitude, ``0`` counts what is not zero. The

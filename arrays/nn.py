@@ -8,24 +8,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._op import composite
+from .attention import scaled_dot_product_attention
+from .channel_norms import batch_norm, group_norm, instance_norm, rms_norm
+from .convolution import conv1d, conv2d, pool
 from .creation import arange, asarray
-from .elementwise import erf, exp, log, relu, sigmoid, stop_gradient, tanh, where
-from .errors import DTypeError, ShapeError
+from .elementwise import erf, exp, log, relu, sigmoid, stop_gradient, tanh
+from .elementwise import where as where_
+from .errors import DTypeError
+from .losses import cross_entropy, info_nce
 from .manipulation import astype, expand_dims, squeeze
 from .norms import layer_norm
-from .reductions import max, mean, sum
+from .reductions import max, sum
 
 if TYPE_CHECKING:
     from ._array import Array
 
 __all__ = [
+    "batch_norm",
+    "conv1d",
+    "conv2d",
     "cross_entropy",
+    "dropout",
+    "dropout_add",
+    "embedding",
     "gelu",
+    "group_norm",
+    "info_nce",
+    "instance_norm",
     "layer_norm",
     "log_softmax",
     "logsumexp",
     "one_hot",
+    "pool",
     "relu",
+    "rms_norm",
+    "scaled_dot_product_attention",
     "sigmoid",
     "silu",
     "softmax",
@@ -57,7 +74,7 @@ def silu(x: Any, /) -> Array:
 def _finite_max(x: Array, axis: Any) -> Array:
     """The largest element as a constant, 0 where it is infinite: what a stable log-sum-exp subtracts."""
     m = stop_gradient(max(x, axis=axis, keepdims=True))
-    return where(abs(m) == float("inf"), 0.0, m)
+    return where_(abs(m) == math.inf, 0.0, m)
 
 
 @composite("logsumexp")
@@ -70,27 +87,45 @@ def logsumexp(x: Any, /, *, axis: int | tuple[int, ...] | None = None, keepdims:
     return out if keepdims else squeeze(out, axes)
 
 
+def _masked(x: Array, mask: Any, axis: int) -> tuple[Array, Array]:
+    """The mask as an array, and the deviations from the largest element that it lets through; zeros where it does not."""
+    mask = asarray(mask)
+    if mask.dtype.kind != "b":
+        raise DTypeError(f"[softmax] where must be boolean, got {mask.dtype.name}")
+    return mask, where_(mask, x - _finite_max(where_(mask, x, -math.inf), axis), 0.0)
+
+
 @composite("log_softmax")
-def log_softmax(x: Any, /, *, axis: int = -1) -> Array:
-    """Logarithm of :func:`softmax`, exact where probabilities are tiny."""
+def log_softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
+    """Logarithm of :func:`softmax`, exact where probabilities are tiny; -inf where ``where`` is false."""
     x = asarray(x)
-    d = x - _finite_max(x, axis)
-    return d - log(sum(exp(d), axis=axis, keepdims=True))
+    if where is None:
+        d = x - _finite_max(x, axis)
+        return d - log(sum(exp(d), axis=axis, keepdims=True))
+    mask, d = _masked(x, where, axis)
+    total = sum(where_(mask, exp(d), 0.0), axis=axis, keepdims=True)
+    return where_(mask, d - log(where_(total == 0, 1.0, total)), -math.inf)
 
 
 @composite("softmax")
-def softmax(x: Any, /, *, axis: int = -1) -> Array:
+def softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
     """Positive numbers that sum to one along an axis, in the ratios ``exp(x)``.
 
-    Where all elements of a row are -inf (everything masked) the row is NaN, as the sum of no weights is zero.
+    Where ``where`` is false an element has no part in it: its result and its gradient are 0, whatever it is. A row of which
+    nothing is left is 0. (A row that is -inf throughout is NaN: there the sum of the weights is zero.)
 
     >>> import meshtape as mt
-    >>> mt.nn.softmax(mt.asarray([0.0, 0.0]))
-    Array([0.5, 0.5], dtype=float64)
+    >>> mt.nn.softmax(mt.asarray([0.0, 0.0, 9.0]), where=mt.asarray([True, True, False]))
+    Array([0.5, 0.5, 0. ], dtype=float64)
     """
     x = asarray(x)
-    e = exp(x - _finite_max(x, axis))
-    return e / sum(e, axis=axis, keepdims=True)
+    if where is None:
+        e = exp(x - _finite_max(x, axis))
+        return e / sum(e, axis=axis, keepdims=True)
+    mask, d = _masked(x, where, axis)
+    e = where_(mask, exp(d), 0.0)
+    total = sum(e, axis=axis, keepdims=True)
+    return e / where_(total == 0, 1.0, total)
 
 
 @composite("one_hot")
@@ -102,30 +137,66 @@ def one_hot(labels: Any, num_classes: int, /, *, dtype: Any = np.float32) -> Arr
     return astype(expand_dims(labels, axis=labels.ndim) == arange(num_classes, dtype=labels.dtype), dtype)
 
 
-@composite("cross_entropy")
-def cross_entropy(logits: Any, labels: Any, /, *, reduction: str = "mean") -> Array:
-    """Negative log-likelihood of integer labels under ``softmax(logits)``.
+# ----- dropping and looking up ----------------------------------------------------------------------------------------
 
-    Parameters
-    ----------
-    logits
-        Shape ``(*batch, classes)``.
-    labels
-        Integers of shape ``(*batch,)``.
-    reduction
-        ``"mean"``, ``"sum"`` or ``"none"`` (one value a sample).
 
-    Examples
-    --------
+def _keep(name: str, x: Array, rate: float, key: Any) -> Array:
+    from .random import bernoulli
+
+    if not 0 <= rate <= 1:
+        raise ValueError(f"[{name}] rate must be between 0 and 1, got {rate}")
+    if key is None:
+        raise ValueError(f"[{name}] needs a key: key=mt.random.key(seed), another one for each call")
+    if x.dtype.kind in "biu":
+        raise DTypeError(f"[{name}] x must be floating, got {x.dtype.name}")
+    return bernoulli(key, 1.0 - rate, x.shape)
+
+
+@composite("dropout")
+def dropout(x: Any, rate: float, /, *, key: Any, training: bool = True) -> Array:
+    """Each element set to 0 with probability ``rate``, the others divided by ``1 - rate`` (Srivastava et al., 2014).
+
+    The mask is a function of the key and of the place in the global array: it is the same however ``x`` is split, and in a
+    second forward pass with the same key. With ``training=False`` it is ``x``.
+
     >>> import meshtape as mt
-    >>> mt.nn.cross_entropy(mt.asarray([[0.0, 0.0]]), mt.asarray([1]))
-    Array(0.69314718, dtype=float64)
+    >>> mt.nn.dropout(mt.ones(4), 1.0, key=mt.random.key(0))
+    Array([0., 0., 0., 0.], dtype=float64)
     """
-    logits, labels = asarray(logits), asarray(labels)
-    if logits.shape[:-1] != labels.shape:
-        raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {logits.shape}")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"[cross_entropy] reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    hit = expand_dims(labels, axis=labels.ndim) == arange(logits.shape[-1], dtype=labels.dtype)
-    losses = -sum(where(hit, log_softmax(logits), 0.0), axis=-1)
-    return losses if reduction == "none" else mean(losses) if reduction == "mean" else sum(losses)
+    x = asarray(x)
+    keep = _keep("dropout", x, rate, key)
+    if not training or rate == 0:
+        return +x
+    return where_(keep, x / (1.0 - rate) if rate < 1 else 0.0 * x, 0.0)
+
+
+@composite("dropout_add")
+def dropout_add(x: Any, y: Any, rate: float, /, *, key: Any, training: bool = True) -> Array:
+    """``dropout(x) + y``, with one rounding: the sum of float16 and bfloat16 is made in float32."""
+    x, y = asarray(x), asarray(y)
+    dtype = np.result_type(x.dtype, y.dtype)
+    if dtype.itemsize <= 2 and dtype.kind not in "biu":
+        x, y = astype(x, np.float32), astype(y, np.float32)
+    return astype(dropout(x, rate, key=key, training=training) + y, dtype, copy=False)
+
+
+@composite("embedding")
+def embedding(ids: Any, table: Any, /, *, padding_idx: int | None = None) -> Array:
+    """The rows of ``table`` at ``ids``: shape ``(*ids.shape, *table.shape[1:])``. Row ``padding_idx`` gets no gradient.
+
+    >>> import meshtape as mt
+    >>> mt.nn.embedding(mt.asarray([1, 1]), mt.asarray([[1.0, 2.0], [3.0, 4.0]]))
+    Array([[3., 4.],
+           [3., 4.]], dtype=float64)
+    """
+    ids, table = asarray(ids), asarray(table)
+    if ids.dtype.kind not in "iu":
+        raise DTypeError(f"[embedding] ids must be integers, got {ids.dtype.name}")
+    rows = table[ids]
+    if padding_idx is None:
+        return rows
+    n = table.shape[0]
+    if not -n <= padding_idx < n:
+        raise ValueError(f"[embedding] padding_idx {padding_idx} is no row of a table of {n}")
+    padding = (ids == padding_idx % n) | (ids == padding_idx % n - n)
+    return where_(expand_dims(padding, axis=tuple(range(ids.ndim, rows.ndim))), stop_gradient(rows), rows)

@@ -22,17 +22,15 @@ machine and device; what takes a logarithm or a cosine agrees to the last places
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
+from . import _recipes as recipes
 from ._dispatch import apply
 from ._op import Op, composite
 from ._philox import Recipe, draw, words
@@ -60,194 +58,15 @@ __all__ = [
     "uniform",
 ]
 
-_F16, _F32, _F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
-_BF16 = np.dtype(ml_dtypes.bfloat16)
-_BOOL, _I64, _U32, _U64 = np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.uint32), np.dtype(np.uint64)
-
-_FLOATS = {_F64: 53, _F32: 24, _F16: 11, _BF16: 8}
-"""Supported floating dtypes and the bits of their significands."""
-
 # The counter's last word keeps draws apart from the words that new keys are made of.
 _DRAWS, _SPLITS, _FOLDS, _NAMES = range(4)
-
-# ----- recipes --------------------------------------------------------------------------------------------------------
-# Each is a function of whole groups of words; see _philox.Recipe. They work in place: their words are theirs.
-
-
-def _halves(xp: Any, w: Any) -> Any:
-    """Each word as two 32-bit words, the low one first."""
-    h = w.view(np.uint32)
-    return h if sys.byteorder == "little" else h.reshape(*w.shape, 2)[..., ::-1].reshape(h.shape)
-
-
-def _fraction(xp: Any, w: Any) -> Any:
-    """The upper 53 bits as a float64 in [0, 1)."""
-    # Signed integers convert to floats several times faster than unsigned ones.
-    return (w >> np.uint64(11)).view(np.int64) * 2.0**-53
-
-
-@functools.cache
-def _bits(dtype: np.dtype) -> Recipe:
-    return Recipe(1, 2, _halves) if dtype == _U32 else Recipe(1, 1, lambda xp, w: w)
-
-
-@functools.lru_cache(maxsize=256)
-def _uniform(dtype: np.dtype, low: float, high: float) -> Recipe:
-    digits = _FLOATS[dtype]
-    # Scaling rounds, and may round up to the excluded end.
-    below = None if (low, high) == (0.0, 1.0) else _below(high, dtype)
-
-    def scaled(xp: Any, u: Any) -> Any:
-        if below is not None:
-            u *= u.dtype.type(high - low)
-            u += u.dtype.type(low)
-        # Rounding to half precision is monotone, so that one limit after it serves.
-        u = u.astype(dtype, copy=False)
-        return u if below is None else xp.minimum(u, below)
-
-    if dtype == _F64:
-        return Recipe(1, 1, lambda xp, w: scaled(xp, _fraction(xp, w)))
-
-    def short(xp: Any, w: Any) -> Any:
-        h = _halves(xp, w)
-        h >>= np.uint32(32 - digits)
-        return scaled(xp, h.astype(np.float32) * np.float32(2.0**-digits))
-
-    return Recipe(1, 2, short)
-
-
-def _below(high: float, dtype: np.dtype) -> Any:
-    """The largest number of ``dtype`` below ``high``."""
-    top = dtype.type(high)
-    return top if float(top) < high else np.nextafter(top, dtype.type(-np.inf))
-
-
-@functools.lru_cache(maxsize=256)
-def _normal(dtype: np.dtype, mean: float, std: float) -> Recipe:
-    """Box and Muller (1958): two uniforms give two independent normals."""
-    wide: Any = np.float64 if dtype == _F64 else np.float32
-
-    def polar(xp: Any, radius2: Any, angle: Any) -> Any:
-        radius = xp.sqrt(radius2)
-        if std != 1.0:
-            radius *= wide(std)
-        out = xp.empty((radius.shape[0], 2), wide)
-        xp.multiply(radius, xp.cos(angle), out=out[:, 0])
-        xp.multiply(radius, xp.sin(angle), out=out[:, 1])
-        if mean != 0.0:
-            out += wide(mean)
-        return out.astype(dtype, copy=False)
-
-    def double(xp: Any, w: Any) -> Any:
-        # 1 - u is in (0, 1]: its logarithm is finite, and the largest radius is 8.57.
-        radius2 = xp.log(1.0 - _fraction(xp, w[:, 0]))
-        radius2 *= -2.0
-        return polar(xp, radius2, _fraction(xp, w[:, 1]) * math.tau)
-
-    def single(xp: Any, w: Any) -> Any:
-        h = _halves(xp, w)
-        # All 32 bits of the radius count near 0, where the tail is: the largest radius is 6.76.
-        u = h[:, 0].astype(np.float32)
-        u += np.float32(0.5)
-        u *= np.float32(2.0**-32)
-        radius2 = xp.log(u)
-        radius2 *= np.float32(-2.0)
-        return polar(xp, radius2, h[:, 1].astype(np.float32) * np.float32(math.tau * 2.0**-32))
-
-    return Recipe(2, 2, double) if dtype == _F64 else Recipe(1, 2, single)
-
-
-def _ndtr(x: float) -> float:
-    """Distribution function of the standard normal, exact in the lower tail."""
-    return 0.5 * math.erfc(-x * math.sqrt(0.5))
-
-
-@functools.lru_cache(maxsize=256)
-def _truncated(dtype: np.dtype, lower: float, upper: float, mean: float, std: float) -> Recipe:
-    """Inverse distribution function, in float64, on the side of the bell where it is exact."""
-    flip = lower > 0
-    a, b = (-upper, -lower) if flip else (lower, upper)
-    pa, pb = _ndtr(a), _ndtr(b)
-
-    def transform(xp: Any, w: Any) -> Any:
-        if xp.__name__ == "cupy":
-            from cupyx.scipy.special import ndtri
-        else:
-            from scipy.special import ndtri
-        # Inside (0, 1): at the ends the inverse is infinite.
-        u = xp.minimum((_fraction(xp, w) + 2.0**-54) * (pb - pa) + pa, 1 - 2.0**-53)
-        z = xp.clip(ndtri(u), a, b)
-        return ((-z if flip else z) * std + mean).astype(dtype, copy=False)
-
-    return Recipe(1, 1, transform)
-
-
-def _survival(xp: Any, w: Any, dtype: np.dtype) -> Any:
-    """A uniform variable in (0, 1), finest near 0, as a group of float64 or float32."""
-    if dtype == _F64:
-        u = _fraction(xp, w) + 2.0**-54
-        return xp.minimum(u, 1 - 2.0**-53)
-    u = _halves(xp, w).astype(np.float32)
-    u += np.float32(0.5)
-    u *= np.float32(2.0**-32)
-    return xp.minimum(u, np.float32(1 - 2.0**-24))
-
-
-@functools.lru_cache(maxsize=256)
-def _exponential(dtype: np.dtype, scale: float) -> Recipe:
-    def transform(xp: Any, w: Any) -> Any:
-        out = xp.log(_survival(xp, w, dtype))
-        out *= out.dtype.type(-scale)
-        return out.astype(dtype, copy=False)
-
-    return Recipe(1, 1 if dtype == _F64 else 2, transform)
-
-
-@functools.cache
-def _gumbel(dtype: np.dtype) -> Recipe:
-    def transform(xp: Any, w: Any) -> Any:
-        # -log(1 - u) keeps every digit of a small u, and small ones make the large results, which decide a maximum.
-        return (-xp.log(-xp.log1p(-_survival(xp, w, dtype)))).astype(dtype, copy=False)
-
-    return Recipe(1, 1 if dtype == _F64 else 2, transform)
-
-
-@functools.lru_cache(maxsize=256)
-def _integers(dtype: np.dtype, low: int, span: int) -> Recipe:
-    """``low + (word * span) >> 64``: each value has probability within 2**-64 of ``1 / span``."""
-    start = np.uint64(low % 2**64)
-    s0, s1 = np.uint64(span & 0xFFFFFFFF), np.uint64(span >> 32 & 0xFFFFFFFF)
-    c32 = np.uint64(32)
-
-    def transform(xp: Any, w: Any) -> Any:
-        if span < 2**64:
-            hi, lo = w >> c32, w & np.uint64(0xFFFFFFFF)
-            mid = hi * s0 + ((lo * s0) >> c32)
-            if s1:
-                low_mid = (mid & np.uint64(0xFFFFFFFF)) + lo * s1
-                w = hi * s1 + (mid >> c32) + (low_mid >> c32)
-            else:
-                w = mid >> c32
-        return (w + start).astype(dtype, copy=False)
-
-    return Recipe(1, 1, transform)
-
-
-@functools.lru_cache(maxsize=256)
-def _bernoulli(threshold: int) -> Recipe:
-    def transform(xp: Any, w: Any) -> Any:
-        h = _halves(xp, w)
-        return xp.zeros(h.shape, bool) if threshold == 0 else h <= np.uint32(threshold - 1)
-
-    return Recipe(1, 2, transform)
-
 
 # ----- ops ------------------------------------------------------------------------------------------------------------
 # params: shape and offset of the block that is made, global_shape of the array it belongs to, dtype, and the op's own.
 
 
 def _check_key(name: str, key: Any) -> None:
-    if not isinstance(key, ShapeDtype) or key.dtype != _U64 or key.shape != (2,):
+    if not isinstance(key, ShapeDtype) or key.dtype != recipes.U64 or key.shape != (2,):
         what = f"{key.dtype.name} of shape {key.shape}" if isinstance(key, ShapeDtype) else type(key).__name__
         raise DTypeError(f"[{name}] a key is uint64 of shape (2,), made by mt.random.key or split; got {what}")
 
@@ -287,7 +106,7 @@ def _split_impl(
     global_shape: tuple[int, ...],
     dtype: np.dtype,
 ) -> Any:
-    return draw(xp, key, _bits(_U64), dtype, shape, offset, global_shape, _SPLITS)
+    return draw(xp, key, recipes.bits(recipes.U64), dtype, shape, offset, global_shape, _SPLITS)
 
 
 def _fold_impl(xp: Any, key: Any, data: Any, stream: int) -> Any:
@@ -302,7 +121,7 @@ def _fold_impl(xp: Any, key: Any, data: Any, stream: int) -> Any:
 
 def _infer_fold(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
     _check_key("fold_in", args[0])
-    return ShapeDtype((2,), _U64)
+    return ShapeDtype((2,), recipes.U64)
 
 
 def _permutation_impl(
@@ -314,7 +133,7 @@ def _permutation_impl(
     dtype: np.dtype,
 ) -> Any:
     # Every rank sorts all of the keys: no element is known before all are.
-    order = draw(xp, key, _bits(_U64), _U64, global_shape, (0,), global_shape)
+    order = draw(xp, key, recipes.bits(recipes.U64), recipes.U64, global_shape, (0,), global_shape)
     return _box(xp.argsort(order, kind="stable"), shape, offset, dtype)
 
 
@@ -331,25 +150,25 @@ def _choice_impl(
     weights = p.astype(np.float64)
     if replace:
         edges = xp.cumsum(weights)
-        u = draw(xp, key, _uniform(_F64, 0.0, 1.0), _F64, shape, offset, global_shape) * edges[-1]
+        u = draw(xp, key, recipes.uniform(recipes.F64, 0.0, 1.0), recipes.F64, shape, offset, global_shape) * edges[-1]
         found = xp.searchsorted(edges, u.reshape(-1), side="right").reshape(shape)
         # u * sum may round up to the sum: the last element that has a weight is meant.
         return xp.minimum(found, xp.searchsorted(edges, edges[-1:], side="left")[0]).astype(dtype, copy=False)
     # The largest of log p + Gumbel noise are a sample without replacement, in order (Yellott, 1977; Efraimidis, 2006).
-    noise = draw(xp, key, _gumbel(_F64), _F64, p.shape, (0,), p.shape)
+    noise = draw(xp, key, recipes.gumbel(recipes.F64), recipes.F64, p.shape, (0,), p.shape)
     score = xp.where(weights > 0, xp.log(xp.where(weights > 0, weights, 1.0)) + noise, -np.inf)
     chosen = xp.argsort(-score, kind="stable")[: math.prod(global_shape)].reshape(global_shape)
     return _box(chosen, shape, offset, dtype)
 
 
-BITS = _draws("bits", _bits)
-UNIFORM = _draws("uniform", _uniform)
-NORMAL = _draws("normal", _normal)
-TRUNCATED_NORMAL = _draws("truncated_normal", _truncated)
-INTEGERS = _draws("integers", _integers)
-BERNOULLI = _draws("bernoulli", _bernoulli, takes_dtype=False)
-EXPONENTIAL = _draws("exponential", _exponential)
-GUMBEL = _draws("gumbel", _gumbel)
+BITS = _draws("bits", recipes.bits)
+UNIFORM = _draws("uniform", recipes.uniform)
+NORMAL = _draws("normal", recipes.normal)
+TRUNCATED_NORMAL = _draws("truncated_normal", recipes.truncated)
+INTEGERS = _draws("integers", recipes.integers)
+BERNOULLI = _draws("bernoulli", recipes.bernoulli, takes_dtype=False)
+EXPONENTIAL = _draws("exponential", recipes.exponential)
+GUMBEL = _draws("gumbel", recipes.gumbel)
 SPLIT = Op("random_split", ("key",), _split_impl, _infer, nondifferentiable="random bits")
 FOLD_IN = Op("random_fold_in", ("key", "data"), _fold_impl, _infer_fold, nondifferentiable="random bits")
 PERMUTATION = Op("random_permutation", ("key",), _permutation_impl, _infer, nondifferentiable="random bits")
@@ -365,7 +184,7 @@ def _key(name: str, key: Any) -> Array:
     if not isinstance(key, Array | np.ndarray):
         _check_key(name, key)
     k = asarray(key)
-    if k.shape != (2,) or k.dtype != _U64:
+    if k.shape != (2,) or k.dtype != recipes.U64:
         _check_key(name, ShapeDtype(k.shape, k.dtype))
     return k
 
@@ -387,7 +206,7 @@ def _float(name: str, dtype: Any) -> np.dtype:
         found = np.dtype(dtype)
     except TypeError:
         found = None
-    if found not in _FLOATS:
+    if found not in recipes.FLOATS:
         raise DTypeError(f"[{name}] dtype must be float64, float32, float16 or bfloat16, got {dtype!r}")
     return found
 
@@ -469,7 +288,7 @@ def split(key: Any, num: int = 2) -> Array:
         raise DTypeError(f"[split] the number of keys is an integer, got {num!r}") from None
     if count < 0:
         raise ValueError(f"[split] the number of keys must not be negative, got {count}")
-    return _draw(SPLIT, key, (count, 2), _U64)
+    return _draw(SPLIT, key, (count, 2), recipes.U64)
 
 
 def fold_in(key: Any, data: Any) -> Array:
@@ -521,7 +340,7 @@ def bits(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.uint64) -> A
     Array([ 1609277786247541068, 15789900245555285980], dtype=uint64)
     """
     wanted = np.dtype(dtype)
-    if wanted not in (_U64, _U32):
+    if wanted not in (recipes.U64, recipes.U32):
         raise DTypeError(f"[bits] dtype must be uint64 or uint32, got {wanted.name}")
     return _draw(BITS, key, shape, wanted)
 
@@ -556,7 +375,7 @@ def uniform(
     a, b = _number("uniform", "low", low), _number("uniform", "high", high)
     with np.errstate(over="ignore"):
         first, last = float(wanted.type(a)), float(wanted.type(b))
-        width = b - a if wanted == _F64 else float(np.float32(b - a))
+        width = b - a if wanted == recipes.F64 else float(np.float32(b - a))
     if not (-math.inf < first < last < math.inf and math.isfinite(width)):
         raise ValueError(f"[uniform] there must be {wanted.name} numbers from low up to high, got {a} and {b}")
     return _draw(UNIFORM, key, shape, wanted, low=a, high=b)
@@ -611,7 +430,7 @@ def truncated_normal(
     if not a < b:
         raise ValueError(f"[truncated_normal] lower must be below upper, got {a} and {b}")
     # Below about 1e-300 the inverse of the distribution function has no digits left.
-    if (_ndtr(-a) - _ndtr(-b) if a > 0 else _ndtr(b) - _ndtr(a)) < 1e-300:
+    if (recipes.ndtr(-a) - recipes.ndtr(-b) if a > 0 else recipes.ndtr(b) - recipes.ndtr(a)) < 1e-300:
         raise ValueError(f"[truncated_normal] a normal number has no chance of lying between {a} and {b}")
     return _draw(
         TRUNCATED_NORMAL,
@@ -692,12 +511,12 @@ def bernoulli(key: Any, p: Any = 0.5, shape: int | Sequence[int] | None = None) 
     if isinstance(p, Array | np.ndarray):
         chance = asarray(p)
         full = chance.shape if shape is None else _shape("bernoulli", shape)
-        wide = _F64 if _float("bernoulli", chance.dtype) == _F64 else _F32
+        wide = recipes.F64 if _float("bernoulli", chance.dtype) == recipes.F64 else recipes.F32
         return uniform(key, full, wide) < broadcast_to(chance, full)
     number = _number("bernoulli", "p", p)
     if not 0 <= number <= 1:
         raise ValueError(f"[bernoulli] p must be between 0 and 1, got {number}")
-    return _draw(BERNOULLI, key, () if shape is None else shape, _BOOL, threshold=round(number * 2**32))
+    return _draw(BERNOULLI, key, () if shape is None else shape, recipes.BOOL, threshold=round(number * 2**32))
 
 
 def exponential(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.float64, scale: float = 1.0) -> Array:
@@ -741,7 +560,7 @@ def categorical(key: Any, logits: Any, axis: int = -1) -> Array:
         raise ShapeError(f"[categorical] logits of shape {x.shape} have no axis {axis}")
     if x.shape[axis] == 0:
         raise ShapeError(f"[categorical] there is no class to choose from: shape {x.shape}, axis {axis}")
-    noise = gumbel(key, x.shape, _F64 if wanted == _F64 else _F32)
+    noise = gumbel(key, x.shape, recipes.F64 if wanted == recipes.F64 else recipes.F32)
     return argmax(x.astype(noise.dtype, copy=False) + noise, axis=axis)
 
 
@@ -767,7 +586,7 @@ def permutation(key: Any, x: Any, axis: int = 0) -> Array:
         if not -values.ndim <= axis < values.ndim:
             raise ShapeError(f"[permutation] an array of shape {values.shape} has no axis {axis}")
         axis %= values.ndim
-        order = _draw(PERMUTATION, key, values.shape[axis], _I64)
+        order = _draw(PERMUTATION, key, values.shape[axis], recipes.I64)
         return values[(*(slice(None),) * axis, order)]
     try:
         n = operator.index(x)
@@ -775,7 +594,7 @@ def permutation(key: Any, x: Any, axis: int = 0) -> Array:
         raise DTypeError(f"[permutation] takes a number of elements or an array, got {x!r}") from None
     if n < 0:
         raise ValueError(f"[permutation] the number of elements must not be negative, got {n}")
-    return _draw(PERMUTATION, key, n, _I64)
+    return _draw(PERMUTATION, key, n, recipes.I64)
 
 
 @composite("choice")
@@ -852,5 +671,11 @@ def _weights(key: Any, p: Any, n: int, count: int, full: tuple[int, ...], replac
             raise ValueError("[choice] p must hold finite weights that are not negative and not all 0")
         if not replace and some < count:
             raise ValueError(f"[choice] cannot choose {count} without replacement: only {some} elements have a weight")
-    params = {"shape": full, "offset": (0,) * len(full), "global_shape": full, "dtype": _I64, "replace": bool(replace)}
+    params = {
+        "shape": full,
+        "offset": (0,) * len(full),
+        "global_shape": full,
+        "dtype": recipes.I64,
+        "replace": bool(replace),
+    }
     return apply(CHOICE, (k, weights), params)

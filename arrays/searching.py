@@ -65,9 +65,7 @@ def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Array:
     (axis,) = _infer.normalize_axis("take_along_axis", axis, x.ndim)
     if indices.ndim != x.ndim:
         raise ShapeError(f"[take_along_axis] indices of shape {indices.shape} for an array of shape {x.shape}")
-    lead = _infer.broadcast_shapes(
-        _TAKE, [(*s[:axis], *s[axis + 1 :]) for s in (x.shape, indices.shape)]
-    )
+    lead = _infer.broadcast_shapes(_TAKE, [(*s[:axis], *s[axis + 1 :]) for s in (x.shape, indices.shape)])
     x = broadcast_to(x, (*lead[:axis], x.shape[axis], *lead[axis:]))
     key: list[Any] = []
     for i, n in enumerate(x.shape):

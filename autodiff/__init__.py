@@ -1,6 +1,7 @@
 """The tape, gradients to any order, compiled programs and optimizers."""
 
 from . import optim
+from .calls import checkpoint, custom_vjp, gradient_hook
 from .compile import compile
 from .tape import Tape
 from .transforms import check_grads, grad, hessian, hvp, jacobian, jvp, no_grad, value_and_grad, vjp
@@ -9,8 +10,11 @@ __all__ = [
     "Tape",
     "optim",
     "check_grads",
+    "checkpoint",
     "compile",
+    "custom_vjp",
     "grad",
+    "gradient_hook",
     "hessian",
     "hvp",
     "jacobian",

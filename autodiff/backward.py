@@ -6,7 +6,7 @@ value happen here, in :func:`fit`, and in no rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +59,7 @@ def walk(
     """
     owned: set[int] = set()  # cotangents whose buffer nobody else can hold: they may be added to in place
     position = len(records)
-    outer = state.origin
+    outer, outer_site = state.origin, state.site
     r: Any = None
     try:
         while position:
@@ -78,9 +78,10 @@ def walk(
                 if g is None:
                     continue
             if wrapped:
-                state.origin = f"{r.name} vjp"
+                state.origin, state.site = f"{r.name} vjp", r.site
                 found = _pull(r, g, xp, wrapped)
             elif recipe.decomposed or recipe.together is not None:
+                state.site = r.site
                 found = _pull(r, g, xp, wrapped)
             else:
                 # The common case, without a call of ours: elementwise rules on raw buffers.
@@ -113,7 +114,7 @@ def walk(
         e.add_note(f"in the derivative of {r.name}, called at {site_text(r.site)}")
         raise
     finally:
-        state.origin = outer
+        state.origin, state.site = outer, outer_site
 
 
 def _cotangents_of(r: Recorded, cots: dict[int, Any], keep: frozenset[int], owned: set[int], xp: Any) -> Any:
@@ -134,6 +135,8 @@ def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool) -> list[Any]:
     """Cotangents of the watched operands, as the rules give them; the general form."""
     recipe = r.recipe
     if recipe.decomposed:
+        if hasattr(recipe.op, "pull"):
+            return recipe.op.pull(r, g, wrapped)
         if recipe.op.decompose is None:
             raise NonDifferentiableError(f"[{recipe.op.name}] has no derivative; it was called at {site_text(r.site)}")
         return _pull_decomposed(r, g, wrapped)
@@ -163,20 +166,27 @@ def same_value(x: Array) -> Array:
 
 
 def _pull_decomposed(r: Recorded, g: Any, wrapped: bool) -> list[Any]:
-    """Derivative of an op through its decomposition: record that on a tape of its own and walk it."""
-    from .tape import Tape
-
+    """Derivative of an op through its decomposition."""
     # Where outer tapes listen, each operand is an alias with a name of its own that they know: an array that is passed twice
     # would otherwise get the sum of both cotangents twice.
     args = [
         b if type(v) is Const else (apply(ALIAS, (named(b, v),)) if wrapped else wrap(b))
         for b, v in zip(r.saved, r.inputs, strict=True)
     ]
+    return pull_through(lambda given: r.recipe.op.decompose(*given, **r.params), args, r, g, wrapped)
+
+
+def pull_through(
+    run: Callable[[Sequence[Any]], Any], args: Sequence[Any], r: Recorded, g: Any, wrapped: bool
+) -> list[Any]:
+    """Derivative of a call through other calls that compute the same: record those on a tape of their own and walk it."""
+    from .tape import Tape
+
     tape = Tape()
     with tape:
         tape.watch([args[p] for p in r.recipe.wanted])
-        outs = r.recipe.op.decompose(*args, **r.params)
-    outs = outs if isinstance(outs, tuple) else (outs,)
+        outs = run(args)
+    outs = outs if isinstance(outs, tuple | list) else (outs,)
     seeds = g if isinstance(g, tuple) else (g,)
     if not wrapped:
         seeds = tuple(wrap(np.asarray(s)) if isinstance(s, np.generic) else wrap(s) for s in seeds)

@@ -106,6 +106,11 @@ class _Trace:
         self.detached: dict[int, Held] = {}  # by id of the Array
         self.staged_vars: dict[int, tuple[int, ...]] = {}
         self.open = True
+        self.has_calls = False
+
+    def note_call(self) -> None:
+        """Called where the function makes a call that tapes record as one (``checkpoint``, ``custom_vjp``, ``gradient_hook``)."""
+        self.has_calls = True
 
     # ----- calls without a traced array -------------------------------------------------------------------------------
 
@@ -220,7 +225,11 @@ class Compiled:
         ):
             return self._fn(*args, **kwargs)  # inside another compiled function: part of its program
         ready = self._ready(leaves, arrays, treedef)
-        return ready([a for a in arrays if isinstance(a, Array)])
+        inputs = [a for a in arrays if isinstance(a, Array)]
+        if ready.has_calls and ready.is_watched(inputs):
+            # A program has the calls inside such a call, not its derivative: that is found by running the code.
+            return self._fn(*args, **kwargs)
+        return ready(inputs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled method; the object it is called on is an argument like any other."""
@@ -372,15 +381,20 @@ class _Ready:
         run: Callable[[Sequence[Any]], list[Any]],
         out_def: trees.TreeDef,
         statics: list[Any],
-        lifted: Iterable[Lifted],
+        trace: _Trace,
     ) -> None:
         self.program, self.run, self.out_def, self.statics = program, run, out_def, statics
-        self.lifted = [c for c in lifted if c.var in program.constants]
+        self.lifted = [c for c in trace.lifted.values() if c.var in program.constants]
+        self.has_calls = trace.has_calls
+
+    def is_watched(self, inputs: Sequence[Array]) -> bool:
+        """Whether a recorder of this thread watches what the program is computed from."""
+        return bool(state.recorders) and any(
+            r.watches(a) for r in state.recorders for a in (*inputs, *(c.current() for c in self.lifted))
+        )
 
     def __call__(self, inputs: Sequence[Array]) -> Any:
-        if state.recorders and any(
-            r.watches(a) for r in state.recorders for a in (*inputs, *(c.current() for c in self.lifted))
-        ):
+        if self.is_watched(inputs):
             found = self._replay(inputs)
         else:
             found = [wrap(b) for b in self.run([a._buf for a in inputs])]
@@ -425,10 +439,10 @@ def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
     host = next((b.host for b in buffers if isinstance(b, Deferred)), None)
     if host is not None:
         run = host.prepare(program, [a.sharding for a in inputs])
-        return _Ready(program, run, out_def, statics, trace.lifted.values())
+        return _Ready(program, run, out_def, statics, trace)
     device = inputs[0].device if inputs else None
     xp = backend_for(device).xp if device is not None else backend_of(None).xp
-    return _Ready(program, local_executable(program, xp), out_def, statics, trace.lifted.values())
+    return _Ready(program, local_executable(program, xp), out_def, statics, trace)
 
 
 def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], list[Any]]:

@@ -20,12 +20,13 @@ from ..arrays import tree as trees
 from ..arrays._array import Array, new_id, next_id
 from ..arrays._backends import backend_of
 from ..arrays._dispatch import Deferred, argument_avals, wrap
-from ..arrays._op import Op, not_recording, state
+from ..arrays._op import NO_PARAMS, Op, not_recording, state
 from ..arrays.creation import asarray, ones
 from ..arrays.devices import Device
 from ..arrays.errors import GradientError
 from ..arrays.program import Const, Entry, Site
 from .backward import Recorded, walk
+from .calls import CallRecipe
 from .recipe import recipe_for
 
 
@@ -98,7 +99,8 @@ class Tape:
     @contextmanager
     def stop_recording(self) -> Iterator[None]:
         """What is computed inside is a constant to this tape."""
-        with not_recording(self):
+        # Inside a checkpoint its recorder stands for this tape.
+        with not_recording(self, *(r for r in state.recorders if self in getattr(r, "tapes", ()))):
             yield
 
     def __len__(self) -> int:
@@ -161,6 +163,37 @@ class Tape:
                     origin,
                     site,
                 )
+            )
+        )
+
+    def record_call(
+        self,
+        call: Any,
+        args: Sequence[Array],
+        outs: Sequence[Array],
+        saved: Sequence[Any],
+        origin: str | None,
+        site: Site | None,
+    ) -> None:
+        """Called by :mod:`.calls` after a call that brings its own derivative; ``saved`` is for that alone."""
+        wanted = tuple(i for i, a in enumerate(args) if a._id in self._live)
+        if not wanted:
+            return
+        self._live.update(o._id for o in outs if is_differentiable(o.dtype))
+        operands = [(args[i]._id, args[i].shape, args[i].dtype) for i in wanted]
+        recipe: Any = CallRecipe(call, wanted)
+        self._records.append(
+            Recorded(
+                recipe,
+                operands,
+                [a._id for a in args],
+                [o._id for o in outs],
+                saved,
+                NO_PARAMS,
+                None,
+                argument_avals(tuple(outs)),
+                origin,
+                site,
             )
         )
 

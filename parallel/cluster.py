@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,15 +30,27 @@ def connect(address: str, *, timeout: float = 10.0) -> Iterator[Any]:
     log = logging.getLogger("distributed")
     level = log.level
     log.setLevel(logging.CRITICAL)  # its own account of failed connections is a page long
+    found: list[Any] = []
+
+    def start() -> None:
+        try:
+            found.append(Client(address, timeout=timeout, set_as_default=False))
+        except (OSError, TimeoutError, ValueError) as e:
+            found.append(e)
+
+    # In a thread of its own: where something listens that never says a word, Dask's client waits for ever.
+    thread = threading.Thread(target=start, name="meshtape-connect", daemon=True)
+    thread.start()
     try:
-        client = Client(address, timeout=timeout, set_as_default=False)
-    except (OSError, TimeoutError, ValueError) as e:
+        thread.join(timeout + 2.0)
+    finally:
+        log.setLevel(level)
+    client = found[0] if found else TimeoutError(f"nothing was said in {timeout:.0f} s")
+    if isinstance(client, Exception):
         raise SchedulerUnreachable(
             f"no Dask scheduler answers at {address} (waited {timeout:.0f} s): is it running, and is the address "
             "like tcp://host:8786?"
-        ) from e
-    finally:
-        log.setLevel(level)
+        ) from client
     try:
         yield client
     finally:

@@ -12,6 +12,7 @@ import contextlib
 import importlib.metadata
 import itertools
 import secrets
+import threading
 import time
 import uuid
 import weakref
@@ -295,8 +296,11 @@ class DaskRuntime:
     def close(self) -> None:
         if self._closed:
             return
+        # What is on its way still needs its program; an error in it has nobody left to tell.
+        while self._flight:
+            with contextlib.suppress(MeshtapeError):
+                self._settle(self._flight[0])
         self._closed = True
-        self._flight.clear()
         if self.client.status == "running":
             alive = set(self.client.scheduler_info(n_workers=-1)["workers"])
             there = [a for a in self.addresses if a in alive]
@@ -327,6 +331,8 @@ class DaskRuntime:
             pending = [f for f in pending if not f.done()]
             if failed_at is None and any(f.status in ("error", "cancelled", "lost") for f in this.futures):
                 failed_at = time.monotonic()
+                if pending:
+                    self._stop_the_rest()
             if failed_at is not None and time.monotonic() - failed_at > grace:
                 break
             if pending and self.client.status != "running":
@@ -356,6 +362,17 @@ class DaskRuntime:
         if isinstance(cause, MeshtapeError):
             raise cause
         raise RankLost(f"a worker failed while it ran {this.what}: {type(cause).__name__}: {cause}") from cause
+
+    def _stop_the_rest(self) -> None:
+        """Workers that still wait for one that failed are told; nobody waits for their answer, as one may have none."""
+        alive = set(self.client.scheduler_info(n_workers=-1)["workers"])
+        there, epoch = [a for a in self.addresses if a in alive], self._epoch
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):  # it hastens an end that timeouts would bring as well
+                self.client.run(gang.stop_epoch, self.mesh_id, epoch, workers=there, on_error="return")
+
+        threading.Thread(target=tell, name="meshtape-stop", daemon=True).start()
 
     def _gather(self, this: Gang) -> list[Any]:
         self._settle(this)

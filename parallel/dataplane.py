@@ -66,6 +66,7 @@ class DataPlane:
         self._secrets: dict[bytes, bytes] = {}
         self._arrived: dict[tuple[bytes, int, int], socket.socket] = {}
         self._groups: dict[tuple[bytes, int], Group] = {}
+        self._stopped: set[tuple[bytes, int]] = set()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="meshtape-accept", daemon=True)
@@ -75,10 +76,20 @@ class DataPlane:
         """Let processes of this mesh in that know its secret."""
         self._secrets[mesh] = secret
 
+    def stop(self, mesh: bytes, epoch: int) -> None:
+        """End what an epoch of a mesh still waits for here: one of its processes failed. Called by any thread."""
+        with self._changed:
+            self._stopped.add((mesh, epoch))
+            group = self._groups.get((mesh, epoch))
+            if group is not None:
+                group.shutdown()
+            self._changed.notify_all()
+
     def dismiss(self, mesh: bytes) -> None:
         """Forget a mesh and close its connections."""
         self._secrets.pop(mesh, None)
         with self._changed:
+            self._stopped = {s for s in self._stopped if s[0] != mesh}
             for key in [k for k in self._groups if k[0] == mesh]:
                 self._groups.pop(key).close()
             for key in [k for k in self._arrived if k[0] == mesh]:
@@ -174,6 +185,8 @@ class DataPlane:
                 if p > process:
                     with self._changed:
                         while (mesh, epoch, p) not in self._arrived:
+                            if (mesh, epoch) in self._stopped:
+                                raise RankLost(f"{ranks[p]} left before it joined the mesh")
                             left = deadline - time.monotonic()
                             if left <= 0 or self._closed:
                                 raise CollectiveTimeout(f"{ranks[p]} did not join the mesh within {timeout:.0f} s")
@@ -216,6 +229,12 @@ class Group:
         for s in self._socks.values():
             s.close()
         self._socks = {}
+
+    def shutdown(self) -> None:
+        """End the connections without giving them up: whoever waits for one sees it closed. Called by any thread."""
+        for s in list(self._socks.values()):
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
 
     def abort(self, reason: str) -> None:
         """Tell all others why this process stops, as far as they still listen."""

@@ -15,6 +15,7 @@ import numpy as np
 from ..arrays.blocks import Box
 from ..arrays.errors import MeshtapeError, RankLost
 from ..arrays.reductions import _is_low_precision as is_low_precision
+from .factors import RankView
 from .partition import Local, Moves, RankProgram
 from .placement import REDUCERS, identity_of
 from .reshard import Plan, plan_reshard, reshard_text
@@ -86,13 +87,18 @@ class Prepared:
 
     def _prepare_local(self, s: Local) -> PreparedLocal:
         p = self.program
-        params, fills = {}, {}
+        params: dict[int, Any] = {}
+        fills: dict[int, Any] = {}
+        views: dict[int, RankView] = {}
         pending = [dict(p.layouts[v].partials) for v in s.outputs]
-        for rank in self.hosted:
-            view = p.view(s, rank)
+        extremum = any(op in ("max", "min") for part in pending for op in part.values())
+        if s.rule.localize is None and not extremum:
+            params = dict.fromkeys(self.hosted, s.params)
+        else:
+            views = {rank: p.view(s, rank) for rank in self.hosted}
+        for rank, view in views.items():
             params[rank] = s.params if s.rule.localize is None else s.rule.localize(s.params, view)
-            empty = any(b is not None and b.size == 0 for b in view.operands)
-            if empty and any(op in ("max", "min") for part in pending for op in part.values()):
+            if extremum and any(b is not None and b.size == 0 for b in view.operands):
                 # Nothing to reduce here: the block is the neutral element, as max of no elements has no other value.
                 fills[rank] = tuple(
                     (box.shape, p.avals[v].dtype, identity_of(next(iter(part.values()), "sum"), p.avals[v].dtype))

@@ -94,6 +94,13 @@ def close_mesh(mesh: bytes, programs: Sequence[str], dask_worker: Any) -> None:
             state.programs.pop(p, None)
 
 
+def stop_epoch(mesh: bytes, epoch: int, dask_worker: Any) -> None:
+    """Run on each worker after a failure: what still waits for the one that failed ends."""
+    state = _STATES.get(dask_worker.address)
+    if state is not None:
+        state.plane.stop(mesh, epoch)
+
+
 @dataclass(frozen=True)
 class Seat:
     """A process's place in a mesh."""

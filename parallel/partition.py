@@ -172,8 +172,12 @@ class _Writer:
             found = self.moved[key] = self.new(self.avals[var], layout)
             if var in self.due_targets:
                 self.flush()
-            self.due.append(Move(var, found, origin))
-            self.due_targets.add(found)
+            if _is_local(now, layout):
+                # Nothing is sent: no reason to carry out the reductions that can still wait.
+                self.steps.append(Moves((Move(var, found, origin),)))
+            else:
+                self.due.append(Move(var, found, origin))
+                self.due_targets.add(found)
         return found
 
     def flush(self) -> None:
@@ -185,6 +189,11 @@ class _Writer:
         """Before these are read: carry out the moves that are due, if one of them is among them."""
         if not self.due_targets.isdisjoint(v for v in variables if isinstance(v, int)):
             self.flush()
+
+
+def _is_local(now: Layout, then: Layout) -> bool:
+    """Whether each rank can cut its new block from its old one: nothing is reduced or gathered, and what is split was whole."""
+    return now.partials == then.partials and all(then.axes_of(d) == axes for d, axes in now.shards)
 
 
 def _same_blocks(a: Layout, b: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
@@ -211,6 +220,8 @@ def partition(
     """
     w = _Writer(program, {v: layouts.get(v, REPLICATED) for v in (*program.inputs, *program.constants)}, sizes)
     reduce_early = _reduced_anyway(program)
+    if settle:
+        reduce_early.update(program.outputs)
     renamed: dict[int, int] = {}
     for e in program.entries:
         _place_entry(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from ..arrays.blocks import Box, ceil_blocks
+from ..arrays.blocks import Box
 from ..arrays.errors import MeshError, ShapeError, ShardingConflict
 
 if TYPE_CHECKING:
@@ -129,15 +129,20 @@ def make_layout(shards: Mapping[int, Sequence[int]], partials: Mapping[int, str]
 
 
 def block_box(layout: Layout, sizes: Sequence[int], shape: Sequence[int], rank: int) -> Box:
-    """The block of an array of ``shape`` that ``rank`` of a mesh of lengths ``sizes`` holds."""
-    coords = np.unravel_index(rank, tuple(sizes)) if sizes else ()
+    """The block of an array of ``shape`` that ``rank`` of a mesh of lengths ``sizes`` holds: that of ``ceil_blocks``."""
+    if not layout.shards:
+        return Box.whole(shape)
+    coords = np.unravel_index(rank, tuple(sizes))
     offset, lengths = [0] * len(shape), list(shape)
     for dim, axes in layout.shards:
         index, parts = 0, 1
         for a in axes:
             index = index * sizes[a] + int(coords[a])
             parts *= sizes[a]
-        offset[dim], lengths[dim] = ceil_blocks(shape[dim], parts)[index]
+        n = shape[dim]
+        step = -(-n // parts)
+        offset[dim] = min(index * step, n)
+        lengths[dim] = min(step, n - offset[dim])
     return Box(tuple(offset), tuple(lengths))
 
 

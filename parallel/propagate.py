@@ -4,7 +4,8 @@ One procedure reads every op's factor mapping, forward and backward entries alik
 
 1. The operands propose: each factor that one of them is split along on this axis is a candidate, and so is each set of
    operands that is ``Partial("sum")`` together and in which the op is linear, and so is replication.
-2. The candidate that moves the fewest bytes wins. At ties a split wins over replication, earlier operands over later ones.
+2. The candidate that moves the fewest bytes wins, the reduction of a result that stays pending counted in: it is put off unless
+   the op makes what is pending larger. At ties a split wins over replication, earlier operands over later ones.
 3. Where a factor is split by several axes, a candidate must keep blocks even where the mapping needs it; axes are taken from
    the largest to the smallest (ties: the outer one first), so that the largest one stays.
 
@@ -78,7 +79,7 @@ def propagate(
         if len(_cache) > 20_000:
             _cache.clear()
         rule = rule_for(op, avals, out_avals, params)
-        found = _cache[key] = _propagate(rule, avals, layouts, tuple(sizes))
+        found = _cache[key] = _propagate(rule, avals, out_avals, layouts, tuple(sizes))
     return found
 
 
@@ -86,9 +87,14 @@ _cache: dict[Any, Placed] = {}
 
 
 def _propagate(
-    rule: FactorRule, avals: Sequence[Any], layouts: Sequence[Layout | None], sizes: tuple[int, ...]
+    rule: FactorRule,
+    avals: Sequence[Any],
+    out_avals: Sequence[ShapeDtype],
+    layouts: Sequence[Layout | None],
+    sizes: tuple[int, ...],
 ) -> Placed:
     arrays = [i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)]
+    result_bytes = sum(a.nbytes for a in out_avals)
     now = {i: layouts[i] or REPLICATED for i in arrays}
     chosen: dict[int, Any] = {}  # mesh axis → factor (int), set of partial operands, or nothing
     split: dict[int, list[int]] = {}  # factor → mesh axes
@@ -111,9 +117,11 @@ def _propagate(
                 candidates[d.factor] = _cost(rule, avals, now, sizes, axis, d.factor)
         for group in rule.linear:
             if all(dict(now[i].partials).get(axis) == "sum" for i in group):
-                candidates[group] = sum(
-                    move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays if i not in group
-                )
+                others = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays if i not in group)
+                # Somebody will reduce the result: putting that off pays where it is no larger than what is pending now.
+                growth = result_bytes / max(sum(avals[i].nbytes for i in group), 1)
+                now_bytes = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in group)
+                candidates[group] = others + growth * now_bytes
         candidates[None] = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays)
         best = min(candidates, key=lambda c: candidates[c])  # the first of equals; replication comes last
         chosen[axis] = best

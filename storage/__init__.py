@@ -13,30 +13,44 @@ array([3., 4., 5.])
 
 import sys as _sys
 
+from .comparing import ArrayDiff, DiffReport, diff
+from .converting import ConvertReport, convert, reshard
+from .estimating import Estimate, estimate
 from .inflight import SaveHandle
 from .loading import LoadReport, load
 from .manager import CheckpointManager
 from .merging import MergeReport, merge
 from .opened import Checkpoint, StoredArray, open_checkpoint
+from .rules import Rule, Rules
 from .safetensors import load_safetensors, read_header, save_safetensors
 from .saving import SaveReport, save, save_async
 from .verifying import VerifyReport, verify
 
 __all__ = [
+    "ArrayDiff",
     "Checkpoint",
     "CheckpointManager",
+    "ConvertReport",
+    "DiffReport",
+    "Estimate",
     "LoadReport",
     "MergeReport",
+    "Rule",
+    "Rules",
     "SaveHandle",
     "SaveReport",
     "StoredArray",
     "VerifyReport",
+    "convert",
+    "diff",
+    "estimate",
     "load",
     "load_safetensors",
     "merge",
     "open_checkpoint",
     "read_header",
     "register_zarr_dtypes",
+    "reshard",
     "save",
     "save_async",
     "save_safetensors",

@@ -183,13 +183,13 @@ def replacing(target: str, *, overwrite: bool, ours: Callable[[str], bool]) -> I
     target = os.path.abspath(target)
     parent, name = os.path.split(target)
     recover(parent, name)
-    _check_target(target, overwrite, ours)
+    check_target(target, overwrite, ours)
     temporary = os.path.join(parent, f"{name}.tmp-{_new_id()}")
     committed = False
 
     def commit() -> None:
         nonlocal committed
-        _check_target(target, overwrite, ours)
+        check_target(target, overwrite, ours)
         _swap_in(fs, temporary, target)
         committed = True
 
@@ -204,7 +204,19 @@ def replacing(target: str, *, overwrite: bool, ours: Callable[[str], bool]) -> I
                     fs.remove_tree(temporary)
 
 
-def _check_target(target: str, overwrite: bool, ours: Callable[[str], bool]) -> None:
+def adopt(directory: str, target: str, without: str) -> None:
+    """Commit a finished directory that stands beside the target under a name of its own, less its file ``without``."""
+    fs = active()
+    with _owned(f"{target}.tmp-{_new_id()}") as temporary:
+        fs.rename(directory, temporary)
+        # Only now: a directory of the former name without this file could not be told from somebody else's.
+        fs.unlink(os.path.join(temporary, without))
+        fs.fsync_dir(temporary)
+        _swap_in(fs, temporary, target)
+
+
+def check_target(target: str, overwrite: bool, ours: Callable[[str], bool]) -> None:
+    """Raise `CheckpointExists` where ``target`` may not be replaced."""
     if not os.path.lexists(target):
         return
     if not overwrite:

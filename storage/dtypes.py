@@ -67,6 +67,7 @@ _BY_NAME: dict[str, Row] = {row.name: row for row in ROWS if row.name}
 
 # What a saved checkpoint may hold: the types that readers of Zarr know, plus the three that meshtape registers with it.
 EXTENSIONS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+FLOATS = ("float16", "float32", "float64", *EXTENSIONS)
 _NOT_IN_ZARR = ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 

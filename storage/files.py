@@ -45,6 +45,10 @@ class Files:
         """A descriptor for writing a new file; fails where the name exists."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
 
+    def open(self, path: str) -> int:
+        """A descriptor for writing to a file that exists."""
+        return os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+
     def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         """Write all of ``buffers`` (at most `IOV_MAX` of them) from ``offset`` on; returns the number of bytes."""
         views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]

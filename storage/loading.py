@@ -125,14 +125,14 @@ def _some(keys: Sequence[Any]) -> str:
     return f"{shown} and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else shown
 
 
-def _prune(node: Any, picked: set[Path], path: Path = ()) -> tuple[Any, bool]:
+def prune(node: Any, picked: set[Path], path: Path = ()) -> tuple[Any, bool]:
     """The tree with only the picked leaves: others vanish from dicts, and become None where places count."""
     if isinstance(node, dict):
-        kept = {k: _prune(v, picked, (*path, k)) for k, v in node.items()}
+        kept = {k: prune(v, picked, (*path, k)) for k, v in node.items()}
         kept = {k: v for k, (v, some) in kept.items() if some}
         return kept, bool(kept)
     if isinstance(node, (list, tuple)):
-        parts = [_prune(v, picked, (*path, i)) for i, v in enumerate(node)]
+        parts = [prune(v, picked, (*path, i)) for i, v in enumerate(node)]
         return type(node)(v for v, _ in parts), any(some for _, some in parts)
     return (node, True) if path in picked and node is not None else (None, False)
 
@@ -372,7 +372,7 @@ def load(
     if like is not None:
         scalars = _held(ckpt, picked)[1]
         return _rebuild(like, {**scalars, **loaded})
-    structure = ckpt.structure if picked is None else _prune(ckpt.structure, picked)[0]
+    structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
     order = list(ckpt.arrays)
     return fill(structure, lambda leaf: loaded[order[leaf.index]])
 

@@ -98,7 +98,7 @@ class Rules:
     def __init__(self, rules: str | Rule | Iterable[Rule] | Rules, *, follow: Iterable[str] = ()) -> None:
         templates = list((follow,) if isinstance(follow, str) else follow)
         if isinstance(rules, str):
-            parsed = [ruletext.parse_line(line, i) for i, line in enumerate(rules.splitlines(), 1)]
+            parsed = [ruletext.parse_line(line, i) for i, line in enumerate(rules.split("\n"), 1)]
             templates = [p for p in parsed if isinstance(p, str)] + templates
             held = [Rule(p[0], p[1], *p[2], optional=p[3]) for p in parsed if isinstance(p, tuple)]
         elif isinstance(rules, Rules):

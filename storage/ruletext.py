@@ -40,7 +40,7 @@ class _Line:
         raise RuleSyntaxError(f"line {self.number}, column {at + 1}: {what}\n  {self.text}\n  {' ' * at}^")
 
     def skip(self) -> None:
-        m = re.compile(r"[ \t]*(#.*)?").match(self.text, self.at)
+        m = re.compile(r"[ \t\r]*(#.*)?").match(self.text, self.at)
         self.at = m.end()
 
     def ended(self) -> bool:

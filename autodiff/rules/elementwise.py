@@ -37,6 +37,7 @@ defvjp(ew.POW, x=_pow_x, y=_pow_y)
 defvjp(ew.NEGATIVE, x=lambda xp, g: -g)
 defvjp(ew.POSITIVE, x=lambda xp, g: g)
 defvjp(ew.ALIAS, x=lambda xp, g: g)
+defvjp(ew.BARRIER, x=lambda xp, g: g)
 defvjp(ew.ABS, x=lambda xp, g, x: g * xp.sign(x))
 
 

@@ -21,6 +21,7 @@ _LINEAR: dict[Op, tuple[tuple[int, ...], ...]] = {
     ew.NEGATIVE: ((0,),),
     ew.POSITIVE: ((0,),),
     ew.ALIAS: ((0,),),
+    ew.BARRIER: ((0,),),
     ew.STOP_GRADIENT: ((0,),),
     ew.CONJ: ((0,),),
     ew.REAL: ((0,),),
@@ -66,6 +67,8 @@ def _elementwise(
 
 
 ELEMENTWISE = tuple(
-    op for op in OPS.values() if op.infer in (elementwise_shape, ew._infer_astype) or op in (ew.STOP_GRADIENT, ew.ALIAS)
+    op
+    for op in OPS.values()
+    if op.infer in (elementwise_shape, ew._infer_astype) or op in (ew.STOP_GRADIENT, ew.ALIAS, ew.BARRIER)
 )
 rule(*ELEMENTWISE, RESHARD)(_elementwise)

@@ -81,7 +81,9 @@ def test_eight_bit_casts(dtype, table, source):
     np.testing.assert_array_equal(np.asarray(mt.astype(x, dtype)).astype(float), [b for _, b in table])
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(mt.float8_e4m3fn, 448.0), (mt.float8_e5m2, 57344.0), (mt.float16, 65504.0)])
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(mt.float8_e4m3fn, 448.0), (mt.float8_e5m2, 57344.0), (mt.float16, 65504.0)]
+)
 def test_saturating_casts(dtype, most):
     x = mt.asarray([1e30, -1e30, math.inf, -math.inf, math.nan, 1.0, most])
     got = np.asarray(mt.astype(x, dtype, saturate=True)).astype(float)
@@ -98,7 +100,9 @@ def test_all_patterns_survive_widening_and_back(name):
     every = np.arange(256, dtype=np.uint8).view(FLOAT8[name])
     there = mt.astype(mt.asarray(every), mt.float32)
     back = np.asarray(mt.astype(there, getattr(mt, name)))
-    same = (back.view(np.uint8) == every.view(np.uint8)) | (np.isnan(every.astype(float)) & np.isnan(back.astype(float)))
+    same = (back.view(np.uint8) == every.view(np.uint8)) | (
+        np.isnan(every.astype(float)) & np.isnan(back.astype(float))
+    )
     assert same.all()
 
 

@@ -61,5 +61,11 @@ def test_between_arrays():
 
 def test_read_only_memory_can_be_exported_in_every_way():
     frozen = mt.broadcast_to(mt.asarray(1.0), (2,))
-    for kwargs in ({}, {"copy": False}, {"copy": True}, {"max_version": (1, 0)}, {"max_version": (1, 0), "copy": False}):
+    for kwargs in (
+        {},
+        {"copy": False},
+        {"copy": True},
+        {"max_version": (1, 0)},
+        {"max_version": (1, 0), "copy": False},
+    ):
         assert np.from_dlpack(Old(frozen, **kwargs)).tolist() == [1, 1]

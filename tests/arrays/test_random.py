@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from meshtape import arrays as mt
-from meshtape.arrays import _philox, random
+from meshtape.arrays import _philox, _recipes, random
 from meshtape.arrays._op import OPS
 from meshtape.arrays.errors import DTypeError, ShapeError
 
@@ -494,11 +494,11 @@ def test_choice():
 def test_uniform_never_reaches_its_end():
     for dtype in (F64, F32, F16, BF16):
         high = 1.05 if dtype == BF16 else 1.0 + 2.0**-8
-        recipe = random._uniform(dtype, 1.0, high)
+        recipe = _recipes.uniform(dtype, 1.0, high)
         ones = np.full((2, recipe.words), 2**64 - 1, np.uint64)
         top = recipe.transform(np, ones.copy())
         assert (top.astype(np.float64) < high).all()
-        unit = random._uniform(dtype, 0.0, 1.0)
+        unit = _recipes.uniform(dtype, 0.0, 1.0)
         assert (unit.transform(np, ones.copy()).astype(np.float64) < 1).all()
         assert (unit.transform(np, 0 * ones) == 0).all()
 
@@ -509,11 +509,11 @@ def test_extreme_words_give_finite_numbers(word):
         if dtype.kind in "iub":
             continue
         how = {
-            random.UNIFORM: random._uniform,
-            random.NORMAL: random._normal,
-            random.TRUNCATED_NORMAL: random._truncated,
-            random.EXPONENTIAL: random._exponential,
-            random.GUMBEL: random._gumbel,
+            random.UNIFORM: _recipes.uniform,
+            random.NORMAL: _recipes.normal,
+            random.TRUNCATED_NORMAL: _recipes.truncated,
+            random.EXPONENTIAL: _recipes.exponential,
+            random.GUMBEL: _recipes.gumbel,
         }[op](dtype, **own)
         with np.errstate(all="raise", under="ignore"):
             x = how.transform(np, np.full((1, how.words), word, np.uint64))

@@ -34,7 +34,7 @@ BF16 = mt.bfloat16
 FLOAT_UNARY = [
     "exp expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh atanh",
     "negative positive abs sign reciprocal square sqrt floor ceil trunc round conj isnan isinf isfinite signbit",
-    "relu erf sigmoid alias stop_gradient",
+    "relu erf sigmoid alias barrier stop_gradient",
 ]
 FLOAT_BINARY = [
     "divide floor_divide remainder pow hypot maximum minimum fmax fmin logaddexp atan2 copysign nextafter",
@@ -125,7 +125,7 @@ def samples() -> dict[str, list[Sample]]:
         for d in (np.float64, BF16)
     ]
 
-    table |= along_axis_samples() | linalg_samples()
+    table |= along_axis_samples() | linalg_samples() | convolution_samples()
 
     key = np.array([1, 2], np.uint64)
     block = {"shape": (2, 3), "offset": (1, 0), "global_shape": (4, 3)}
@@ -178,6 +178,26 @@ def along_axis_samples() -> dict[str, list[Sample]]:
         for d in (np.complex128, np.complex64)
     ]
     return table
+
+
+def convolution_samples() -> dict[str, list[Sample]]:
+    one = {"stride": (2,), "dilation": (1,), "groups": 1}
+    two = {"stride": (1, 2), "dilation": (2, 1), "groups": 2}
+    return {
+        "conv": [
+            ((f(2, 3, 6), f(4, 3, 3)), one),
+            ((f(2, 4, 5, 6, dtype=np.float32), f(6, 2, 2, 3)), two),
+            ((f(0, 3, 6, dtype=BF16), f(4, 3, 3, dtype=BF16)), one),
+        ],
+        "conv_image": [
+            ((f(2, 4, 2), f(4, 3, 3)), {"image": (6,), **one}),
+            ((f(2, 6, 3, 2), f(6, 2, 2, 3)), {"image": (5, 6), **two}),
+        ],
+        "conv_kernel": [
+            ((f(2, 4, 2), f(2, 3, 6)), {"kernel": (3,), **one}),
+            ((f(2, 6, 3, 2), f(2, 4, 5, 6, dtype=np.float32)), {"kernel": (2, 3), **two}),
+        ],
+    }
 
 
 def linalg_samples() -> dict[str, list[Sample]]:

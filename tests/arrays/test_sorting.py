@@ -13,7 +13,9 @@ from meshtape import arrays as mt
 from meshtape.arrays.errors import DTypeError, ShapeError, TracedValueError
 
 BOUNDED = settings(max_examples=40, deadline=None)
-few = hnp.arrays("float64", hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5), elements=st.integers(-3, 3))
+few = hnp.arrays(
+    "float64", hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5), elements=st.integers(-3, 3)
+)
 
 
 @BOUNDED

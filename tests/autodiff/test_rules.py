@@ -234,6 +234,7 @@ SAMPLES: dict[str, list[Sample]] = {
     "erf": unary("erf", -1, 1, complex_too=False),
     "sigmoid": [*unary("sigmoid", -3, 3, complex_too=False), (mt.nn.sigmoid, (I([-800.0, 800.0]),))],
     "alias": [(call("alias"), (real(2, 3),)), (call("alias"), (cplx(2),)), (call("alias"), (real(),))],
+    "barrier": [(call("barrier"), (real(2, 3),)), (call("barrier"), (cplx(2),)), (call("barrier"), (real(),))],
     "astype": [
         (lambda x: mt.astype(x, mt.complex128), (real(3),)),
         (lambda x: mt.astype(x, mt.float64), (real(0, 2),)),
@@ -426,7 +427,22 @@ def svd_parts(x: Any) -> Any:
 
 
 L = mt.linalg
+STRIDED = {"stride": (1, 2), "dilation": (2, 1), "groups": 2}
 SAMPLES |= {
+    "conv": [
+        (lambda x, w: mt.nn.conv1d(x, w, stride=2, padding=1), (real(2, 3, 5), real(4, 3, 2))),
+        (lambda x, w, b: mt.nn.conv2d(x, w, b, padding="same"), (cplx(1, 2, 3, 4), real(2, 2, 2, 3), real(2))),
+        (lambda x, w: mt.nn.conv2d(x, w, **STRIDED), (real(2, 4, 4, 5), cplx(2, 2, 2, 3))),
+        (lambda x, w: mt.nn.conv1d(x, w), (real(0, 2, 3), real(1, 2, 2))),
+    ],
+    "conv_image": [
+        (call("conv_image", image=(4, 6), **STRIDED), (real(2, 4, 2, 2), real(4, 1, 2, 3))),
+        (call("conv_image", image=(5,), stride=(1,), dilation=(1,), groups=1), (cplx(1, 2, 4), cplx(2, 3, 2))),
+    ],
+    "conv_kernel": [
+        (call("conv_kernel", kernel=(2, 3), **STRIDED), (real(2, 4, 2, 2), real(2, 2, 4, 6))),
+        (call("conv_kernel", kernel=(2,), stride=(1,), dilation=(1,), groups=1), (cplx(1, 2, 4), cplx(1, 3, 5))),
+    ],
     "cholesky": [
         (lambda x: L.cholesky(definite(x)), (square(real),)),
         (lambda x: L.cholesky(definite(x), upper=True), (square(cplx),)),
@@ -523,7 +539,9 @@ def test_every_op_has_a_rule_or_says_why_not():
 
 
 def test_every_differentiable_op_has_samples():
-    own = [n for n in differentiable() if n != "reshard"]  # an op of parallel, there once that is imported; tested there
+    own = [
+        n for n in differentiable() if n != "reshard"
+    ]  # an op of parallel, there once that is imported; tested there
     assert sorted(SAMPLES) == own
 
 

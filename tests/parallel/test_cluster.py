@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 from distributed import Client
@@ -23,9 +22,6 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape.parallel import dask_runtime, gang
 from meshtape.parallel.cluster import connect
-
-# Workers cannot import this file: what it sends them travels by value.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -327,7 +327,27 @@ def along_axes() -> dict[str, list[Sample]]:
     }
 
 
+def convolutions() -> dict[str, list[Sample]]:
+    one = {"stride": (2,), "dilation": (1,), "groups": 1}
+    two = {"stride": (1, 1), "dilation": (1, 2), "groups": 2}
+    return {
+        "conv": [
+            (call("conv", **one), (In((4, 3, 6)), In((5, 3, 2)))),
+            (call("conv", **two), (In((3, 4, 3, 4)), In((2, 2, 2, 2)))),
+        ],
+        "conv_image": [
+            (call("conv_image", image=(6,), **one), (In((4, 5, 3)), In((5, 3, 2)))),
+            (call("conv_image", image=(3, 4), **two), (In((3, 2, 2, 2)), In((2, 2, 2, 2)))),
+        ],
+        "conv_kernel": [
+            (call("conv_kernel", kernel=(2,), **one), (In((4, 5, 3)), In((4, 3, 6)))),
+            (call("conv_kernel", kernel=(2, 2), **two), (In((3, 2, 2, 2)), In((3, 4, 3, 4)))),
+        ],
+    }
+
+
 SAMPLES: dict[str, list[Sample]] = {
+    **convolutions(),
     **linear_algebra(),
     **along_axes(),
     **unary("negative positive square abs conj real imag", kinds="f8 c16"),
@@ -339,7 +359,7 @@ SAMPLES: dict[str, list[Sample]] = {
     **unary("isnan isinf isfinite signbit"),
     **unary("logical_not", kinds="?"),
     **unary("bitwise_invert", kinds="? i8"),
-    **unary("alias stop_gradient"),
+    **unary("alias barrier stop_gradient"),
     **binary("add subtract multiply", kinds="f8 c16"),
     **binary("divide", 0.25, 2.0, kinds="f8 c16"),
     **binary("pow", 0.25, 2.0),

@@ -7,14 +7,12 @@ import importlib.metadata
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import dask
 import numpy as np
 import pytest
@@ -24,9 +22,6 @@ import meshtape as mt
 from meshtape.arrays import OPS
 from meshtape.parallel import gang
 from meshtape.parallel.cluster import connect, local_cluster
-
-# Workers cannot import this file: what it sends them travels by value.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,20 +46,26 @@ def op_on(client: Client, address: str, name: str, fn: Callable[..., Any]) -> It
     try:
         yield
     finally:
-        with contextlib.suppress(Exception):
+        if address in client.scheduler_info(n_workers=-1)["workers"]:
             client.run(put, None, workers=[address])
 
 
-def fails(*args: Any, **kwargs: Any) -> Any:
-    raise FloatingPointError("a broken unit")
+def failing(end: str, at: float | None = None) -> Callable[..., Any]:
+    """An implementation that raises or kills its process, on blocks of more than the one element that dtypes are asked with.
 
+    With ``at`` only on blocks that begin with that number.
 
-def sleeps(*args: Any, **kwargs: Any) -> Any:
-    time.sleep(30)
+    A function within a function travels by value: workers cannot import this file.
+    """
 
+    def fails(x: Any, **kwargs: Any) -> Any:
+        if x.size < 2 or (at is not None and x.flat[0] != at):
+            return x
+        if end == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise FloatingPointError("a broken unit")
 
-def kills(*args: Any, **kwargs: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
+    return fails
 
 
 def works(client: Client) -> None:
@@ -86,10 +87,6 @@ def sockets_and_threads(client: Client) -> dict[str, tuple[int, int]]:
     return client.run(count)
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 # ----- a rank raises --------------------------------------------------------------------------------------------------
 
 
@@ -97,7 +94,7 @@ def test_a_rank_that_raises_is_named_and_the_mesh_goes_on(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         kept = mt.compute(x * 2)
-        with op_on(processes, mesh.runtime.addresses[1], "tanh", fails), within(30):
+        with op_on(processes, mesh.runtime.addresses[1], "tanh", failing("raise")), within(30):
             y = mt.tanh(x)
             with pytest.raises(
                 mt.errors.RankLost, match=r"rank 1 failed in tanh, called at .*test_failures.*FloatingPointError: a br"
@@ -115,7 +112,7 @@ def test_the_error_of_one_run_is_not_that_of_the_next_mesh(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         with (
-            op_on(processes, mesh.runtime.addresses[0], "sinh", fails),
+            op_on(processes, mesh.runtime.addresses[0], "sinh", failing("raise")),
             pytest.raises(mt.errors.RankLost, match="rank 0 failed in sinh"),
         ):
             mt.compute(mt.sinh(x))
@@ -125,20 +122,23 @@ def test_the_error_of_one_run_is_not_that_of_the_next_mesh(processes):
 def test_an_error_of_a_run_in_flight_is_raised_by_the_next_call(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         step = mt.compile(lambda x: mt.cosh(x) + mt.sum(x))
-        x = mt.distribute(np.zeros(4), mesh, a=mt.Shard(0))
-        mt.compute(step(x))
-        with op_on(processes, mesh.runtime.addresses[1], "cosh", fails), within(30):
-            y = step(x)
-            wait(y._buf.handle.gang.futures)
+        fine, bad = (mt.distribute(np.full(4, v), mesh, a=mt.Shard(0)) for v in (1.0, 7.0))
+        with op_on(processes, mesh.runtime.addresses[1], "cosh", failing("raise", at=7.0)), within(30):
+            step(fine)
+            y = step(bad)  # returns at once
+            with processes.as_current():
+                wait(y._buf.handle.gang.futures)
             with pytest.raises(mt.errors.RankLost, match="rank 1 failed in cosh"):
-                step(x)
-        np.testing.assert_array_equal(step(x), np.ones(4))
+                step(fine)
+            with pytest.raises(mt.errors.RankLost):
+                np.asarray(y)
+            np.testing.assert_allclose(np.asarray(step(fine))[:2], np.cosh(1) + 4)
 
 
 def test_an_error_of_the_virtual_mesh_has_the_same_words(monkeypatch):
     mesh = mt.Mesh({"a": 2})
     x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
-    monkeypatch.setattr(OPS["tanh"], "numpy", fails)
+    monkeypatch.setattr(OPS["tanh"], "numpy", failing("raise"))
     y = mt.tanh(x)
     with pytest.raises(mt.errors.RankLost, match=r"rank 0 failed in tanh, called at .*: FloatingPointError: a broken"):
         mt.compute(y)
@@ -161,7 +161,7 @@ def test_a_worker_killed_within_a_run(own):
     with mt.Mesh({"a": 2}, client=own) as mesh:
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         mt.compute(x + 1)
-        with op_on(own, mesh.runtime.addresses[1], "tanh", kills), within(60):
+        with op_on(own, mesh.runtime.addresses[1], "tanh", failing("kill")), within(60):
             y = mt.tanh(x)
             with pytest.raises(mt.errors.RankLost, match="rank 1"):
                 mt.compute(y + mt.sum(y))
@@ -184,7 +184,10 @@ def test_a_worker_killed_between_runs(own):
 
 
 def test_a_worker_that_stands_still(own):
-    with dask.config.set({"meshtape.timeouts.collective": 2.0}), mt.Mesh({"a": 2}, client=own) as mesh:
+    with (
+        dask.config.set({"meshtape.timeouts.collective": 2.0, "meshtape.timeouts.abort": 2.0}),
+        mt.Mesh({"a": 2}, client=own) as mesh,
+    ):
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         y = mt.compute(x + mt.sum(x))
         pid = own.run(os.getpid)[mesh.runtime.addresses[1]]
@@ -310,7 +313,7 @@ def test_nothing_is_left_behind(processes):
         return len(s.programs), len(s.plane._secrets), len(s.bundles)
 
     works(processes)
-    before, descriptors = processes.run(state), processes.run(open_files)
+    before, descriptors = processes.run(state), processes.run(lambda: len(list(Path("/proc/self/fd").iterdir())))
     for _ in range(5):
         works(processes)
     after = processes.run(state)
@@ -318,5 +321,5 @@ def test_nothing_is_left_behind(processes):
         assert (programs, secrets) == before[address][:2] == (0, 0)
         assert bundles <= before[address][2] + 1
     assert set(sockets_and_threads(processes).values()) == {(0, 0)}
-    now = processes.run(open_files)
+    now = processes.run(lambda: len(list(Path("/proc/self/fd").iterdir())))
     assert all(now[a] <= descriptors[a] + 3 for a in now)

@@ -263,8 +263,14 @@ def test_golden(case):
 def test_scaling_keeps_a_sum_pending_and_adding_a_number_does_not():
     assert pending_of(pending(1, 2) * 3.0) == {0: "sum"}
     assert pending_of(pending(1, 2) + 1.0) == {}
-    assert pending_of(pending(1, 2, dtype=np.float32).astype(np.float64)) == {0: "sum"}
+    assert pending_of(pending(1, 2, dtype=np.complex64).astype(np.complex64)) == {0: "sum"}
     assert pending_of(pending(1, 2).astype(np.float32)) == {}
+
+
+def test_a_sum_is_carried_out_before_it_is_made_larger():
+    assert pending_of(mt.broadcast_to(pending(1, 2), (5, 1))) == {}
+    assert pending_of(mt.reshape(pending(1, 2), (1, 1))) == {0: "sum"}
+    assert pending_of(pending(1, 2) * mt.ones(6)) == {}
 
 
 @pytest.mark.parametrize("dtype", ["f4", "i4", "u1", "?"])

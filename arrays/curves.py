@@ -1,0 +1,154 @@
+"""Functions of sampled curves: interpolation, convolution, slopes; and products of patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _infer
+from ._op import composite
+from .errors import ShapeError
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+
+@composite("interp")
+def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None) -> Array:
+    """Straight lines between the points (``xp``, ``fp``), read at ``x``.
+
+    Parameters
+    ----------
+    x
+        Where, of any shape.
+    xp, fp
+        The points, with ascending ``xp``, in one dimension.
+    left, right
+        Values before the first and after the last point; those of the points by default.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.interp(mt.asarray([0.5, 3.0]), mt.asarray([0.0, 1.0]), mt.asarray([10.0, 20.0]))
+    Array([15., 20.], dtype=float64)
+    """
+    from .creation import asarray
+    from .elementwise import clip, isnan, where
+    from .searching import searchsorted, take
+
+    x, xp, fp = asarray(x), asarray(xp), asarray(fp)
+    if xp.ndim != 1 or xp.shape != fp.shape or not xp.size:
+        raise ShapeError(f"[interp] points of shapes {xp.shape} and {fp.shape} must have one dimension of one length")
+    first, last = fp[0] if left is None else left, fp[-1] if right is None else right
+    if xp.size == 1:
+        inside: Any = fp[0]
+    else:
+        i = clip(searchsorted(xp, x, side="right"), 1, xp.size - 1)
+        x0, x1 = take(xp, i - 1, axis=0), take(xp, i, axis=0)
+        f0, f1 = take(fp, i - 1, axis=0), take(fp, i, axis=0)
+        width = x1 - x0
+        slope = (f1 - f0) / where(width == 0, 1, width)
+        inside = where(width == 0, f1, f0 + slope * (x - x0))
+        inside = where(x == xp[-1], fp[-1], inside)  # exact at the last point too
+    out = where(x < xp[0], first, where(x > xp[-1], last, inside))
+    return where(isnan(x), np.nan, out)
+
+
+@composite("convolve")
+def convolve(a: Any, v: Any, /, *, mode: str = "full") -> Array:
+    """Discrete convolution of two vectors: ``sum(a[m] * v[n - m])``.
+
+    ``mode`` is ``"full"`` (every overlap), ``"same"`` (the middle, as long as the longer one) or ``"valid"`` (whole overlaps).
+
+    >>> import meshtape as mt
+    >>> mt.convolve(mt.asarray([1, 2, 3]), mt.asarray([0, 1, 10]))
+    Array([ 0,  1, 12, 23, 30])
+    """
+    from .creation import asarray
+    from .manipulation import flip, pad
+    from .products import matmul
+
+    a, v = asarray(a), asarray(v)
+    if a.ndim != 1 or v.ndim != 1 or not a.size or not v.size:
+        raise ShapeError(f"[convolve] takes two vectors that are not empty, got shapes {a.shape} and {v.shape}")
+    if mode not in ("full", "same", "valid"):
+        raise ValueError(f"[convolve] mode must be 'full', 'same' or 'valid', got {mode!r}")
+    if v.size > a.size:
+        a, v = v, a
+    n, m = a.size, v.size
+    before = {"full": m - 1, "same": m - 1 - (m - 1) // 2, "valid": 0}[mode]
+    after = {"full": m - 1, "same": (m - 1) // 2, "valid": 0}[mode]
+    count = n + before + after - m + 1
+    windows = np.arange(count)[:, None] + np.arange(m)
+    return matmul(pad(a, ((before, after),))[windows], flip(v))
+
+
+@composite("gradient")
+def gradient(x: Any, /, spacing: float = 1.0, *, axis: int | Sequence[int] | None = None) -> Array | tuple[Array, ...]:
+    """Slopes along axes by central differences, by one-sided ones at the ends; one array for each axis.
+
+    >>> import meshtape as mt
+    >>> mt.gradient(mt.asarray([1.0, 4.0, 9.0]))
+    Array([3., 4., 5.], dtype=float64)
+    """
+    from .creation import asarray
+    from .manipulation import astype, concat
+
+    x = asarray(x)
+    x = astype(x, np.float64) if x.dtype.kind in "biu" else x
+    axes = _infer.normalize_axis("gradient", axis, x.ndim)
+    out = []
+    for a in axes:
+        if x.shape[a] < 2:
+            raise ShapeError(f"[gradient] needs two elements along axis {a} of shape {x.shape}")
+
+        def at(s: slice, a: int = a) -> Array:
+            return x[(*(slice(None),) * a, s)]
+
+        inner = (at(slice(2, None)) - at(slice(None, -2))) / (2 * spacing)
+        first = (at(slice(1, 2)) - at(slice(0, 1))) / spacing
+        last = (at(slice(-1, None)) - at(slice(-2, -1))) / spacing
+        out.append(concat([first, inner, last], axis=a))
+    return out[0] if isinstance(axis, int) or (axis is None and x.ndim == 1) else tuple(out)
+
+
+@composite("kron")
+def kron(a: Any, b: Any, /) -> Array:
+    """Kronecker product: ``b`` as a whole in the place of each element of ``a``, times that element.
+
+    >>> import meshtape as mt
+    >>> mt.kron(mt.asarray([1, 10]), mt.asarray([1, 2]))
+    Array([ 1,  2, 10, 20])
+    """
+    from .creation import asarray
+    from .manipulation import reshape
+
+    a, b = asarray(a), asarray(b)
+    n = max(a.ndim, b.ndim)
+    s, t = (1,) * (n - a.ndim) + a.shape, (1,) * (n - b.ndim) + b.shape
+    x = reshape(a, tuple(k for m in s for k in (m, 1)))
+    y = reshape(b, tuple(k for m in t for k in (1, m)))
+    return reshape(x * y, tuple(p * q for p, q in zip(s, t, strict=True)))
+
+
+def diag(x: Any, /, *, k: int = 0) -> Array:
+    """A matrix with the vector ``x`` on its ``k``-th diagonal, or that diagonal of a matrix.
+
+    >>> import meshtape as mt
+    >>> mt.diag(mt.asarray([1, 2]))
+    Array([[1, 0],
+           [0, 2]])
+    """
+    from .creation import arange, asarray, beside, zeros
+    from .linalg import diagonal
+
+    x = asarray(x)
+    if x.ndim == 2:
+        return diagonal(x, offset=k)
+    if x.ndim != 1:
+        raise ShapeError(f"[diag] takes a vector or a matrix, got shape {x.shape}")
+    n = x.size + abs(k)
+    i = arange(x.size, device=beside(x))
+    return zeros((n, n), dtype=x.dtype, device=beside(x)).at[i + max(-k, 0), i + max(k, 0)].set(x)

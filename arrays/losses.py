@@ -1,0 +1,159 @@
+"""Losses of classification and of contrastive learning. They are computed in float32 at least."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._dispatch import Deferred
+from ._op import composite
+from .errors import ArrayIndexError, DTypeError, ShapeError
+from .norms import _wide
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+@composite("cross_entropy")
+def cross_entropy(
+    logits: Any,
+    labels: Any,
+    /,
+    *,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+) -> Array:
+    """Negative log-likelihood of integer labels under ``softmax(logits)``.
+
+    Parameters
+    ----------
+    logits
+        Shape ``(*batch, classes)``.
+    labels
+        Integers of shape ``(*batch,)``.
+    reduction
+        ``"mean"`` (over the samples that are not ignored; 0 where all are), ``"sum"`` or ``"none"`` (one value a sample).
+    ignore_index
+        A label that marks samples without a class: their loss is 0, and so is its gradient. None: there are none.
+    label_smoothing
+        This part of each label is spread evenly over all classes (Szegedy et al., 2016).
+
+    Raises
+    ------
+    ArrayIndexError
+        For a label that is neither a class nor ``ignore_index``. Traced labels and labels on a mesh are not looked at; there
+        such a sample has the loss NaN.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.nn.cross_entropy(mt.asarray([[0.0, 0.0], [0.0, 9.0]]), mt.asarray([1, -100]))
+    Array(0.69314718, dtype=float64)
+    """
+    from .creation import arange, asarray, beside
+    from .elementwise import where
+    from .manipulation import astype, expand_dims
+    from .nn import log_softmax
+    from .reductions import mean, sum
+
+    logits, labels = asarray(logits), asarray(labels)
+    if logits.ndim < 1 or logits.shape[:-1] != labels.shape:
+        raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {logits.shape}")
+    if labels.dtype.kind not in "iu":
+        raise DTypeError(f"[cross_entropy] labels must be integers, got {labels.dtype.name}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"[cross_entropy] reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"[cross_entropy] label_smoothing must be between 0 and 1, got {label_smoothing}")
+    dtype, classes = logits.dtype, logits.shape[-1]
+    _check_labels(labels, classes, ignore_index)
+    logs = log_softmax(astype(logits, _wide(dtype), copy=False))
+    hit = expand_dims(labels, axis=labels.ndim) == arange(classes, dtype=np.int64, device=beside(logits))
+    losses = -sum(where(hit, logs, 0.0), axis=-1)
+    if label_smoothing:
+        losses = (1 - label_smoothing) * losses - label_smoothing * mean(logs, axis=-1)
+    unknown = (labels < 0) | (labels >= classes)
+    losses = where(unknown, np.nan, losses)
+    if ignore_index is None or (labels.dtype.kind == "u" and ignore_index < 0):
+        out = losses if reduction == "none" else mean(losses) if reduction == "mean" else sum(losses)
+        return astype(out, dtype, copy=False)
+    counted = labels != ignore_index
+    losses = where(counted, losses, 0.0)
+    if reduction == "none":
+        return astype(losses, dtype, copy=False)
+    total = sum(losses)
+    if reduction == "mean":
+        n = astype(sum(astype(counted, np.int64)), losses.dtype)
+        total = total / where(n == 0, 1.0, n)
+    return astype(total, dtype, copy=False)
+
+
+def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None:
+    if isinstance(labels._buf, Deferred) or labels.size == 0:
+        return
+    buf = labels._buf
+    wrong = (buf < 0) | (buf >= classes)
+    if ignore_index is not None and not (labels.dtype.kind == "u" and ignore_index < 0):
+        wrong &= buf != ignore_index
+    if wrong.any():
+        raise ArrayIndexError(
+            f"[cross_entropy] label {int(buf[wrong][0])} is none of the {classes} classes (nor ignore_index {ignore_index})"
+        )
+
+
+@composite("info_nce")
+def info_nce(
+    queries: Any,
+    keys: Any,
+    /,
+    *,
+    temperature: float = 0.05,
+    group_size: int = 1,
+    normalize: bool = False,
+    reduction: str = "mean",
+) -> Array:
+    """Contrastive loss: each query against all keys, with its own key as the right one (van den Oord et al., 2018).
+
+    Query ``i`` belongs to key ``i * group_size``; the other keys of a group are hard negatives, as are those of all other
+    groups. ``scores = queries @ keys.T / temperature`` go to :func:`cross_entropy`.
+
+    Parameters
+    ----------
+    queries, keys
+        Shapes ``(n, d)`` and ``(n * group_size, d)``.
+    temperature
+        Positive.
+    normalize
+        Scale all vectors to length one first; a zero vector stays zero.
+    reduction
+        As in :func:`cross_entropy`.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.nn.info_nce(mt.eye(2), mt.eye(2), temperature=1.0)
+    Array(0.31326169, dtype=float64)
+    """
+    from .creation import arange, asarray, beside
+    from .elementwise import where
+    from .linalg import vector_norm
+    from .manipulation import astype
+    from .products import matmul
+
+    q, k = asarray(queries), asarray(keys)
+    if q.ndim != 2 or k.ndim != 2 or q.shape[1] != k.shape[1] or k.shape[0] != q.shape[0] * group_size:
+        raise ShapeError(f"[info_nce] queries {q.shape} and keys {k.shape} do not fit groups of {group_size}")
+    if not temperature > 0:
+        raise ValueError(f"[info_nce] temperature must be positive, got {temperature}")
+    dtype = np.result_type(q.dtype, k.dtype)
+    q, k = (astype(x, _wide(x.dtype), copy=False) for x in (q, k))
+    if normalize:
+        lengths = [vector_norm(x, axis=1, keepdims=True) for x in (q, k)]
+        q, k = (x / where(n == 0, 1.0, n) for x, n in zip((q, k), lengths, strict=True))
+    scores = matmul(q, k.T) * (1.0 / temperature)
+    labels = arange(q.shape[0], device=beside(scores)) * group_size
+    return astype(cross_entropy(scores, labels, reduction=reduction, ignore_index=None), dtype, copy=False)

@@ -1,0 +1,308 @@
+"""`convert` and `reshard`: a checkpoint in another format or cut for another mesh, streaming, resumable."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from ..arrays.errors import CheckpointError, CheckpointKeyError
+from . import dtypes, manifest, names
+from .derived import Converted
+from .grid import choose_grid
+from .layouts import Choice, Chooser
+from .loading import prune, select
+from .manifest import FILE, Leaf, scalar_leaves
+from .names import leaf_name
+from .opened import HF_INDEX, Checkpoint, fill, open_checkpoint
+from .rules import Rules
+from .saving import Item, is_checkpoint
+from .sinks import HuggingFaceSink, Sink, ZarrSink
+from .transfer import MEMORY_LIMIT, THREADS, Progress, transfer
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place."""
+
+    path: str
+    arrays: int
+    files: list[str]
+    total_size: int
+    nbytes: int
+    resumed: int
+    skipped: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
+    """Names for each file: in order, a new file where the limit would be passed. A larger array has a file of its own.
+
+    >>> split_files([("a", 6), ("b", 6), ("c", 2), ("d", 6), ("e", 2), ("f", 2)], 10)
+    [['a'], ['b', 'c'], ['d', 'e', 'f']]
+    """
+    out: list[list[str]] = [[]]
+    used = 0
+    for name, n in sizes:
+        if limit is not None and out[-1] and used + n > limit:
+            out.append([])
+            used = 0
+        out[-1].append(name)
+        used += n
+    return out
+
+
+def replaceable(path: str) -> bool:
+    """Whether a directory may be replaced: a Hugging Face directory, or a checkpoint of ours."""
+    entries = set(os.listdir(path))
+    return bool(entries & {HF_INDEX, "model.safetensors", FILE}) or is_checkpoint(path)
+
+
+@dataclass
+class Selection:
+    """The arrays of a conversion after rules, selection and dtype: lazy, and checked to be there."""
+
+    ckpt: Checkpoint
+    arrays: dict[str, Any]  # tensors by name
+    paths: dict[str, tuple[str | int, ...]]
+    structure: Any
+    skipped: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        src: str | os.PathLike[str],
+        rules: Any,
+        keys: Iterable[str] | None,
+        drop: Iterable[str] | None,
+        dtype: Any,
+    ) -> Selection:
+        ckpt = open_checkpoint(src)
+        if rules is not None:
+            ckpt = Rules(rules).on(ckpt)
+        picked = select(ckpt, keys)
+        if drop is not None:
+            every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure)}
+            picked = (every if picked is None else picked) - (select(ckpt, drop) or set())
+        arrays = {n: a.tensor for n, a in ckpt.arrays.items() if picked is None or a.path in picked}
+        for n in arrays:
+            ckpt.arrays[n].check()
+        if dtype is not None:
+            wanted = _float(dtype)
+            arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
+        skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
+        structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
+        return cls(ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped)
+
+
+def _float(dtype: Any) -> np.dtype:
+    wanted = dtypes.by_name(dtype if isinstance(dtype, str) else np.dtype(dtype).name)
+    if wanted.name not in dtypes.FLOATS:
+        raise CheckpointError(
+            f"dtype= converts the floating arrays, so it is one of {', '.join(dtypes.FLOATS)}, not {wanted}"
+        )
+    return wanted
+
+
+def _fixed(dtype: np.dtype, wanted: np.dtype) -> bool:
+    return dtype == wanted or dtype.name not in dtypes.FLOATS
+
+
+def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFaceSink:
+    """The sink for safetensors; refuses names and dtypes that the format has not."""
+    if "__metadata__" in held.arrays:
+        raise CheckpointKeyError(
+            f"{held.ckpt.path}: safetensors reserves the name '__metadata__'; leave that key out with keys= or drop="
+        )
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+    for n, t in held.arrays.items():
+        dtypes.safetensors_name(t.dtype, f"key {n!r}")
+    sizes = [(n, int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize) for n, t in held.arrays.items()]
+    return HuggingFaceSink(list(held.arrays.items()), split_files(sizes, max_shard_bytes))
+
+
+def zarr_sink(held: Selection, choice: Choice) -> ZarrSink:
+    """The sink for a checkpoint of ours, cut as ``choice`` says."""
+    directories = names.zarr_names(list(held.arrays))
+    items = []
+    for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
+        shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, f"key {name!r}")
+        sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
+        grid = choose_grid(shape, dtype.itemsize, boxes)
+        items.append(Item(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh))
+    choice.check_used(list(held.arrays))
+    order = {n: i for i, n in enumerate(held.arrays)}
+    stored = list(held.ckpt.arrays)
+    tree = fill(held.structure, lambda leaf: Leaf(order[stored[leaf.index]]))
+    head = manifest.Manifest([], manifest.encode_tree(tree), held.ckpt.step, dict(held.ckpt.metadata), choice.meshes)
+    return ZarrSink(items, head)
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    format: Literal["zarr", "safetensors"],
+    mesh: Mapping[str, int] | None = None,
+    shardings: Mapping[str, Any] | Chooser | None = None,
+    max_shard_bytes: int | None = None,
+    rules: Any = None,
+    keys: Iterable[str] | None = None,
+    drop: Iterable[str] | None = None,
+    dtype: Any = None,
+    memory_limit: int = MEMORY_LIMIT,
+    threads: int = THREADS,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Write a checkpoint in another format, streaming; a run that was interrupted goes on where it stopped.
+
+    Parameters
+    ----------
+    src
+        Whatever `open_checkpoint` opens.
+    dst
+        The directory to make, all or nothing. Until it is whole it grows as ``DST.part``; the same call again after a kill, a full
+        disk or Ctrl-C keeps what is there. The result is the same to the byte for any memory limit and number of threads.
+    format
+        ``"zarr"``: a checkpoint as `save` writes it, with step, metadata and values. ``"safetensors"``: a Hugging Face directory.
+    mesh, shardings
+        For Zarr: how to cut the arrays, as in `reshard`; by default each is one block.
+    max_shard_bytes
+        For safetensors: largest size of a file's arrays together; None puts all in one file.
+    rules
+        Key rules (`Rules`, or their text), applied first. They are evaluated block by block.
+    keys, drop
+        Names or patterns of the arrays to take and to leave out.
+    dtype
+        Convert all floating arrays to this dtype.
+    memory_limit
+        Bytes of memory for windows and staging, whatever the size of the arrays.
+    threads
+        Windows that are on their way at a time.
+    overwrite
+        Replace an existing checkpoint or Hugging Face directory.
+    progress
+        Called with (bytes done, bytes in all) at the start and after each window.
+
+    Returns
+    -------
+    ConvertReport
+
+    Raises
+    ------
+    CheckpointDTypeError, CheckpointKeyError, CheckpointShapeError
+        The checkpoint does not fit the format, the selection or the rules; nothing was written.
+    CorruptCheckpoint
+        The source is damaged, or what was written does not read back.
+    StorageFull
+        There is too little room. What was written stays for the next run.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from meshtape.storage import load, save_safetensors
+    >>> home = tempfile.mkdtemp()
+    >>> save_safetensors(os.path.join(home, "a.safetensors"), {"q": np.ones((4, 2)), "k": np.zeros((2, 2))})
+    >>> report = convert(
+    ...     os.path.join(home, "a.safetensors"), os.path.join(home, "c"), format="zarr",
+    ...     rules="q, k -> qk, concat(axis=0)", mesh={"model": 2}, shardings={"*": {"model": 0}}, dtype="float32",
+    ... )
+    >>> open_checkpoint(report.path)["qk"]
+    <StoredArray 'qk' float32[6,2] model=Shard(0)>
+    """
+    started = time.perf_counter()
+    target = os.path.abspath(os.fspath(dst))
+    held = Selection.of(src, rules, keys, drop, dtype)
+    sink: Sink
+    if format == "safetensors":
+        if mesh is not None or shardings is not None:
+            raise CheckpointError("safetensors files have no block layout; leave out mesh= and shardings=")
+        sink = hugging_face_sink(held, max_shard_bytes)
+    elif format == "zarr":
+        if max_shard_bytes is not None:
+            raise CheckpointError("max_shard_bytes is for safetensors; Zarr files follow the block layout")
+        sink = zarr_sink(held, Choice(mesh, shardings))
+    else:
+        raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
+    return run(held, sink, target, started, memory_limit, threads, overwrite, progress)
+
+
+def run(
+    held: Selection,
+    sink: Sink,
+    target: str,
+    started: float,
+    memory_limit: int,
+    threads: int,
+    overwrite: bool,
+    progress: Progress | None,
+) -> ConvertReport:
+    """Carry out a planned conversion."""
+    if os.path.abspath(held.ckpt.path) == target:
+        raise CheckpointError(f"{target} is the source; write to another place")
+    tensors = list(held.arrays.values())
+    nbytes, resumed = transfer(
+        held.ckpt.path,
+        tensors,
+        sink,
+        target,
+        memory_limit=memory_limit,
+        threads=threads,
+        overwrite=overwrite,
+        ours=replaceable,
+        progress=progress,
+    )
+    files = list(sink.files) if isinstance(sink, HuggingFaceSink) else [i.directory for i in getattr(sink, "items", ())]
+    skipped = held.skipped if isinstance(sink, HuggingFaceSink) else []
+    total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
+    return ConvertReport(target, len(tensors), files, total, nbytes, resumed, skipped, time.perf_counter() - started)
+
+
+def reshard(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    mesh: Mapping[str, int] | None = None,
+    shardings: Mapping[str, Any] | Chooser | None = None,
+    **options: Any,
+) -> ConvertReport:
+    """Write a checkpoint cut for another mesh, without that mesh: so that each rank's blocks are files of their own.
+
+    A checkpoint loads onto any mesh as it is; resharding it first makes many later loads read whole files.
+
+    Parameters
+    ----------
+    src, dst
+        As in `convert`.
+    mesh
+        Names and lengths of the axes: ``{"data": 2, "model": 4}``.
+    shardings
+        Names or patterns, each with the dimension that an axis splits: ``{"layers.*.w": {"model": 1}, "*": {}}``. The first pattern that
+        matches counts; an array that none matches is one block. Or a function ``(path, shape, dtype)`` that returns such a map, a
+        sharding of a mesh at hand, or None.
+    options
+        ``rules``, ``keys``, ``drop``, ``dtype``, ``memory_limit``, ``threads``, ``overwrite`` and ``progress`` of `convert`.
+
+    Returns
+    -------
+    ConvertReport
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from meshtape.storage import save
+    >>> home = tempfile.mkdtemp()
+    >>> _ = save(os.path.join(home, "a"), {"w": np.ones((4, 6))})
+    >>> _ = reshard(os.path.join(home, "a"), os.path.join(home, "b"), mesh={"model": 2}, shardings={"w": {"model": 1}})
+    >>> sorted(os.listdir(os.path.join(home, "b", "w")))
+    ['c.0.0', 'c.0.1', 'zarr.json']
+    """
+    return convert(src, dst, format="zarr", mesh=mesh, shardings=shardings, **options)

@@ -1,0 +1,245 @@
+"""The engine below merge, convert and reshard: windows from lazy tensors to a sink, in bounded memory, resumable.
+
+The result grows in ``NAME.part`` beside the target. Its journal holds the plan's fingerprint (what is read, and where all of it
+goes), then a line with the checksums of each window that was written. A run that finds a journal of the same plan reads the listed
+windows back, keeps those that are whole and does the rest; the journal therefore need not be synced before the data. Another
+plan's part is removed. One process works on a target at a time: it holds a lock on the journal, which ends with the process.
+
+At the end the files are synced, every window is read back and compared, metadata comes last, and the directory is committed as in
+``commit``. An interruption (a kill, a full disk, Ctrl-C) leaves the part for the next run; damage in the source removes it.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint
+from . import commit
+from .files import active
+from .sinks import Sink, Unit
+
+Progress = Callable[[int, int], None]
+
+JOURNAL = ".meshtape-transfer"
+MEMORY_LIMIT = 256 << 20
+THREADS = 2
+_LEAST = 64 << 10
+
+
+def _stamp(path: str) -> list[Any]:
+    """What changes when a source changes: the names, lengths and times of its files."""
+    if os.path.isfile(path):
+        s = os.stat(path)
+        return [["", s.st_size, s.st_mtime_ns]]
+    out = []
+    for root, directories, files in os.walk(path):
+        directories.sort()
+        for file in sorted(files):
+            s = os.stat(os.path.join(root, file))
+            out.append([os.path.relpath(os.path.join(root, file), path), s.st_size, s.st_mtime_ns])
+    return out
+
+
+def _lock(fd: int) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # no such locks here; two processes on one target are then the user's care
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+    return True
+
+
+@contextlib.contextmanager
+def _journal(part: str) -> Iterator[int]:
+    """The locked journal of a part directory, which is made where it is missing."""
+    fs = active()
+    path = os.path.join(part, JOURNAL)
+    for _ in range(10):
+        if not os.path.isdir(part):
+            fs.mkdir(part)
+        elif not os.path.exists(path) and os.listdir(part):
+            raise CheckpointExists(f"{part} is in the way: it is no unfinished transfer; move it elsewhere")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            if not _lock(fd):
+                raise CheckpointError(f"another process is working on {part}; wait for it to end")
+            # Between the open and the lock, another run may have committed this very directory.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                    yield fd
+                    return
+        finally:
+            os.close(fd)
+    raise CheckpointError(f"{part} keeps changing: other processes are working on it")
+
+
+def _listed(fd: int, key: str, units: Sequence[Unit]) -> dict[Unit, list[int]] | None:
+    """Windows that the journal lists, or None when it is of another plan. A torn last line counts for nothing."""
+    size = os.fstat(fd).st_size
+    lines = os.pread(fd, size, 0).decode("utf-8", "replace").split("\n")[:-1]
+    if not lines or lines[0] != key:
+        return None
+    out: dict[Unit, list[int]] = {}
+    for line in lines[1:]:
+        with contextlib.suppress(ValueError, TypeError, IndexError):
+            number, sums = json.loads(line)
+            if type(number) is int and number >= 0 and isinstance(sums, list):
+                out[units[number]] = sums
+    return out
+
+
+def _empty(part: str) -> None:
+    fs = active()
+    for entry in sorted(os.listdir(part)):
+        if entry != JOURNAL:
+            fs.remove_tree(os.path.join(part, entry))
+
+
+def _read(tensor: Any, unit: Unit) -> np.ndarray:
+    out = np.empty(unit.box.shape, tensor.dtype)
+    for job in tensor.jobs(unit.box, out):  # here, not on more threads: the windows themselves are spread
+        job()
+    return out
+
+
+def _spread(work: Callable[[Unit], Any], units: Sequence[Unit], threads: int) -> Iterator[tuple[Unit, Any]]:
+    """(window, result) as they come; no more than ``threads`` at a time, none started after an error."""
+    if threads < 2 or len(units) < 2:
+        for unit in units:
+            yield unit, work(unit)
+        return
+    waiting = iter(units)
+    lock, arrived, results = threading.Lock(), threading.Semaphore(0), []
+    stop = False
+
+    def worker() -> None:
+        while True:
+            with lock:
+                unit = None if stop else next(waiting, None)
+            if unit is None:
+                return
+            try:
+                result: Any = work(unit)
+            except BaseException as e:
+                result = _Failed(e)
+            with lock:
+                results.append((unit, result))
+            arrived.release()
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="meshtape-io") as pool:
+        for _ in range(threads):
+            pool.submit(worker)
+        try:
+            for _ in units:
+                arrived.acquire()
+                with lock:
+                    unit, result = results.pop(0)
+                if isinstance(result, _Failed):
+                    raise result.error
+                yield unit, result
+        finally:
+            stop = True
+
+
+class _Failed:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def transfer(
+    source: str,
+    tensors: Sequence[Any],
+    sink: Sink,
+    target: str,
+    *,
+    memory_limit: int,
+    threads: int,
+    overwrite: bool,
+    ours: Callable[[str], bool],
+    progress: Progress | None,
+) -> tuple[int, int]:
+    """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, and those that an earlier run had written.
+
+    ``source`` is the path whose files the tensors read.
+    """
+    if memory_limit < 1 or threads < 1:
+        raise CheckpointError(f"memory_limit and threads must be positive, got {memory_limit} and {threads}")
+    commit.make_parents(target)
+    parent, name = os.path.split(target)
+    commit.recover(parent, name)
+    commit.check_target(target, overwrite, ours)
+    # A thread holds a window, the reader's staging memory and the writer's.
+    units = sink.units(tensors, max(_LEAST, memory_limit // (3 * threads)))
+    sizes = {u: u.box.size * tensors[u.array].dtype.itemsize for u in units}
+    numbers = {u: i for i, u in enumerate(units)}
+    total = sum(sizes.values())
+    plan = json.dumps([1, _stamp(source), sink.describe(), len(units), memory_limit, threads], sort_keys=True)
+    key = hashlib.sha256(plan.encode()).hexdigest()
+    part = f"{target}.part"
+    fs = active()
+
+    with _journal(part) as fd:
+        try:
+            done = _listed(fd, key, units)
+            if done is None:
+                done = {}
+                _empty(part)
+                os.ftruncate(fd, 0)
+                os.write(fd, f"{key}\n".encode())
+            kept = {u: s for u, s in done.items() if _whole(sink, part, u, s)}
+            resumed = sum(sizes[u] for u in kept)
+            with commit.room_for(sink.nbytes - resumed, target):
+                sink.create(part)
+                reached = resumed
+                if progress is not None:
+                    progress(reached, total)
+
+                def work(unit: Unit) -> list[int]:
+                    return sink.write(part, unit, _read(tensors[unit.array], unit))
+
+                for unit, sums in _spread(work, [u for u in units if u not in kept], threads):
+                    kept[unit] = sums
+                    os.write(fd, f"{json.dumps([numbers[unit], sums])}\n".encode())
+                    reached += sizes[unit]
+                    if progress is not None:
+                        progress(reached, total)
+                sink.sync(part, kept)
+                for unit, same in _spread(lambda u: _whole(sink, part, u, kept[u]), units, threads):
+                    if not same:
+                        raise CorruptCheckpoint(
+                            f"{target}: window {numbers[unit]} does not read back as it was written; nothing was committed"
+                        )
+                nbytes = sink.finish(part, target)
+                commit.check_target(target, overwrite, ours)
+                commit.adopt(part, target, without=JOURNAL)
+        except CheckpointError:
+            # The source or the plan is wrong, or another process was first: what was written is of no use.
+            with contextlib.suppress(OSError):
+                fs.remove_tree(part)
+            raise
+    return nbytes, resumed
+
+
+def _whole(sink: Sink, root: str, unit: Unit, sums: list[int]) -> bool:
+    try:
+        return sink.check(root, unit, sums)
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,138 @@
+"""What people see of arrays on meshes: drawings, texts, notebooks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import meshtape as mt
+
+
+def drawn(x: mt.Array) -> list[str]:
+    return mt.visualize(x).splitlines()
+
+
+def test_a_matrix_over_two_axes():
+    mesh = mt.Mesh({"data": 2, "model": 3})
+    x = mt.distribute(np.zeros((4, 6), "f4"), mesh, data=mt.Shard(0), model=mt.Shard(1))
+    assert drawn(x) == [
+        "float32[4@data,6@model]  2×3 ranks",
+        "┌────────┬────────┬────────┐",
+        "│ rank 0 │ rank 1 │ rank 2 │",
+        "├────────┼────────┼────────┤",
+        "│ rank 3 │ rank 4 │ rank 5 │",
+        "└────────┴────────┴────────┘",
+    ]
+
+
+def test_replicas_share_a_block():
+    mesh = mt.Mesh({"data": 2, "model": 2})
+    assert drawn(mt.distribute(np.zeros((4, 4)), mesh, model=mt.Shard(0))) == [
+        "float64[4@model,4]  2×2 ranks",
+        "┌────────────┐",
+        "│ ranks 0, 2 │",
+        "├────────────┤",
+        "│ ranks 1, 3 │",
+        "└────────────┘",
+    ]
+    assert drawn(mt.distribute(np.zeros(3), mesh))[2] == "│ ranks 0-3 │"
+
+
+def test_ranks_without_elements_are_named():
+    mesh = mt.Mesh({"data": 4})
+    assert drawn(mt.distribute(np.zeros(5), mesh, data=mt.Shard(0))) == [
+        "float64[5@data]  4 ranks",
+        "┌────────┬────────┬────────┐",
+        "│ rank 0 │ rank 1 │ rank 2 │",
+        "└────────┴────────┴────────┘",
+        "no elements on rank 3",
+    ]
+
+
+def test_pending_sums_nested_axes_and_numbers():
+    mesh = mt.Mesh({"a": 2, "b": 2})
+    x = mt.distribute(np.ones((2, 8)), mesh, a=mt.Shard(0), b=mt.Shard(1))
+    assert drawn(mt.sum(x, axis=0))[0] == "float64[8@b]{Partial('sum'):a}  2×2 ranks"
+    nested = mt.distribute(np.ones(8), mesh, b=mt.Shard(0), a=mt.Shard(0))
+    assert drawn(nested)[0] == "float64[8@b+a]  2×2 ranks"
+    assert drawn(nested)[2] == "│ rank 0 │ rank 2 │ rank 1 │ rank 3 │"
+    assert drawn(mt.distribute(np.float64(1), mesh))[0] == "float64[]  2×2 ranks"
+
+
+def test_an_array_of_no_elements_and_one_on_no_mesh():
+    mesh = mt.Mesh({"a": 2})
+    assert drawn(mt.distribute(np.zeros((0, 3)), mesh, a=mt.Shard(0)))[0] == "float64[0@a,3]  2 ranks"
+    assert mt.visualize(mt.ones((2, 3))) == "float64[2,3]  on cpu"
+
+
+def test_more_than_two_dimensions_show_the_last_two():
+    mesh = mt.Mesh({"a": 2})
+    lines = drawn(mt.distribute(np.zeros((4, 2, 2)), mesh, a=mt.Shard(0)))
+    assert lines[2] == "│ ranks 0-1 │"
+    assert len(drawn(mt.distribute(np.zeros((4, 2, 2)), mesh, a=mt.Shard(1)))) == 6
+
+
+def test_repr_says_values_and_sharding():
+    mesh = mt.Mesh({"a": 2})
+    x = mt.distribute(np.arange(3), mesh, a=mt.Shard(0))
+    assert repr(x) == "Array([0, 1, 2], sharding=Sharding(a=Shard(0)))"
+    assert repr(x + 0.5) == "Array([0.5, 1.5, 2.5], dtype=float64, sharding=Sharding(a=Shard(0)))"
+    assert repr(mt.sum(x)) == "Array(3, sharding=Sharding(a=Partial('sum')))"
+
+
+def test_html_computes_nothing_and_shows_the_blocks():
+    mesh = mt.Mesh({"a": 2})
+    x = mt.distribute(np.zeros((4, 2)), mesh, a=mt.Shard(0)) + 1
+    html = x._repr_html_()
+    assert len(mesh.pending) == 1
+    assert html.count("<rect") == 2
+    assert "ranks 0: (2, 2) at (0, 0)" in html
+    assert "ranks of Mesh(a=2): a=Shard(0)" in html
+    assert "<svg" not in mt.distribute(np.zeros((0, 2)), mesh)._repr_html_()
+
+
+def test_explain_shows_each_step_with_its_bytes():
+    mesh = mt.Mesh({"data": 2, "model": 2})
+    x = mt.distribute(np.ones((4, 4)), mesh, data=mt.Shard(0), model=mt.Shard(1))
+    w = mt.distribute(np.ones((4, 2)), mesh, model=mt.Shard(0))
+    assert mt.explain(lambda x, w: mt.nn.relu(x @ w), x, w).splitlines() == [
+        "rank program(%0: float64[4@data,4@model], %1: float64[4@model,2]):",
+        "  %2 = matmul(%0, %1)  : float64[4@data,2]{sum:model}",
+        "  %4 = all_reduce(model) %2  : float64[4@data,2]  # 128 bytes",
+        "  %3 = relu(%4)  : float64[4@data,2]",
+        "  return %3",
+    ]
+
+
+def test_explain_brackets_what_travels_together():
+    mesh = mt.Mesh({"data": 2})
+    x = mt.distribute(np.ones((4, 4)), mesh, data=mt.Shard(0))
+    assert mt.explain(lambda x: (mt.sum(x), mt.max(x, axis=0), mt.prod(x)), x).splitlines()[-4:] == [
+        "┌ %4 = all_reduce(data) %1  : float64[]  # 16 bytes",
+        "│ %5 = all_reduce(data) %2  : float64[4]  # 64 bytes",
+        "└ %6 = all_reduce(data) %3  : float64[]  # 16 bytes",
+        "  return %4, %5, %6",
+    ]
+
+
+def test_explain_names_every_collective():
+    mesh = mt.Mesh({"a": 2})
+    x = mt.distribute(np.ones((4, 4)), mesh, a=mt.Shard(0))
+
+    def all_of_them(x: mt.Array) -> list[mt.Array]:
+        whole = mt.reshard(x, a=mt.Replicate())
+        pending = mt.sum(mt.expand_dims(x, axis=1), axis=0)
+        return [
+            whole,
+            mt.reshard(x, a=mt.Shard(1)),
+            mt.reshard(whole * 2, a=mt.Shard(0)),
+            mt.reshard(pending, a=mt.Shard(1)),
+            mt.sum(x),
+        ]
+
+    text = mt.explain(all_of_them, x)
+    for words in ("all_gather(a)", "all_to_all(a)", "slice(a)", "reduce_scatter(a)", "all_reduce(a)"):
+        assert f"= {words} %" in text
+
+
+def test_explain_of_arrays_on_no_mesh_is_the_program():
+    assert mt.explain(lambda x: x + 1, mt.ones(2)).startswith("program(%0: float64[2]):")
