@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _ids = itertools.count(1)
 
+_REAL_NUMBERS = frozenset({bool, int, float})
+
 # Holders of a buffer that only one Array has: its slot, the local name in _writable, and the argument of getrefcount.
 _SOLE_HOLDER = 3
 
@@ -287,6 +289,19 @@ class Array:
     def __setitem__(self, key: Any, value: Any) -> None:
         from .creation import asarray
 
+        if (
+            type(value) in _REAL_NUMBERS
+            and type(self._buf) is np.ndarray
+            and not state.recorders
+            and indexing.is_plain(key)
+        ):
+            try:
+                self._writable()[key] = value
+            except (IndexError, TypeError, ValueError):
+                pass  # said again below, in our words
+            else:
+                self._id = 0
+                return
         template, arrays = indexing.parse(self, key)
         if not isinstance(value, Array | bool | int | float | complex):
             value = asarray(value)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ._dispatch import Deferred, apply
-from ._op import Op
+from ._dispatch import Deferred, apply, wrap
+from ._op import Op, state
 from .errors import ArrayIndexError, ShapeError
 from .program import ShapeDtype
 
@@ -378,8 +378,47 @@ SCATTER = Op("scatter", ("g", "*arrays"), _scatter, _infer_scatter)
 LAST_WRITES = Op("last_writes", ("g", "*arrays"), _last_writes, _infer_getitem)
 
 
+# Parts of a key that NumPy reads as we do. (A bool is no int here: its type is bool.)
+_PLAIN = frozenset({int, slice, type(None), type(Ellipsis)})
+
+
+def is_plain(key: Any) -> bool:
+    """Whether the key is made of ints, slices, None and ellipses only."""
+    if type(key) is tuple:
+        return all(type(k) in _PLAIN for k in key)
+    return type(key) in _PLAIN
+
+
+def _as_numpy_reads_it(key: Any) -> Any:
+    """The key with integer arrays as NumPy's; None where anything else is in it, a mask for one."""
+    from ._array import Array
+
+    items = []
+    for k in key if type(key) is tuple else (key,):
+        t = type(k)
+        if t in _PLAIN:
+            items.append(k)
+        elif t is list and k and all(type(i) is int for i in k):
+            items.append(np.array(k))
+        else:
+            k = k._buf if t is Array else k
+            if type(k) is not np.ndarray or k.dtype.kind not in "iu":
+                return None
+            items.append(k)
+    return tuple(items)
+
+
 def getitem(x: Array, key: Any) -> Array:
     """``x[key]``."""
+    if type(x._buf) is np.ndarray and not state.recorders:
+        known = (key,) if type(key) in _PLAIN else _as_numpy_reads_it(key)
+        if known is not None:
+            try:
+                out = x._buf[known]
+            except (IndexError, TypeError, ValueError):
+                pass  # said again below, in our words
+            else:
+                return wrap(out if type(out) is np.ndarray else np.asarray(out))
     template, arrays = parse(x, key)
     if not is_basic(template):
         result_shape(template, x.shape, [a.shape for a in arrays])  # raises our message for arrays that do not fit

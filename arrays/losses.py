@@ -24,7 +24,7 @@ def cross_entropy(
     /,
     *,
     reduction: str = "mean",
-    ignore_index: int | None = -100,
+    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Array:
     """Negative log-likelihood of integer labels under ``softmax(logits)``.
@@ -38,7 +38,8 @@ def cross_entropy(
     reduction
         ``"mean"`` (over the samples that are not ignored; 0 where all are), ``"sum"`` or ``"none"`` (one value a sample).
     ignore_index
-        A label that marks samples without a class: their loss is 0, and so is its gradient. None: there are none.
+        A label that marks samples without a class (often -100): their loss is 0, and so is its gradient. By default there are
+        none, and the mean needs no count of them over the mesh.
     label_smoothing
         This part of each label is spread evenly over all classes (Szegedy et al., 2016).
 
@@ -51,7 +52,7 @@ def cross_entropy(
     Examples
     --------
     >>> import meshtape as mt
-    >>> mt.nn.cross_entropy(mt.asarray([[0.0, 0.0], [0.0, 9.0]]), mt.asarray([1, -100]))
+    >>> mt.nn.cross_entropy(mt.asarray([[0.0, 0.0], [0.0, 9.0]]), mt.asarray([1, -100]), ignore_index=-100)
     Array(0.69314718, dtype=float64)
     """
     from .creation import arange, asarray, beside

@@ -29,15 +29,16 @@ def _accumulated(name: str) -> Callable[..., Any]:
 
     def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
         if _is_low_precision(x.dtype):
-            return getattr(xp, name)(x, axis=axis, keepdims=keepdims, dtype=np.float32).astype(x.dtype)
-        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+            return getattr(x, name)(axis=axis, keepdims=keepdims, dtype=np.float32).astype(x.dtype)
+        # The method, not the function: NumPy's functions ask first who else might want the call.
+        return getattr(x, name)(axis=axis, keepdims=keepdims)
 
     return impl
 
 
 def _named(name: str) -> Callable[..., Any]:
     def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
-        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+        return getattr(x, name)(axis=axis, keepdims=keepdims)
 
     return impl
 

@@ -21,11 +21,20 @@ def _ordered(xp: Any, x: Any) -> Any:
     return x.astype(np.float32) if x.dtype.num >= 256 else x
 
 
+def _has_negative_zeros(xp: Any, x: Any) -> bool:
+    """Whether equal elements can differ: the signs of zeros are all that a stable sort of values shows."""
+    if x.dtype.kind in "biu":
+        return False
+    zeros = x[x == 0]
+    parts = (zeros.real, zeros.imag) if x.dtype.kind == "c" else (zeros,)
+    return any(bool(xp.signbit(p).any()) for p in parts)
+
+
 def _sort(xp: Any, x: Any, axis: int, descending: bool, stable: bool) -> Any:
     w = _ordered(xp, x)
     # A stable descending sort is an ascending one of the reversed array, reversed: equals come back in their order.
     w = xp.flip(w, axis) if descending else w
-    out = xp.sort(w, axis=axis, kind="stable" if stable else None)
+    out = xp.sort(w, axis=axis, kind="stable" if stable and _has_negative_zeros(xp, w) else None)
     return (xp.flip(out, axis) if descending else out).astype(x.dtype, copy=False)
 
 

@@ -1,6 +1,7 @@
 """The tape, gradients to any order, compiled programs and optimizers."""
 
 from . import optim
+from .anomaly import detect_anomaly
 from .calls import checkpoint, custom_vjp, gradient_hook
 from .compile import compile
 from .tape import Tape
@@ -13,6 +14,7 @@ __all__ = [
     "checkpoint",
     "compile",
     "custom_vjp",
+    "detect_anomaly",
     "grad",
     "gradient_hook",
     "hessian",

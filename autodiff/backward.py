@@ -7,6 +7,7 @@ value happen here, in :func:`fit`, and in no rule.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,13 @@ from ..arrays._op import state
 from ..arrays.elementwise import ALIAS
 from ..arrays.errors import NonDifferentiableError, ShapeError
 from ..arrays.program import Const, Entry, ShapeDtype, Site, site_text
+from . import anomaly
 from .recipe import Recipe
+
+Hook = Callable[[Array], Array]
+"""What is called with the complete cotangent of a value, and gives what is to take its place."""
+
+NO_HOOKS: Any = MappingProxyType({})
 
 
 class Recorded(NamedTuple):
@@ -50,14 +57,26 @@ class Recorded(NamedTuple):
 
 
 def walk(
-    records: list[Recorded], cots: dict[int, Any], keep: frozenset[int], xp: Any, wrapped: bool, *, free: bool
+    records: list[Recorded],
+    cots: dict[int, Any],
+    keep: frozenset[int],
+    xp: Any,
+    wrapped: bool,
+    *,
+    free: bool,
+    hooks: Mapping[int, list[Hook]] = NO_HOOKS,
+    owned: set[int] | None = None,
 ) -> None:
     """Pull the cotangents in ``cots`` (by name) back through the records, last one first.
 
     ``wrapped`` says that rules run on Arrays, and are recorded, instead of on the raw buffers of ``xp``. Cotangents of ``keep``
-    stay; records are dropped with their saved values when ``free``.
+    stay; records are dropped with their saved values when ``free``. ``hooks`` are called on the cotangents of their values, once
+    these are complete.
     """
-    owned: set[int] = set()  # cotangents whose buffer nobody else can hold: they may be added to in place
+    checked = anomaly.mode.on
+    hooks = dict(hooks)
+    # Cotangents whose buffer nobody else can hold: they may be added to in place.
+    owned = set() if owned is None else owned
     position = len(records)
     outer, outer_site = state.origin, state.site
     r: Any = None
@@ -66,6 +85,9 @@ def walk(
             position -= 1
             r = records.pop() if free else records[position]
             recipe = r.recipe
+            if hooks:
+                for v in r.outputs:
+                    _call_hooks(v, cots, hooks, owned, wrapped)
             if recipe.single:
                 out = r.outputs[0]
                 g = cots.get(out) if out in keep else cots.pop(out, None)
@@ -73,6 +95,9 @@ def walk(
                     continue
                 if out in owned:
                     owned.discard(out)
+            elif hasattr(recipe.op, "expand"):
+                _expand(r, cots, keep, owned, xp, wrapped)
+                continue
             else:
                 g = _cotangents_of(r, cots, keep, owned, xp)
                 if g is None:
@@ -94,6 +119,8 @@ def walk(
                         found.append(pull[0](xp, g, *recipe.arguments(i, saved, r.params, r.avals)))
                     else:
                         found.append(pull[0](xp, g, *[saved[k] for k in pull[1]]))
+            if checked:
+                anomaly.check_cotangents(r, g, found)
             for gx, (var, shape, dtype) in zip(found, r.operands, strict=True):
                 if gx is None:
                     continue
@@ -108,13 +135,45 @@ def walk(
                     total = cots[var] = before + gx
                     if not wrapped and type(total) is np.ndarray:
                         owned.add(var)
+        for v in list(hooks):  # of what no call on this tape has made
+            _call_hooks(v, cots, hooks, owned, wrapped)
     except NonDifferentiableError:
         raise
     except Exception as e:
-        e.add_note(f"in the derivative of {r.name}, called at {site_text(r.site)}")
+        if r is not None:
+            e.add_note(f"in the derivative of {r.name}, called at {site_text(r.site)}")
         raise
     finally:
         state.origin, state.site = outer, outer_site
+
+
+def _call_hooks(v: int, cots: dict[int, Any], hooks: dict[int, list[Hook]], owned: set[int], wrapped: bool) -> None:
+    g = cots.get(v)
+    fns = hooks.pop(v, ())
+    if g is None:
+        return
+    for fn in fns:
+        given = g if wrapped else wrap(np.asarray(g) if isinstance(g, np.generic) else g)
+        found = fn(given)
+        if found is not given:
+            g = found if wrapped else found._buf
+        owned.discard(v)  # the hook may have kept it
+    cots[v] = g
+
+
+def _expand(r: Recorded, cots: dict[int, Any], keep: frozenset[int], owned: set[int], xp: Any, wrapped: bool) -> None:
+    """The cotangents of a call whose insides are recorded only now."""
+    if not any(v in cots for v in r.outputs):
+        return
+    state.site = r.site
+    records, outputs = r.recipe.op.expand(r, wrapped)
+    for v, inner in zip(r.outputs, outputs, strict=True):
+        if v in cots:
+            if v not in keep and v in owned:
+                owned.add(inner)
+            owned.discard(v)
+            cots[inner] = cots[v] if v in keep else cots.pop(v)
+    walk(records, cots, keep, xp, wrapped, free=True, owned=owned)
 
 
 def _cotangents_of(r: Recorded, cots: dict[int, Any], keep: frozenset[int], owned: set[int], xp: Any) -> Any:
@@ -166,27 +225,20 @@ def same_value(x: Array) -> Array:
 
 
 def _pull_decomposed(r: Recorded, g: Any, wrapped: bool) -> list[Any]:
-    """Derivative of an op through its decomposition."""
+    """Derivative of an op through its decomposition: record that on a tape of its own and walk it."""
+    from .tape import Tape
+
     # Where outer tapes listen, each operand is an alias with a name of its own that they know: an array that is passed twice
     # would otherwise get the sum of both cotangents twice.
     args = [
         b if type(v) is Const else (apply(ALIAS, (named(b, v),)) if wrapped else wrap(b))
         for b, v in zip(r.saved, r.inputs, strict=True)
     ]
-    return pull_through(lambda given: r.recipe.op.decompose(*given, **r.params), args, r, g, wrapped)
-
-
-def pull_through(
-    run: Callable[[Sequence[Any]], Any], args: Sequence[Any], r: Recorded, g: Any, wrapped: bool
-) -> list[Any]:
-    """Derivative of a call through other calls that compute the same: record those on a tape of their own and walk it."""
-    from .tape import Tape
-
     tape = Tape()
     with tape:
         tape.watch([args[p] for p in r.recipe.wanted])
-        outs = run(args)
-    outs = outs if isinstance(outs, tuple | list) else (outs,)
+        outs = r.recipe.op.decompose(*args, **r.params)
+    outs = outs if isinstance(outs, tuple) else (outs,)
     seeds = g if isinstance(g, tuple) else (g,)
     if not wrapped:
         seeds = tuple(wrap(np.asarray(s)) if isinstance(s, np.generic) else wrap(s) for s in seeds)

@@ -8,6 +8,7 @@ back in its own way. A recorder takes part by a method ``record_call`` beside ``
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -16,17 +17,17 @@ import numpy as np
 
 from ..arrays import tree as trees
 from ..arrays._array import Array, new_id, next_id
-from ..arrays._dispatch import apply, argument_avals, call_site, wrap
+from ..arrays._dispatch import apply, call_site, wrap
 from ..arrays._op import Op, state
 from ..arrays.creation import asarray
 from ..arrays.elementwise import BARRIER
 from ..arrays.errors import GradientError
 from ..arrays.program import Const, Site, site_text
-from .backward import Recorded, named, pull_through, same_value
+from .backward import Recorded, named, same_value
 
 
 class Call(Protocol):
-    """What such a call can do; called by the engine."""
+    """What such a call can do; called by the engine. A call may have ``expand`` in place of ``pull`` (see ``checkpoint``)."""
 
     name: str
     nondifferentiable: str | None
@@ -65,13 +66,18 @@ def _tapes() -> list[Any]:
     return [r for r in state.recorders if hasattr(r, "record_call")]
 
 
+def _note(outs: Sequence[Array]) -> None:
+    """Tell the recorders that see the calls inside that they belong to a call with a derivative of its own."""
+    for r in state.recorders:
+        if hasattr(r, "note_call"):
+            r.note_call(outs)
+
+
 def _record(
     call: Call, args: Sequence[Array], outs: Sequence[Array], saved: Sequence[Any], tapes: Sequence[Any]
 ) -> None:
     site = call_site()
-    for r in state.recorders:
-        if hasattr(r, "note_call"):
-            r.note_call()
+    _note(outs)
     for t in tapes:
         t.record_call(call, args, outs, saved, state.origin, site)
 
@@ -175,11 +181,24 @@ class _Recomputed:
         _record(self, arrays, outs, [a._buf for a in arrays], tapes)
         return outs
 
-    def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
+    def expand(self, r: Recorded, wrapped: bool) -> tuple[list[Recorded], list[int]]:
+        """The calls made again, recorded: records whose operands have the names they had outside, and the results' new names."""
+        from .tape import Tape
+
         # A barrier where others look on: compiled and pending programs share equal calls, and would keep the values of the
         # forward pass alive for these, which is what recomputing them is there to avoid.
         args = [apply(BARRIER, (named(b, v),)) if wrapped else wrap(b) for b, v in zip(r.saved, r.inputs, strict=True)]
-        return pull_through(self.run, args, r, g, wrapped)
+        tape = Tape()
+        with tape:
+            tape.watch([args[p] for p in r.recipe.wanted])
+            outs = self.run(args)
+        # Under their outside names cotangents are summed in the order of the plain backward pass: equal to the bit.
+        outside = {args[p]._id: v for p, (v, _, _) in zip(r.recipe.wanted, r.operands, strict=True)}
+        records = [
+            i._replace(operands=[(outside.get(v, v), shape, dtype) for v, shape, dtype in i.operands])
+            for i in tape._records
+        ]
+        return records, [o._id for o in outs]
 
 
 def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,13 +216,11 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     True
     """
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         tapes = _tapes()
         if not tapes:
-            for r in state.recorders:
-                if hasattr(r, "note_call"):
-                    r.note_call()
+            _note(())
             return fn(*args, **kwargs)
         region = Region(tapes)
         with _without_tapes(region):
@@ -233,6 +250,9 @@ class _Guard:
     def __init__(self, name: str, tapes: Sequence[Any], args: Sequence[Array]) -> None:
         self.name, self.tapes = name, tapes
         self.known = {new_id(a) for a in args}
+
+    def note_call(self, outs: Sequence[Array]) -> None:
+        self.known.update(o._id for o in outs)
 
     def watches(self, x: Array) -> bool:
         return any(t.watches(x) for t in self.tapes)
@@ -337,7 +357,7 @@ class custom_vjp:  # a decorator, used like a function
         self._forward: Callable[..., Any] | None = None
         self._backward: Callable[..., Any] | None = None
         self.__name__ = getattr(fn, "__name__", "the function")
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
         """Declare the derivative."""
@@ -356,16 +376,21 @@ class custom_vjp:  # a decorator, used like a function
         leaves, args_def = trees.flatten(args)
         arrays = [x for x in leaves if isinstance(x, Array)]
         if not tapes:
-            for r in state.recorders:
-                if hasattr(r, "note_call"):
-                    r.note_call()
+            _note(())
             return self._fn(*args, **kwargs)
         call = _Custom(self, args_def, leaves, kwargs)
-        # A single tape never looks at its own backward pass, so that it needs nothing of the forward function. Of several, the
-        # outer ones differentiate the residuals, which they must have seen come about.
-        shown = tapes if len(tapes) > 1 else []
-        with _without_tapes(_Guard(self.__name__, tapes, arrays), *shown):
-            made = self._forward(*args, **kwargs)
+        # A single tape never looks at its own backward pass, so that it needs nothing of the forward function. Of several, any
+        # may differentiate the residuals, which it must have seen come about. A forward function that calls this one again
+        # does so with one tape fewer each time.
+        inner = self in _active.owners
+        shown = tapes if len(tapes) > 1 and not inner else tapes[:-1]
+        before = _active.owners
+        _active.owners = (*before, self)
+        try:
+            with _without_tapes(_Guard(self.__name__, tapes, arrays), *shown):
+                made = self._forward(*args, **kwargs)
+        finally:
+            _active.owners = before
         if not isinstance(made, tuple) or len(made) != 2:
             raise GradientError(
                 f"[custom_vjp] the forward function of {self.__name__} must return (value, residuals), got "
@@ -384,6 +409,13 @@ class custom_vjp:  # a decorator, used like a function
     def __repr__(self) -> str:
         return f"custom_vjp({self.__name__})"
 
+
+class _Active(threading.local):
+    owners: tuple[custom_vjp, ...] = ()
+
+
+_active = _Active()
+"""The functions whose forward function this thread is in."""
 
 _ARRAY = object()
 

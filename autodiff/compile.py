@@ -22,7 +22,9 @@ from ..arrays._dispatch import Deferred, ProgramHost, apply, argument_avals, cal
 from ..arrays._op import Op, not_recording, recording, state
 from ..arrays.errors import DeviceError, TracedValueError
 from ..arrays.program import Const, Program, ProgramBuilder, ShapeDtype, Site, freeze, last_uses, simplify
+from .anomaly import is_checker
 from .backward import same_value
+from .calls import custom_vjp
 from .fusion import Group, fuse
 from .fusion import executable as fused
 from .tape import is_differentiable
@@ -108,7 +110,7 @@ class _Trace:
         self.open = True
         self.has_calls = False
 
-    def note_call(self) -> None:
+    def note_call(self, outs: Sequence[Array]) -> None:
         """Called where the function makes a call that tapes record as one (``checkpoint``, ``custom_vjp``, ``gradient_hook``)."""
         self.has_calls = True
 
@@ -215,7 +217,7 @@ class Compiled:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
         self._cache: dict[Any, _Ready] = {}
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())  # not the attributes of another such object
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = trees.flatten((args, kwargs))
@@ -331,6 +333,9 @@ def _outside(fn: Any) -> list[Any]:
         if isinstance(fn, Compiled):
             functions.append(fn._fn)
             continue
+        if isinstance(fn, custom_vjp):
+            functions += [f for f in (fn._fn, fn._forward, fn._backward) if f is not None]
+            continue
         if isinstance(fn, functools.partial):
             values = [fn.func, *fn.args, *fn.keywords.values()]
         else:
@@ -338,7 +343,7 @@ def _outside(fn: Any) -> list[Any]:
             for cell in getattr(fn, "__closure__", None) or ():
                 with contextlib.suppress(ValueError):  # a variable that is not bound yet
                     values.append(cell.cell_contents)
-        functions += [v for v in values if isinstance(v, FunctionType | functools.partial | Compiled)]
+        functions += [v for v in values if isinstance(v, FunctionType | functools.partial | Compiled | custom_vjp)]
         module = getattr(fn, "__globals__", {})
         named = [module[n] for n in _names_in(getattr(fn, "__code__", None)) if n in module]
         functions += [v for v in named if getattr(getattr(v, "_fn", v), "__globals__", None) is module]
@@ -394,7 +399,7 @@ class _Ready:
         )
 
     def __call__(self, inputs: Sequence[Array]) -> Any:
-        if self.is_watched(inputs):
+        if self.is_watched(inputs) or any(map(is_checker, state.recorders)):
             found = self._replay(inputs)
         else:
             found = [wrap(b) for b in self.run([a._buf for a in inputs])]
@@ -405,16 +410,19 @@ class _Ready:
         """The program call by call, in view of the tapes of this thread: it is differentiated like the code it came from."""
         env = {c.var: c.current() for c in self.lifted}
         env.update(zip(self.program.inputs, inputs, strict=True))
-        outer = state.origin
+        outer, site = state.origin, state.site
+        checked = any(map(is_checker, state.recorders))
         try:
             for e, free in zip(self.program.entries, last_uses(self.program), strict=True):
                 state.origin = outer or e.origin
+                if checked:  # the fault is in the traced code, and not where the program was called
+                    state.site = site or e.site
                 out = apply(e.op, tuple(env[v] if isinstance(v, int) else v.value for v in e.inputs), e.params)
                 env.update(zip(e.outputs, out if e.op.nout > 1 else (out,), strict=True))
                 for v in free:
                     del env[v]
         finally:
-            state.origin = outer
+            state.origin, state.site = outer, site
         return [same_value(env[v]) for v in self.program.outputs]
 
 

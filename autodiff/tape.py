@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,9 @@ from ..arrays.creation import asarray, ones
 from ..arrays.devices import Device
 from ..arrays.errors import GradientError
 from ..arrays.program import Const, Entry, Site
-from .backward import Recorded, walk
-from .calls import CallRecipe
+from .anomaly import is_checker
+from .backward import Hook, Recorded, walk
+from .calls import CallRecipe, run_hook
 from .recipe import recipe_for
 
 
@@ -65,6 +66,7 @@ class Tape:
         # What a watched array was called when it was watched: `x[i] = v` turns the object into another value, and the
         # gradient that is asked for is that of the value that was watched.
         self._watched: dict[int, tuple[weakref.ref[Array], int]] = {}
+        self._hooks: dict[int, list[Hook]] = {}
         self._used = False
 
     # ----- recording --------------------------------------------------------------------------------------------------
@@ -90,6 +92,28 @@ class Tape:
     def watches(self, x: Array) -> bool:
         """Whether a call on this array would be recorded."""
         return x._id in self._live
+
+    def hook(self, x: Array, fn: Callable[[Array], Any]) -> None:
+        """Call ``fn`` with the gradient of ``x`` once it is complete; what it returns, unless None, takes its place.
+
+        ``x`` is watched, or was computed from what is. See :func:`meshtape.gradient_hook` for functions without a tape.
+
+        >>> import meshtape as mt
+        >>> x = mt.asarray([1.0, 2.0])
+        >>> with mt.Tape() as tape:
+        ...     tape.watch(x)
+        ...     y = x * x
+        ...     tape.hook(y, lambda g: 10.0 * g)
+        ...     z = y.sum()
+        >>> tape.gradient(z, x)
+        Array([20., 40.], dtype=float64)
+        """
+        name = self._name(x) if isinstance(x, Array) else 0
+        if name not in self._live:
+            raise GradientError(
+                "[hook] the array has no gradient on this tape: watch it, or compute it from watched ones"
+            )
+        self._hooks.setdefault(name, []).append(functools.partial(run_hook, fn))
 
     def _name(self, x: Array) -> int:
         """The name of a source: that of the value watched, also where the array was written since."""
@@ -253,8 +277,8 @@ class Tape:
         """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""
         cots: dict[int, Any] = {}
         checked = [_seed_of(t, s) for t, s in zip(targets, seeds, strict=True)]
-        with not_recording(self):
-            wrapped = bool(state.recorders) or any(
+        with not_recording(self, *filter(is_checker, state.recorders)):
+            wrapped = any(not is_checker(r) for r in state.recorders) or any(
                 isinstance(b, Deferred) for t, s in checked for b in (t._buf, s._buf)
             )
             if wrapped:
@@ -268,7 +292,7 @@ class Tape:
             records = self._records
             if not self.persistent:
                 self._records, self._used = [], True
-            walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent)
+            walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent, hooks=self._hooks)
         kept = {v: cots[v] for v in keep if v in cots}
         return {v: g if wrapped else wrap(np.asarray(g) if xp is np else g) for v, g in kept.items()}
 

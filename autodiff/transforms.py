@@ -133,7 +133,7 @@ def value_and_grad(
     """
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         chosen = [i if i >= 0 else i + len(args) for i in positions]
         if any(not 0 <= i < len(args) for i in chosen):
@@ -166,7 +166,7 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: b
     """
     both = value_and_grad(fn, argnums, has_aux=has_aux)
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         out, g = both(*args, **kwargs)
         return (g, out[1]) if has_aux else g
@@ -218,10 +218,11 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
     return grad(slope)(x)
 
 
-def jacobian(fn: Callable[[Any], Array]) -> Callable[[Any], Any]:
-    """Jacobian of a function from an array, or a tree of them, to one array.
+def jacobian(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Jacobian of a function from an array, or a tree of them, to an array, or a tree of them.
 
-    The result has the structure of the argument; its leaves have the shape ``(*output, *leaf)``. One pull back an output element.
+    The result has the structure of the value, with the structure of the argument in place of each array; its leaves have the
+    shape ``(*output, *leaf)``. One pull back an output element.
 
     >>> import meshtape as mt
     >>> mt.jacobian(lambda x: x * x)(mt.asarray([1.0, 2.0]))
@@ -231,28 +232,44 @@ def jacobian(fn: Callable[[Any], Array]) -> Callable[[Any], Any]:
     from ..arrays.manipulation import reshape, stack
 
     def wrapped(x: Any) -> Any:
-        y, pull = vjp(fn, x)
-        if not isinstance(y, Array):
-            raise GradientError(f"[jacobian] the function must return an Array, got {type(y).__name__}")
-        zero = zeros_like(y)
-        rows = [pull(zero.at[i].set(1.0))[0] for i in np.ndindex(y.shape)]
+        value, pull = vjp(fn, x)
+        outputs, out_def = trees.flatten(value)
+        for y in outputs:
+            if not isinstance(y, Array):
+                raise GradientError(f"[jacobian] the function must return an Array, or a tree, got {type(y).__name__}")
+        zero = [zeros_like(y) for y in outputs]
 
-        def join(like: Array, *parts: Array) -> Array:
-            shape = (*y.shape, *like.shape)
-            return reshape(stack(parts), shape) if parts else zeros(shape, dtype=like.dtype, device=like.device)
+        def of_output(k: int) -> Any:
+            shape = outputs[k].shape
 
-        return trees.tree_map(join, pull(zero)[0], *rows)
+            def seed(i: tuple[int, ...]) -> Any:
+                return trees.unflatten(out_def, [*zero[:k], zero[k].at[i].set(1.0), *zero[k + 1 :]])
+
+            def join(like: Array, *parts: Array) -> Array:
+                full = (*shape, *like.shape)
+                return reshape(stack(parts), full) if parts else zeros(full, dtype=like.dtype, device=like.device)
+
+            rows = [pull(seed(i))[0] for i in np.ndindex(shape)]
+            return trees.tree_map(join, pull(trees.unflatten(out_def, zero))[0], *rows)
+
+        return trees.unflatten(out_def, [of_output(k) for k in range(len(outputs))])
 
     return wrapped
 
 
-def hessian(fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """Hessian of a scalar function of one array: shape ``(*input, *input)``. Of trees, see :func:`hvp`.
+def hessian(fn: Callable[[Any], Array]) -> Callable[[Any], Any]:
+    """Hessian of a scalar function of one array (shape ``(*input, *input)``) or of a tree.
+
+    Of a tree it is a tree of trees: ``hessian(fn)(params)["w"]["b"]`` has the shape ``(*w, *b)``. For products with it alone, see
+    :func:`hvp`.
 
     >>> import meshtape as mt
     >>> mt.hessian(lambda x: (x ** 3).sum())(mt.asarray([1.0, 2.0]))
     Array([[ 6.,  0.],
            [ 0., 12.]], dtype=float64)
+    >>> h = mt.hessian(lambda p: (p["a"] * p["b"]).sum())({"a": mt.ones(2), "b": mt.ones(1)})
+    >>> h["a"]["b"].tolist(), h["b"]["b"].tolist()
+    ([[1.0], [1.0]], [[0.0]])
     """
     return jacobian(grad(fn))
 

@@ -197,7 +197,9 @@ def run(
     # 3: that cluster is gone. Another one, with another mesh, goes on from the last checkpoint.
     latest = manager.latest()
     with cluster(scheduler, 3) as client, mt.Mesh({"model": 3}, client=client) as mesh:
-        console.print(f"[cyan]3[/] {'the same' if scheduler else 'another'} cluster; {mesh}; resuming from [green]{_near(latest)}[/]")
+        console.print(
+            f"[cyan]3[/] {'the same' if scheduler else 'another'} cluster; {mesh}; resuming from [green]{_near(latest)}[/]"
+        )
         reading = mt.LoadReport()
         state = mt.load(latest, shardings=lambda path, shape, dtype: sharding_of(path, mesh), report=reading)
         step = mt.open_checkpoint(latest).step

@@ -23,7 +23,7 @@ from typing import Any
 
 import dask
 import numpy as np
-from distributed import Client, Future, wait
+from distributed import Client, Future
 
 from ..arrays.errors import ClusterError, CollectiveTimeout, MeshError, MeshtapeError, RankLost, WorkerMismatch
 from . import gang
@@ -325,9 +325,15 @@ class DaskRuntime:
         pending = list(this.futures)
         failed_at: float | None = None
         grace = float(dask.config.get("meshtape.timeouts.abort"))
+        # Not distributed.wait: it needs a current client, and to set one changes Dask's configuration for all threads.
+        ended = threading.Event()
+        for f in pending:
+            if not f.done():
+                f.add_done_callback(lambda _: ended.set())
         while pending:
-            with contextlib.suppress(TimeoutError), self.client.as_current():
-                wait(pending, timeout=0.2 if failed_at else 5, return_when="FIRST_COMPLETED")
+            if not any(f.done() for f in pending):
+                ended.wait(0.2 if failed_at else 5)
+            ended.clear()
             pending = [f for f in pending if not f.done()]
             if failed_at is None and any(f.status in ("error", "cancelled", "lost") for f in this.futures):
                 failed_at = time.monotonic()

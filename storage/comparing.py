@@ -18,8 +18,8 @@ from .converting import Selection
 from .grid import windows
 from .manifest import scalar_leaves
 from .names import leaf_name
-from .sinks import each
 from .transfer import MEMORY_LIMIT
+from .writing import in_threads
 
 _MISSING = object()
 
@@ -131,7 +131,7 @@ def diff(
     common = [n for n in ours if n in theirs]
     # Both sides, what the comparison makes of them, and a few threads.
     limit = max(1 << 16, memory_limit // 32)
-    found = each([lambda n=n: _compare(n, ours[n], theirs[n], limit) for n in common])
+    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], limit), common)
     values = _values(left, right, wanted)
     return DiffReport(
         left.ckpt.path,

@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from . import commit, dtypes, manifest, names
 from .files import active
 from .grid import Grid, choose_grid
 from .inflight import SaveHandle, finish_earlier, start
-from .writing import THREADS, Record, Task, write_blocks
+from .writing import Record, Task, in_threads, write_blocks
 from .zarr_format import array_metadata, group_metadata
 
 _SCALARS = (bool, int, float, str)
@@ -437,8 +436,7 @@ def _write_metadata(root: str, items: list[Item]) -> int:
         fs.write_file(os.path.join(root, directory, "zarr.json"), texts[directory])
         fs.fsync_dir(os.path.join(root, directory))
 
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="meshtape-io") as pool:
-        list(pool.map(write, texts))
+    in_threads(write, list(texts))
     group = group_metadata(manifest.VERSION, texts)
     fs.write_file(os.path.join(root, "zarr.json"), group)
     fs.fsync_dir(root)

@@ -13,8 +13,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,7 +28,7 @@ from .grid import Grid, runs, windows
 from .opened import HF_INDEX
 from .saving import Item, finish_directory
 from .tensors import preadv
-from .writing import THREADS, Record
+from .writing import Record, in_threads
 from .zarr_format import chunk_coords, shard_index
 
 _BATCH = 8 << 20  # bytes handed to the kernel in one call, and of staging memory
@@ -68,14 +67,6 @@ class Sink(Protocol):
 
     def finish(self, root: str, target: str) -> int:
         """Write what makes the directory a checkpoint, last; returns the bytes of all files."""
-
-
-def each(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Results of all jobs, on threads."""
-    if len(jobs) < 2:
-        return [job() for job in jobs]
-    with ThreadPoolExecutor(min(THREADS, len(jobs)), thread_name_prefix="meshtape-io") as pool:
-        return list(pool.map(lambda job: job(), jobs))
 
 
 def _clear(root: str, late: Sequence[str]) -> None:
@@ -210,7 +201,7 @@ class ZarrSink:
             for i, held in zip(self.items, table, strict=True)
             for coord in i.grid.shards()
         ]
-        self._records = each(jobs)
+        self._records = in_threads(lambda job: job(), jobs)
 
     def _complete(
         self, root: str, item: Item, coord: tuple[int, ...], held: dict[tuple[tuple[int, ...], tuple[int, ...]], int]
@@ -344,4 +335,4 @@ class HuggingFaceSink:
         return self.total_size + sum(map(len, self.heads)) + len(text)
 
 
-__all__ = ["Grid", "HuggingFaceSink", "Sink", "Unit", "ZarrSink", "each"]
+__all__ = ["Grid", "HuggingFaceSink", "Sink", "Unit", "ZarrSink"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from .files import active
 from .grid import Grid
 from .zarr_format import write_shard
 
-THREADS = 4
+THREADS = 2  # to one disk, more only wait for each other
+_OPEN = 128  # files that are written before they are synced
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,37 @@ def write_blocks(
         _wait_for(root, rank)
         jobs += [(os.path.join(root, t.file), t, blocks[rank][t.array][(*t.part.slices, ...)]) for t in tasks]
 
-    def write(job: tuple[str, Task, np.ndarray]) -> Record:
-        path, task, part = job
-        nbytes, digest = write_shard(fs, path, part, task.grid, task.coord)
-        return Record(task.file, nbytes, digest)
+    opened: set[int] = set()
 
-    if len(jobs) < 2:
-        return [write(job) for job in jobs]
-    # Threads, because each shard ends with a sync: one waits for the disk while the others copy and sum.
-    with ThreadPoolExecutor(min(THREADS, len(jobs)), thread_name_prefix="meshtape-io") as pool:
-        futures = [pool.submit(write, job) for job in jobs]
+    def write(job: tuple[str, Task, np.ndarray]) -> tuple[Record, int]:
+        path, task, part = job
+        nbytes, digest, fd = write_shard(fs, path, part, task.grid, task.coord)
+        opened.add(fd)
+        return Record(task.file, nbytes, digest), fd
+
+    def sync(fd: int) -> None:
+        fs.fsync(fd)
+        opened.discard(fd)
+        fs.close(fd)
+
+    records: list[Record] = []
+    try:
+        for first in range(0, len(jobs), _OPEN):
+            written = in_threads(write, jobs[first : first + _OPEN])
+            in_threads(sync, [fd for _, fd in written])
+            records += [r for r, _ in written]
+    finally:
+        for fd in opened:
+            fs.close(fd)
+    return records
+
+
+def in_threads(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """Results in order. After an error none that waits is begun, and it is raised when those that run have ended."""
+    if len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(THREADS, len(items)), thread_name_prefix="meshtape-io") as pool:
+        futures = [pool.submit(work, item) for item in items]
         try:
             return [f.result() for f in futures]
         except BaseException:

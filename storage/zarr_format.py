@@ -93,8 +93,11 @@ def shard_index(grid: Grid, coord: tuple[int, ...], chunk_nbytes: int) -> bytes:
     return table.tobytes() + crc32c(table).to_bytes(4, "little")
 
 
-def write_shard(fs: Files, path: str, block: np.ndarray, grid: Grid, coord: tuple[int, ...]) -> tuple[int, int]:
-    """Write one shard, whose elements are ``block``, to a new synced file; returns its length and the crc32c of its chunks.
+def write_shard(fs: Files, path: str, block: np.ndarray, grid: Grid, coord: tuple[int, ...]) -> tuple[int, int, int]:
+    """Write one shard, whose elements are ``block``, to a new file; returns its length, the crc32c of its chunks, and its descriptor.
+
+    The descriptor is the caller's to sync and close: many files synced together cost far fewer commits of the file system's journal,
+    and only the descriptor that wrote is sure to be told of an error.
 
     The checksum covers the chunks' data one after the other, without their own checksums: bytes followed by their crc32c
     have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
@@ -133,7 +136,7 @@ def write_shard(fs: Files, path: str, block: np.ndarray, grid: Grid, coord: tupl
         if grid.shape:
             pending.append(shard_index(grid, coord, nbytes + 4))
         total += fs.write(fd, pending, total)
-        fs.fsync(fd)
-    finally:
+    except BaseException:
         fs.close(fd)
-    return total, digest
+        raise
+    return total, digest, fd

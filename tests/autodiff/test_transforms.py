@@ -198,8 +198,28 @@ def test_jacobian_of_awkward_shapes():
     assert mt.jacobian(lambda x: x)(mt.zeros((0,))).shape == (0, 0)
     tree = mt.jacobian(lambda p: p["w"] * p["b"])({"w": arr(1, 2), "b": mt.asarray(3.0), "i": mt.asarray(1)})
     assert (tree["w"].tolist(), tree["b"].tolist(), tree["i"]) == ([[3, 0], [0, 3]], [1, 2], None)
-    with pytest.raises(mt.errors.GradientError, match=r"\[jacobian\] the function must return an Array, got tuple"):
-        mt.jacobian(lambda x: (x, x))(arr(1))
+    with pytest.raises(
+        mt.errors.GradientError, match=r"\[jacobian\] the function must return an Array, or a tree, got int"
+    ):
+        mt.jacobian(lambda x: (x, 3))(arr(1))
+
+
+def test_jacobian_and_hessian_of_trees():
+    both = mt.jacobian(lambda p: {"y": p["a"] * p["b"], "z": (p["b"] ** 2,)})({"a": arr(1, 2), "b": mt.asarray(3.0)})
+    assert both["y"]["a"].tolist() == [[3, 0], [0, 3]]
+    assert both["y"]["b"].tolist() == [1, 2]
+    assert both["z"][0]["a"].tolist() == [0, 0]
+    assert both["z"][0]["b"].item() == 6.0
+
+    params = {"w": [arr(1, 2)], "b": mt.asarray(3.0), "i": mt.asarray([1, 2]), "n": None}
+    loss = lambda p: (p["w"][0] ** 2 * p["b"] * p["i"]).sum() + p["b"] ** 3  # noqa: E731
+    for how in (lambda f: f, mt.compile):
+        h = how(mt.hessian(loss))(params)
+        assert h["w"][0]["w"][0].tolist() == [[6, 0], [0, 12]]
+        assert h["w"][0]["b"].tolist() == h["b"]["w"][0].tolist() == [2, 8]
+        assert h["b"]["b"].item() == 18.0
+        assert h["i"] is None
+        assert h["b"]["i"] is None
 
 
 def test_hvp_of_a_tree():

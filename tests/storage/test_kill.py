@@ -207,7 +207,7 @@ def test_a_running_save_of_another_process_is_left_alone(kit, tmp_path):
             os.write(writer, b"x")
             os.read(go, 1)
 
-        with using(kit.Counting(8, pause)):
+        with using(kit.Counting(4, pause)):
             save(tmp_path / "step-00000001", tree(1), step=1)
         os._exit(0)
     os.read(reader, 1)

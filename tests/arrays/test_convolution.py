@@ -1,0 +1,102 @@
+"""Convolution and pooling against sums written out, and against SciPy."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy import signal
+
+import meshtape
+from meshtape import arrays as mt
+from meshtape.arrays.errors import DTypeError, ShapeError
+
+rng = np.random.default_rng(11)
+
+
+def written_out(x, w, stride, padding, dilation, groups):
+    """The definition, one result at a time."""
+    x = np.pad(x, ((0, 0), (0, 0), *((p, p) for p in padding)))
+    n, _, *image = x.shape
+    o, i, *kernel = w.shape
+    out = [(m - d * (k - 1) - 1) // s + 1 for m, k, s, d in zip(image, kernel, stride, dilation, strict=True)]
+    y = np.zeros((n, o, *out), np.result_type(x, w))
+    for place in itertools.product(*map(range, out)):
+        part = tuple(
+            slice(p * s, p * s + d * (k - 1) + 1, d) for p, s, d, k in zip(place, stride, dilation, kernel, strict=True)
+        )
+        for c in range(o):
+            g = c // (o // groups)
+            seen = x[(slice(None), slice(g * i, (g + 1) * i), *part)]
+            y[(slice(None), c, *place)] = (seen * w[c]).sum(axis=tuple(range(1, seen.ndim)))
+    return y
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 0, 1), (2, 1, 1), ((1, 2), (2, 0), (2, 1)), (3, 2, 2)])
+def test_conv2d_is_its_definition(stride, padding, dilation, groups):
+    pair = lambda v: (v, v) if isinstance(v, int) else v  # noqa: E731
+    x, w, b = rng.normal(size=(2, 4, 7, 8)), rng.normal(size=(6, 4 // groups, 3, 2)), rng.normal(size=6)
+    got = mt.nn.conv2d(*map(mt.asarray, (x, w, b)), stride=stride, padding=padding, dilation=dilation, groups=groups)
+    want = written_out(x, w, pair(stride), pair(padding), pair(dilation), groups) + b[:, None, None]
+    np.testing.assert_allclose(np.asarray(got), want, atol=1e-12)
+
+
+def test_conv1d_and_same_padding_are_scipys():
+    x, w = rng.normal(size=9), rng.normal(size=4)
+    got = mt.nn.conv1d(mt.asarray(x[None, None]), mt.asarray(w[None, None]))
+    np.testing.assert_allclose(np.asarray(got)[0, 0], signal.correlate(x, w, "valid"), atol=1e-12)
+    image, kernel = rng.normal(size=(5, 6)), rng.normal(size=(3, 3))
+    got = mt.nn.conv2d(mt.asarray(image[None, None]), mt.asarray(kernel[None, None]), padding="same")
+    np.testing.assert_allclose(np.asarray(got)[0, 0], signal.correlate(image, kernel, "same"), atol=1e-12)
+    for stride in (1, 2, 3):
+        y = mt.nn.conv1d(mt.ones((1, 1, 7)), mt.ones((1, 1, 4)), padding="same", stride=stride)
+        assert y.shape[2] == -(-7 // stride)
+
+
+def test_precision_and_empty_batches():
+    x, w = mt.ones((1, 300, 4), dtype=mt.bfloat16), mt.ones((2, 300, 1), dtype=mt.bfloat16)
+    y = mt.nn.conv1d(x, w)
+    assert y.dtype == mt.bfloat16
+    assert float(y[0, 0, 0]) == 300  # a sum kept in bfloat16 would stop at 256
+    assert mt.nn.conv1d(mt.zeros((0, 2, 4)), mt.ones((3, 2, 2))).shape == (0, 3, 3)
+
+
+def windows(x, size, stride, padding):
+    """All windows of an image of two dimensions, with NaN for what is padded."""
+    p = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)), constant_values=np.nan)
+    return np.lib.stride_tricks.sliding_window_view(p, size, (2, 3))[:, :, :: stride[0], :: stride[1]]
+
+
+@pytest.mark.parametrize(("size", "stride", "padding"), [((2, 2), (2, 2), 0), ((3, 2), (1, 2), 1), ((3, 3), (2, 1), 2)])
+def test_pooling_is_its_definition(size, stride, padding):
+    x = rng.normal(size=(2, 3, 7, 6))
+    w = windows(x, size, stride, padding)
+    for kind, reduce in (("max", np.nanmax), ("mean", np.nanmean)):
+        got = mt.nn.pool(mt.asarray(x), size, kind=kind, stride=stride, padding=padding)
+        np.testing.assert_allclose(np.asarray(got), reduce(w, axis=(-2, -1)), atol=1e-12)
+        meshtape.check_grads(
+            lambda a, kind=kind: mt.nn.pool(a, size, kind=kind, stride=stride, padding=padding), x[:1, :1]
+        )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: mt.nn.conv1d(mt.ones((1, 2, 3, 3)), mt.ones((1, 2, 3))), ShapeError, "3 dimensions"),
+        (lambda: mt.nn.conv1d(mt.ones((1, 3, 4)), mt.ones((1, 2, 3))), ShapeError, "channels"),
+        (lambda: mt.nn.conv1d(mt.ones((1, 2, 4)), mt.ones((3, 1, 3)), groups=2), ShapeError, "divide evenly"),
+        (lambda: mt.nn.conv1d(mt.ones((1, 2, 2)), mt.ones((1, 2, 3))), ShapeError, "does not fit"),
+        (lambda: mt.nn.conv1d(mt.ones((1, 1, 4)), mt.ones((2, 1, 3)), mt.ones(3)), ShapeError, "bias"),
+        (lambda: mt.nn.conv1d(mt.ones((1, 1, 4)), mt.ones((1, 1, 3)), stride=0), ValueError, "stride"),
+        (lambda: mt.nn.conv1d(mt.ones((1, 1, 4)), mt.ones((1, 1, 3)), padding="full"), ValueError, "padding"),
+        (lambda: mt.nn.conv1d(mt.ones((1, 1, 4), dtype=mt.int8), mt.ones((1, 1, 3))), DTypeError, "floating"),
+        (lambda: mt.nn.pool(mt.ones((1, 1, 4)), 2, padding=2), ValueError, "nothing but padding"),
+        (lambda: mt.nn.pool(mt.ones((1, 1, 4)), 5), ShapeError, "does not fit"),
+        (lambda: mt.nn.pool(mt.ones((1, 1, 4)), 2, kind="sum"), ValueError, "kind"),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,321 @@
+"""The functions of models: values known by hand, derivatives against differences, the same numbers in float16."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import meshtape
+from meshtape import arrays as mt
+from meshtape.arrays.errors import DTypeError, ShapeError
+from meshtape.errors import ArrayIndexError
+
+rng = np.random.default_rng(12)
+nan, inf = math.nan, math.inf
+
+
+def n(x):
+    return np.asarray(x)
+
+
+def soft(x, mask=None):
+    e = np.exp(x) * (1 if mask is None else mask)
+    s = e.sum(-1, keepdims=True)
+    return e / np.where(s == 0, 1, s)
+
+
+# ----- softmax --------------------------------------------------------------------------------------------------------
+
+
+def test_softmax_under_a_mask():
+    x = rng.normal(size=(4, 5))
+    mask = rng.random((4, 5)) < 0.6
+    mask[1] = False
+    mask[0, 0] = True
+    got = n(mt.nn.softmax(mt.asarray(x), where=mt.asarray(mask)))
+    np.testing.assert_allclose(got, soft(x, mask), atol=1e-15)
+    assert (got[1] == 0).all()
+    logs = n(mt.nn.log_softmax(mt.asarray(x), where=mt.asarray(mask)))
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(logs, np.log(soft(x, mask)), atol=1e-12)
+    meshtape.check_grads(lambda a: mt.nn.softmax(a, where=mt.asarray(mask)), x)
+
+
+def test_what_is_masked_is_never_looked_at():
+    x = mt.asarray([[nan, 1.0, inf, 2.0], [nan, nan, nan, -inf]])
+    mask = mt.asarray([[False, True, False, True], [False] * 4])
+
+    def loss(x):
+        return mt.sum(mt.nn.softmax(x, where=mask) * mt.asarray([1.0, 2.0, 3.0, 4.0]))
+
+    with np.errstate(invalid="ignore"):
+        g = n(meshtape.grad(loss)(x))
+    assert np.isfinite(g).all()
+    assert (g[0, [0, 2]] == 0).all()
+    assert (g[1] == 0).all()
+    with pytest.raises(DTypeError, match="boolean"):
+        mt.nn.softmax(x, where=mt.ones((2, 4)))
+
+
+def test_softmax_without_overflow():
+    assert mt.nn.softmax(mt.asarray([1000.0, 1000.0])).tolist() == [0.5, 0.5]
+    assert mt.nn.softmax(mt.asarray([-inf, 0.0])).tolist() == [0, 1]
+    assert np.isnan(n(mt.nn.softmax(mt.asarray([-inf, -inf])))).all()
+    assert float(mt.nn.logsumexp(mt.asarray([-inf, -inf]))) == -inf
+
+
+# ----- losses ---------------------------------------------------------------------------------------------------------
+
+
+def test_cross_entropy_is_its_definition():
+    x, y = rng.normal(size=(3, 4, 5)), rng.integers(0, 5, (3, 4))
+    nll = -np.log(np.take_along_axis(soft(x), y[..., None], -1))[..., 0]
+    for reduction, want in (("none", nll), ("mean", nll.mean()), ("sum", nll.sum())):
+        got = mt.nn.cross_entropy(mt.asarray(x), mt.asarray(y), reduction=reduction)
+        np.testing.assert_allclose(n(got), want)
+    even = -np.log(soft(x)).mean(-1)
+    got = mt.nn.cross_entropy(mt.asarray(x), mt.asarray(y), label_smoothing=0.1)
+    np.testing.assert_allclose(float(got), (0.9 * nll + 0.1 * even).mean())
+    meshtape.check_grads(lambda a: mt.nn.cross_entropy(a, mt.asarray(y), label_smoothing=0.3), x)
+
+
+def test_ignored_samples_have_no_loss_and_no_gradient():
+    x = mt.asarray(rng.normal(size=(3, 4)))
+    y = mt.asarray([1, -100, 2])
+    whole = mt.nn.cross_entropy(x, y, ignore_index=-100)
+    part = mt.nn.cross_entropy(x[[0, 2]], y[[0, 2]])
+    np.testing.assert_allclose(float(whole), float(part))
+    g = n(meshtape.grad(lambda x: mt.nn.cross_entropy(x, y, ignore_index=-100))(x))
+    assert (g[1] == 0).all()
+    none = mt.asarray([-100, -100, -100])
+    assert float(mt.nn.cross_entropy(x, none, ignore_index=-100)) == 0
+    assert (n(meshtape.grad(lambda x: mt.nn.cross_entropy(x, none, ignore_index=-100))(x)) == 0).all()
+    assert mt.nn.cross_entropy(x, y, reduction="none", ignore_index=-100)[1].tolist() == 0
+    assert float(mt.nn.cross_entropy(x, mt.asarray([1, 0, 2]), ignore_index=0)) == pytest.approx(float(part))
+    bad = mt.asarray([nan, 1.0, 2.0, 3.0])
+    assert np.isfinite(
+        n(meshtape.grad(lambda x: mt.nn.cross_entropy(mt.where(y[:, None] == -100, bad, x), y, ignore_index=-100))(x))
+    ).all()
+
+
+def test_labels_that_are_no_class():
+    x = mt.zeros((2, 3))
+    for labels in ([0, 3], [-1, 0]):
+        with pytest.raises(ArrayIndexError, match="none of the 3 classes"):
+            mt.nn.cross_entropy(x, mt.asarray(labels))
+        traced = meshtape.compile(mt.nn.cross_entropy)(x, mt.asarray(labels))
+        assert math.isnan(float(traced))
+    with pytest.raises(DTypeError, match="integers"):
+        mt.nn.cross_entropy(x, mt.zeros(2))
+    with pytest.raises(ShapeError, match=r"\(3,\)"):
+        mt.nn.cross_entropy(x, mt.asarray([0, 0, 0]))
+    assert mt.nn.cross_entropy(x, mt.asarray([0, 1], dtype=mt.uint8)).dtype == mt.float64
+    assert mt.nn.cross_entropy(mt.zeros((2, 3), dtype=mt.bfloat16), mt.asarray([0, 1])).dtype == mt.bfloat16
+
+
+def test_info_nce():
+    eye = mt.eye(2)
+    np.testing.assert_allclose(float(mt.nn.info_nce(eye, eye, temperature=1.0)), 0.3132617, atol=1e-7)
+    keys = mt.asarray([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8], [0.8, -0.6]])
+    np.testing.assert_allclose(float(mt.nn.info_nce(eye, keys, temperature=1.0, group_size=2)), 1.0602080, atol=1e-7)
+    assert np.isfinite(float(mt.nn.info_nce(eye, keys, temperature=1e-300, group_size=2)))
+    with_zero = mt.asarray([[0.0, 0.0], [3.0, 4.0]])
+    g = meshtape.grad(lambda q: mt.nn.info_nce(q, eye, normalize=True))(with_zero)
+    assert np.isfinite(n(g)).all()
+    meshtape.check_grads(
+        lambda q, k: mt.nn.info_nce(q, k, temperature=0.5, normalize=True), *rng.normal(size=(2, 3, 4))
+    )
+    with pytest.raises(ShapeError, match="groups of 1"):
+        mt.nn.info_nce(eye, keys)
+
+
+# ----- norms ----------------------------------------------------------------------------------------------------------
+
+
+def normal(x, axes, eps=1e-5):
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + eps)
+
+
+def test_group_norm_of_the_requirements():
+    x = mt.asarray([[1.0, 2.0, 4.0, 8.0]])
+    np.testing.assert_allclose(n(mt.group_norm(x, 2))[0], [-0.99998, 0.99998, -0.9999988, 0.9999988], atol=1e-6)
+    _, pull = meshtape.vjp(lambda x: mt.group_norm(x, 2), x)
+    np.testing.assert_allclose(
+        n(pull(mt.asarray([[1.0, 2.0, 3.0, 4.0]]))[0])[0], [-4e-5, 4e-5, -6.3e-7, 6.2e-7], atol=2e-6
+    )
+    assert (n(meshtape.grad(lambda x: mt.sum(mt.group_norm(x, 2) ** 2))(mt.ones((1, 4)))) == 0).all()
+    with pytest.raises(ShapeError, match="3 groups"):
+        mt.group_norm(x, 3)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_norms_are_their_definitions(affine):
+    x, w, b = rng.normal(size=(3, 4, 5)), rng.normal(size=4), rng.normal(size=4)
+    scale = (w[:, None], b[:, None]) if affine else (1, 0)
+    own = tuple(map(mt.asarray, (w, b))) if affine else ()
+    a = mt.asarray(x)
+    group = normal(x.reshape(3, 2, 2, 5), (2, 3)).reshape(x.shape)
+    np.testing.assert_allclose(n(mt.group_norm(a, 2, *own)), group * scale[0] + scale[1], atol=1e-12)
+    np.testing.assert_allclose(n(mt.instance_norm(a, *own)), normal(x, 2) * scale[0] + scale[1], atol=1e-12)
+    got = mt.batch_norm(a, mt.zeros(4), mt.ones(4), *own, training=True)
+    np.testing.assert_allclose(n(got.out), normal(x, (0, 2)) * scale[0] + scale[1], atol=1e-12)
+    np.testing.assert_allclose(n(got.running_mean), 0.1 * x.mean((0, 2)), atol=1e-12)
+    np.testing.assert_allclose(n(got.running_var), 0.9 + 0.1 * x.var((0, 2), ddof=1), atol=1e-12)
+    wide = rng.normal(size=5)
+    rms = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * (wide if affine else 1)
+    np.testing.assert_allclose(n(mt.rms_norm(a, 5, *([mt.asarray(wide)] if affine else []))), rms, atol=1e-12)
+
+    extra = (w, b) if affine else ()
+    meshtape.check_grads(lambda x, *p: mt.group_norm(x, 2, *p), x, *extra)
+    meshtape.check_grads(lambda x, *p: mt.instance_norm(x, *p), x, *extra)
+    meshtape.check_grads(lambda x, *p: mt.batch_norm(x, mt.zeros(4), mt.ones(4), *p, training=True).out, x, *extra)
+    meshtape.check_grads(lambda x, *p: mt.rms_norm(x, 5, *p), x, *([wide] if affine else []))
+
+
+def test_batch_norm_by_running_statistics():
+    x, mean, var = rng.normal(size=(3, 2)), np.array([0.5, -1.0]), np.array([2.0, 0.5])
+    got = mt.batch_norm(*map(mt.asarray, (x, mean, var)), training=False)
+    np.testing.assert_allclose(n(got.out), (x - mean) / np.sqrt(var + 1e-5))
+    assert got.running_mean.tolist() == mean.tolist()
+
+
+def test_norms_of_little():
+    for f in (
+        lambda x: mt.batch_norm(x, mt.zeros(2), mt.ones(2), training=True).out,
+        lambda x: mt.group_norm(x, 2),
+        lambda x: mt.instance_norm(x[..., None]),
+        lambda x: mt.rms_norm(x, 2),
+    ):
+        assert f(mt.zeros((0, 2))).shape[:2] == (0, 2)
+        one = mt.asarray([[1.0, 2.0]])
+        assert np.isfinite(n(f(one))).all()
+        assert np.isfinite(n(meshtape.grad(lambda x, f=f: mt.sum(f(x)))(one))).all()
+    empty = mt.batch_norm(mt.zeros((0, 2)), mt.zeros(2), mt.ones(2), training=True)
+    assert empty.running_var.tolist() == [1, 1]
+    single = mt.batch_norm(mt.asarray([[3.0, 4.0]]), mt.zeros(2), mt.ones(2), training=True)
+    assert single.out.tolist() == [[0, 0]]  # one value a channel
+
+
+@pytest.mark.parametrize("dtype", [mt.float16, mt.bfloat16])
+def test_short_floats_are_normed_in_float32(dtype):
+    x = mt.asarray([[60000.0, 30000.0, 1.0, 2.0]], dtype=dtype)
+    for y in (
+        mt.group_norm(x, 1),
+        mt.rms_norm(x, 4),
+        mt.instance_norm(x[:, None]),
+        mt.batch_norm(x.T, mt.zeros(1), mt.ones(1), training=True).out,
+    ):
+        assert y.dtype in (dtype, mt.float32)
+        assert np.isfinite(n(y).astype(float)).all()
+        assert abs(n(y).astype(float)).max() > 1
+
+
+# ----- dropout, embedding ---------------------------------------------------------------------------------------------
+
+
+def test_dropout():
+    key, x = mt.random.key(3), mt.asarray(rng.normal(size=(50, 40)))
+    y = n(mt.nn.dropout(x, 0.25, key=key))
+    kept = y != 0
+    np.testing.assert_allclose(y[kept], n(x)[kept] / 0.75)
+    assert abs(kept.mean() - 0.75) < 0.05
+    np.testing.assert_array_equal(n(mt.nn.dropout(x, 0.25, key=key)), y)
+    assert mt.nn.dropout(x, 0.25, key=key, training=False).tolist() == x.tolist()
+    assert mt.nn.dropout(x, 0.0, key=key).tolist() == x.tolist()
+    assert (n(mt.nn.dropout(x, 1.0, key=key)) == 0).all()
+    g = n(meshtape.grad(lambda x: mt.sum(mt.nn.dropout(x, 0.25, key=key)))(x))
+    np.testing.assert_allclose(g, kept / 0.75)
+    for rate in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            mt.nn.dropout(x, rate, key=key)
+
+
+def test_dropout_add_rounds_once():
+    key = mt.random.key(4)
+    x, y = mt.ones((2, 2), dtype=mt.float16), mt.asarray([2048.0, 0.0], dtype=mt.float16)
+    got = mt.nn.dropout_add(x * 3, y, 0.5, key=key)
+    assert got.dtype == mt.float16
+    wide = mt.nn.dropout(x.astype(np.float32) * 3, 0.5, key=key) + y.astype(np.float32)
+    np.testing.assert_array_equal(n(got), n(wide).astype(np.float16))
+    assert mt.nn.dropout_add(x, y, 1.0, key=key).tolist() == mt.broadcast_to(y, (2, 2)).tolist()
+
+
+def test_embedding():
+    table = mt.asarray(rng.normal(size=(4, 3)))
+    ids = mt.asarray([[1, 3], [1, 0]])
+    np.testing.assert_array_equal(n(mt.nn.embedding(ids, table)), n(table)[n(ids)])
+    g = n(meshtape.grad(lambda t: mt.sum(mt.nn.embedding(ids, t, padding_idx=3)))(table))
+    assert g.tolist() == [[1] * 3, [2] * 3, [0] * 3, [0] * 3]
+    assert (
+        n(meshtape.grad(lambda t: mt.sum(mt.nn.embedding(mt.asarray([-1, 0]), t, padding_idx=3)))(table))[3].sum() == 0
+    )
+    with pytest.raises(DTypeError, match="integers"):
+        mt.nn.embedding(mt.ones(2), table)
+    with pytest.raises(IndexError):
+        mt.nn.embedding(mt.asarray([4]), table)
+
+
+# ----- attention ------------------------------------------------------------------------------------------------------
+
+
+def attend(q, k, v, mask=None, bias=0.0):
+    s = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]) + bias
+    return soft(s, mask) @ v
+
+
+def test_attention_is_its_definition():
+    q, k, v = rng.normal(size=(2, 3, 4, 5)), rng.normal(size=(2, 3, 6, 5)), rng.normal(size=(2, 3, 6, 7))
+    a = tuple(map(mt.asarray, (q, k, v)))
+    sdpa = mt.nn.scaled_dot_product_attention
+    np.testing.assert_allclose(n(sdpa(*a)), attend(q, k, v), atol=1e-12)
+    mask = rng.random((4, 6)) < 0.5
+    mask[2] = False
+    np.testing.assert_allclose(n(sdpa(*a, mask=mt.asarray(mask))), attend(q, k, v, mask), atol=1e-12)
+    assert (n(sdpa(*a, mask=mt.asarray(mask)))[..., 2, :] == 0).all()
+    bias = np.where(mask, 0.5, -inf)
+    np.testing.assert_allclose(n(sdpa(*a, mask=mt.asarray(bias))), attend(q, k, v, mask), atol=1e-12)
+    np.testing.assert_allclose(n(sdpa(*a, is_causal=True)), attend(q, k, v, np.tri(4, 6)), atol=1e-12)
+    both = attend(q, k, v, np.tri(4, 6) * mask)
+    np.testing.assert_allclose(n(sdpa(*a, is_causal=True, mask=mt.asarray(mask))), both, atol=1e-12)
+    meshtape.check_grads(lambda q, k, v: sdpa(q, k, v, is_causal=True, mask=mt.asarray(mask)), q[0], k[0], v[0])
+    with np.errstate(invalid="raise"):
+        g = meshtape.grad(lambda q: mt.sum(sdpa(q, *a[1:], mask=mt.asarray(bias))))(a[0])
+    assert np.isfinite(n(g)).all()
+
+
+def test_grouped_queries():
+    q, k, v = rng.normal(size=(2, 4, 3, 5)), rng.normal(size=(2, 2, 3, 5)), rng.normal(size=(2, 2, 3, 5))
+    got = mt.nn.scaled_dot_product_attention(*map(mt.asarray, (q, k, v)))
+    np.testing.assert_allclose(n(got), attend(q, k.repeat(2, 1), v.repeat(2, 1)), atol=1e-12)
+    with pytest.raises(ShapeError, match="4 heads"):
+        mt.nn.scaled_dot_product_attention(mt.asarray(q), mt.ones((2, 3, 3, 5)), mt.ones((2, 3, 3, 5)))
+
+
+def test_attention_in_short_floats_and_with_dropout():
+    q = mt.asarray(rng.normal(size=(3, 4)), dtype=mt.bfloat16)
+    assert mt.nn.scaled_dot_product_attention(q, q, q).dtype == mt.bfloat16
+    key = mt.random.key(0)
+    dropped = mt.nn.scaled_dot_product_attention(q, q, q, dropout_rate=1.0, dropout_key=key)
+    assert (n(dropped).astype(float) == 0).all()
+    with pytest.raises(ValueError, match="key"):
+        mt.nn.scaled_dot_product_attention(q, q, q, dropout_rate=0.5)
+    with pytest.raises(ShapeError, match="fit together"):
+        mt.nn.scaled_dot_product_attention(q, q[:, :3], q)
+
+
+def test_entries_carry_the_name_that_was_called():
+    from meshtape.arrays._op import recording
+
+    class Origins:
+        def __init__(self):
+            self.seen = set()
+
+        def record(self, op, args, outs, params, origin, site):
+            self.seen.add(origin)
+
+    recorder = Origins()
+    with recording(recorder):
+        mt.group_norm(mt.ones((2, 2)), 1)
+    assert recorder.seen == {"group_norm"}
