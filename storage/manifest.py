@@ -28,16 +28,19 @@ from ..arrays.errors import (
     CheckpointError,
     CorruptCheckpoint,
     IncompleteCheckpoint,
-    UnsupportedVersion,
 )
 from ..arrays.tree import Path
 from . import dtypes, names
 from .checksums import crc32c
 from .grid import Grid
+from .migrations import Migrations
 
 FILE = "meshtape.json"
 FORMAT = "meshtape"
 VERSION = 1
+
+MIGRATIONS = Migrations(VERSION)
+MIGRATIONS.check()
 
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
 MAX_DEPTH = 200
@@ -329,18 +332,12 @@ def loads(data: bytes, source: str) -> Manifest:
     if not isinstance(top, dict) or top.get("format") != FORMAT:
         raise CorruptCheckpoint(f"{source}: not a manifest: it does not say format {FORMAT!r}")
     version = top.get("version")
-    if type(version) is not int or version < 1:
-        raise CorruptCheckpoint(f"{source}: version {version!r} is not a version")
-    if version > VERSION:
-        raise UnsupportedVersion(
-            f"{source}: format version {version}; this meshtape reads up to version {VERSION}. Install a later meshtape"
-        )
-    if not found or int(found[1], 16) != crc32c(body):
+    if (type(version) is int and 1 <= version <= VERSION) and (not found or int(found[1], 16) != crc32c(body)):
         raise CorruptCheckpoint(f"{source}: its crc32c does not fit: the manifest is damaged or was edited")
-    return _build(top, version, source)
+    return _build(MIGRATIONS.run(top, source), source)
 
 
-def _build(top: dict[str, Any], version: int, source: str) -> Manifest:
+def _build(top: dict[str, Any], source: str) -> Manifest:
     step, metadata, meshes, arrays = (top.get(k) for k in ("step", "metadata", "meshes", "arrays"))
     if step is not None and type(step) is not int:
         raise CorruptCheckpoint(f"{source}: step {step!r} is not an integer")
@@ -355,7 +352,7 @@ def _build(top: dict[str, Any], version: int, source: str) -> Manifest:
     if len({e.directory for e in entries}) != len(entries):
         raise CorruptCheckpoint(f"{source}: two arrays share a directory")
     _check_tree(top.get("tree"), entries, source)
-    return Manifest(entries, top["tree"], step, decode_json(metadata), described, version)
+    return Manifest(entries, top["tree"], step, decode_json(metadata), described)
 
 
 def read(root: str) -> Manifest | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import meshtape as mt
 from meshtape import demo
+from meshtape.parallel.cluster import local_cluster
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,23 @@ def test_training_on_a_mesh_equals_training_without(axes: dict[str, int], digits
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=2e-5, err_msg=str(path))
         assert a.sharding == demo.sharding_of(path, mesh), path
     assert step.signatures == 2
+
+
+def test_a_step_costs_one_dask_task_a_worker(digits: demo.Digits, tasks: Callable[[Any], Any]) -> None:
+    with local_cluster(2) as client, mt.Mesh({"data": 2, "model": 2}, client=client) as mesh:
+        step, state = mt.compile(demo.train_step), start(mesh)
+        batches = [[mt.distribute(a, mesh, data=mt.Shard(0)) for a in digits.batch(0, i)] for i in range(6)]
+        state, seen = step(state, *batches[0])
+        mt.compute(seen)
+        with tasks(client) as done:
+            for batch in batches[1:]:
+                state, seen = step(state, *batch)
+            loss = float(seen["loss"])
+        assert len(step.program(state, *batches[0]).entries) > 100
+        names = [name.rpartition("-")[0] for name in done]
+        assert names.count("meshtape-compiled") == 5 * 2
+        assert names.count("meshtape-fetch") == len(names) - 10 == 1, "and one to read the loss"
+        assert np.isfinite(loss)
 
 
 def test_batches_are_a_function_of_seed_and_step(digits: demo.Digits) -> None:

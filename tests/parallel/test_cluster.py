@@ -8,14 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from distributed import Client
-from distributed.diagnostics.plugin import SchedulerPlugin
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,31 +22,6 @@ from meshtape.parallel import dask_runtime, gang
 from meshtape.parallel.cluster import connect
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class Log(SchedulerPlugin):
-    """Keys of the tasks that the scheduler has seen finish."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        if start == "processing" and finish == "memory":
-            self.done.append(str(key))
-
-
-@contextmanager
-def tasks(client: Client) -> Iterator[list[str]]:
-    """Names of the tasks that end on the workers while the context is open."""
-    name = f"log-{time.monotonic_ns()}"
-    client.register_plugin(Log(), name=name)
-    done: list[str] = []
-    try:
-        yield done
-    finally:
-        time.sleep(0.1)  # a result travels to the client faster than the plugin is asked
-        done += client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins[name].done)
-        client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.remove_plugin(name))
 
 
 def held(client: Client) -> dict[str, int]:
@@ -145,7 +118,7 @@ def test_a_large_exchange(processes):
 # ----- what runs where ------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_one_task_a_worker_whatever_it_computes(processes):
+def test_a_run_is_one_task_a_worker_whatever_it_computes(processes, tasks):
     with mt.Mesh({"a": 4}, client=processes) as mesh:
         x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
         with tasks(processes) as done:
@@ -156,7 +129,7 @@ def test_a_run_is_one_task_a_worker_whatever_it_computes(processes):
         assert [k.rpartition("-")[0] for k in done] == ["meshtape-eager"] * 2
 
 
-def test_a_compiled_step_is_one_task_a_worker_each_time(processes):
+def test_a_compiled_step_is_one_task_a_worker_each_time(processes, tasks):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         step = mt.compile(lambda w, x: w - 0.1 * mt.grad(lambda w: mt.mean(mt.square(x @ w)))(w))
         w, x = mt.distribute(np.ones((3, 1)), mesh), mt.distribute(np.ones((4, 3)), mesh, a=mt.Shard(0))
