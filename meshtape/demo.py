@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -112,14 +113,17 @@ class Digits:
         return self.x[chosen], self.y[chosen]
 
 
+def _need(module: str, why: str) -> None:
+    """Raise before anything is started where a package of the demo is missing."""
+    if importlib.util.find_spec(module) is None:
+        raise BackendError(f"the demo needs {module}, which is not installed ({why}): pip install 'meshtape[demo]'")
+
+
 def load_digits() -> Digits:
     """The data, a fifth of it held out. Raises :class:`BackendError` where scikit-learn is not installed."""
-    try:
-        from sklearn.datasets import load_digits as load
-    except ImportError as e:
-        raise BackendError(
-            "the demo's data set ships inside scikit-learn, which is not installed: pip install 'meshtape[demo]'"
-        ) from e
+    _need("sklearn", "its data set ships inside scikit-learn")
+    from sklearn.datasets import load_digits as load
+
     x, y = load(return_X_y=True)
     x = (x / 16.0).astype(np.float32)
     order = np.asarray(mt.random.permutation(mt.random.key(7), len(x)))
@@ -170,6 +174,7 @@ def run(
 
     console = console or Console()
     started = time.perf_counter()
+    _need("safetensors", "to show that the exported file is read without meshtape")
     digits = load_digits()
     home = Path(directory).absolute() / datetime.now().strftime("run-%Y%m%d-%H%M%S-%f")
     report = Report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -91,6 +92,17 @@ def test_the_demo_command_succeeds_and_leaves_what_it_says(tmp_path: Path) -> No
     (run,) = (tmp_path / "out").iterdir()
     assert len(list((run / "checkpoints").glob("step-*"))) == 2, "the last two are kept"
     assert mt.open_checkpoint(run / "model" / "model.safetensors")["params.w1"].shape == (64, demo.HIDDEN)
+
+
+@pytest.mark.parametrize("missing", ["sklearn", "safetensors"])
+def test_a_missing_package_is_said_before_anything_starts(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
+    with pytest.raises(mt.errors.BackendError, match=rf"{missing}.*pip install"):
+        demo.run(directory=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_result_that_is_too_bad_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
