@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _ids = itertools.count(1)
 
+_API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
 _REAL_NUMBERS = frozenset({bool, int, float})
 
 # Holders of a buffer that only one Array has: its slot, the local name in _writable, and the argument of getrefcount.
@@ -194,6 +195,8 @@ class Array:
     def __array_namespace__(self, /, *, api_version: str | None = None) -> Any:
         import meshtape.arrays as namespace
 
+        if api_version not in (None, *_API_VERSIONS):
+            raise ValueError(f"unknown version {api_version!r} of the array API: {', '.join(_API_VERSIONS)} are served")
         return namespace
 
     def __dlpack__(

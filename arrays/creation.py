@@ -47,6 +47,8 @@ def asarray(obj: Any, /, *, dtype: Any = None, device: Device | str | None = Non
     ------
     DTypeError
         For objects that hold no numbers.
+    ValueError
+        Where ``copy=False`` cannot be had: another dtype, or no array.
 
     Examples
     --------
@@ -65,6 +67,8 @@ def asarray(obj: Any, /, *, dtype: Any = None, device: Device | str | None = Non
     if isinstance(obj, np.ndarray | np.generic):
         host = np.asarray(obj)
         if dtype is not None and host.dtype != np.dtype(dtype):
+            if copy is False:
+                raise ValueError(f"[asarray] {host.dtype} to {np.dtype(dtype)} takes a copy, and copy=False forbids it")
             host = host.astype(dtype)
         elif copy is not False:
             host = host.copy()
@@ -74,7 +78,9 @@ def asarray(obj: Any, /, *, dtype: Any = None, device: Device | str | None = Non
         x = wrap(cupy_backend().xp.asarray(obj))
         return x if dtype is None and device is None else asarray(x, dtype=dtype, device=device)
     else:
-        host = np.asarray(_plain(obj), dtype=dtype)
+        # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises where
+        # copy=False is asked of what holds no array.
+        host = np.array(_plain(obj), dtype=dtype, copy=copy is not False)
     if host.dtype.kind in "OUSMmV" and not _is_ml_dtype(host.dtype):
         raise DTypeError(f"[asarray] cannot make an array of numbers from {type(obj).__name__} ({host.dtype} elements)")
     return _place(host, device)

@@ -58,6 +58,10 @@ class NonDifferentiableError(MeshtapeError, TypeError):
     """The backward pass met an op without a derivative; the message names the op and the line that called it."""
 
 
+class ProgramError(MeshtapeError, ValueError):
+    """A program cannot be written to a file, or what was read is no sound program; names the entry and the op."""
+
+
 # ----- parallel -------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ is what the backward pass walks in reverse, what the partitioner walks forward, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,6 +157,30 @@ class ProgramBuilder:
 
     def build(self, outputs: Sequence[int]) -> Program:
         return Program(tuple(self.inputs), tuple(self.entries), tuple(outputs), dict(self.avals), dict(self.constants))
+
+
+# ----- tracing --------------------------------------------------------------------------------------------------------
+
+
+class Traced(NamedTuple):
+    """A program of a function, and what the function returned: a tree in which some array stands for each output."""
+
+    program: Program
+    result: Any
+
+
+_tracer: Callable[[Callable[..., Any], tuple[Any, ...]], Traced]
+
+
+def register_tracer(fn: Callable[[Callable[..., Any], tuple[Any, ...]], Traced]) -> None:
+    """Called once by the package that traces functions; those that only read programs import nothing from it."""
+    global _tracer
+    _tracer = fn
+
+
+def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
+    """The program of ``fn(*args)``."""
+    return _tracer(fn, args)
 
 
 # ----- passes ---------------------------------------------------------------------------------------------------------

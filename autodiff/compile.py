@@ -21,7 +21,18 @@ from ..arrays._backends import backend_for, backend_of
 from ..arrays._dispatch import Deferred, ProgramHost, apply, argument_avals, call_site, wrap
 from ..arrays._op import Op, not_recording, recording, state
 from ..arrays.errors import DeviceError, TracedValueError
-from ..arrays.program import Const, Program, ProgramBuilder, ShapeDtype, Site, freeze, last_uses, simplify
+from ..arrays.program import (
+    Const,
+    Program,
+    ProgramBuilder,
+    ShapeDtype,
+    Site,
+    Traced,
+    freeze,
+    last_uses,
+    register_tracer,
+    simplify,
+)
 from .anomaly import is_checker
 from .backward import same_value
 from .calls import custom_vjp
@@ -427,6 +438,24 @@ class _Ready:
 
 
 _ARRAY = object()
+
+
+def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
+    """What program files are made of: registered with ``arrays``, as they must not import this package."""
+    leaves, treedef = trees.flatten((args, {}))
+    ready = compile(fn)._ready(leaves, [_as_array(x) for x in leaves], treedef)
+    stand_ins = iter(
+        [
+            wrap(np.broadcast_to(np.zeros((), a.dtype), a.shape))
+            for a in map(ready.program.avals.__getitem__, ready.program.outputs)
+        ]
+    )
+    return Traced(
+        ready.program, trees.unflatten(ready.out_def, [next(stand_ins) if s is _ARRAY else s for s in ready.statics])
+    )
+
+
+register_tracer(_traced)
 
 
 def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef) -> _Ready:

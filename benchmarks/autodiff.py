@@ -47,7 +47,13 @@ def chain_row(report: timing.Report) -> None:
         scale=0.01,
         unit="us",
     )
-    report.row("the same, compiled, per op", lambda: compiled(x), {"eager tape": (lambda: eager(x), 0.5)}, scale=0.01, unit="us")
+    report.row(
+        "the same, compiled, per op",
+        lambda: compiled(x),
+        {"eager tape": (lambda: eager(x), 0.5)},
+        scale=0.01,
+        unit="us",
+    )
 
 
 def _np_chain(x):

@@ -82,6 +82,8 @@ class Report:
         """Time one row. ``peers`` maps a name to a function (None: not installed) and the largest ratio that meets the target."""
         found = timed({"": ours, **{n: f for n, (f, _) in peers.items() if f is not None}}, **options)
         factor = {"ms": 1e3, "us": 1e6}[unit] * scale
+        if not peers:
+            self.table.add_row(work, f"{found[''] * factor:.3g} {unit}", "", "", "", "")
         for i, (name, (fn, target)) in enumerate(peers.items()):
             head = (work, f"{found[''] * factor:.3g} {unit}") if i == 0 else ("", "")
             goal = "" if target is None else f"≤ {target:g}"

@@ -52,7 +52,18 @@ _LAZY = {
         "parallel",
     ),
     **dict.fromkeys(
-        ("Checkpoint", "CheckpointManager", "LoadReport", "load", "merge", "open_checkpoint", "save", "verify"),
+        (
+            "Checkpoint",
+            "CheckpointManager",
+            "LoadReport",
+            "load",
+            "load_program",
+            "merge",
+            "open_checkpoint",
+            "save",
+            "save_program",
+            "verify",
+        ),
         "storage",
     ),
 }

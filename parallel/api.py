@@ -109,7 +109,9 @@ def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement
 
 
 def compute(*trees_in: Any) -> Any:
-    """Run what is pending; gives back its arguments (one: itself), whose arrays now have their blocks.
+    """Run what is pending and wait for it; gives back its arguments (one: itself), whose arrays now have their blocks.
+
+    What went wrong on a worker is raised here at the latest.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"data": 2})
@@ -117,9 +119,11 @@ def compute(*trees_in: Any) -> Any:
     >>> mt.compute(y)
     Array([1, 2, 3, 4], sharding=Sharding(data=Shard(0)))
     """
-    for x in trees.flatten(trees_in)[0]:
-        if isinstance(x, Array) and isinstance(x._buf, ShardedBuffer):
-            x._buf.computed()
+    buffers = [x._buf for x in trees.flatten(trees_in)[0] if isinstance(x, Array) and isinstance(x._buf, ShardedBuffer)]
+    for b in buffers:
+        b.computed()
+    for b in buffers:
+        b.mesh.runtime.wait(b.handle)
     return trees_in[0] if len(trees_in) == 1 else trees_in
 
 

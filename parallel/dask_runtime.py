@@ -251,6 +251,10 @@ class DaskRuntime:
 
         return run
 
+    def wait(self, handle: Any) -> None:
+        if not isinstance(handle, HostValue):
+            self._settle(handle.gang)
+
     def fetch(self, handle: Any, ranks: Sequence[int]) -> dict[int, np.ndarray]:
         if isinstance(handle, HostValue):
             return {r: handle.block(r) for r in ranks}

@@ -46,6 +46,9 @@ class Runtime(Protocol):
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[[Sequence[Any]], list[Any]]:
         """The program made ready: a function from the handles of inputs and constants to the handles of outputs."""
 
+    def wait(self, handle: Any) -> None:
+        """Until the blocks are there; raises what went wrong with them."""
+
     def fetch(self, handle: Any, ranks: Sequence[int]) -> dict[int, np.ndarray]:
         """Blocks brought to this process."""
 
@@ -89,6 +92,9 @@ class LocalRuntime:
             return [LocalBlocks(b) for b in prepared.run([self._blocks(h) for h in handles])]
 
         return run
+
+    def wait(self, handle: Any) -> None:
+        """Nothing is under way."""
 
     def fetch(self, handle: Any, ranks: Sequence[int]) -> dict[int, np.ndarray]:
         blocks = self._blocks(handle)

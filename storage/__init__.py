@@ -21,6 +21,7 @@ from .loading import LoadReport, load
 from .manager import CheckpointManager
 from .merging import MergeReport, merge
 from .opened import Checkpoint, StoredArray, open_checkpoint
+from .programs import LoadedProgram, load_program, save_program
 from .rules import Rule, Rules
 from .safetensors import load_safetensors, read_header, save_safetensors
 from .saving import SaveReport, save, save_async
@@ -34,6 +35,7 @@ __all__ = [
     "DiffReport",
     "Estimate",
     "LoadReport",
+    "LoadedProgram",
     "MergeReport",
     "Rule",
     "Rules",
@@ -45,6 +47,7 @@ __all__ = [
     "diff",
     "estimate",
     "load",
+    "load_program",
     "load_safetensors",
     "merge",
     "open_checkpoint",
@@ -53,6 +56,7 @@ __all__ = [
     "reshard",
     "save",
     "save_async",
+    "save_program",
     "save_safetensors",
     "verify",
 ]

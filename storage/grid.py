@@ -46,7 +46,9 @@ class Grid:
 
     def shards(self) -> Iterator[tuple[int, ...]]:
         """Coordinates of all shards that hold an element, in lexicographic order."""
-        return itertools.product(*map(range, self.counts))
+        counts = self.counts
+        # itertools.product would first write out every range, though one of them is empty.
+        return iter(()) if 0 in counts else itertools.product(*map(range, counts))
 
     def shard_box(self, coord: Sequence[int]) -> Box:
         offset = tuple(i * s for i, s in zip(coord, self.shard, strict=True))

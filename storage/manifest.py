@@ -341,10 +341,17 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
     step, metadata, meshes, arrays = (top.get(k) for k in ("step", "metadata", "meshes", "arrays"))
     if step is not None and type(step) is not int:
         raise CorruptCheckpoint(f"{source}: step {step!r} is not an integer")
-    if not isinstance(metadata, dict) or not isinstance(meshes, list) or not isinstance(arrays, list):
-        raise CorruptCheckpoint(f"{source}: metadata, meshes or arrays are missing or malformed")
+    if (
+        not isinstance(metadata, dict)
+        or not isinstance(meshes, list)
+        or not isinstance(arrays, list)
+        or "tree" not in top
+    ):
+        raise CorruptCheckpoint(f"{source}: tree, metadata, meshes or arrays are missing or malformed")
     try:
-        described = [{str(k): int(n) for k, n in m} for m in meshes]
+        described = [{k: n for k, n in m} for m in meshes]  # noqa: C416  # pairs, or an error
+        if any(type(k) is not str or type(n) is not int or n < 1 for m in described for k, n in m.items()):
+            raise ValueError("an axis is a name and a positive length")
     except (TypeError, ValueError):
         raise CorruptCheckpoint(f"{source}: malformed meshes") from None
     entries = [_array(e, i, source, len(meshes)) for i, e in enumerate(arrays)]

@@ -398,23 +398,24 @@ def _open_zarr(root: str) -> Checkpoint:
     from .zarr_dtypes import register
 
     register()
+    # zarr raises nearly anything where metadata is not what it expects, from any of these steps.
     try:
         node = zarr.open(root, mode="r")
+        attributes = dict(node.attrs)
     except Exception as e:
         raise CorruptCheckpoint(f"{root}: zarr cannot open it: {e}") from e
-    attributes = dict(node.attrs)
     if GROUP_ATTRIBUTE in attributes:
         raise IncompleteCheckpoint(
             f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was lost. "
             "Load another checkpoint; zarr.open still reads the arrays, unverified"
         )
+    tensors: dict[str, StoredTensor] = {}
     try:
         found = {"": node} if isinstance(node, zarr.Array) else dict(node.members(max_depth=None))
+        for name, a in sorted(found.items()):
+            if isinstance(a, zarr.Array):
+                shape, chunk = tuple(map(int, a.shape)), tuple(map(int, a.shards or a.chunks))
+                tensors[name] = ZarrTensor(root, name, name, shape, np.dtype(a.dtype), chunk)
     except Exception as e:
-        raise CheckpointError(f"{root}: zarr cannot list it: {e}") from e
-    tensors: dict[str, StoredTensor] = {
-        name: ZarrTensor(root, name, name, tuple(a.shape), np.dtype(a.dtype), tuple(a.shards or a.chunks))
-        for name, a in sorted(found.items())
-        if isinstance(a, zarr.Array)
-    }
+        raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     return _flat(root, "Zarr", tensors, attributes)

@@ -69,3 +69,23 @@ def test_read_only_memory_can_be_exported_in_every_way():
         {"max_version": (1, 0), "copy": False},
     ):
         assert np.from_dlpack(Old(frozen, **kwargs)).tolist() == [1, 1]
+
+
+def test_asarray_shares_memory_only_when_told_to():
+    n = np.arange(3.0)
+    m = memoryview(n)
+    x, y = mt.asarray(m), mt.asarray(m, copy=False)
+    n[0] = 9.0
+    assert x.tolist() == [0, 1, 2]
+    assert np.shares_memory(y._buf, n)
+    for obj, dtype in (([1, 2], None), (n, mt.float32)):
+        with pytest.raises(ValueError, match="copy"):
+            mt.asarray(obj, dtype=dtype, copy=False)
+
+
+def test_versions_of_the_standard():
+    x = mt.asarray(1)
+    assert x.__array_namespace__(api_version="2024.12") is mt
+    assert mt.__array_api_version__ == "2025.12"
+    with pytest.raises(ValueError, match=r"2031.*2025\.12"):
+        x.__array_namespace__(api_version="2031.12")

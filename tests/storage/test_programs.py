@@ -1,0 +1,260 @@
+"""Program files: what is written comes back the same, and runs, differentiates and compiles like the code it came from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.arrays import program_json as pj
+from meshtape.arrays.program import ShapeDtype
+
+
+def arr(*values, dtype=mt.float64):
+    return mt.asarray(list(values), dtype=dtype)
+
+
+def round_trip(program):
+    document, constants = pj.to_json(program)
+    back = pj.from_json(json.loads(json.dumps(document, allow_nan=False)), constants)
+    assert pj.same_program(back, program)
+    return back
+
+
+# Each a function of one array of shape (4, 3), with what it puts into a program.
+X = np.random.default_rng(0).standard_normal((4, 3))
+ODD = mt.asarray(np.array([np.nan, np.inf, -np.inf, -0.0, 1e-310]))
+FLOAT8 = mt.asarray(np.array([1.5, np.nan, 448.0]).astype(ml_dtypes.float8_e4m3fn))
+BFLOAT = mt.asarray(np.array([1.5, np.nan, np.inf]).astype(ml_dtypes.bfloat16))
+COMPLEX = mt.asarray(np.array([1 + 2j, complex(np.nan, -0.0), complex(np.inf, np.nan)]))
+ROWS, MASK = mt.asarray([0, -1, 0]), mt.asarray([True, False, True, True])
+CASES = {
+    "scalars": lambda x: x * 2 + 2.0 - (x > float("-inf")) * (1 + 2j),
+    "NaN and infinities": lambda x: mt.where(mt.isnan(x), x, float("nan")) + float("inf") * -0.0,
+    "odd constants": lambda x: x[0, 0] * ODD,
+    "float8 constants": lambda x: mt.astype(FLOAT8, mt.float32) * mt.astype(x[0, 0], mt.float32),
+    "bfloat16 constants": lambda x: BFLOAT * mt.astype(x[0], mt.bfloat16),
+    "complex constants": lambda x: COMPLEX * x[0],
+    "0-d and zero-size": lambda x: x[1, 2] + x[:0].sum() * mt.asarray(3.0),
+    "indices": lambda x: (
+        x[::-1, None, 1:],
+        x[ROWS, :, None],
+        x[..., ROWS, ROWS],
+        x.at[MASK].set(0.0),
+        x[True],
+        x[0, ..., 1],
+    ),
+    "shared and repeated": lambda x: (lambda y: (y, y + y, x))(x * x),
+    "axes and dtypes": lambda x: mt.permute_dims(mt.sum(x, axis=(0,), keepdims=True).astype("float32"), (1, 0)),
+    "norms": lambda x: mt.layer_norm(x, 3, eps=1e-3),
+    "random": lambda x: x * mt.random.normal(mt.random.key(1), x.shape),
+    "a gradient": mt.grad(lambda x: mt.nn.cross_entropy(x, mt.asarray([0, 1, 2, 0]))),
+    "nothing but a constant": lambda x: ODD,
+}
+
+
+def bits(tree):
+    return [(a.dtype, a.shape, np.asarray(a).tobytes()) for a in mt.tree.flatten(tree)[0]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_comes_back(name, tmp_path):
+    fn, x = CASES[name], mt.asarray(X)
+    round_trip(mt.compile(fn).program(x))
+    mt.save_program(tmp_path / "p", fn, x)
+    loaded = mt.load_program(tmp_path / "p")
+    assert pj.same_program(loaded.program, mt.compile(fn).program(x))
+    assert bits(loaded(x)) == bits(mt.compile(fn)(x))
+    assert bits(mt.compile(loaded)(x)) == bits(mt.compile(fn)(x))
+
+
+def test_trees_statics_and_another_process(tmp_path):
+    def fn(p, scale, flags):
+        y = p["w"] @ p["b"][0] * scale
+        return {"y": y, "all": [p["b"][0], (3, None)], "name": flags["name"]}
+
+    args = ({"w": arr(1, 2).reshape(1, 2), "b": (arr(3, 4), None)}, 2.0, {"name": "n", "bad": float("nan")})
+    mt.save_program(tmp_path / "p", fn, *args)
+    loaded = mt.load_program(tmp_path / "p")
+    out = loaded(*args)
+    assert (out["y"].tolist(), out["all"][0].tolist(), out["all"][1], out["name"]) == ([22.0], [3, 4], (3, None), "n")
+    for bad, match in [
+        ((args[0], 3.0, args[2]), r"argument 1 is 3\.0, the program was made for 2\.0"),
+        ((args[0], 2, args[2]), r"argument 1 is 2, the program was made for 2\.0"),
+        (args[:2], r"takes 3 argument"),
+        (
+            ({"w": args[0]["w"]}, *args[1:]),
+            r"argument 0 is a dict of \['w'\], the program takes a dict of \['w', 'b'\]",
+        ),
+        (({"w": mt.ones((1, 3)), "b": args[0]["b"]}, *args[1:]), r"argument 0, w is float64\[1,3\], .*float64\[1,2\]"),
+        (({"w": args[0]["w"], "b": [arr(3, 4), None]}, *args[1:]), r"argument 0, b is a list of"),
+    ]:
+        with pytest.raises(mt.errors.ShapeError, match=match):
+            loaded(*bad)
+    code = (
+        "import sys, meshtape as mt; f = mt.load_program(sys.argv[1]);"
+        "print(f({'w': mt.asarray([[1.0, 2.0]]), 'b': (mt.asarray([3.0, 4.0]), None)}, 2.0,"
+        " {'name': 'n', 'bad': float('nan')})['y'].tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[22.0]\n", done.stderr
+
+
+def test_a_loaded_program_is_differentiated_compiled_and_split(tmp_path):
+    fn = lambda x: (mt.layer_norm(mt.tanh(x), 4) ** 2 * mt.sin(x)).sum()  # noqa: E731
+    x = mt.asarray(np.random.default_rng(1).standard_normal((4, 4)))
+    mt.save_program(tmp_path / "p", mt.compile(fn), x)
+    loaded = mt.load_program(tmp_path / "p")
+    expected = mt.grad(fn)(x)
+    assert bits(mt.grad(loaded)(x)) == bits(expected)
+    np.testing.assert_allclose(np.asarray(mt.hessian(loaded)(x)), np.asarray(mt.hessian(fn)(x)), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(np.asarray(mt.compile(mt.grad(loaded))(x)), np.asarray(expected), rtol=1e-12)
+    split = mt.distribute(x, mt.Mesh({"a": 2}), a=mt.Shard(0))
+    g = mt.grad(loaded)(split)
+    assert g.sharding is not None
+    np.testing.assert_allclose(np.asarray(g), np.asarray(expected), rtol=1e-9, atol=1e-12)
+
+
+def test_results_are_the_callers(tmp_path):
+    mt.save_program(tmp_path / "p", lambda x: (x, ODD), arr(1.0))
+    loaded = mt.load_program(tmp_path / "p")
+    x = arr(1.0)
+    y, c = loaded(x)
+    y[0], c[0] = 5.0, 5.0
+    assert x.tolist() == [1.0]
+    assert np.isnan(loaded(x)[1].tolist()[0])
+
+
+def test_a_program_that_was_traced_on_a_mesh_is_refused_by_name(tmp_path):
+    mesh = mt.Mesh({"a": 2})
+    x = mt.distribute(arr(1, 2), mesh, a=mt.Shard(0))
+    with pytest.raises(mt.errors.ProgramError, match=r"entry 1 \(reshard\), parameter layout: a Layout"):
+        mt.save_program(tmp_path / "p", lambda x: mt.reshard(x * 2.0, a=mt.Replicate()), x)
+    with pytest.raises(mt.errors.ProgramError, match=r"constant %\d+ .* is split over a mesh"):
+        mt.save_program(tmp_path / "p", lambda y: y + x, mt.distribute(arr(1, 2), mesh))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Pair(NamedTuple):
+    a: object
+
+
+@pytest.mark.parametrize(
+    ("fn", "arg", "match"),
+    [
+        (lambda p: p.a, Pair(mt.ones(2)), "argument 0 is a Pair"),
+        (lambda x: {1: x}, mt.ones(2), r"the result has the keys \[1\]"),
+        (lambda x: (x, object), mt.ones(2), "the result, 1: a type"),
+    ],
+)
+def test_what_has_no_form_is_refused_by_name(fn, arg, match, tmp_path):
+    with pytest.raises(mt.errors.ProgramError, match=match):
+        mt.save_program(tmp_path / "p", fn, arg)
+    assert list(tmp_path.iterdir()) == []
+
+
+def good():
+    return pj.to_json(mt.compile(lambda x: x * 2.0 + ODD).program(mt.ones(5)))
+
+
+def test_versions():
+    document, constants = good()
+    assert document["version"] == pj.VERSION
+    with pytest.raises(mt.errors.UnsupportedVersion, match=rf"version {pj.VERSION + 1}, .* up to {pj.VERSION}"):
+        pj.from_json({**document, "version": pj.VERSION + 1}, constants)
+    for version in (0, -1, "1", None, True):
+        with pytest.raises(mt.errors.ProgramError, match="version of 1 or more"):
+            pj.from_json({**document, "version": version}, constants)
+    # Fields of others are no obstacle.
+    assert pj.from_json({**document, "author": "somebody"}, constants)
+
+
+def test_migrations_are_applied_in_order(monkeypatch):
+    document, constants = good()
+    monkeypatch.setattr(pj, "VERSION", 3)
+    monkeypatch.setitem(pj.MIGRATIONS, 1, lambda d: {**d, "entries": d["entries"][:1], "note": "one"})
+    monkeypatch.setitem(
+        pj.MIGRATIONS, 2, lambda d: {**d, "outputs": [d["entries"][0]["outputs"][0]], "note": d["note"] + " two"}
+    )
+    new = pj.current(document)
+    assert (new["version"], new["note"]) == (3, "one two")
+    assert pj.current(new) == new
+    assert len(pj.from_json(document, constants).entries) == 1
+    assert document["version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda d, c: d["entries"][1].update(op="frobnicate"), r"entry 1 \(frobnicate\): unknown op 'frobnicate'"),
+        (lambda d, c: d["entries"].reverse(), r"entry 0 \(add\): %\d+ is not defined there"),
+        (lambda d, c: d["outputs"].append(99), r"returns variables that nothing defines: \[99\]"),
+        (lambda d, c: d.pop("entries"), "damaged: KeyError"),
+        (lambda d, c: d["types"].update({"0": ["float63", [5]]}), "damaged"),
+        (
+            lambda d, c: d["entries"][0].update(params={"x": {"odd": 1}}),
+            r"entry 0 \(multiply\), parameter x: unknown kind",
+        ),
+        (lambda d, c: c.clear(), r"the values of constant\.\d+ are missing"),
+        (lambda d, c: c.update({k: v[:2] for k, v in c.items()}), r"has float64\[2\], the program says float64\[5\]"),
+        (lambda d, c: d.update(format="other"), "this is no program"),
+    ],
+)
+def test_damage_is_named(damage, match):
+    document, constants = good()
+    damage(document, constants)
+    with pytest.raises((mt.errors.ProgramError), match=match):
+        pj.from_json(document, constants)
+
+
+def test_paths(tmp_path):
+    with pytest.raises(mt.errors.NotACheckpoint, match=r"holds no program: there is no program\.json"):
+        mt.load_program(tmp_path / "nothing")
+    mt.save_program(tmp_path / "p", lambda x: x + 1.0, mt.ones(2))
+    with pytest.raises(mt.errors.CheckpointExists):
+        mt.save_program(tmp_path / "p", lambda x: x + 2.0, mt.ones(2))
+    mt.save_program(tmp_path / "p", lambda x: x + 2.0, mt.ones(2), overwrite=True)
+    assert mt.load_program(tmp_path / "p")(mt.ones(2)).tolist() == [3, 3]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("mine")
+    with pytest.raises(mt.errors.CheckpointExists):
+        mt.save_program(tmp_path / "other", lambda x: x, mt.ones(2), overwrite=True)
+    (tmp_path / "p" / "program.json").write_text("{")
+    with pytest.raises(mt.errors.ProgramError, match="is no JSON document"):
+        mt.load_program(tmp_path / "p")
+
+
+GOLDEN = {
+    "format": "meshtape.program",
+    "version": 1,
+    "inputs": [0],
+    "outputs": [3],
+    "types": {"0": ["float32", [2, 3]], "1": ["float32", [3]], "2": ["float32", [2, 3]], "3": ["float32", [2, 2]]},
+    "constants": {"1": "constant.1"},
+    "entries": [
+        {"op": "multiply", "inputs": [0, 1], "outputs": [2], "origin": "scale"},
+        {
+            "op": "getitem",
+            "inputs": [2],
+            "outputs": [3],
+            "params": {"template": {"tuple": [{"span": [None, None, None]}, {"span": [1, None, None]}]}},
+        },
+    ],
+}
+
+
+def test_the_first_version_is_read_for_ever():
+    program = pj.from_json(GOLDEN, {"constant.1": np.array([1, 2, 3], np.float32)})
+    assert program.avals[3] == ShapeDtype((2, 2), np.dtype(np.float32))
+    run = mt.storage.LoadedProgram(
+        program,
+        {"arguments": [{"kind": "array", "variable": 0}], "result": {"kind": "array", "variable": 3}},
+    )
+    assert run(mt.ones((2, 3), dtype=mt.float32)).tolist() == [[2, 3], [2, 3]]
+    assert pj.to_json(program)[0] == GOLDEN
