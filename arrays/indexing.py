@@ -342,6 +342,14 @@ def check_value_shape(name: str, value: tuple[int, ...], target: tuple[int, ...]
 
 def _scatter(xp: Any, g: Any, *arrays: Any, template: Template, shape: tuple[int, ...]) -> Any:
     """Zeros of ``shape`` with ``g`` added at the index: the cotangent of reading."""
+    if xp is np and not is_basic(template):
+        from . import rowsum
+
+        read = rowsum.rows_read(template, arrays, shape)
+        if read is not None and math.prod(shape):
+            ids, lead = read
+            n = math.prod(shape[:lead])
+            return rowsum.scatter_rows(ids, np.reshape(g, (len(ids), math.prod(shape[lead:]))), n).reshape(shape)
     out = xp.zeros(shape, g.dtype)
     key = numpy_key(template, arrays)
     if is_basic(template):

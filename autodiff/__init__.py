@@ -1,5 +1,6 @@
 """The tape, gradients to any order, compiled programs and optimizers."""
 
+from ..arrays.rowsum import gradient_rows
 from . import optim
 from .anomaly import detect_anomaly
 from .calls import checkpoint, custom_vjp, gradient_hook
@@ -17,6 +18,7 @@ __all__ = [
     "detect_anomaly",
     "grad",
     "gradient_hook",
+    "gradient_rows",
     "hessian",
     "hvp",
     "jacobian",

@@ -15,6 +15,7 @@ from ..arrays._dispatch import Deferred
 from ..arrays._op import Op, not_recording, recording
 from ..arrays.errors import AnomalyError
 from ..arrays.program import Site, site_text
+from ..arrays.rowsum import RowSum
 
 if TYPE_CHECKING:
     from .backward import Recorded
@@ -89,6 +90,8 @@ def _values(x: Any) -> Any:
     if isinstance(x, bool | int | float | complex):
         return np.asarray(x)
     buf = x._buf if isinstance(x, Array) else x
+    if type(buf) is RowSum:
+        return buf.rows
     if not isinstance(buf, Deferred):
         return buf
     if buf.host is None or buf.priority > 1:

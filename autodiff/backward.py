@@ -18,6 +18,7 @@ from ..arrays._op import state
 from ..arrays.elementwise import ALIAS
 from ..arrays.errors import NonDifferentiableError, ShapeError
 from ..arrays.program import Const, Entry, ShapeDtype, Site, site_text
+from ..arrays.rowsum import RowSum
 from . import anomaly
 from .recipe import Recipe
 
@@ -93,6 +94,8 @@ def walk(
                 g = cots.get(out) if out in keep else cots.pop(out, None)
                 if g is None:
                     continue
+                if type(g) is RowSum:
+                    g = g.concrete()
                 if out in owned:
                     owned.discard(out)
             elif hasattr(recipe.op, "expand"):
@@ -129,6 +132,8 @@ def walk(
                 before = cots.get(var)
                 if before is None:
                     cots[var] = gx
+                elif type(gx) is RowSum or type(before) is RowSum:
+                    cots[var] = gx.plus(before) if type(gx) is RowSum else before.plus(gx)
                 elif var in owned:
                     before += gx
                 else:
@@ -185,6 +190,7 @@ def _cotangents_of(r: Recorded, cots: dict[int, Any], keep: frozenset[int], owne
         if v not in keep:
             cots.pop(v, None)
             owned.discard(v)
+    gs = [g.concrete() if type(g) is RowSum else g for g in gs]
     return tuple(
         c if c is not None else xp.zeros(a.shape, dtype=a.dtype) for c, a in zip(gs, r.out_avals or (), strict=True)
     )
@@ -253,6 +259,8 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
 
     Rules leave both to this one place. The cotangent of a real value is real.
     """
+    if type(g) is RowSum:
+        g = g.concrete()
     if g.shape != shape:
         lead = len(g.shape) - len(shape)
         if lead < 0:

@@ -33,6 +33,7 @@ from ..arrays.program import (
     register_tracer,
     simplify,
 )
+from ..arrays.rowsum import densify
 from .anomaly import is_checker
 from .backward import same_value
 from .calls import custom_vjp
@@ -233,6 +234,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = trees.flatten((args, kwargs))
         arrays = [_as_array(x) for x in leaves]
+        densify(arrays)
         if any(isinstance(r, _Trace) for r in state.recorders) or any(
             isinstance(a, Array) and isinstance(a._buf, Tracer) for a in arrays
         ):
@@ -385,7 +387,9 @@ def _held_key(value: Any) -> tuple[Any, ...]:
 
 
 def _arrays_in(value: Any) -> list[Array]:
-    return [x for x in trees.flatten(value)[0] if isinstance(x, Array)]
+    found = [x for x in trees.flatten(value)[0] if isinstance(x, Array)]
+    densify(found)
+    return found
 
 
 class _Ready:
@@ -466,6 +470,7 @@ def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
         with not_recording(), recording(trace):
             result = fn(*args, **kwargs)
         outs, out_def = trees.flatten(result)
+        densify(outs)
         outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
     finally:
         trace.open = False

@@ -25,6 +25,7 @@ from ..arrays.creation import asarray, ones
 from ..arrays.devices import Device
 from ..arrays.errors import GradientError
 from ..arrays.program import Const, Entry, Site
+from ..arrays.rowsum import RowSum
 from .anomaly import is_checker
 from .backward import Hook, Recorded, walk
 from .calls import CallRecipe, run_hook
@@ -294,7 +295,10 @@ class Tape:
                 self._records, self._used = [], True
             walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent, hooks=self._hooks)
         kept = {v: cots[v] for v in keep if v in cots}
-        return {v: g if wrapped else wrap(np.asarray(g) if xp is np else g) for v, g in kept.items()}
+        return {
+            v: g if wrapped else wrap(np.asarray(g) if xp is np and type(g) is not RowSum else g)
+            for v, g in kept.items()
+        }
 
 
 def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:

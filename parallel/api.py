@@ -13,6 +13,7 @@ from ..arrays._dispatch import Deferred, apply, refuse_watched
 from ..arrays.creation import asarray
 from ..arrays.errors import MeshError, ReshardError
 from ..arrays.program import ShapeDtype
+from ..arrays.rowsum import densify
 from ..autodiff.compile import compile
 from .mesh import Mesh
 from .ops import RESHARD
@@ -55,6 +56,7 @@ def distribute(tree: Any, target: Mesh | Sharding, /, **placements: Placement) -
 
     def put(x: Any) -> Array:
         x = asarray(x)
+        densify((x,))
         fitted = sharding.check(x.shape, x.dtype)
         if fitted.partial:
             raise ReshardError("distribute makes no pending reductions: use Shard(dim) or Replicate()")

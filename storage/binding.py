@@ -138,11 +138,11 @@ class Program:
         self.applied: list[Applied] = []
         self._matches: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
         for rule in rules:
-            self._run(rule, rule)
+            self._run(rule)
             for template in follow:
                 state = _for_state(rule, template)
                 if state is not None:
-                    self._run(state, state, follows=True)
+                    self._run(state, follows=True)
         unread = [t for t in self.temporary if t not in self.read_temporary]
         if unread:
             raise RuleConflict(f"{unread[0]!r}, given by\n  {self.giver[unread[0]]}\nis read by no later rule")
@@ -211,6 +211,10 @@ class Program:
         shared = [c for c in dict.fromkeys(c for p in patterns for c in p.captures) if c in wanted]
         if not rule.targets:
             return [({}, [k for hits in found for k, _ in hits])]
+        if len(patterns) == 1 and len(shared) == len(patterns[0].captures):
+            # The common case, one key to one, without the tables that follow.
+            rows = sorted(found[0], key=lambda hit: _natural(hit[1]))
+            return [(dict(zip(shared, values, strict=True)), [k]) for k, values in rows]
         # Per pattern: keys by the values of those captures that targets use.
         tables: list[dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]]] = []
         outer = [[c for c in p.captures if c in shared] for p in patterns]
@@ -261,7 +265,7 @@ class Program:
 
     # ----- one rule ---------------------------------------------------------------------------------------------------
 
-    def _run(self, rule: Rule, shown: Rule, follows: bool = False) -> None:
+    def _run(self, rule: Rule, follows: bool = False) -> None:
         if not rule.sources:
             self._apply(rule, {}, [], follows)
             return

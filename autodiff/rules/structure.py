@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
 from ...arrays import indexing as ix
 from ...arrays import manipulation as m
-from ...arrays import norms, products
+from ...arrays import norms, products, rowsum
 from ._registry import call, conj, defvjp, defvjp_all
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------
@@ -56,6 +60,15 @@ defvjp(products.MATMUL, x=_matmul_x, y=_matmul_y)
 
 
 def _read(xp, g, arrays, x_like, template):
+    if xp is np and math.prod(x_like.shape) >= rowsum.SMALLEST:
+        # Kept as (ids, summed rows) until somebody needs the whole: only on raw buffers, where no tape looks on.
+        read = rowsum.rows_read(template, arrays, x_like.shape)
+        if read is not None:
+            ids, lead = read
+            n, width = math.prod(x_like.shape[:lead]), math.prod(x_like.shape[lead:])
+            if width > 1:
+                distinct, sums = rowsum.sum_rows(ids, np.reshape(g, (len(ids), width)), n)
+                return rowsum.RowSum(distinct, sums, x_like.shape, lead)
     return call(xp, ix.SCATTER, g, *arrays, template=template, shape=x_like.shape)
 
 

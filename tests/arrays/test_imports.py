@@ -54,3 +54,12 @@ def test_arrays_import_nothing_of_ours_but_arrays():
                     assert node.level <= 1, f"{info.name} imports from above: {ast.unparse(node)}"
                     name = node.module or ""
                     assert node.level == 1 or not name.startswith("meshtape."), f"{info.name}: {ast.unparse(node)}"
+
+
+def test_the_namespace_shows_no_modules_but_those_for_users():
+    import types
+
+    import meshtape.arrays as namespace
+
+    shown = {n for n in namespace.__all__ if isinstance(getattr(namespace, n), types.ModuleType)}
+    assert shown == {"errors", "fft", "linalg", "nn", "random", "tree"}

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtape import arrays as mt
+from meshtape.arrays.errors import DTypeError, ShapeError
 
 START = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
@@ -255,3 +256,68 @@ def test_pickles_of_views_hold_the_view_alone():
     assert pickle.loads(pickle.dumps(x[:2])).shape == (2,)
     b = mt.ones(2, dtype=mt.bfloat16)
     assert pickle.loads(pickle.dumps(b)).dtype == mt.bfloat16
+
+
+# ----- in-place operators ---------------------------------------------------------------------------------------------
+
+
+def test_in_place_operators_keep_shape_and_dtype():
+    i, x = mt.arange(3), mt.ones(3, dtype=mt.float32)
+    with pytest.raises(DTypeError, match=r"\[divide\] an array of int64 cannot take a result of float64"):
+        i /= 2
+    with pytest.raises(ShapeError, match=r"\[add\] an array of shape \(3,\) cannot take"):
+        x += mt.ones((2, 3))
+    with pytest.raises(TypeError):
+        x += "text"
+    assert i.tolist() == [0, 1, 2]
+    assert x.tolist() == [1, 1, 1]
+    x += mt.ones(3)  # float64: rounded back
+    assert x.dtype == mt.float32
+    i += 1
+    i *= i
+    i //= 2
+    i %= 3
+    i **= 2
+    i |= 8
+    i ^= 1
+    i &= 15
+    i <<= 2
+    i >>= 1
+    want = np.arange(3)
+    want = (((((((want + 1) ** 2) // 2) % 3) ** 2) | 8) ^ 1) & 15
+    assert i.tolist() == ((want << 2) >> 1).tolist()
+    m = mt.eye(2)
+    m @= mt.asarray([[1.0, 2.0], [3.0, 4.0]])
+    assert m.tolist() == [[1, 2], [3, 4]]
+
+
+def test_in_place_operators_use_the_memory_again_where_nobody_else_holds_it():
+    x = mt.ones(1000)
+    before = x._buf.ctypes.data
+    x *= 2.0
+    x += mt.ones(1000)
+    assert x._buf.ctypes.data == before
+    view = x[1:]
+    x -= 1.0
+    assert x._buf.ctypes.data != before
+    assert view[0].tolist() == 3
+
+
+def test_in_place_operators_are_differentiable():
+    import meshtape
+
+    def loss(x):
+        y = x * 1.0
+        y *= x
+        y += 2.0
+        y /= x
+        return mt.sum(y)
+
+    x = np.array([1.0, 2.0])
+    np.testing.assert_allclose(np.asarray(meshtape.grad(loss)(mt.asarray(x))), 1 - 2 / x**2)
+    a = mt.asarray(x)
+    with meshtape.Tape() as tape:
+        tape.watch(a)
+        y = mt.sum(a * a)
+    a += 100.0  # what the tape saved is not touched
+    assert tape.gradient(y, a).tolist() == [2, 4]
