@@ -12,6 +12,7 @@ import numpy as np
 
 from . import _infer
 from ._dispatch import apply
+from ._erf import erf32
 from ._op import NO_PARAMS, Op
 
 if TYPE_CHECKING:
@@ -221,6 +222,10 @@ def _relu(xp: Any, x: Any) -> Any:
 
 def _erf(xp: Any, x: Any) -> Any:
     if xp is np:
+        if x.dtype == np.float32:
+            return erf32(x)
+        if x.dtype.itemsize <= 2 and x.dtype.kind not in "biu":
+            return erf32(x.astype(np.float32)).astype(x.dtype)
         from scipy.special import erf as special_erf
     else:
         from cupyx.scipy.special import erf as special_erf

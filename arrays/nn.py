@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ._dispatch import apply
 from ._op import composite
 from .attention import scaled_dot_product_attention
 from .channel_norms import batch_norm, group_norm, instance_norm, rms_norm
 from .convolution import conv1d, conv2d, pool
 from .creation import arange, asarray
-from .elementwise import erf, exp, log, relu, sigmoid, stop_gradient, tanh
+from .elementwise import exp, log, relu, sigmoid, stop_gradient, tanh
 from .elementwise import where as where_
 from .errors import DTypeError
+from .gelu import GELU
 from .losses import cross_entropy, info_nce
 from .manipulation import astype, expand_dims, squeeze
 from .norms import layer_norm
@@ -62,7 +64,7 @@ def gelu(x: Any, /, *, approximate: bool = False) -> Array:
     x = asarray(x)
     if approximate:
         return 0.5 * x * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+    return apply(GELU, (x,))
 
 
 @composite("silu")

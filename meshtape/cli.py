@@ -1,4 +1,4 @@
-"""The command line: ``meshtape demo | info | ls | show``.
+"""The command line: ``meshtape demo | info | ls | show``, and the commands of ``cli_storage``.
 
 An error that a user can cause is one message and exit code 1, without a traceback; a wrong call is click's message and code 2.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from . import __version__
+from .cli_storage import COMMANDS
 from .errors import MeshtapeError
 
 
@@ -197,3 +198,7 @@ def _describe(stored: Any, values: Any) -> dict[str, Any]:
                 "std": float(finite.std()),
             }
     return facts
+
+
+for _command in COMMANDS:
+    main.add_command(_command)

@@ -11,6 +11,16 @@ import pytest
 from distributed import Client, SchedulerPlugin
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long runs out unless they are asked for, with ``-m slow`` or any other expression."""
+    if config.option.markexpr:
+        return
+    skip = pytest.mark.skip(reason="a long run, of which a sample runs by default; ask for it with -m slow")
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(skip)
+
+
 class Log(SchedulerPlugin):
     """Keys of the tasks that the scheduler has seen finish."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from ...arrays import elementwise as ew
-from ._registry import conj, defvjp
+from ...arrays import gelu
+from ._registry import call, conj, defvjp
 
 # ----- arithmetic -----------------------------------------------------------------------------------------------------
 
@@ -127,3 +128,12 @@ defvjp(
 defvjp(ew.RELU, x=lambda xp, g, ans: xp.where(ans > 0, g, 0.0))
 defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * xp.exp(-x * x))
 defvjp(ew.SIGMOID, x=lambda xp, g, ans: g * ans * (1.0 - ans))
+
+
+def _gelu_slope(xp, g, dy, x):
+    # The slope of dy (Phi(x) + x phi(x)) in x, where Phi' = phi and phi' = -x phi.
+    return g * dy * (2.0 - x * x) * xp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+defvjp(gelu.GELU, x=lambda xp, g, x: call(xp, gelu.GELU_BACKWARD, g, x))
+defvjp(gelu.GELU_BACKWARD, dy=lambda xp, g, x: call(xp, gelu.GELU_BACKWARD, g, x), x=_gelu_slope)

@@ -34,7 +34,7 @@ BF16 = mt.bfloat16
 FLOAT_UNARY = [
     "exp expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh atanh",
     "negative positive abs sign reciprocal square sqrt floor ceil trunc round conj isnan isinf isfinite signbit",
-    "relu erf sigmoid alias barrier stop_gradient",
+    "relu erf sigmoid gelu alias barrier stop_gradient",
 ]
 FLOAT_BINARY = [
     "divide floor_divide remainder pow hypot maximum minimum fmax fmin logaddexp atan2 copysign nextafter",
@@ -70,6 +70,8 @@ def samples() -> dict[str, list[Sample]]:
         table[name] = [((i(2, 3), i(3)), {}), ((i(2), 1), {}), ((b(2), b(2)), {})]
     for name in ("bitwise_left_shift", "bitwise_right_shift"):
         table[name] = [((i(2, 3), i(3)), {}), ((i(2, dtype=np.int8), 1), {})]
+    table["gelu_backward"] = [((f(2, 3), f(3)), {}), ((f(2, dtype=np.float32), f(2, dtype=np.float32)), {})]
+    table["gelu_backward"] += [((f(2, dtype=BF16), f(2, dtype=BF16)), {}), ((f(), f()), {}), ((f(0, 3), f(1, 3)), {})]
     table["bitwise_invert"] = [((i(2),), {}), ((b(2),), {})]
     table["logical_not"] = [((b(2),), {}), ((f(2),), {})]
     table["where"] = [((b(2, 1), f(3), f(2, 3)), {}), ((b(2), f(2, dtype=np.float32), 0.0), {}), ((b(2), 1.0, 2.0), {})]

@@ -234,6 +234,12 @@ SAMPLES: dict[str, list[Sample]] = {
     "erf": unary("erf", -1, 1, complex_too=False),
     "sigmoid": [*unary("sigmoid", -3, 3, complex_too=False), (mt.nn.sigmoid, (I([-800.0, 800.0]),))],
     "alias": [(call("alias"), (real(2, 3),)), (call("alias"), (cplx(2),)), (call("alias"), (real(),))],
+    "gelu": [(mt.nn.gelu, (real(2, 3),)), (mt.nn.gelu, (real(),)), (mt.nn.gelu, (real(0, 2),))],
+    "gelu_backward": [
+        (call("gelu_backward"), (real(2, 3), real(2, 3))),
+        (call("gelu_backward"), (real(3), real(2, 1))),
+        (call("gelu_backward"), (real(), real())),
+    ],
     "barrier": [(call("barrier"), (real(2, 3),)), (call("barrier"), (cplx(2),)), (call("barrier"), (real(),))],
     "astype": [
         (lambda x: mt.astype(x, mt.complex128), (real(3),)),

@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,19 +14,6 @@ import pytest
 
 from meshtape.arrays.blocks import Box, ceil_blocks
 from meshtape.storage.files import Files, using
-
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(config, items):
-    """Leave the long runs out unless they are asked for, with ``-m slow`` or any other expression."""
-    if config.option.markexpr:
-        return
-    skip = pytest.mark.skip(reason="a long run, of which a sample runs by default; ask for it with -m slow")
-    for item in items:
-        if HERE in Path(item.path).parents and item.get_closest_marker("slow"):
-            item.add_marker(skip)
-
 
 DTYPES = [
     *(np.dtype(t) for t in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")),
