@@ -24,6 +24,7 @@ from ..arrays.elementwise import BARRIER
 from ..arrays.errors import GradientError
 from ..arrays.program import Const, Site, site_text
 from .backward import Recorded, named, same_value
+from .signature import Wrapper
 
 
 class Call(Protocol):
@@ -331,7 +332,7 @@ def _as_cotangents(call: _Custom, found: Any, wanted: Sequence[int], wrapped: bo
     return out if wrapped else [None if c is None else c._buf for c in out]
 
 
-class custom_vjp:  # a decorator, used like a function
+class custom_vjp(Wrapper):  # a decorator, used like a function
     """A function whose derivative is given by hand.
 
     Used as a decorator; ``defvjp(forward, backward)`` declares the derivative. ``forward(*args)`` returns ``(value, residuals)``;
@@ -362,6 +363,9 @@ class custom_vjp:  # a decorator, used like a function
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
         """Declare the derivative."""
         self._forward, self._backward = forward, backward
+
+    def functions(self) -> list[Callable[..., Any]]:
+        return [f for f in (self._fn, self._forward, self._backward) if f is not None]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: the object is the first argument, as for any function."""

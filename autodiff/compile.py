@@ -7,10 +7,8 @@ program a rank. As in JAX, Python code in the function runs while it is traced a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +26,6 @@ from ..arrays.program import (
     ShapeDtype,
     Site,
     Traced,
-    freeze,
     last_uses,
     register_tracer,
     simplify,
@@ -36,9 +33,9 @@ from ..arrays.program import (
 from ..arrays.rowsum import densify
 from .anomaly import is_checker
 from .backward import same_value
-from .calls import custom_vjp
 from .fusion import Group, fuse
 from .fusion import executable as fused
+from .signature import Wrapper, arrays_in, as_array, leaf_key, outside, outside_key
 from .tape import is_differentiable
 
 
@@ -223,7 +220,7 @@ class _Trace:
         )
 
 
-class Compiled:
+class Compiled(Wrapper):
     """A compiled function; see :func:`compile`."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -231,9 +228,12 @@ class Compiled:
         self._cache: dict[Any, _Ready] = {}
         functools.update_wrapper(self, fn, updated=())  # not the attributes of another such object
 
+    def functions(self) -> list[Callable[..., Any]]:
+        return [self._fn]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = trees.flatten((args, kwargs))
-        arrays = [_as_array(x) for x in leaves]
+        arrays = [as_array(x) for x in leaves]
         densify(arrays)
         if any(isinstance(r, _Trace) for r in state.recorders) or any(
             isinstance(a, Array) and isinstance(a._buf, Tracer) for a in arrays
@@ -261,7 +261,7 @@ class Compiled:
           return %2
         """
         leaves, treedef = trees.flatten((args, kwargs))
-        return self._ready(leaves, [_as_array(x) for x in leaves], treedef).program
+        return self._ready(leaves, [as_array(x) for x in leaves], treedef).program
 
     @property
     def signatures(self) -> int:
@@ -269,7 +269,7 @@ class Compiled:
         return len(self._cache)
 
     def _ready(self, leaves: Sequence[Any], arrays: Sequence[Any], treedef: trees.TreeDef) -> _Ready:
-        key = (treedef, tuple(map(_leaf_key, arrays)), _outside_key(self._fn))
+        key = (treedef, tuple(map(leaf_key, arrays)), outside_key(self._fn))
         ready = self._cache.get(key)
         if ready is None:
             ready = self._cache[key] = _trace(self._fn, arrays, treedef)
@@ -300,96 +300,6 @@ def compile(fn: Callable[..., Any]) -> Compiled:
     Array([2, 4])
     """
     return fn if isinstance(fn, Compiled) else Compiled(fn)
-
-
-def _as_array(x: Any) -> Any:
-    if isinstance(x, np.ndarray) and x.dtype != object:
-        from ..arrays.creation import asarray
-
-        return asarray(x)
-    return x
-
-
-def _leaf_key(x: Any) -> Any:
-    if isinstance(x, Array):
-        return ("array", x.shape, x.dtype, x.device, x.sharding)
-    try:
-        hash(x)
-    except TypeError:
-        return ("object", _ById(x))
-    return ("static", type(x), freeze(x))
-
-
-class _ById:
-    """An unhashable static argument, equal to itself alone; holding it keeps its id its own."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and other.value is self.value
-
-
-def _outside(fn: Any) -> list[Any]:
-    """What the function reads beside its arguments: its closure, its defaults, the arguments of a ``partial``, and the variables of
-    the module that it names; and what the functions among them read in turn, if they are of its module or its closure."""
-    found: list[Any] = []
-    functions, done = [fn], set()
-    while functions:
-        fn = functions.pop()
-        if id(fn) in done:
-            continue
-        done.add(id(fn))
-        if isinstance(fn, Compiled):
-            functions.append(fn._fn)
-            continue
-        if isinstance(fn, custom_vjp):
-            functions += [f for f in (fn._fn, fn._forward, fn._backward) if f is not None]
-            continue
-        if isinstance(fn, functools.partial):
-            values = [fn.func, *fn.args, *fn.keywords.values()]
-        else:
-            values = [*(getattr(fn, "__defaults__", None) or ()), *(getattr(fn, "__kwdefaults__", None) or {}).values()]
-            for cell in getattr(fn, "__closure__", None) or ():
-                with contextlib.suppress(ValueError):  # a variable that is not bound yet
-                    values.append(cell.cell_contents)
-        functions += [v for v in values if isinstance(v, FunctionType | functools.partial | Compiled | custom_vjp)]
-        module = getattr(fn, "__globals__", {})
-        named = [module[n] for n in _names_in(getattr(fn, "__code__", None)) if n in module]
-        functions += [v for v in named if getattr(getattr(v, "_fn", v), "__globals__", None) is module]
-        found += values + named
-    return found
-
-
-def _outside_key(fn: Any) -> tuple[Any, ...]:
-    """What the function reads beside its arguments, in a form that changes when the result may: numbers and texts count by value,
-    arrays by identity and buffer (alone or in containers), everything else by identity."""
-    return tuple(map(_held_key, _outside(fn)))
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_in(code: Any) -> tuple[str, ...]:
-    """Names that a function, and the functions written inside it, may look up in the module."""
-    if code is None:
-        return ()
-    inner = [n for c in code.co_consts if isinstance(c, type(code)) for n in _names_in(c)]
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
-
-
-def _held_key(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, bool | int | float | complex | str | bytes | None):
-        return type(value), freeze(value)
-    # Of a container only the arrays count: a list that the function appends a note to at each trace must not bring about the next.
-    return (_ById(value), *((_ById(x), _ById(x._buf)) for x in _arrays_in(value)))
-
-
-def _arrays_in(value: Any) -> list[Array]:
-    found = [x for x in trees.flatten(value)[0] if isinstance(x, Array)]
-    densify(found)
-    return found
 
 
 class _Ready:
@@ -447,7 +357,7 @@ _ARRAY = object()
 def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
     """What program files are made of: registered with ``arrays``, as they must not import this package."""
     leaves, treedef = trees.flatten((args, {}))
-    ready = compile(fn)._ready(leaves, [_as_array(x) for x in leaves], treedef)
+    ready = compile(fn)._ready(leaves, [as_array(x) for x in leaves], treedef)
     stand_ins = iter(
         [
             wrap(np.broadcast_to(np.zeros((), a.dtype), a.shape))
@@ -463,7 +373,7 @@ register_tracer(_traced)
 
 
 def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef) -> _Ready:
-    trace = _Trace(x for v in _outside(fn) for x in _arrays_in(v))
+    trace = _Trace(x for v in outside(fn) for x in arrays_in(v))
     stand_ins = [trace.input(a) if isinstance(a, Array) else a for a in arrays]
     args, kwargs = trees.unflatten(treedef, stand_ins)
     try:

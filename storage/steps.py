@@ -25,6 +25,7 @@ step            tensors                what it does
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,16 +83,16 @@ def _joined(tensors: Sequence[Any], axis: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Step(abc.ABC):
     """Base of the steps."""
 
+    @abc.abstractmethod
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
         """The tensors after this step; ``targets`` is the number of names at the end of the rule, where it is known."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def inverse(self, before: list[Any]) -> Step:
         """The step back to ``before``."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

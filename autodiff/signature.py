@@ -1,0 +1,115 @@
+"""What a compiled function is traced anew for: its arguments, and what it reads from around it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+from ..arrays import tree as trees
+from ..arrays._array import Array
+from ..arrays.program import freeze
+from ..arrays.rowsum import densify
+
+
+class Wrapper:
+    """A callable that calls functions of the user's: what these read counts as read by it."""
+
+    def functions(self) -> list[Callable[..., Any]]:
+        """The functions."""
+        raise NotImplementedError
+
+
+def _functions_of(value: Any) -> list[Any]:
+    return value.functions() if isinstance(value, Wrapper) else [value]
+
+
+def as_array(x: Any) -> Any:
+    if isinstance(x, np.ndarray) and x.dtype != object:
+        from ..arrays.creation import asarray
+
+        return asarray(x)
+    return x
+
+
+def leaf_key(x: Any) -> Any:
+    if isinstance(x, Array):
+        return ("array", x.shape, x.dtype, x.device, x.sharding)
+    try:
+        hash(x)
+    except TypeError:
+        return ("object", _ById(x))
+    return ("static", type(x), freeze(x))
+
+
+class _ById:
+    """An unhashable static argument, equal to itself alone; holding it keeps its id its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.value is self.value
+
+
+def outside(fn: Any) -> list[Any]:
+    """What the function reads beside its arguments: its closure, its defaults, the arguments of a ``partial``, and the variables of
+    the module that it names; and what the functions among them read in turn, if they are of its module or its closure."""
+    found: list[Any] = []
+    functions, done = [fn], set()
+    while functions:
+        fn = functions.pop()
+        if id(fn) in done:
+            continue
+        done.add(id(fn))
+        if isinstance(fn, Wrapper):
+            functions += fn.functions()
+            continue
+        if isinstance(fn, functools.partial):
+            values = [fn.func, *fn.args, *fn.keywords.values()]
+        else:
+            values = [*(getattr(fn, "__defaults__", None) or ()), *(getattr(fn, "__kwdefaults__", None) or {}).values()]
+            for cell in getattr(fn, "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # a variable that is not bound yet
+                    values.append(cell.cell_contents)
+        functions += [v for v in values if isinstance(v, FunctionType | functools.partial | Wrapper)]
+        module = getattr(fn, "__globals__", {})
+        named = [module[n] for n in _names_in(getattr(fn, "__code__", None)) if n in module]
+        functions += [v for v in named if any(getattr(f, "__globals__", None) is module for f in _functions_of(v))]
+        found += values + named
+    return found
+
+
+def outside_key(fn: Any) -> tuple[Any, ...]:
+    """What the function reads beside its arguments, in a form that changes when the result may: numbers and texts count by value,
+    arrays by identity and buffer (alone or in containers), everything else by identity."""
+    return tuple(map(_held_key, outside(fn)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: Any) -> tuple[str, ...]:
+    """Names that a function, and the functions written inside it, may look up in the module."""
+    if code is None:
+        return ()
+    inner = [n for c in code.co_consts if isinstance(c, type(code)) for n in _names_in(c)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _held_key(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return type(value), freeze(value)
+    # Of a container only the arrays count: a list that the function appends a note to at each trace must not bring about the next.
+    return (_ById(value), *((_ById(x), _ById(x._buf)) for x in arrays_in(value)))
+
+
+def arrays_in(value: Any) -> list[Array]:
+    found = [x for x in trees.flatten(value)[0] if isinstance(x, Array)]
+    densify(found)
+    return found
