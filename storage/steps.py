@@ -419,6 +419,10 @@ class Init(Step):
             raise CheckpointShapeError(f"init: {list(self.shape)} is not a shape")
         return [Filled("init", self.shape, dtypes.by_name(self.dtype), self.value)]
 
+    def inverse(self, before: list[Any]) -> Step:
+        # The inverse of a whole rule drops the array; there is no step from one array to none.
+        raise Lossy("init makes an array out of nothing")
+
 
 # The names in the text form.
 STEPS: dict[str, type[Step]] = {
