@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 import threading
 
+import numpy as np
 import pytest
 
 from meshtape import arrays as mt
@@ -79,3 +80,19 @@ def test_without_cupy_a_cuda_array_says_how_to_get_it():
     with mt.use_device("cuda:0"), pytest.raises(BackendError):
         mt.zeros(2)
     assert mt.devices() == [mt.device("cpu")]
+
+
+class _Far(np.ndarray):
+    """A buffer that claims another device: where the error comes from needs no GPU."""
+
+
+def test_arrays_of_two_devices_in_one_op_are_refused(monkeypatch):
+    from meshtape.arrays._backends import NumPyBackend
+    from meshtape.arrays._dispatch import wrap
+
+    there = mt.device("cuda:0")
+    monkeypatch.setattr(NumPyBackend, "device_of", lambda self, b: there if isinstance(b, _Far) else mt.device("cpu"))
+    far = wrap(np.ones(3).view(_Far))
+    assert far.device is there
+    with pytest.raises(DeviceError, match=r"\[add\].*cpu.*cuda:0.*to_device"):
+        far + mt.ones(3)
