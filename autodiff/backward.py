@@ -6,6 +6,7 @@ value happen here, in :func:`fit`, and in no rule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -271,20 +272,15 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         if axes:
             g = xp.sum(g, axis=axes)
         if g.shape != shape:
-            if any(m != n and m != 1 for m, n in zip(g.shape, shape, strict=False)) and _size(g.shape) != _size(shape):
+            if any(m != n and m != 1 for m, n in zip(g.shape, shape, strict=False)) and math.prod(g.shape) != math.prod(
+                shape
+            ):
                 raise ShapeError(f"[gradient] a cotangent of shape {g.shape} does not fit a value of shape {shape}")
             # A rule may answer with a broadcastable piece; lengths of one that the sums removed come back here.
-            g = xp.reshape(g, shape) if _size(g.shape) == _size(shape) else xp.broadcast_to(g, shape)
+            g = xp.reshape(g, shape) if math.prod(g.shape) == math.prod(shape) else xp.broadcast_to(g, shape)
     if g.dtype != dtype:
         if g.dtype.kind == "c" and dtype.kind != "c":
             g = xp.real(g)
         if g.dtype != dtype:
             g = xp.astype(g, dtype)
     return g
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    n = 1
-    for s in shape:
-        n *= s
-    return n

@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._backends import backend_for, backend_of
-from ..arrays._dispatch import Deferred, ProgramHost, apply, argument_avals, call_site, wrap
+from ..arrays._dispatch import Deferred, ProgramHost, apply, argument_avals, call_site, program_inputs, wrap
 from ..arrays._op import Op, not_recording, recording, state
 from ..arrays.errors import DeviceError, TracedValueError
 from ..arrays.program import (
@@ -213,7 +213,7 @@ class _Trace:
         else:
             device = next(a.device for a in arrays if isinstance(a._buf, Deferred) and a._buf.host is host)
             shardings = host.place(op, avals, [a.sharding if isinstance(a, Array) else None for a in args], params)
-        inputs = [self._var(a) if isinstance(a, Array) else Const(a) for a in args]
+        inputs = program_inputs(args, self._var)
         out_vars = self.builder.add(op, inputs, params, out_avals, state.origin, call_site())
         return tuple(
             Tracer(self, v, aval, device, s, host) for v, aval, s in zip(out_vars, out_avals, shardings, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from ..arrays.program import freeze
 from ..arrays.rowsum import densify
 
 
-class Wrapper:
+class Wrapper(abc.ABC):
     """A callable that calls functions of the user's: what these read counts as read by it."""
 
+    @abc.abstractmethod
     def functions(self) -> list[Callable[..., Any]]:
         """The functions."""
-        raise NotImplementedError
 
 
 def _functions_of(value: Any) -> list[Any]:

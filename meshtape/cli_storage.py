@@ -87,6 +87,35 @@ def _progress(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | 
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def _write(
+    run: Callable[..., Any],
+    title: str,
+    src: str,
+    dst: str,
+    *,
+    keys: tuple[str, ...],
+    drop: tuple[str, ...],
+    rules: str | None,
+    dtype: str | None,
+    memory_limit: int,
+    overwrite: bool,
+    as_json: bool,
+    **own: Any,
+) -> Any:
+    """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar."""
+    with _progress(title, not as_json) as progress:
+        return run(
+            src,
+            dst,
+            dtype=dtype,
+            memory_limit=memory_limit << 20,
+            overwrite=overwrite,
+            progress=progress,
+            **_selected(keys, drop, rules),
+            **own,
+        )
+
+
 def _tell(report: Any, as_json: bool, text: str) -> None:
     click.echo(json.dumps(dataclasses.asdict(report), indent=2, default=str) if as_json else text)
 
@@ -137,13 +166,8 @@ def merge(
     src: str,
     dst: str,
     max_shard_mib: int | None,
-    keys: tuple[str, ...],
-    drop: tuple[str, ...],
-    rules: str | None,
-    dtype: str | None,
-    memory_limit: int,
-    overwrite: bool,
     as_json: bool,
+    **target: Any,
 ) -> None:
     """Write a checkpoint as Hugging Face style safetensors, streaming.
 
@@ -152,17 +176,15 @@ def merge(
     """
     import meshtape as mt
 
-    with _progress("merging", not as_json) as progress:
-        report = mt.merge(
-            src,
-            dst,
-            max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
-            dtype=dtype,
-            memory_limit=memory_limit << 20,
-            overwrite=overwrite,
-            progress=progress,
-            **_selected(keys, drop, rules),
-        )
+    report = _write(
+        mt.merge,
+        "merging",
+        src,
+        dst,
+        as_json=as_json,
+        max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
+        **target,
+    )
     skipped = f"; left out: {', '.join(report.skipped)}" if report.skipped else ""
     _tell(
         report,
@@ -181,28 +203,13 @@ def convert(
     src: str,
     dst: str,
     kind: str,
-    keys: tuple[str, ...],
-    drop: tuple[str, ...],
-    rules: str | None,
-    dtype: str | None,
-    memory_limit: int,
-    overwrite: bool,
     as_json: bool,
+    **target: Any,
 ) -> None:
     """Write a checkpoint in another format, streaming. A run that was interrupted goes on where it stopped."""
     import meshtape as mt
 
-    with _progress("converting", not as_json) as progress:
-        report = mt.convert(
-            src,
-            dst,
-            format=kind,
-            dtype=dtype,
-            memory_limit=memory_limit << 20,
-            overwrite=overwrite,
-            progress=progress,
-            **_selected(keys, drop, rules),
-        )
+    report = _write(mt.convert, "converting", src, dst, as_json=as_json, format=kind, **target)
     _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)}")
 
 
@@ -227,13 +234,8 @@ def reshard(
     dst: str,
     mesh: dict[str, int],
     shards: dict[str, dict[str, int]] | None,
-    keys: tuple[str, ...],
-    drop: tuple[str, ...],
-    rules: str | None,
-    dtype: str | None,
-    memory_limit: int,
-    overwrite: bool,
     as_json: bool,
+    **target: Any,
 ) -> None:
     """Write a checkpoint cut for another mesh, without that mesh.
 
@@ -242,18 +244,7 @@ def reshard(
     """
     from meshtape.storage import reshard as run
 
-    with _progress("resharding", not as_json) as progress:
-        report = run(
-            src,
-            dst,
-            mesh=mesh,
-            shardings=shards,
-            dtype=dtype,
-            memory_limit=memory_limit << 20,
-            overwrite=overwrite,
-            progress=progress,
-            **_selected(keys, drop, rules),
-        )
+    report = _write(run, "resharding", src, dst, as_json=as_json, mesh=mesh, shardings=shards, **target)
     _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}")
 
 

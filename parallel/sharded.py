@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays._array import Array
-from ..arrays._dispatch import Deferred, argument_avals, call_site, wrap
+from ..arrays._dispatch import Deferred, argument_avals, call_site, program_inputs, wrap
 from ..arrays._op import Op, state
 from ..arrays.display import human_bytes
 from ..arrays.errors import MeshError
-from ..arrays.program import Const, ProgramBuilder, ShapeDtype, freeze, simplify
+from ..arrays.program import ProgramBuilder, ShapeDtype, freeze, simplify
 from .partition import partition
 from .placement import REPLICATED, Layout, Sharding
 from .runtime import HostValue
@@ -150,7 +150,7 @@ class Pending:
         avals = argument_avals(args)
         out_avals = op.avals(avals, params)
         with self._lock:
-            inputs = tuple(self._var(op, a) if isinstance(a, Array) else Const(a) for a in args)
+            inputs = program_inputs(args, lambda a: self._var(op, a))
             layouts = [self._layouts[v] if isinstance(v, int) else None for v in inputs]
             placed = self.mesh.place_layouts(op, avals, out_avals, layouts, params)
             outs = self._builder.add(op, inputs, params, out_avals, state.origin, call_site())
