@@ -157,14 +157,14 @@ from .manipulation import (
 from .norms import layer_norm
 from .products import matmul, tensordot, vecdot
 from .program import Const, Entry, Program, ShapeDtype
+from .quantiles import median, percentile, quantile
 from .reductions import all, any, argmax, argmin, max, mean, min, prod, std, sum, var
 from .searching import count_nonzero, nonzero, searchsorted, take, take_along_axis
 from .sets import isin, unique_all, unique_counts, unique_inverse, unique_values
-from .sorting import argsort, sort
+from .sorting import argsort, sort, topk
 from .statistics import (
     bincount,
     histogram,
-    median,
     nanmax,
     nanmean,
     nanmin,
@@ -172,9 +172,6 @@ from .statistics import (
     nanstd,
     nansum,
     nanvar,
-    percentile,
-    quantile,
-    topk,
 )
 from .tree import tree_map
 

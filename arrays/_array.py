@@ -124,6 +124,10 @@ class Array:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         host = self._concrete()
+        if copy is False and (not isinstance(self._buf, np.ndarray) or (dtype is not None and host.dtype != dtype)):
+            raise ValueError(
+                f"{self.dtype.name} on {self.device} to {dtype or 'host memory'} takes a copy, and copy=False forbids it"
+            )
         if dtype is not None and host.dtype != np.dtype(dtype):
             return host.astype(dtype)
         if copy:
@@ -210,24 +214,44 @@ class Array:
         """A capsule for ``from_dlpack`` of another library.
 
         Nobody writes through it: consumers of DLPack 1.0 and later get the memory itself, marked read-only; older ones, whose
-        capsules cannot say so, get a copy, unless they ask for ``copy=False`` and so promise not to write.
+        capsules cannot say so, get a copy, unless they ask for ``copy=False`` and so promise not to write. Views with negative
+        strides are copied: PyTorch (2.13) aborts the process when it meets one.
         """
+        from ._dlpack import export
+
         buf = self._concrete() if isinstance(self._buf, Deferred) else self._buf
         if not isinstance(buf, np.ndarray):
             extra = {} if copy is None else {"copy": copy}
-            return buf.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, **extra)
+            return export(buf, stream=stream, max_version=max_version, dl_device=dl_device, **extra)
         marked = max_version is not None and max_version[0] >= 1
-        if copy or (copy is None and not marked):
+        backwards = any(s < 0 and n > 1 for s, n in zip(buf.strides, buf.shape, strict=True))
+        if backwards and copy is False:
+            raise BufferError(
+                "a view that runs backwards through memory is exported as a copy, and copy=False forbids it"
+            )
+        if copy or backwards or (copy is None and not marked):
             buf, copy = buf.copy(), None
         elif marked:
             buf = buf.view()
             buf.flags.writeable = False
         elif not buf.flags.writeable:
             buf, copy = buf.copy(), None  # a capsule without the mark cannot be made of read-only memory
-        return buf.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+        return export(buf, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
 
     def __dlpack_device__(self) -> tuple[Any, int]:
         return (self._concrete() if isinstance(self._buf, Deferred) else self._buf).__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The memory on a GPU, marked read-only, for libraries that speak this older protocol; other arrays have no such attribute."""
+        buf = self._buf
+        if isinstance(buf, np.ndarray | Deferred):
+            raise AttributeError(f"__cuda_array_interface__: the array is on {self.device}")  # noqa: TRY004  hasattr is how it is asked for
+        # The consumer holds this Array, not the buffer: a later write must not take the buffer for its own.
+        self._buf = buf.view()
+        interface = dict(self._buf.__cuda_array_interface__)
+        interface["data"] = (interface["data"][0], True)
+        return interface
 
     def __copy__(self) -> Array:
         from .creation import wrap_same

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ._op import NO_PARAMS, Op, state
-from .errors import DeviceError, DTypeError, GradientError
+from .errors import DeviceError, DTypeError, GradientError, LinAlgError, MeshtapeError
 from .program import Const, Program, ShapeDtype, Site
 
 if TYPE_CHECKING:
@@ -74,6 +74,10 @@ class Deferred:
     def aval(self) -> ShapeDtype:
         return ShapeDtype(self.shape, self.dtype)
 
+    def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The operands as the call is to see them, and as recorders are shown them; itself calls ops where they need preparing."""
+        return args
+
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
         """Note a call and return the buffers that stand for its results. ``args`` are Arrays and Python scalars."""
         raise TypeError(f"{type(self).__name__} cannot take part in {op.name}")
@@ -128,7 +132,11 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
                 and (strong := _strong_scalars(args)) is not None
             ):
                 return apply(op, strong, params)
-    out = op.numpy(*bufs, **params)
+    try:
+        out = op.numpy(*bufs, **params)
+    except (ValueError, TypeError, OverflowError) as e:
+        _explain(op, args, params, e)
+        raise
     if type(out) is ndarray:
         result = wrap(out)
     elif op.nout == 1:
@@ -143,12 +151,14 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
 def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
     from ._backends import backend_of
 
-    args = tuple(coerce(op, a) for a in args)
+    args = _coerced(op, args)
     args = _strong_scalars(args) or args
     arrays = [a for a in args if type(a) is _array_type]
     deferred = [a._buf for a in arrays if isinstance(a._buf, Deferred)]
     if deferred:
-        outs = max(deferred, key=lambda b: b.priority).emit(op, args, params)
+        taker = max(deferred, key=lambda b: b.priority)
+        args = taker.admit(op, args)
+        outs = taker.emit(op, args, params)
     else:
         devices = {a.device for a in arrays}
         if len(devices) > 1:
@@ -156,9 +166,13 @@ def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> 
                 f"[{op.name}] the arrays are on different devices: {', '.join(sorted(map(str, devices)))}; "
                 f"move them to one with x.to_device(...)"
             )
-        outs = backend_of(arrays[0]._buf if arrays else None).run(
-            op, [a._buf if type(a) is _array_type else a for a in args], params
-        )
+        try:
+            outs = backend_of(arrays[0]._buf if arrays else None).run(
+                op, [a._buf if type(a) is _array_type else a for a in args], params
+            )
+        except (ValueError, TypeError, OverflowError) as e:
+            _explain(op, args, params, e)
+            raise
     wrapped = tuple(wrap(o) for o in outs)
     result = wrapped[0] if op.nout == 1 else wrapped
     if state.recorders:
@@ -187,13 +201,48 @@ def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return tuple(asarray(np.asarray(b, a.dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)
 
 
+def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Exception) -> None:
+    """Raise what the op's own rule has to say of arguments that a backend refused: one text and type on every backend.
+
+    What depends on the values the rule cannot know: it keeps its text, and gets the op and the arguments.
+    """
+    if isinstance(error, MeshtapeError):
+        return
+    avals = argument_avals(args)
+    try:
+        op.avals(avals, params)
+    except MeshtapeError as ours:
+        raise ours from None
+    except (ValueError, TypeError, OverflowError):
+        pass  # the rule asks the backend for the dtype, which answers with the same error
+    text = f"[{op.name}] {error} (of {', '.join(map(str, avals))})"
+    if isinstance(error, np.linalg.LinAlgError):
+        raise LinAlgError(text) from None
+    if type(error) in (ValueError, TypeError, OverflowError) and not str(error).startswith("["):
+        raise type(error)(text) from None
+
+
+def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands, NumPy's scalars beside the arrays that they meet."""
+    where = next((a._buf for a in args if type(a) is _array_type), None)
+    if where is not None and type(where) is not ndarray and not isinstance(where, Deferred):
+        from ._backends import backend_of
+
+        backend = backend_of(where)
+        device = backend.device_of(where)
+        args = tuple(wrap(backend.from_host(np.asarray(a), device)) if isinstance(a, np.generic) else a for a in args)
+    return tuple(coerce(op, a) for a in args)
+
+
 def coerce(op: Op, a: Any) -> Any:
     """An operand as an ``Array`` or a Python scalar. Raises :class:`DTypeError` for anything else."""
     t = type(a)
     if t is _array_type or t in SCALARS:
         return a
-    if isinstance(a, np.ndarray | np.generic) and a.dtype != object:
-        return wrap(np.array(a))
+    if isinstance(a, np.ndarray | np.generic):
+        from .creation import asarray
+
+        return asarray(a, device="cpu")
     for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
         if isinstance(a, base):
             return base(a)

@@ -46,17 +46,26 @@ _Q = tuple(
 
 def erf32(x: np.ndarray) -> np.ndarray:
     """``erf(x)`` of a float32 array."""
-    return in_blocks(erf_into, x)
+    return in_blocks(erf_into, x, scratch=3)
 
 
-def in_blocks(fn: Callable[..., None], *arrays: np.ndarray) -> np.ndarray:
-    """``fn(*blocks, out, *scratch)`` on blocks of float32 arrays of one shape: a new array of that shape, with three scratch blocks."""
-    flat = [np.ascontiguousarray(a).reshape(-1) for a in arrays]
-    out = np.empty(flat[0].shape, np.float32)
-    scratch = [np.empty(min(BLOCK, out.size), np.float32) for _ in range(3)]
+def in_blocks(fn: Callable[..., None], *arrays: np.ndarray, scratch: int) -> np.ndarray:
+    """``fn(*blocks, out, *scratch)`` on blocks of float32 arrays of one shape: a new array of that shape."""
+    # The cotangent of a sum repeats one number: it is passed as that number, and never written out.
+    repeated = [a.size > 1 and not any(a.strides) for a in arrays]
+    flat = [
+        a[(0,) * a.ndim].reshape(()) if r else np.ascontiguousarray(a).reshape(-1)
+        for a, r in zip(arrays, repeated, strict=True)
+    ]
+    out = np.empty(arrays[0].size, np.float32)
+    spare = [np.empty(min(BLOCK, out.size), np.float32) for _ in range(scratch)]
     for i in range(0, out.size, BLOCK):
         o = out[i : i + BLOCK]
-        fn(*[a[i : i + BLOCK] for a in flat], o, *[s[: o.size] for s in scratch])
+        fn(
+            *[a if r else a[i : i + BLOCK] for a, r in zip(flat, repeated, strict=True)],
+            o,
+            *[s[: o.size] for s in spare],
+        )
     return out.reshape(arrays[0].shape)
 
 

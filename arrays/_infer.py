@@ -7,13 +7,15 @@ dtypes: the rule cannot drift from what the op does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ._op import Op
-from .errors import AxisError, ShapeError
+from .errors import AxisError, DTypeError, MeshtapeError, NumberRangeError, ShapeError
 from .program import ShapeDtype, freeze
 
 
@@ -23,6 +25,19 @@ def broadcast_shapes(op: Op, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ..
         return np.broadcast_shapes(*shapes)
     except ValueError:
         raise ShapeError(f"[{op.name}] shapes do not broadcast together: {', '.join(map(str, shapes))}") from None
+
+
+def as_shape(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
+    """A shape as a tuple of ints. Raises :class:`ShapeError` that says who was given what instead."""
+    try:
+        full = tuple(map(operator.index, shape)) if isinstance(shape, Iterable) else (operator.index(shape),)
+    except TypeError:
+        raise ShapeError(f"[{name}] a shape is an int or a sequence of ints, got {shape!r}") from None
+    if any(n < 0 for n in full):
+        raise ShapeError(f"[{name}] a shape has no negative lengths, got {full}")
+    if math.prod(full) >= 2**62:
+        raise ShapeError(f"[{name}] shape {full} has too many elements: places are counted in 64 bits")
+    return full
 
 
 class _Probe:
@@ -49,8 +64,25 @@ def _probe(p: _Probe) -> np.dtype:
 
 
 def result_dtype(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> np.dtype:
-    """The dtype that ``op`` gives for arguments of these dtypes (scalars stay scalars)."""
-    return _probe(_Probe(op, tuple(a.dtype if isinstance(a, ShapeDtype) else a for a in args), params))
+    """The dtype that ``op`` gives for arguments of these dtypes (scalars stay scalars).
+
+    Raises :class:`DTypeError` where the op is not defined for them, :class:`NumberRangeError` where a Python number does not
+    fit the dtype that it meets.
+    """
+    dtypes = tuple(a.dtype if isinstance(a, ShapeDtype) else a for a in args)
+    try:
+        return _probe(_Probe(op, dtypes, params))
+    except MeshtapeError:
+        raise
+    except TypeError:
+        names = ", ".join(d.name if isinstance(d, np.dtype) else type(d).__name__ for d in dtypes)
+        raise DTypeError(f"[{op.name}] is not defined for {names}") from None
+    except OverflowError:
+        arrays = {d.name for d in dtypes if isinstance(d, np.dtype)}
+        numbers = [d for d in dtypes if not isinstance(d, np.dtype)]
+        raise NumberRangeError(
+            f"[{op.name}] {', '.join(map(str, numbers))} is out of the range of {', '.join(arrays)}: cast the array first"
+        ) from None
 
 
 def elementwise(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
@@ -65,15 +97,29 @@ def normalize_axis(op_name: str, axis: int | Sequence[int] | None, ndim: int) ->
     repeated."""
     if axis is None:
         return tuple(range(ndim))
-    axes = (axis,) if isinstance(axis, int | np.integer) else tuple(axis)
+    axes = axis if isinstance(axis, Iterable) and np.ndim(axis) else (axis,)
     out = []
     for a in axes:
-        if not -ndim <= a < ndim:
-            raise AxisError(f"[{op_name}] axis {a} is out of bounds for an array of {ndim} dimension(s)")
-        out.append(int(a) % ndim)
+        try:
+            i = operator.index(a)
+        except TypeError:
+            i = None
+        if i is None or isinstance(a, bool | np.bool):
+            raise TypeError(f"[{op_name}] an axis is an int, several are a tuple of them: got {axis!r}")
+        if not -ndim <= i < ndim:
+            raise AxisError(f"[{op_name}] axis {i} is out of bounds for an array of {ndim} dimension(s)")
+        out.append(i % ndim)
     if len(set(out)) != len(out):
         raise ShapeError(f"[{op_name}] axis {axes} names a dimension twice")
     return tuple(sorted(out))
+
+
+def one_axis(op_name: str, axis: int, ndim: int) -> int:
+    """One axis as a non-negative int, where several or none make no sense. Raises as :func:`normalize_axis` does."""
+    if isinstance(axis, Iterable) and np.ndim(axis):
+        raise TypeError(f"[{op_name}] takes one axis, an int: got {axis!r}")
+    (one,) = normalize_axis(op_name, (axis,), ndim)
+    return one
 
 
 def reduced_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool) -> tuple[int, ...]:

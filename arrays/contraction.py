@@ -47,9 +47,15 @@ def einsum(formula: str, /, *operands: Any) -> Array:
     Array(5)
     """
     from .creation import asarray
+    from .dtypes import result_type
+    from .manipulation import astype
 
     xs = [asarray(x) for x in operands]
     inputs, output, steps = _plan(formula, tuple(x.shape for x in xs))
+    dtypes = {x.dtype for x in xs}
+    if len(dtypes) > 1:
+        dtype = result_type(*dtypes)
+        xs = [astype(x, dtype, copy=False) for x in xs]
     parts = [_simplify(x, labels) for x, labels in zip(xs, inputs, strict=True)]
     for chosen in steps:
         left, *rest = (parts[i] for i in chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,10 @@ import numpy as np
 from ._array import Array
 from ._backends import backend_for
 from ._dispatch import Deferred, wrap
+from ._dlpack import read
+from ._infer import as_shape
 from .devices import CPU, Device, default_device, device
+from .dtypes import DTYPES, as_dtype, check_cast, float64
 from .errors import DTypeError, ShapeError
 
 
@@ -20,11 +22,8 @@ def _place(host: np.ndarray, where: Device | str | None) -> Array:
     return wrap(host) if target is CPU else wrap(backend_for(target).from_host(host, target))
 
 
-def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    full = tuple(map(operator.index, shape)) if isinstance(shape, Sequence) else (operator.index(shape),)
-    if any(n < 0 for n in full):
-        raise ShapeError(f"a shape has no negative lengths, got {full}")
-    return full
+def _dtype(name: str, dtype: Any) -> np.dtype:
+    return float64 if dtype is None else as_dtype(dtype, name)
 
 
 def asarray(obj: Any, /, *, dtype: Any = None, device: Device | str | None = None, copy: bool | None = None) -> Array:
@@ -59,35 +58,55 @@ def asarray(obj: Any, /, *, dtype: Any = None, device: Device | str | None = Non
     """
     from .manipulation import astype
 
+    wanted = None if dtype is None else as_dtype(dtype, "asarray")
     if isinstance(obj, Array):
         x = obj if device is None or str(obj.device) == str(device) else obj.to_device(device)
-        if dtype is not None and x.dtype != np.dtype(dtype):
-            return astype(x, dtype)
+        if wanted is not None and x.dtype != wanted:
+            return astype(x, wanted)
         return wrap_same(x) if copy else x
     if isinstance(obj, np.ndarray | np.generic):
-        host = np.asarray(obj)
-        if dtype is not None and host.dtype != np.dtype(dtype):
-            if copy is False:
-                raise ValueError(f"[asarray] {host.dtype} to {np.dtype(dtype)} takes a copy, and copy=False forbids it")
-            host = host.astype(dtype)
-        elif copy is not False:
-            host = host.copy()
-    elif hasattr(obj, "__cuda_array_interface__"):
+        return _place(_of_numpy(obj, wanted, copy), device)
+    if hasattr(obj, "__cuda_array_interface__"):
         from ._backends import cupy_backend
 
         x = wrap(cupy_backend().xp.asarray(obj))
         return x if dtype is None and device is None else asarray(x, dtype=dtype, device=device)
-    else:
-        # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises where
-        # copy=False is asked of what holds no array.
-        host = np.array(_plain(obj), dtype=dtype, copy=copy is not False)
-    if host.dtype.kind in "OUSMmV" and not _is_ml_dtype(host.dtype):
-        raise DTypeError(f"[asarray] cannot make an array of numbers from {type(obj).__name__} ({host.dtype} elements)")
-    return _place(host, device)
+    if hasattr(obj, "__dlpack__") and not hasattr(obj, "__array_interface__"):
+        # Exchanged so, bfloat16 and float8 of other libraries arrive as what they are.
+        try:
+            x = from_dlpack(obj, copy=copy)
+        except (BufferError, TypeError, RuntimeError):
+            pass  # not a plain array: it may convert itself
+        else:
+            return x if wanted is None and device is None else asarray(x, dtype=wanted, device=device)
+    # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises where
+    # copy=False is asked of what holds no array.
+    try:
+        host = np.array(_plain(obj), dtype=wanted, copy=copy is not False)
+    except ValueError as e:
+        if "inhomogeneous" not in str(e):
+            raise
+        raise ShapeError(f"[asarray] the nested sequences have different lengths: {e}") from None
+    if host.dtype.kind in "OUSMm":
+        beyond = isinstance(host.flat[0] if host.size else None, int) and all(isinstance(v, int) for v in host.flat)
+        what = "integers beyond 64 bits" if beyond else f"{host.dtype} elements"
+        raise DTypeError(f"[asarray] cannot make an array of numbers from {type(obj).__name__} ({what})")
+    return _place(_of_numpy(host, wanted, False) if host.dtype not in DTYPES.values() else host, device)
 
 
-def _is_ml_dtype(dtype: np.dtype) -> bool:
-    return dtype.kind == "V" and dtype.names is None and dtype.type.__module__.startswith("ml_dtypes")
+def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool | None) -> np.ndarray:
+    """Host memory for an Array: a plain ``ndarray`` of one of our dtypes, in the machine's byte order."""
+    if isinstance(obj, np.ma.MaskedArray) and np.ma.is_masked(obj):
+        raise DTypeError("[asarray] masked elements are no numbers: fill them first, with x.filled(...)")
+    host = np.asarray(obj)
+    if dtype is None:
+        dtype = as_dtype(host.dtype, "asarray")
+    if host.dtype == dtype:
+        return host if copy is False else host.copy()
+    if copy is False:
+        raise ValueError(f"[asarray] {host.dtype} to {dtype.name} takes a copy, and copy=False forbids it")
+    check_cast("asarray", host.dtype, dtype)
+    return host.astype(dtype)
 
 
 def _plain(obj: Any) -> Any:
@@ -115,23 +134,39 @@ def beside(x: Array) -> Device | None:
 def full(
     shape: int | Sequence[int], fill_value: Any, *, dtype: Any = None, device: Device | str | None = None
 ) -> Array:
-    """An array of one repeated value."""
-    return _place(np.full(_shape(shape), fill_value, dtype), device)
+    """An array of one repeated value, whose dtype it has unless another is asked for.
+
+    >>> import meshtape as mt
+    >>> mt.full((2, 2), 7)
+    Array([[7, 7],
+           [7, 7]])
+    """
+    number = isinstance(fill_value, int | float | complex)
+    value = fill_value if number else np.asarray(asarray(fill_value))
+    found = as_dtype(np.asarray(value).dtype, "full") if dtype is None or not number else None
+    wanted = found if dtype is None else as_dtype(dtype, "full")
+    check_cast("full", np.dtype(complex) if isinstance(value, complex) else found or wanted, wanted)
+    try:
+        return _place(np.full(as_shape("full", shape), value, wanted), device)
+    except ValueError as e:
+        if not number and "broadcast" in str(e):
+            raise ShapeError(f"[full] a value of shape {value.shape} does not fill an array of shape {shape}") from None
+        raise
 
 
 def zeros(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
     """An array of zeros (float64 by default)."""
-    return _place(np.zeros(_shape(shape), dtype or np.float64), device)
+    return _place(np.zeros(as_shape("zeros", shape), _dtype("zeros", dtype)), device)
 
 
 def ones(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
     """An array of ones (float64 by default)."""
-    return _place(np.ones(_shape(shape), dtype or np.float64), device)
+    return _place(np.ones(as_shape("ones", shape), _dtype("ones", dtype)), device)
 
 
 def empty(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
     """An array of arbitrary values."""
-    return _place(np.empty(_shape(shape), dtype or np.float64), device)
+    return _place(np.empty(as_shape("empty", shape), _dtype("empty", dtype)), device)
 
 
 def arange(
@@ -151,7 +186,7 @@ def arange(
     """
     if stop is None:
         start, stop = 0, start
-    return _place(np.arange(start, stop, step, dtype), device)
+    return _place(np.arange(start, stop, step, None if dtype is None else as_dtype(dtype, "arange")), device)
 
 
 def linspace(
@@ -165,7 +200,10 @@ def linspace(
     endpoint: bool = True,
 ) -> Array:
     """``num`` evenly spaced values from ``start`` to ``stop``."""
-    return _place(np.linspace(start, stop, num, endpoint=endpoint, dtype=dtype), device)
+    return _place(
+        np.linspace(start, stop, num, endpoint=endpoint, dtype=None if dtype is None else as_dtype(dtype, "linspace")),
+        device,
+    )
 
 
 def eye(
@@ -178,15 +216,15 @@ def eye(
     device: Device | str | None = None,
 ) -> Array:
     """Ones on the ``k``-th diagonal, zeros elsewhere."""
-    return _place(np.eye(n_rows, n_cols, k, dtype or np.float64), device)
+    return _place(np.eye(n_rows, n_cols, k, _dtype("eye", dtype)), device)
 
 
-def _like(x: Any, value: float, dtype: Any, where: Device | str | None) -> Array:
+def _like(name: str, x: Any, value: float, dtype: Any, where: Device | str | None) -> Array:
     from ._dispatch import apply
     from .elementwise import FULL_LIKE
 
     x = asarray(x)
-    dtype = x.dtype if dtype is None else np.dtype(dtype)
+    dtype = x.dtype if dtype is None else as_dtype(dtype, name)
     if isinstance(x._buf, Deferred) and where is None:
         return apply(FULL_LIKE, (x,), {"value": value, "dtype": dtype})
     return full(x.shape, value, dtype=dtype, device=x.device if where is None else where)
@@ -194,22 +232,22 @@ def _like(x: Any, value: float, dtype: Any, where: Device | str | None) -> Array
 
 def zeros_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
     """Zeros with the shape, dtype, device and sharding of ``x``."""
-    return _like(x, 0, dtype, device)
+    return _like("zeros_like", x, 0, dtype, device)
 
 
 def ones_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
     """Ones with the shape, dtype, device and sharding of ``x``."""
-    return _like(x, 1, dtype, device)
+    return _like("ones_like", x, 1, dtype, device)
 
 
 def full_like(x: Any, /, fill_value: float, *, dtype: Any = None, device: Device | str | None = None) -> Array:
     """One repeated value, with the shape, dtype, device and sharding of ``x``."""
-    return _like(x, fill_value, dtype, device)
+    return _like("full_like", x, fill_value, dtype, device)
 
 
 def empty_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
     """Arbitrary values (zeros, in fact), with the shape, dtype, device and sharding of ``x``."""
-    return _like(x, 0, dtype, device)
+    return _like("empty_like", x, 0, dtype, device)
 
 
 def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | None = None) -> Array:
@@ -236,12 +274,12 @@ def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | N
     else:
         kind = x.__dlpack_device__()[0]
         if int(kind) in (1, 3):  # host memory, pinned or not
-            host = np.from_dlpack(x)
+            host = read(np, x)
             out = wrap(host if copy is False else host.copy())
         else:
             from ._backends import cupy_backend
 
-            buf = cupy_backend().xp.from_dlpack(x)
+            buf = read(cupy_backend().xp, x)
             out = wrap(buf if copy is False else buf.copy())
     if device is None:
         return out

@@ -61,7 +61,7 @@ def _cumulate(op: Op, x: Any, axis: int | None, dtype: Any, include_initial: boo
         if x.ndim != 1:
             raise ShapeError(f"[{op.name}] an array of shape {x.shape} needs an axis")
         axis = 0
-    (axis,) = _infer.normalize_axis(op.name, axis, x.ndim)
+    axis = _infer.one_axis(op.name, axis, x.ndim)
     if dtype is not None:
         x = astype(x, dtype, copy=False)
     out = apply(op, (x,), {"axis": axis})
@@ -108,7 +108,7 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
     from .manipulation import astype, broadcast_to, concat
 
     x = asarray(x)
-    (axis,) = _infer.normalize_axis("diff", axis, x.ndim)
+    axis = _infer.one_axis("diff", axis, x.ndim)
     if n < 0:
         raise ValueError(f"[diff] n must not be negative, got {n}")
     parts = []

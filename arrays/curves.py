@@ -86,32 +86,95 @@ def convolve(a: Any, v: Any, /, *, mode: str = "full") -> Array:
 
 
 @composite("gradient")
-def gradient(x: Any, /, spacing: float = 1.0, *, axis: int | Sequence[int] | None = None) -> Array | tuple[Array, ...]:
-    """Slopes along axes by central differences, by one-sided ones at the ends; one array for each axis.
+def gradient(
+    x: Any, /, *spacing: Any, axis: int | Sequence[int] | None = None, edge_order: int = 1
+) -> Array | tuple[Array, ...]:
+    """Slopes along axes by second-order differences inside, by one-sided ones at the ends.
 
+    Parameters
+    ----------
+    x
+        Samples.
+    spacing
+        Nothing (1), one step for all axes, or for each axis a step or the coordinates of its samples (one dimension, any
+        distances).
+    axis
+        One axis, several in this order, or all (None).
+    edge_order
+        1 or 2: whether the ends take one neighbour into account or two.
+
+    Returns
+    -------
+    Array or tuple of Array
+        One array for a single axis, else one for each.
+
+    Examples
+    --------
     >>> import meshtape as mt
     >>> mt.gradient(mt.asarray([1.0, 4.0, 9.0]))
     Array([3., 4., 5.], dtype=float64)
+    >>> mt.gradient(mt.asarray([0.0, 1.0, 9.0]), mt.asarray([0.0, 1.0, 3.0]), edge_order=2)
+    Array([0., 2., 6.], dtype=float64)
     """
     from .creation import asarray
-    from .manipulation import astype, concat
+    from .manipulation import astype
 
     x = asarray(x)
     x = astype(x, np.float64) if x.dtype.kind in "biu" else x
-    axes = _infer.normalize_axis("gradient", axis, x.ndim)
-    out = []
-    for a in axes:
-        if x.shape[a] < 2:
-            raise ShapeError(f"[gradient] needs two elements along axis {a} of shape {x.shape}")
-
-        def at(s: slice, a: int = a) -> Array:
-            return x[(*(slice(None),) * a, s)]
-
-        inner = (at(slice(2, None)) - at(slice(None, -2))) / (2 * spacing)
-        first = (at(slice(1, 2)) - at(slice(0, 1))) / spacing
-        last = (at(slice(-1, None)) - at(slice(-2, -1))) / spacing
-        out.append(concat([first, inner, last], axis=a))
+    sorted_axes = _infer.normalize_axis("gradient", axis, x.ndim)
+    axes = sorted_axes if axis is None or np.ndim(axis) == 0 else [int(a) % x.ndim for a in axis]
+    if edge_order not in (1, 2):
+        raise ValueError(f"[gradient] edge_order must be 1 or 2, got {edge_order!r}")
+    steps = spacing or (1.0,)
+    steps = steps * len(axes) if len(steps) == 1 and np.ndim(steps[0]) == 0 else steps
+    if len(steps) != len(axes):
+        raise ShapeError(f"[gradient] {len(steps)} spacings for {len(axes)} axes")
+    out = [_slope(x, a, h, edge_order) for a, h in zip(axes, steps, strict=True)]
     return out[0] if isinstance(axis, int) or (axis is None and x.ndim == 1) else tuple(out)
+
+
+def _slope(x: Array, axis: int, spacing: Any, edge_order: int) -> Array:
+    from .creation import asarray
+    from .manipulation import concat, reshape
+
+    n = x.shape[axis]
+    if n < edge_order + 1:
+        raise ShapeError(f"[gradient] needs {edge_order + 1} elements along axis {axis} of shape {x.shape}")
+
+    def at(start: int | None, stop: int | None) -> Array:
+        return x[(*(slice(None),) * axis, slice(start, stop))]
+
+    def column(h: Array) -> Array:
+        return reshape(h, tuple(-1 if i == axis else 1 for i in range(x.ndim)))
+
+    if np.ndim(spacing) == 0:
+        inner = (at(2, None) - at(None, -2)) / (2 * spacing)
+        near, far = (spacing, spacing), (spacing, spacing)
+    else:
+        places = asarray(spacing)
+        if places.shape != (n,):
+            raise ShapeError(f"[gradient] {places.shape} coordinates for axis {axis} of shape {x.shape}")
+        h = (places[1:] - places[:-1]).astype(x.dtype, copy=False)
+        left, right = column(h[:-1]), column(h[1:])
+        # Divided differences: the slopes of both sides, each weighted by the length of the other.
+        inner = right / (left * (left + right)) * (at(1, -1) - at(None, -2))
+        inner = inner + left / (right * (left + right)) * (at(2, None) - at(1, -1))
+        near, far = (h[0], h[min(1, n - 2)]), (h[-1], h[max(-2, 1 - n)])
+    return concat([_end(x, axis, near, edge_order, 1), inner, _end(x, axis, far, edge_order, -1)], axis=axis)
+
+
+def _end(x: Array, axis: int, steps: tuple[Any, Any], order: int, direction: int) -> Array:
+    """The slope at one end of an axis: of the line, or of the parabola, through its outermost elements."""
+
+    def at(i: int) -> Array:
+        i = i if direction > 0 else x.shape[axis] - 1 - i
+        return x[(*(slice(None),) * axis, slice(i, i + 1))]
+
+    h, k = steps
+    slope = (at(1) - at(0)) / h
+    if order == 2:
+        slope = slope + ((at(1) - at(0)) / h - (at(2) - at(1)) / k) * (h / (h + k))
+    return slope if direction > 0 else -slope
 
 
 @composite("kron")

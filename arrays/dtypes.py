@@ -71,6 +71,44 @@ def parse(name: str) -> np.dtype:
         raise ValueError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}") from None
 
 
+_OF: dict[np.dtype, np.dtype] = {d: d for d in DTYPES.values()}
+
+
+def as_dtype(dtype: Any, name: str = "dtype") -> np.dtype:
+    """The dtype that ``dtype`` means: one of ours, its name, or a type of Python or NumPy. ``name`` is who asks.
+
+    Other byte orders and other spellings of one type (``longlong``) give the one dtype of the table.
+
+    Raises
+    ------
+    DTypeError
+        For what is none of ours (``object``, text, ``longdouble``, …): an Array holds numbers that every backend and file
+        format knows.
+
+    Examples
+    --------
+    >>> as_dtype(float), as_dtype("bfloat16"), as_dtype(">i4")
+    (dtype('float64'), dtype(bfloat16), dtype('int32'))
+    """
+    if dtype is not None:
+        try:
+            found = np.dtype(dtype)
+        except (TypeError, ValueError):
+            pass
+        else:
+            known = _OF.get(found) or _OF.get(found.newbyteorder("="))
+            if known is not None:
+                return known
+    text = dtype.name if isinstance(dtype, np.dtype) else getattr(dtype, "__name__", None) or repr(dtype)
+    raise DTypeError(f"[{name}] {text} is no dtype of an array: choose one of {', '.join(DTYPES)}")
+
+
+def check_cast(name: str, source: np.dtype, target: np.dtype) -> None:
+    """Raise :class:`DTypeError` where a cast would drop the imaginary part of complex numbers in silence."""
+    if source.kind == "c" and target.kind not in "cb":
+        raise DTypeError(f"[{name}] {source.name} to {target.name} would drop the imaginary part: take real(x) first")
+
+
 def isdtype(dtype: np.dtype, kind: np.dtype | str | tuple[np.dtype | str, ...]) -> builtins.bool:
     """Whether a dtype is ``kind``: a dtype, the name of a kind (``"integral"``, …), or any of a tuple of these.
 
@@ -78,19 +116,19 @@ def isdtype(dtype: np.dtype, kind: np.dtype | str | tuple[np.dtype | str, ...]) 
     >>> mt.isdtype(mt.bfloat16, "real floating"), mt.isdtype(mt.int8, ("bool", mt.int16))
     (True, False)
     """
-    dtype = np.dtype(dtype)
+    dtype = as_dtype(dtype, "isdtype")
     if isinstance(kind, tuple):
         return any(isdtype(dtype, k) for k in kind)
     if isinstance(kind, str):
         if kind not in KINDS:
             raise ValueError(f"[isdtype] unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
         return dtype in KINDS[kind]
-    return dtype == np.dtype(kind)
+    return dtype == as_dtype(kind, "isdtype")
 
 
-def _dtype_of(x: Any) -> np.dtype:
+def _dtype_of(name: str, x: Any) -> np.dtype:
     dtype = getattr(x, "dtype", None)
-    return dtype if isinstance(dtype, np.dtype) else np.dtype(x)
+    return as_dtype(dtype if isinstance(dtype, np.dtype) else x, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +160,7 @@ def finfo(type: np.dtype | Array, /) -> FloatInfo:
     >>> mt.finfo(mt.float8_e4m3fn).max
     448.0
     """
-    dtype = _dtype_of(type)
+    dtype = _dtype_of("finfo", type)
     if dtype not in _FLOATS and dtype not in _COMPLEX:
         raise DTypeError(f"[finfo] {dtype.name} is no floating dtype")
     found = ml_dtypes.finfo(dtype) if dtype.num >= 256 else np.finfo(dtype)
@@ -143,7 +181,7 @@ def iinfo(type: np.dtype | Array, /) -> IntInfo:
     >>> mt.iinfo(mt.int8).max
     127
     """
-    dtype = _dtype_of(type)
+    dtype = _dtype_of("iinfo", type)
     if dtype.kind not in "iu":
         raise DTypeError(f"[iinfo] {dtype.name} is no integer dtype")
     found = np.iinfo(dtype)
@@ -157,7 +195,7 @@ def can_cast(from_: np.dtype | Array, to: np.dtype, /) -> builtins.bool:
     >>> mt.can_cast(mt.int32, mt.int64), mt.can_cast(mt.float64, mt.bfloat16)
     (True, False)
     """
-    return builtins.bool(np.can_cast(_dtype_of(from_), np.dtype(to), casting="safe"))
+    return builtins.bool(np.can_cast(_dtype_of("can_cast", from_), as_dtype(to, "can_cast"), casting="safe"))
 
 
 def result_type(*arrays_and_dtypes: Any) -> np.dtype:
@@ -170,7 +208,11 @@ def result_type(*arrays_and_dtypes: Any) -> np.dtype:
     if not arrays_and_dtypes:
         raise ValueError("[result_type] needs at least one array, dtype or number")
     numbers = [a for a in arrays_and_dtypes if isinstance(a, builtins.bool | int | float | complex)]
-    strong = [_dtype_of(a) for a in arrays_and_dtypes if not isinstance(a, builtins.bool | int | float | complex)]
+    strong = [
+        _dtype_of("result_type", a)
+        for a in arrays_and_dtypes
+        if not isinstance(a, builtins.bool | int | float | complex)
+    ]
     if not strong:
         return np.result_type(*numbers)
     joined = np.result_type(*strong)

@@ -92,6 +92,10 @@ def _tanh(xp: Any, x: Any) -> Any:
     return out
 
 
+def _conj(xp: Any, x: Any) -> Any:
+    return xp.conj(x) if x.dtype.kind == "c" else x
+
+
 _BOOL = "boolean result"
 _INT = "integer result"
 _STEP = "piecewise constant: its derivative is zero wherever it exists"
@@ -152,7 +156,7 @@ FLOOR, floor = _unary("floor", "Rounded towards minus infinity.", nograd=_STEP)
 CEIL, ceil = _unary("ceil", "Rounded towards plus infinity.", nograd=_STEP)
 TRUNC, trunc = _unary("trunc", "Rounded towards zero.", nograd=_STEP)
 ROUND, round = _unary("round", "Rounded to the nearest integer, halves to even.", nograd=_STEP)
-CONJ, conj = _unary("conj", "Complex conjugate.")
+CONJ, conj = _unary("conj", "Complex conjugate; real numbers are their own.", _conj)
 REAL, real = _unary("real", "Real part.")
 IMAG, imag = _unary("imag", "Imaginary part.")
 COPYSIGN, copysign = _binary("copysign", "``x1`` with the sign of ``x2``.")
@@ -206,11 +210,21 @@ def clip(x: Any, /, min: Any = None, max: Any = None) -> Array:
     >>> mt.clip(mt.asarray([-1.0, 0.5, 3.0]), 0.0, 1.0)
     Array([0. , 0.5, 1. ], dtype=float64)
     """
-    if min is not None:
-        x = apply(MAXIMUM, (x, min))
-    if max is not None:
-        x = apply(MINIMUM, (x, max))
-    return x if min is not None or max is not None else apply(POSITIVE, (x,))
+    from .creation import asarray, wrap_same
+
+    bounded = False
+    for op, bound in ((MAXIMUM, min), (MINIMUM, max)):
+        if bound is not None and not _bounds_nothing(op, asarray(x).dtype, bound):
+            x, bounded = apply(op, (x, bound)), True
+    return x if bounded else wrap_same(asarray(x))
+
+
+def _bounds_nothing(op: Op, dtype: np.dtype, bound: Any) -> bool:
+    """Whether a bound is a Python integer that lies beyond every number of an integer dtype."""
+    if type(bound) is not int or dtype.kind not in "iu":
+        return False
+    limits = np.iinfo(dtype)
+    return bound < limits.min if op is MAXIMUM else bound > limits.max
 
 
 # ----- activations ----------------------------------------------------------------------------------------------------

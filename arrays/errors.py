@@ -7,6 +7,8 @@ line prints nothing else. ``meshtape.errors`` re-exports this module.
 
 from __future__ import annotations
 
+import numpy as np
+
 
 class MeshtapeError(Exception):
     """Base of all errors raised on purpose by meshtape."""
@@ -25,6 +27,14 @@ class AxisError(ShapeError, IndexError):
 
 class DTypeError(MeshtapeError, TypeError):
     """A dtype is unknown or does not fit the operation."""
+
+
+class NumberRangeError(MeshtapeError, OverflowError):
+    """A Python number does not fit the dtype of the array that it meets; the message names both."""
+
+
+class LinAlgError(MeshtapeError, np.linalg.LinAlgError):
+    """A matrix has no inverse or no factorization of the kind, or an iteration does not converge; names op and shapes."""
 
 
 class DeviceError(MeshtapeError, ValueError):
@@ -101,6 +111,29 @@ class CollectiveTimeout(MeshtapeError, TimeoutError):
     """A peer did not take part in a collective in time; names the collective and the missing ranks."""
 
 
+# ----- training -------------------------------------------------------------------------------------------------------
+
+
+class PlanError(MeshtapeError, ValueError):
+    """A sharding plan names a part that does not exist, or parts that do not go together."""
+
+
+class BatchSizeError(MeshtapeError, ValueError):
+    """Sizes of batches do not divide evenly; names global and micro batch, ranks and accumulation steps."""
+
+
+class DataError(MeshtapeError, RuntimeError):
+    """A source of training data failed, or its parts do not fit together; names the source and the rows."""
+
+
+class TrainingError(MeshtapeError, RuntimeError):
+    """A training run cannot start, resume or go on; says why."""
+
+
+class RestartsExhausted(TrainingError):
+    """Workers were lost more often than the run may restart; names the last loss."""
+
+
 # ----- storage --------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +194,13 @@ class RuleMatchError(CheckpointKeyError):
 
 class RuleConflict(CheckpointError):
     """Two key rules contradict each other, or one gives another number of arrays than it names; shows the rules."""
+
+
+class StoreError(CheckpointError, OSError):
+    """An object store failed, refused, or cannot do what was asked; names the location, never a credential."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
 
 
 class StorageFull(MeshtapeError, OSError):

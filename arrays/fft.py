@@ -15,6 +15,7 @@ import numpy as np
 from . import _infer
 from ._dispatch import apply
 from ._op import Op, composite
+from .dtypes import as_dtype
 from .errors import DTypeError, ShapeError
 from .program import ShapeDtype
 
@@ -116,7 +117,7 @@ def _fit(name: str, x: Array, axis: int, n: int | None) -> Array:
     length = x.shape[axis]
     n = length if n is None else n
     if n < 1:
-        raise ValueError(f"[{name}] a transform of {n} points along axis {axis} of shape {x.shape}")
+        raise ShapeError(f"[{name}] a transform of {n} points along axis {axis} of shape {x.shape}")
     if n < length:
         return x[(*(slice(None),) * axis, slice(None, n))]
     if n > length:
@@ -149,7 +150,7 @@ def _complex(name: str, x: Array, pairs: Sequence[tuple[int, Any]], norm: str, i
 
 def _one(name: str, x: Any, n: int | None, axis: int, norm: str, inverse: bool) -> Array:
     x = _floating(name, x, norm)
-    (axis,) = _infer.normalize_axis(name, axis, x.ndim)
+    axis = _infer.one_axis(name, axis, x.ndim)
     return _complex(name, x, [(axis, n)], norm, inverse)
 
 
@@ -196,7 +197,7 @@ def _irfft_along(name: str, x: Array, axis: int, n: int | None, norm: str) -> Ar
 
     n = 2 * (x.shape[axis] - 1) if n is None else n
     if n < 1:
-        raise ValueError(f"[{name}] a transform of {n} points along axis {axis} of shape {x.shape}")
+        raise ShapeError(f"[{name}] a transform of {n} points along axis {axis} of shape {x.shape}")
     x = astype(_fit(name, x, axis, n // 2 + 1), complex_of(x.dtype), copy=False)
     return apply(IRFFT, (x,), {"n": n, "axis": axis, "norm": norm})
 
@@ -209,14 +210,14 @@ def rfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
     (2,)
     """
     x = _floating("rfft", x, norm)
-    (axis,) = _infer.normalize_axis("rfft", axis, x.ndim)
+    axis = _infer.one_axis("rfft", axis, x.ndim)
     return _rfft_along("rfft", x, axis, n, norm)
 
 
 def irfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Inverse of :func:`rfft`: ``n`` real numbers (``2 * (m - 1)`` for ``m`` terms by default)."""
     x = _floating("irfft", x, norm)
-    (axis,) = _infer.normalize_axis("irfft", axis, x.ndim)
+    axis = _infer.one_axis("irfft", axis, x.ndim)
     return _irfft_along("irfft", x, axis, n, norm)
 
 
@@ -252,7 +253,7 @@ def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
     from .elementwise import conj
 
     x = _floating("hfft", x, norm)
-    (axis,) = _infer.normalize_axis("hfft", axis, x.ndim)
+    axis = _infer.one_axis("hfft", axis, x.ndim)
     return _irfft_along("hfft", conj(x), axis, n, SWAPPED[norm])
 
 
@@ -262,7 +263,7 @@ def ihfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backw
     from .elementwise import conj
 
     x = _floating("ihfft", x, norm)
-    (axis,) = _infer.normalize_axis("ihfft", axis, x.ndim)
+    axis = _infer.one_axis("ihfft", axis, x.ndim)
     return conj(_rfft_along("ihfft", x, axis, n, SWAPPED[norm]))
 
 
@@ -272,7 +273,7 @@ def ihfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backw
 def _frequencies(name: str, numbers: np.ndarray, n: int, d: float, dtype: Any, where: Any) -> Array:
     from .creation import asarray
 
-    dtype = np.dtype(np.float64 if dtype is None else dtype)
+    dtype = as_dtype(np.float64 if dtype is None else dtype, name)
     if dtype.kind in "biuc":
         raise DTypeError(f"[{name}] frequencies are real floating, got {dtype.name}")
     return asarray((numbers / (n * d)).astype(dtype), copy=False, device=where)

@@ -2,6 +2,10 @@
 
 Composed of other ops, the two are a dozen passes through memory. Here each block of float32 numbers goes through all steps while it
 is in the cache. The derivative of the derivative is written in ordinary functions, so that every order is right.
+
+In float32 the normal distribution function is ``Phi(x) = 1 / (1 + exp(-x Q(x²)))``, with a polynomial of degree 6 for the log-odds,
+fitted for the smallest error of ``x Phi(x)`` on ``|x| < 6`` (3e-8, below rounding; beyond, ``Phi`` is 0 or 1 in float32). It is half
+the steps of the error function, and negative results keep their leading digits, which ``1 + erf`` cancels.
 """
 
 from __future__ import annotations
@@ -12,12 +16,29 @@ from typing import Any
 import numpy as np
 
 from . import _infer
-from ._erf import erf_into, in_blocks
+from ._erf import in_blocks
 from ._op import Op
 from .elementwise import ERF
 
 _ROOT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)  # of the normal distribution at 0
+
+# Of -Q, from the highest power of x² down. As arrays: NumPy would make one of each scalar at each call.
+_MINUS_Q = tuple(
+    np.asarray(-c, np.float32)
+    for c in (
+        3.5123417507776367e-09,
+        -2.6452667611920333e-07,
+        7.92948867456289e-06,
+        -1.1061238910770044e-04,
+        -6.518995360238478e-05,
+        7.266616821289062e-02,
+        1.5957698822021484,
+    )
+)
+_ONE = np.asarray(1, np.float32)
+_MINUS_HALF = np.asarray(-0.5, np.float32)
+_FACTOR = np.asarray(_DENSITY, np.float32)
 
 
 def _is_single(xp: Any, *arrays: Any) -> bool:
@@ -32,28 +53,36 @@ def _is_single(xp: Any, *arrays: Any) -> bool:
 
 
 def _run(fn: Any, *arrays: np.ndarray) -> np.ndarray:
-    out = in_blocks(fn, *[a.astype(np.float32, copy=False) for a in arrays])
+    with np.errstate(all="ignore"):  # exp overflows where Phi is 0
+        out = in_blocks(fn, *[a.astype(np.float32, copy=False) for a in arrays], scratch=1)
     return out.astype(arrays[0].dtype, copy=False)
 
 
-def _forward_block(x: Any, out: Any, t: Any, p: Any, q: Any) -> None:
-    np.multiply(x, np.float32(_ROOT_HALF), out=out)
-    erf_into(out, out, t, p, q)
-    out += 1
+def _odds(x: np.ndarray, square: np.ndarray, out: np.ndarray) -> None:
+    """``out = 1 / Phi(x)``, and ``square = x²``."""
+    np.multiply(x, x, out=square)
+    np.multiply(square, _MINUS_Q[0], out=out)
+    for c in _MINUS_Q[1:-1]:
+        out += c
+        out *= square
+    out += _MINUS_Q[-1]
     out *= x
-    out *= np.float32(0.5)
+    np.exp(out, out=out)
+    out += _ONE
 
 
-def _backward_block(dy: Any, x: Any, out: Any, t: Any, p: Any, q: Any) -> None:
-    np.multiply(x, np.float32(_ROOT_HALF), out=out)
-    erf_into(out, out, t, p, q)
-    out += 1
-    out *= np.float32(0.5)
-    np.multiply(x, x, out=t)
-    t *= np.float32(-0.5)
+def _forward_block(x: np.ndarray, out: np.ndarray, t: np.ndarray) -> None:
+    _odds(x, t, out)
+    np.divide(x, out, out=out)
+
+
+def _backward_block(dy: np.ndarray, x: np.ndarray, out: np.ndarray, t: np.ndarray) -> None:
+    _odds(x, t, out)
+    np.divide(_ONE, out, out=out)
+    t *= _MINUS_HALF
     np.exp(t, out=t)
     t *= x
-    t *= np.float32(_DENSITY)
+    t *= _FACTOR
     out += t
     out *= dy
 

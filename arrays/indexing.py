@@ -426,7 +426,11 @@ def getitem(x: Array, key: Any) -> Array:
             except (IndexError, TypeError, ValueError):
                 pass  # said again below, in our words
             else:
-                return wrap(out if type(out) is np.ndarray else np.asarray(out))
+                if type(out) is not np.ndarray:
+                    return wrap(np.asarray(out))
+                # NumPy does not look at index arrays of which nothing is read; they may be out of range.
+                if out.size or is_plain(key):
+                    return wrap(out)
     template, arrays = parse(x, key)
     if not is_basic(template):
         result_shape(template, x.shape, [a.shape for a in arrays])  # raises our message for arrays that do not fit

@@ -550,6 +550,8 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = 
     x, dtype = _matrices("matrix_norm", x)
     if ord in ("fro", None):
         return _back(vector_norm(x, axis=(-2, -1), keepdims=keepdims), dtype)
+    if ord in (1, 2, math.inf) and 0 in x.shape[-2:]:
+        return _back(sum(abs(x), axis=(-2, -1), keepdims=keepdims), dtype)  # the norm of nothing is 0
     if ord in (1, -1, math.inf, -math.inf):
         lines = sum(abs(x), axis=-2 if ord in (1, -1) else -1)
         out = (max if ord > 0 else min)(lines, axis=-1)

@@ -48,6 +48,10 @@ def cross_entropy(
     ArrayIndexError
         For a label that is neither a class nor ``ignore_index``. Traced labels and labels on a mesh are not looked at; there
         such a sample has the loss NaN.
+    ShapeError
+        When the labels have another shape than the batch.
+    DTypeError
+        For labels that are no integers, and logits that are not real.
 
     Examples
     --------
@@ -55,10 +59,10 @@ def cross_entropy(
     >>> mt.nn.cross_entropy(mt.asarray([[0.0, 0.0], [0.0, 9.0]]), mt.asarray([1, -100]), ignore_index=-100)
     Array(0.69314718, dtype=float64)
     """
-    from .creation import arange, asarray, beside
+    from .creation import asarray
+    from .cross_entropy import losses_of
     from .elementwise import where
-    from .manipulation import astype, expand_dims
-    from .nn import log_softmax
+    from .manipulation import astype
     from .reductions import mean, sum
 
     logits, labels = asarray(logits), asarray(labels)
@@ -70,27 +74,25 @@ def cross_entropy(
         raise ValueError(f"[cross_entropy] reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"[cross_entropy] label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if logits.dtype.kind == "c":
+        raise DTypeError(f"[cross_entropy] logits must be real, got {logits.dtype.name}")
+    if logits.dtype.kind in "biu":
+        logits = astype(logits, np.float64)
     dtype, classes = logits.dtype, logits.shape[-1]
     _check_labels(labels, classes, ignore_index)
-    logs = log_softmax(astype(logits, _wide(dtype), copy=False))
-    hit = expand_dims(labels, axis=labels.ndim) == arange(classes, dtype=np.int64, device=beside(logits))
-    losses = -sum(where(hit, logs, 0.0), axis=-1)
-    if label_smoothing:
-        losses = (1 - label_smoothing) * losses - label_smoothing * mean(logs, axis=-1)
-    unknown = (labels < 0) | (labels >= classes)
-    losses = where(unknown, np.nan, losses)
-    if ignore_index is None or (labels.dtype.kind == "u" and ignore_index < 0):
-        out = losses if reduction == "none" else mean(losses) if reduction == "mean" else sum(losses)
-        return astype(out, dtype, copy=False)
-    counted = labels != ignore_index
-    losses = where(counted, losses, 0.0)
+    if ignore_index is not None and labels.dtype.kind == "u" and ignore_index < 0:
+        ignore_index = None  # no label can be it
+    losses = losses_of(logits, labels, ignore_index, label_smoothing)
     if reduction == "none":
-        return astype(losses, dtype, copy=False)
-    total = sum(losses)
-    if reduction == "mean":
-        n = astype(sum(astype(counted, np.int64)), losses.dtype)
-        total = total / where(n == 0, 1.0, n)
-    return astype(total, dtype, copy=False)
+        out = losses
+    elif reduction == "sum":
+        out = sum(losses)
+    elif ignore_index is None:
+        out = mean(losses)
+    else:
+        n = astype(sum(astype(labels != ignore_index, np.int64)), losses.dtype)
+        out = sum(losses) / where(n == 0, 1.0, n)
+    return astype(out, dtype, copy=False)
 
 
 def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None:

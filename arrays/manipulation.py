@@ -13,7 +13,7 @@ import numpy as np
 from . import _infer
 from ._dispatch import apply
 from ._op import Op
-from .dtypes import finfo, isdtype
+from .dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype
 from .elementwise import ASTYPE, clip
 from .errors import DTypeError, ShapeError
 from .program import ShapeDtype
@@ -106,15 +106,15 @@ def astype(
     ([448.0, nan, nan], [448.0, 448.0, 448.0])
     """
     x = _asarray(x)
-    dtype = np.dtype(dtype)
-    if x.dtype.kind == "c" and dtype.kind not in "cb":
-        raise DTypeError(f"[astype] {x.dtype.name} to {dtype.name} would drop the imaginary part: take real(x) first")
+    dtype = as_dtype(dtype, "astype")
+    check_cast("astype", x.dtype, dtype)
     if device is not None:
         x = x.to_device(device)
     if x.dtype == dtype and not copy:
         return x
     if saturate and x.dtype != dtype and isdtype(dtype, "real floating"):
         limits = finfo(dtype)
+        x = astype(x, np.float32) if x.dtype == bfloat16 else x  # which rounds the largest float16 up
         # The limits must be numbers of the dtype of x; where they are beyond it nothing can be out of range.
         if isdtype(x.dtype, "real floating") and finfo(x.dtype).max > limits.max:
             x = clip(x, limits.min, limits.max)
@@ -241,7 +241,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Array:
         raise ShapeError("[concat] needs at least one array")
     if axis is None:
         xs, axis = [reshape(x, (-1,)) for x in xs], 0
-    (axis,) = _infer.normalize_axis("concat", axis, xs[0].ndim)
+    axis = _infer.one_axis("concat", axis, xs[0].ndim)
     _infer_concat(CONCAT, tuple(ShapeDtype(x.shape, x.dtype) for x in xs), {"axis": axis})
     return apply(CONCAT, tuple(xs), {"axis": axis})
 
@@ -254,7 +254,7 @@ def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Array:
 def unstack(x: Any, /, *, axis: int = 0) -> tuple[Array, ...]:
     """The parts of ``x`` along an axis, without that axis: the inverse of :func:`stack`."""
     x = _asarray(x)
-    (axis,) = _infer.normalize_axis("unstack", axis, x.ndim)
+    axis = _infer.one_axis("unstack", axis, x.ndim)
     lead = (slice(None),) * axis
     return tuple(x[(*lead, i)] for i in range(x.shape[axis]))
 
@@ -279,7 +279,7 @@ def roll(x: Any, /, shift: int | Sequence[int], *, axis: int | Sequence[int] | N
         raise ShapeError(f"[roll] {len(shifts)} shifts for {len(axes)} axes")
     out = x
     for n, a in zip(shifts, axes, strict=True):
-        (a,) = _infer.normalize_axis("roll", a, x.ndim)
+        a = _infer.one_axis("roll", a, x.ndim)
         length = x.shape[a]
         cut = -operator.index(n) % length if length else 0
         if cut:
@@ -319,7 +319,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Array:
     x = _asarray(x)
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
-    (axis,) = _infer.normalize_axis("repeat", axis, x.ndim)
+    axis = _infer.one_axis("repeat", axis, x.ndim)
     n = x.shape[axis]
     counts = np.asarray(repeats)
     if counts.dtype.kind not in "iu":

@@ -13,14 +13,14 @@ from .attention import scaled_dot_product_attention
 from .channel_norms import batch_norm, group_norm, instance_norm, rms_norm
 from .convolution import conv1d, conv2d, pool
 from .creation import arange, asarray
-from .elementwise import exp, log, relu, sigmoid, stop_gradient, tanh
+from .elementwise import relu, sigmoid, stop_gradient, tanh
 from .elementwise import where as where_
 from .errors import DTypeError
 from .gelu import GELU
 from .losses import cross_entropy, info_nce
-from .manipulation import astype, expand_dims, squeeze
+from .manipulation import astype, expand_dims
 from .norms import layer_norm
-from .reductions import max, sum
+from .softmax import log_softmax, logsumexp, softmax
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -71,63 +71,6 @@ def gelu(x: Any, /, *, approximate: bool = False) -> Array:
 def silu(x: Any, /) -> Array:
     """``x * sigmoid(x)``."""
     return x * sigmoid(x)
-
-
-def _finite_max(x: Array, axis: Any) -> Array:
-    """The largest element as a constant, 0 where it is infinite: what a stable log-sum-exp subtracts."""
-    m = stop_gradient(max(x, axis=axis, keepdims=True))
-    return where_(abs(m) == math.inf, 0.0, m)
-
-
-@composite("logsumexp")
-def logsumexp(x: Any, /, *, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Array:
-    """``log(sum(exp(x)))`` without overflow; -inf where all elements are -inf."""
-    x = asarray(x)
-    axes = tuple(range(x.ndim)) if axis is None else axis
-    m = _finite_max(x, axes)
-    out = log(sum(exp(x - m), axis=axes, keepdims=True)) + m
-    return out if keepdims else squeeze(out, axes)
-
-
-def _masked(x: Array, mask: Any, axis: int) -> tuple[Array, Array]:
-    """The mask as an array, and the deviations from the largest element that it lets through; zeros where it does not."""
-    mask = asarray(mask)
-    if mask.dtype.kind != "b":
-        raise DTypeError(f"[softmax] where must be boolean, got {mask.dtype.name}")
-    return mask, where_(mask, x - _finite_max(where_(mask, x, -math.inf), axis), 0.0)
-
-
-@composite("log_softmax")
-def log_softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
-    """Logarithm of :func:`softmax`, exact where probabilities are tiny; -inf where ``where`` is false."""
-    x = asarray(x)
-    if where is None:
-        d = x - _finite_max(x, axis)
-        return d - log(sum(exp(d), axis=axis, keepdims=True))
-    mask, d = _masked(x, where, axis)
-    total = sum(where_(mask, exp(d), 0.0), axis=axis, keepdims=True)
-    return where_(mask, d - log(where_(total == 0, 1.0, total)), -math.inf)
-
-
-@composite("softmax")
-def softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
-    """Positive numbers that sum to one along an axis, in the ratios ``exp(x)``.
-
-    Where ``where`` is false an element has no part in it: its result and its gradient are 0, whatever it is. A row of which
-    nothing is left is 0. (A row that is -inf throughout is NaN: there the sum of the weights is zero.)
-
-    >>> import meshtape as mt
-    >>> mt.nn.softmax(mt.asarray([0.0, 0.0, 9.0]), where=mt.asarray([True, True, False]))
-    Array([0.5, 0.5, 0. ], dtype=float64)
-    """
-    x = asarray(x)
-    if where is None:
-        e = exp(x - _finite_max(x, axis))
-        return e / sum(e, axis=axis, keepdims=True)
-    mask, d = _masked(x, where, axis)
-    e = where_(mask, exp(d), 0.0)
-    total = sum(e, axis=axis, keepdims=True)
-    return e / where_(total == 0, 1.0, total)
 
 
 @composite("one_hot")

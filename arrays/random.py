@@ -25,16 +25,18 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _recipes as recipes
 from ._dispatch import apply
+from ._infer import as_shape
 from ._op import Op, composite
 from ._philox import Recipe, draw, words
 from .devices import Device
+from .dtypes import as_dtype
 from .errors import DTypeError, ShapeError, TracedValueError
 from .program import ShapeDtype
 
@@ -189,25 +191,10 @@ def _key(name: str, key: Any) -> Array:
     return k
 
 
-def _shape(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
-    try:
-        full = tuple(map(operator.index, shape)) if isinstance(shape, Iterable) else (operator.index(shape),)
-    except TypeError:
-        raise ShapeError(f"[{name}] a shape is an int or a sequence of ints, got {shape!r}") from None
-    if any(n < 0 for n in full):
-        raise ShapeError(f"[{name}] a shape has no negative lengths, got {full}")
-    if math.prod(full) >= 2**62:
-        raise ShapeError(f"[{name}] shape {full} has too many elements: places are counted in 64 bits")
-    return full
-
-
 def _float(name: str, dtype: Any) -> np.dtype:
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        found = None
+    found = as_dtype(dtype, name)
     if found not in recipes.FLOATS:
-        raise DTypeError(f"[{name}] dtype must be float64, float32, float16 or bfloat16, got {dtype!r}")
+        raise DTypeError(f"[{name}] dtype must be float64, float32, float16 or bfloat16, got {found.name}")
     return found
 
 
@@ -234,7 +221,7 @@ def _positive(name: str, what: str, value: Any) -> float:
 
 def _draw(op: Op, key: Any, shape: int | Sequence[int], dtype: np.dtype, **own: Any) -> Array:
     name = op.name.removeprefix("random_")
-    full = _shape(name, shape)
+    full = as_shape(name, shape)
     params = {"shape": full, "offset": (0,) * len(full), "global_shape": full, "dtype": dtype, **own}
     return apply(op, (_key(name, key),), params)
 
@@ -339,7 +326,7 @@ def bits(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.uint64) -> A
     >>> mt.random.bits(mt.random.key(0), (2,))
     Array([ 1609277786247541068, 15789900245555285980], dtype=uint64)
     """
-    wanted = np.dtype(dtype)
+    wanted = as_dtype(dtype, "bits")
     if wanted not in (recipes.U64, recipes.U32):
         raise DTypeError(f"[bits] dtype must be uint64 or uint32, got {wanted.name}")
     return _draw(BITS, key, shape, wanted)
@@ -470,7 +457,7 @@ def integers(
     >>> int(mt.min(x)), int(mt.max(x))
     (1, 6)
     """
-    wanted = np.dtype(dtype)
+    wanted = as_dtype(dtype, "integers")
     if wanted.kind not in "iu":
         raise DTypeError(f"[integers] dtype must be an integer dtype, got {wanted.name}")
     try:
@@ -510,7 +497,7 @@ def bernoulli(key: Any, p: Any = 0.5, shape: int | Sequence[int] | None = None) 
 
     if isinstance(p, Array | np.ndarray):
         chance = asarray(p)
-        full = chance.shape if shape is None else _shape("bernoulli", shape)
+        full = chance.shape if shape is None else as_shape("bernoulli", shape)
         wide = recipes.F64 if _float("bernoulli", chance.dtype) == recipes.F64 else recipes.F32
         return uniform(key, full, wide) < broadcast_to(chance, full)
     number = _number("bernoulli", "p", p)
@@ -631,7 +618,7 @@ def choice(
     from ._array import Array
     from .creation import asarray
 
-    full = _shape("choice", shape)
+    full = as_shape("choice", shape)
     values = asarray(a) if isinstance(a, Array | np.ndarray) and a.ndim else None
     if values is not None:
         if not -values.ndim <= axis < values.ndim:

@@ -153,7 +153,7 @@ def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
     if axis is None:
         out = apply(op, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
         return reshape(out, (1,) * x.ndim) if keepdims else out
-    (axis,) = _infer.normalize_axis(op.name, axis, x.ndim)
+    axis = _infer.one_axis(op.name, axis, x.ndim)
     return apply(op, (x,), {"axis": axis, "keepdims": bool(keepdims)})
 
 
@@ -195,9 +195,14 @@ def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
 
 @composite("var")
 def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
-    """Variance, divided by ``n - correction``, in two passes (no cancellation)."""
+    """Variance, divided by ``n - correction``, in two passes (no cancellation); of complex numbers that of the plane.
+
+    >>> import meshtape as mt
+    >>> mt.var(mt.asarray([1.0, 3.0]), correction=1)
+    Array(2., dtype=float64)
+    """
     from .creation import asarray
-    from .elementwise import square
+    from .elementwise import abs, square
 
     x = asarray(x)
     if _is_low_precision(x.dtype):
@@ -206,6 +211,7 @@ def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
     n = _count(x, axis, "var")
     rest = float(n - correction)
     d = x - mean(x, axis=axis, keepdims=True)
+    d = abs(d) if x.dtype.kind == "c" else d
     return sum(square(d), axis=axis, keepdims=keepdims) / (rest if rest > 0 else float("nan"))
 
 

@@ -42,7 +42,7 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Array:
         if x.ndim != 1:
             raise ShapeError(f"[take] an array of shape {x.shape} needs an axis")
         axis = 0
-    (axis,) = _infer.normalize_axis("take", axis, x.ndim)
+    axis = _infer.one_axis("take", axis, x.ndim)
     return x[(*(slice(None),) * axis, indices)]
 
 
@@ -62,7 +62,7 @@ def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Array:
 
     x = asarray(x)
     indices = _indices("take_along_axis", indices)
-    (axis,) = _infer.normalize_axis("take_along_axis", axis, x.ndim)
+    axis = _infer.one_axis("take_along_axis", axis, x.ndim)
     if indices.ndim != x.ndim:
         raise ShapeError(f"[take_along_axis] indices of shape {indices.shape} for an array of shape {x.shape}")
     lead = _infer.broadcast_shapes(_TAKE, [(*s[:axis], *s[axis + 1 :]) for s in (x.shape, indices.shape)])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import _infer
 from ._dispatch import apply
-from ._op import Op
+from ._op import Op, composite
 from .errors import ShapeError
 from .program import ShapeDtype
 
@@ -57,7 +57,7 @@ ARGSORT = Op("argsort", ("x",), _argsort, _infer_argsort, nondifferentiable="int
 def _params(name: str, x: Array, axis: int, descending: bool, stable: bool) -> dict[str, Any]:
     if x.ndim == 0:
         raise ShapeError(f"[{name}] a 0-d array has no order")
-    (axis,) = _infer.normalize_axis(name, axis, x.ndim)
+    axis = _infer.one_axis(name, axis, x.ndim)
     return {"axis": axis, "descending": bool(descending), "stable": bool(stable)}
 
 
@@ -85,3 +85,30 @@ def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool
 
     x = asarray(x)
     return apply(ARGSORT, (x,), _params("argsort", x, axis, descending, stable))
+
+
+class TopK(NamedTuple):
+    """The ``k`` largest (or smallest) elements in order, and where they are."""
+
+    values: Array
+    indices: Array
+
+
+@composite("topk")
+def topk(x: Any, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
+    """The ``k`` largest elements along an axis, largest first (or smallest, smallest first); of equals the first ones.
+
+    >>> import meshtape as mt
+    >>> mt.topk(mt.asarray([3.0, 1.0, 5.0]), 2)
+    TopK(values=Array([5., 3.], dtype=float64), indices=Array([2, 0]))
+    """
+    from .creation import asarray
+    from .searching import take_along_axis
+
+    x = asarray(x)
+    axis = _infer.one_axis("topk", axis, x.ndim)
+    if not 0 <= k <= x.shape[axis]:
+        raise ShapeError(f"[topk] cannot take {k} of the {x.shape[axis]} elements along axis {axis} of shape {x.shape}")
+    order = argsort(x, axis=axis, descending=largest)
+    indices = order[(*(slice(None),) * axis, slice(None, k))]
+    return TopK(take_along_axis(x, indices, axis=axis), indices)

@@ -1,4 +1,4 @@
-"""Statistics beyond the standard: order statistics, reductions that pass over NaN, counting."""
+"""Statistics beyond the standard: reductions that pass over NaN, and counting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import _infer
 from ._op import composite
 from .errors import DTypeError, ShapeError
 
@@ -16,142 +15,9 @@ if TYPE_CHECKING:
 
 Axis = int | Sequence[int] | None
 
-# ----- order ----------------------------------------------------------------------------------------------------------
-
-
-class TopK(NamedTuple):
-    """The ``k`` largest (or smallest) elements in order, and where they are."""
-
-    values: Array
-    indices: Array
-
-
-@composite("topk")
-def topk(x: Any, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
-    """The ``k`` largest elements along an axis, largest first (or smallest, smallest first); of equals the first ones.
-
-    >>> import meshtape as mt
-    >>> mt.topk(mt.asarray([3.0, 1.0, 5.0]), 2)
-    TopK(values=Array([5., 3.], dtype=float64), indices=Array([2, 0]))
-    """
-    from .creation import asarray
-    from .searching import take_along_axis
-    from .sorting import argsort
-
-    x = asarray(x)
-    (axis,) = _infer.normalize_axis("topk", axis, x.ndim)
-    if not 0 <= k <= x.shape[axis]:
-        raise ShapeError(f"[topk] cannot take {k} of the {x.shape[axis]} elements along axis {axis} of shape {x.shape}")
-    order = argsort(x, axis=axis, descending=largest)
-    indices = order[(*(slice(None),) * axis, slice(None, k))]
-    return TopK(take_along_axis(x, indices, axis=axis), indices)
-
-
-def _rows(name: str, x: Any, axis: Axis) -> tuple[Array, tuple[int, ...]]:
-    """The axes laid out as one last dimension, and the axes."""
-    from .creation import asarray
-    from .manipulation import astype, permute_dims, reshape
-
-    x = asarray(x)
-    if x.dtype.kind == "c":
-        raise DTypeError(f"[{name}] complex numbers have no order")
-    x = astype(x, np.float64) if x.dtype.kind in "biu" else x
-    axes = _infer.normalize_axis(name, axis, x.ndim)
-    keep = [i for i in range(x.ndim) if i not in axes]
-    return reshape(
-        permute_dims(x, (*keep, *axes)), (*(x.shape[i] for i in keep), -1 if x.size else _length(x, axes))
-    ), axes
-
-
-def _length(x: Array, axes: tuple[int, ...]) -> int:
-    n = 1
-    for a in axes:
-        n *= x.shape[a]
-    return n
-
-
-_METHODS = ("linear", "lower", "higher", "midpoint", "nearest")
-
-
-@composite("quantile")
-def quantile(x: Any, q: Any, /, *, axis: Axis = None, keepdims: bool = False, method: str = "linear") -> Array:
-    """Values below which the parts ``q`` (between 0 and 1) of the elements lie; NaN where there is one.
-
-    Parameters
-    ----------
-    q
-        A number, or numbers in one dimension, which then comes first in the result.
-    method
-        Between two elements: ``"linear"``, ``"lower"``, ``"higher"``, ``"midpoint"`` or ``"nearest"``.
-
-    Examples
-    --------
-    >>> import meshtape as mt
-    >>> mt.quantile(mt.asarray([1.0, 2.0, 4.0]), 0.75)
-    Array(3., dtype=float64)
-    """
-    from .creation import asarray
-    from .elementwise import isnan, where
-    from .manipulation import astype, expand_dims, moveaxis
-    from .reductions import any
-    from .sorting import sort
-
-    rows, axes = _rows("quantile", x, axis)
-    parts = np.asarray(q, dtype=np.float64)
-    if parts.ndim > 1:
-        raise ShapeError(f"[quantile] q must be a number or have one dimension, got shape {parts.shape}")
-    if not ((parts >= 0) & (parts <= 1)).all():
-        raise ValueError("[quantile] q must be between 0 and 1")
-    if method not in _METHODS:
-        raise ValueError(f"[quantile] method must be one of {', '.join(_METHODS)}, got {method!r}")
-    n = rows.shape[-1]
-    if n == 0:
-        raise ShapeError("[quantile] of no elements has no value")
-    at = parts * (n - 1)
-    low, high = np.floor(at).astype(np.intp), np.ceil(at).astype(np.intp)
-    share = {
-        "linear": at - low,
-        "lower": np.zeros_like(at),
-        "higher": (high > low).astype(float),
-        "midpoint": 0.5 * (high > low),
-        "nearest": np.round(at) - low,
-    }[method]
-    ordered = sort(rows, axis=-1)
-    below, above = ordered[..., low], ordered[..., high]
-    weight = asarray(share.astype(_weight_dtype(rows.dtype)), device=_beside(rows))
-    # Not below + (above - below) * 0: that would be NaN between two infinities.
-    out = where(weight == 0, below, where(weight == 1, above, below * (1 - weight) + above * weight))
-    out = astype(out, rows.dtype, copy=False)
-    bad = any(isnan(rows), axis=-1)
-    out = where(bad if parts.ndim == 0 else expand_dims(bad, axis=-1), np.nan, out)
-    if parts.ndim:
-        out = moveaxis(out, -1, 0)
-    return expand_dims(out, axis=tuple(a + parts.ndim for a in axes)) if keepdims else out
-
 
 def _weight_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32) if dtype.itemsize <= 2 else dtype
-
-
-def _beside(x: Array) -> Any:
-    from .creation import beside
-
-    return beside(x)
-
-
-def percentile(x: Any, q: Any, /, *, axis: Axis = None, keepdims: bool = False, method: str = "linear") -> Array:
-    """:func:`quantile` with ``q`` between 0 and 100."""
-    return quantile(x, np.asarray(q) / 100, axis=axis, keepdims=keepdims, method=method)
-
-
-def median(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
-    """The middle element, or the mean of the two in the middle; NaN where there is one.
-
-    >>> import meshtape as mt
-    >>> mt.median(mt.asarray([[1.0, 9.0, 2.0], [3.0, 4.0, 5.0]]), axis=1)
-    Array([2., 4.], dtype=float64)
-    """
-    return quantile(x, 0.5, axis=axis, keepdims=keepdims)
 
 
 # ----- passing over NaN -----------------------------------------------------------------------------------------------
@@ -271,7 +137,7 @@ def bincount(x: Any, /, *, weights: Any = None, length: int | None = None) -> Ar
     x
         Integers that are not negative, in one dimension.
     weights
-        One number an element; the result is differentiable in them.
+        One number an element; the result is differentiable in them. Small integers sum in 64 bits, short floats in float32.
     length
         Of the result; the largest element and one by default, which must then be known. Elements beyond it are an error.
 
@@ -282,6 +148,7 @@ def bincount(x: Any, /, *, weights: Any = None, length: int | None = None) -> Ar
     Array([1, 0, 2, 0])
     """
     from .creation import asarray, beside, zeros
+    from .manipulation import astype
 
     x = asarray(x)
     if x.dtype.kind not in "iu" or x.ndim != 1:
@@ -294,8 +161,12 @@ def bincount(x: Any, /, *, weights: Any = None, length: int | None = None) -> Ar
     values: Any = 1 if weights is None else asarray(weights)
     if weights is not None and values.shape != x.shape:
         raise ShapeError(f"[bincount] weights of shape {values.shape} for elements of shape {x.shape}")
-    dtype = np.dtype(np.int64) if weights is None else values.dtype
-    return zeros(length, dtype=dtype, device=beside(x)).at[x].add(values)
+    if weights is None:
+        return zeros(length, dtype=np.int64, device=beside(x)).at[x].add(values)
+    kind = values.dtype.kind
+    wide = np.dtype(np.uint64 if kind == "u" else np.int64) if kind in "biu" else _weight_dtype(values.dtype)
+    total = zeros(length, dtype=wide, device=beside(x)).at[x].add(astype(values, wide, copy=False))
+    return total if kind in "biu" else astype(total, values.dtype, copy=False)
 
 
 class Histogram(NamedTuple):
@@ -314,7 +185,8 @@ def histogram(
     Parameters
     ----------
     bins
-        A number of bins of one width between the ends of ``range`` (the extremes of ``x`` by default), or ascending edges.
+        A number of bins of one width between the ends of ``range`` (the extremes of ``x`` by default), ascending edges, or the
+        name of one of NumPy's rules for the number (``"auto"``, ``"fd"``, ``"sturges"``, …), which looks at the values.
     weights
         One number an element, summed instead of counted.
     density
@@ -333,6 +205,10 @@ def histogram(
     from .searching import searchsorted
 
     flat = reshape(asarray(x), (-1,))
+    if flat.dtype.kind == "c":
+        raise DTypeError("[histogram] complex numbers have no order")
+    if isinstance(bins, str):
+        bins, range = np.histogram_bin_edges(flat._concrete(), bins, range), None
     if isinstance(bins, int | np.integer):
         if range is None:
             host = flat._concrete()
@@ -340,7 +216,9 @@ def histogram(
         low, high = map(float, range)
         if not np.isfinite([low, high]).all() or low > high or bins < 1:
             raise ValueError(f"[histogram] {bins} bins between {low} and {high}")
-        edges = np.linspace(low, high, bins + 1) if high > low else np.linspace(low - 0.5, high + 0.5, bins + 1)
+        wide = np.dtype(np.float64) if flat.dtype.kind in "biu" else _weight_dtype(flat.dtype)
+        low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
+        edges = np.linspace(low, high, bins + 1, dtype=wide)
     else:
         edges = np.asarray(bins)
         if edges.ndim != 1 or edges.size < 2 or (np.diff(edges) < 0).any():

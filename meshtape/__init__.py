@@ -75,12 +75,14 @@ _LAZY = {
     ),
 }
 _PACKAGES = ("arrays", "autodiff", "parallel", "storage")
+_MODULES = {"models": "parallel.models", "training": "parallel.training"}
 
 __all__ = sorted(
     {
         *_arrays_all,
         *_LAZY,
         *_PACKAGES,
+        *_MODULES,
         "Tape",
         "check_grads",
         "checkpoint",
@@ -104,6 +106,8 @@ __all__ = sorted(
 
 
 def __getattr__(name: str) -> _Any:
+    if name in _MODULES:
+        return _importlib.import_module(f".{_MODULES[name]}", __name__)
     if name in _PACKAGES:
         return _importlib.import_module(f".{name}", __name__)
     if name in _LAZY:

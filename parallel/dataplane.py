@@ -1,12 +1,10 @@
-"""Sockets between the processes of a mesh: how blocks travel from worker to worker.
+"""How the processes of a mesh find each other: who listens where, who is let in, and what a connection is made of.
 
-Each Dask worker opens one listening socket on its own interface. Processes of a mesh connect to each other when their first
-program runs and stay connected. A connection is accepted only after both sides have proved, by HMAC-SHA256 over a fresh nonce,
-that they know the secret that the client gave the mesh's workers over Dask's control plane; whatever else arrives is closed.
-
-A message is a fixed header (run, step, sender, length, what it is for) and raw bytes of known length: nothing is unpickled.
-Processes that meet in different steps of a program find out at once and say so, instead of waiting for ever. Sends and receives
-of one exchange overlap, by polling non-blocking sockets; no thread is started for it.
+Each Dask worker has one data plane. Processes of a mesh connect to each other when their first program runs and stay connected. A
+connection is accepted only after both sides have proved, by HMAC-SHA256 over a fresh nonce, that they know the secret that the
+client gave the mesh's workers over Dask's control plane; whatever else arrives is closed. Where the cluster uses TLS, connections do
+too, with the certificates of its ``Security``. Two processes of one host then share memory, two workers of one process hand their
+arrays over, all others use the connection itself (``transports``).
 """
 
 from __future__ import annotations
@@ -15,60 +13,77 @@ import contextlib
 import hashlib
 import hmac
 import os
-import select
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
+from ..arrays.errors import ClusterError, CollectiveTimeout, RankLost
+from .transports import comms, memory
+from .transports.group import Group
+from .transports.links import Link, SlotLink, StreamLink
+from .transports.streams import SocketStream, Stream, TlsStream
 
-from ..arrays.errors import ClusterError, CollectiveMismatch, CollectiveTimeout, RankLost
+Address = tuple[str, int] | str
+"""Of a process's data plane: host and port, or the Dask address of its worker where no port is opened."""
 
-_HELLO = struct.Struct(">4s16sQI32s")  # magic, mesh, epoch, process, nonce
-_HEADER = struct.Struct(">4sQIIQ64s")  # magic, run, step, process, length, what
-_MAGIC, _DATA, _ABORT = b"MTH1", b"MTD1", b"MTA1"
+TRANSPORTS = ("auto", "sockets", "comms")
+"""What ``meshtape.transport`` may be: the best for each pair of processes; sockets between all; only Dask's own connections."""
+
+_HELLO = struct.Struct(">4s16sQI32s32s16s?")  # magic, mesh, epoch, process, nonce, host, process id, whether memory may be shared
+_OFFER = struct.Struct(">c64s")  # kind, name
+_MAGIC = b"MTH2"
+_PLAIN, _SHARED, _LOCAL = b"-", b"s", b"l"
 _HANDSHAKE_TIMEOUT = 10.0
-_SOCKET_BUFFER = 4 << 20
-_IOV = 64  # buffers a system call takes
 
 
 def _proof(secret: bytes, role: bytes, nonce: bytes, hello: bytes) -> bytes:
     return hmac.new(secret, role + nonce + hello, hashlib.sha256).digest()
 
 
-def _read(sock: socket.socket, n: int) -> bytes:
-    out = bytearray()
-    while len(out) < n:
-        part = sock.recv(n - len(out))
-        if not part:
-            raise ConnectionError("closed during the handshake")
-        out += part
-    return bytes(out)
-
-
-def _tune(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
-
-
 class DataPlane:
-    """The listening side of one process. Made by :func:`meshtape.parallel.gang.open_plane` on each worker."""
+    """One process's end of all its connections. Made by :func:`meshtape.parallel.gang.open_plane` on each worker.
 
-    def __init__(self, host: str) -> None:
+    Parameters
+    ----------
+    host
+        Where to listen; None: nowhere, connections come in by :meth:`greet`.
+    tls
+        Contexts for accepting and for connecting, where connections are encrypted.
+    worker
+        The Dask worker, for connections through ``distributed``.
+    """
+
+    def __init__(
+        self, host: str | None, tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None, worker: Any = None
+    ) -> None:
+        self._tls, self._worker = tls, worker
+        self._secrets: dict[bytes, bytes] = {}
+        self._arrived: dict[tuple[bytes, int, int], Link] = {}
+        self._groups: dict[tuple[bytes, int], Group] = {}
+        self._stopped: dict[tuple[bytes, int], str] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self.address: Address = worker.address if worker is not None else ""
+        if worker is not None:
+            comms.serve(worker, self.greet)
+        if host is not None:
+            self.listen(host)
+
+    def listen(self, host: str) -> None:
+        """Open a port on this interface, unless there is one."""
+        if self._listener is not None:
+            return
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind((host, 0))
         self._listener.listen(128)
-        self.host, self.port = self._listener.getsockname()[:2]
-        self._secrets: dict[bytes, bytes] = {}
-        self._arrived: dict[tuple[bytes, int, int], socket.socket] = {}
-        self._groups: dict[tuple[bytes, int], Group] = {}
-        self._stopped: set[tuple[bytes, int]] = set()
-        self._changed = threading.Condition()
-        self._closed = False
+        self.address = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="meshtape-accept", daemon=True)
         self._thread.start()
 
@@ -76,20 +91,24 @@ class DataPlane:
         """Let processes of this mesh in that know its secret."""
         self._secrets[mesh] = secret
 
-    def stop(self, mesh: bytes, epoch: int) -> None:
+    def stop(self, mesh: bytes, epoch: int, reason: str = "") -> None:
         """End what an epoch of a mesh still waits for here: one of its processes failed. Called by any thread."""
         with self._changed:
-            self._stopped.add((mesh, epoch))
+            self._stopped[mesh, epoch] = reason
             group = self._groups.get((mesh, epoch))
             if group is not None:
                 group.shutdown()
             self._changed.notify_all()
 
+    def stopped(self, mesh: bytes, epoch: int) -> str | None:
+        """Why this epoch was stopped from outside; None where it was not."""
+        return self._stopped.get((mesh, epoch))
+
     def dismiss(self, mesh: bytes) -> None:
         """Forget a mesh and close its connections."""
         self._secrets.pop(mesh, None)
         with self._changed:
-            self._stopped = {s for s in self._stopped if s[0] != mesh}
+            self._stopped = {s: r for s, r in self._stopped.items() if s[0] != mesh}
             for key in [k for k in self._groups if k[0] == mesh]:
                 self._groups.pop(key).close()
             for key in [k for k in self._arrived if k[0] == mesh]:
@@ -98,73 +117,107 @@ class DataPlane:
     def close(self) -> None:
         """Stop listening and close everything."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
         for mesh in list(self._secrets):
             self.dismiss(mesh)
-        self._thread.join(timeout=5)
+        if self._thread is not None:
+            self._thread.join(timeout=5)
 
     # ----- connecting -------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
+        assert self._listener is not None
         while not self._closed:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._greet, args=(sock,), name="meshtape-greet", daemon=True).start()
+            threading.Thread(target=self._receive, args=(sock,), name="meshtape-greet", daemon=True).start()
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _receive(self, sock: socket.socket) -> None:
+        try:
+            if self._tls is None:
+                stream: Stream = SocketStream(sock)
+            else:
+                stream = TlsStream(sock, self._tls[0], True, "", _HANDSHAKE_TIMEOUT)
+        except OSError:
+            sock.close()
+            return
+        self.greet(stream)
+
+    def greet(self, stream: Stream) -> None:
         """The accepting side of the handshake, with a bound on its time; strangers are closed without a word."""
         try:
-            sock.settimeout(_HANDSHAKE_TIMEOUT)
+            wait = _HANDSHAKE_TIMEOUT
             nonce = os.urandom(32)
-            sock.sendall(nonce)
-            hello = _read(sock, _HELLO.size)
-            magic, mesh, epoch, process, theirs = _HELLO.unpack(hello)
-            proof = _read(sock, 32)
+            stream.write(nonce, wait)
+            hello = stream.read(_HELLO.size, wait)
+            magic, mesh, epoch, process, theirs, host, process_id, share = _HELLO.unpack(hello)
+            proof = stream.read(32, wait)
             secret = self._secrets.get(mesh)
             if magic != _MAGIC or secret is None:
                 raise ConnectionError("a stranger")
             if not hmac.compare_digest(proof, _proof(secret, b"connect", nonce, hello)):
                 raise ConnectionError("a wrong secret")
-            sock.sendall(_proof(secret, b"accept", theirs, hello))
-            _tune(sock)
+            stream.write(_proof(secret, b"accept", theirs, hello), wait)
+            link = _offer(stream, process, host, process_id, share)
             with self._changed:
-                self._arrived[(mesh, epoch, process)] = sock
+                old = self._arrived.pop((mesh, epoch, process), None)
+                self._arrived[mesh, epoch, process] = link
                 self._changed.notify_all()
+            if old is not None:
+                old.close()
         except (OSError, struct.error):
-            sock.close()
+            stream.close()
 
-    def _connect(self, mesh: bytes, epoch: int, process: int, peer: tuple[str, int], timeout: float) -> socket.socket:
+    def _connect(
+        self, mesh: bytes, epoch: int, process: int, peer: int, address: Address, share: bool, timeout: float
+    ) -> Link:
         secret = self._secrets[mesh]
-        sock = socket.create_connection(peer, timeout=timeout)
+        stream = self._dial(address, timeout)
         try:
-            nonce = _read(sock, 32)
-            hello = _HELLO.pack(_MAGIC, mesh, epoch, process, os.urandom(32))
-            sock.sendall(hello + _proof(secret, b"connect", nonce, hello))
-            if not hmac.compare_digest(_read(sock, 32), _proof(secret, b"accept", hello[-32:], hello)):
-                raise ConnectionError(f"{peer[0]}:{peer[1]} does not know the mesh's secret")
-            _tune(sock)
+            nonce = stream.read(32, timeout)
+            hello = _HELLO.pack(
+                _MAGIC, mesh, epoch, process, os.urandom(32), memory.host_id(), memory.process_id(), share
+            )
+            theirs = hello[32:64]
+            stream.write(hello + _proof(secret, b"connect", nonce, hello), timeout)
+            if not hmac.compare_digest(stream.read(32, timeout), _proof(secret, b"accept", theirs, hello)):
+                raise ConnectionError("it does not know the mesh's secret")
+            return _take(stream, peer, timeout)
+        except BaseException:
+            stream.close()
+            raise
+
+    def _dial(self, address: Address, timeout: float) -> Stream:
+        if isinstance(address, str):
+            return comms.connect(self._worker, address, timeout)
+        sock = socket.create_connection(address, timeout=timeout)
+        try:
+            if self._tls is None:
+                return SocketStream(sock)
+            return TlsStream(sock, self._tls[1], False, address[0], timeout)
         except BaseException:
             sock.close()
             raise
-        return sock
 
     def group(
         self,
         mesh: bytes,
         epoch: int,
         process: int,
-        peers: Mapping[int, tuple[str, int]],
+        peers: Mapping[int, Address],
         ranks: Mapping[int, str],
         timeout: float,
+        share: bool = True,
     ) -> Group:
         """The connections to all other processes of a mesh, made now where there are none yet.
 
         ``peers`` gives every process's address, ``ranks`` its name in messages. Each pair has one connection: the process
-        with the higher number connects.
+        with the higher number connects. ``share`` allows shared memory.
         """
         key = (mesh, epoch)
         found = self._groups.get(key)
@@ -173,33 +226,40 @@ class DataPlane:
         if mesh not in self._secrets:
             raise RankLost(f"{ranks.get(process, 'this process')} forgot the mesh: it was closed")
         deadline = time.monotonic() + timeout
-        socks: dict[int, socket.socket] = {}
+        links: dict[int, Link] = {}
         try:
             for p in sorted(peers):
                 if p < process:
                     try:
-                        socks[p] = self._connect(mesh, epoch, process, peers[p], timeout)
+                        links[p] = self._connect(mesh, epoch, process, p, peers[p], share, timeout)
                     except OSError as e:
-                        raise RankLost(f"{ranks[p]} cannot be reached at {peers[p][0]}:{peers[p][1]}: {e}") from e
+                        raise RankLost(f"{ranks[p]} cannot be reached at {_text(peers[p])}: {e}") from e
             for p in sorted(peers):
                 if p > process:
-                    with self._changed:
-                        while (mesh, epoch, p) not in self._arrived:
-                            if (mesh, epoch) in self._stopped:
-                                raise RankLost(f"{ranks[p]} left before it joined the mesh")
-                            left = deadline - time.monotonic()
-                            if left <= 0 or self._closed:
-                                raise CollectiveTimeout(f"{ranks[p]} did not join the mesh within {timeout:.0f} s")
-                            self._changed.wait(left)
-                        socks[p] = self._arrived.pop((mesh, epoch, p))
+                    links[p] = self._wait_for(mesh, epoch, p, ranks, deadline, timeout)
         except BaseException:
-            for s in socks.values():
-                s.close()
+            for link in links.values():
+                link.close()
             raise
         for key_old in [k for k in self._groups if k[0] == mesh and k[1] != epoch]:
             self._groups.pop(key_old).close()
-        group = self._groups[key] = Group(process, socks, ranks)
+        group = self._groups[key] = Group(mesh, epoch, process, links, ranks)
+        if key in self._stopped:  # meanwhile
+            group.shutdown()
         return group
+
+    def _wait_for(
+        self, mesh: bytes, epoch: int, p: int, ranks: Mapping[int, str], deadline: float, timeout: float
+    ) -> Link:
+        with self._changed:
+            while (mesh, epoch, p) not in self._arrived:
+                if (mesh, epoch) in self._stopped:
+                    raise RankLost(f"{ranks[p]} left before it joined the mesh")
+                left = deadline - time.monotonic()
+                if left <= 0 or self._closed:
+                    raise CollectiveTimeout(f"{ranks[p]} did not join the mesh within {timeout:.0f} s")
+                self._changed.wait(left)
+            return self._arrived.pop((mesh, epoch, p))
 
     def drop(self, mesh: bytes, epoch: int) -> None:
         """Close a group after a failure; the next run of the mesh has a new epoch."""
@@ -208,198 +268,77 @@ class DataPlane:
             group.close()
 
 
-class Group:
-    """Connections of one process to the others of its mesh; an ``Exchange`` once :meth:`begin` named the run."""
-
-    def __init__(self, process: int, socks: Mapping[int, socket.socket], ranks: Mapping[int, str]) -> None:
-        self._process, self._ranks = process, ranks
-        self._socks = dict(socks)
-        self._peer_of = {}
-        self._poll = select.poll()
-        for p, s in self._socks.items():
-            s.setblocking(False)
-            self._peer_of[s.fileno()] = p
-        self._run, self._timeout = 0, 60.0
-
-    def begin(self, run: int, timeout: float) -> None:
-        """The exchanges that follow belong to run number ``run``; each may take ``timeout`` seconds."""
-        self._run, self._timeout = run, timeout
-
-    def close(self) -> None:
-        for s in self._socks.values():
-            s.close()
-        self._socks = {}
-
-    def shutdown(self) -> None:
-        """End the connections without giving them up: whoever waits for one sees it closed. Called by any thread."""
-        for s in list(self._socks.values()):
-            with contextlib.suppress(OSError):
-                s.shutdown(socket.SHUT_RDWR)
-
-    def abort(self, reason: str) -> None:
-        """Tell all others why this process stops, as far as they still listen."""
-        text = reason.encode()[:4096]
-        head = _HEADER.pack(_ABORT, self._run, 0, self._process, len(text), b"")
-        for s in self._socks.values():
-            with contextlib.suppress(OSError):
-                s.settimeout(1.0)
-                s.sendall(head + text)
-
-    def exchange(
-        self,
-        step: int,
-        what: str,
-        sends: Mapping[int, Sequence[np.ndarray]],
-        receives: Mapping[int, Sequence[np.ndarray]],
-    ) -> None:
-        """See ``executor.Exchange``."""
-        label = what.encode()[:64]
-        out: dict[int, list[memoryview]] = {}
-        incoming: dict[int, _Incoming] = {}
-        for p, arrays in sends.items():
-            views = [_bytes_of(a) for a in arrays if a.size]
-            size = sum(v.nbytes for v in views)
-            out[p] = [memoryview(_HEADER.pack(_DATA, self._run, step, self._process, size, label)), *views]
-        for p, arrays in receives.items():
-            incoming[p] = _Incoming([_bytes_of(a) for a in arrays if a.size])
-        deadline = time.monotonic() + self._timeout
-        for p in list(out):
-            self._send(p, out)
-        for p in list(incoming):
-            self._receive(p, step, what, incoming)
-        watched: dict[int, int] = {}
-        try:
-            while out or incoming:
-                for p in {*out, *incoming, *watched}:
-                    events = (select.POLLOUT if p in out else 0) | (select.POLLIN if p in incoming else 0)
-                    if watched.get(p, 0) != events:
-                        self._watch(p, events, watched)
-                left = deadline - time.monotonic()
-                ready = self._poll.poll(max(0, left * 1000)) if left > 0 else []
-                if not ready:
-                    missing = ", ".join(self._ranks[p] for p in sorted({*out, *incoming}))
-                    raise CollectiveTimeout(f"{what}: no answer within {self._timeout:.0f} s from {missing}")
-                for fd, event in ready:
-                    p = self._peer_of[fd]
-                    if p in out and event & (select.POLLOUT | select.POLLERR | select.POLLHUP):
-                        self._send(p, out)
-                    if p in incoming and event & (select.POLLIN | select.POLLERR | select.POLLHUP):
-                        self._receive(p, step, what, incoming)
-        finally:
-            for p in list(watched):
-                self._watch(p, 0, watched)
-
-    def _watch(self, p: int, events: int, watched: dict[int, int]) -> None:
-        sock = self._socks[p]
-        if events == 0:
-            if watched.pop(p, None) is not None:
-                self._poll.unregister(sock)
-        elif p in watched:
-            self._poll.modify(sock, events)
-            watched[p] = events
-        else:
-            self._poll.register(sock, events)
-            watched[p] = events
-
-    def _send(self, p: int, out: dict[int, list[memoryview]]) -> None:
-        views = out[p]
-        sock = self._socks[p]
-        try:
-            while views:
-                n = sock.sendmsg(views[:_IOV])
-                while n:
-                    if n >= views[0].nbytes:
-                        n -= views.pop(0).nbytes
-                    else:
-                        views[0] = views[0][n:]
-                        n = 0
-        except BlockingIOError:
-            return
-        except OSError as e:
-            # The peer may have said why before it closed: what it sent is read first.
-            self._last_words(p, e)
-        del out[p]
-
-    def _last_words(self, p: int, error: OSError) -> None:
-        sock = self._socks[p]
-        reason = str(error)
+def _offer(stream: Stream, peer: int, host: bytes, process_id: bytes, share: bool) -> Link:
+    """The accepting side offers what is faster than the stream, where there is such a thing; the other says whether it takes it."""
+    wait = _HANDSHAKE_TIMEOUT
+    if share and process_id == memory.process_id():
+        key, (out, back) = memory.offer_local()
+        stream.write(_OFFER.pack(_LOCAL, key.hex().encode()), wait)
+        if stream.read(1, wait) == b"+":
+            return SlotLink(peer, stream, out, back)
+        memory.take_local(key)
+    elif share and host == memory.host_id():
+        segment = None
         with contextlib.suppress(OSError):
-            sock.settimeout(1.0)
-            head = _read(sock, _HEADER.size)
-            magic, _, _, _, size, _ = _HEADER.unpack(head)
-            if magic == _ABORT and size <= 4096:
-                raise RankLost(f"{self._ranks[p]} stopped: {_read(sock, size).decode(errors='replace')}") from error
-        raise RankLost(f"{self._ranks[p]} left: {reason}") from error
+            segment = memory.Segment.create()
+        if segment is not None:
+            try:
+                stream.write(_OFFER.pack(_SHARED, segment.name.encode()), wait)
+                taken = stream.read(1, wait) == b"+"
+            finally:
+                segment.unlink()
+            if taken:
+                return SlotLink(peer, stream, memory.SharedSlots(segment, 0), memory.SharedSlots(segment, 1))
+            segment.close()
+            return StreamLink(peer, stream)
+        stream.write(_OFFER.pack(_PLAIN, b""), wait)
+        stream.read(1, wait)
+    else:
+        stream.write(_OFFER.pack(_PLAIN, b""), wait)
+        stream.read(1, wait)
+    return StreamLink(peer, stream)
 
-    def _receive(self, p: int, step: int, what: str, incoming: dict[int, _Incoming]) -> None:
-        state = incoming[p]
-        sock = self._socks[p]
+
+def _take(stream: Stream, peer: int, timeout: float) -> Link:
+    """The connecting side of :func:`_offer`."""
+    kind, raw = _OFFER.unpack(stream.read(_OFFER.size, timeout))
+    name = raw.rstrip(b"\0").decode("ascii", errors="replace")
+    if kind == _LOCAL:
+        slots = memory.take_local(bytes.fromhex(name))
+        stream.write(b"+" if slots else b"-", timeout)
+        if slots:
+            return SlotLink(peer, stream, slots[1], slots[0])
+    elif kind == _SHARED:
         try:
-            while True:
-                if state.head is None:
-                    part = sock.recv(_HEADER.size - len(state.raw))
-                    if not part:
-                        raise RankLost(f"{self._ranks[p]} left during {what}")
-                    state.raw += part
-                    if len(state.raw) == _HEADER.size:
-                        state.head = self._check(p, step, what, state, sock)
-                    continue
-                if not state.views:
-                    del incoming[p]
-                    return
-                n = sock.recv_into(state.views[0])
-                if n == 0:
-                    raise RankLost(f"{self._ranks[p]} left during {what}")
-                if n == state.views[0].nbytes:
-                    state.views.pop(0)
-                else:
-                    state.views[0] = state.views[0][n:]
-        except BlockingIOError:
-            return
-        except OSError as e:
-            raise RankLost(f"{self._ranks[p]} left during {what}: {e}") from e
-
-    def _check(self, p: int, step: int, what: str, state: _Incoming, sock: socket.socket) -> bool:
-        magic, run, their_step, process, size, label = _HEADER.unpack(bytes(state.raw))
-        if magic == _ABORT:
-            sock.settimeout(1.0)
-            text = _read(sock, min(size, 4096)).decode(errors="replace")
-            raise RankLost(f"{self._ranks[p]} stopped: {text}")
-        if magic != _DATA or process != p:
-            raise CollectiveMismatch(f"{self._ranks[p]} sent what is no message of a mesh")
-        if (run, their_step) != (self._run, step) or size != state.expected:
-            theirs = label.rstrip(b"\0").decode(errors="replace")
-            raise CollectiveMismatch(
-                f"{self._ranks[self._process]} is in run {self._run}, step {step} ({what}, {state.expected} bytes), "
-                f"{self._ranks[p]} in run {run}, step {their_step} ({theirs}, {size} bytes)"
-            )
-        return True
+            segment = memory.Segment.open(name)
+        except OSError:
+            stream.write(b"-", timeout)
+        else:
+            stream.write(b"+", timeout)
+            return SlotLink(peer, stream, memory.SharedSlots(segment, 1), memory.SharedSlots(segment, 0))
+    else:
+        stream.write(b"-", timeout)
+    return StreamLink(peer, stream)
 
 
-class _Incoming:
-    """What is still to come from one process."""
-
-    def __init__(self, views: list[memoryview]) -> None:
-        self.views = views
-        self.expected = sum(v.nbytes for v in views)
-        self.raw = bytearray()
-        self.head: bool | None = None
-
-
-def _bytes_of(a: np.ndarray) -> memoryview:
-    """The memory of a C-contiguous array; ml_dtypes' have no buffer format of their own."""
-    return memoryview(a.reshape(-1).view(np.uint8))
+def _text(address: Address) -> str:
+    return address if isinstance(address, str) else f"{address[0]}:{address[1]}"
 
 
 def interface_of(address: str) -> str:
-    """Host part of a Dask address: where the data plane listens too. TLS clusters are refused."""
+    """Host part of a Dask address: where the data plane listens too.
+
+    Raises
+    ------
+    ClusterError
+        For a protocol without a host of its own.
+    """
     protocol, _, rest = address.partition("://")
-    if protocol in ("tls", "wss"):
-        raise ClusterError(
-            f"the cluster at {address} uses TLS, and the mesh's own connections cannot yet: they would carry arrays in the clear"
-        )
     if protocol == "inproc":  # workers that are threads of the client's process
         return "127.0.0.1"
-    if protocol not in ("tcp", "ws"):
-        raise ClusterError(f"workers must be reachable by tcp or live in this process, this one is at {address}")
+    if protocol not in ("tcp", "tls", "ws", "wss"):
+        raise ClusterError(
+            f"workers must be reachable by tcp, tls or ws, or live in this process, this one is at {address}: "
+            "set meshtape.transport to comms in Dask's configuration"
+        )
     return rest.rpartition(":")[0].strip("[]")

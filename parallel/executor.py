@@ -18,7 +18,7 @@ from ..arrays.reductions import _is_low_precision as is_low_precision
 from .factors import RankView
 from .partition import Local, Moves, RankProgram
 from .placement import REDUCERS, identity_of
-from .reshard import Plan, plan_reshard, reshard_text
+from .reshard import Plan
 
 
 class Exchange(Protocol):
@@ -92,7 +92,9 @@ class Prepared:
         views: dict[int, RankView] = {}
         pending = [dict(p.layouts[v].partials) for v in s.outputs]
         extremum = any(op in ("max", "min") for part in pending for op in part.values())
-        if s.rule.localize is None and not extremum:
+        if s.by_rank is not None:
+            params = {rank: s.by_rank[rank] for rank in self.hosted if rank in s.by_rank}
+        elif s.rule.localize is None and not extremum:
             params = dict.fromkeys(self.hosted, s.params)
         else:
             views = {rank: p.view(s, rank) for rank in self.hosted}
@@ -113,16 +115,16 @@ class Prepared:
         hosted = set(self.hosted)
         for m in s.moves:
             aval = p.avals[m.source]
-            plan = plan_reshard(aval.shape, p.sizes, p.layouts[m.source], p.layouts[m.target], self.homes)
+            plan = p.plan(m, self.homes)
             sends, receives = [], []
             for rank, rp in enumerate(plan.ranks):
-                for piece in rp.pieces:
+                for piece in rp.pieces if rp is not None else ():
                     if piece.rank in hosted and rank not in hosted:
                         sends.append(Remote(self.homes[rank], piece.rank, rank, piece.source, piece.target, piece.term))
                     elif rank in hosted and piece.rank not in hosted:
                         home = self.homes[piece.rank]
                         receives.append(Remote(home, piece.rank, rank, piece.source, piece.target, piece.term))
-            text = reshard_text(p.layouts[m.source], p.layouts[m.target], self.names)
+            text = p.move_text(m, self.names)
             out.append(
                 PreparedMove(
                     m.source,
@@ -159,14 +161,14 @@ class Prepared:
 
     def _run_local(self, s: PreparedLocal, env: dict[int, dict[int, np.ndarray]]) -> None:
         fn, args, outputs = s.fn, s.args, s.outputs
-        for rank in self.hosted:
+        for rank, params in s.params.items():
             values = env[rank]
             if rank in s.fills:
                 for v, (shape, dtype, neutral) in zip(outputs, s.fills[rank], strict=True):
                     values[v] = np.full(shape, neutral, dtype)
                 continue
             try:
-                out = fn(*[values[v] if v >= 0 else c for v, c in args], **s.params[rank])
+                out = fn(*[values[v] if v >= 0 else c for v, c in args], **params)
             except MeshtapeError:
                 raise
             except Exception as e:
@@ -210,7 +212,7 @@ class Prepared:
                 raise RankLost(f"the ranks of {sorted({*sends, *receives})} are not in this process")
             exchange.exchange(number, moves[0].text, sends, receives)
         for m, got in zip(moves, arrived, strict=True):
-            results = {rank: self._assemble(rank, m, env, got) for rank in self.hosted}
+            results = {rank: self._assemble(rank, m, env, got) for rank in self.hosted if m.plan.ranks[rank]}
             for rank, block in results.items():
                 env[rank][m.target] = block
 
@@ -229,7 +231,7 @@ class Prepared:
             return got[(rank, p.rank, p.target, p.term)] if block is None else block[p.source.slices]
 
         if rp.neutral:
-            return np.full(rp.box.shape, identity_of(_fresh_op(m, self.program), m.dtype), m.dtype)
+            return np.full(rp.box.shape, identity_of(m.plan.fill, m.dtype), m.dtype)
         if len(rp.pieces) == 1 and rp.pieces[0].target.shape == rp.box.shape:
             # The whole block from one place. Blocks are never written again, so that it may be the same memory; a part of a
             # larger block is copied, or it would keep all of that alive.
@@ -255,8 +257,3 @@ class Prepared:
             else:
                 out[at] = reducer(out[at], piece(p))
         return out.astype(m.dtype, copy=False)
-
-
-def _fresh_op(m: PreparedMove, program: RankProgram) -> str:
-    before = dict(program.layouts[m.source].partials)
-    return next(op for a, op in program.layouts[m.target].partials if a not in before)

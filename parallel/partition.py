@@ -8,6 +8,7 @@ due by then: reductions are as late, and as bucketed, as the data flow allows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,15 +17,19 @@ from ..arrays._dispatch import wrap
 from ..arrays._op import Op, state
 from ..arrays.blocks import Box
 from ..arrays.program import Const, Entry, Program, ShapeDtype, freeze, simplify, site_text
+from .collective_plans import Collective, plan_collective
 from .factors import FactorRule, RankView, rule_for
 from .ops import RESHARD
 from .placement import REPLICATED, Layout, block_box
 from .propagate import propagate
-from .reshard import plan_reshard, reshard_text
+from .reshard import Plan, plan_reshard, reshard_text
 
 
 class Local(NamedTuple):
-    """An op on the blocks of one rank. Variables are those of the rank program."""
+    """An op on the blocks of one rank. Variables are those of the rank program.
+
+    Where ``by_rank`` is given, only the ranks it names run the call, each with parameters of its own.
+    """
 
     op: Op
     inputs: tuple[int | Const, ...]
@@ -33,14 +38,16 @@ class Local(NamedTuple):
     rule: FactorRule
     origin: str | None
     site: str
+    by_rank: Mapping[int, Mapping[str, Any]] | None = None
 
 
 class Move(NamedTuple):
-    """A reshard of one variable into another."""
+    """A reshard of one variable into another, or a collective of per-rank code, which says by itself what goes where."""
 
     source: int
     target: int
     origin: str | None
+    collective: Collective | None = None
 
 
 class Moves(NamedTuple):
@@ -69,6 +76,20 @@ class RankProgram:
     name: str = "program"
     frees: tuple[tuple[int, ...], ...] = field(default=())
 
+    def plan(self, m: Move, homes: tuple[int, ...] | None = None) -> Plan:
+        """What goes where in a move."""
+        if m.collective is not None:
+            return plan_collective(math.prod(self.sizes), m.collective)
+        return plan_reshard(
+            self.avals[m.source].shape, self.sizes, self.layouts[m.source], self.layouts[m.target], homes
+        )
+
+    def move_text(self, m: Move, names: Sequence[str]) -> str:
+        """A move in the field's words."""
+        if m.collective is not None:
+            return m.collective.text(names)
+        return reshard_text(self.layouts[m.source], self.layouts[m.target], names)
+
     def view(self, step: Local, rank: int) -> RankView:
         """The blocks of a call's operands and results on one rank."""
 
@@ -85,9 +106,7 @@ class RankProgram:
         for s in self.steps:
             if isinstance(s, Moves):
                 for m in s.moves:
-                    aval = self.avals[m.source]
-                    plan = plan_reshard(aval.shape, self.sizes, self.layouts[m.source], self.layouts[m.target])
-                    total += plan.bytes_received(aval.dtype.itemsize)
+                    total += self.plan(m).bytes_received(self.avals[m.source].dtype.itemsize)
         return total
 
     def text(self, names: Sequence[str]) -> str:
@@ -106,9 +125,8 @@ class RankProgram:
         for s in self.steps:
             if isinstance(s, Moves):
                 for i, m in enumerate(s.moves):
-                    aval = self.avals[m.source]
-                    plan = plan_reshard(aval.shape, self.sizes, self.layouts[m.source], self.layouts[m.target])
-                    words = reshard_text(self.layouts[m.source], self.layouts[m.target], names)
+                    words = self.move_text(m, names)
+                    moved = self.plan(m).bytes_received(self.avals[m.source].dtype.itemsize)
                     mark = (
                         "┌"
                         if len(s.moves) > 1 and i == 0
@@ -120,7 +138,7 @@ class RankProgram:
                     )
                     lines.append(
                         f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}"
-                        f"  # {plan.bytes_received(aval.dtype.itemsize)} bytes"
+                        f"  # {moved} bytes"
                     )
             else:
                 entry = Entry(s.op, s.inputs, s.outputs, s.params)

@@ -39,16 +39,18 @@ class RankPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A reshard: one :class:`RankPlan` a rank. ``reduce`` is the operator that joins terms, None where there is one term."""
+    """A reshard: one :class:`RankPlan` a rank (None for a rank that has no part in it). ``reduce`` is the operator that joins
+    terms, None where there is one term; ``fill`` that whose identity neutral blocks are filled with."""
 
-    ranks: tuple[RankPlan, ...]
+    ranks: tuple[RankPlan | None, ...]
     reduce: str | None
     terms: int
+    fill: str = "sum"
 
     def bytes_received(self, itemsize: int) -> int:
         """Bytes that cross between ranks."""
         return itemsize * sum(
-            p.source.size for rank, plan in enumerate(self.ranks) for p in plan.pieces if p.rank != rank
+            p.source.size for rank, plan in enumerate(self.ranks) if plan for p in plan.pieces if p.rank != rank
         )
 
 
@@ -106,7 +108,7 @@ def plan_reshard(
                     s = min(able, key=lambda q: (q != r, where[q] != where[r], (q - r) % n))
                     pieces.append(Piece(s, part.within(box), part.within(want), t))
         out.append(RankPlan(want, tuple(pieces), neutral))
-    return Plan(tuple(out), ops.pop() if ops else None, len(terms))
+    return Plan(tuple(out), ops.pop() if ops else None, len(terms), after[fresh[0]] if fresh else "sum")
 
 
 def reshard_text(source: Layout, target: Layout, names: Sequence[str]) -> str:

@@ -20,7 +20,8 @@ from .inflight import SaveHandle
 from .loading import LoadReport, load
 from .manager import CheckpointManager
 from .merging import MergeReport, merge
-from .opened import Checkpoint, StoredArray, open_checkpoint
+from .opened import Checkpoint, StoredArray
+from .opening import open_checkpoint
 from .programs import LoadedProgram, load_program, save_program
 from .rules import Rule, Rules
 from .safetensors import load_safetensors, read_header, save_safetensors

@@ -35,10 +35,11 @@ from pathlib import Path
 from socket import gethostname
 
 from ..arrays.errors import CheckpointExists, StorageFull
+from . import stores
 from .files import Files, active
 
 _KINDS = re.compile(r"\A(?P<name>.+)\.(?P<kind>tmp|old|trash)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}\Z", re.S)
-_FOREIGN_AGE = 24 * 3600.0  # seconds
+FOREIGN_AGE = 24 * 3600.0  # seconds
 
 _mine: set[str] = set()  # what this process, in any thread, is filling, moving or deleting now
 
@@ -52,12 +53,22 @@ def _owned(path: str) -> Iterator[str]:
         _mine.discard(path)
 
 
-def _host() -> str:
+def host() -> str:
+    """This machine, in names and claims."""
     return f"{zlib.crc32(gethostname().encode()):08x}"
 
 
 def _new_id() -> str:
-    return f"{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    return f"{host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def is_begun(root: str) -> bool:
+    """Whether a writer has begun to fill a place in an object store, and has not finished."""
+    if not stores.is_url(root):
+        return False
+    from . import object_commit
+
+    return object_commit.is_begun(root)
 
 
 def siblings(target: str, kind: str) -> list[str]:
@@ -73,6 +84,8 @@ def siblings(target: str, kind: str) -> list[str]:
 
 def resolve(target: str) -> str:
     """Where a reader finds ``target``: there, or where a replacement that was cut short has set it aside."""
+    if stores.is_url(target):
+        return target
     for _ in range(3):
         if os.path.lexists(target):
             return target
@@ -88,9 +101,9 @@ def resolve(target: str) -> str:
 def _owner_is_gone(path: str, m: re.Match[str]) -> bool:
     if path in _mine:
         return False
-    if m["host"] != _host():
+    if m["host"] != host():
         with contextlib.suppress(OSError):
-            return time.time() - os.lstat(path).st_mtime > _FOREIGN_AGE
+            return time.time() - os.lstat(path).st_mtime > FOREIGN_AGE
         return False
     pid = int(m["pid"])
     if pid == os.getpid():
@@ -109,6 +122,11 @@ def recover(parent: str, name: str | None = None) -> list[str]:
 
     ``name`` limits it to one target of the directory ``parent``.
     """
+    if stores.is_url(parent):
+        from . import object_commit
+
+        targets = stores.at(parent).folders() if name is None else [name]
+        return [p for t in targets for p in object_commit.recover(stores.join(parent, t))]
     fs = active()
     parent = os.path.abspath(parent)
     try:
@@ -135,6 +153,11 @@ def recover(parent: str, name: str | None = None) -> list[str]:
 
 def discard(path: str) -> None:
     """Delete a directory: renamed first, so that it is never found half deleted under its own name."""
+    if stores.is_url(path):
+        from . import object_commit
+
+        object_commit.discard(path)
+        return
     fs = active()
     m = _KINDS.match(os.path.basename(path))
     if m and m["kind"] == "trash":
@@ -150,6 +173,8 @@ def discard(path: str) -> None:
 
 def make_parents(target: str) -> None:
     """Create the directories above a target that are missing."""
+    if stores.is_url(target):
+        return
     parent = os.path.dirname(os.path.abspath(target))
     if not os.path.isdir(parent):
         make_parents(parent)
@@ -160,6 +185,9 @@ def make_parents(target: str) -> None:
 @contextlib.contextmanager
 def room_for(nbytes: int, target: str) -> Iterator[None]:
     """Raise `StorageFull` before anything is written when ``nbytes`` do not fit, and when the disk fills up meanwhile."""
+    if stores.is_url(target):
+        yield
+        return
     parent = os.path.dirname(os.path.abspath(target))
     free = active().free_bytes(parent)
     if free < nbytes:
@@ -172,33 +200,66 @@ def room_for(nbytes: int, target: str) -> Iterator[None]:
         raise StorageFull(f"{target} needs {nbytes} bytes; {parent} filled up while they were written: {e}") from e
 
 
+class Folder:
+    """A directory that is being filled: small files whole and synced, names made durable, then `commit`.
+
+    ``suffix`` is what the writer appends to the names of arrays: something only where older names cannot be written over.
+    """
+
+    def __init__(self, root: str, commit: Callable[[], None] | None = None) -> None:
+        self.root, self.suffix, self.committed = root, "", False
+        self._commit = commit
+
+    def mkdir(self, name: str) -> None:
+        """Make a folder in it."""
+        active().mkdir(os.path.join(self.root, name))
+
+    def put(self, name: str, data: bytes) -> None:
+        """A new, durable file."""
+        active().write_file(os.path.join(self.root, name), data)
+
+    def settle(self, name: str = "") -> None:
+        """Make the names in it, or in a folder of it, durable."""
+        active().fsync_dir(os.path.join(self.root, name) if name else self.root)
+
+    def commit(self) -> None:
+        """Put the directory in its place."""
+        assert self._commit is not None
+        self._commit()
+        self.committed = True
+
+
 @contextlib.contextmanager
-def replacing(target: str, *, overwrite: bool, ours: Callable[[str], bool]) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Give a temporary directory and the function that commits it; without the commit, nothing is left behind.
+def replacing(target: str, *, overwrite: bool, ours: Callable[[str], bool]) -> Iterator[Folder]:
+    """Give a directory to fill and `Folder.commit`; without the commit, nothing is left behind.
 
     ``ours(path)`` says whether an existing directory is of a kind that may be replaced: ``overwrite=True`` never deletes a
     directory that holds something else.
     """
+    if stores.is_url(target):
+        from . import object_commit
+
+        with object_commit.replacing(target, overwrite=overwrite, ours=ours) as there:
+            yield there
+        return
     fs = active()
     target = os.path.abspath(target)
     parent, name = os.path.split(target)
     recover(parent, name)
     check_target(target, overwrite, ours)
     temporary = os.path.join(parent, f"{name}.tmp-{_new_id()}")
-    committed = False
 
     def commit() -> None:
-        nonlocal committed
         check_target(target, overwrite, ours)
         _swap_in(fs, temporary, target)
-        committed = True
 
+    folder = Folder(temporary, commit)
     with _owned(temporary):
         try:
             fs.mkdir(temporary)
-            yield temporary, commit
+            yield folder
         finally:
-            if not committed:
+            if not folder.committed:
                 # The error that brought us here matters more than one of the clean-up; the next writer collects the rest.
                 with contextlib.suppress(OSError):
                     fs.remove_tree(temporary)
@@ -217,6 +278,11 @@ def adopt(directory: str, target: str, without: str) -> None:
 
 def check_target(target: str, overwrite: bool, ours: Callable[[str], bool]) -> None:
     """Raise `CheckpointExists` where ``target`` may not be replaced."""
+    if stores.is_url(target):
+        from . import object_commit
+
+        object_commit.check_target(target, overwrite, ours)
+        return
     if not os.path.lexists(target):
         return
     if not overwrite:

@@ -20,7 +20,8 @@ from .layouts import Choice, Chooser
 from .loading import prune, select
 from .manifest import FILE, Leaf, scalar_leaves
 from .names import leaf_name
-from .opened import HF_INDEX, Checkpoint, fill, open_checkpoint
+from .opened import Checkpoint, fill
+from .opening import HF_INDEX, open_checkpoint
 from .rules import Rules
 from .saving import Item, is_checkpoint
 from .sinks import HuggingFaceSink, Sink, ZarrSink

@@ -32,6 +32,10 @@ class _Derived:
     def sources(self) -> tuple[Any, ...]:
         return (self.source,)  # type: ignore[attr-defined]
 
+    @property
+    def readers(self) -> int:
+        return max((s.readers for s in self.sources()), default=1)
+
     def check(self) -> None:
         for s in self.sources():
             if hasattr(s, "check"):
@@ -44,6 +48,10 @@ class Memory:
 
     name: str
     array: np.ndarray
+
+    @property
+    def readers(self) -> int:
+        return 1
 
     @property
     def shape(self) -> tuple[int, ...]:

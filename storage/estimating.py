@@ -19,7 +19,7 @@ from .converting import split_files
 from .grid import choose_grid
 from .layouts import Choice, Chooser, Layout
 from .names import leaf_name
-from .opened import open_checkpoint
+from .opening import open_checkpoint
 
 # Arrays of the parameter's shape that an optimizer keeps.
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "lion": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}

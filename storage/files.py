@@ -99,6 +99,10 @@ class Files:
             return False
         raise OSError(code, os.strerror(code), a)
 
+    def link(self, source: str, target: str) -> None:
+        """A second name for a file; fails where the name exists."""
+        os.link(source, target)
+
     def unlink(self, path: str) -> None:
         os.unlink(path)
 
@@ -135,6 +139,22 @@ class Files:
         """Bytes that this user may still write to the file system of ``path``."""
         s = os.statvfs(path)
         return s.f_bavail * s.f_frsize
+
+
+def preadv(fd: int, buffers: list[Any], offset: int) -> int:
+    """Fill all buffers from ``offset`` on, or as many as the file has bytes for; returns the number of bytes."""
+    views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
+    total = 0
+    while views:
+        done = os.preadv(fd, views[:IOV_MAX], offset + total)
+        if done == 0:
+            break
+        total += done
+        while views and done >= len(views[0]):
+            done -= len(views.pop(0))
+        if done:
+            views[0] = views[0][done:]
+    return total
 
 
 _active = Files()

@@ -28,7 +28,8 @@ from ..arrays.errors import (
 from ..arrays.tree import Path, flatten, flatten_with_path, unflatten
 from .manifest import scalar_leaves
 from .names import check_distinct, leaf_name
-from .opened import Checkpoint, StoredArray, fill, open_checkpoint
+from .opened import Checkpoint, StoredArray, fill
+from .opening import open_checkpoint
 from .rules import Rules
 from .tensors import StoredTensor, run
 
@@ -62,9 +63,10 @@ def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box, 
     first: dict[tuple[str, Box], np.ndarray] = {}
     copies: list[tuple[np.ndarray, np.ndarray]] = []
     jobs = []
-    token = ""
+    token, readers = "", 1
     for rank, (token, wanted) in payloads.items():  # noqa: B007
         for tensor, box, _ in wanted:
+            readers = max(readers, tensor.readers)
             block = np.empty(box.shape, tensor.dtype)
             source = first.setdefault((tensor.name, box), block)
             if source is block:
@@ -72,7 +74,7 @@ def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box, 
             else:
                 copies.append((block, source))
             out[rank].append(block)
-    total = run(jobs)
+    total = run(jobs, readers)
     for block, source in copies:
         block[...] = source
     if token:
@@ -239,7 +241,7 @@ def _read_local(targets: Mapping[str, _Target], report: LoadReport) -> dict[str,
     jobs = [
         job for path, t in targets.items() for job in t.source.tensor.jobs(Box.whole(t.source.shape), buffers[path])
     ]
-    report.bytes_read += run(jobs)
+    report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
     report.bytes_needed += sum(b.nbytes for b in buffers.values())
     out: dict[str, Any] = {}
     for path, t in targets.items():

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..arrays.errors import CheckpointError, NotACheckpoint
-from . import commit, manifest
+from . import commit, manifest, stores
 from .inflight import SaveHandle
 from .loading import load
 from .saving import SaveReport, save, save_async
 
 _NAME = re.compile(r"\Astep-(\d{8,})\Z")
-_METRICS = "meshtape.metrics"
+METRICS = "meshtape.metrics"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class CheckpointManager:
     Parameters
     ----------
     directory
-        Made when it is missing.
+        A path, made when it is missing, or a URL (``s3://``, ``gs://``, ``az://``).
     keep
         How many complete checkpoints to keep, at least one. None keeps all.
     every_steps, every_minutes
@@ -102,7 +102,8 @@ class CheckpointManager:
             raise CheckpointError(f"best_is must be 'lowest' or 'highest', got {best_is!r}")
         if when_busy not in ("wait", "skip"):
             raise CheckpointError(f"when_busy must be 'wait' or 'skip', got {when_busy!r}")
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory = stores.location(directory)
+        stores.at(self.directory).refuse_writes()
         self.keep = keep
         self.every_steps, self.every_minutes, self.keep_every = every_steps, every_minutes, keep_every
         self.best_metric, self.best_is, self.keep_best = best, best_is, keep_best
@@ -110,14 +111,14 @@ class CheckpointManager:
         self.skipped = 0
         self._running: SaveHandle | None = None
         self._last_save = time.monotonic()
-        commit.make_parents(os.path.join(self.directory, "x"))
+        commit.make_parents(stores.join(self.directory, "x"))
         commit.recover(self.directory)
 
     def path(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
         if step < 0:
             raise CheckpointError(f"a step cannot be negative, got {step}")
-        return os.path.join(self.directory, f"step-{step:08d}")
+        return stores.join(self.directory, f"step-{step:08d}")
 
     def should_save(self, step: int) -> bool:
         """Whether it is time, by ``every_steps`` and ``every_minutes``. Step 0 is never due by count."""
@@ -163,7 +164,7 @@ class CheckpointManager:
         commit.recover(self.directory)
         kept = dict(metadata or {})
         if metrics is not None:
-            kept[_METRICS] = {name: float(value) for name, value in metrics.items()}
+            kept[METRICS] = {name: float(value) for name, value in metrics.items()}
         if not self.asynchronous:
             report = save(target, tree, step=step, metadata=kept, overwrite=overwrite)
             self._last_save = time.monotonic()
@@ -211,14 +212,15 @@ class CheckpointManager:
 
     def _complete(self, warn: bool = False) -> list[_Complete]:
         found: list[_Complete] = []
-        names = {e for e in os.listdir(self.directory) if _NAME.match(e)}
+        folders = stores.at(self.directory).folders()
+        names = {e for e in folders if _NAME.match(e)}
         # One that is just being replaced has only its set-aside name for a moment; a reader finds it under its own.
-        for entry in os.listdir(self.directory):
+        for entry in folders:
             head, kind, _ = entry.partition(".old-")
             if kind and _NAME.match(head):
                 names.add(head)
         for name in sorted(names):
-            target = os.path.join(self.directory, name)
+            target = stores.join(self.directory, name)
             try:
                 held = manifest.read(commit.resolve(target))
             except CheckpointError as e:
@@ -230,7 +232,7 @@ class CheckpointManager:
                     warnings.warn(f"skipped {target}: it has no {manifest.FILE}, so it is incomplete", stacklevel=3)
             if held is not None:
                 number = int(name.partition("-")[2])
-                metrics = held.metadata.get(_METRICS)
+                metrics = held.metadata.get(METRICS)
                 metrics = metrics if isinstance(metrics, dict) else {}
                 found.append(_Complete(number if held.step is None else held.step, target, metrics))
         return sorted(found, key=lambda c: (c.step, c.path))

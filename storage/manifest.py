@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from ..arrays.errors import (
     IncompleteCheckpoint,
 )
 from ..arrays.tree import Path
-from . import dtypes, names
+from . import dtypes, names, stores
 from .checksums import crc32c
 from .grid import Grid
 from .migrations import Migrations
@@ -364,13 +363,11 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
 
 def read(root: str) -> Manifest | None:
     """The manifest in a directory, or None when there is none."""
-    path = os.path.join(root, FILE)
     try:
-        with open(path, "rb") as f:
-            data = f.read()
+        data = stores.at(root).get(FILE)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return loads(data, path)
+    return loads(data, stores.join(root, FILE))
 
 
 def scalar_leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

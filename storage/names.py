@@ -12,12 +12,12 @@ bytes are percent-escaped, so any string is a legal, bounded, unreserved file na
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..arrays.errors import CheckpointKeyError, CorruptCheckpoint
+from . import stores
 
 _SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 # Zarr's own files, chunk keys, ours, and the device names that Windows cannot use as files.
@@ -87,7 +87,9 @@ def inside(root: str, relative: object, source: str) -> str:
     parts = relative.split("/")
     if "\0" in relative or "\\" in relative or ":" in parts[0] or any(p in ("", ".", "..") for p in parts):
         raise CorruptCheckpoint(f"{source}: file name {relative!r} leaves the checkpoint or is malformed; refused")
-    path = os.path.join(root, relative)
+    path = stores.join(root, relative)
+    if stores.is_url(root):  # no links there
+        return path
     real, home = Path(path).resolve(), Path(root).resolve()
     allowed = [home]
     if home.parent.name == "snapshots":

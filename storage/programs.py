@@ -23,7 +23,6 @@ from ..arrays.creation import asarray
 from ..arrays.errors import NotACheckpoint, ProgramError, ShapeError
 from ..arrays.program import Program, last_uses, trace
 from ..arrays.program_json import current, decode, encode, from_json, to_json
-from . import files
 from .commit import replacing, resolve
 from .safetensors import load_safetensors, save_safetensors
 
@@ -68,11 +67,11 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: An
     document["result"] = _structure(traced.result, iter(traced.program.outputs), "the result")
     text = json.dumps(document, indent=1, allow_nan=False).encode()
     target = os.fspath(path)
-    with replacing(target, overwrite=overwrite, ours=_is_program) as (temporary, commit):
-        save_safetensors(os.path.join(temporary, _CONSTANTS), constants)
-        files.active().write_file(os.path.join(temporary, _DOCUMENT), text)
-        files.active().fsync_dir(temporary)
-        commit()
+    with replacing(target, overwrite=overwrite, ours=_is_program) as folder:
+        save_safetensors(os.path.join(folder.root, _CONSTANTS), constants)
+        folder.put(_DOCUMENT, text)
+        folder.settle()
+        folder.commit()
 
 
 def load_program(path: str | os.PathLike[str]) -> LoadedProgram:

@@ -13,11 +13,12 @@ arrays that are not contiguous with other values (https://github.com/safetensors
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
 import struct
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,9 +33,10 @@ from ..arrays.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
 )
-from . import commit, dtypes, files
+from . import commit, dtypes, stores
 
 MAX_HEADER = 100_000_000
+_FIRST = 128 << 10  # bytes of the first read: most headers are shorter
 _USIZE = 1 << 64
 _MAX_DEPTH = 127
 _ENTRY = frozenset(["dtype", "shape", "data_offsets"])
@@ -239,16 +241,20 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         It is not a valid safetensors file; names the file and what is wrong.
     """
     where = os.fspath(path)
-    if not os.path.isfile(where):
-        raise NotACheckpoint(f"{where}: no such file")
-    with open(where, "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        prefix = stream.read(8)
-        try:
-            n = _header_nbytes(prefix, size)
-        except _Refused as e:
-            raise CorruptCheckpoint(f"{where}: {e}") from None
-        return parse_header(prefix + stream.read(n), size, where)
+    store, name = stores.holding(stores.location(path))
+    try:
+        with contextlib.closing(store.reader(name)) as reader:
+            first = bytearray(_FIRST)
+            prefix = bytes(first[: reader.readv([first], 0)])
+            size = reader.nbytes
+            try:
+                n = _header_nbytes(prefix, size)
+            except _Refused as e:
+                raise CorruptCheckpoint(f"{where}: {e}") from None
+            rest = bytearray(max(0, 8 + n - len(prefix)))
+            return parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise NotACheckpoint(f"{where}: no such file") from None
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -262,17 +268,13 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """
     header = read_header(path)
     where = os.fspath(path)
+    store, file = stores.holding(stores.location(path))
     out = {}
-    with open(where, "rb", buffering=0) as stream:
+    with contextlib.closing(store.reader(file)) as reader:
         for name, t in header.tensors.items():
             a = np.empty(t.shape, t.numpy_dtype(f"{where}: {name!r}"))
-            view = memoryview(a.reshape(-1).view(np.uint8))
-            stream.seek(header.data_start + t.begin)
-            while len(view):
-                n = stream.readinto(view)
-                if not n:
-                    raise CorruptCheckpoint(f"{where}: {name!r} ends early; the file changed while it was read")
-                view = view[n:]
+            if reader.readv([a.reshape(-1).view(np.uint8)], header.data_start + t.begin) != a.nbytes:
+                raise CorruptCheckpoint(f"{where}: {name!r} ends early; the file changed while it was read")
             out[name] = a
     return out
 
@@ -328,7 +330,7 @@ def save_safetensors(
     Parameters
     ----------
     path
-        The file.
+        The file: a path or a URL.
     tensors
         Names and arrays (anything that `numpy.asarray` takes); any layout and byte order.
     metadata
@@ -344,35 +346,16 @@ def save_safetensors(
     >>> read_header(where).tensors["w"]
     TensorInfo(dtype='F32', shape=(2, 3), begin=0, end=24)
     """
-    where = os.fspath(path)
-    if not overwrite and os.path.lexists(where):
+    store, file = stores.holding(where := stores.location(path))
+    store.refuse_writes()
+    if not overwrite and store.size(file) is not None:
         raise CheckpointExists(f"{where} exists; pass overwrite=True to replace it")
     arrays = {name: np.asarray(x) for name, x in tensors.items()}
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata)
-    temporary = f"{where}.tmp-{uuid.uuid4().hex[:8]}"
     size = len(head) + sum(t.nbytes for t in place.values())
     with commit.room_for(size, where):
-        _write(files.active(), temporary, where, head, [arrays[name] for name in place])
-
-
-def _write(fs: files.Files, temporary: str, target: str, head: bytes, arrays: list[np.ndarray]) -> None:
-    try:
-        fd = fs.create(temporary)
-        try:
-            position = fs.write(fd, [head], 0)
-            for a in arrays:
-                for piece in _pieces(a):
-                    position += fs.write(fd, [piece], position)
-            fs.fsync(fd)
-        finally:
-            fs.close(fd)
-        fs.rename(temporary, target)
-    except BaseException:
-        if os.path.lexists(temporary):
-            fs.unlink(temporary)
-        raise
-    fs.fsync_dir(os.path.dirname(os.path.abspath(target)))
+        store.put(file, itertools.chain([head], *(_pieces(arrays[name]) for name in place)))
 
 
 def _pieces(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:

@@ -19,10 +19,9 @@ import numpy as np
 
 from ..arrays import asarray
 from ..arrays.blocks import BlockSharding, Box
-from ..arrays.errors import CheckpointDTypeError, CheckpointError, CheckpointExists
+from ..arrays.errors import CheckpointDTypeError, CheckpointError
 from ..arrays.tree import Path, flatten_with_path
-from . import commit, dtypes, manifest, names
-from .files import active
+from . import commit, dtypes, manifest, names, stores
 from .grid import Grid, choose_grid
 from .inflight import SaveHandle, finish_earlier, start
 from .writing import Record, Task, in_threads, write_blocks
@@ -218,7 +217,7 @@ def save(
     Parameters
     ----------
     path
-        The directory to make. Missing directories above it are made too.
+        The directory to make, or a URL (``s3://``, ``gs://``, ``az://``, ``memory://``). Missing directories above it are made too.
     tree
         Nested dicts, lists, tuples, named tuples and dataclasses of arrays (local, split over a mesh, or NumPy), numbers,
         texts, booleans and None. Named tuples and dataclasses are kept as dicts of their fields.
@@ -259,7 +258,7 @@ def save(
     >>> zarr.open(where)["layers.0.w"].shape
     (4, 2)
     """
-    target = os.path.abspath(os.fspath(path))
+    target = stores.location(path)
     finish_earlier(target)
     return _Save(target, tree, step, metadata, overwrite).run()
 
@@ -303,7 +302,7 @@ def save_async(
     >>> np.asarray(load(where)["w"])
     array([0., 0., 0.])
     """
-    target = os.path.abspath(os.fspath(path))
+    target = stores.location(path)
     finish_earlier(target)
     prepared = _Save(target, tree, step, metadata, overwrite)
     prepared.snapshot()
@@ -340,8 +339,9 @@ class _Save:
 
     def snapshot(self) -> None:
         """Hold the values as they are now, so that `run` may come later and in another thread."""
-        if os.path.lexists(self.target) and not self.overwrite:
-            raise CheckpointExists(f"{self.target} exists; pass overwrite=True to replace it")
+        if not self.overwrite:
+            # Refused now rather than in the background; what is there may be replaced, or not, is looked at again then.
+            commit.check_target(self.target, False, lambda _: True)
         meshes, groups = _by_mesh(self.items)
         for mesh, group in zip(meshes, groups, strict=True):
             for item, settled in zip(group, mesh.settle([i.array for i in group]), strict=True):
@@ -358,42 +358,46 @@ class _Save:
 
     def run(self) -> SaveReport:
         """Write everything and commit."""
-        fs, target, items = active(), self.target, self.items
+        target, items = self.target, self.items
         commit.make_parents(target)
         expected = sum(i.stored_nbytes for i in items)
         slack = 4096 * (2 * len(items) + 2)
         with (
             commit.room_for(expected + slack, target),
-            commit.replacing(target, overwrite=self.overwrite, ours=is_checkpoint) as (root, finish),
+            commit.replacing(target, overwrite=self.overwrite, ours=is_checkpoint) as folder,
         ):
             for item in items:
-                fs.mkdir(os.path.join(root, item.directory))
-            records = _write_local([i for i in items if i.sharding is None], root)
+                item.directory += folder.suffix
+                folder.mkdir(item.directory)
+            records = _write_local([i for i in items if i.sharding is None], folder.root)
             meshes, groups = _by_mesh(items)
             for group in groups:
-                records += _write_split(group, root)
+                records += _write_split(group, folder.root)
             self.head.meshes = [m.describe() for m in meshes]
-            nbytes = finish_directory(root, target, self.head, items, records)
-            finish()
+            nbytes = finish_directory(folder, target, self.head, items, records)
+            folder.commit()
         return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, len(records))
 
 
 def finish_directory(
-    root: str, target: str, head: manifest.Manifest, items: list[Item], records: Sequence[Record]
+    folder: commit.Folder, target: str, head: manifest.Manifest, items: list[Item], records: Sequence[Record]
 ) -> int:
     """Write what makes shards a checkpoint: Zarr's metadata, then the manifest. Returns the bytes of the directory."""
-    fs = active()
     head.arrays = _entries(items, records)
-    nbytes = sum(r.nbytes for r in records) + _write_metadata(root, items)
+    nbytes = sum(r.nbytes for r in records) + _write_metadata(folder, items)
     data = head.dumps()
-    manifest.loads(data, os.path.join(target, manifest.FILE))  # never commit what could not be read again
-    fs.write_file(os.path.join(root, manifest.FILE), data)
-    fs.fsync_dir(root)
+    manifest.loads(data, stores.join(target, manifest.FILE))  # never commit what could not be read again
+    folder.put(manifest.FILE, data)
+    folder.settle()
     return nbytes + len(data)
 
 
 def is_checkpoint(path: str) -> bool:
     """Whether a directory is one that `save` wrote, complete or not: what ``overwrite=True`` may replace."""
+    if stores.is_url(path):
+        from .object_commit import is_ours
+
+        return is_ours(path)
     entries = os.listdir(path)
     if manifest.FILE in entries:
         return True
@@ -427,17 +431,16 @@ def _entries(items: list[Item], records: list[Record]) -> list[manifest.ArrayEnt
     return entries
 
 
-def _write_metadata(root: str, items: list[Item]) -> int:
+def _write_metadata(folder: commit.Folder, items: list[Item]) -> int:
     """Zarr's own files, and the sync of every directory."""
-    fs = active()
     texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path)) for i in items}
 
     def write(directory: str) -> None:
-        fs.write_file(os.path.join(root, directory, "zarr.json"), texts[directory])
-        fs.fsync_dir(os.path.join(root, directory))
+        folder.put(f"{directory}/zarr.json", texts[directory])
+        folder.settle(directory)
 
-    in_threads(write, list(texts))
+    in_threads(write, list(texts), stores.at(folder.root).readers)
     group = group_metadata(manifest.VERSION, texts)
-    fs.write_file(os.path.join(root, "zarr.json"), group)
-    fs.fsync_dir(root)
+    folder.put("zarr.json", group)
+    folder.settle()
     return len(group) + sum(map(len, texts.values()))

@@ -10,6 +10,7 @@ independent calls, each of which returns the number of bytes that it read; `run`
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -22,7 +23,7 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
-from . import names
+from . import names, stores
 from .checksums import crc32c
 from .files import IOV_MAX
 from .grid import Grid, runs
@@ -31,15 +32,14 @@ from .manifest import StoredObject
 Job = Callable[[], int]
 
 _BATCH = 8 << 20  # bytes of one read, and of the staging memory of one thread
-_JOB = 64 << 20  # bytes of one job
-_GAP = 4 << 10  # bytes that are cheaper to read than to skip
-_ROW = 64 << 10  # rows up to this length are read whole: the disk reads them whole anyway
-_THREADS = 4
 
 
-def run(jobs: Sequence[Job]) -> int:
-    """Execute all jobs, on a few threads when that may help; returns the sum of what they return."""
-    workers = min(_THREADS, len(jobs), 2 * (os.cpu_count() or 1))
+def run(jobs: Sequence[Job], readers: int = 4) -> int:
+    """Execute all jobs, on a few threads when that may help; returns the sum of what they return.
+
+    ``readers`` is what the stores of the tensors say: to a disk more threads than processors only wait for each other.
+    """
+    workers = min(readers, len(jobs), max(readers if readers > 4 else 0, 2 * (os.cpu_count() or 1)))
     if workers < 2:
         return sum(job() for job in jobs)
     with ThreadPoolExecutor(workers, thread_name_prefix="meshtape-io") as pool:
@@ -52,22 +52,6 @@ def run(jobs: Sequence[Job]) -> int:
             raise
 
 
-def preadv(fd: int, buffers: list[Any], offset: int) -> int:
-    """Fill all buffers from ``offset`` on, or as many as the file has bytes for; returns the number of bytes."""
-    views = [memoryview(b) for b in buffers]
-    total = 0
-    while views:
-        done = os.preadv(fd, views[:IOV_MAX], offset + total)
-        if done == 0:
-            break
-        total += done
-        while views and done >= len(views[0]):
-            done -= len(views.pop(0))
-        if done:
-            views[0] = views[0][done:]
-    return total
-
-
 def _view(a: np.ndarray, box: Box) -> np.ndarray:
     """The part of ``a`` in ``box``; a view even of a 0-d array, where ``a[()]`` would be a scalar."""
     return a[(*box.slices, ...)]
@@ -77,12 +61,16 @@ def _bytes_of(a: np.ndarray) -> np.ndarray:
     return a.reshape(-1).view(np.uint8)
 
 
-def open_file(path: str, what: str) -> int:
+@contextlib.contextmanager
+def opened(where: str, what: str) -> Iterator[stores.Reader]:
+    """A file of a checkpoint for reading; `IncompleteCheckpoint` where it is missing, at the opening or the first read."""
+    store, name = stores.holding(where)
     try:
-        return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        with contextlib.closing(store.reader(name)) as reader:
+            yield reader
     except (FileNotFoundError, NotADirectoryError):
         raise IncompleteCheckpoint(
-            f"{path} is missing, which holds {what}; restore the file or another checkpoint"
+            f"{where} is missing, which holds {what}; restore the file or another checkpoint"
         ) from None
 
 
@@ -100,6 +88,14 @@ class ChunkedTensor:
     objects: dict[tuple[int, ...], StoredObject]
 
     @property
+    def readers(self) -> int:
+        return stores.at(self.root).readers
+
+    @property
+    def directory(self) -> str:
+        return next((o.file.partition("/")[0] for o in self.objects.values()), "")
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.grid.shape
 
@@ -115,7 +111,7 @@ class ChunkedTensor:
 
     def check(self) -> None:
         """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
-        lost = [o.file for o in self.objects.values() if not os.path.exists(os.path.join(self.root, o.file))]
+        lost = stores.missing(self.root, self.directory, [o.file for o in self.objects.values()])
         if lost:
             shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
             raise IncompleteCheckpoint(
@@ -137,6 +133,7 @@ class ChunkedTensor:
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         """Calls that together fill ``out`` (of the box's shape) with the elements of ``box``."""
         unit = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
+        step = max(1, stores.at(self.root).job // unit)
         for coord in self._shards(box):
             stored = self.objects[coord]
             part = box.intersect(stored.box)
@@ -148,7 +145,6 @@ class ChunkedTensor:
                 range(a // c, -(-b // c)) for a, b, c in zip(local.offset, local.stop, self.grid.chunk, strict=True)
             ]
             chunks = list(itertools.product(*spans))
-            step = max(1, _JOB // unit)
             for first in range(0, len(chunks), step):
                 yield lambda c=coord, t=target, b=local, group=chunks[first : first + step]: self._read(c, b, t, group)
 
@@ -158,13 +154,7 @@ class ChunkedTensor:
         path = names.inside(self.root, stored.file, f"{self.root}: {self.name!r}")
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
         present = grid.present(coord)
-        fd = open_file(path, f"part of {self.name!r}")
-        try:
-            size = os.fstat(fd).st_size
-            if size != stored.nbytes:
-                raise CorruptCheckpoint(
-                    f"{path} has {size} bytes, the manifest says {stored.nbytes} (key {self.name!r})"
-                )
+        with opened(path, f"part of {self.name!r}") as reader:
             slots = max(1, min(_BATCH // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
             staging = None
             total = 0
@@ -184,7 +174,11 @@ class ChunkedTensor:
                     copies.append((place, _view(staging[k, ...], common.within(box))))
                     buffers += [_bytes_of(staging[k, ...]), sums[k]]
                 number = _ravel(group[0], present)
-                done = preadv(fd, buffers, number * (nbytes + 4))
+                done = reader.readv(buffers, number * (nbytes + 4))
+                if reader.nbytes != stored.nbytes:
+                    raise CorruptCheckpoint(
+                        f"{path} has {reader.nbytes} bytes, the manifest says {stored.nbytes} (key {self.name!r})"
+                    )
                 if done != len(group) * (nbytes + 4):
                     raise CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
                 total += done
@@ -198,8 +192,6 @@ class ChunkedTensor:
                 for place, source in copies:
                     place[...] = source
             return total
-        finally:
-            os.close(fd)
 
 
 def _ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
@@ -241,6 +233,10 @@ class RawTensor:
     file_nbytes: int
 
     @property
+    def readers(self) -> int:
+        return stores.holding(self.path)[0].readers
+
+    @property
     def chunk(self) -> tuple[int, ...]:
         """The piece in whose multiples windows are cut: a row."""
         return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
@@ -267,8 +263,8 @@ class RawTensor:
         axis = next(i for i in range(len(self.shape) - 1, -1, -1) if box.shape[i] != self.shape[i]) - 1
         outer = [i for i in range(axis + 1) if box.shape[i] > 1]
         axis = outer[-1] if outer else axis
-        gap = stride - length
-        over = gap * item <= _GAP or stride * item <= _ROW
+        gap, store = stride - length, stores.holding(self.path)[0]
+        over = gap * item <= store.gap or stride * item <= store.row
         rows = max(1, _BATCH // (stride * item)) if over else 1
         ranges = [
             range(box.offset[i], box.stop[i], rows if i == axis else 1) if i <= axis else (box.offset[i],)
@@ -284,12 +280,12 @@ class RawTensor:
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         pending: list[tuple[Box, bool, int]] = []
-        size = 0
+        size, limit = 0, stores.holding(self.path)[0].job
         for read in self._reads(box):
-            if read[1] and read[2] > _JOB and len(read[0].shape) and read[0].shape[0] > 1:
+            if read[1] and read[2] > limit and len(read[0].shape) and read[0].shape[0] > 1:
                 # One long run: let several threads read it.
                 part = read[0]
-                rows = max(1, _JOB * part.shape[0] // read[2])
+                rows = max(1, limit * part.shape[0] // read[2])
                 for a in range(0, part.shape[0], rows):
                     b = min(rows, part.shape[0] - a)
                     piece = Box((part.offset[0] + a, *part.offset[1:]), (b, *part.shape[1:]))
@@ -298,7 +294,7 @@ class RawTensor:
                 continue
             pending.append(read)
             size += read[2]
-            if size >= _JOB:
+            if size >= limit:
                 yield lambda g=pending: self._read(box, out, g)
                 pending, size = [], 0
         if pending:
@@ -307,18 +303,18 @@ class RawTensor:
     def _read(self, box: Box, out: np.ndarray, group: list[tuple[Box, bool, int]]) -> int:
         item = self.dtype.itemsize
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
-        fd = open_file(self.path, f"key {self.name!r}")
         total = 0
-        try:
-            size = os.fstat(fd).st_size
-            if size != self.file_nbytes:
-                raise CorruptCheckpoint(f"{self.path} had {self.file_nbytes} bytes when it was opened, now {size}")
+        with opened(self.path, f"key {self.name!r}") as reader:
             for part, one_run, nbytes in group:
                 place = _view(out, part.within(box))
                 offset = self.start + item * sum(o * s for o, s in zip(part.offset, strides, strict=True))
                 direct = one_run and place.flags.c_contiguous
                 buffer = _bytes_of(place) if direct else np.empty(nbytes, np.uint8)
-                done = preadv(fd, [buffer], offset)
+                done = reader.readv([buffer], offset)
+                if reader.nbytes != self.file_nbytes:
+                    raise CorruptCheckpoint(
+                        f"{self.path} had {self.file_nbytes} bytes when it was opened, now {reader.nbytes}"
+                    )
                 if done != nbytes:
                     raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
                 total += done
@@ -327,12 +323,22 @@ class RawTensor:
                     place[...] = np.lib.stride_tricks.as_strided(
                         span, part.shape, [s * item for s in strides], writeable=False
                     )
-        finally:
-            os.close(fd)
         return total
 
 
 # ----- Zarr by others -------------------------------------------------------------------------------------------------
+
+
+def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
+    """(what zarr takes as a store, path in it) of a node of a hierarchy."""
+    if not stores.is_url(root):
+        return root, node
+    from zarr.storage import ObjectStore
+
+    from .objects import client
+
+    held, prefix = client(root)
+    return ObjectStore(held, read_only=True), "/".join(p for p in (prefix, node) if p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +351,10 @@ class ZarrTensor:
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk: tuple[int, ...]
+
+    @property
+    def readers(self) -> int:
+        return stores.at(self.root).readers
 
     def only(self, box: Box) -> ZarrTensor:
         return self
@@ -362,7 +372,8 @@ class ZarrTensor:
 
         register()
         try:
-            out[...] = zarr.open_array(self.root, path=self.node, mode="r")[box.slices]
+            store, node = zarr_place(self.root, self.node)
+            out[...] = zarr.open_array(store, path=node, mode="r")[box.slices]
         except Exception as e:
             # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
             raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e
@@ -376,4 +387,4 @@ def read_box(tensor: StoredTensor, box: Box | None = None) -> tuple[np.ndarray, 
     """The elements of ``box`` (all by default) as a new NumPy array, and the bytes that it took."""
     box = Box.whole(tensor.shape) if box is None else box
     out = np.empty(box.shape, tensor.dtype)
-    return out, run(list(tensor.jobs(box, out)))
+    return out, run(list(tensor.jobs(box, out)), tensor.readers)

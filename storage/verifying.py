@@ -4,19 +4,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint
-from . import manifest, names
+from . import manifest, names, stores
 from .checksums import combine, crc32c
-from .opened import open_checkpoint
-from .tensors import ChunkedTensor, open_file, preadv, run
+from .opening import open_checkpoint
+from .tensors import ChunkedTensor, opened, run
 from .zarr_format import chunk_coords, shard_index
+
+T = TypeVar("T")
+
+_BATCH = 8 << 20  # bytes of one read
 
 
 @dataclass(frozen=True)
@@ -60,37 +67,42 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         t.check()
     faults: list[str] = []
     jobs = [lambda t=t, c=c: _check_object(t, c, faults) for t in tensors for c in t.objects]
-    nbytes = run(jobs)
+    nbytes = run(jobs, max((t.readers for t in tensors), default=1))
     if faults:
         shown = "\n  ".join(sorted(faults)[:20])
         raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged files:\n  {shown}")
     return VerifyReport(ckpt.path, len(tensors), len(jobs), nbytes, time.perf_counter() - started)
 
 
+def _batched(items: Iterable[T], n: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    while group := list(itertools.islice(rest, n)):
+        yield group
+
+
 def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -> int:
     """Read one file to its end; add what is wrong with it to ``faults``; return its length."""
     stored = t.objects[coord]
-    path = names.inside(t.root, stored.file, os.path.join(t.root, manifest.FILE))
+    path = names.inside(t.root, stored.file, stores.join(t.root, manifest.FILE))
     nbytes = math.prod(t.grid.chunk) * t.dtype.itemsize
     digest = position = 0
     bad: list[tuple[int, ...]] = []
-    fd = open_file(path, f"part of {t.name!r}")
-    try:
-        size = os.fstat(fd).st_size
+    with opened(path, f"part of {t.name!r}") as reader:
+        size = reader.nbytes
         if size != stored.nbytes:
             faults.append(f"{path} has {size} bytes, the manifest says {stored.nbytes} (key {t.name!r})")
             return 0
-        data, mark = np.empty(nbytes, np.uint8), np.empty(4, np.uint8)
-        for index in chunk_coords(t.grid, coord):
-            position += preadv(fd, [data, mark], position)
-            value = crc32c(data)
-            if value.to_bytes(4, "little") != mark.tobytes():
-                bad.append(index)
-            digest = combine(digest, value, nbytes)
+        slots = max(1, _BATCH // max(nbytes, 1))
+        data, marks = np.empty((slots, nbytes), np.uint8), np.empty((slots, 4), np.uint8)
+        for group in _batched(chunk_coords(t.grid, coord), slots):
+            position += reader.readv([b for k in range(len(group)) for b in (data[k], marks[k])], position)
+            for index, held, mark in zip(group, data, marks, strict=False):
+                value = crc32c(held)
+                if value.to_bytes(4, "little") != mark.tobytes():
+                    bad.append(index)
+                digest = combine(digest, value, nbytes)
         tail = np.empty(size - position, np.uint8)
-        position += preadv(fd, [tail], position)
-    finally:
-        os.close(fd)
+        position += reader.readv([tail], position)
     if bad:
         more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
         faults.append(f"{path} (key {t.name!r}): chunk {', '.join(map(str, bad[:4]))}{more} does not fit its crc32c")

@@ -14,11 +14,13 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError
+from . import stores
 from .files import active
 from .grid import Grid
-from .zarr_format import write_shard
+from .zarr_format import ShardBytes
 
 THREADS = 2  # to one disk, more only wait for each other
+UPLOADS = 8  # objects on their way to an object store
 _OPEN = 128  # files that are written before they are synced
 
 
@@ -49,23 +51,26 @@ def write_blocks(
     fs = active()
     jobs: list[tuple[str, Task, np.ndarray]] = []
     for rank, (root, tasks) in payloads.items():
+        if stores.is_url(root):
+            continue
         _wait_for(root, rank)
         jobs += [(os.path.join(root, t.file), t, blocks[rank][t.array][(*t.part.slices, ...)]) for t in tasks]
 
+    records = _put_blocks(payloads, blocks)
     opened: set[int] = set()
 
     def write(job: tuple[str, Task, np.ndarray]) -> tuple[Record, int]:
         path, task, part = job
-        nbytes, digest, fd = write_shard(fs, path, part, task.grid, task.coord)
+        shard = ShardBytes(part, task.grid, task.coord)
+        fd = shard.write(fs, path)
         opened.add(fd)
-        return Record(task.file, nbytes, digest), fd
+        return Record(task.file, shard.nbytes, shard.digest), fd
 
     def sync(fd: int) -> None:
         fs.fsync(fd)
         opened.discard(fd)
         fs.close(fd)
 
-    records: list[Record] = []
     try:
         for first in range(0, len(jobs), _OPEN):
             written = in_threads(write, jobs[first : first + _OPEN])
@@ -77,11 +82,31 @@ def write_blocks(
     return records
 
 
-def in_threads(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def _put_blocks(
+    payloads: Mapping[int, tuple[str, list[Task]]], blocks: Mapping[int, Sequence[np.ndarray]]
+) -> list[Record]:
+    """Those of `write_blocks` that go to object stores: a shard is one upload."""
+
+    def put(job: tuple[str, Task, np.ndarray]) -> Record:
+        root, task, part = job
+        shard = ShardBytes(part, task.grid, task.coord)
+        stores.at(root).put(task.file, shard.pieces())
+        return Record(task.file, shard.nbytes, shard.digest)
+
+    jobs = [
+        (root, t, blocks[rank][t.array][(*t.part.slices, ...)])
+        for rank, (root, tasks) in payloads.items()
+        if stores.is_url(root)
+        for t in tasks
+    ]
+    return in_threads(put, jobs, UPLOADS)
+
+
+def in_threads(work: Callable[[Any], Any], items: Sequence[Any], threads: int = THREADS) -> list[Any]:
     """Results in order. After an error none that waits is begun, and it is raised when those that run have ended."""
     if len(items) < 2:
         return [work(item) for item in items]
-    with ThreadPoolExecutor(min(THREADS, len(items)), thread_name_prefix="meshtape-io") as pool:
+    with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="meshtape-io") as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
             return [f.result() for f in futures]

@@ -93,29 +93,31 @@ def shard_index(grid: Grid, coord: tuple[int, ...], chunk_nbytes: int) -> bytes:
     return table.tobytes() + crc32c(table).to_bytes(4, "little")
 
 
-def write_shard(fs: Files, path: str, block: np.ndarray, grid: Grid, coord: tuple[int, ...]) -> tuple[int, int, int]:
-    """Write one shard, whose elements are ``block``, to a new file; returns its length, the crc32c of its chunks, and its descriptor.
-
-    The descriptor is the caller's to sync and close: many files synced together cost far fewer commits of the file system's journal,
-    and only the descriptor that wrote is sure to be told of an error.
+class ShardBytes:
+    """The bytes of one shard, whose elements are ``block``. When all `pieces` are gone, ``nbytes`` is their length and ``digest`` the crc32c.
 
     The checksum covers the chunks' data one after the other, without their own checksums: bytes followed by their crc32c
     have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
-
-    Chunks that lie in memory as they will lie in the file are handed to the kernel where they are; others are copied, a few
-    megabytes at a time.
     """
-    dtype = dtypes.little(block.dtype)
-    nbytes = math.prod(grid.chunk) * dtype.itemsize
-    as_it_is = block.dtype == dtype
-    slots = max(1, min(_BATCH // max(nbytes, 1), IOV_MAX // 2))
-    staging: np.ndarray | None = None
-    total = digest = used = 0
-    pending: list[Any] = []
 
-    fd = fs.create(path)
-    try:
-        for index in chunk_coords(grid, coord):
+    def __init__(self, block: np.ndarray, grid: Grid, coord: tuple[int, ...]) -> None:
+        self.block, self.grid, self.coord = block, grid, coord
+        self.nbytes = self.digest = 0
+
+    def _batches(self) -> Iterator[list[Any]]:
+        """Buffers, a few megabytes at a time; their memory is used again for the next ones.
+
+        Chunks that lie in memory as they will lie in the file are given where they are; others are copied.
+        """
+        grid, block = self.grid, self.block
+        dtype = dtypes.little(block.dtype)
+        nbytes = math.prod(grid.chunk) * dtype.itemsize
+        as_it_is = block.dtype == dtype
+        slots = max(1, min(_BATCH // max(nbytes, 1), IOV_MAX // 2))
+        staging: np.ndarray | None = None
+        pending: list[Any] = []
+        used = 0
+        for index in chunk_coords(grid, self.coord):
             part = block[(*(slice(i * c, (i + 1) * c) for i, c in zip(index, grid.chunk, strict=True)), ...)]
             if not (as_it_is and part.shape == grid.chunk and part.flags.c_contiguous):
                 if staging is None:
@@ -127,16 +129,36 @@ def write_shard(fs: Files, path: str, block: np.ndarray, grid: Grid, coord: tupl
                 part = slot
             data = part.reshape(-1).view(np.uint8)
             value = crc32c(data)
-            digest = combine(digest, value, nbytes)
+            self.digest = combine(self.digest, value, nbytes)
             pending += [data, value.to_bytes(4, "little")]
             used += 1
             if used == slots:
-                total += fs.write(fd, pending, total)
+                self.nbytes += used * (nbytes + 4)
+                yield pending
                 pending, used = [], 0
+        self.nbytes += used * (nbytes + 4)
         if grid.shape:
-            pending.append(shard_index(grid, coord, nbytes + 4))
-        total += fs.write(fd, pending, total)
-    except BaseException:
-        fs.close(fd)
-        raise
-    return total, digest, fd
+            pending.append(shard_index(grid, self.coord, nbytes + 4))
+            self.nbytes += len(pending[-1])
+        yield pending
+
+    def pieces(self) -> Iterator[Any]:
+        """The buffers one by one; each is valid until the next is asked for."""
+        for batch in self._batches():
+            yield from batch
+
+    def write(self, fs: Files, path: str) -> int:
+        """Write them to a new file; returns its descriptor, which is the caller's to sync and close.
+
+        Many files synced together cost far fewer commits of the file system's journal, and only the descriptor that wrote is sure to be
+        told of an error.
+        """
+        fd = fs.create(path)
+        try:
+            total = 0
+            for batch in self._batches():
+                total += fs.write(fd, batch, total)
+        except BaseException:
+            fs.close(fd)
+            raise
+        return fd

@@ -432,6 +432,43 @@ def svd_parts(x: Any) -> Any:
     return pairs, s
 
 
+LABELS = I([[0, 2], [1, 0]])
+
+
+def _loss(x: Any, **params: Any) -> Any:
+    return call("cross_entropy", **params)(x, mt.asarray(LABELS))
+
+
+def _loss_backward(g: Any, x: Any, **params: Any) -> Any:
+    return call("cross_entropy_backward", **params)(g, x, mt.asarray(LABELS))
+
+
+PLAIN, SMOOTH = {"ignore_index": None, "label_smoothing": 0.0}, {"ignore_index": 2, "label_smoothing": 0.3}
+SAMPLES |= {
+    name: [
+        (mt_fn, (real(2, 3),)),
+        (mt_fn, (real(1),)),
+        (functools.partial(mt_fn, axis=1), (real(2, 3, 2),)),
+        (functools.partial(mt_fn, axis=0), (real(3, 0),)),
+        (lambda x, f=mt_fn: f(x.mT, axis=0), (real(2, 3),)),
+    ]
+    for name, mt_fn in (("softmax", mt.nn.softmax), ("log_softmax", mt.nn.log_softmax))
+}
+SAMPLES |= {
+    name: [
+        (call(name, axis=1), (real(2, 3), y(real(2, 3)))),
+        (call(name, axis=0), (real(2, 3, 2), y(real(2, 3, 2)))),
+        (call(name, axis=0), (real(0, 2), real(0, 2))),
+    ]
+    for name, y in (("softmax_backward", np.abs), ("log_softmax_backward", np.negative))
+}
+SAMPLES |= {
+    "cross_entropy": [(functools.partial(_loss, **p), (real(2, 2, 3),)) for p in (PLAIN, SMOOTH)],
+    "cross_entropy_backward": [
+        (functools.partial(_loss_backward, **p), (real(2, 2), real(2, 2, 3))) for p in (PLAIN, SMOOTH)
+    ],
+}
+
 L = mt.linalg
 STRIDED = {"stride": (1, 2), "dilation": (2, 1), "groups": 2}
 SAMPLES |= {

@@ -232,6 +232,30 @@ def norm_samples() -> dict[str, list[Sample]]:
     }
 
 
+def softmax_samples() -> dict[str, list[Sample]]:
+    """Rows that are split as well as rows that are whole: the former go through the decompositions."""
+    shapes = [((4, 6), 1), ((4, 6), 0), ((2, 3, 5), 1), ((5,), 0), ((0, 3), 1)]
+    out: dict[str, list[Sample]] = {
+        name: [(call(name, axis=a, masked=m), (In(s),)) for s, a in shapes for m in (False, True)]
+        for name in ("softmax", "log_softmax")
+    }
+    for name in ("softmax_backward", "log_softmax_backward"):
+        out[name] = [(call(name, axis=a), (In(s), In(s))) for s, a in shapes]
+    kinds: list[dict[str, Any]] = [
+        {"ignore_index": None, "label_smoothing": 0.0},
+        {"ignore_index": 2, "label_smoothing": 0.25},
+    ]
+    labels = [((4, 6), (4,)), ((2, 3, 5), (2, 3)), ((5,), ()), ((0, 3), (0,))]
+    out["cross_entropy"] = [
+        (call("cross_entropy", **p), (In(s), In(n, "i8", 0, s[-1] - 1))) for s, n in labels for p in kinds
+    ]
+    out["cross_entropy_backward"] = [
+        (call("cross_entropy_backward", **p), (In(n), In(s), In(n, "i8", 0, s[-1] - 1))) for s, n in labels for p in kinds
+    ]
+    out["positions"] = [(call("positions", axis=a, start=3), (In(s),)) for s, a in shapes]
+    return out
+
+
 def random_samples() -> dict[str, list[Sample]]:
     key = In((2,), "u8", 0, 9)
     r = mt.random
@@ -419,6 +443,7 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     **index_samples(),
     **norm_samples(),
+    **softmax_samples(),
     **random_samples(),
 }
 

@@ -1,0 +1,89 @@
+"""How many threads do what: pure functions of shapes, addresses and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LADDER = ((32, 8), (128, 8), (256, 16), (512, 32))
+"""Threads of a row and elements of each, from the shortest rows to the longest that registers hold."""
+
+MAX_GRID = 2**31 - 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    """
+    >>> ceil_div(7, 2)
+    4
+    """
+    return -(-a // b)
+
+
+def vector_length(width: int, itemsizes: Sequence[int], addresses: Sequence[int]) -> int:
+    """Elements that one load may take: as many as 16 bytes of the narrowest array hold, where everything is aligned; else 1.
+
+    >>> vector_length(1024, (4, 4), (0, 512))
+    4
+    >>> vector_length(1024, (2, 4), (0, 512))
+    8
+    >>> vector_length(1023, (4,), (0,)), vector_length(1024, (4,), (4,))
+    (1, 1)
+    """
+    n = 16 // min(itemsizes)
+    whole = width % n == 0 and all(a % 16 == 0 for a in addresses)
+    return n if whole else 1
+
+
+class RowPlan(NamedTuple):
+    """A row has ``threads`` threads with ``items`` elements each, read ``vector`` at a time; a block has ``rows`` rows."""
+
+    threads: int
+    items: int
+    vector: int
+    rows: int
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        return (self.threads, self.rows, 1)
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """A block for every group of rows."""
+        return (min(ceil_div(rows, self.rows), MAX_GRID), 1, 1)
+
+
+def ladder(itemsize: int, vector: int) -> tuple[tuple[int, int], ...]:
+    """The rungs for elements of this size: numbers of 8 bytes fill the registers sooner, and long rows that must be read
+    element by element are better off in the loop for rows of any length."""
+    top, items = LADDER[-1]
+    if vector == 1:
+        return LADDER[:-1]
+    return (*LADDER[:-1], (top, items * 4 // max(itemsize, 4)))
+
+
+def row_plan(width: int, itemsizes: Sequence[int], addresses: Sequence[int]) -> RowPlan | None:
+    """How rows of ``width`` elements are held in registers; None where they are too long.
+
+    >>> row_plan(768, (4, 4), (0, 0))
+    RowPlan(threads=128, items=8, vector=4, rows=1)
+    >>> row_plan(100_000, (4,), (0,)) is None
+    True
+    """
+    vector = vector_length(width, itemsizes, addresses)
+    for threads, items in ladder(max(itemsizes), vector):
+        if width <= threads * items:
+            return RowPlan(threads, items, vector, 8 if threads == 32 else 1)
+    return None
+
+
+def persistent_grid(blocks: int, multiprocessors: int, threads: int, shared: int, shared_per_sm: int) -> int:
+    """Blocks that stay and loop over the rows, when each leaves a partial sum behind.
+
+    As many as are resident at once, but only as many as have some eight rows' work each: their partial sums cost traffic.
+
+    >>> persistent_grid(4096, 132, 256, 32 << 10, 227 << 10)
+    512
+    >>> persistent_grid(1, 132, 256, 0, 227 << 10)
+    1
+    """
+    resident = max(1, min(2048 // threads, shared_per_sm // max(shared, 1), 4))
+    return max(1, min(blocks, multiprocessors * resident, max(multiprocessors, blocks // 8)))

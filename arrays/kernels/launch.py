@@ -1,0 +1,200 @@
+"""Compiling and starting kernels.
+
+A kernel is a template of a ``.cu`` file of this folder, named with its arguments as in C++: ``norm_forward<true, float, …>``.
+Each is compiled by NVRTC when it is first used (CuPy keeps the result on disk), for the current device, and starts on that
+device's current stream. Whoever starts one goes through a :class:`Runner`, so that the tests can run the same host code and the
+same kernels on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import ml_dtypes
+import numpy as np
+
+HERE = Path(__file__).parent
+OPTIONS = ("--std=c++17",)
+"""What NVRTC is told beside the architecture. Contraction into fused multiply-adds stays on: a kernel whose bits are promised
+uses the intrinsics that are never contracted."""
+
+NAMES = {
+    np.dtype(np.float32): "float",
+    np.dtype(np.float64): "double",
+    np.dtype(np.float16): "float16",
+    np.dtype(ml_dtypes.bfloat16): "bfloat16",
+    np.dtype(np.int8): "signed char",
+    np.dtype(np.int16): "short",
+    np.dtype(np.int32): "int",
+    np.dtype(np.int64): "i64",
+    np.dtype(np.uint8): "unsigned char",
+    np.dtype(np.uint16): "unsigned short",
+    np.dtype(np.uint32): "u32",
+    np.dtype(np.uint64): "u64",
+    np.dtype(np.bool_): "bool",
+}
+"""The name of each dtype in the kernels."""
+
+FLOATS = tuple(d for d in NAMES if NAMES[d] in ("float", "double", "float16", "bfloat16"))
+
+
+class Properties(NamedTuple):
+    """What launch geometry needs to know of a device."""
+
+    multiprocessors: int
+    shared_memory: int  # bytes that one block may have
+
+
+class Runner(Protocol):
+    """Where kernels run. ``xp`` is the namespace whose arrays they take."""
+
+    xp: Any
+
+    def properties(self) -> Properties:
+        """Of the current device."""
+
+    def address(self, array: Any) -> int:
+        """Of the first element."""
+
+    def launch(
+        self,
+        file: str,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        arguments: Sequence[Any],
+        shared: int = 0,
+    ) -> None:
+        """Start ``kernel`` of ``file``. Arguments are arrays of ``xp``, and NumPy scalars of the parameters' exact types."""
+
+
+class CudaRunner:
+    """Kernels on the current CUDA device and its current stream, through CuPy."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.xp = cupy
+        self._kernels: dict[tuple[int, str, str], Any] = {}
+        self._properties: dict[int, Properties] = {}
+        self._lock = threading.Lock()
+
+    def properties(self) -> Properties:
+        device = self.xp.cuda.Device()
+        found = self._properties.get(device.id)
+        if found is None:
+            a = device.attributes
+            found = self._properties[device.id] = Properties(
+                a["MultiProcessorCount"], a["MaxSharedMemoryPerBlockOptin"]
+            )
+        return found
+
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def launch(
+        self,
+        file: str,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        arguments: Sequence[Any],
+        shared: int = 0,
+    ) -> None:
+        fn = self._function(file, kernel)
+        if shared > 48 << 10 and fn.max_dynamic_shared_size_bytes < shared:
+            fn.max_dynamic_shared_size_bytes = shared
+        fn(tuple(grid), tuple(block), tuple(arguments), shared_mem=shared)
+
+    def _function(self, file: str, kernel: str) -> Any:
+        key = (self.xp.cuda.runtime.getDevice(), file, kernel)
+        fn = self._kernels.get(key)
+        if fn is None:
+            with self._lock:
+                fn = self._kernels.get(key)
+                if fn is None:
+                    module = self.xp.RawModule(code=source(file), options=OPTIONS, name_expressions=(kernel,))
+                    fn = self._kernels[key] = module.get_function(kernel)
+        return fn
+
+
+@functools.cache
+def _cuda_runner() -> CudaRunner:
+    return CudaRunner()
+
+
+_other: Runner | None = None
+
+
+def runner() -> Runner:
+    """Where kernels run now."""
+    return _other or _cuda_runner()
+
+
+@contextmanager
+def running_on(other: Runner) -> Iterator[None]:
+    """All kernels go to another runner while the context is open (for tests: it holds for all threads)."""
+    global _other
+    before, _other = _other, other
+    try:
+        yield
+    finally:
+        _other = before
+
+
+_INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
+
+
+@functools.cache
+def source(file: str) -> str:
+    """A source of this folder with what it includes of this folder put in, each file once."""
+    seen: set[str] = set()
+
+    def text(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        own = (HERE / name).read_text().replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda m: text(m[1]), own)
+
+    return text(file)
+
+
+def named(kernel: str, *arguments: Any) -> str:
+    """The name of an instance of a template: dtypes, truths and numbers become C++.
+
+    >>> import numpy as np
+    >>> named("sum_parts", np.dtype("float32"), True, 4)
+    'sum_parts<float, true, 4>'
+    """
+    words = []
+    for a in arguments:
+        if isinstance(a, np.dtype):
+            words.append(NAMES[a])
+        else:
+            words.append(str(a).lower() if isinstance(a, bool) else str(a))
+    return f"{kernel}<{', '.join(words)}>"
+
+
+def wide(dtype: np.dtype) -> np.dtype:
+    """The dtype that a kernel computes in: float32 for the short ones.
+
+    >>> wide(np.dtype("float16")).name
+    'float32'
+    """
+    return np.dtype(np.float32) if dtype.itemsize <= 2 else dtype
+
+
+def contiguous(array: Any) -> Any:
+    """The array itself where its elements lie in C order without gaps, else a copy that does."""
+    return runner().xp.ascontiguousarray(array)
+
+
+i64 = np.int64
+"""The type of every length that a kernel takes."""

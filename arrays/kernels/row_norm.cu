@@ -1,0 +1,215 @@
+// layer_norm (CENTER) and rms_norm (not CENTER) over contiguous rows, forward and backward.
+//
+// T is the dtype of x, G that of y and its cotangent, W that of weight and bias. A row is read once and kept in registers;
+// longer rows than registers hold are read again, mostly from the second-level cache.
+#include "row.cuh"
+
+template <class A>
+struct Scale {
+    A mean, inverse;
+};
+
+// Statistics of a row in registers: two passes over them, as exact as it gets.
+template <bool CENTER, int THREADS, int ITEMS, int VEC, class T>
+__device__ inline Scale<Wide<T>> row_scale(const Row<T, THREADS, ITEMS, VEC>& x, int width, double eps)
+{
+    using A = Wide<T>;
+    A mean = A(0), s = A(0);
+    if constexpr (CENTER) {
+        x.each(width, [&](A v) { s += v; });
+        mean = row_sum<THREADS>(s) / A(width);
+        s = A(0);
+    }
+    x.each(width, [&](A v) { s += (v - mean) * (v - mean); });
+    const A square = row_sum<THREADS>(s) / A(width);
+    return Scale<A>{mean, A(1) / sqrt(square + A(eps))};
+}
+
+template <bool CENTER, class T, class G, class W, int THREADS, int ITEMS, int VEC>
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
+    norm_forward(const T* x, const W* weight, const W* bias, G* y, i64 rows, i64 length, double eps)
+{
+    using A = Wide<T>;
+    const int width = (int)length;
+    for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
+        Row<T, THREADS, ITEMS, VEC> r;
+        r.load(x + row * length, width);
+        const Scale<A> s = row_scale<CENTER>(r, width, eps);
+        each_vector<THREADS, ITEMS, VEC>(width, [&](int j, int column) {
+            const Vector<W, VEC> w = vector_at<VEC>(weight + column);
+            Vector<W, VEC> b;
+            if constexpr (CENTER) b = vector_at<VEC>(bias + column);
+            Vector<G, VEC> out;
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                A n = (r.at(j, k) - s.mean) * s.inverse * wide(w.at[k]);
+                if constexpr (CENTER) n += wide(b.at[k]);
+                out.at[k] = narrow<G>(n);
+            }
+            store_vector<VEC>(y + row * length + column, out);
+        });
+    }
+}
+
+// dx of the rows, and for each block the sums over its rows of what weight and bias get: partial[block][which][column].
+// A thread adds up the same columns of every row, in shared memory that only it touches, in an order without bank conflicts.
+template <bool CENTER, class T, class G, class W, int THREADS, int ITEMS, int VEC>
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>) == 8 || THREADS > 256 ? 1 : 3)
+    norm_backward(const G* g, const T* x, const W* weight, T* dx, Wide<T>* partial, i64 rows, i64 length, double eps)
+{
+    using A = Wide<T>;
+    constexpr int KINDS = CENTER ? 2 : 1;
+    const int width = (int)length, t = threadIdx.x;
+    DYNAMIC_SHARED(A, sums);
+    A* mine = sums + (int)threadIdx.y * (KINDS * ITEMS * THREADS) + t;
+#pragma unroll 4
+    for (int i = 0; i < KINDS * ITEMS; ++i) mine[i * THREADS] = A(0);
+    for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
+        Row<T, THREADS, ITEMS, VEC> r;
+        Row<G, THREADS, ITEMS, VEC> c;
+        r.load(x + row * length, width);
+        c.load(g + row * length, width);
+        const Scale<A> s = row_scale<CENTER>(r, width, eps);
+        A along_one = A(0), along_n = A(0);
+        each_vector<THREADS, ITEMS, VEC>(width, [&](int j, int column) {
+            const Vector<W, VEC> w = vector_at<VEC>(weight + column);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                const A n = (r.at(j, k) - s.mean) * s.inverse, gi = c.at(j, k);
+                mine[(j * VEC + k) * THREADS] += gi * n;
+                if constexpr (CENTER) mine[(ITEMS + j * VEC + k) * THREADS] += gi;
+                const A gw = gi * wide(w.at[k]);
+                along_one += gw;
+                along_n += gw * n;
+            }
+        });
+        const Pair<A> p = row_sums<THREADS>(along_one, along_n);
+        const A one = CENTER ? p.a / A(width) : A(0), slope = p.b / A(width);
+        each_vector<THREADS, ITEMS, VEC>(width, [&](int j, int column) {
+            const Vector<W, VEC> w = vector_at<VEC>(weight + column);
+            Vector<T, VEC> out;
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                const A n = (r.at(j, k) - s.mean) * s.inverse;
+                out.at[k] = narrow<T>((c.at(j, k) * wide(w.at[k]) - one - n * slope) * s.inverse);
+            }
+            store_vector<VEC>(dx + row * length + column, out);
+        });
+    }
+    if (blockDim.y > 1) __syncthreads();
+    A* out = partial + (i64)blockIdx.x * KINDS * length;
+    for (int kind = threadIdx.y; kind < KINDS; kind += blockDim.y) {
+#pragma unroll 1
+        for (int i = 0; i < ITEMS; ++i) {
+            const int column = ((i / VEC) * THREADS + t) * VEC + i % VEC;
+            if (column >= width) continue;
+            A total = A(0);
+            for (int y = 0; y < (int)blockDim.y; ++y) total += sums[((y * KINDS + kind) * ITEMS + i) * THREADS + t];
+            out[kind * length + column] = total;
+        }
+    }
+}
+
+// ----- rows of any length ---------------------------------------------------------------------------------------------
+
+constexpr int LONG = 512;  // threads of a block that works through a long row
+
+template <bool CENTER, class T>
+__device__ inline Scale<Wide<T>> long_row_scale(const T* x, i64 length, double eps)
+{
+    using A = Wide<T>;
+    constexpr int CHUNK = 8;
+    if constexpr (CENTER) {
+        Moments<A> m = Moments<A>::none();
+        for (i64 start = threadIdx.x; start < length; start += LONG * CHUNK) {
+            A v[CHUNK];
+            int count = 0;
+#pragma unroll
+            for (int k = 0; k < CHUNK; ++k) {
+                const i64 i = start + k * LONG;
+                v[k] = i < length ? wide(x[i]) : A(0);
+                count += i < length;
+            }
+            m.add(v, count);
+        }
+        m = row_moments<LONG>(m);
+        return Scale<A>{m.mean, A(1) / sqrt(m.m2 / A(length) + A(eps))};
+    } else {
+        A s = A(0);
+#pragma unroll 8
+        for (i64 i = threadIdx.x; i < length; i += LONG) s += wide(x[i]) * wide(x[i]);
+        return Scale<A>{A(0), A(1) / sqrt(row_sum<LONG>(s) / A(length) + A(eps))};
+    }
+}
+
+template <bool CENTER, class T, class G, class W>
+__global__ void __launch_bounds__(LONG, 2)
+    norm_forward_long(const T* x, const W* weight, const W* bias, G* y, i64 rows, i64 length, double eps)
+{
+    using A = Wide<T>;
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T* r = x + row * length;
+        const Scale<A> s = long_row_scale<CENTER>(r, length, eps);
+#pragma unroll 4
+        for (i64 i = threadIdx.x; i < length; i += LONG)
+            y[row * length + i] =
+                narrow<G>((wide(r[i]) - s.mean) * s.inverse * wide(weight[i]) + (CENTER ? wide(bias[i]) : A(0)));
+    }
+}
+
+// dx, and the statistics of each row for `norm_columns`.
+template <bool CENTER, class T, class G, class W>
+__global__ void __launch_bounds__(LONG, 2) norm_backward_long(const G* g, const T* x, const W* weight, T* dx,
+                                                           Wide<T>* scales, i64 rows, i64 length, double eps)
+{
+    using A = Wide<T>;
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T* r = x + row * length;
+        const G* c = g + row * length;
+        const Scale<A> s = long_row_scale<CENTER>(r, length, eps);
+        A along_one = A(0), along_n = A(0);
+#pragma unroll 4
+        for (i64 i = threadIdx.x; i < length; i += LONG) {
+            const A gw = wide(c[i]) * wide(weight[i]);
+            along_one += gw;
+            along_n += gw * ((wide(r[i]) - s.mean) * s.inverse);
+        }
+        const Pair<A> p = row_sums<LONG>(along_one, along_n);
+        const A one = CENTER ? p.a / A(length) : A(0), slope = p.b / A(length);
+#pragma unroll 4
+        for (i64 i = threadIdx.x; i < length; i += LONG) {
+            const A n = (wide(r[i]) - s.mean) * s.inverse;
+            dx[row * length + i] = narrow<T>((wide(c[i]) * wide(weight[i]) - one - n * slope) * s.inverse);
+        }
+        if (threadIdx.x == 0) {
+            scales[2 * row] = s.mean;
+            scales[2 * row + 1] = s.inverse;
+        }
+    }
+}
+
+// Sums over a share of the rows of what weight and bias get, from statistics that are known: blocks of 32 columns by 8 rows.
+template <bool CENTER, class T, class G>
+__global__ void __launch_bounds__(256)
+    norm_columns(const G* g, const T* x, const Wide<T>* scales, Wide<T>* partial, i64 rows, i64 length)
+{
+    using A = Wide<T>;
+    constexpr int KINDS = CENTER ? 2 : 1;
+    SHARED(A, tile, 2 * 8 * 33);
+    const i64 column = (i64)blockIdx.x * 32 + threadIdx.x;
+    A w = A(0), b = A(0);
+    if (column < length)
+        for (i64 row = (i64)blockIdx.y * 8 + threadIdx.y; row < rows; row += (i64)gridDim.y * 8) {
+            const A gi = wide(g[row * length + column]);
+            w += gi * ((wide(x[row * length + column]) - scales[2 * row]) * scales[2 * row + 1]);
+            b += gi;
+        }
+    tile[threadIdx.y * 33 + threadIdx.x] = w;
+    tile[(8 + threadIdx.y) * 33 + threadIdx.x] = b;
+    __syncthreads();
+    if (column < length && threadIdx.y < KINDS) {
+        A total = A(0);
+        for (int y = 0; y < 8; ++y) total += tile[(8 * threadIdx.y + y) * 33 + threadIdx.x];
+        partial[((i64)blockIdx.y * KINDS + threadIdx.y) * length + column] = total;
+    }
+}

@@ -1,0 +1,105 @@
+// Storage types, the type that their arithmetic is done in, and vectors of them.
+//
+// No toolkit header is needed: NVRTC compiles a kernel in some ten milliseconds without <cuda_fp16.h>. The same text is
+// compiled as C++ by the tests, where EMULATED is defined.
+#pragma once
+
+typedef long long i64;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifndef EMULATED
+#define SHARED(type, name, count) __shared__ type name[count]
+#define DYNAMIC_SHARED(type, name)                    \
+    extern __shared__ double dynamic_shared_memory[]; \
+    type* name = reinterpret_cast<type*>(dynamic_shared_memory)
+#endif
+
+constexpr u32 WHOLE_WARP = 0xffffffffu;
+
+struct float16 {
+    unsigned short bits;
+};
+struct bfloat16 {
+    unsigned short bits;
+};
+
+template <class T>
+struct Arithmetic {
+    using type = T;
+};
+template <>
+struct Arithmetic<float16> {
+    using type = float;
+};
+template <>
+struct Arithmetic<bfloat16> {
+    using type = float;
+};
+template <class T>
+using Wide = typename Arithmetic<T>::type;
+
+__device__ inline float wide(float x) { return x; }
+__device__ inline double wide(double x) { return x; }
+__device__ inline float wide(bfloat16 x) { return __uint_as_float((u32)x.bits << 16); }
+__device__ inline float wide(float16 x)
+{
+#ifdef EMULATED
+    return emulation::from_half(x.bits);
+#else
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+#endif
+}
+
+// Rounding to the nearest, ties to even.
+template <class T>
+__device__ inline T narrow(double x)
+{
+    return (T)x;
+}
+template <class T>
+__device__ inline T narrow(float x)
+{
+    return (T)x;
+}
+template <>
+__device__ inline float16 narrow<float16>(float x)
+{
+    float16 y;
+#ifdef EMULATED
+    y.bits = emulation::to_half(x);
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#endif
+    return y;
+}
+template <>
+__device__ inline bfloat16 narrow<bfloat16>(float x)
+{
+    u32 b = __float_as_uint(x);
+    bfloat16 y;
+    // By integers, because the instruction exists from compute capability 8.0 on only. NaN must not round to infinity.
+    y.bits = (b & 0x7fffffffu) > 0x7f800000u ? (unsigned short)0x7fff : (unsigned short)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
+    return y;
+}
+
+// The widest load is of 16 bytes: a longer vector takes several.
+template <class T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
+    T at[N];
+};
+
+template <class T>
+__device__ T infinity();
+template <>
+__device__ inline float infinity<float>()
+{
+    return __uint_as_float(0x7f800000u);
+}
+template <>
+__device__ inline double infinity<double>()
+{
+    return __longlong_as_double(0x7ff0000000000000LL);
+}

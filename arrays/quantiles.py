@@ -1,0 +1,179 @@
+"""Quantiles: the values below which given parts of the elements lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _infer
+from ._op import composite
+from .errors import DTypeError, ShapeError
+from .statistics import _weight_dtype
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+Axis = int | Sequence[int] | None
+
+Places = Callable[[np.ndarray, int], np.ndarray]
+
+
+def _between(alpha: float, beta: float) -> Places:
+    """Where among ``n`` sorted elements the part ``q`` lies, by Hyndman and Fan's family (The American Statistician, 1996)."""
+    return lambda q, n: n * q + alpha + q * (1 - alpha - beta) - 1
+
+
+def _inverted(q: np.ndarray, n: int) -> np.ndarray:
+    return np.ceil(n * q - 1)
+
+
+def _averaged(q: np.ndarray, n: int) -> np.ndarray:
+    at = n * q - 1
+    return np.where(at == np.floor(at), at + 0.5, np.ceil(at))
+
+
+def _closest(q: np.ndarray, n: int) -> np.ndarray:
+    at = n * q - 1.5
+    # Of two that are equally near, the one of even rank, counted from one.
+    return np.floor(at) + np.where((at == np.floor(at)) & (np.floor(at) % 2 == 1), 0, 1)
+
+
+# Each gives places, whose fractions are what the upper neighbour counts.
+_METHODS: dict[str, Places] = {
+    "linear": lambda q, n: q * (n - 1),
+    "lower": lambda q, n: np.floor(q * (n - 1)),
+    "higher": lambda q, n: np.ceil(q * (n - 1)),
+    "midpoint": lambda q, n: 0.5 * (np.floor(q * (n - 1)) + np.ceil(q * (n - 1))),
+    "nearest": lambda q, n: np.round(q * (n - 1)),
+    "inverted_cdf": _inverted,
+    "averaged_inverted_cdf": _averaged,
+    "closest_observation": _closest,
+    "interpolated_inverted_cdf": _between(0, 1),
+    "hazen": _between(0.5, 0.5),
+    "weibull": _between(0, 0),
+    "median_unbiased": _between(1 / 3, 1 / 3),
+    "normal_unbiased": _between(3 / 8, 3 / 8),
+}
+# These give one of the elements, in its own dtype.
+_PICKING = frozenset({"lower", "higher", "nearest", "inverted_cdf", "closest_observation"})
+
+
+def _rows(name: str, x: Any, axis: Axis, picking: bool) -> tuple[Array, tuple[int, ...]]:
+    """The axes laid out as one last dimension, and the axes."""
+    from .creation import asarray
+    from .manipulation import astype, permute_dims, reshape
+
+    x = asarray(x)
+    if x.dtype.kind == "c":
+        raise DTypeError(f"[{name}] complex numbers have no order")
+    if x.dtype.kind in "biu" and not picking:
+        x = astype(x, np.float64)
+    axes = _infer.normalize_axis(name, axis, x.ndim)
+    keep = [i for i in range(x.ndim) if i not in axes]
+    length = int(np.prod([x.shape[a] for a in axes]))
+    return reshape(permute_dims(x, (*keep, *axes)), (*(x.shape[i] for i in keep), length)), axes
+
+
+def _quantile(name: str, x: Any, parts: np.ndarray, axis: Axis, keepdims: bool, method: str) -> Array:
+    from .creation import asarray, beside, full
+    from .elementwise import isnan, where
+    from .manipulation import astype, expand_dims, moveaxis
+    from .reductions import any
+    from .sorting import sort
+
+    if parts.ndim > 1:
+        raise ShapeError(f"[{name}] q must be a number or have one dimension, got shape {parts.shape}")
+    if not ((parts >= 0) & (parts <= 1)).all():
+        raise ValueError(f"[{name}] q must be between 0 and {100 if name == 'percentile' else 1}")
+    if method not in _METHODS:
+        raise ValueError(f"[{name}] method must be one of {', '.join(_METHODS)}, got {method!r}")
+    rows, axes = _rows(name, x, axis, method in _PICKING)
+    floating = rows.dtype.kind not in "biu"
+    n = rows.shape[-1]
+    if n == 0:
+        if not floating:
+            raise ShapeError(f"[{name}] of no elements has no value of {rows.dtype.name}: shape {asarray(x).shape}")
+        out = full((*rows.shape[:-1], *parts.shape), np.nan, dtype=rows.dtype, device=beside(rows))
+    else:
+        at = np.clip(_METHODS[method](parts, n), 0, n - 1)
+        low, high = np.floor(at).astype(np.intp), np.ceil(at).astype(np.intp)
+        ordered = sort(rows, axis=-1)
+        out = ordered[..., low]
+        if method not in _PICKING:
+            above = ordered[..., high]
+            weight = asarray((at - low).astype(_weight_dtype(rows.dtype)), device=beside(rows))
+            # Not below + (above - below) * 0: that would be NaN between two infinities.
+            out = where(weight == 0, out, where(weight == 1, above, out * (1 - weight) + above * weight))
+            out = astype(out, rows.dtype, copy=False)
+        if floating:
+            bad = any(isnan(rows), axis=-1)
+            out = where(bad if parts.ndim == 0 else expand_dims(bad, axis=-1), np.nan, out)
+    if parts.ndim:
+        out = moveaxis(out, -1, 0)
+    return expand_dims(out, axis=tuple(a + parts.ndim for a in axes)) if keepdims else out
+
+
+def _parts(q: Any) -> np.ndarray:
+    return np.asarray(q, dtype=np.float64)
+
+
+@composite("quantile")
+def quantile(x: Any, q: Any, /, *, axis: Axis = None, keepdims: bool = False, method: str = "linear") -> Array:
+    """Values below which the parts ``q`` (between 0 and 1) of the elements lie; NaN where there is one, or no element.
+
+    Parameters
+    ----------
+    x
+        Real numbers.
+    q
+        A number, or numbers in one dimension, which then comes first in the result.
+    axis
+        One axis, several, or all (None).
+    keepdims
+        Whether the reduced dimensions stay, with length one.
+    method
+        One of NumPy's: between two elements ``"linear"`` or ``"midpoint"``; one of them, in the dtype of ``x``: ``"lower"``,
+        ``"higher"``, ``"nearest"``, ``"inverted_cdf"``, ``"closest_observation"``; and the estimators of Hyndman and Fan
+        (1996): ``"averaged_inverted_cdf"``, ``"interpolated_inverted_cdf"``, ``"hazen"``, ``"weibull"``,
+        ``"median_unbiased"``, ``"normal_unbiased"``.
+
+    Raises
+    ------
+    ValueError
+        For a ``q`` out of range or an unknown method.
+    DTypeError
+        For complex numbers.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.quantile(mt.asarray([1.0, 2.0, 4.0]), 0.75)
+    Array(3., dtype=float64)
+    >>> mt.quantile(mt.asarray([1, 2, 4]), [0.0, 0.7], method="higher")
+    Array([1, 4])
+    """
+    return _quantile("quantile", x, _parts(q), axis, keepdims, method)
+
+
+@composite("percentile")
+def percentile(x: Any, q: Any, /, *, axis: Axis = None, keepdims: bool = False, method: str = "linear") -> Array:
+    """:func:`quantile` with ``q`` between 0 and 100.
+
+    >>> import meshtape as mt
+    >>> mt.percentile(mt.asarray([1.0, 2.0, 4.0]), 75)
+    Array(3., dtype=float64)
+    """
+    return _quantile("percentile", x, _parts(q) / 100, axis, keepdims, method)
+
+
+@composite("median")
+def median(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+    """The middle element, or the mean of the two in the middle; NaN where there is one, or no element.
+
+    >>> import meshtape as mt
+    >>> mt.median(mt.asarray([[1.0, 9.0, 2.0], [3.0, 4.0, 5.0]]), axis=1)
+    Array([2., 4.], dtype=float64)
+    """
+    return _quantile("median", x, _parts(0.5), axis, keepdims, "linear")

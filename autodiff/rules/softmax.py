@@ -1,0 +1,21 @@
+"""Derivatives of the softmax family; legend in ``_registry``.
+
+The backward ops have no rules of their own: the engine differentiates their decompositions, which are right at every order.
+"""
+
+from __future__ import annotations
+
+from ...arrays import cross_entropy as ce
+from ...arrays import softmax as s
+from ._registry import call, defvjp
+
+defvjp(s.SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.SOFTMAX_BACKWARD, g, ans, axis=axis))
+defvjp(s.LOG_SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.LOG_SOFTMAX_BACKWARD, g, ans, axis=axis))
+
+
+def _cross_entropy(xp, g, logits, labels, ignore_index, label_smoothing):
+    params = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return call(xp, ce.CROSS_ENTROPY_BACKWARD, g, logits, labels, **params)
+
+
+defvjp(ce.CROSS_ENTROPY, logits=_cross_entropy)

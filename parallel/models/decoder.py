@@ -1,0 +1,362 @@
+"""A GPT-style decoder: RoPE, grouped queries, RMSNorm, SwiGLU, tied head; dense or with experts. Llama's architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...arrays import nn
+from ...arrays._array import Array
+from ...arrays.creation import asarray, ones
+from ...arrays.errors import ShapeError
+from ...arrays.manipulation import astype, matrix_transpose
+from ...arrays.reductions import sum as sum_
+from ...autodiff import checkpoint
+from . import moe
+from .layers import (
+    Keys,
+    check_ids,
+    dense,
+    join_heads,
+    maybe_dropout,
+    residual_std,
+    rotary_tables,
+    rotate,
+    split_heads,
+)
+from .plans import AXES, Plan, parse
+
+if TYPE_CHECKING:
+    from ...storage import Rules
+
+PARAMETERS = {
+    "tp": {"*attn.[qkv]": 1, "*attn.o": 0, "*ffn.gate": 1, "*ffn.up": 1, "*ffn.down": 0, "*experts.gate": 2}
+    | {"*experts.up": 2, "*experts.down": 1},
+    "vocab": {"embed": 0, "head": 1},
+    "ep": {"*experts.*": 0},
+}
+ACTIVATIONS = {
+    "tp": {"residual": -1},
+    "sp": {"residual": 1},
+    "cp": {"residual": 1},
+    "ep": moe.ACTIVATIONS,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a decoder.
+
+    Parameters
+    ----------
+    vocab
+        Number of tokens.
+    width
+        Length of a token's vector.
+    layers, heads
+        Number of blocks, and of query heads in each.
+    kv_heads
+        Number of key and value heads, a divisor of ``heads``; each serves ``heads / kv_heads`` query heads.
+    ffn
+        Hidden units of the feed-forward part; by default 8/3 of ``width`` rounded up to a multiple of 32.
+    max_length
+        Longest sequence.
+    theta
+        Base of the rotary wave lengths.
+    eps
+        Of the RMS norms.
+    tied
+        Whether the head is the transposed embedding.
+    dropout
+        Rate behind attention and feed-forward, in training.
+    experts
+        None for a dense decoder, or the ``mt.models.moe.Config`` of every block's feed-forward part.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.models.decoder.Config(vocab=256, width=64, layers=2, heads=4).ffn
+    192
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int | None = None
+    ffn: int | None = None
+    max_length: int = 2048
+    theta: float = 10000.0
+    eps: float = 1e-5
+    tied: bool = True
+    dropout: float = 0.0
+    experts: moe.Config | None = None
+
+    __is_tree__ = False
+
+    def __post_init__(self) -> None:
+        for name, default in (("kv_heads", self.heads), ("ffn", -(-8 * self.width // 96) * 32)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        for name in ("vocab", "width", "layers", "heads", "kv_heads", "ffn", "max_length"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"[decoder] {name} must be at least 1, got {getattr(self, name)}")
+        if self.width % (2 * self.heads):
+            raise ShapeError(f"[decoder] width {self.width} is no multiple of 2 * heads = {2 * self.heads}")
+        if self.heads % self.kv_heads:
+            raise ShapeError(f"[decoder] {self.heads} heads cannot share {self.kv_heads} key and value heads evenly")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"[decoder] dropout must be from 0 to below 1, got {self.dropout}")
+
+    @property
+    def head_size(self) -> int:
+        """Length of a head."""
+        return self.width // self.heads
+
+
+def init(key: Array, config: Config, *, dtype: Any = np.float32) -> dict[str, Any]:
+    """Random parameters, as GPT-2 starts them: normal with deviation 0.02, smaller where a layer adds to the residual.
+
+    Weights have shape ``(inputs, outputs)``. The numbers are a function of the key alone.
+
+    >>> import meshtape as mt
+    >>> c = mt.models.decoder.Config(vocab=256, width=64, layers=2, heads=4, kv_heads=2)
+    >>> p = mt.models.decoder.init(mt.random.key(0), c)
+    >>> p["layers"][0]["attn"]["k"].shape, sum(x.size for x in mt.tree.flatten(p)[0])
+    ((64, 32), 115008)
+    """
+    keys = Keys(key)
+    c, small = config, residual_std(config.layers)
+    kv = c.kv_heads * c.head_size
+    params: dict[str, Any] = {"embed": dense(keys(), c.vocab, c.width, 0.02, dtype), "layers": []}
+    for _ in range(c.layers):
+        attn = {
+            "q": dense(keys(), c.width, c.width, 0.02, dtype),
+            "k": dense(keys(), c.width, kv, 0.02, dtype),
+            "v": dense(keys(), c.width, kv, 0.02, dtype),
+            "o": dense(keys(), c.width, c.width, small, dtype),
+        }
+        if c.experts is None:
+            ffn = {
+                "gate": dense(keys(), c.width, c.ffn, 0.02, dtype),
+                "up": dense(keys(), c.width, c.ffn, 0.02, dtype),
+                "down": dense(keys(), c.ffn, c.width, small, dtype),
+            }
+        else:
+            ffn = moe.init(keys(), c.experts, c.width, c.ffn, out_std=small, dtype=dtype)
+        norms = {name: ones(c.width, dtype=dtype) for name in ("attn_norm", "ffn_norm")}
+        params["layers"].append(
+            {"attn_norm": norms["attn_norm"], "attn": attn, "ffn_norm": norms["ffn_norm"], "ffn": ffn}
+        )
+    params["norm"] = ones(c.width, dtype=dtype)
+    if not c.tied:
+        params["head"] = dense(keys(), c.width, c.vocab, 0.02, dtype)
+    return params
+
+
+def apply(
+    params: Any,
+    ids: Any,
+    config: Config,
+    *,
+    key: Array | None = None,
+    plan: Plan | None = None,
+    recompute: bool = False,
+    with_aux: bool = False,
+) -> Any:
+    """Logits of the next token at every place.
+
+    Parameters
+    ----------
+    params
+        Tree of :func:`init`; its dtype is that of the computation (norms and attention weights are kept in float32).
+    ids
+        Integers of shape ``(batch, sequence)``.
+    config
+        The sizes.
+    key
+        For dropout; without it nothing is dropped.
+    plan
+        The plan by which the arrays lie on their mesh (:func:`plan`); it moves activations. Not needed off a mesh.
+    recompute
+        Keep only the input of each block for the backward pass and compute the block again (Chen et al., 2016).
+    with_aux
+        Also give the balance loss of the experts (0 for a dense decoder).
+
+    Returns
+    -------
+    Array
+        Shape ``(batch, sequence, vocab)``; with ``with_aux`` a pair.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> c = mt.models.decoder.Config(vocab=256, width=32, layers=1, heads=2)
+    >>> p = mt.models.decoder.init(mt.random.key(0), c)
+    >>> mt.models.decoder.apply(p, mt.asarray([[1, 2, 3]]), c).shape
+    (1, 3, 256)
+    """
+    ids = check_ids("decoder", ids, config.max_length)
+    x = embed(params, ids, config, key=key, plan=plan)
+    x, aux = blocks(params["layers"], x, config, first=0, key=key, plan=plan, recompute=recompute)
+    logits = project(params, x, config, plan=plan)
+    return (logits, aux) if with_aux else logits
+
+
+def embed(params: Any, ids: Array, config: Config, *, key: Array | None = None, plan: Plan | None = None) -> Array:
+    """The first stage: vectors of tokens ``(batch, sequence, width)``."""
+    return _constrain(plan, nn.embedding(ids, params["embed"]), "residual")
+
+
+def blocks(
+    layers: Any,
+    x: Array,
+    config: Config,
+    *,
+    first: int = 0,
+    key: Array | None = None,
+    plan: Plan | None = None,
+    recompute: bool = False,
+) -> tuple[Array, Any]:
+    """A run of blocks, of which the first has the number ``first``; and the sum of their balance losses."""
+    aux: Any = 0.0
+    tables = rotary_tables(np.arange(x.shape[1]), config.head_size, config.theta)
+    for i, layer in enumerate(layers):
+        block_key = None if key is None else _block_key(key, first + i)
+
+        def run(layer: Any, x: Array, block_key: Any = block_key) -> Any:
+            return _block(layer, x, config, tables, block_key, plan)
+
+        x, loss = (checkpoint(run) if recompute else run)(layer, x)
+        aux = aux + loss
+    return x, aux
+
+
+def project(params: Any, x: Array, config: Config, *, plan: Plan | None = None) -> Array:
+    """The last stage: norm and head, to logits."""
+    x = _constrain(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "head")
+    return x @ (matrix_transpose(params["embed"]) if config.tied else params["head"])
+
+
+def _block_key(key: Array, i: int) -> Array:
+    from ...arrays import random
+
+    return random.fold_in(key, i)
+
+
+def _constrain(plan: Plan | None, x: Array, name: str) -> Array:
+    return x if plan is None else plan.constrain(x, name)
+
+
+def _block(
+    p: Any, x: Array, c: Config, tables: tuple[np.ndarray, np.ndarray], key: Array | None, plan: Plan | None
+) -> tuple[Array, Any]:
+    keys = None if key is None else Keys(key)
+    h = nn.rms_norm(x, c.width, p["attn_norm"], eps=c.eps)
+    attended = _attention(p["attn"], h, c, tables, plan)
+    x = x + _constrain(plan, maybe_dropout(attended, c.dropout, keys), "residual")
+    h = nn.rms_norm(x, c.width, p["ffn_norm"], eps=c.eps)
+    aux: Any = asarray(np.float32(0))
+    if c.experts is None:
+        f = p["ffn"]
+        out = (nn.silu(h @ f["gate"]) * (h @ f["up"])) @ f["down"]
+    else:
+        out, aux = moe.apply(p["ffn"], h, c.experts, plan=plan)
+    return x + _constrain(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux
+
+
+def _attention(p: Any, h: Array, c: Config, tables: tuple[np.ndarray, np.ndarray], plan: Plan | None) -> Array:
+    # Queries as (b, kv_heads, group, s, d): keys and values of one head serve its group by broadcasting.
+    cosines, sines = (asarray(t) for t in tables)
+    q = rotate(split_heads(h @ p["q"], c.kv_heads, c.heads // c.kv_heads), cosines, sines)
+    k = rotate(split_heads(h @ p["k"], c.kv_heads), cosines, sines)
+    v = split_heads(h @ p["v"], c.kv_heads)
+    here = q.sharding
+    if plan is not None and "cp" in plan.parts and here is not None and AXES["cp"] in here.mesh.names:
+        from ..attention import ring_attention
+
+        out = ring_attention(q, k, v, axis=AXES["cp"], is_causal=True)
+    else:
+        out = nn.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return join_heads(out) @ p["o"]
+
+
+def loss(
+    params: Any,
+    batch: Any,
+    config: Config,
+    *,
+    key: Array | None = None,
+    plan: Plan | None = None,
+    recompute: bool = False,
+) -> tuple[Array, Array]:
+    """Sum of the next-token losses in nats, and the number of tokens that count: what ``mt.Trainer`` takes.
+
+    ``batch`` has ``"ids"`` and ``"labels"``, integers of one shape ``(batch, sequence)``; places labelled -100 do not count.
+    With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
+    """
+    logits, aux = apply(params, batch["ids"], config, key=key, plan=plan, recompute=recompute, with_aux=True)
+    labels = asarray(batch["labels"])
+    wide = logits if logits.dtype.itemsize > 2 else astype(logits, np.float32)
+    total = nn.cross_entropy(wide, labels, reduction="sum", ignore_index=-100)
+    weight = sum_(astype(labels != -100, total.dtype))
+    if config.experts is not None:
+        total = total + config.experts.aux_weight * aux * weight
+    return total, weight
+
+
+def generate(params: Any, ids: Any, config: Config, steps: int) -> Array:
+    """``ids`` continued by the likeliest token, ``steps`` times. The whole sequence is computed anew for each."""
+    ids = np.asarray(check_ids("decoder.generate", ids, config.max_length))
+    for _ in range(steps):
+        logits = np.asarray(apply(params, asarray(ids), config)[:, -1])
+        ids = np.concatenate([ids, logits.argmax(axis=-1)[:, None].astype(ids.dtype)], axis=1)
+    return asarray(ids)
+
+
+def plan(name: str | Plan) -> Plan:
+    """The plan of that name for a decoder: ``dp``, ``fsdp``, ``tp``, ``sp``, ``vocab``, ``cp`` and ``ep``, joined by ``+``.
+
+    >>> import meshtape as mt
+    >>> mesh = mt.Mesh({"data": 2, "model": 2})
+    >>> mt.models.decoder.plan("dp+tp").sharding("layers.0.attn.o", (8, 8), mesh)
+    Sharding(data=Replicate(), model=Shard(0))
+    """
+    return parse(name, PARAMETERS, ACTIVATIONS)
+
+
+def rules(config: Config) -> Rules:
+    """Key rules from the names of Hugging Face's Llama to this tree; ``.inverse`` leads back.
+
+    They stored weights as ``(outputs, inputs)``. A decoder with experts follows the names of Mixtral.
+    """
+    from ...storage import Rules
+
+    lines = [
+        "model.embed_tokens.weight -> embed",
+        "model.norm.weight -> norm",
+        "model.layers.{i}.input_layernorm.weight -> layers.{i}.attn_norm",
+        "model.layers.{i}.post_attention_layernorm.weight -> layers.{i}.ffn_norm",
+        *(f"model.layers.{{i}}.self_attn.{n}_proj.weight -> layers.{{i}}.attn.{n}, permute()" for n in "qkvo"),
+    ]
+    if config.experts is None:
+        lines += [
+            f"model.layers.{{i}}.mlp.{n}_proj.weight -> layers.{{i}}.ffn.{n}, permute()" for n in ("gate", "up", "down")
+        ]
+    else:
+        lines.append("model.layers.{i}.block_sparse_moe.gate.weight -> layers.{i}.ffn.router, permute()")
+        shapes = {
+            "gate": (config.width, config.ffn),
+            "up": (config.width, config.ffn),
+            "down": (config.ffn, config.width),
+        }
+        for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
+            lines.append(
+                f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight -> layers.{{i}}.ffn.experts.{ours}, "
+                f"permute(), reshape([1, {', '.join(map(str, shapes[ours]))}]), concat(0)"
+            )
+    if not config.tied:
+        lines.append("lm_head.weight -> head, permute()")
+    return Rules("\n".join(lines))

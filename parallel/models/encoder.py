@@ -1,0 +1,335 @@
+"""A BERT-style encoder (Devlin et al., 2019), and sentence embeddings from it (Reimers and Gurevych, 2019)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ...arrays import nn
+from ...arrays._array import Array
+from ...arrays.creation import asarray, ones, zeros
+from ...arrays.elementwise import maximum, where
+from ...arrays.errors import ShapeError
+from ...arrays.linalg import vector_norm
+from ...arrays.manipulation import astype, expand_dims
+from ...arrays.reductions import sum as sum_
+from ...autodiff import checkpoint
+from .layers import Keys, check_ids, dense, expected, join_heads, maybe_dropout, split_heads
+from .plans import Plan, parse
+
+if TYPE_CHECKING:
+    from ...storage import Rules
+
+PARAMETERS = {
+    "tp": {"*attn.[qkv].weight": 1, "*attn.[qkv].bias": 0, "*attn.o.weight": 0}
+    | {"*ffn.up.weight": 1, "*ffn.up.bias": 0, "*ffn.down.weight": 0},
+    "vocab": {"embed.word": 0},
+}
+ACTIVATIONS = {"tp": {"residual": -1}, "sp": {"residual": 1}}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of an encoder, those of all-MiniLM-L6-v2 by default.
+
+    Parameters
+    ----------
+    vocab, types, max_length
+        Rows of the three embeddings: tokens, segments and places.
+    width, layers, heads, ffn
+        Length of a token's vector, number of blocks, heads of each, hidden units.
+    eps
+        Of the layer norms.
+    dropout
+        Rate behind embedding, attention and feed-forward, in training.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.models.encoder.Config(width=32, heads=4).head_size
+    8
+    """
+
+    vocab: int = 30522
+    width: int = 384
+    layers: int = 6
+    heads: int = 12
+    ffn: int = 1536
+    max_length: int = 512
+    types: int = 2
+    eps: float = 1e-12
+    dropout: float = 0.0
+
+    __is_tree__ = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "width", "layers", "heads", "ffn", "max_length", "types"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"[encoder] {name} must be at least 1, got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ShapeError(f"[encoder] width {self.width} is no multiple of {self.heads} heads")
+
+    @property
+    def head_size(self) -> int:
+        """Length of a head."""
+        return self.width // self.heads
+
+    @classmethod
+    def from_huggingface(cls, path: str | Path) -> Config:
+        """From the ``config.json`` of a BERT model. Raises :class:`ShapeError` where it is of another kind."""
+        c = json.loads(Path(path).read_text())
+        unlike = {
+            k: c.get(k, wanted)
+            for k, wanted in (("hidden_act", "gelu"), ("position_embedding_type", "absolute"), ("model_type", "bert"))
+            if c.get(k, wanted) != wanted
+        }
+        if unlike:
+            raise ShapeError(f"{path} does not describe a BERT encoder with gelu and absolute positions: {unlike}")
+        return cls(
+            vocab=c["vocab_size"],
+            width=c["hidden_size"],
+            layers=c["num_hidden_layers"],
+            heads=c["num_attention_heads"],
+            ffn=c["intermediate_size"],
+            max_length=c["max_position_embeddings"],
+            types=c["type_vocab_size"],
+            eps=c["layer_norm_eps"],
+        )
+
+
+def init(key: Array, config: Config, *, dtype: Any = np.float32) -> dict[str, Any]:
+    """Random parameters: normal with deviation 0.02, biases 0, norms 1. Weights have shape ``(inputs, outputs)``.
+
+    >>> import meshtape as mt
+    >>> c = mt.models.encoder.Config(vocab=100, width=32, layers=1, heads=2, ffn=64, max_length=16)
+    >>> mt.models.encoder.init(mt.random.key(0), c)["layers"][0]["ffn"]["up"]["weight"].shape
+    (32, 64)
+    """
+    keys = Keys(key)
+    c = config
+
+    def linear(inputs: int, outputs: int) -> dict[str, Array]:
+        return {"weight": dense(keys(), inputs, outputs, 0.02, dtype), "bias": zeros(outputs, dtype=dtype)}
+
+    def norm() -> dict[str, Array]:
+        return {"weight": ones(c.width, dtype=dtype), "bias": zeros(c.width, dtype=dtype)}
+
+    embed = {
+        name: dense(keys(), n, c.width, 0.02, dtype)
+        for name, n in (("word", c.vocab), ("place", c.max_length), ("type", c.types))
+    }
+    layers = [
+        {
+            "attn": {n: linear(c.width, c.width) for n in ("q", "k", "v", "o")} | {"norm": norm()},
+            "ffn": {"up": linear(c.width, c.ffn), "down": linear(c.ffn, c.width), "norm": norm()},
+        }
+        for _ in range(c.layers)
+    ]
+    return {"embed": {**embed, "norm": norm()}, "layers": layers}
+
+
+def apply(
+    params: Any,
+    ids: Any,
+    config: Config,
+    *,
+    mask: Any = None,
+    types: Any = None,
+    key: Array | None = None,
+    plan: Plan | None = None,
+    recompute: bool = False,
+) -> Array:
+    """Vectors of all tokens.
+
+    Parameters
+    ----------
+    params
+        Tree of :func:`init`.
+    ids
+        Integers of shape ``(batch, sequence)``.
+    mask
+        Like ``ids``; 0 or false where a token is padding, which no other looks at.
+    types
+        Segment of each token, like ``ids``; 0 by default.
+    key, plan, recompute
+        As for the decoder.
+
+    Returns
+    -------
+    Array
+        Shape ``(batch, sequence, width)``.
+    """
+    c, p = config, params["embed"]
+    keys = None if key is None else Keys(key)
+    ids = check_ids("encoder", ids, c.max_length)
+    s = ids.shape[1]
+    segment = p["type"][0] if types is None else nn.embedding(types, p["type"])
+    x = nn.embedding(ids, p["word"]) + p["place"][:s] + segment
+    x = _constrain(plan, maybe_dropout(_norm(x, p["norm"], c), c.dropout, keys), "residual")
+    seen = None
+    if mask is not None:
+        mask = asarray(mask)
+        if mask.shape != ids.shape:
+            raise ShapeError(f"[encoder] the mask {mask.shape} must have the shape of ids {ids.shape}")
+        seen = expand_dims(astype(mask, bool), axis=(1, 2, 3))
+    for layer in params["layers"]:
+        # One key a block, drawn outside it: a block that is computed again draws the same.
+        block_key = None if keys is None else keys()
+
+        def run(layer: Any, x: Array, block_key: Any = block_key) -> Array:
+            return _block(layer, x, seen, c, None if block_key is None else Keys(block_key), plan)
+
+        x = (checkpoint(run) if recompute else run)(layer, x)
+    return x
+
+
+def _constrain(plan: Plan | None, x: Array, name: str) -> Array:
+    return x if plan is None else plan.constrain(x, name)
+
+
+def _linear(x: Array, p: Any) -> Array:
+    return x @ p["weight"] + p["bias"]
+
+
+def _norm(x: Array, p: Any, c: Config) -> Array:
+    return nn.layer_norm(x, c.width, p["weight"], p["bias"], eps=c.eps)
+
+
+def _block(p: Any, x: Array, seen: Array | None, c: Config, keys: Keys | None, plan: Plan | None) -> Array:
+    a, f = p["attn"], p["ffn"]
+    q, k, v = (split_heads(_linear(x, a[n]), c.heads) for n in ("q", "k", "v"))
+    rate = c.dropout if keys is not None else 0.0
+    dropout_key = keys() if keys is not None and rate else None
+    mixed = nn.scaled_dot_product_attention(q, k, v, mask=seen, dropout_rate=rate, dropout_key=dropout_key)
+    out = maybe_dropout(_linear(join_heads(mixed), a["o"]), c.dropout, keys)
+    x = _constrain(plan, _norm(x + out, a["norm"], c), "residual")
+    out = maybe_dropout(_linear(nn.gelu(_linear(x, f["up"])), f["down"]), c.dropout, keys)
+    return _constrain(plan, _norm(x + out, f["norm"], c), "residual")
+
+
+def embed(
+    params: Any,
+    ids: Any,
+    config: Config,
+    *,
+    mask: Any = None,
+    pooling: Literal["mean", "cls", "last"] = "mean",
+    normalize: bool = True,
+    **options: Any,
+) -> Array:
+    """Sentence embeddings: the tokens' vectors pooled, and scaled to length one.
+
+    Parameters
+    ----------
+    params, ids, config, mask
+        As in :func:`apply`, which takes ``options`` too.
+    pooling
+        ``"mean"`` of the tokens that are no padding, the first (``"cls"``) or the ``"last"`` of them.
+    normalize
+        Scale to length one; a zero vector stays zero.
+
+    Returns
+    -------
+    Array
+        Shape ``(batch, width)``.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> c = mt.models.encoder.Config(vocab=100, width=32, layers=1, heads=2, ffn=64, max_length=16)
+    >>> p = mt.models.encoder.init(mt.random.key(0), c)
+    >>> mt.models.encoder.embed(p, mt.asarray([[5, 6, 7, 0]]), c, mask=mt.asarray([[1, 1, 1, 0]])).shape
+    (1, 32)
+    """
+    x = apply(params, ids, config, mask=mask, **options)
+    return unit(pool(x, mask, pooling)) if normalize else pool(x, mask, pooling)
+
+
+def pool(x: Array, mask: Any, pooling: str = "mean") -> Array:
+    """``(batch, sequence, width) -> (batch, width)``; see :func:`embed`. A sentence of nothing but padding gives zeros."""
+    if pooling not in ("mean", "cls", "last"):
+        raise ValueError(f"[encoder] pooling must be 'mean', 'cls' or 'last', got {pooling!r}")
+    if pooling == "cls":
+        return x[:, 0]
+    weights = ones(x.shape[:2], dtype=x.dtype) if mask is None else astype(asarray(mask), x.dtype)
+    count = sum_(weights, axis=1, keepdims=True)
+    if pooling == "last":
+        place = astype(maximum(count - 1, 0), np.int64)
+        weights = weights * astype(asarray(np.arange(x.shape[1])) == place, x.dtype)
+        count = sum_(weights, axis=1, keepdims=True)
+    return sum_(x * expand_dims(weights, axis=2), axis=1) / where(count == 0, 1.0, count)
+
+
+def unit(x: Array) -> Array:
+    """Rows scaled to length one; zero rows stay zero."""
+    length = vector_norm(x, axis=-1, keepdims=True)
+    return x / where(length == 0, 1.0, length)
+
+
+def plan(name: str | Plan) -> Plan:
+    """The plan of that name for an encoder: ``dp``, ``fsdp``, ``tp``, ``sp`` and ``vocab``, joined by ``+``."""
+    return parse(name, PARAMETERS, ACTIVATIONS)
+
+
+def rules(config: Config | None = None) -> Rules:
+    """Key rules from the names of Hugging Face's ``BertModel`` to this tree; ``.inverse`` leads back. The pooler is dropped.
+
+    They store weights as ``(outputs, inputs)``.
+    """
+    from ...storage import Rules
+
+    theirs = {
+        "attn.q": "attention.self.query",
+        "attn.k": "attention.self.key",
+        "attn.v": "attention.self.value",
+        "attn.o": "attention.output.dense",
+        "ffn.up": "intermediate.dense",
+        "ffn.down": "output.dense",
+    }
+    lines = [
+        "embeddings.word_embeddings.weight -> embed.word",
+        "embeddings.position_embeddings.weight -> embed.place",
+        "embeddings.token_type_embeddings.weight -> embed.type",
+        "embeddings.LayerNorm.{n} -> embed.norm.{n}",
+        "pooler.{rest*} -> _, optional()",
+        "embeddings.position_ids -> _, optional()",
+    ]
+    for ours, name in theirs.items():
+        lines.append(f"encoder.layer.{{i}}.{name}.weight -> layers.{{i}}.{ours}.weight, permute()")
+        lines.append(f"encoder.layer.{{i}}.{name}.bias -> layers.{{i}}.{ours}.bias")
+    lines.append("encoder.layer.{i}.attention.output.LayerNorm.{n} -> layers.{i}.attn.norm.{n}")
+    lines.append("encoder.layer.{i}.output.LayerNorm.{n} -> layers.{i}.ffn.norm.{n}")
+    return Rules("\n".join(lines))
+
+
+def from_pretrained(directory: str | Path, mesh: Any = None, plan: str | Plan = "dp") -> tuple[dict[str, Any], Config]:
+    """Parameters and sizes of a BERT model in a Hugging Face directory (``config.json`` and ``model.safetensors``).
+
+    With a mesh each rank reads its own blocks, as the plan says.
+    """
+    from ...storage import load
+
+    directory = Path(directory)
+    config = Config.from_huggingface(directory / "config.json")
+    like = expected(shapes(config), mesh, parse(plan, PARAMETERS, ACTIVATIONS))
+    return load(directory / "model.safetensors", like=like, rules=rules(config)), config
+
+
+def shapes(config: Config) -> Any:
+    """Shapes of the parameters, in the tree of :func:`init`."""
+    c = config
+
+    def linear(inputs: int, outputs: int) -> dict[str, Any]:
+        return {"weight": (inputs, outputs), "bias": (outputs,)}
+
+    norm = {"weight": (c.width,), "bias": (c.width,)}
+    layer = {
+        "attn": {n: linear(c.width, c.width) for n in ("q", "k", "v", "o")} | {"norm": norm},
+        "ffn": {"up": linear(c.width, c.ffn), "down": linear(c.ffn, c.width), "norm": norm},
+    }
+    embed = {"word": (c.vocab, c.width), "place": (c.max_length, c.width), "type": (c.types, c.width), "norm": norm}
+    return {"embed": embed, "layers": [layer] * c.layers}

@@ -1,0 +1,108 @@
+"""What the models share: initial weights, rotary positions, heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...arrays import nn, random
+from ...arrays import tree as trees
+from ...arrays._array import Array
+from ...arrays.creation import asarray
+from ...arrays.errors import ShapeError
+from ...arrays.manipulation import astype, concat, permute_dims, reshape
+from ..mesh import Mesh
+from ..placement import Sharding
+from .plans import Plan
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What ``mt.load(like=…)`` is told of an array that is still to come."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Sharding | None
+
+    __is_tree__ = False
+
+
+def expected(shapes: Any, mesh: Mesh | None, plan: Plan, dtype: Any = np.float32) -> Any:
+    """A tree of shapes as one that ``mt.load`` takes, with the shardings that the plan gives on the mesh."""
+
+    def leaf(path: trees.Path, shape: tuple[int, ...]) -> Expected:
+        return Expected(shape, np.dtype(dtype), None if mesh is None else plan.sharding(path, shape, mesh))
+
+    return trees.map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+class Keys:
+    """A key that gives a new one each time, in order."""
+
+    def __init__(self, key: Array) -> None:
+        self.key, self.count = key, 0
+
+    def __call__(self) -> Array:
+        self.count += 1
+        return random.fold_in(self.key, self.count)
+
+
+def dense(key: Array, inputs: int, outputs: int, std: float, dtype: Any) -> Array:
+    """A normal weight of shape ``(inputs, outputs)``, for ``x @ w``."""
+    return astype(random.normal(key, (inputs, outputs), dtype=np.float32) * std, dtype, copy=False)
+
+
+def maybe_dropout(x: Array, rate: float, key: Callable[[], Array] | None) -> Array:
+    """Dropout where a key is given (in training)."""
+    return nn.dropout(x, rate, key=key()) if rate and key is not None else x
+
+
+def split_heads(x: Array, heads: int, groups: int = 1) -> Array:
+    """``(b, s, heads * groups * d) -> (b, heads, groups, s, d)``."""
+    b, s, width = x.shape
+    return permute_dims(reshape(x, (b, s, heads, groups, width // (heads * groups))), (0, 2, 3, 1, 4))
+
+
+def join_heads(x: Array) -> Array:
+    """Inverse of :func:`split_heads`."""
+    b, heads, groups, s, d = x.shape
+    return reshape(permute_dims(x, (0, 3, 1, 2, 4)), (b, s, heads * groups * d))
+
+
+def rotary_tables(positions: np.ndarray, d: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of shape ``(s, d)`` for :func:`rotate` (Su et al., 2021), in float32.
+
+    Pairs are the elements ``i`` and ``i + d/2``, the order of Hugging Face's Llama.
+    """
+    if d % 2:
+        raise ShapeError(f"rotary positions need heads of even length, got {d}")
+    angles = np.outer(positions.astype(np.float64), theta ** (-np.arange(0, d, 2) / d))
+    angles = np.concatenate([angles, angles], axis=1)
+    sign = np.concatenate([-np.ones(d // 2), np.ones(d // 2)])
+    return np.cos(angles).astype(np.float32), (np.sin(angles) * sign).astype(np.float32)
+
+
+def rotate(x: Array, cosines: Array, sines: Array) -> Array:
+    """Each pair of elements of the last dimension turned by the angle of its position; ``x`` is ``(…, s, d)``."""
+    half = x.shape[-1] // 2
+    swapped = concat([x[..., half:], x[..., :half]], axis=-1)
+    return x * astype(cosines, x.dtype, copy=False) + swapped * astype(sines, x.dtype, copy=False)
+
+
+def check_ids(name: str, ids: Any, length: int) -> Array:
+    """Token numbers ``(b, s)`` that fit the model."""
+    ids = asarray(ids)
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        raise ShapeError(f"[{name}] ids must be integers of shape (batch, sequence), got {ids.dtype.name}{ids.shape}")
+    if ids.shape[1] > length:
+        raise ShapeError(f"[{name}] a sequence of {ids.shape[1]} is longer than the model's max_length {length}")
+    return ids
+
+
+def residual_std(layers: int, std: float = 0.02) -> float:
+    """Deviation of weights that write into the residual stream: their sum over layers keeps its size (Radford et al., 2019)."""
+    return std / math.sqrt(2 * layers)

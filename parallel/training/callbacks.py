@@ -1,0 +1,98 @@
+"""What a user adds to a run: functions called at its turns, and early stopping as one of them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class Callback:
+    """Base of callbacks: every method may be overridden, none need be.
+
+    All are called in the process that holds the Trainer, between two steps. ``trainer.stop(reason)`` ends the run there.
+    ``state`` is saved with each checkpoint and handed to ``restore`` by a run that resumes: plain numbers and texts.
+    """
+
+    name = ""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step of a run, or of what is left of it after a restart."""
+
+    def on_log(self, trainer: Trainer, numbers: dict[str, Any]) -> None:
+        """After each ``log_every`` steps, with what is logged."""
+
+    def on_evaluate(self, trainer: Trainer, numbers: dict[str, Any]) -> None:
+        """After each evaluation; names begin with ``eval_``."""
+
+    def on_save(self, trainer: Trainer, path: str) -> None:
+        """After a checkpoint was written, or begun in the background."""
+
+    def on_stop(self, trainer: Trainer, reason: str) -> None:
+        """After the last step."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must know."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state`."""
+
+
+class EarlyStop(Callback):
+    """Ends the run when a number of the evaluation has not improved for ``patience`` evaluations.
+
+    Parameters
+    ----------
+    metric
+        Which number, as it is logged.
+    patience
+        How many evaluations in a row may bring nothing.
+    least
+        An improvement smaller than this is none.
+    highest
+        Whether more is better.
+
+    Examples
+    --------
+    >>> stop = EarlyStop(patience=2)
+    >>> [stop.seen(v) for v in (3.0, 2.0, 2.5, 2.1)]
+    [False, False, False, True]
+    """
+
+    name = "early_stop"
+
+    def __init__(
+        self, metric: str = "eval_loss", *, patience: int = 3, least: float = 0.0, highest: bool = False
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1, got {patience}")
+        self.metric, self.patience, self.least, self.highest = metric, patience, least, highest
+        self.best, self.without = math.inf, 0
+
+    def seen(self, value: float) -> bool:
+        """Note a value; whether it is time to stop. NaN is no improvement."""
+        signed = -value if self.highest else value
+        if signed < self.best - self.least:
+            self.best, self.without = signed, 0
+        else:
+            self.without += 1
+        return self.without >= self.patience
+
+    def on_evaluate(self, trainer: Trainer, numbers: dict[str, Any]) -> None:
+        """See :class:`Callback`."""
+        if self.metric not in numbers:
+            raise KeyError(f"EarlyStop waits for {self.metric!r}; the evaluation gives {', '.join(numbers)}")
+        if self.seen(numbers[self.metric]):
+            trainer.stop(f"early stop: {self.metric} has not improved for {self.patience} evaluations")
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`Callback`."""
+        return {"best": None if math.isinf(self.best) else self.best, "without": self.without}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See :class:`Callback`."""
+        self.best = math.inf if state["best"] is None else state["best"]
+        self.without = state["without"]

@@ -1,0 +1,105 @@
+"""Mixed precision: the computation in 16 bits, parameters, optimizer and sums in float32; and the scaling of float16 losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ...arrays import tree as trees
+from ...arrays._array import Array
+from ...arrays.creation import asarray
+from ...arrays.elementwise import isfinite, logical_and, minimum, where
+from ...arrays.errors import TrainingError
+from ...arrays.manipulation import astype
+from ...arrays.reductions import all as all_
+
+DTYPES = {
+    "float64": np.dtype(np.float64),
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a step computes.
+
+    Parameters
+    ----------
+    compute
+        ``"float32"``, ``"bfloat16"`` or ``"float16"`` (or ``"float64"``): parameters are cast to it before the loss sees them.
+        The parameters themselves stay as they are: they are the masters.
+    scale
+        What the loss is multiplied by at first, so that small gradients survive in float16; 1 for all others.
+    growth, every
+        The scale grows by this factor after so many good steps in a row, and halves at a step whose gradients are not finite;
+        that step is left out (Micikevicius et al., 2018).
+    """
+
+    compute: str = "float32"
+    scale: float = 1.0
+    growth: float = 2.0
+    every: int = 2000
+
+    __is_tree__ = False
+
+    def __post_init__(self) -> None:
+        if self.compute not in DTYPES:
+            raise TrainingError(f"precision must be one of {', '.join(DTYPES)}, got {self.compute!r}")
+
+    @classmethod
+    def of(cls, given: str | Precision) -> Precision:
+        """From its name. float16 begins with a scale of 2 to the 15th."""
+        if isinstance(given, Precision):
+            return given
+        return cls(given, scale=2.0**15) if given == "float16" else cls(given)
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.scale != 1.0
+
+    def cast(self, params: Any) -> Any:
+        """Floating parameters in the dtype of the computation. Those of fewer bytes stay as they are."""
+        dtype = DTYPES[self.compute]
+
+        def one(x: Any) -> Any:
+            if isinstance(x, Array) and x.dtype.kind == "f" and x.dtype.itemsize > dtype.itemsize:
+                return astype(x, dtype)
+            return x
+
+        return trees.tree_map(one, params)
+
+    # ----- the scaler: a small tree in the state ------------------------------------------------------------------------
+
+    def init(self) -> dict[str, Any]:
+        """The scaler's state."""
+        return {"scale": asarray(np.float32(self.scale)), "good": asarray(np.int64(0)), "skipped": asarray(np.int64(0))}
+
+    def update(self, state: Any, good: Array) -> dict[str, Any]:
+        """The state after a step whose gradients were, or were not, finite."""
+        run = state["good"] + 1
+        grown = where(
+            run >= self.every, minimum(state["scale"] * np.float32(self.growth), np.float32(2.0**24)), state["scale"]
+        )
+        return {
+            "scale": where(good, grown, state["scale"] * np.float32(0.5)),
+            "good": where(good, where(run >= self.every, 0, run), 0),
+            "skipped": state["skipped"] + astype(~good, np.int64),
+        }
+
+
+def all_finite(tree: Any) -> Array:
+    """Whether every element of every array is finite."""
+    good: Any = None
+    for x in trees.flatten(tree)[0]:
+        here = all_(isfinite(x))
+        good = here if good is None else logical_and(good, here)
+    return asarray(True) if good is None else good
+
+
+__all__ = ["DTYPES", "Precision", "all_finite"]

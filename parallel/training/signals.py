@@ -1,0 +1,42 @@
+"""SIGINT and SIGTERM end a run at the next step, with a checkpoint; a second one ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopSignals:
+    """While it is open, ``received`` is the first signal that came, or None.
+
+    Handlers belong to the main thread; in another one nothing is caught, and the process ends as it always would.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for s in (signal.SIGINT, signal.SIGTERM):
+                self._before[s] = signal.signal(s, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            self._restore()
+            signal.raise_signal(number)
+            return
+        self.received = signal.Signals(number)
+
+    def _restore(self) -> None:
+        for s, handler in self._before.items():
+            signal.signal(s, handler)
+        self._before.clear()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()

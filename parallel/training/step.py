@@ -1,0 +1,254 @@
+"""One optimizer step as a pure function of the state and the micro-batches, traced once for each shape of a batch.
+
+The state is a tree: ``params``, ``optimizer``, ``step``, and where they are used ``ema`` and ``scaler``. Losses are sums with
+their weights (tokens, or samples), so that the gradient is that of the mean over the whole global batch, however unevenly it is
+cut. All micro-batches are in one program: gradients stay unreduced from micro-batch to micro-batch, and each is reduced once.
+
+ZeRO is a matter of shardings (Rajbhandari et al., 2020). Stage 1 splits the optimizer's slots over the data axis, stage 2 the
+gradients too (a reduce-scatter takes the place of the all-reduce), stage 3 the parameters too, which are gathered where they
+are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...arrays import random
+from ...arrays import tree as trees
+from ...arrays._array import Array
+from ...arrays.creation import asarray
+from ...arrays.elementwise import where
+from ...arrays.errors import TrainingError
+from ...arrays.manipulation import astype
+from ...autodiff import value_and_grad
+from ...autodiff.optim import Average, Optimizer, clip_by_global_norm, masters
+from ..api import distribute, reshard
+from ..mesh import Mesh
+from ..models.plans import AXES, Plan, widen
+from ..placement import Sharding
+from .precision import Precision, all_finite
+
+Loss = Callable[[Any, Any, Array], Any]
+"""``loss(params, batch, key)``: the mean over the samples of the batch; or ``(total, weight)``, the sum over what counts and how
+much that is; or ``(total, weight, metrics)`` with sums of other numbers, which are divided by the weight too."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a step does; everything that does not change from step to step.
+
+    Attributes
+    ----------
+    loss, optimizer
+        As ``mt.Trainer`` takes them.
+    plan
+        Where things live.
+    zero
+        ZeRO stage, 0 to 3.
+    clip
+        Largest global norm of the gradients, or None.
+    ema
+        Average of the parameters, or None.
+    trainable
+        Whether the parameter at a path is trained; all are by default.
+    """
+
+    loss: Loss
+    optimizer: Optimizer
+    plan: Plan = field(default_factory=lambda: Plan(("dp",)))
+    precision: Precision = field(default_factory=Precision)
+    zero: int = 0
+    clip: float | None = None
+    ema: Average | None = None
+    trainable: Callable[[trees.Path], bool] | None = None
+
+    __is_tree__ = False
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise TrainingError(f"zero must be a stage from 0 to 3, got {self.zero!r}")
+        if self.clip is not None and not self.clip > 0:
+            raise TrainingError(f"clip must be positive, got {self.clip}")
+
+    # ----- shardings ----------------------------------------------------------------------------------------------------
+
+    def _whole(self, path: trees.Path, x: Any, mesh: Mesh) -> Sharding:
+        """Where a parameter is computed with."""
+        parts = tuple(p for p in self.plan.parts if p != "fsdp")
+        return Plan(parts, self.plan.parameters, self.plan.activations).sharding(path, x.shape, mesh)
+
+    def _split(self, path: trees.Path, x: Any, mesh: Mesh) -> Sharding:
+        """The same, split over the data axis as well."""
+        placed = widen(self._whole(path, x, mesh).placements, x.shape, mesh, AXES["dp"])
+        return Sharding(mesh, **placed)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage; a plan with ``fsdp`` is stage 3."""
+        return 3 if "fsdp" in self.plan.parts else self.zero
+
+    def sharding(self, path: trees.Path, x: Any, mesh: Mesh) -> Sharding:
+        """Where a leaf of the state rests; ``path`` begins with the state's own key."""
+        split = self.stage >= 3 if path[0] == "params" else self.stage >= 1
+        return (self._split if split else self._whole)(path[1:], x, mesh)
+
+    def place(self, state: Any, mesh: Mesh | None) -> Any:
+        """A state (or a part of one that begins with the state's keys) put where it rests."""
+        if mesh is None:
+            return trees.tree_map(asarray, state)
+
+        def put(path: trees.Path, x: Any) -> Array:
+            x = asarray(x)
+            wanted = self.sharding(path, x, mesh)
+            return distribute(x, wanted) if x.sharding is None else reshard(x, wanted)
+
+        return trees.map_with_path(put, state)
+
+    # ----- the state ----------------------------------------------------------------------------------------------------
+
+    def init(self, params: Any, mesh: Mesh | None) -> dict[str, Any]:
+        """The state before the first step. On a mesh nothing is computed before it is needed."""
+        params = self.place({"params": params}, mesh)["params"]
+        state: dict[str, Any] = {"params": params, "optimizer": self.optimizer.init(self._masked(params))}
+        if self.ema is not None:
+            state["ema"] = self.ema.init(masters(params, state["optimizer"]))
+        if self.precision.scales:
+            state["scaler"] = self.precision.init()
+        state["step"] = asarray(np.int64(0))
+        return self.place(state, mesh)
+
+    def _masked(self, params: Any) -> Any:
+        """The parameters with None in place of those that are not trained."""
+        if self.trainable is None:
+            return params
+        chosen = self.trainable
+        masked = trees.map_with_path(lambda path, x: x if chosen(path) else None, params)
+        if not trees.flatten(masked)[0]:
+            raise TrainingError("no parameter is trained: trainable refuses all of them")
+        return masked
+
+    # ----- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self, state: Any, micro: Sequence[Any], key: Array) -> tuple[Any, dict[str, Array]]:
+        """The state after one step, and numbers about it: ``loss``, ``weight``, ``grad_norm`` and the loss's own metrics."""
+        params = state["params"]
+        train = self._masked(params)
+        scale = state["scaler"]["scale"] if self.precision.scales else None
+        step_key = random.fold_in(key, state["step"])
+        grads: Any = None
+        sums: dict[str, Any] = {}
+        for i, batch in enumerate(micro):
+            loss = self._scaled(params, batch, random.fold_in(step_key, i), scale)
+            (_, seen), g = value_and_grad(loss, has_aux=True)(train)
+            if scale is not None:  # what was differentiated is a mean: a sum would leave float16's range
+                g = trees.tree_map(lambda x, w=seen["weight"]: x * astype(w, x.dtype, copy=False), g)
+            grads = g if grads is None else trees.tree_map(lambda a, b: a + b, grads, g)
+            sums = seen if not sums else {n: sums[n] + v for n, v in seen.items()}
+        weight = sums["weight"]
+        over = where(weight == 0, 1.0, weight)
+        divisor = over if scale is None else over * scale
+        grads = self._reduced(trees.tree_map(lambda g: g / astype(divisor, g.dtype, copy=False), grads))
+        norm = None
+        if self.clip is not None:
+            grads, norm = clip_by_global_norm(grads, self.clip)
+        found = {n: v / over for n, v in sums.items() if n != "weight"} | {"weight": weight}
+        new = self._updated(state, train, grads, found["loss"])
+        if norm is not None:
+            found["grad_norm"] = norm
+        if scale is not None:
+            good = all_finite(grads)
+            new = trees.tree_map(lambda a, b: where(good, a, b), new, {k: state[k] for k in new})
+            new["scaler"] = self.precision.update(state["scaler"], good)
+            found["scale"] = scale
+        new["step"] = state["step"] + 1
+        return new, found
+
+    def _scaled(self, params: Any, batch: Any, key: Array, scale: Any) -> Callable[[Any], Any]:
+        """The loss of one micro-batch as a function of what is trained: (what is differentiated, sums)."""
+
+        def loss(train: Any) -> tuple[Array, dict[str, Array]]:
+            p = train if self.trainable is None else _merge(train, params)
+            total, weight, metrics = weighted(self.loss(self.precision.cast(self._gathered(p)), batch, key), batch)
+            wanted = total
+            if scale is not None:
+                wanted = total * astype(scale / where(weight == 0, 1.0, weight), total.dtype, copy=False)
+            return wanted, {"loss": total, "weight": weight, **metrics}
+
+        return loss
+
+    def _gathered(self, params: Any) -> Any:
+        """Parameters where they are computed with: stage 3 gathers them, and its gradient is a reduce-scatter."""
+        if self.stage < 3:
+            return params
+        return self._moved(params, self._whole)
+
+    def _reduced(self, grads: Any) -> Any:
+        """Gradients where the optimizer wants them."""
+        if self.stage >= 2:
+            return self._moved(grads, self._split)
+        if self.stage == 1:
+            return self._moved(self._moved(grads, self._whole), self._split)
+        return grads
+
+    def _moved(self, tree: Any, to: Callable[[trees.Path, Any, Mesh], Sharding]) -> Any:
+        def move(path: trees.Path, x: Array) -> Array:
+            here = x.sharding
+            return x if here is None else reshard(x, to(path, x, here.mesh))
+
+        return trees.map_with_path(move, tree)
+
+    def _updated(self, state: Any, train: Any, grads: Any, loss: Array) -> dict[str, Any]:
+        params = state["params"]
+        rest = train if self.stage == 0 else self._moved(train, self._split)
+        rest, slots = self.optimizer.update(rest, grads, state["optimizer"])
+        new: dict[str, Any] = {"optimizer": slots}
+        if self.ema is not None:
+            wide = masters(rest, slots) if self.trainable is None else _merge(masters(rest, slots), params)
+            new["ema"] = self.ema.update(wide, state["ema"], loss)
+        done = rest if self.stage in (0, 3) else self._moved(rest, self._whole)
+        new["params"] = done if self.trainable is None else _merge(done, params)
+        mesh = next((x.sharding.mesh for x in trees.flatten(params)[0] if x.sharding is not None), None)
+        # What the propagator chose may differ from where the state rests; the next step must find it there.
+        return self.place(new, mesh) if mesh is not None else new
+
+
+def _merge(train: Any, params: Any) -> Any:
+    """``params`` with the trained ones from ``train``, in which the others are None."""
+    chosen, treedef = trees.flatten(train, is_leaf=lambda x: x is None)
+    rest, _ = trees.flatten(params, is_leaf=lambda x: x is None)
+    return trees.unflatten(treedef, [r if t is None else t for t, r in zip(chosen, rest, strict=True)])
+
+
+def weighted(found: Any, batch: Any) -> tuple[Array, Array, dict[str, Array]]:
+    """A loss function's result as (total, weight, metrics), in float32 at least."""
+    metrics: dict[str, Any] = {}
+    if isinstance(found, tuple):
+        if len(found) not in (2, 3):
+            raise TrainingError(
+                f"a loss gives a mean, (total, weight) or (total, weight, metrics), not {len(found)} things"
+            )
+        total, weight = found[:2]
+        metrics = found[2] if len(found) == 3 else {}
+        taken = {"loss", "weight", "grad_norm", "scale"} & set(metrics)
+        if taken:
+            raise TrainingError(f"metrics of a loss cannot be called {', '.join(sorted(taken))}")
+        return _wide(total), _wide(weight), {n: _wide(v) for n, v in metrics.items()}
+    rows = {len(x) for x in trees.flatten(batch)[0] if getattr(x, "ndim", 0)}
+    if len(rows) != 1:
+        raise TrainingError(
+            f"the arrays of the batch have first dimensions {sorted(rows)}, so that a mean has no weight: return (total, weight)"
+        )
+    mean = _wide(found)
+    n = asarray(np.asarray(next(iter(rows)), mean.dtype))
+    return mean * n, n, metrics
+
+
+def _wide(x: Any) -> Array:
+    x = asarray(x)
+    if x.size != 1:
+        raise TrainingError(f"a loss and its weight are single numbers, got shape {x.shape}")
+    return x if x.dtype.kind == "f" and x.dtype.itemsize > 2 else astype(x, np.float32)

@@ -1,0 +1,1 @@
+"""How blocks travel between the processes of a mesh: small parts behind one interface, :class:`~.group.Transport`."""

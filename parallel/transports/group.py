@@ -1,0 +1,244 @@
+"""The processes of a mesh as one of them sees them: :class:`Transport`, and :class:`Group`, which drives one link to each other.
+
+The one primitive is an *exchange*: send batches to some processes, fill sinks from what others send. Everything that ranks do
+together is made of it (``collectives``). Sends and receives of one exchange overlap, by polling descriptors; no thread is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from ...arrays.errors import CollectiveMismatch, CollectiveTimeout, RankLost
+from . import frames
+from .frames import Place
+from .links import Link
+from .pieces import Batch, Sink, Target, expected, nbytes
+from .streams import say_abort
+
+SMALL = 32 << 10
+"""Messages up to this many bytes travel with their head."""
+
+Sends: TypeAlias = Mapping[int, Sequence["Batch | np.ndarray"]]
+Receives: TypeAlias = Mapping[int, Sequence["Sink | np.ndarray"]]
+
+
+class Transport(Protocol):
+    """What an executor needs of the other processes of its mesh.
+
+    One thread uses it at a time, in the same order in every process of the mesh. Nothing may be used after an error.
+    """
+
+    def begin(self, run: int, timeout: float) -> None:
+        """The exchanges that follow belong to run number ``run``; each may take ``timeout`` seconds."""
+
+    def turn(self, number: int) -> None:
+        """The exchanges that follow belong to this turn of a loop within the run."""
+
+    def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
+        """Send batches to processes, and fill sinks from what processes send.
+
+        Parameters
+        ----------
+        step
+            Number of the exchange within the program, the same in all processes: who is elsewhere is found out.
+        what
+            What it is for, in the user's words: ``all_reduce(data) of mean``.
+        sends, receives
+            Batches (or single arrays) for each process, and sinks (or arrays to fill) for what each sends, in equal order.
+            A process that is named here must name this one, with batches of the same shapes.
+
+        Raises
+        ------
+        RankLost
+            A process left, or stopped and said why.
+        CollectiveMismatch
+            A process is in another place of its program, or sends what has another size.
+        CollectiveTimeout
+            Not all is done in time; names the processes that are missing.
+        """
+
+    def abort(self, reason: str) -> None:
+        """Tell all others why this process stops, as far as they still listen."""
+
+    def shutdown(self) -> None:
+        """End the connections without giving them up: whoever waits for one sees it closed. Called by any thread."""
+
+    def close(self) -> None:
+        """Give back connections and memory."""
+
+
+class Group:
+    """A :class:`Transport` over one :class:`Link` to each other process.
+
+    ``group`` and ``epoch`` say which mesh and which of its lives this is, ``ranks`` names each process in messages.
+    """
+
+    def __init__(
+        self, group: bytes, epoch: int, process: int, links: Mapping[int, Link], ranks: Mapping[int, str]
+    ) -> None:
+        self._group, self._epoch, self._process, self._ranks = group, epoch, process, ranks
+        self.links = dict(links)
+        self._by_fd = {link.stream.fileno(): link for link in links.values()}
+        self._poll = select.poll()
+        self._watched: dict[int, int] = {}
+        self._place, self._timeout = Place(0, 0, 0), 60.0
+        self._what, self._expect = "", dict[int, int]()
+        self._ready: list[Link] = []
+
+    def begin(self, run: int, timeout: float) -> None:
+        self._place, self._timeout = Place(run, 0, 0), timeout
+
+    def turn(self, number: int) -> None:
+        self._place = self._place._replace(turn=number)
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+        self.links = {}
+
+    def shutdown(self) -> None:
+        for link in list(self.links.values()):
+            link.stream.shutdown()
+
+    def abort(self, reason: str) -> None:
+        length = min(len(reason.encode()), frames.TEXT_LIMIT)
+        head = frames.pack(frames.ABORT, self._epoch, self._group, self._place, self._process, length, self._what)
+        for link in self.links.values():
+            if link.at_boundary:  # otherwise it would be taken for a part of the message; closing says enough
+                say_abort(link.stream, head, reason)
+
+    # ----- the exchange -----------------------------------------------------------------------------------------------
+
+    def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
+        self._place, self._what = self._place._replace(step=step), what
+        sending: dict[int, Link] = {}
+        receiving: dict[int, Link] = {}
+        self._expect = {}
+        for p in {**sends, **receives}:
+            link = self.links[p]
+            batches = [b if isinstance(b, tuple) else (b,) for b in sends.get(p, ())]
+            head = None
+            size = nbytes(batches)
+            if p in sends:
+                sending[p] = link
+                head = frames.pack(frames.DATA, self._epoch, self._group, self._place, self._process, size, what)
+            sinks = None
+            if p in receives:
+                receiving[p] = link
+                sinks = [Target(s) if isinstance(s, np.ndarray) else s for s in receives[p]]
+                self._expect[p] = expected(sinks)
+            link.start(head, batches, sinks, (size <= SMALL, self._expect.get(p, 0) <= SMALL))
+        deadline = time.monotonic() + self._timeout
+        for link in {**sending, **receiving}.values():
+            self._serve(link, sending, receiving)
+        try:
+            while self._unstall(sending, receiving):
+                self._await({**sending, **receiving}.values(), deadline)
+                for link in self._ready:
+                    self._serve(link, sending, receiving)
+        finally:
+            for fd in list(self._watched):
+                self._poll.unregister(fd)
+            self._watched = {}
+
+    def _serve(self, link: Link, sending: dict[int, Link], receiving: dict[int, Link]) -> None:
+        """Send and receive what one link can now."""
+        p = link.peer
+        while True:
+            before = link.moved
+            try:
+                if p in sending and link.push():
+                    del sending[p]
+            except OSError as e:
+                self._lost(link, e)
+            try:
+                if p in receiving and link.pull(self._check):
+                    del receiving[p]
+            except OSError as e:
+                raise RankLost(f"{self._ranks[p]} left during {self._what}: {e}") from e
+            if link.moved == before or not (p in sending or p in receiving):
+                return
+
+    def _unstall(self, sending: dict[int, Link], receiving: dict[int, Link]) -> bool:
+        """Offer chunks again whose turn may have come; whether anything is left to do."""
+        again = True
+        while again:
+            again = False
+            for link in [x for x in receiving.values() if x.stalled]:
+                before = link.moved
+                self._serve(link, sending, receiving)
+                again |= link.moved != before
+        return bool(sending or receiving)
+
+    def _await(self, links: Collection[Link], deadline: float) -> None:
+        wanted: dict[int, int] = {}
+        for link in links:
+            events = link.interest()
+            if events:
+                wanted[link.stream.fileno()] = events
+        for fd in [f for f in self._watched if f not in wanted]:
+            self._poll.unregister(fd)
+            del self._watched[fd]
+        for fd, events in wanted.items():
+            if self._watched.get(fd) != events:
+                self._poll.register(fd, events)
+                self._watched[fd] = events
+        left = deadline - time.monotonic()
+        found = self._poll.poll(max(0.0, left * 1000)) if left > 0 else []
+        if not found:
+            missing = ", ".join(self._ranks[p] for p in sorted({x.peer for x in links}))
+            raise CollectiveTimeout(
+                f"{self._what} ({self._place}): no answer within {self._timeout:.0f} s from {missing}"
+            )
+        self._ready = [self._by_fd[fd] for fd, _ in found]
+        for link in self._ready:
+            link.stream.awake()
+
+    def _lost(self, link: Link, error: OSError) -> None:
+        """A send failed. The peer may have said why before it closed: what it sent is read first."""
+        deadline = time.monotonic() + 1.0
+        with contextlib.suppress(OSError, CollectiveMismatch):
+            while time.monotonic() < deadline:
+                link.start(None, (), [_Nothing()], (True, True))
+                self._expect[link.peer] = -1
+                if link.pull(self._check):
+                    break
+                poll = select.poll()
+                poll.register(link.stream.fileno(), link.stream.events(True, False))
+                poll.poll(100)
+        raise RankLost(f"{self._ranks[link.peer]} left during {self._what}: {error}") from error
+
+    def _check(self, link: Link, head: frames.Head | None) -> None:
+        p = link.peer
+        if head is None or head.process != p or head.group != self._group:
+            raise CollectiveMismatch(f"{self._ranks[p]} sent what is no message of this mesh")
+        if head.kind == frames.ABORT:
+            raise RankLost(f"{self._ranks[p]} stopped: {link.reason(head.length)}")
+        want = self._expect[p]
+        if want < 0:
+            raise ConnectionError("no last words")
+        if head.epoch != self._epoch or head.place != self._place or head.length != want:
+            epochs = f" of epoch {self._epoch}", f" of epoch {head.epoch}"
+            mine, theirs = epochs if head.epoch != self._epoch else ("", "")
+            raise CollectiveMismatch(
+                f"{self._ranks[self._process]} is in {self._place}{mine} ({self._what}, {want} bytes), "
+                f"{self._ranks[p]} in {head.place}{theirs} ({head.what}, {head.length} bytes)"
+            )
+
+
+class _Nothing:
+    """A sink of no bytes: only the head of the message is wanted."""
+
+    shape, dtype, width = (0,), np.dtype(np.uint8), 1
+
+    def place(self, k: int, j: int) -> np.ndarray | None:
+        return None
+
+    def accept(self, k: int, j: int, chunk: np.ndarray | None) -> bool:
+        return True

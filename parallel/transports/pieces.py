@@ -1,0 +1,228 @@
+"""What travels in a message, and where it goes: arrays in bounded chunks, so that no transport needs memory of their size.
+
+A message is a list of *batches*, each a tuple of arrays of one shape. Both sides cut a batch into the same chunks of at most
+:data:`QUANTUM` bytes, boxes of the array in C order, from its shape alone: a sender may pack from a strided view and a receiver
+unpack into another. Chunks that fit a processor's cache are also what keeps copying fast.
+
+A *sink* takes the chunks of one batch: :class:`Target` copies them into an array, :class:`Fold` joins contributions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+QUANTUM = 1 << 19
+
+Index = tuple[Any, ...]
+Batch = tuple[np.ndarray, ...]
+
+
+@functools.lru_cache(maxsize=8192)
+def chunks(shape: tuple[int, ...], itemsize: int) -> tuple[Index, ...]:
+    """Indices that cut an array in boxes of at most :data:`QUANTUM` bytes (or one element), in C order.
+
+    >>> chunks((3, 1 << 18), 2)
+    ((slice(0, 1, None),), (slice(1, 2, None),), (slice(2, 3, None),))
+    """
+    total = math.prod(shape) * itemsize
+    if total == 0:
+        return ()
+    if total <= QUANTUM or not shape:
+        return ((Ellipsis,),)
+    row = total // shape[0]
+    if row <= QUANTUM:
+        rows = max(1, QUANTUM // row)
+        return tuple((slice(i, min(i + rows, shape[0])),) for i in range(0, shape[0], rows))
+    inner = chunks(shape[1:], itemsize)
+    return tuple((slice(i, i + 1), *(k for k in rest if k is not Ellipsis)) for i in range(shape[0]) for rest in inner)
+
+
+def bytes_of(a: np.ndarray) -> memoryview:
+    """The memory of a C-contiguous array; ml_dtypes' have no buffer format of their own."""
+    return memoryview(a.reshape(-1).view(np.uint8))
+
+
+def nbytes(batches: Sequence[Batch]) -> int:
+    """Bytes of all arrays of a message."""
+    return sum(a.nbytes for b in batches for a in b)
+
+
+class Sink(Protocol):
+    """Where a batch goes. The transport asks for each chunk in order, for each chunk the arrays of the batch in order."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    width: int
+    """Number of arrays in the batch."""
+
+    def place(self, k: int, j: int) -> np.ndarray | None:
+        """C-contiguous memory that chunk ``k`` of array ``j`` may be written to directly, or None."""
+
+    def accept(self, k: int, j: int, chunk: np.ndarray | None) -> bool:
+        """The chunk is here (None: in its place). False: it is not its turn yet; ask again after other sinks went on.
+        The chunk's memory is the transport's again when the call returns True."""
+
+
+class Target:
+    """A sink that copies a batch of one array into ``array``, which may be strided."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.dtype, self.width = array, array.shape, array.dtype, 1
+        self._chunks = chunks(array.shape, array.itemsize)
+
+    def place(self, k: int, j: int) -> np.ndarray | None:
+        part = self.array[self._chunks[k]]
+        return part if part.flags.c_contiguous else None
+
+    def accept(self, k: int, j: int, chunk: np.ndarray | None) -> bool:
+        if chunk is not None:
+            self.array[self._chunks[k]] = chunk
+        return True
+
+
+class Fold:
+    """Contributions joined in one fixed order, chunk by chunk: the same bits in every run, however many processes there are.
+
+    ``terms`` holds, in order, the arrays of this process and None for what others send: :meth:`sink` makes the sink for those.
+    ``wide`` joins in float32 and rounds once. Memory is ``out`` and one chunk.
+    """
+
+    def __init__(self, out: np.ndarray, terms: Sequence[np.ndarray | None], reducer: np.ufunc, wide: bool) -> None:
+        self.out, self._terms, self._reducer, self._wide = out, tuple(terms), reducer, wide
+        self._chunks = chunks(out.shape, out.itemsize)
+        self._k = self._t = 0
+        self._first: np.ndarray | None = None  # the first contribution while nothing is joined to it yet
+        self._sum: np.ndarray | None = None
+        self._advance()
+
+    @property
+    def done(self) -> bool:
+        """Whether all contributions are in."""
+        return self._k == len(self._chunks)
+
+    def sink(self, positions: Sequence[int]) -> FoldSink:
+        """The sink for a batch that holds the terms at ``positions``."""
+        return FoldSink(self, tuple(positions))
+
+    def accept(self, k: int, t: int, chunk: np.ndarray) -> bool:
+        """One contribution to one chunk; False where others come before it."""
+        if (k, t) != (self._k, self._t):
+            return False
+        if t == 0:  # its memory is not ours: copied, and not held
+            self._sum = self._room(k)
+            self._sum[...] = chunk
+        else:
+            self._join(k, chunk)
+        self._t += 1
+        self._advance()
+        return True
+
+    def _room(self, k: int) -> np.ndarray:
+        part = self.out[self._chunks[k]]
+        return np.empty(part.shape, np.float32) if self._wide else part
+
+    def _join(self, k: int, term: np.ndarray) -> None:
+        if self._sum is None:
+            self._sum = self._room(k)
+            left = self._first
+        else:
+            left = self._sum
+        if self._wide:
+            left, term = left.astype(np.float32, copy=False), term.astype(np.float32)
+        self._reducer(left, term, out=self._sum)
+        self._first = None
+
+    def _advance(self) -> None:
+        """Join what is here, as far as the order allows."""
+        n = len(self._terms)
+        while self._k < len(self._chunks):
+            while self._t < n and (own := self._terms[self._t]) is not None:
+                term = own[self._chunks[self._k]]
+                if self._t == 0:
+                    self._first = term
+                else:
+                    self._join(self._k, term)
+                self._t += 1
+            if self._t < n:
+                return
+            if self._sum is None:
+                self.out[self._chunks[self._k]] = self._first
+            elif self._wide:
+                self.out[self._chunks[self._k]] = self._sum
+            self._first = self._sum = None
+            self._k, self._t = self._k + 1, 0
+
+
+class FoldSink:
+    """The part of a :class:`Fold` that one process sends."""
+
+    def __init__(self, fold: Fold, positions: tuple[int, ...]) -> None:
+        self.fold, self._positions, self.width = fold, positions, len(positions)
+        self.shape, self.dtype = fold.out.shape, fold.out.dtype
+
+    def place(self, k: int, j: int) -> None:
+        return None
+
+    def accept(self, k: int, j: int, chunk: np.ndarray | None) -> bool:
+        assert chunk is not None
+        return self.fold.accept(k, self._positions[j], chunk)
+
+
+class Steps:
+    """The chunks of a message in the order in which they travel: one by one, over batches, chunks and arrays of a batch."""
+
+    def __init__(self, items: Sequence[Any], shapes: Sequence[tuple[tuple[int, ...], int, int]]) -> None:
+        self._items, self._shapes = items, shapes
+        self._i = self._k = self._j = 0
+        self._count = 0
+        self._skip()
+
+    def _skip(self) -> None:
+        while self._i < len(self._items):
+            shape, itemsize, width = self._shapes[self._i]
+            self._count = len(chunks(shape, itemsize))
+            if self._count and width:
+                return
+            self._i += 1
+
+    @property
+    def done(self) -> bool:
+        return self._i == len(self._items)
+
+    def current(self) -> tuple[Any, int, int]:
+        """The batch or sink, number of the chunk, number of the array."""
+        return self._items[self._i], self._k, self._j
+
+    def next(self) -> None:
+        self._j += 1
+        if self._j == self._shapes[self._i][2]:
+            self._j, self._k = 0, self._k + 1
+            if self._k == self._count:
+                self._k, self._i = 0, self._i + 1
+                self._skip()
+
+
+def outgoing(batches: Sequence[Batch]) -> Steps:
+    """The chunks to send."""
+    return Steps(batches, [(b[0].shape, b[0].itemsize, len(b)) if b else ((0,), 1, 0) for b in batches])
+
+
+def incoming(sinks: Sequence[Sink]) -> Steps:
+    """The chunks to receive."""
+    return Steps(sinks, [(s.shape, s.dtype.itemsize, s.width) for s in sinks])
+
+
+def chunk_of(batch: Batch, k: int, j: int) -> np.ndarray:
+    """One chunk of a batch: a view."""
+    a = batch[j]
+    return a[chunks(a.shape, a.itemsize)[k]]
+
+
+def expected(sinks: Sequence[Sink]) -> int:
+    """Bytes that the sinks will take."""
+    return sum(math.prod(s.shape) * s.dtype.itemsize * s.width for s in sinks)

@@ -1,0 +1,157 @@
+"""Byte streams between two processes: plain sockets, and sockets under TLS.
+
+A stream never blocks once it is in use: where nothing can be sent or received it raises ``BlockingIOError``, and :meth:`Stream.events`
+says what to poll its descriptor for. The handshake comes before, with a limit on its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from . import frames
+
+SOCKET_BUFFER = 4 << 20
+_IOV = 64  # buffers that one system call takes
+
+
+class Stream(Protocol):
+    """A connection to one process."""
+
+    def fileno(self) -> int:
+        """The descriptor to poll."""
+
+    def events(self, read: bool, write: bool) -> int:
+        """What to poll for by one who wants to read or write."""
+
+    def awake(self) -> None:
+        """Called when polling found the descriptor ready."""
+
+    def send(self, views: Sequence[memoryview]) -> int:
+        """Send some of these bytes; how many. Raises ``BlockingIOError`` when none can be taken now, ``OSError`` at the end."""
+
+    def recv_into(self, view: memoryview) -> int:
+        """Receive some bytes; 0 at the end. Raises ``BlockingIOError`` when none are there."""
+
+    def read(self, n: int, timeout: float) -> bytes:
+        """Exactly ``n`` bytes, waiting for them."""
+
+    def write(self, data: bytes, timeout: float) -> None:
+        """All of these bytes, waiting until they are taken."""
+
+    def shutdown(self) -> None:
+        """End the connection without giving it up: whoever waits for it sees it closed. Called by any thread."""
+
+    def close(self) -> None: ...
+
+
+class SocketStream:
+    """A plain socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # not a TCP socket
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
+        sock.setblocking(False)
+        self._sock = sock
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def events(self, read: bool, write: bool) -> int:
+        return (select.POLLIN if read else 0) | (select.POLLOUT if write else 0)
+
+    def awake(self) -> None:
+        pass
+
+    def send(self, views: Sequence[memoryview]) -> int:
+        return self._sock.sendmsg(views[:_IOV])
+
+    def recv_into(self, view: memoryview) -> int:
+        return self._sock.recv_into(view)
+
+    def read(self, n: int, timeout: float) -> bytes:
+        out, deadline = bytearray(n), time.monotonic() + timeout
+        got = 0
+        while got < n:
+            try:
+                part = self.recv_into(memoryview(out)[got:])
+            except BlockingIOError:
+                self._wait(self.events(True, False), deadline)
+                continue
+            if part == 0:
+                raise ConnectionError("closed during the handshake")
+            got += part
+        return bytes(out)
+
+    def write(self, data: bytes, timeout: float) -> None:
+        view, deadline = memoryview(data), time.monotonic() + timeout
+        while view:
+            try:
+                view = view[self.send([view]) :]
+            except BlockingIOError:
+                self._wait(self.events(False, True), deadline)
+
+    def _wait(self, events: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._sock, events)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError("no answer in time")
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class TlsStream(SocketStream):
+    """A socket under TLS, with the certificates of the cluster's ``Security``."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server: bool, host: str, timeout: float) -> None:
+        sock.settimeout(timeout)
+        secure = context.wrap_socket(sock, server_side=server, server_hostname=None if server else host)
+        super().__init__(secure)
+        self._secure = secure
+        self._crossed = 0  # what the other direction waits for while TLS itself talks
+
+    def events(self, read: bool, write: bool) -> int:
+        return super().events(read, write) | (self._crossed if read or write else 0)
+
+    def send(self, views: Sequence[memoryview]) -> int:
+        self._crossed = 0
+        try:
+            return self._secure.send(views[0])
+        except ssl.SSLWantWriteError:
+            raise BlockingIOError from None
+        except ssl.SSLWantReadError:
+            self._crossed = select.POLLIN
+            raise BlockingIOError from None
+
+    def recv_into(self, view: memoryview) -> int:
+        self._crossed = 0
+        try:
+            return self._secure.recv_into(view)
+        except ssl.SSLWantReadError:
+            raise BlockingIOError from None
+        except ssl.SSLWantWriteError:
+            self._crossed = select.POLLOUT
+            raise BlockingIOError from None
+
+    def shutdown(self) -> None:
+        # Of the connection below: the TLS object belongs to the thread that uses it.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._secure, socket.SHUT_RDWR)
+
+
+def say_abort(stream: Stream, head: bytes, reason: str) -> None:
+    """Tell why this process stops, as far as the other still listens."""
+    with contextlib.suppress(OSError):
+        stream.write(head + reason.encode()[: frames.TEXT_LIMIT], 1.0)

@@ -1,0 +1,341 @@
+"""Object stores through obstore: S3, Google Cloud Storage, Azure Blob Storage, memory, and plain HTTP to read.
+
+Credentials come from where each cloud's own tools look: environment variables (``AWS_ACCESS_KEY_ID``, ``GOOGLE_APPLICATION_CREDENTIALS``,
+``AZURE_STORAGE_ACCOUNT_NAME``, …), instance metadata, and for S3 the shared files of ``~/.aws`` where boto3 is installed. They are
+never part of a location, a message or a plan.
+
+A request that fails in the server or on the way is repeated, with a growing pause, and so is a download that was cut. What cannot be
+repeated away is a `StoreError`. ``memory://`` lives in one process, for tests and examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+from ..arrays.errors import StoreError
+from .stores import READ_ONLY, Entry, Pieces, Reader, Store, join
+
+T = TypeVar("T")
+
+ATTEMPTS = 5  # of a whole download; each of its requests is repeated by the client too
+RETRIES = 6
+FIRST_PAUSE = 0.1  # seconds; doubled each time
+CONNECT_TIMEOUT = timedelta(seconds=10)
+STALL_TIMEOUT = timedelta(seconds=30)  # without a byte
+WHOLE_TIMEOUT = timedelta(minutes=10)
+_REQUEST = 8 << 20  # bytes of one download
+_PART = 8 << 20  # bytes of one part of an upload
+_UPLOADS = 4  # parts of one object on their way
+
+_SECRETS = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|SAS|CREDENTIAL")
+_clients: dict[Any, Any] = {}
+_lock = threading.Lock()
+
+
+def _obstore() -> Any:
+    try:
+        return importlib.import_module("obstore")
+    except ImportError:
+        raise StoreError("object stores need obstore: install meshtape[s3], or obstore itself") from None
+
+
+# ----- clients --------------------------------------------------------------------------------------------------------
+
+
+def _environment() -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(("AWS_", "GOOGLE_", "AZURE_"))))
+
+
+def client(root: str) -> tuple[Any, str]:
+    """(obstore's store of the bucket, prefix of ``root`` in it); one store a bucket and environment."""
+    scheme, _, rest = root.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    if scheme == "memory":
+        key: Any = (scheme, bucket)
+    else:
+        key = (scheme, bucket, _environment())
+    with _lock:
+        if key not in _clients:
+            _clients[key] = _connect(scheme, bucket)
+        return _clients[key], prefix
+
+
+def _connect(scheme: str, bucket: str) -> Any:
+    _obstore()
+    stores = importlib.import_module("obstore.store")
+    if scheme == "memory":
+        return stores.MemoryStore()
+    plain = scheme == "http" or any(
+        os.environ.get(name, "").startswith("http://")
+        for name in (
+            "AWS_ENDPOINT_URL",
+            "AWS_ENDPOINT_URL_S3",
+            "AWS_ENDPOINT",
+            "AZURE_STORAGE_ENDPOINT",
+            "GOOGLE_BASE_URL",
+        )
+    )
+    options: dict[str, Any] = {
+        "client_options": {
+            "connect_timeout": CONNECT_TIMEOUT,
+            "read_timeout": STALL_TIMEOUT,
+            "timeout": WHOLE_TIMEOUT,
+            "allow_http": plain,
+            "user_agent": "meshtape",
+        },
+        "retry_config": {
+            "max_retries": RETRIES,
+            "backoff": {
+                "init_backoff": timedelta(seconds=FIRST_PAUSE),
+                "max_backoff": timedelta(seconds=15),
+                "base": 2,
+            },
+            "retry_timeout": timedelta(minutes=3),
+        },
+    }
+    try:
+        if scheme == "s3":
+            if (provider := _shared_files()) is not None:
+                options["credential_provider"] = provider
+            return stores.S3Store(bucket, **options)
+        if scheme == "gs":
+            return stores.GCSStore(bucket, **options)
+        if scheme == "az":
+            return stores.AzureStore(bucket, **options)
+        return stores.HTTPStore(f"{scheme}://{bucket}", **options)
+    except Exception as e:
+        raise StoreError(f"{scheme}://{bucket}: {_plain(e)}; check its environment variables") from None
+
+
+def _shared_files() -> Any:
+    """What reads ``~/.aws``, where the environment says nothing and there are such files."""
+    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
+        return None
+    files = (
+        os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"),
+        os.environ.get("AWS_CONFIG_FILE") or os.path.expanduser("~/.aws/config"),
+    )
+    if not (os.environ.get("AWS_PROFILE") or any(map(os.path.exists, files))):
+        return None
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider()
+    return None
+
+
+# ----- errors ---------------------------------------------------------------------------------------------------------
+
+
+def _plain(error: BaseException) -> str:
+    """The first line of a client's error, without anything that may be secret."""
+    text = str(error).strip().split("\n")[0].split("Debug source")[0][:400]
+    text = re.sub(r"(\w+://)[^/\s@]*@", r"\1", text)
+    text = re.sub(r"(\w+://[^\s?\"']+)\?[^\s\"')]*", r"\1", text)
+    for name, value in os.environ.items():
+        if len(value) > 3 and _SECRETS.search(name.upper()):
+            text = text.replace(value, "…")
+    return text
+
+
+def _explained(error: Exception, where: str) -> Exception:
+    """The error that is raised for one of obstore's."""
+    kind = type(error).__name__
+    if "NoSuchBucket" in str(error):
+        return StoreError(f"{where}: the bucket does not exist, or these credentials do not see it")
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"{where}: no such object")
+    if kind == "AlreadyExistsError" or kind == "PreconditionError":
+        return FileExistsError(f"{where} was written by somebody else")
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or re.search(r"\b(401|403)\b", str(error)):
+        return StoreError(
+            f"{where}: access was refused; check the credentials in the environment, and what they may do ({_plain(error)})"
+        )
+    return StoreError(f"{where}: {_plain(error)}")
+
+
+def _passes(error: Exception) -> bool:
+    """Whether another attempt may go better."""
+    from obstore.exceptions import BaseError, GenericError
+
+    if not isinstance(error, (BaseError, OSError)) or isinstance(error, FileNotFoundError):
+        return False
+    text = str(error)
+    if re.search(r"\b4\d\d [A-Z]", text) and not re.search(r"\b(408|429) ", text):
+        return False
+    return isinstance(error, (GenericError, OSError))
+
+
+def _repeated(work: Callable[[], T], where: str) -> T:
+    for attempt in range(ATTEMPTS):
+        try:
+            return work()
+        except Exception as e:
+            # obstore's own types; an error of ours, or of the caller's iterator, goes through as it is.
+            if not (type(e).__module__.startswith("obstore") or isinstance(e, OSError)):
+                raise
+            if attempt == ATTEMPTS - 1 or not _passes(e):
+                raise _explained(e, where) from None
+        time.sleep(FIRST_PAUSE * 2**attempt * (0.5 + random.random()))
+    raise AssertionError("unreachable")
+
+
+# ----- the store ------------------------------------------------------------------------------------------------------
+
+
+class _ObjectReader:
+    __slots__ = ("_client", "_key", "_nbytes", "_where")
+
+    def __init__(self, client: Any, key: str, where: str) -> None:
+        self._client, self._key, self._where = client, key, where
+        self._nbytes: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        if self._nbytes is None:
+            self._nbytes = _repeated(lambda: _obstore().head(self._client, self._key), self._where)["size"]
+        return self._nbytes
+
+    def readv(self, buffers: list[Any], offset: int) -> int:
+        views = [memoryview(b).cast("B") for b in buffers]
+        wanted, total = sum(map(len, views)), 0
+        while total < wanted:
+            data = self._range(offset + total, min(wanted - total, _REQUEST))
+            if not len(data):
+                break
+            total += len(data)
+            while len(data):
+                n = min(len(data), len(views[0]))
+                views[0][:n] = data[:n]
+                data = data[n:]
+                views[0] = views[0][n:]
+                if not len(views[0]):
+                    views.pop(0)
+        return total
+
+    def _range(self, start: int, n: int) -> memoryview:
+        def once() -> memoryview:
+            found = _obstore().get(self._client, self._key, options={"range": (start, start + n)})
+            self._nbytes = found.meta["size"]
+            return memoryview(found.bytes())
+
+        if self._nbytes is not None and start >= self._nbytes:
+            return memoryview(b"")
+        try:
+            return _repeated(once, self._where)
+        except StoreError:
+            # Servers answer a range behind the end with an error; whether it was that one, the length tells.
+            if start >= self.nbytes:
+                return memoryview(b"")
+            raise
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class ObjectStore(Store):
+    """A prefix of a bucket."""
+
+    root: str
+
+    readers: ClassVar[int] = 16
+    job: ClassVar[int] = 8 << 20
+    gap: ClassVar[int] = 1 << 20  # a request costs as much as a megabyte
+    row: ClassVar[int] = 1 << 20
+
+    @property
+    def writable(self) -> bool:  # type: ignore[override]
+        return self.root.partition("://")[0] not in READ_ONLY
+
+    @property
+    def lists(self) -> bool:  # type: ignore[override]
+        return self.writable
+
+    def _at(self, name: str) -> tuple[Any, str, str]:
+        held, prefix = client(self.root)
+        return held, "/".join(p for p in (prefix, name) if p), join(self.root, name)
+
+    def reader(self, name: str) -> Reader:
+        return _ObjectReader(*self._at(name))
+
+    def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
+        return self._put(name, pieces, "create" if new else "overwrite")
+
+    def replace(self, name: str, data: bytes, tag: str) -> int:
+        """Overwrite the version ``tag`` of an object; ``FileExistsError`` where it is another by now."""
+        return self._put(name, data, {"e_tag": tag})
+
+    def _put(self, name: str, pieces: Pieces, mode: Any) -> int:
+        self.refuse_writes()
+        held, key, where = self._at(name)
+        if isinstance(pieces, bytes):
+            try:
+                _repeated(lambda: _obstore().put(held, key, pieces, mode=mode, use_multipart=False), where)
+            except FileExistsError:
+                # An answer that was lost is asked for again, and then the object that is there may be this very one.
+                if self.get(name) != pieces:
+                    raise
+            return len(pieces)
+        total = 0
+
+        def copied() -> Iterator[bytes]:
+            nonlocal total
+            for piece in pieces:
+                data = bytes(memoryview(piece).cast("B"))  # the caller uses its buffers again
+                total += len(data)
+                if data:
+                    yield data
+
+        try:
+            _obstore().put(held, key, copied(), chunk_size=_PART, max_concurrency=_UPLOADS)
+        except Exception as e:
+            if type(e).__module__.startswith("obstore"):
+                raise _explained(e, where) from None
+            raise
+        return total
+
+    def delete(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        self.refuse_writes()
+        held = self._at("")[0]
+        keys = [self._at(n)[1] for n in names]
+
+        def once() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                _obstore().delete(held, keys)
+
+        _repeated(once, self.root)
+
+    def entries(self, under: str = "") -> Iterator[Entry]:
+        held, prefix, where = self._at(under)
+        strip = len(self._at("")[1]) + 1 if self._at("")[1] else 0
+
+        def once() -> list[Any]:
+            return [m for page in _obstore().list(held, prefix=prefix or None) for m in page]
+
+        self._refuse_lists()
+        found = [
+            Entry(m["path"][strip:], m["size"], m["last_modified"].timestamp(), str(m["e_tag"]))
+            for m in _repeated(once, where)
+        ]
+        return iter(sorted(found, key=lambda e: e.name))
+
+    def folders(self) -> list[str]:
+        self._refuse_lists()
+        held, prefix, where = self._at("")
+        found = _repeated(lambda: _obstore().list_with_delimiter(held, prefix=prefix or None), where)
+        return sorted(p.rstrip("/").rpartition("/")[2] for p in found["common_prefixes"])
+
+    def _refuse_lists(self) -> None:
+        if not self.lists:
+            raise StoreError(f"{self.root}: HTTP has no lists of files; name a checkpoint itself")

@@ -1,0 +1,259 @@
+"""`open_checkpoint`: what a location holds is told by its content.
+
+That is a meshtape manifest, a safetensors file, a Hugging Face directory, a Zarr hierarchy by others, or a checkpoint of
+``torch.distributed``; on a disk or in an object store.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
+from . import commit, manifest, names, safetensors, stores
+from .opened import Checkpoint, StoredArray
+from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
+from .zarr_format import GROUP_ATTRIBUTE
+
+HF_INDEX = "model.safetensors.index.json"
+HF_SINGLE = "model.safetensors"
+_MAX_INDEX = 1 << 30
+_ZARR = ("zarr.json", ".zgroup", ".zarray")
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint without reading its arrays.
+
+    Parameters
+    ----------
+    path
+        A directory written by `save`, a ``.safetensors`` file, a Hugging Face directory (``model.safetensors`` or
+        ``model.safetensors.index.json``), or any Zarr group or array: a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
+        ``http://`` or ``https://``.
+
+    Returns
+    -------
+    Checkpoint
+        A mapping from names to arrays that read themselves when indexed.
+
+    Raises
+    ------
+    NotACheckpoint
+        There is nothing of that kind.
+    IncompleteCheckpoint
+        A save was cut short there, or files are missing.
+    CorruptCheckpoint
+        The table of contents is damaged or hostile.
+    UnsupportedVersion
+        A later meshtape wrote it.
+    StoreError
+        An object store did not answer, or refused.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile, os
+    >>> from meshtape.storage import save
+    >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
+    >>> _ = save(where, {"w": np.arange(12.0).reshape(3, 4)}, step=7)
+    >>> ckpt = open_checkpoint(where)
+    >>> ckpt.step, list(ckpt), ckpt["w"].shape
+    (7, ['w'], (3, 4))
+    >>> ckpt["w"][1, ::2]
+    array([4., 6.])
+    """
+    given = stores.location(path)
+    root = commit.resolve(given)
+    if stores.is_url(root):
+        if root.endswith(".safetensors"):
+            return _open_safetensors(root)
+    elif os.path.isfile(root):
+        return _open_safetensors(root)
+    elif not os.path.isdir(root):
+        if left := commit.siblings(given, "tmp"):
+            raise IncompleteCheckpoint(
+                f"{given} was never completed: a save was cut short, or still runs, in {left[0]}. "
+                "Load another checkpoint; the next save to this place removes the remains"
+            )
+        raise NotACheckpoint(f"{given}: no such file or directory")
+    store = stores.at(root)
+    found = manifest.read(root)
+    if found is not None:
+        return _from_manifest(root, found)
+    if store.size(HF_INDEX) is not None:
+        return _open_hugging_face(root)
+    if store.size(HF_SINGLE) is not None:
+        return _open_safetensors(stores.join(root, HF_SINGLE))
+    if any(store.size(n) is not None for n in _ZARR):
+        return _open_zarr(root)
+    raise _refusal(store)
+
+
+def _refusal(store: stores.Store) -> CheckpointError:
+    root = store.root
+    if not store.lists:
+        return NotACheckpoint(f"{root} holds neither {manifest.FILE} nor {HF_INDEX} nor {HF_SINGLE} nor zarr.json")
+    folders = store.folders()
+    steps = [f for f in folders if store.size(f"{f}/{manifest.FILE}") is not None]
+    if steps:
+        return NotACheckpoint(
+            f"{root} is not a checkpoint; it holds checkpoints, such as {stores.join(root, steps[-1])}"
+        )
+    begun = commit.is_begun(root)
+    if begun or any(store.size(f"{f}/zarr.json") is not None for f in folders) or ".tmp-" in stores.split(root)[1]:
+        return IncompleteCheckpoint(
+            f"{root} has arrays but no {manifest.FILE}: its save did not finish. Load another checkpoint"
+        )
+    held = [e.name for e in store.entries()]
+    shards = [n for n in held if "/" not in n and n.endswith(".safetensors")]
+    if shards:
+        return IncompleteCheckpoint(
+            f"{root} has {len(shards)} safetensors files but no {HF_INDEX}; restore it, or open one file"
+        )
+    if not held and stores.is_url(root):
+        return NotACheckpoint(f"{root}: nothing is there")
+    return NotACheckpoint(f"{root} is not a checkpoint")
+
+
+# ----- ours -----------------------------------------------------------------------------------------------------------
+
+
+def _from_manifest(root: str, m: manifest.Manifest) -> Checkpoint:
+    arrays = {}
+    for e in m.arrays:
+        text = mesh = placements = None
+        if e.sharding is not None and e.mesh is not None:
+            mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
+            text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
+        arrays[e.name] = StoredArray(e.path, _LazyObjects(root, e), text, mesh, placements)
+    return Checkpoint(root, "meshtape", arrays, manifest.decode_tree(m.tree), m.step, m.metadata, m.meshes)
+
+
+class _LazyObjects:
+    """A `ChunkedTensor` that checks its list of objects only when it is read."""
+
+    def __init__(self, root: str, entry: manifest.ArrayEntry) -> None:
+        self._root, self._entry = root, entry
+        self.name, self.shape, self.dtype, self.chunk = entry.name, entry.shape, entry.dtype, entry.grid.chunk
+
+    @property
+    def readers(self) -> int:
+        return stores.at(self._root).readers
+
+    def whole(self) -> ChunkedTensor:
+        e = self._entry
+        return ChunkedTensor(self._root, e.name, e.dtype, e.grid, e.objects)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("check", "only", "planned", "jobs"):
+            return getattr(self.whole(), name)
+        raise AttributeError(name)
+
+
+# ----- others' --------------------------------------------------------------------------------------------------------
+
+
+def flat(path: str, kind: str, tensors: dict[str, StoredTensor], metadata: dict[str, Any]) -> Checkpoint:
+    """A checkpoint that is one dict of arrays."""
+    arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
+    structure = {name: manifest.Leaf(i) for i, name in enumerate(arrays)}
+    return Checkpoint(path, kind, arrays, structure, None, metadata)
+
+
+def _raw_tensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    header = safetensors.read_header(path)
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(header.tensors):
+        t = header.tensors[name]
+        dtype = t.numpy_dtype(f"{path}: {name!r}")
+        tensors[name] = RawTensor(path, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes)
+    return tensors, header.metadata
+
+
+def _open_safetensors(path: str) -> Checkpoint:
+    if not path.endswith(".safetensors"):
+        store, name = stores.holding(path)
+        start = bytearray(16)
+        with contextlib.closing(store.reader(name)) as reader:
+            reader.readv([start], 0)
+        # Eight bytes of length, then JSON: a file of another kind gets a plain answer, not one about headers.
+        if b"{" not in start[8:]:
+            raise NotACheckpoint(f"{path} is not a safetensors file")
+    tensors, metadata = _raw_tensors(path)
+    return flat(path, "safetensors", tensors, metadata)
+
+
+def read_index(root: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory; every file lies inside it."""
+    path = stores.join(root, HF_INDEX)
+    if (stores.at(root).size(HF_INDEX) or 0) > _MAX_INDEX:
+        raise CorruptCheckpoint(f"{path}: larger than {_MAX_INDEX} bytes")
+    data = stores.at(root).get(HF_INDEX)
+    try:
+        top = json.loads(data)
+        weight_map = top["weight_map"]
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise ValueError("weight_map is not a map from names to files")
+        metadata = top.get("metadata") or {}
+        metadata = metadata if isinstance(metadata, dict) else {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise CorruptCheckpoint(f"{path}: not an index: {e}") from None
+    for file in set(weight_map.values()):
+        names.inside(root, file, path)
+    return weight_map, metadata
+
+
+def _open_hugging_face(root: str) -> Checkpoint:
+    weight_map, metadata = read_index(root)
+    files = sorted(set(weight_map.values()))
+    lost = [f for f in files if stores.at(root).size(f) is None]
+    if lost:
+        keys = [k for k, f in weight_map.items() if f in lost]
+        raise IncompleteCheckpoint(f"{root}: {len(lost)} files are missing: {', '.join(lost)}; they hold {keys[:8]}")
+    held: dict[str, StoredTensor] = {}
+    absent = []
+    for file in files:
+        tensors, _ = _raw_tensors(stores.join(root, file))
+        wanted = [k for k, f in weight_map.items() if f == file]
+        absent += [f"{k} in {file}" for k in wanted if k not in tensors]
+        held.update((k, tensors[k]) for k in wanted if k in tensors)
+    if absent:
+        raise IncompleteCheckpoint(
+            f"{root}: {len(absent)} keys are not in the files that the index names: {absent[:8]}"
+        )
+    return flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata)
+
+
+def _open_zarr(root: str) -> Checkpoint:
+    import zarr
+
+    from .zarr_dtypes import register
+
+    register()
+    # zarr raises nearly anything where metadata is not what it expects, from any of these steps.
+    try:
+        store, place = zarr_place(root)
+        node = zarr.open(store, path=place, mode="r") if place else zarr.open(store, mode="r")
+        attributes = dict(node.attrs)
+    except Exception as e:
+        raise CorruptCheckpoint(f"{root}: zarr cannot open it: {e}") from e
+    if GROUP_ATTRIBUTE in attributes:
+        raise IncompleteCheckpoint(
+            f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was lost. "
+            "Load another checkpoint; zarr.open still reads the arrays, unverified"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    try:
+        found = {"": node} if isinstance(node, zarr.Array) else dict(node.members(max_depth=None))
+        for name, a in sorted(found.items()):
+            if isinstance(a, zarr.Array):
+                shape, chunk = tuple(map(int, a.shape)), tuple(map(int, a.shards or a.chunks))
+                tensors[name] = ZarrTensor(root, name, name, shape, np.dtype(a.dtype), chunk)
+    except Exception as e:
+        raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
+    return flat(root, "Zarr", tensors, attributes)

@@ -1,0 +1,286 @@
+"""Where checkpoints lie: a local directory or an object store, behind one small contract.
+
+A *location* is a text: an absolute path, or a URL (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``; ``http://`` and ``https://`` to
+read). It travels in plans to other processes, which find the store again with `at`. Names inside a store are relative, with ``/``.
+
+The contract of a `Store`, which one test class checks for each of them:
+
+- what `put` has returned for is whole and durable, and readers see the whole of it or nothing, whatever happens meanwhile;
+- ``put(new=True)`` succeeds for one of many writers of a name, and raises ``FileExistsError`` for the others;
+- a `Reader` fills buffers from a place on, as far as the object goes, and knows the object's length after its first read;
+- `entries` lists all names below, in order; `delete` does not mind names that are gone.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+from urllib.parse import unquote, urlsplit
+
+from ..arrays.errors import CheckpointError, StoreError
+from .files import active, preadv
+
+Pieces = bytes | Iterable[Any]
+
+_URL = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.S)
+SCHEMES = ("s3", "gs", "az", "memory", "http", "https")
+READ_ONLY = ("http", "https")
+
+
+# ----- locations ------------------------------------------------------------------------------------------------------
+
+
+def is_url(location: str) -> bool:
+    """Whether a location lies in an object store."""
+    return _URL.match(location) is not None
+
+
+def location(path: str | os.PathLike[str]) -> str:
+    """The absolute form of what a user calls a path.
+
+    Raises `CheckpointError` for an unknown scheme, and for a URL that carries a user, a password or a query: credentials come from the
+    environment, so that no message, plan or manifest can show them.
+
+    >>> location("s3://bucket/run//step-1/"), location("file:///tmp/x")
+    ('s3://bucket/run/step-1', '/tmp/x')
+    """
+    text = os.fspath(path)
+    found = _URL.match(text)
+    if found is None:
+        return os.path.abspath(text)
+    scheme = found[1].lower()
+    if scheme == "file":
+        return os.path.abspath(unquote(urlsplit(text).path))
+    if scheme not in SCHEMES:
+        raise CheckpointError(
+            f"{scheme}:// is not a kind of storage; known are {', '.join(f'{s}://' for s in SCHEMES)}"
+        )
+    rest = found[2]
+    if "@" in rest.split("/")[0] or "?" in rest or "#" in rest:
+        # Neither the part before @ nor the query is repeated here: they may be secrets.
+        raise CheckpointError(
+            f"a {scheme}:// location has no user, password, query or fragment; credentials come from the environment"
+        )
+    bucket, *parts = [p for p in rest.split("/") if p] or [""]
+    if not bucket and scheme != "memory":
+        raise CheckpointError(f"{text} names no {'host' if scheme in READ_ONLY else 'bucket'}")
+    if any(p in (".", "..") for p in parts):
+        raise CheckpointError(f"{text}: '.' and '..' have no meaning in an object store")
+    return f"{scheme}://{'/'.join([bucket, *parts])}"
+
+
+def join(root: str, *names: str) -> str:
+    """A location below another."""
+    return "/".join([root, *names]) if is_url(root) else os.path.join(root, *names)
+
+
+def split(where: str) -> tuple[str, str]:
+    """The location above, and the last name.
+
+    >>> split("s3://bucket/run/step-1")
+    ('s3://bucket/run', 'step-1')
+    """
+    if not is_url(where):
+        return os.path.split(where)
+    scheme, _, rest = where.partition("://")
+    head, _, name = rest.rpartition("/")
+    return (f"{scheme}://{head}", name) if head else (where, "")
+
+
+# ----- the contract ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object: its name below the store's root, its length, when it was last written (seconds), and what tells its version."""
+
+    name: str
+    nbytes: int
+    modified: float
+    tag: str
+
+
+class Reader(Protocol):
+    """An object that is open for reading."""
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the whole object."""
+
+    def readv(self, buffers: list[Any], offset: int) -> int:
+        """Fill all buffers from ``offset`` on, or as many as the object has bytes for; returns the number of bytes."""
+
+    def close(self) -> None: ...
+
+
+class Store(ABC):
+    """Named byte strings below a root. Read the module's text for what its methods promise."""
+
+    root: str
+    writable: ClassVar[bool] = True
+    lists: ClassVar[bool] = True
+    readers: ClassVar[int] = 4  # threads that read faster than one
+    job: ClassVar[int] = 64 << 20  # bytes that one thread reads at a time
+    gap: ClassVar[int] = 4 << 10  # bytes that are cheaper to read than to skip
+    row: ClassVar[int] = 64 << 10  # rows up to this length are cheaper to read whole
+
+    @abstractmethod
+    def reader(self, name: str) -> Reader:
+        """Open an object; ``FileNotFoundError`` where there is none, at the latest when it is read."""
+
+    @abstractmethod
+    def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
+        """Write an object whole from bytes or an iterable of buffers; returns its length. ``new``: it must not exist."""
+
+    @abstractmethod
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects."""
+
+    @abstractmethod
+    def entries(self, under: str = "") -> Iterator[Entry]:
+        """All objects below the folder ``under``, sorted by name."""
+
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """Names of the folders directly below the root, sorted."""
+
+    def get(self, name: str) -> bytes:
+        """A whole object."""
+        with contextlib.closing(self.reader(name)) as r:
+            n = r.nbytes
+            data = bytearray(n)
+            got = r.readv([data], 0) if n else 0
+            return bytes(data[:got])
+
+    def size(self, name: str) -> int | None:
+        """The length of an object, or None where there is none."""
+        try:
+            with contextlib.closing(self.reader(name)) as r:
+                return r.nbytes
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def refuse_writes(self) -> None:
+        if not self.writable:
+            raise StoreError(f"{self.root} can only be read; write to a local directory, s3://, gs:// or az://")
+
+
+def at(root: str) -> Store:
+    """The store of a directory's location."""
+    if not is_url(root):
+        return LocalStore(root)
+    from .objects import ObjectStore
+
+    return ObjectStore(root)
+
+
+def holding(where: str) -> tuple[Store, str]:
+    """The store of a file's location, and the file's name in it."""
+    head, name = split(where)
+    return at(head), name
+
+
+def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
+    """Those of the files of one folder of a checkpoint that do not exist."""
+    if not is_url(root):
+        return [f for f in files if not os.path.exists(os.path.join(root, f))]
+    store = at(root)
+    if store.lists:  # one request for all
+        held = {e.name for e in store.entries(folder)}
+        return [f for f in files if f not in held]
+    return [f for f in files if store.size(f) is None]
+
+
+# ----- local files ----------------------------------------------------------------------------------------------------
+
+
+class _LocalReader:
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def readv(self, buffers: list[Any], offset: int) -> int:
+        return preadv(self._fd, buffers, offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStore(Store):
+    """A directory. Writes go through `Files`: to a name beside, synced, then renamed."""
+
+    root: str
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.root, name)
+
+    def reader(self, name: str) -> Reader:
+        return _LocalReader(os.open(self._path(name), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+
+    def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
+        fs, path = active(), self._path(name)
+        folder = os.path.dirname(path)
+        if not os.path.isdir(folder):
+            from .commit import make_parents
+
+            make_parents(path)
+        temporary = f"{path}.tmp-{uuid.uuid4().hex[:8]}"
+        total = 0
+        try:
+            fd = fs.create(temporary)
+            try:
+                for piece in [pieces] if isinstance(pieces, bytes) else pieces:
+                    total += fs.write(fd, [piece], total)
+                fs.fsync(fd)
+            finally:
+                fs.close(fd)
+            if new:
+                # A hard link fails where the name exists; a rename would replace it.
+                fs.link(temporary, path)
+                fs.unlink(temporary)
+            else:
+                fs.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                fs.unlink(temporary)
+            raise
+        fs.fsync_dir(folder)
+        return total
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                active().unlink(self._path(name))
+
+    def entries(self, under: str = "") -> Iterator[Entry]:
+        found = []
+        for folder, _, files in os.walk(self._path(under) if under else self.root):
+            for file in files:
+                path = os.path.join(folder, file)
+                with contextlib.suppress(FileNotFoundError):
+                    s = os.stat(path)
+                    name = posixpath.join(*os.path.relpath(path, self.root).split(os.sep))
+                    found.append(Entry(name, s.st_size, s.st_mtime, str(s.st_mtime_ns)))
+        return iter(sorted(found, key=lambda e: e.name))
+
+    def folders(self) -> list[str]:
+        try:
+            with os.scandir(self.root) as entries:
+                return sorted(e.name for e in entries if e.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []

@@ -1,0 +1,188 @@
+"""A runner that executes the kernels' own sources on the CPU: compiled as C++ with ``emulation.h``, a fiber for each thread.
+
+Arrays that kernels write, and those made by :func:`guarded`, lie against a page that cannot be touched, so that an access past
+either end is an error and not a lucky guess.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import shutil
+import subprocess
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtape.arrays.kernels.launch import NAMES, Properties, source
+
+HEADER = Path(__file__).with_name("emulation.h")
+COMPILER = shutil.which("g++")
+FLAGS = (
+    *("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-fsanitize=alignment,shift,integer-divide-by-zero,signed-integer-overflow", "-fsanitize-undefined-trap-on-error"),
+)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_NORESERVE = 0x4000
+
+
+def guarded(shape: int | Sequence[int], dtype: Any, at: str = "start", like: np.ndarray | None = None) -> np.ndarray:
+    """An array between two pages without access. It touches the one before it (``at="start"``, then it is aligned as memory
+    of a GPU is) or the one after it (``"end"``: aligned to its elements only). It is full of 0xff bytes (NaN), or a copy of
+    ``like``; memory of more than a gigabyte is left as zeros that take no space."""
+    dtype = np.dtype(dtype)
+    shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    page = mmap.PAGESIZE
+    inner = -(-max(size, 1) // page) * page
+    total = inner + 2 * page
+    base = _libc.mmap(None, total, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1, 0)
+    if base in (None, ctypes.c_void_p(-1).value):
+        raise MemoryError(f"no {total} bytes of address space")
+    _libc.mprotect(base + page, inner, mmap.PROT_READ | mmap.PROT_WRITE)
+    start = base + page + (0 if at == "start" else inner - size)
+    raw = (ctypes.c_char * size).from_address(start)
+    out = np.frombuffer(raw, np.uint8, size).view(dtype).reshape(shape) if size else np.empty(shape, dtype)
+    # The array's memory lives as long as the object that all its views hold.
+    weakref.finalize(raw, _libc.munmap, base, total)
+    if like is not None:
+        out[...] = like
+    elif size <= 1 << 30:
+        out.reshape(-1).view(np.uint8)[:] = 0xFF
+    return out
+
+
+class Namespace:
+    """NumPy, but that what it makes for a kernel to write is guarded."""
+
+    __name__ = "cupy"  # what the code that it stands in for sees
+    ndarray = np.ndarray
+
+    def __init__(self, at: str) -> None:
+        self._at = at
+
+    def empty(self, shape: Any, dtype: Any = float) -> np.ndarray:
+        return guarded(shape, dtype, self._at)
+
+    def zeros(self, shape: Any, dtype: Any = float) -> np.ndarray:
+        out = self.empty(shape, dtype)
+        out[...] = 0
+        return out
+
+    def full(self, shape: Any, value: Any, dtype: Any = None) -> np.ndarray:
+        out = self.empty(shape, np.result_type(value) if dtype is None else dtype)
+        out[...] = value
+        return out
+
+    def empty_like(self, x: np.ndarray) -> np.ndarray:
+        return self.empty(x.shape, x.dtype)
+
+    def array(self, x: Any, dtype: Any = None) -> np.ndarray:
+        x = np.asarray(x, dtype)
+        return guarded(x.shape, x.dtype, self._at, x)
+
+    def asnumpy(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+class KernelError(RuntimeError):
+    """What a launch died of."""
+
+
+class Emulator:
+    """A :class:`~meshtape.arrays.kernels.launch.Runner` without a GPU.
+
+    ``at`` says how what kernels write is aligned, ``descending`` in which order the threads of a block run. ``blocks`` limits
+    each launch to some blocks of its grid.
+    """
+
+    def __init__(self, cache: Path, at: str = "start", descending: bool = False) -> None:
+        self.xp = Namespace(at)
+        self.cache = cache
+        self.descending = descending
+        self.device = Properties(multiprocessors=3, shared_memory=227 << 10)
+        self.blocks: range | None = None
+        self.launched: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []
+
+    def properties(self) -> Properties:
+        return self.device
+
+    def address(self, array: np.ndarray) -> int:
+        return int(array.__array_interface__["data"][0])
+
+    def launch(
+        self,
+        file: str,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        arguments: Sequence[Any],
+        shared: int = 0,
+    ) -> None:
+        self.launched.append((file, kernel, tuple(grid), tuple(block)))
+        if not all(0 < n for n in (*grid, *block)) or block[0] * block[1] * block[2] > 1024:
+            raise KernelError(f"{kernel}: a grid of {grid} blocks of {block} threads")
+        if max(grid[1:]) > 65535 or grid[0] >= 2**31 or shared > self.device.shared_memory:
+            raise KernelError(f"{kernel}: a grid of {grid} blocks, {shared} bytes of shared memory")
+        fn, text = self._function(file, kernel)
+        held = [self._argument(a) for a in arguments]
+        pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
+        count = grid[0] * grid[1] * grid[2]
+        part = range(count) if self.blocks is None else self.blocks
+        sizes = (ctypes.c_uint * 3)
+        if fn(pointers, sizes(*grid), sizes(*block), ctypes.c_size_t(shared), ctypes.c_longlong(part.start),
+              ctypes.c_longlong(min(part.stop, count)), int(self.descending)):
+            raise KernelError(f"{kernel}: {text().decode()}")
+
+    def _argument(self, a: Any) -> Any:
+        if isinstance(a, np.ndarray):
+            if not a.flags.c_contiguous:
+                raise KernelError("an array with gaps was passed to a kernel")
+            return ctypes.c_void_p(self.address(a))
+        if not isinstance(a, np.generic):
+            raise KernelError(f"a kernel's argument of no exact type: {a!r}")
+        return (ctypes.c_char * a.itemsize).from_buffer_copy(a.tobytes())
+
+    def _function(self, file: str, kernel: str) -> tuple[Any, Any]:
+        key = (file, kernel)
+        if key not in _LOADED:
+            compile_all(self.cache, [key])
+        return _LOADED[key]
+
+
+_LOADED: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+
+def compile_all(cache: Path, kernels: Iterable[tuple[str, str]]) -> None:
+    """Compile and load kernels that are not yet, one library for each, kept in ``cache`` by what it is made of."""
+    for file, kernel in kernels:
+        if (file, kernel) in _LOADED:
+            continue
+        text = f'#include "{HEADER}"\n{source(file)}\nKERNEL(0, {kernel})\n'
+        name = hashlib.sha256((text + HEADER.read_text() + " ".join(FLAGS)).encode()).hexdigest()[:32]
+        library = cache / f"{name}.so"
+        if not library.exists():
+            unit, made = cache / f"{name}.cpp", cache / f"{name}.tmp"
+            unit.write_text(text)
+            done = subprocess.run([COMPILER, *FLAGS, "-o", made, unit], capture_output=True, text=True)
+            if done.returncode:
+                raise KernelError(f"{file}, {kernel}:\n{done.stderr[:4000]}")
+            made.rename(library)
+        loaded = ctypes.CDLL(str(library))
+        loaded.launch_message.restype = ctypes.c_char_p
+        _LOADED[file, kernel] = loaded.launch_0, loaded.launch_message
+
+
+__all__ = ["COMPILER", "NAMES", "Emulator", "KernelError", "guarded"]
