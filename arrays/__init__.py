@@ -12,7 +12,7 @@ import numpy as _np
 from . import errors, fft, linalg, nn, random, tree
 from ._array import Array
 from ._op import OPS, Op
-from .channel_norms import batch_norm, group_norm, instance_norm, rms_norm
+from .channel_norms import batch_norm, group_norm, instance_norm
 from .contraction import einsum
 from .creation import (
     arange,
@@ -154,7 +154,7 @@ from .manipulation import (
     tile,
     unstack,
 )
-from .norms import layer_norm
+from .norms import layer_norm, rms_norm
 from .products import matmul, tensordot, vecdot
 from .program import Const, Entry, Program, ShapeDtype
 from .quantiles import median, percentile, quantile

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import elementwise as ew
-from . import indexing, manipulation, products, reductions
+from . import indexing, manipulation, products
 from ._backends import backend_of
 from ._dispatch import Deferred, apply, refuse_watched, register_array_type, wrap
+from ._methods import Methods
 from ._op import not_recording, state
+from ._operators import operator
 from .at import AtIndex
 from .devices import Device, device
-from .errors import DeviceError, DTypeError, ShapeError, TracedValueError
+from .errors import DeviceError, DTypeError, ShapeError
 
 if TYPE_CHECKING:
     from .blocks import BlockSharding
@@ -36,7 +38,7 @@ _REAL_NUMBERS = frozenset({bool, int, float})
 _SOLE_HOLDER = 3
 
 
-class Array:
+class Array(Methods):
     """A dense n-dimensional array of numbers, on a CPU, on a GPU, or split over a mesh.
 
     Made by :func:`asarray` and the creation functions, never by calling the class.
@@ -267,21 +269,9 @@ class Array:
     # ----- display ----------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        buf = self._buf
-        notes = []
-        try:
-            text = np.array2string(self._concrete(), separator=", ", prefix="Array(")
-        except TracedValueError:
-            return f"Array({buf.aval}, traced)"
-        if buf.size == 0 and buf.shape != (0,):
-            text = f"[], shape={buf.shape}"
-        if buf.dtype not in (np.dtype(np.int64), np.dtype(np.bool_)):
-            notes.append(f"dtype={buf.dtype.name}")
-        if self.sharding is not None:
-            notes.append(f"sharding={self.sharding}")
-        elif self.device.kind != "cpu":
-            notes.append(f"device={str(self.device)!r}")
-        return f"Array({', '.join([text, *notes])})"
+        from .display import array_text
+
+        return array_text(self)
 
     def _repr_html_(self) -> str:
         from .display import array_html
@@ -351,47 +341,13 @@ class Array:
 
     # ----- operators --------------------------------------------------------------------------------------------------
 
-    def __add__(self, other: Any) -> Array:
-        return _operate(ew.ADD, self, other)
-
-    def __radd__(self, other: Any) -> Array:
-        return _operate(ew.ADD, other, self)
-
-    def __sub__(self, other: Any) -> Array:
-        return _operate(ew.SUBTRACT, self, other)
-
-    def __rsub__(self, other: Any) -> Array:
-        return _operate(ew.SUBTRACT, other, self)
-
-    def __mul__(self, other: Any) -> Array:
-        return _operate(ew.MULTIPLY, self, other)
-
-    def __rmul__(self, other: Any) -> Array:
-        return _operate(ew.MULTIPLY, other, self)
-
-    def __truediv__(self, other: Any) -> Array:
-        return _operate(ew.DIVIDE, self, other)
-
-    def __rtruediv__(self, other: Any) -> Array:
-        return _operate(ew.DIVIDE, other, self)
-
-    def __floordiv__(self, other: Any) -> Array:
-        return _operate(ew.FLOOR_DIVIDE, self, other)
-
-    def __rfloordiv__(self, other: Any) -> Array:
-        return _operate(ew.FLOOR_DIVIDE, other, self)
-
-    def __mod__(self, other: Any) -> Array:
-        return _operate(ew.REMAINDER, self, other)
-
-    def __rmod__(self, other: Any) -> Array:
-        return _operate(ew.REMAINDER, other, self)
-
-    def __pow__(self, other: Any) -> Array:
-        return _operate(ew.POW, self, other)
-
-    def __rpow__(self, other: Any) -> Array:
-        return _operate(ew.POW, other, self)
+    __add__, __radd__ = operator(ew.ADD), operator(ew.ADD, reflected=True)
+    __sub__, __rsub__ = operator(ew.SUBTRACT), operator(ew.SUBTRACT, reflected=True)
+    __mul__, __rmul__ = operator(ew.MULTIPLY), operator(ew.MULTIPLY, reflected=True)
+    __truediv__, __rtruediv__ = operator(ew.DIVIDE), operator(ew.DIVIDE, reflected=True)
+    __floordiv__, __rfloordiv__ = operator(ew.FLOOR_DIVIDE), operator(ew.FLOOR_DIVIDE, reflected=True)
+    __mod__, __rmod__ = operator(ew.REMAINDER), operator(ew.REMAINDER, reflected=True)
+    __pow__, __rpow__ = operator(ew.POW), operator(ew.POW, reflected=True)
 
     def __matmul__(self, other: Any) -> Array:
         return products.matmul(self, other)
@@ -452,90 +408,19 @@ class Array:
     def __invert__(self) -> Array:
         return apply(ew.BITWISE_INVERT, (self,))
 
-    def __and__(self, other: Any) -> Array:
-        return _operate(ew.BITWISE_AND, self, other)
-
-    __rand__ = __and__
-
-    def __or__(self, other: Any) -> Array:
-        return _operate(ew.BITWISE_OR, self, other)
-
-    __ror__ = __or__
-
-    def __xor__(self, other: Any) -> Array:
-        return _operate(ew.BITWISE_XOR, self, other)
-
-    __rxor__ = __xor__
-
-    def __lshift__(self, other: Any) -> Array:
-        return _operate(ew.BITWISE_LEFT_SHIFT, self, other)
-
-    def __rlshift__(self, other: Any) -> Array:
-        return _operate(ew.BITWISE_LEFT_SHIFT, other, self)
-
-    def __rshift__(self, other: Any) -> Array:
-        return _operate(ew.BITWISE_RIGHT_SHIFT, self, other)
-
-    def __rrshift__(self, other: Any) -> Array:
-        return _operate(ew.BITWISE_RIGHT_SHIFT, other, self)
-
-    def __eq__(self, other: Any) -> Array:  # type: ignore[override]
-        return _operate(ew.EQUAL, self, other)
-
-    def __ne__(self, other: Any) -> Array:  # type: ignore[override]
-        return _operate(ew.NOT_EQUAL, self, other)
-
-    def __lt__(self, other: Any) -> Array:
-        return _operate(ew.LESS, self, other)
-
-    def __le__(self, other: Any) -> Array:
-        return _operate(ew.LESS_EQUAL, self, other)
-
-    def __gt__(self, other: Any) -> Array:
-        return _operate(ew.GREATER, self, other)
-
-    def __ge__(self, other: Any) -> Array:
-        return _operate(ew.GREATER_EQUAL, self, other)
-
+    __and__ = __rand__ = operator(ew.BITWISE_AND)
+    __or__ = __ror__ = operator(ew.BITWISE_OR)
+    __xor__ = __rxor__ = operator(ew.BITWISE_XOR)
+    __lshift__, __rlshift__ = operator(ew.BITWISE_LEFT_SHIFT), operator(ew.BITWISE_LEFT_SHIFT, reflected=True)
+    __rshift__, __rrshift__ = operator(ew.BITWISE_RIGHT_SHIFT), operator(ew.BITWISE_RIGHT_SHIFT, reflected=True)
+    __eq__ = operator(ew.EQUAL)  # type: ignore[assignment]
+    __ne__ = operator(ew.NOT_EQUAL)  # type: ignore[assignment]
+    __lt__ = operator(ew.LESS)
+    __le__ = operator(ew.LESS_EQUAL)
+    __gt__ = operator(ew.GREATER)
+    __ge__ = operator(ew.GREATER_EQUAL)
     # NumPy would otherwise take `ndarray + Array` apart element by element.
     __array_ufunc__ = None
-
-    # ----- the functions that people expect as methods ------------------------------------------------------------------
-
-    def astype(self, dtype: Any, /, *, copy: bool = True) -> Array:
-        """See :func:`meshtape.astype`."""
-        return manipulation.astype(self, dtype, copy=copy)
-
-    def reshape(self, *shape: Any) -> Array:
-        """See :func:`meshtape.reshape`; takes a tuple or the lengths one by one."""
-        full = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | np.integer) else shape
-        return manipulation.reshape(self, full)
-
-    def sum(self, axis: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.sum`."""
-        return reductions.sum(self, axis=axis, keepdims=keepdims)
-
-    def mean(self, axis: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.mean`."""
-        return reductions.mean(self, axis=axis, keepdims=keepdims)
-
-    def max(self, axis: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.max`."""
-        return reductions.max(self, axis=axis, keepdims=keepdims)
-
-    def min(self, axis: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.min`."""
-        return reductions.min(self, axis=axis, keepdims=keepdims)
-
-
-def _operate(op: Any, x: Any, y: Any) -> Any:
-    """A binary operator: what cannot be an operand is left to the other side's reflected method."""
-    if type(x) in _OPERANDS and type(y) in _OPERANDS:
-        return apply(op, (x, y))
-    for a in (x, y):
-        if type(a) is not Array and not isinstance(a, bool | int | float | complex | np.ndarray | np.generic):
-            return NotImplemented
-    return apply(op, (x, y))
 
 
 _REUSING = frozenset({ew.ADD, ew.SUBTRACT, ew.MULTIPLY, ew.DIVIDE})
@@ -587,5 +472,4 @@ def _unpickle(host: np.ndarray) -> Array:
 
 
 register_array_type(Array)
-_OPERANDS = frozenset({Array, bool, int, float, complex})
 __all__ = ["Array", "new_id", "not_recording"]

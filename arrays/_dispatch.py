@@ -105,6 +105,15 @@ def wrap(buf: Any) -> Array:
     return x
 
 
+def as_array(x: Any) -> Array:
+    """``asarray(x)`` for the functions of this package: an Array is handed on without the call, and without an import of its module."""
+    if type(x) is _array_type:
+        return x
+    from .creation import asarray
+
+    return asarray(x)
+
+
 def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) -> Any:
     """Call ``op``: an ``Array``, or a tuple of them where the op has several results.
 
@@ -133,7 +142,8 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
             ):
                 return apply(op, strong, params)
     try:
-        out = op.numpy(*bufs, **params)
+        # The empty mapping is a proxy, which NumPy's calls would first have to copy.
+        out = op.numpy(*bufs) if params is NO_PARAMS else op.numpy(*bufs, **params)
     except (ValueError, TypeError, OverflowError) as e:
         _explain(op, args, params, e)
         raise
@@ -143,7 +153,7 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
         result = wrap(np.asarray(out))
     else:
         result = tuple(wrap(np.asarray(o)) for o in out)
-    if state.recorders:
+    if state.now.recorders:
         _record(op, args, result, params)
     return result
 
@@ -262,8 +272,9 @@ def call_site() -> Site | None:
 
     A derivative, or a call that is made again, has the line of the call that it stands for.
     """
-    if state.site is not None:
-        return state.site
+    site = state.now.site
+    if site is not None:
+        return site
     f = sys._getframe(2)  # this function, and the one that calls it, are ours
     while f is not None:
         names = f.f_globals
@@ -284,8 +295,9 @@ _OURS: dict[int, bool] = {}
 def _record(op: Op, args: tuple[Any, ...], result: Any, params: Mapping[str, Any]) -> None:
     outs = result if op.nout > 1 else (result,)
     site = call_site()
-    origin = state.origin
-    for r in state.recorders:
+    now = state.now
+    origin = now.origin
+    for r in now.recorders:
         r.record(op, args, outs, params, origin, site)
 
 

@@ -132,13 +132,29 @@ def op_named(name: str) -> Op:
         raise KeyError(f"unknown op {name!r}") from None
 
 
-class _State(threading.local):
-    """What the current thread is doing. The class attributes are the defaults of a new thread."""
+class Now:
+    """What one thread is doing."""
 
-    recorders: tuple[Any, ...] = ()
-    origin: str | None = None
-    site: Any = None  # of calls that are made in place of others: the line that called those
-    device: Any = None
+    __slots__ = ("device", "origin", "recorders", "site")
+
+    def __init__(self) -> None:
+        self.recorders: tuple[Any, ...] = ()
+        self.origin: str | None = None
+        self.site: Any = None  # of calls that are made in place of others: the line that called those
+        self.device: Any = None
+
+
+def _of_now(name: str) -> property:
+    return property(lambda self: getattr(self.now, name), lambda self, value: setattr(self.now, name, value))
+
+
+class _State(threading.local):
+    """What the current thread is doing. Hot code reads ``state.now`` once: each look into a thread's storage has its price."""
+
+    def __init__(self) -> None:
+        self.now = Now()
+
+    recorders, origin, site, device = map(_of_now, ("recorders", "origin", "site", "device"))
 
 
 state = _State()

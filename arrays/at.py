@@ -10,11 +10,13 @@ import numpy as np
 
 from ._dispatch import apply
 from ._op import Op
+from .dtypes import result_type
 from .indexing import (
     INDEX_ADD,
     INDEX_MAX,
     INDEX_MIN,
     INDEX_SET,
+    check_fits,
     check_value_dtype,
     check_value_shape,
     is_basic,
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from ._array import Array
 
 
+_NO_KEY = object()
+
+
 class AtIndex:
     """``x.at[key]``: functional writes, which return a new array and leave ``x`` as it is.
 
@@ -37,27 +42,33 @@ class AtIndex:
 
     __slots__ = ("_key", "_x")
 
-    def __init__(self, x: Array, key: Any = None) -> None:
+    def __init__(self, x: Array, key: Any = _NO_KEY) -> None:
         self._x, self._key = x, key
 
     def __getitem__(self, key: Any) -> AtIndex:
         return AtIndex(self._x, key)
 
+    def __repr__(self) -> str:
+        return f"<x.at[{self._key!r}] of an array of shape {self._x.shape}>"
+
     def _write(self, op: Op, v: Any) -> Array:
         from ._array import Array
         from .creation import asarray
 
+        if self._key is _NO_KEY:
+            raise TypeError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
         template, arrays = parse(self._x, self._key)
         value = v if isinstance(v, Array | int | float | complex) else asarray(v)
         shape = value.shape if isinstance(value, Array) else ()
         check_value_shape(op.name, shape, result_shape(template, self._x.shape, [a.shape for a in arrays]))
         check_value_dtype(op.name, value, self._x.dtype)
+        if op is not INDEX_SET:
+            check_fits(op.name, result_type(self._x.dtype, value), self._x.dtype)
         return apply(op, (self._x, value, *arrays), {"template": template})
 
     def _value(self, name: str, v: Any, target: tuple[int, ...]) -> Array:
         """A factor as an array: a Python number takes the dtype that it has beside ``x``."""
         from .creation import asarray, beside
-        from .dtypes import result_type
 
         if isinstance(v, int | float | complex):
             v = asarray(v, dtype=result_type(self._x.dtype, v), device=beside(self._x))
@@ -93,6 +104,8 @@ class AtIndex:
         """
         from .manipulation import broadcast_to, reshape
 
+        if self._key is _NO_KEY:
+            raise TypeError("[index_multiply] x.at needs an index before it writes: x.at[...]")
         template, arrays = parse(self._x, self._key)
         target = result_shape(template, self._x.shape, [a.shape for a in arrays])
         value = self._value("index_multiply", v, target)
@@ -115,6 +128,7 @@ class AtIndex:
 
         new = old * factor
         check_value_dtype(name, new, self._x.dtype)
+        check_fits(name, new.dtype, self._x.dtype)
         return put(astype(new, self._x.dtype, copy=False))
 
 

@@ -1,4 +1,4 @@
-"""Norms of images: by group, by instance and by batch; and the norm that keeps the mean.
+"""Norms of images: by group, by instance and by batch.
 
 Each is written in plain functions, whose derivatives and shardings it has: statistics over a split dimension become sums over
 the mesh, with the global count. Float16 and bfloat16 are computed in float32 and rounded once.
@@ -7,7 +7,6 @@ the mesh, with the global count. Float16 and bfloat16 are computed in float32 an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -52,33 +51,6 @@ def _affine(name: str, y: Array, weight: Any, bias: Any, dtype: np.dtype) -> Arr
             p = _parameter(name, what, p, (y.shape[1],))
             dtype = np.result_type(dtype, p.dtype)
             y = y * reshape(p, spread) if what == "weight" else y + reshape(p, spread)
-    return astype(y, dtype, copy=False)
-
-
-@composite("rms_norm")
-def rms_norm(x: Any, /, normalized_shape: int | Sequence[int], weight: Any = None, *, eps: float = 1e-6) -> Array:
-    """Each sample scaled to a mean square of 1 over its last dimensions (Zhang and Sennrich, 2019).
-
-    ``y = x / sqrt(mean(x**2) + eps) * weight``.
-
-    >>> import meshtape as mt
-    >>> mt.round(mt.rms_norm(mt.asarray([[3.0, 4.0, 0.0, 0.0]]), 4) * 1000)
-    Array([[1200., 1600.,    0.,    0.]], dtype=float64)
-    """
-    from .elementwise import sqrt, square
-    from .manipulation import astype
-    from .reductions import mean
-
-    x, dtype = _floating("rms_norm", x, eps)
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if not shape or x.shape[x.ndim - len(shape) :] != shape:
-        raise ShapeError(f"[rms_norm] the last dimensions of x {x.shape} must be normalized_shape {shape}")
-    axes = tuple(range(x.ndim - len(shape), x.ndim))
-    y = x * (1.0 / sqrt(mean(square(x), axis=axes, keepdims=True) + eps))
-    if weight is not None:
-        w = _parameter("rms_norm", "weight", weight, shape)
-        dtype = np.result_type(dtype, w.dtype)
-        y = y * w
     return astype(y, dtype, copy=False)
 
 

@@ -18,6 +18,7 @@ from ._op import Op
 from ._rows import BLOCK, row_sums
 from ._rows import wide as _wide
 from .elementwise import where
+from .kernels import softmaxes
 from .manipulation import astype, expand_dims
 from .program import ShapeDtype
 from .reductions import mean
@@ -135,13 +136,21 @@ def _infer_backward(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) ->
     return ShapeDtype(args[1].shape, args[1].dtype)
 
 
-CROSS_ENTROPY = Op("cross_entropy", ("logits", "labels"), _cross_entropy, _infer, decompose=_decompose)
+CROSS_ENTROPY = Op(
+    "cross_entropy",
+    ("logits", "labels"),
+    _cross_entropy,
+    _infer,
+    decompose=_decompose,
+    overrides={"cupy": softmaxes.cross_entropy},
+)
 CROSS_ENTROPY_BACKWARD = Op(
     "cross_entropy_backward",
     ("g", "logits", "labels"),
     _cross_entropy_backward,
     _infer_backward,
     decompose=_decompose_backward,
+    overrides={"cupy": softmaxes.cross_entropy_backward},
 )
 
 

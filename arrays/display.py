@@ -1,4 +1,4 @@
-"""How arrays look in a notebook."""
+"""How arrays look: in a terminal and in a notebook."""
 
 from __future__ import annotations
 
@@ -25,6 +25,23 @@ def human_bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024
     return f"{n:.1f} TiB"
+
+
+def array_text(x: Array) -> str:
+    """As NumPy prints it; with the dtype unless it is the default integer or boolean, the sharding, and the device if no CPU."""
+    buf = x._buf
+    try:
+        text = np.array2string(x._concrete(), separator=", ", prefix="Array(")
+    except TracedValueError:
+        return f"Array({buf.aval}, traced)"
+    if x.size == 0 and x.shape != (0,):
+        text = f"[], shape={x.shape}"
+    notes = [] if x.dtype.name in ("int64", "bool") else [f"dtype={x.dtype.name}"]
+    if x.sharding is not None:
+        notes.append(f"sharding={x.sharding}")
+    elif x.device.kind != "cpu":
+        notes.append(f"device={str(x.device)!r}")
+    return f"Array({', '.join([text, *notes])})"
 
 
 def array_html(x: Array) -> str:

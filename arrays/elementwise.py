@@ -250,6 +250,7 @@ def _erf(xp: Any, x: Any) -> Any:
 
 def _sigmoid(xp: Any, x: Any) -> Any:
     # One exponential of a non-positive number: no overflow for either sign.
+    x = x.astype(np.float64) if x.dtype.kind in "biu" else x
     e = xp.exp(-xp.abs(x))
     return xp.where(x >= 0, 1 / (1 + e), e / (1 + e)).astype(x.dtype, copy=False)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ._dispatch import Deferred, apply, wrap
 from ._op import Op, state
-from .errors import ArrayIndexError, ShapeError
+from .errors import ArrayIndexError, DTypeError, ShapeError
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -325,6 +325,12 @@ def check_value_dtype(name: str, value: Any, dtype: np.dtype) -> None:
     kind = value.dtype.kind if hasattr(value, "dtype") else "c" if isinstance(value, complex) else ""
     if kind == "c" and dtype.kind != "c":
         raise TypeError(f"[{name}] cannot write complex values into {dtype.name}: take the real part first")
+
+
+def check_fits(name: str, result: np.dtype, dtype: np.dtype) -> None:
+    """What is computed with an element goes back to its place: a fraction has none among integers."""
+    if dtype.kind != "b" and not np.can_cast(result, dtype, "same_kind"):
+        raise DTypeError(f"[{name}] an array of {dtype.name} cannot take a result of {result.name}: cast it first")
 
 
 def check_value_shape(name: str, value: tuple[int, ...], target: tuple[int, ...]) -> None:

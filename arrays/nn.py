@@ -10,16 +10,17 @@ import numpy as np
 from ._dispatch import apply
 from ._op import composite
 from .attention import scaled_dot_product_attention
-from .channel_norms import batch_norm, group_norm, instance_norm, rms_norm
+from .channel_norms import batch_norm, group_norm, instance_norm
 from .convolution import conv1d, conv2d, pool
-from .creation import arange, asarray
+from .creation import arange, asarray, beside, wrap_same
+from .dtypes import as_dtype, iinfo
 from .elementwise import relu, sigmoid, stop_gradient, tanh
 from .elementwise import where as where_
 from .errors import DTypeError
 from .gelu import GELU
 from .losses import cross_entropy, info_nce
 from .manipulation import astype, expand_dims
-from .norms import layer_norm
+from .norms import layer_norm, rms_norm
 from .softmax import log_softmax, logsumexp, softmax
 
 if TYPE_CHECKING:
@@ -69,17 +70,34 @@ def gelu(x: Any, /, *, approximate: bool = False) -> Array:
 
 @composite("silu")
 def silu(x: Any, /) -> Array:
-    """``x * sigmoid(x)``."""
+    """``x * sigmoid(x)``, also called swish (Ramachandran et al., 2017).
+
+    >>> import meshtape as mt
+    >>> round(float(mt.nn.silu(mt.asarray(1.0))), 6)
+    0.731059
+    """
+    x = asarray(x)
     return x * sigmoid(x)
 
 
 @composite("one_hot")
 def one_hot(labels: Any, num_classes: int, /, *, dtype: Any = np.float32) -> Array:
-    """1 at the label and 0 elsewhere along a new last dimension; labels outside ``0 … num_classes-1`` give zeros only."""
+    """1 at the label and 0 elsewhere along a new last dimension; labels outside ``0 … num_classes-1`` give zeros only.
+
+    >>> import meshtape as mt
+    >>> mt.nn.one_hot(mt.asarray([1, -1]), 3, dtype=mt.int8)
+    Array([[0, 1, 0],
+           [0, 0, 0]], dtype=int8)
+    """
     labels = asarray(labels)
     if labels.dtype.kind not in "iu":
         raise DTypeError(f"[one_hot] labels must be integers, got {labels.dtype.name}")
-    return astype(expand_dims(labels, axis=labels.ndim) == arange(num_classes, dtype=labels.dtype), dtype)
+    if num_classes < 0:
+        raise ValueError(f"[one_hot] the number of classes must not be negative, got {num_classes}")
+    # In the dtype of the labels where it can count that far; classes beyond it have no label.
+    wide = labels.dtype if num_classes <= iinfo(labels.dtype).max else np.int64
+    classes = arange(num_classes, dtype=wide, device=beside(labels))
+    return astype(expand_dims(labels, axis=labels.ndim) == classes, as_dtype(dtype, "one_hot"))
 
 
 # ----- dropping and looking up ----------------------------------------------------------------------------------------
@@ -88,8 +106,6 @@ def one_hot(labels: Any, num_classes: int, /, *, dtype: Any = np.float32) -> Arr
 def _keep(name: str, x: Array, rate: float, key: Any) -> Array:
     from .random import bernoulli
 
-    if not 0 <= rate <= 1:
-        raise ValueError(f"[{name}] rate must be between 0 and 1, got {rate}")
     if key is None:
         raise ValueError(f"[{name}] needs a key: key=mt.random.key(seed), another one for each call")
     if x.dtype.kind in "biu":
@@ -98,25 +114,27 @@ def _keep(name: str, x: Array, rate: float, key: Any) -> Array:
 
 
 @composite("dropout")
-def dropout(x: Any, rate: float, /, *, key: Any, training: bool = True) -> Array:
+def dropout(x: Any, rate: float, /, *, key: Any = None, training: bool = True) -> Array:
     """Each element set to 0 with probability ``rate``, the others divided by ``1 - rate`` (Srivastava et al., 2014).
 
     The mask is a function of the key and of the place in the global array: it is the same however ``x`` is split, and in a
-    second forward pass with the same key. With ``training=False`` it is ``x``.
+    second forward pass with the same key. With ``training=False``, or a rate of 0, it is ``x``, and takes no key.
 
     >>> import meshtape as mt
     >>> mt.nn.dropout(mt.ones(4), 1.0, key=mt.random.key(0))
     Array([0., 0., 0., 0.], dtype=float64)
     """
     x = asarray(x)
-    keep = _keep("dropout", x, rate, key)
+    if not 0 <= rate <= 1:
+        raise ValueError(f"[dropout] rate must be between 0 and 1, got {rate}")
     if not training or rate == 0:
-        return +x
+        return wrap_same(x)
+    keep = _keep("dropout", x, rate, key)
     return where_(keep, x / (1.0 - rate) if rate < 1 else 0.0 * x, 0.0)
 
 
 @composite("dropout_add")
-def dropout_add(x: Any, y: Any, rate: float, /, *, key: Any, training: bool = True) -> Array:
+def dropout_add(x: Any, y: Any, rate: float, /, *, key: Any = None, training: bool = True) -> Array:
     """``dropout(x) + y``, with one rounding: the sum of float16 and bfloat16 is made in float32."""
     x, y = asarray(x), asarray(y)
     dtype = np.result_type(x.dtype, y.dtype)

@@ -1,8 +1,8 @@
-"""Normalisation layers.
+"""Norms over the last dimensions: ``layer_norm`` and ``rms_norm``.
 
-``layer_norm`` is an op of its own with its own backward op, both computed in blocks of rows that stay in cache. Each also knows
-how to decompose into plain functions: that form serves higher derivatives (a fused backward has no history of its own
-statistics) and normalised dimensions that are sharded, whose sums then become collectives.
+Each is an op of its own with its own backward op, computed in blocks of rows that stay in cache, and by one fused kernel on a
+GPU. Each also knows how to decompose into plain functions: that form serves higher derivatives (a fused backward has no history
+of its own statistics) and normalised dimensions that are sharded, whose sums then become collectives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ._dispatch import apply
 from ._op import Op, composite
 from ._rows import row_blocks, row_dots, row_sums
 from ._rows import wide as _wide
-from .errors import ShapeError
+from .errors import DTypeError, ShapeError
+from .kernels import row_norms
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -135,7 +136,14 @@ def _infer_backward(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDt
     return ShapeDtype(x.shape, x.dtype), w, w
 
 
-LAYER_NORM = Op("layer_norm", ("x", "weight", "bias"), _layer_norm, _infer_layer_norm, decompose=_decompose_layer_norm)
+LAYER_NORM = Op(
+    "layer_norm",
+    ("x", "weight", "bias"),
+    _layer_norm,
+    _infer_layer_norm,
+    decompose=_decompose_layer_norm,
+    overrides={"cupy": row_norms.layer_norm},
+)
 LAYER_NORM_BACKWARD = Op(
     "layer_norm_backward",
     ("g", "x", "weight"),
@@ -143,7 +151,128 @@ LAYER_NORM_BACKWARD = Op(
     _infer_backward,
     nout=3,
     decompose=_decompose_layer_norm_backward,
+    overrides={"cupy": row_norms.layer_norm_backward},
 )
+
+# ----- rms_norm -------------------------------------------------------------------------------------------------------
+
+
+def _root(xp: Any, x: Any, eps: float) -> Any:
+    """One over the root of the mean square of the rows of a block."""
+    return 1 / xp.sqrt(row_dots(xp, x, x) / x.shape[1] + x.dtype.type(eps))
+
+
+def _rms_norm(xp: Any, x: Any, weight: Any, naxes: int, eps: float) -> Any:
+    width = math.prod(x.shape[x.ndim - naxes :])
+    rows = x.reshape(math.prod(x.shape[: x.ndim - naxes]), width)
+    w, wide = weight.reshape(-1), _wide(x.dtype)
+    out = xp.empty(rows.shape, xp.result_type(x.dtype, w.dtype))
+    with np.errstate(all="ignore"):
+        for key in row_blocks(xp, rows.shape, 1)[1]:
+            r = xp.ascontiguousarray(rows[key], dtype=wide)
+            if out.dtype == wide:
+                xp.multiply(r, _root(xp, r, eps), out=out[key])
+                out[key] *= w
+            else:
+                out[key] = r * _root(xp, r, eps) * w
+    return out.reshape(x.shape)
+
+
+def _rms_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: float) -> Any:
+    """Cotangents of x and weight."""
+    width = math.prod(x.shape[x.ndim - naxes :])
+    rows = x.reshape(math.prod(x.shape[: x.ndim - naxes]), width)
+    gs = g.reshape(rows.shape)
+    wide = _wide(x.dtype)
+    w = weight.reshape(-1).astype(wide, copy=False)
+    dx, dw = xp.empty(rows.shape, x.dtype), xp.zeros(width, wide)
+    with np.errstate(all="ignore"):
+        for key in row_blocks(xp, rows.shape, 1)[1]:
+            r, gi = (xp.ascontiguousarray(a[key], dtype=wide) for a in (rows, gs))
+            inverse = _root(xp, r, eps)
+            n = r * inverse
+            t = gi * n
+            dw += xp.ones(len(r), wide) @ t
+            n *= ((t @ w) / width)[:, None]
+            xp.multiply(gi, w, out=t)
+            t -= n
+            t *= inverse
+            dx[key] = t
+    return dx.reshape(x.shape), dw.reshape(weight.shape).astype(weight.dtype)
+
+
+def _inverse_root(x: Array, naxes: int, eps: float) -> Array:
+    from .elementwise import sqrt, square
+    from .reductions import mean
+
+    return 1.0 / sqrt(mean(square(x), axis=tuple(range(x.ndim - naxes, x.ndim)), keepdims=True) + eps)
+
+
+def _decompose_rms_norm(x: Array, weight: Array, naxes: int, eps: float) -> Array:
+    from .manipulation import astype
+
+    out_dtype = np.result_type(x.dtype, weight.dtype)
+    x = astype(x, _wide(x.dtype), copy=False)
+    return astype(x * _inverse_root(x, naxes, eps) * weight, out_dtype, copy=False)
+
+
+def _decompose_rms_norm_backward(g: Array, x: Array, weight: Array, naxes: int, eps: float) -> tuple[Array, Array]:
+    from .manipulation import astype
+    from .reductions import mean, sum
+
+    lead, axes = tuple(range(x.ndim - naxes)), tuple(range(x.ndim - naxes, x.ndim))
+    wide = _wide(x.dtype)
+    gi, r = (astype(a, wide, copy=False) for a in (g, x))
+    inverse = _inverse_root(r, naxes, eps)
+    n, gw = r * inverse, gi * weight
+    dx = (gw - n * mean(gw * n, axis=axes, keepdims=True)) * inverse
+    return astype(dx, x.dtype, copy=False), astype(sum(gi * n, axis=lead), weight.dtype, copy=False)
+
+
+RMS_NORM = Op(
+    "rms_norm",
+    ("x", "weight"),
+    _rms_norm,
+    lambda op, args, params: ShapeDtype(args[0].shape, np.result_type(*(a.dtype for a in args))),
+    decompose=_decompose_rms_norm,
+    overrides={"cupy": row_norms.rms_norm},
+)
+RMS_NORM_BACKWARD = Op(
+    "rms_norm_backward",
+    ("g", "x", "weight"),
+    _rms_norm_backward,
+    lambda op, args, params: _infer_backward(op, args, params)[:2],
+    nout=2,
+    decompose=_decompose_rms_norm_backward,
+    overrides={"cupy": row_norms.rms_norm_backward},
+)
+
+# ----- public functions -----------------------------------------------------------------------------------------------
+
+
+def _operands(
+    name: str, x: Any, normalized_shape: int | Sequence[int], eps: float, **parameters: tuple[Any, float]
+) -> tuple[list[Array], dict[str, Any]]:
+    """``x`` and the parameters as arrays, checked, with a constant for each that is None; and the params of the op."""
+    from .creation import asarray, beside, full
+
+    x = asarray(x)
+    if x.dtype.kind in "biuc":
+        raise DTypeError(f"[{name}] x must be real floating, got {x.dtype.name}")
+    shape = (normalized_shape,) if isinstance(normalized_shape, int | np.integer) else tuple(normalized_shape)
+    if not shape or x.shape[x.ndim - len(shape) :] != shape:
+        raise ShapeError(f"[{name}] the last dimensions of x {x.shape} must be normalized_shape {shape}")
+    if not eps > 0:
+        raise ValueError(f"[{name}] eps must be positive, got {eps}")
+    out = [x]
+    for what, (p, default) in parameters.items():
+        p = full(shape, default, dtype=x.dtype, device=beside(x)) if p is None else asarray(p)
+        if p.shape != shape:
+            raise ShapeError(f"[{name}] {what} has shape {p.shape}, expected {shape}")
+        if p.dtype.kind in "biuc":
+            raise DTypeError(f"[{name}] {what} must be real floating, got {p.dtype.name}")
+        out.append(p)
+    return out, {"naxes": len(shape), "eps": float(eps)}
 
 
 @composite("layer_norm")
@@ -176,6 +305,8 @@ def layer_norm(
     ------
     ShapeError
         When the last dimensions of ``x``, ``weight`` or ``bias`` are not ``normalized_shape``.
+    DTypeError
+        For integers and complex numbers.
 
     Examples
     --------
@@ -183,18 +314,39 @@ def layer_norm(
     >>> mt.layer_norm(mt.asarray([[1.0, 2.0, 3.0]]), 3)
     Array([[-1.22473569,  0.        ,  1.22473569]], dtype=float64)
     """
-    from .creation import asarray, ones, zeros
+    operands, params = _operands("layer_norm", x, normalized_shape, eps, weight=(weight, 1.0), bias=(bias, 0.0))
+    return apply(LAYER_NORM, tuple(operands), params)
 
-    x = asarray(x)
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if not shape or x.shape[x.ndim - len(shape) :] != shape:
-        raise ShapeError(f"[layer_norm] the last dimensions of x {x.shape} must be normalized_shape {shape}")
-    if not eps > 0:
-        raise ValueError(f"[layer_norm] eps must be positive, got {eps}")
-    where = None if hasattr(x._buf, "aval") else x.device
-    w = ones(shape, dtype=x.dtype, device=where) if weight is None else asarray(weight)
-    b = zeros(shape, dtype=x.dtype, device=where) if bias is None else asarray(bias)
-    for name, p in (("weight", w), ("bias", b)):
-        if p.shape != shape:
-            raise ShapeError(f"[layer_norm] {name} has shape {p.shape}, expected {shape}")
-    return apply(LAYER_NORM, (x, w, b), {"naxes": len(shape), "eps": float(eps)})
+
+@composite("rms_norm")
+def rms_norm(x: Any, /, normalized_shape: int | Sequence[int], weight: Any = None, *, eps: float = 1e-6) -> Array:
+    """Each sample scaled to a mean square of 1 over its last dimensions (Zhang and Sennrich, 2019).
+
+    ``y = x / sqrt(mean(x**2) + eps) * weight``; means of float16 and bfloat16 are made in float32.
+
+    Parameters
+    ----------
+    x
+        Shape ``(*batch, *normalized_shape)``, floating.
+    normalized_shape
+        Lengths of the last dimensions of ``x``.
+    weight
+        Of shape ``normalized_shape``; ones by default.
+    eps
+        Positive; added to the mean square.
+
+    Raises
+    ------
+    ShapeError
+        When the last dimensions of ``x``, or ``weight``, are not ``normalized_shape``.
+    DTypeError
+        For integers and complex numbers.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.round(mt.rms_norm(mt.asarray([[3.0, 4.0, 0.0, 0.0]]), 4) * 1000)
+    Array([[1200., 1600.,    0.,    0.]], dtype=float64)
+    """
+    operands, params = _operands("rms_norm", x, normalized_shape, eps, weight=(weight, 1.0))
+    return apply(RMS_NORM, tuple(operands), params)

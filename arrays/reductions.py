@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
-from ._dispatch import apply
+from ._dispatch import apply, as_array
 from ._op import Op, composite
 from .errors import ShapeError
 
@@ -97,9 +97,7 @@ ARGMIN = Op("argmin", ("x",), _arg("argmin"), _infer_arg, nondifferentiable="int
 
 
 def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
-    from .creation import asarray
-
-    x = asarray(x)
+    x = as_array(x)
     return apply(op, (x,), {"axis": _infer.normalize_axis(op.name, axis, x.ndim), "keepdims": bool(keepdims)})
 
 

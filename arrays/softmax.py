@@ -25,6 +25,7 @@ from .elementwise import abs as abs_
 from .elementwise import exp, log, stop_gradient
 from .elementwise import where as where_
 from .errors import DTypeError
+from .kernels import softmaxes
 from .manipulation import astype, squeeze
 from .program import ShapeDtype
 from .reductions import max as max_
@@ -118,17 +119,32 @@ def _infer_backward(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) ->
     return ShapeDtype(args[1].shape, args[1].dtype)
 
 
-SOFTMAX = Op("softmax", ("x",), _softmax, _infer.same, decompose=_decompose_softmax)
-SOFTMAX_BACKWARD = Op(
-    "softmax_backward", ("g", "y"), _softmax_backward, _infer_backward, decompose=_decompose_softmax_backward
+SOFTMAX = Op(
+    "softmax", ("x",), _softmax, _infer.same, decompose=_decompose_softmax, overrides={"cupy": softmaxes.softmax}
 )
-LOG_SOFTMAX = Op("log_softmax", ("x",), _log_softmax, _infer.same, decompose=_decompose_log_softmax)
+SOFTMAX_BACKWARD = Op(
+    "softmax_backward",
+    ("g", "y"),
+    _softmax_backward,
+    _infer_backward,
+    decompose=_decompose_softmax_backward,
+    overrides={"cupy": softmaxes.softmax_backward},
+)
+LOG_SOFTMAX = Op(
+    "log_softmax",
+    ("x",),
+    _log_softmax,
+    _infer.same,
+    decompose=_decompose_log_softmax,
+    overrides={"cupy": softmaxes.log_softmax},
+)
 LOG_SOFTMAX_BACKWARD = Op(
     "log_softmax_backward",
     ("g", "y"),
     _log_softmax_backward,
     _infer_backward,
     decompose=_decompose_log_softmax_backward,
+    overrides={"cupy": softmaxes.log_softmax_backward},
 )
 
 

@@ -30,11 +30,24 @@ def _has_negative_zeros(xp: Any, x: Any) -> bool:
     return any(bool(xp.signbit(p).any()) for p in parts)
 
 
+def _restore_zeros(xp: Any, x: Any, ordered: Any) -> None:
+    """Zeros of both signs, which an unstable sort may mix, put back in their order. They stand together: no pass over all."""
+    zero = xp.asarray(0, ordered.dtype)  # of a number in another dtype a copy of the whole table would be made
+    low, high = (int(xp.searchsorted(ordered, zero, side=side)) for side in ("left", "right"))
+    zeros = ordered[low:high]
+    if zeros.size > 1 and bool(xp.signbit(zeros).any()):
+        ordered[low:high] = x[x == 0]
+
+
 def _sort(xp: Any, x: Any, axis: int, descending: bool, stable: bool) -> Any:
     w = _ordered(xp, x)
     # A stable descending sort is an ascending one of the reversed array, reversed: equals come back in their order.
     w = xp.flip(w, axis) if descending else w
-    out = xp.sort(w, axis=axis, kind="stable" if stable and _has_negative_zeros(xp, w) else None)
+    if stable and w.ndim == 1 and w.dtype.kind == "f":
+        out = xp.sort(w)
+        _restore_zeros(xp, w, out)
+    else:
+        out = xp.sort(w, axis=axis, kind="stable" if stable and _has_negative_zeros(xp, w) else None)
     return (xp.flip(out, axis) if descending else out).astype(x.dtype, copy=False)
 
 

@@ -51,11 +51,14 @@ class _StarType:
 _Star = _StarType()
 _LEAF = TreeDef("leaf")
 _NONE = TreeDef("none")
+_LEAF_TYPES: set[type] = set()  # found to be no containers, which takes longer to find out than to look up
 
 
 def _children(x: Any) -> tuple[str, tuple[str | int, ...], list[Any], type | None] | None:
     """(kind, keys, children, class) of a container, or None for a leaf."""
     t = type(x)
+    if t in _LEAF_TYPES:
+        return None
     if t is dict:
         return "dict", tuple(x), list(x.values()), None
     if t is list:
@@ -70,6 +73,8 @@ def _children(x: Any) -> tuple[str, tuple[str | int, ...], list[Any], type | Non
     if dataclasses.is_dataclass(x) and not isinstance(x, type) and getattr(t, "__is_tree__", True):
         names = tuple(f.name for f in dataclasses.fields(x) if f.init)
         return "dataclass", names, [getattr(x, n) for n in names], t
+    if not isinstance(x, type):  # a class, too, is a leaf, but its metaclass says nothing about the next one
+        _LEAF_TYPES.add(t)
     return None
 
 
@@ -118,6 +123,8 @@ def _structure(x: Any, is_leaf: Callable[[Any], bool] | None, leaves: list[Any])
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Any:
     """Inverse of :func:`flatten`. Raises ``ValueError`` when the number of leaves does not fit."""
     leaves = list(leaves)
+    if treedef is _LEAF and len(leaves) == 1:
+        return leaves[0]
     if len(leaves) != treedef.size:
         raise ValueError(f"tree needs {treedef.size} leaves, got {len(leaves)}")
     return _build(treedef, iter(leaves))

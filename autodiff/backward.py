@@ -22,6 +22,7 @@ from ..arrays.program import Const, Entry, ShapeDtype, Site, site_text
 from ..arrays.rowsum import RowSum
 from . import anomaly
 from .recipe import Recipe
+from .rules._registry import same
 
 Hook = Callable[[Array], Array]
 """What is called with the complete cotangent of a value, and gives what is to take its place."""
@@ -30,14 +31,15 @@ NO_HOOKS: Any = MappingProxyType({})
 
 
 class Recorded(NamedTuple):
-    """One call on a tape.
+    """One call on a tape. A tape holds plain tuples of these fields, which are made and read in a fraction of the time.
 
-    ``operands`` has the name, shape and dtype of each watched operand; ``inputs`` the names of all operands (scalars themselves);
-    ``saved`` what the recipe keeps: buffers, and scalars.
+    ``operands`` has the name, shape and dtype of each watched operand, or the name alone of the one array of an elementwise call
+    with its shape and dtype: what the rule gives then fits. ``inputs`` has the names of all operands; a scalar is a ``Const``,
+    or itself where it is a float. ``saved`` is what the recipe keeps: buffers, and scalars.
     """
 
     recipe: Recipe
-    operands: Sequence[tuple[int, tuple[int, ...], np.dtype]]
+    operands: int | Sequence[tuple[int, tuple[int, ...], np.dtype]]
     inputs: Sequence[Any]
     outputs: Sequence[int]
     saved: Sequence[Any]
@@ -50,7 +52,8 @@ class Recorded(NamedTuple):
     @property
     def entry(self) -> Entry:
         """The call as others read it."""
-        return Entry(self.recipe.op, tuple(self.inputs), tuple(self.outputs), self.params, self.origin, self.site)
+        inputs = tuple(v if type(v) is int or type(v) is Const else Const(v) for v in self.inputs)
+        return Entry(self.recipe.op, inputs, tuple(self.outputs), self.params, self.origin, self.site)
 
     @property
     def name(self) -> str:
@@ -59,7 +62,7 @@ class Recorded(NamedTuple):
 
 
 def walk(
-    records: list[Recorded],
+    records: list[tuple[Any, ...]],
     cots: dict[int, Any],
     keep: frozenset[int],
     xp: Any,
@@ -69,66 +72,77 @@ def walk(
     hooks: Mapping[int, list[Hook]] = NO_HOOKS,
     owned: set[int] | None = None,
 ) -> None:
-    """Pull the cotangents in ``cots`` (by name) back through the records, last one first.
+    """Pull the cotangents in ``cots`` (by name) back through the records (fields of :class:`Recorded`), last one first.
 
     ``wrapped`` says that rules run on Arrays, and are recorded, instead of on the raw buffers of ``xp``. Cotangents of ``keep``
     stay; records are dropped with their saved values when ``free``. ``hooks`` are called on the cotangents of their values, once
     these are complete.
     """
-    checked = anomaly.mode.on
     hooks = dict(hooks)
     # Cotangents whose buffer nobody else can hold: they may be added to in place.
     owned = set() if owned is None else owned
+    # Rules on raw buffers that need saved values only are called from here: most of the time of a small call would go into calls
+    # of our own.
+    slow = wrapped or anomaly.mode.on
     position = len(records)
-    outer, outer_site = state.origin, state.site
-    r: Any = None
+    now = state.now
+    outer, outer_site = now.origin, now.site
+    fields: Any = None
     try:
         while position:
             position -= 1
-            r = records.pop() if free else records[position]
-            recipe = r.recipe
+            fields = records.pop() if free else records[position]
+            recipe, operands, _, outputs, saved, _, _, _, _, _ = fields
             if hooks:
-                for v in r.outputs:
+                for v in outputs:
                     _call_hooks(v, cots, hooks, owned, wrapped)
-            if recipe.single:
-                out = r.outputs[0]
-                g = cots.get(out) if out in keep else cots.pop(out, None)
+            quick = recipe.quick
+            if quick is None or slow:
+                g, found = _found(fields, cots, keep, owned, xp, wrapped)
+                if found is None:
+                    continue
+                if type(operands) is int:
+                    operands = ((operands, g.shape, g.dtype),)
+            else:
+                v = outputs[0]
+                g = cots.get(v) if v in keep else cots.pop(v, None)
                 if g is None:
                     continue
                 if type(g) is RowSum:
                     g = g.concrete()
-                if out in owned:
-                    owned.discard(out)
-            elif hasattr(recipe.op, "expand"):
-                _expand(r, cots, keep, owned, xp, wrapped)
-                continue
-            else:
-                g = _cotangents_of(r, cots, keep, owned, xp)
-                if g is None:
-                    continue
-            if wrapped:
-                state.origin, state.site = f"{r.name} vjp", r.site
-                found = _pull(r, g, xp, wrapped)
-            elif recipe.decomposed or recipe.together is not None:
-                state.site = r.site
-                found = _pull(r, g, xp, wrapped)
-            else:
-                # The common case, without a call of ours: elementwise rules on raw buffers.
-                saved = r.saved
-                found = []
-                for i, pull in enumerate(recipe.pulls):
+                if owned:
+                    owned.discard(v)
+                if type(operands) is int:
+                    ((pull, at),) = quick
                     if pull is None:
-                        found.append(None)
-                    elif pull[1] is None:
-                        found.append(pull[0](xp, g, *recipe.arguments(i, saved, r.params, r.avals)))
+                        continue
+                    if pull is same:
+                        gx = g
                     else:
-                        found.append(pull[0](xp, g, *[saved[k] for k in pull[1]]))
-            if checked:
-                anomaly.check_cotangents(r, g, found)
-            for gx, (var, shape, dtype) in zip(found, r.operands, strict=True):
+                        gx = pull(xp, g, saved[at]) if type(at) is int else pull(xp, g, *[saved[k] for k in at])
+                        if gx is None:
+                            continue
+                        if gx.dtype is not g.dtype:
+                            gx = fit(xp, gx, g.shape, g.dtype)
+                    if operands not in cots:
+                        cots[operands] = gx
+                        continue
+                    found, operands = (gx,), ((operands, g.shape, g.dtype),)
+                else:
+                    found = []
+                    for pull, at in quick:
+                        if pull is same:
+                            found.append(g)
+                        elif pull is None:
+                            found.append(None)
+                        elif type(at) is int:
+                            found.append(pull(xp, g, saved[at]))
+                        else:
+                            found.append(pull(xp, g, *[saved[k] for k in at]))
+            for gx, (var, shape, dtype) in zip(found, operands):  # noqa: B905  of one length; checking costs
                 if gx is None:
                     continue
-                if gx.shape != shape or gx.dtype != dtype:
+                if gx.shape != shape or (gx.dtype is not dtype and gx.dtype != dtype):
                     gx = fit(xp, gx, shape, dtype)
                 before = cots.get(var)
                 if before is None:
@@ -146,11 +160,43 @@ def walk(
     except NonDifferentiableError:
         raise
     except Exception as e:
-        if r is not None:
+        if fields is not None:
+            r = Recorded._make(fields)
             e.add_note(f"in the derivative of {r.name}, called at {site_text(r.site)}")
         raise
     finally:
-        state.origin, state.site = outer, outer_site
+        now.origin, now.site = outer, outer_site
+
+
+def _found(
+    fields: tuple[Any, ...], cots: dict[int, Any], keep: frozenset[int], owned: set[int], xp: Any, wrapped: bool
+) -> tuple[Any, Any]:
+    """Cotangents of the results and of the operands of any record, by the general way; None where all is done."""
+    r = Recorded._make(fields)
+    recipe = r.recipe
+    if recipe.single:
+        v = r.outputs[0]
+        g = cots.get(v) if v in keep else cots.pop(v, None)
+        if g is None:
+            return None, None
+        if type(g) is RowSum:
+            g = g.concrete()
+        owned.discard(v)
+    elif hasattr(recipe.op, "expand"):
+        _expand(r, cots, keep, owned, xp, wrapped)
+        return None, None
+    else:
+        g = _cotangents_of(r, cots, keep, owned, xp)
+        if g is None:
+            return None, None
+    now = state.now
+    now.site = r.site
+    if wrapped:
+        now.origin = f"{r.name} vjp"
+    found = _pull(r, g, xp, wrapped)
+    if anomaly.mode.on:
+        anomaly.check_cotangents(r, g, found)
+    return g, found
 
 
 def _call_hooks(v: int, cots: dict[int, Any], hooks: dict[int, list[Hook]], owned: set[int], wrapped: bool) -> None:
@@ -238,7 +284,7 @@ def _pull_decomposed(r: Recorded, g: Any, wrapped: bool) -> list[Any]:
     # Where outer tapes listen, each operand is an alias with a name of its own that they know: an array that is passed twice
     # would otherwise get the sum of both cotangents twice.
     args = [
-        b if type(v) is Const else (apply(ALIAS, (named(b, v),)) if wrapped else wrap(b))
+        b if type(v) is not int else (apply(ALIAS, (named(b, v),)) if wrapped else wrap(b))
         for b, v in zip(r.saved, r.inputs, strict=True)
     ]
     tape = Tape()

@@ -46,6 +46,7 @@ class CallRecipe:
     __slots__ = ("op", "wanted")
     single = False
     together = None
+    quick = None
     decomposed = True
 
     def __init__(self, op: Call, wanted: tuple[int, ...]) -> None:
@@ -182,7 +183,7 @@ class _Recomputed:
         _record(self, arrays, outs, [a._buf for a in arrays], tapes)
         return outs
 
-    def expand(self, r: Recorded, wrapped: bool) -> tuple[list[Recorded], list[int]]:
+    def expand(self, r: Recorded, wrapped: bool) -> tuple[list[tuple[Any, ...]], list[int]]:
         """The calls made again, recorded: records whose operands have the names they had outside, and the results' new names."""
         from .tape import Tape
 
@@ -195,11 +196,15 @@ class _Recomputed:
             outs = self.run(args)
         # Under their outside names cotangents are summed in the order of the plain backward pass: equal to the bit.
         outside = {args[p]._id: v for p, (v, _, _) in zip(r.recipe.wanted, r.operands, strict=True)}
-        records = [
-            i._replace(operands=[(outside.get(v, v), shape, dtype) for v, shape, dtype in i.operands])
-            for i in tape._records
-        ]
+        records = [(recipe, _renamed(operands, outside), *rest) for recipe, operands, *rest in tape._records]
         return records, [o._id for o in outs]
+
+
+def _renamed(operands: Any, names: Mapping[int, int]) -> Any:
+    """The operands of a record under other names."""
+    if type(operands) is int:
+        return names.get(operands, operands)
+    return tuple([(names.get(v, v), shape, dtype) for v, shape, dtype in operands])
 
 
 def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..arrays._infer import elementwise
 from ..arrays._op import Op
 from .rules import RULES, Need
 
@@ -21,15 +22,22 @@ class Recipe:
     ``pulls`` has, for each watched operand, its rule and the places of the rule's arguments among the saved values, or None for
     the places where a rule needs more than saved values. ``together`` is a rule that answers for all operands. An op without a
     rule (``rule is None``) is differentiated through its decomposition, for which all operands are kept.
+
+    ``quick`` is ``pulls`` in the form that the backward pass on raw buffers reads, where all of them need saved values only: the
+    rule and the place of its one argument, or the tuple of their places. ``keeps`` says in a word what is saved of one or two
+    operands (0: nothing, 1: the first, 2: the second, 3: both), and ``floating`` that a floating operand makes a floating result.
     """
 
     __slots__ = (
         "decomposed",
+        "floating",
+        "keeps",
         "keeps_ans",
         "keeps_avals",
         "needs",
         "op",
         "pulls",
+        "quick",
         "saved_at",
         "saves",
         "single",
@@ -51,6 +59,9 @@ class Recipe:
             positions, self.keeps_ans = rule.saves(wanted, count)
             self.saves = tuple(sorted(positions))
         self.saved_at = {p: i for i, p in enumerate(self.saves)}
+        self.keeps = sum(1 << p for p in self.saves)
+        self.floating = op.infer is elementwise
+        self.quick: tuple[tuple[Callable[..., Any] | None, Any], ...] | None = None
         if rule is None:
             return
         keys = [-1] if rule.together is not None else wanted
@@ -66,6 +77,10 @@ class Recipe:
             plain = all(n.kind == "operand" or (n.kind == "ans" and self.single) for n in needs)
             at = tuple(len(self.saves) if n.kind == "ans" else self.saved_at[n.where] for n in needs) if plain else None
             self.pulls.append((fn, at))
+        if self.single and self.together is None and all(p is None or p[1] is not None for p in self.pulls):
+            self.quick = tuple(
+                (None, ()) if p is None else (p[0], p[1][0] if len(p[1]) == 1 else p[1]) for p in self.pulls
+            )
 
     def arguments(self, which: int, saved: Sequence[Any], params: Any, avals: Any) -> list[Any]:
         """Arguments, after ``xp`` and ``g``, of the ``which``-th rule; the general form."""
@@ -87,14 +102,15 @@ class Recipe:
         return out
 
 
-_RECIPES: dict[Op, dict[int, Recipe]] = {}
+RECIPES: dict[Op, dict[int, Recipe]] = {}
+"""Recipes by op and by mask, see :func:`recipe_for`; the tape looks here first, which saves it a call."""
 
 
 def recipe_for(op: Op, mask: int) -> Recipe:
     """The recipe of a call; bit ``i`` of ``mask`` is set where operand ``i`` is watched, and one bit above the last operand."""
-    by_mask = _RECIPES.get(op)
+    by_mask = RECIPES.get(op)
     if by_mask is None:
-        by_mask = _RECIPES[op] = {}
+        by_mask = RECIPES[op] = {}
     found = by_mask.get(mask)
     if found is None:
         count = mask.bit_length() - 1

@@ -29,7 +29,7 @@ from ..arrays.rowsum import RowSum
 from .anomaly import is_checker
 from .backward import Hook, Recorded, walk
 from .calls import CallRecipe, run_hook
-from .recipe import recipe_for
+from .recipe import RECIPES, recipe_for
 
 
 def is_differentiable(dtype: np.dtype) -> bool:
@@ -37,8 +37,8 @@ def is_differentiable(dtype: np.dtype) -> bool:
     return dtype.kind in "fc" or (dtype.kind == "V" and dtype.names is None)
 
 
-# Half the time of calling the named tuple's own constructor, for each recorded call.
-_recorded = functools.partial(tuple.__new__, Recorded)
+# Half the time of calling the named tuple's own constructor, for each scalar of a recorded call.
+_const = functools.partial(tuple.__new__, Const)
 
 
 class Tape:
@@ -62,7 +62,7 @@ class Tape:
 
     def __init__(self, *, persistent: bool = False) -> None:
         self.persistent = persistent
-        self._records: list[Recorded] = []
+        self._records: list[tuple[Any, ...]] = []  # fields of Recorded
         self._live: set[int] = set()
         # What a watched array was called when it was watched: `x[i] = v` turns the object into another value, and the
         # gradient that is asked for is that of the value that was watched.
@@ -73,17 +73,19 @@ class Tape:
     # ----- recording --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Tape:
-        if self in state.recorders:
+        now = state.now
+        if self in now.recorders:
             raise GradientError("this tape is recording already: use another one for a gradient inside a gradient")
-        state.recorders = (*state.recorders, self)
+        now.recorders = (*now.recorders, self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        state.recorders = tuple(r for r in state.recorders if r is not self)
+        now = state.now
+        now.recorders = tuple([r for r in now.recorders if r is not self])
 
     def watch(self, *arrays: Any) -> None:
         """Record what is computed from these arrays (or the arrays in these trees). Integers are passed over."""
-        for x in trees.flatten(arrays)[0]:
+        for x in arrays if all(type(x) is Array for x in arrays) else trees.flatten(arrays)[0]:
             if not isinstance(x, Array):
                 raise GradientError(f"[watch] takes Arrays, got {type(x).__name__}: make one with mt.asarray(...)")
             if is_differentiable(x.dtype):
@@ -135,7 +137,7 @@ class Tape:
     @property
     def entries(self) -> list[Entry]:
         """The recorded calls, in order; printing one shows it."""
-        return [r.entry for r in self._records]
+        return [Recorded._make(r).entry for r in self._records]
 
     def record(
         self,
@@ -150,44 +152,98 @@ class Tape:
         if op.nondifferentiable:
             return
         live = self._live
-        mask, bit = 0, 1
-        for a in args:
-            if type(a) is Array and a._id in live:
-                mask |= bit
-            bit += bit
-        if not mask:
-            return
-        recipe = recipe_for(op, mask | bit)
-        operands = []
-        for i in recipe.wanted:
-            a = args[i]
-            buf = a._buf
-            operands.append((a._id, buf.shape, buf.dtype))
-        saved = [args[i]._buf if type(args[i]) is Array else args[i] for i in recipe.saves]
-        outputs = []
-        for o in outs:
+        # Every eager call under a tape comes through here. One and two operands are spelled out: a loop over two costs as much
+        # as the rest.
+        if len(args) == 2:
+            x, y = args
+            mask = 4
+            if type(x) is Array:
+                a = x._buf
+                if x._id in live:
+                    mask = 5
+            else:
+                a = x
+            if type(y) is Array:
+                b = y._buf
+                if y._id in live:
+                    mask += 2
+            else:
+                b = y
+            if mask == 4:
+                return
+            try:
+                recipe = RECIPES[op][mask]
+            except KeyError:
+                recipe = recipe_for(op, mask)
+            if mask == 5:
+                if recipe.floating and type(y) is not Array and a.dtype is outs[0]._buf.dtype:
+                    operands = x._id
+                else:
+                    operands = ((x._id, a.shape, a.dtype),)
+            elif mask == 6:
+                if recipe.floating and type(x) is not Array and b.dtype is outs[0]._buf.dtype:
+                    operands = y._id
+                else:
+                    operands = ((y._id, b.shape, b.dtype),)
+            else:
+                operands = ((x._id, a.shape, a.dtype), (y._id, b.shape, b.dtype))
+            inputs = (
+                x._id if type(x) is Array else x if type(x) is float else _const((x,)),
+                y._id if type(y) is Array else y if type(y) is float else _const((y,)),
+            )
+            keeps = recipe.keeps
+            saved = (a, b) if keeps == 3 else (a,) if keeps == 1 else (b,) if keeps == 2 else ()
+        elif len(args) == 1:
+            x = args[0]
+            if x._id not in live:
+                return
+            a = x._buf
+            try:
+                recipe = RECIPES[op][3]
+            except KeyError:
+                recipe = recipe_for(op, 3)
+            operands = x._id if recipe.floating and a.dtype is outs[0]._buf.dtype else ((x._id, a.shape, a.dtype),)
+            inputs = (x._id,)
+            saved = (a,) if recipe.keeps else ()
+        else:
+            mask, bit = 0, 1
+            for z in args:
+                if type(z) is Array and z._id in live:
+                    mask |= bit
+                bit += bit
+            if not mask:
+                return
+            recipe = recipe_for(op, mask | bit)
+            operands = tuple([(args[i]._id, args[i]._buf.shape, args[i]._buf.dtype) for i in recipe.wanted])
+            inputs = tuple([z._id if type(z) is Array else z if type(z) is float else _const((z,)) for z in args])
+            saved = tuple([args[i]._buf if type(args[i]) is Array else args[i] for i in recipe.saves])
+        if recipe.single:
             # Results are new values: what they were called before (an op may hand its operand back) is another value's name.
-            v = o._id = o._id or next_id()
-            outputs.append(v)
-            buf = o._buf
+            out = outs[0]
+            v = out._id = out._id or next_id()
+            buf = out._buf
             if recipe.keeps_ans:
-                saved.append(buf)
-            if buf.dtype.kind in "fc" or is_differentiable(buf.dtype):
+                saved = (*saved, buf)
+            if recipe.floating or is_differentiable(buf.dtype):
                 live.add(v)
+            outputs = (v,)
+        else:
+            outputs = tuple([new_id(o) for o in outs])
+            if recipe.keeps_ans:
+                saved = (*saved, *[o._buf for o in outs])
+            live.update([o._id for o in outs if is_differentiable(o._buf.dtype)])
         self._records.append(
-            _recorded(
-                (
-                    recipe,
-                    operands,
-                    [a._id if type(a) is Array else Const(a) for a in args],
-                    outputs,
-                    saved,
-                    params,
-                    argument_avals(args) if recipe.keeps_avals else None,
-                    None if recipe.single else argument_avals(outs),
-                    origin,
-                    site,
-                )
+            (
+                recipe,
+                operands,
+                inputs,
+                outputs,
+                saved,
+                params,
+                argument_avals(args) if recipe.keeps_avals else None,
+                None if recipe.single else argument_avals(outs),
+                origin,
+                site,
             )
         )
 
@@ -205,14 +261,14 @@ class Tape:
         if not wanted:
             return
         self._live.update(o._id for o in outs if is_differentiable(o.dtype))
-        operands = [(args[i]._id, args[i].shape, args[i].dtype) for i in wanted]
+        operands = tuple([(args[i]._id, args[i].shape, args[i].dtype) for i in wanted])
         recipe: Any = CallRecipe(call, wanted)
         self._records.append(
-            Recorded(
+            (
                 recipe,
                 operands,
-                [a._id for a in args],
-                [o._id for o in outs],
+                tuple([a._id for a in args]),
+                tuple([o._id for o in outs]),
                 saved,
                 NO_PARAMS,
                 None,
@@ -278,10 +334,12 @@ class Tape:
         """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""
         cots: dict[int, Any] = {}
         checked = [_seed_of(t, s) for t, s in zip(targets, seeds, strict=True)]
-        with not_recording(self, *filter(is_checker, state.recorders)):
-            wrapped = any(not is_checker(r) for r in state.recorders) or any(
-                isinstance(b, Deferred) for t, s in checked for b in (t._buf, s._buf)
-            )
+        now = state.now
+        before = now.recorders
+        others = tuple([r for r in before if r is not self and not is_checker(r)])
+        now.recorders = others
+        try:
+            wrapped = bool(others) or any(isinstance(b, Deferred) for t, s in checked for b in (t._buf, s._buf))
             if wrapped:
                 import meshtape.arrays as xp
             else:
@@ -294,6 +352,8 @@ class Tape:
             if not self.persistent:
                 self._records, self._used = [], True
             walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent, hooks=self._hooks)
+        finally:
+            now.recorders = before
         kept = {v: cots[v] for v in keep if v in cots}
         return {
             v: g if wrapped else wrap(np.asarray(g) if xp is np and type(g) is not RowSum else g)
@@ -311,6 +371,8 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
             raise GradientError(
                 f"[gradient] the target has shape {target.shape}: reduce it to one element (y.sum()), or pass a seed"
             )
+        if type(target._buf) is np.ndarray:
+            return target, wrap(np.ones(target._buf.shape, target._buf.dtype))
         # Made from the shape alone, not "like" the target: a target that is still to be reduced need not be for this.
         where = target.device if isinstance(target.device, Device) else None
         return target, ones(target.shape, dtype=target.dtype, device=where)

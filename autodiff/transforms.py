@@ -14,8 +14,8 @@ import numpy as np
 
 from ..arrays import tree as trees
 from ..arrays._array import Array
-from ..arrays._dispatch import apply
-from ..arrays._op import not_recording
+from ..arrays._dispatch import apply, wrap
+from ..arrays._op import not_recording, state
 from ..arrays.creation import asarray, zeros, zeros_like
 from ..arrays.elementwise import ALIAS
 from ..arrays.errors import GradientError
@@ -32,13 +32,15 @@ def _fresh(tree: Any) -> Any:
     """The tree with every number as an Array of its own: an array passed twice gets two gradients."""
 
     def leaf(x: Any) -> Any:
+        if type(x) is Array and not state.now.recorders:
+            return wrap(x._buf)
         if isinstance(x, bool | str | bytes) or not isinstance(
             x, Array | int | float | complex | np.ndarray | np.generic
         ):
             return x
         return apply(ALIAS, (asarray(float(x) if isinstance(x, int) else x),))
 
-    return trees.tree_map(leaf, tree)
+    return leaf(tree) if type(tree) is Array else trees.tree_map(leaf, tree)
 
 
 def _arrays(tree: Any) -> list[Array]:
@@ -88,7 +90,7 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
 def _watch(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
     """Watch the arrays among the leaves, and hold on to what they are before the function gets a chance to write to them."""
-    tape.watch([x for x in leaves if isinstance(x, Array)])
+    tape.watch(*[x for x in leaves if isinstance(x, Array)])
     return [same_value(x) if isinstance(x, Array) else x for x in leaves]
 
 
@@ -136,7 +138,7 @@ def value_and_grad(
     @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         chosen = [i if i >= 0 else i + len(args) for i in positions]
-        if any(not 0 <= i < len(args) for i in chosen):
+        if chosen and not 0 <= min(chosen) <= max(chosen) < len(args):
             raise GradientError(f"[grad] argnums {argnums} for {len(args)} positional argument(s)")
         full = list(args)
         for i in chosen:

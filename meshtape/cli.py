@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from . import __version__
+from . import __version__, cli_run
+from .cli_browse import browse
 from .cli_storage import COMMANDS
 from .errors import MeshtapeError
 
@@ -200,5 +201,6 @@ def _describe(stored: Any, values: Any) -> dict[str, Any]:
     return facts
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, *cli_run.COMMANDS):
     main.add_command(_command)
+main.add_command(browse)

@@ -10,8 +10,19 @@ distributed by name.
 """
 
 from .api import compute, distribute, explain, reshard
+from .collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_index,
+    axis_size,
+    broadcast,
+    permute,
+    reduce_scatter,
+)
 from .mesh import Mesh
 from .placement import Partial, Placement, Replicate, Shard, Sharding, parse_placement
+from .shard_map import shard_map
 from .visualize import visualize
 
 __all__ = [
@@ -21,10 +32,19 @@ __all__ = [
     "Replicate",
     "Shard",
     "Sharding",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "broadcast",
     "compute",
     "distribute",
     "explain",
     "parse_placement",
+    "permute",
+    "reduce_scatter",
     "reshard",
+    "shard_map",
     "visualize",
 ]

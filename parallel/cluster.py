@@ -15,8 +15,8 @@ MALLOC_ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": "268435456", "MALLOC_MMAP_THRESH
 
 
 @contextmanager
-def connect(address: str, *, timeout: float = 10.0) -> Iterator[Any]:
-    """A client of the scheduler at ``address``.
+def connect(address: str, *, timeout: float = 10.0, security: Any = None) -> Iterator[Any]:
+    """A client of the scheduler at ``address``; ``security`` is Dask's, for TLS.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def connect(address: str, *, timeout: float = 10.0) -> Iterator[Any]:
 
     def start() -> None:
         try:
-            found.append(Client(address, timeout=timeout, set_as_default=False))
+            found.append(Client(address, timeout=timeout, security=security, set_as_default=False))
         except (OSError, TimeoutError, ValueError) as e:
             found.append(e)
 

@@ -2,48 +2,36 @@
 
 The client side: ranks are given to workers in consecutive runs, a program run is submitted as one task a worker, and what comes
 back are futures of bundles of blocks that stay where they are. Programs travel once; small new inputs travel with the task that
-first reads them, large ones go to the workers directly. Up to :data:`IN_FLIGHT` runs are on their way at a time, and an error in
+first reads them, large ones go to the workers directly. Up to :data:`~.flight.IN_FLIGHT` runs are on their way at a time, and an error in
 one of them is raised by the next call.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 import itertools
 import secrets
-import threading
-import time
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import dask
 import numpy as np
 from distributed import Client, Future
 
-from ..arrays.errors import ClusterError, CollectiveTimeout, MeshError, MeshtapeError, RankLost, WorkerMismatch
-from . import gang
+from ..arrays.errors import ClusterError, MeshError, WorkerMismatch
+from . import gang, settings
+from .flight import IN_FLIGHT, Flight, Gang
+from .lease import lease_of
 from .partition import RankProgram
-from .runtime import HostValue
+from .runtime import HostValue, Turns
+from .scheduler import MeshtapeScheduler
 
-IN_FLIGHT = 4
 SHIP_WITH_TASK = 1 << 20  # larger inputs bypass the scheduler
-
-DEFAULTS = {"meshtape": {"timeouts": {"collective": 60.0, "abort": 10.0}}}
-dask.config.update_defaults(DEFAULTS)
-
-
-@dataclass(eq=False)
-class Gang:
-    """The futures of one run, one a process."""
-
-    run: str
-    what: str
-    futures: list[Future]
+PING = 5.0
 
 
 class RemoteBlocks:
@@ -55,10 +43,6 @@ class RemoteBlocks:
         self.gang, self.slot = gang_, slot
         # Told to the workers with the next run: their memory is freed before the whole bundle is.
         weakref.finalize(self, dead.append, (gang_.run, slot)).atexit = False
-
-
-_last_task: weakref.WeakKeyDictionary[Client, dict[str, Future]] = weakref.WeakKeyDictionary()
-"""The last gang task of each worker, by client: all meshes of a client run in one order on all workers."""
 
 
 class DaskRuntime:
@@ -73,13 +57,17 @@ class DaskRuntime:
             raise ClusterError(f"the Dask client is {client.status}, not connected to a running scheduler")
         self.client = client
         known = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        silent = self._silent(known if workers is None else [w for w in workers if w in known])
         if workers is not None:
             missing = sorted(set(workers) - set(known))
             if missing:
                 raise MeshError(
                     f"the scheduler does not know worker(s) {', '.join(missing)}; it has {', '.join(known)}"
                 )
+            if silent:
+                raise ClusterError(f"worker(s) {', '.join(silent)} do not answer: stop them, or name others")
             known = list(workers)
+        known = [w for w in known if w not in silent]
         if not known:
             raise ClusterError("the Dask cluster has no workers: start some, or wait with client.wait_for_workers(n)")
         count = min(len(known), size)
@@ -93,19 +81,50 @@ class DaskRuntime:
         }
         self._check_versions()
         self.mesh_id, secret = uuid.uuid4().bytes, secrets.token_bytes(32)
-        client.register_plugin(gang.MeshtapeWorker())
-        planes = client.run(gang.open_plane, self.mesh_id, secret, workers=self.addresses)
-        self._peers = {p: tuple(planes[a]) for p, a in enumerate(self.addresses)}
-        self._epoch = 0
+        self.transport = settings.transport()
+        self._register()
+        pool = int(settings.number("pool"))
+        planes = client.run(
+            gang.open_plane, self.mesh_id, secret, self.transport, pool, workers=self.addresses, nanny=False
+        )
+        self._peers = {p: a if isinstance(a := planes[w], str) else tuple(a) for p, w in enumerate(self.addresses)}
+        client.sync(client.scheduler.meshtape_open, name=client.id, mesh=self.mesh_id, workers=self.addresses)
+        self._lease = lease_of(client)
+        self._flight = Flight(client, self.mesh_id, self.addresses, self._lease)
         self._numbers = itertools.count(1)
         self._dead: list[tuple[str, int]] = []
-        self._flight: deque[Gang] = deque()
         self._shipped: weakref.WeakKeyDictionary[HostValue, RemoteBlocks] = weakref.WeakKeyDictionary()
-        self._programs: list[str] = []
         self._closed = False
 
     def __repr__(self) -> str:
         return f"{len(self.addresses)} Dask worker(s) of {self.client.scheduler.address}"
+
+    def _silent(self, addresses: Sequence[str]) -> list[str]:
+        """Workers that the scheduler still counts, but that do not answer: stopped, or cut off."""
+
+        async def ping(address: str) -> str | None:
+            call = self.client.scheduler.broadcast(msg={"op": "ping"}, workers=[address], on_error="return")
+            try:
+                found = await asyncio.wait_for(call, PING)
+            except (TimeoutError, OSError):
+                return address
+            return None if found.get(address) == b"pong" else address
+
+        async def ping_all() -> list[str | None]:
+            return list(await asyncio.gather(*map(ping, addresses)))
+
+        return [a for a in self.client.sync(ping_all) if a is not None]
+
+    def _register(self) -> None:
+        """What meshtape needs on scheduler and workers; Dask gives it to workers that come later too."""
+        try:
+            self.client.register_plugin(MeshtapeScheduler())
+        except Exception as e:
+            raise WorkerMismatch(
+                f"the scheduler at {self.client.scheduler.address} cannot import meshtape: install meshtape "
+                f"{importlib.metadata.version('meshtape')} in its environment, restart it"
+            ) from e
+        self.client.register_plugin(gang.MeshtapeWorker())
 
     def _check_versions(self) -> None:
         """Every worker has this meshtape and this NumPy. Asked with a function of the standard library, which any worker has."""
@@ -127,13 +146,15 @@ class DaskRuntime:
     def _seat(self, process: int) -> gang.Seat:
         return gang.Seat(
             self.mesh_id,
-            self._epoch,
+            self._flight.epoch,
             process,
             self.addresses[process],
             self.homes,
             {p: a for p, a in self._peers.items() if p != process},
             self._ranks,
-            float(dask.config.get("meshtape.timeouts.collective")),
+            settings.number("timeouts.collective"),
+            settings.number("timeouts.silence"),
+            self.transport == "auto",
         )
 
     def _submit(self, fn: Callable[..., Any], process: int, name: str, *args: Any) -> Future:
@@ -175,19 +196,20 @@ class DaskRuntime:
             if isinstance(h, HostValue):
                 done = self._shipped.get(h)
                 if done is None and h.value.nbytes > SHIP_WITH_TASK:
-                    done = self._shipped[h] = self._scatter(h)
+                    done = self._shipped[h] = self._scatter([h])
                 out.append(done if done is not None else h)
             else:
                 out.append(h)
         return out
 
-    def _scatter(self, h: HostValue) -> RemoteBlocks:
+    def _scatter(self, values: Sequence[HostValue]) -> RemoteBlocks:
+        """Host values sent to the workers; the first of their slots."""
         run = uuid.uuid4().hex
         futures = []
         for p, address in enumerate(self.addresses):
-            bundle = gang.Bundle(run, {0: {r: np.asarray(h.block(r), order="C") for r in self._hosted(p)}})
-            key = f"meshtape-blocks-{run}-{p}"
-            futures.append(self._scatter_one(key, bundle, address))
+            hosted = self._hosted(p)
+            slots = {i: {r: np.asarray(h.block(r), order="C") for r in hosted} for i, h in enumerate(values)}
+            futures.append(self._scatter_one(f"meshtape-blocks-{run}-{p}", gang.Bundle(run, slots), address))
         return RemoteBlocks(Gang(run, "distribute", futures), 0, self._dead)
 
     def _scatter_one(self, key: str, bundle: gang.Bundle, address: str) -> Future:
@@ -201,72 +223,111 @@ class DaskRuntime:
 
     # ----- Runtime ----------------------------------------------------------------------------------------------------
 
-    def load(self, program: RankProgram, names: Sequence[str]) -> Callable[[Sequence[Any]], list[Any]]:
-        ident = f"{program.name}-{uuid.uuid4().hex[:12]}"
-        self._programs.append(ident)
+    def load(self, program: RankProgram, names: Sequence[str]) -> Callable[[Sequence[Any], Turns | None], list[Any]]:
+        ident = f"{self.mesh_id.hex()}/{program.name}-{uuid.uuid4().hex[:12]}"
         sent = False
 
-        def run(handles: Sequence[Any]) -> list[Any]:
+        def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
             nonlocal sent
             self._check_open()
-            self._check_flight()
+            self._flight.check()
             resolved = self._resolve(handles)
             shipped = {i: h for i, h in enumerate(resolved) if isinstance(h, HostValue)}
-            keep = tuple(shipped)
-            number, run_id = next(self._numbers), uuid.uuid4().hex
-            drops, self._dead[:] = tuple(self._dead), []
-            last = _last_task.setdefault(self.client, {})
-            futures = []
-            for p, address in enumerate(self.addresses):
-                gangs: list[Gang] = []
-                spec = gang.Run(
-                    run_id,
-                    number,
-                    self._seat(p),
-                    ident,
-                    None if sent else program,
-                    tuple(names),
-                    self._sources(resolved, p, gangs, shipped),
-                    keep,
-                    drops,
-                )
-                bundles = [g.futures[p] for g in gangs]
-                before = last.get(address)
-                order = [before] if before is not None and before not in bundles and not before.cancelled() else []
-                futures.append(self._submit(_in_order, p, program.name, len(bundles), spec, *bundles, *order))
-                last[address] = futures[-1]
-            this = Gang(run_id, program.name, futures)
-            self._flight.append(this)
-            first_time, sent = not sent, True
-            if first_time or len(self._flight) > IN_FLIGHT:
-                try:
-                    self._settle(self._flight[0] if not first_time else this)
-                except BaseException:
-                    sent = not first_time and sent
-                    raise
+            data = self._turn_data(turns)
+            self._lease.enter(self.addresses)
+            try:
+                this = self._launch(program, ident, None if sent else program, names, resolved, shipped, turns, data)
+            except BaseException:
+                self._lease.leave()
+                raise
+            self._flight.gangs.append(this)
+            if not sent:
+                self._flight.settle(this)  # an error keeps the program from being taken for sent
+                sent = True
+            elif len(self._flight.gangs) > IN_FLIGHT:
+                self._flight.settle(self._flight.gangs[0])
             outs = [RemoteBlocks(this, i, self._dead) for i in range(len(program.outputs))]
-            for k, i in enumerate(keep):
+            for k, i in enumerate(shipped):
                 self._shipped[shipped[i]] = RemoteBlocks(this, len(program.outputs) + k, self._dead)
             return outs
 
         return run
 
+    def _launch(
+        self,
+        program: RankProgram,
+        ident: str,
+        text: RankProgram | None,
+        names: Sequence[str],
+        resolved: Sequence[Any],
+        shipped: Mapping[int, HostValue],
+        turns: Turns | None,
+        data: RemoteBlocks | None,
+    ) -> Gang:
+        """Submit the tasks of one run."""
+        run_id = uuid.uuid4().hex
+        futures = []
+        with self._lease.order:
+            number = next(self._numbers)
+            drops, self._dead[:] = tuple(self._dead), []
+            for p, address in enumerate(self.addresses):
+                gangs: list[Gang] = []
+                sources = self._sources(resolved, p, gangs, shipped)
+                spec = gang.Run(
+                    run_id,
+                    number,
+                    self._seat(p),
+                    ident,
+                    text,
+                    tuple(names),
+                    sources,
+                    tuple(shipped),
+                    drops,
+                    self._loop(turns, p, gangs, data),
+                )
+                bundles = [g.futures[p] for g in gangs]
+                before = self._lease.last.get(address)
+                order = [before] if before is not None and before not in bundles and not before.cancelled() else []
+                futures.append(self._submit(_in_order, p, program.name, len(bundles), spec, *bundles, *order))
+                self._lease.last[address] = futures[-1]
+        return Gang(run_id, program.name, futures, self._lease.leave)
+
+    def _turn_data(self, turns: Turns | None) -> RemoteBlocks | None:
+        """What the turns read, sent to the workers directly where it is much."""
+        if turns is None or sum(h.value.nbytes for hs in turns.each for h in hs) <= SHIP_WITH_TASK:
+            return None
+        return self._scatter([h for hs in turns.each for h in hs])
+
+    def _loop(
+        self, turns: Turns | None, process: int, gangs: list[Gang], data: RemoteBlocks | None
+    ) -> gang.Loop | None:
+        if turns is None:
+            return None
+        if data is None:
+            hosted = self._hosted(process)
+            each = tuple(tuple({r: np.asarray(h.block(r), order="C") for r in hosted} for h in hs) for hs in turns.each)
+        else:
+            gangs.append(data.gang)
+            slots = itertools.count()
+            each = tuple(tuple((len(gangs) - 1, next(slots)) for _ in hs) for hs in turns.each)
+        return gang.Loop(turns.count, turns.carried, each)
+
     def wait(self, handle: Any) -> None:
         if not isinstance(handle, HostValue):
-            self._settle(handle.gang)
+            self._flight.settle(handle.gang)
 
     def fetch(self, handle: Any, ranks: Sequence[int]) -> dict[int, np.ndarray]:
         if isinstance(handle, HostValue):
             return {r: handle.block(r) for r in ranks}
         self._check_open()
-        self._settle(handle.gang)
+        self._flight.settle(handle.gang)
         tasks = []
         for p in sorted({self.homes[r] for r in ranks}):
             wanted = {r: None for r in ranks if self.homes[r] == p}
             spec = gang.Call(uuid.uuid4().hex, self._seat(p), gang.take_blocks, wanted, ((0, handle.slot),))
             tasks.append(self._submit(gang.take_blocks, p, "fetch", spec, handle.gang.futures[p]))
         out: dict[int, np.ndarray] = {}
-        for part in self._gather(Gang("", "fetch", tasks)):
+        for part in self._flight.gather(Gang("", "fetch", tasks)):
             out.update(part)
         return out
 
@@ -280,10 +341,10 @@ class DaskRuntime:
             mine = {r: payloads[r] for r in payloads if self.homes[r] == p}
             spec = gang.Call(uuid.uuid4().hex, self._seat(p), fn, mine, self._sources(resolved, p, gangs, shipped))
             for g in gangs:
-                self._settle(g)
+                self._flight.settle(g)
             name = getattr(fn, "__name__", "call").strip("_")
             tasks.append(self._submit(gang.call_on_blocks, p, name, spec, *[g.futures[p] for g in gangs]))
-        return self._gather(Gang("", "call", tasks))
+        return self._flight.gather(Gang("", "call", tasks))
 
     def create(self, fn: Any, payloads: Mapping[int, Any], count: int) -> list[Any]:
         self._check_open()
@@ -294,22 +355,23 @@ class DaskRuntime:
             spec = gang.Call(run, self._seat(p), fn, mine, ())
             futures.append(self._submit(gang.create_blocks, p, "create", spec))
         this = Gang(run, "create", futures)
-        self._settle(this)
+        self._flight.settle(this)
         return [RemoteBlocks(this, i, self._dead) for i in range(count)]
 
     def close(self) -> None:
         if self._closed:
             return
-        # What is on its way still needs its program; an error in it has nobody left to tell.
-        while self._flight:
-            with contextlib.suppress(MeshtapeError):
-                self._settle(self._flight[0])
+        self._flight.land()  # what is on its way still needs its program
         self._closed = True
         if self.client.status == "running":
+            with contextlib.suppress(OSError):
+                self.client.sync(self.client.scheduler.meshtape_closed, mesh=self.mesh_id)
             alive = set(self.client.scheduler_info(n_workers=-1)["workers"])
             there = [a for a in self.addresses if a in alive]
+            lost = set(self._silent(there))
+            there = [a for a in there if a not in lost]
             if there:
-                self.client.run(gang.close_mesh, self.mesh_id, self._programs, workers=there, on_error="return")
+                self.client.run(gang.close_mesh, self.mesh_id, (), workers=there, on_error="return")
 
     # ----- errors -----------------------------------------------------------------------------------------------------
 
@@ -319,82 +381,7 @@ class DaskRuntime:
         if self.client.status != "running":
             raise ClusterError(f"the Dask client is {self.client.status}: the cluster of this mesh is gone")
 
-    def _check_flight(self) -> None:
-        """Raise what went wrong in an earlier run, if anything did."""
-        while self._flight and all(f.done() for f in self._flight[0].futures):
-            self._settle(self._flight[0])
 
-    def _settle(self, this: Gang) -> None:
-        """Wait until a gang has ended; raise its error, the cause before its consequences."""
-        pending = list(this.futures)
-        failed_at: float | None = None
-        grace = float(dask.config.get("meshtape.timeouts.abort"))
-        # Not distributed.wait: it needs a current client, and to set one changes Dask's configuration for all threads.
-        ended = threading.Event()
-        for f in pending:
-            if not f.done():
-                f.add_done_callback(lambda _: ended.set())
-        while pending:
-            if not any(f.done() for f in pending):
-                ended.wait(0.2 if failed_at else 5)
-            ended.clear()
-            pending = [f for f in pending if not f.done()]
-            if failed_at is None and any(f.status in ("error", "cancelled", "lost") for f in this.futures):
-                failed_at = time.monotonic()
-                if pending:
-                    self._stop_the_rest()
-            if failed_at is not None and time.monotonic() - failed_at > grace:
-                break
-            if pending and self.client.status != "running":
-                raise ClusterError(f"the Dask client is {self.client.status}: the cluster went away during {this.what}")
-        if this in self._flight:
-            self._flight.remove(this)
-        if failed_at is None:
-            return
-        self._epoch += 1  # the next run connects anew
-        self._flight.clear()
-        # What comes next on these workers must not wait for tasks that failed, or it would fail like them.
-        last = _last_task.get(self.client, {})
-        for address, f in list(last.items()):
-            if f in this.futures or f.status != "finished":
-                del last[address]
-        errors = []
-        for f in this.futures:
-            if f.status == "error":
-                errors.append(f.exception())
-            elif f.status in ("cancelled", "lost"):
-                errors.append(RankLost(f"the task {f.key} was {f.status}: its worker left the cluster"))
-        # A rank that failed by itself explains the others, which only noticed.
-        errors.sort(
-            key=lambda e: (isinstance(e, RankLost | CollectiveTimeout), " stopped: " in str(e) or " left" in str(e))
-        )
-        cause = errors[0]
-        if isinstance(cause, MeshtapeError):
-            raise cause
-        raise RankLost(f"a worker failed while it ran {this.what}: {type(cause).__name__}: {cause}") from cause
-
-    def _stop_the_rest(self) -> None:
-        """Workers that still wait for one that failed are told; nobody waits for their answer, as one may have none."""
-        alive = set(self.client.scheduler_info(n_workers=-1)["workers"])
-        there, epoch = [a for a in self.addresses if a in alive], self._epoch
-
-        def tell() -> None:
-            with contextlib.suppress(Exception):  # it hastens an end that timeouts would bring as well
-                self.client.run(gang.stop_epoch, self.mesh_id, epoch, workers=there, on_error="return")
-
-        threading.Thread(target=tell, name="meshtape-stop", daemon=True).start()
-
-    def _gather(self, this: Gang) -> list[Any]:
-        self._settle(this)
-        for direct in (True, False):
-            try:
-                return self.client.gather(this.futures, direct=direct)
-            except OSError:
-                if not direct:
-                    raise
-        raise AssertionError
-
-
-def _in_order(count: int, spec: gang.Run, *args: Any) -> gang.Bundle:
+def _in_order(count: int, spec: gang.Run, *args: Any) -> gang.Bundle | gang.Failure:
     """The gang task with its predecessor as a last argument, which only orders them."""
     return gang.run_program(spec, *args[:count])

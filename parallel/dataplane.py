@@ -30,10 +30,9 @@ from .transports.streams import SocketStream, Stream, TlsStream
 Address = tuple[str, int] | str
 """Of a process's data plane: host and port, or the Dask address of its worker where no port is opened."""
 
-TRANSPORTS = ("auto", "sockets", "comms")
-"""What ``meshtape.transport`` may be: the best for each pair of processes; sockets between all; only Dask's own connections."""
-
-_HELLO = struct.Struct(">4s16sQI32s32s16s?")  # magic, mesh, epoch, process, nonce, host, process id, whether memory may be shared
+_HELLO = struct.Struct(
+    ">4s16sQI32s32s16s?"
+)  # magic, mesh, epoch, process, nonce, host, process id, whether memory may be shared
 _OFFER = struct.Struct(">c64s")  # kind, name
 _MAGIC = b"MTH2"
 _PLAIN, _SHARED, _LOCAL = b"-", b"s", b"l"
@@ -64,7 +63,8 @@ class DataPlane:
         self._secrets: dict[bytes, bytes] = {}
         self._arrived: dict[tuple[bytes, int, int], Link] = {}
         self._groups: dict[tuple[bytes, int], Group] = {}
-        self._stopped: dict[tuple[bytes, int], str] = {}
+        self._stopped: set[tuple[bytes, int]] = set()
+        self._left: dict[bytes, str] = {}  # meshes that a worker left, and which
         self._changed = threading.Condition()
         self._closed = False
         self._listener: socket.socket | None = None
@@ -91,24 +91,36 @@ class DataPlane:
         """Let processes of this mesh in that know its secret."""
         self._secrets[mesh] = secret
 
-    def stop(self, mesh: bytes, epoch: int, reason: str = "") -> None:
+    def stop(self, mesh: bytes, epoch: int) -> None:
         """End what an epoch of a mesh still waits for here: one of its processes failed. Called by any thread."""
         with self._changed:
-            self._stopped[mesh, epoch] = reason
+            self._stopped.add((mesh, epoch))
             group = self._groups.get((mesh, epoch))
             if group is not None:
                 group.shutdown()
             self._changed.notify_all()
 
-    def stopped(self, mesh: bytes, epoch: int) -> str | None:
-        """Why this epoch was stopped from outside; None where it was not."""
-        return self._stopped.get((mesh, epoch))
+    def left(self, mesh: bytes, worker: str) -> None:
+        """A worker of the mesh left the cluster: nothing can run on that mesh any more. Called by any thread."""
+        with self._changed:
+            if mesh not in self._secrets:
+                return
+            self._left[mesh] = worker
+            for key, group in self._groups.items():
+                if key[0] == mesh:
+                    group.shutdown()
+            self._changed.notify_all()
+
+    def missing(self, mesh: bytes) -> str | None:
+        """The worker that left this mesh, if one did."""
+        return self._left.get(mesh)
 
     def dismiss(self, mesh: bytes) -> None:
         """Forget a mesh and close its connections."""
         self._secrets.pop(mesh, None)
         with self._changed:
-            self._stopped = {s: r for s, r in self._stopped.items() if s[0] != mesh}
+            self._stopped = {s for s in self._stopped if s[0] != mesh}
+            self._left.pop(mesh, None)
             for key in [k for k in self._groups if k[0] == mesh]:
                 self._groups.pop(key).close()
             for key in [k for k in self._arrived if k[0] == mesh]:
@@ -243,17 +255,36 @@ class DataPlane:
             raise
         for key_old in [k for k in self._groups if k[0] == mesh and k[1] != epoch]:
             self._groups.pop(key_old).close()
-        group = self._groups[key] = Group(mesh, epoch, process, links, ranks)
-        if key in self._stopped:  # meanwhile
+        group = Group(mesh, epoch, process, links, ranks, lambda p, seconds: self.answers(peers[p], seconds))
+        self._groups[key] = group
+        if key in self._stopped or mesh in self._left:  # meanwhile
             group.shutdown()
         return group
+
+    def current(self, mesh: bytes, epoch: int) -> Group | None:
+        """The connections of this epoch, where they are made."""
+        return self._groups.get((mesh, epoch))
+
+    def answers(self, address: Address, seconds: float) -> bool:
+        """Whether the process at an address is alive: it greets whoever connects, whatever it computes."""
+        try:
+            stream = self._dial(address, seconds)
+        except OSError:
+            return False
+        try:
+            stream.read(32, seconds)
+        except OSError:
+            return False
+        finally:
+            stream.close()
+        return True
 
     def _wait_for(
         self, mesh: bytes, epoch: int, p: int, ranks: Mapping[int, str], deadline: float, timeout: float
     ) -> Link:
         with self._changed:
             while (mesh, epoch, p) not in self._arrived:
-                if (mesh, epoch) in self._stopped:
+                if (mesh, epoch) in self._stopped or mesh in self._left:
                     raise RankLost(f"{ranks[p]} left before it joined the mesh")
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed:

@@ -1,74 +1,62 @@
 """Running a rank program, in lockstep over the ranks that one process hosts.
 
-A program is prepared once: ops bound, shape parameters made local, the pieces of every move sorted by who sends them. A run is
-then one loop over steps, with the ranks of the process inside. Between processes only moves communicate, through an
-:class:`Exchange`; a process that hosts all ranks needs none.
+A program is prepared once: ops bound, shape parameters made local, reshards sorted into rounds of messages. A run is then one loop
+over actions, with the ranks of the process inside. Between processes only reshards communicate, through a ``Transport``; a process
+that hosts all ranks needs none. Rounds that start early (``overlap``) run in a thread of their own, one after the other.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.blocks import Box
 from ..arrays.errors import MeshtapeError, RankLost
 from ..arrays.reductions import _is_low_precision as is_low_precision
 from .factors import RankView
-from .partition import Local, Moves, RankProgram
-from .placement import REDUCERS, identity_of
-from .reshard import Plan
+from .overlap import Start, Wait, schedule
+from .partition import Local, Move, Moves, RankProgram
+from .placement import block_box, identity_of
+from .pool import POOL, SMALLEST
+from .rounds import MoveRounds, Running, plan_rounds
+from .transports.group import Transport
 
-
-class Exchange(Protocol):
-    """What a process needs of the others while a program runs.
-
-    Called by the executor, by one thread, in the same order in every process of the mesh; ``step`` numbers the call, so that a
-    process that is elsewhere in the program is found out. Sending and receiving overlap. Raises :class:`RankLost`,
-    :class:`CollectiveMismatch` or :class:`CollectiveTimeout`; nothing may be used afterwards.
-    """
-
-    def exchange(
-        self,
-        step: int,
-        what: str,
-        sends: Mapping[int, Sequence[np.ndarray]],
-        receives: Mapping[int, Sequence[np.ndarray]],
-    ) -> None:
-        """Send C-contiguous arrays to processes, and fill arrays from what processes send, in order."""
-
-
-class Remote(NamedTuple):
-    """A piece that another process sends or receives."""
-
-    process: int
-    source_rank: int
-    target_rank: int
-    source: Box
-    target: Box
-    term: int
+Env = dict[int, dict[int, np.ndarray]]
+"""Blocks by rank and variable."""
 
 
 class PreparedMove(NamedTuple):
     source: int
     target: int
-    plan: Plan
-    dtype: np.dtype
-    sends: tuple[Remote, ...]
-    receives: tuple[Remote, ...]
+    rounds: MoveRounds
+    neutral: object
+
+
+class PreparedMoves(NamedTuple):
+    """Reshards of one round. ``number`` names the round to other processes, ``remote`` says whether it has any."""
+
+    number: int
+    moves: tuple[PreparedMove, ...]
     text: str
+    remote: bool
 
 
 class PreparedLocal(NamedTuple):
     fn: Any
-    name: str
     args: tuple[tuple[int, Any], ...]
     params: Mapping[int, Mapping[str, Any]]
     outputs: tuple[int, ...]
     fills: Mapping[int, tuple[tuple[tuple[int, ...], np.dtype, Any], ...]]
     origin: str
     site: str
+    room: Mapping[int, tuple[tuple[int, ...], np.dtype]] | None
+    """Shape and dtype of each rank's result, where it can be written to memory that is given."""
+    dying: tuple[int, ...]
+    """Operands that nothing reads afterwards: the result may take their memory."""
 
 
 class Prepared:
@@ -79,13 +67,31 @@ class Prepared:
         self.hosted = tuple(hosted)
         self.homes = tuple(homes)
         self.names = tuple(names)
-        self.steps: list[Any] = [
-            self._prepare_local(s) if isinstance(s, Local) else self._prepare_moves(s) for s in program.steps
-        ]
+        self._all_here = len(self.hosted) == len(self.homes)
+        actions = schedule(program) if not self._all_here else None
+        if actions is None:
+            pairs = list(zip(program.steps, program.frees, strict=True))
+        else:
+            pairs = [(a.what, a.frees) for a in actions]
+        self.overlaps = any(isinstance(s, Start) for s, _ in pairs)
+        self._actions: list[tuple[Any, tuple[int, ...]]] = []
+        rounds = 0
+        for step, frees in pairs:
+            if isinstance(step, Wait):
+                self._actions.append((step, frees))
+                continue
+            if isinstance(step, Moves | Start):
+                ready: Any = self._prepare_moves(2 * rounds, step.moves)
+                rounds += 1
+                if isinstance(step, Start):
+                    ready = (step.ticket, ready)
+            else:
+                ready = self._prepare_local(step, frees)
+            self._actions.append((ready, frees))
 
     # ----- preparing --------------------------------------------------------------------------------------------------
 
-    def _prepare_local(self, s: Local) -> PreparedLocal:
+    def _prepare_local(self, s: Local, frees: Sequence[int]) -> PreparedLocal:
         p = self.program
         params: dict[int, Any] = {}
         fills: dict[int, Any] = {}
@@ -107,59 +113,99 @@ class Prepared:
                     for box, v, part in zip(view.results, s.outputs, pending, strict=True)
                 )
         args = tuple((v, None) if isinstance(v, int) else (-1, v.value) for v in s.inputs)
-        return PreparedLocal(s.op.numpy, s.op.name, args, params, s.outputs, fills, s.origin or s.op.name, s.site)
+        fn, room = s.op.numpy, None
+        if isinstance(fn, np.ufunc) and fn.nout == 1 and not s.params and p.inner.isdisjoint(s.outputs):
+            (v,) = s.outputs
+            shapes = {r: block_box(p.layouts[v], p.sizes, p.avals[v].shape, r).shape for r in self.hosted}
+            dtype = p.avals[v].dtype
+            if any(int(np.prod(x, dtype=np.int64)) * dtype.itemsize >= SMALLEST for x in shapes.values()):
+                room = {r: (shape, dtype) for r, shape in shapes.items()}
+        inputs = [v for v in s.inputs if isinstance(v, int)]
+        dying = tuple(v for v in inputs if v in frees and inputs.count(v) == 1)
+        return PreparedLocal(fn, args, params, s.outputs, fills, s.origin or s.op.name, s.site, room, dying)
 
-    def _prepare_moves(self, s: Moves) -> tuple[PreparedMove, ...]:
+    def _prepare_moves(self, number: int, moves: Sequence[Move]) -> PreparedMoves:
         p = self.program
-        out = []
-        hosted = set(self.hosted)
-        for m in s.moves:
+        process = self.homes[self.hosted[0]]
+        out, texts = [], []
+        for m in moves:
             aval = p.avals[m.source]
             plan = p.plan(m, self.homes)
-            sends, receives = [], []
-            for rank, rp in enumerate(plan.ranks):
-                for piece in rp.pieces if rp is not None else ():
-                    if piece.rank in hosted and rank not in hosted:
-                        sends.append(Remote(self.homes[rank], piece.rank, rank, piece.source, piece.target, piece.term))
-                    elif rank in hosted and piece.rank not in hosted:
-                        home = self.homes[piece.rank]
-                        receives.append(Remote(home, piece.rank, rank, piece.source, piece.target, piece.term))
-            text = p.move_text(m, self.names)
-            out.append(
-                PreparedMove(
-                    m.source,
-                    m.target,
-                    plan,
-                    aval.dtype,
-                    tuple(sends),
-                    tuple(receives),
-                    f"{text} of {m.origin or 'a result'}",
-                )
-            )
-        return tuple(out)
+            rounds = plan_rounds(plan, self.homes, process, aval.dtype, is_low_precision(aval.dtype))
+            neutral = identity_of(plan.fill, aval.dtype) if any(b.neutral for b in rounds.blocks) else None
+            out.append(PreparedMove(m.source, m.target, rounds, neutral))
+            texts.append(f"{p.move_text(m, self.names)} of {m.origin or 'a result'}")
+        remote = any(m.rounds.sends or any(h != process for j in m.rounds.joins for h in j.homes) for m in out)
+        return PreparedMoves(number, tuple(out), texts[0], remote)
 
     # ----- running ----------------------------------------------------------------------------------------------------
 
     def run(
-        self, inputs: Sequence[Mapping[int, np.ndarray]], exchange: Exchange | None = None
+        self, inputs: Sequence[Mapping[int, np.ndarray]], transport: Transport | None = None
     ) -> list[dict[int, np.ndarray]]:
         """Blocks of the outputs by rank, from the blocks of the inputs and constants by rank (in the program's order)."""
+        with self._beside(transport) as beside:
+            return self._run(inputs, transport, beside)
+
+    def loop(
+        self,
+        inputs: Sequence[Mapping[int, np.ndarray]],
+        turns: int,
+        carried: int,
+        each: Sequence[Sequence[Mapping[int, np.ndarray]]],
+        transport: Transport | None = None,
+    ) -> list[dict[int, np.ndarray]]:
+        """``turns`` runs: the first ``carried`` outputs are the next turn's first inputs, those after them are ``each[turn]``,
+        the rest of ``inputs`` stays. Gives the last of the carried and, of the other outputs, all turns stacked."""
+        carry, rest = list(inputs[:carried]), list(inputs[carried:])
+        stacks: list[dict[int, np.ndarray]] = []
+        with self._beside(transport) as beside:
+            for t in range(turns):
+                if transport is not None:
+                    transport.turn(t)
+                out = self._run([*carry, *(each[t] if each else ()), *rest], transport, beside)
+                carry, seen = list(out[:carried]), out[carried:]
+                if t == 0:
+                    stacks = [{r: np.empty((turns, *b.shape), b.dtype) for r, b in o.items()} for o in seen]
+                for stack, o in zip(stacks, seen, strict=True):
+                    for r, b in o.items():
+                        stack[r][t] = b
+        return [*(dict(c) for c in carry), *stacks]
+
+    def _beside(self, transport: Transport | None) -> AbstractContextManager[Beside | None]:
+        return Beside(transport) if self.overlaps and transport is not None else nullcontext()
+
+    def _run(
+        self, inputs: Sequence[Mapping[int, np.ndarray]], transport: Transport | None, beside: Beside | None
+    ) -> list[dict[int, np.ndarray]]:
         p = self.program
-        env: dict[int, dict[int, np.ndarray]] = {r: {} for r in self.hosted}
+        env: Env = {r: {} for r in self.hosted}
         for v, blocks in zip((*p.inputs, *p.constants), inputs, strict=True):
             for r in self.hosted:
                 env[r][v] = blocks[r]
-        for number, (step, frees) in enumerate(zip(self.steps, p.frees, strict=True)):
-            if type(step) is PreparedLocal:
+        for step, frees in self._actions:
+            kind = type(step)
+            if kind is PreparedLocal:
                 self._run_local(step, env)
+            elif kind is PreparedMoves:
+                if beside is None or not step.remote:
+                    found = self._run_moves(step, env, transport)
+                else:
+                    found = beside.now(self._run_moves, step, env, transport)
+                self._store(step, found, env)
+            elif kind is Wait:
+                assert beside is not None
+                self._store(*beside.wait(step.ticket), env)
             else:
-                self._run_moves(number, step, env, exchange)
+                assert beside is not None
+                ticket, moves = step
+                beside.start(ticket, moves, self._run_moves, moves, env, transport)
             for v in frees:
                 for r in self.hosted:
                     env[r].pop(v, None)
         return [{r: env[r][v] for r in self.hosted} for v in p.outputs]
 
-    def _run_local(self, s: PreparedLocal, env: dict[int, dict[int, np.ndarray]]) -> None:
+    def _run_local(self, s: PreparedLocal, env: Env) -> None:
         fn, args, outputs = s.fn, s.args, s.outputs
         for rank, params in s.params.items():
             values = env[rank]
@@ -168,7 +214,11 @@ class Prepared:
                     values[v] = np.full(shape, neutral, dtype)
                 continue
             try:
-                out = fn(*[values[v] if v >= 0 else c for v, c in args], **params)
+                if s.room is None:
+                    out = fn(*[values[v] if v >= 0 else c for v, c in args], **params)
+                else:
+                    room = _room(values, s.dying, *s.room[rank])
+                    out = fn(*[values[v] if v >= 0 else c for v, c in args], out=room)
             except MeshtapeError:
                 raise
             except Exception as e:
@@ -179,81 +229,97 @@ class Prepared:
             else:
                 values.update(zip(outputs, map(np.asarray, out), strict=True))
 
-    def _run_moves(
-        self,
-        number: int,
-        moves: Sequence[PreparedMove],
-        env: dict[int, dict[int, np.ndarray]],
-        exchange: Exchange | None,
-    ) -> None:
-        sends: dict[int, list[np.ndarray]] = {}
-        receives: dict[int, list[np.ndarray]] = {}
-        arrived: list[dict[tuple[int, int, Box, int], np.ndarray]] = []
-        for m in moves:
-            got: dict[tuple[int, int, Box, int], np.ndarray] = {}
-            sent: set[tuple[int, int, Box]] = set()
-            for r in m.sends:
-                # Ranks of one process that need the same piece are sent it once.
-                key = (r.process, r.source_rank, r.source)
-                if key not in sent:
-                    sent.add(key)
-                    block = env[r.source_rank][m.source]
-                    sends.setdefault(r.process, []).append(np.asarray(block[r.source.slices], order="C"))
-            buffers: dict[tuple[int, Box], np.ndarray] = {}
-            for r in m.receives:
-                place = (r.source_rank, r.source)
-                if place not in buffers:
-                    buffers[place] = np.empty(r.source.shape, m.dtype)
-                    receives.setdefault(r.process, []).append(buffers[place])
-                got[(r.target_rank, r.source_rank, r.target, r.term)] = buffers[place]
-            arrived.append(got)
+    def _run_moves(self, s: PreparedMoves, env: Env, transport: Transport | None) -> list[dict[int, np.ndarray]]:
+        """The new blocks of each move."""
+        running = []
+        sends: dict[int, list[Any]] = {}
+        receives: dict[int, list[Any]] = {}
+        for m in s.moves:
+            blocks = {r: env[r][m.source] for r in self.hosted if m.source in env[r]}
+            running.append(Running(m.rounds, blocks, m.neutral))
+            running[-1].scatter(sends, receives)
         if sends or receives:
-            if exchange is None:
+            if transport is None:
                 raise RankLost(f"the ranks of {sorted({*sends, *receives})} are not in this process")
-            exchange.exchange(number, moves[0].text, sends, receives)
-        for m, got in zip(moves, arrived, strict=True):
-            results = {rank: self._assemble(rank, m, env, got) for rank in self.hosted if m.plan.ranks[rank]}
-            for rank, block in results.items():
+            transport.exchange(s.number, s.text, sends, receives)
+        sends, receives = {}, {}
+        for one in running:
+            one.gather(sends, receives)
+        if sends or receives:
+            assert transport is not None
+            transport.exchange(s.number + 1, s.text, sends, receives)
+        return [one.results() for one in running]
+
+    @staticmethod
+    def _store(s: PreparedMoves, found: Sequence[Mapping[int, np.ndarray]], env: Env) -> None:
+        for m, blocks in zip(s.moves, found, strict=True):
+            for rank, block in blocks.items():
                 env[rank][m.target] = block
 
-    def _assemble(
-        self,
-        rank: int,
-        m: PreparedMove,
-        env: dict[int, dict[int, np.ndarray]],
-        got: Mapping[tuple[int, int, Box, int], np.ndarray],
-    ) -> np.ndarray:
-        """One rank's new block. Contributions are joined in the order of their coordinates: bitwise repeatable."""
-        rp = m.plan.ranks[rank]
 
-        def piece(p: Any) -> np.ndarray:
-            block = env[p.rank].get(m.source) if p.rank in env else None
-            return got[(rank, p.rank, p.target, p.term)] if block is None else block[p.source.slices]
+class Beside:
+    """Rounds that run in a thread of their own while the program goes on: one after the other, as all processes start them in
+    one order. Within the context."""
 
-        if rp.neutral:
-            return np.full(rp.box.shape, identity_of(m.plan.fill, m.dtype), m.dtype)
-        if len(rp.pieces) == 1 and rp.pieces[0].target.shape == rp.box.shape:
-            # The whole block from one place. Blocks are never written again, so that it may be the same memory; a part of a
-            # larger block is copied, or it would keep all of that alive.
-            block = piece(rp.pieces[0])
-            return block if block.base is None or block.base.nbytes <= block.nbytes else block.copy()
-        reducer = REDUCERS[m.plan.reduce] if m.plan.reduce else None
-        # More than two contributions of one or two bytes an element are joined in float32, and rounded once.
-        wide = m.plan.terms > 2 and reducer is not None and is_low_precision(m.dtype)
-        dtype = np.dtype(np.float32) if wide else m.dtype
-        whole = Box.whole(rp.box.shape)
-        if reducer is not None and all(p.target == whole for p in rp.pieces) and len(rp.pieces) > 1:
-            # A ufunc gives 0-d results as scalars, which cannot be written to.
-            first = piece(rp.pieces[0])
-            out = np.asarray(reducer(first.astype(dtype) if wide else first, piece(rp.pieces[1])), dtype)
-            for p in rp.pieces[2:]:
-                reducer(out, piece(p), out=out)
-            return out.astype(m.dtype, copy=False)
-        out = np.empty(rp.box.shape, dtype)
-        for p in rp.pieces:  # in the order of terms: the first of each place is written, the others are joined to it
-            at = p.target.slices
-            if p.term == 0 or reducer is None:
-                out[at] = piece(p)
-            else:
-                out[at] = reducer(out[at], piece(p))
-        return out.astype(m.dtype, copy=False)
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshtape-collectives")
+        self._under_way: dict[int, tuple[PreparedMoves, Future[Any]]] = {}
+        self._failed: BaseException | None = None
+
+    def start(self, ticket: int, moves: PreparedMoves, fn: Any, *args: Any) -> None:
+        """Run a round beside; its results are :meth:`wait`'s."""
+        self._under_way[ticket] = moves, self._thread.submit(self._guarded, fn, *args)
+
+    def wait(self, ticket: int) -> tuple[PreparedMoves, Any]:
+        """The round that was started with this ticket and its results. Raises what went wrong with it."""
+        moves, future = self._under_way.pop(ticket)
+        return moves, future.result()
+
+    def now(self, fn: Any, *args: Any) -> Any:
+        """Run a round after those that are under way, and wait for it."""
+        return self._thread.submit(self._guarded, fn, *args).result()
+
+    def _guarded(self, fn: Any, *args: Any) -> Any:
+        if self._failed is not None:  # nothing may be used after an error
+            raise self._failed
+        try:
+            return fn(*args)
+        except BaseException as e:
+            self._failed = e
+            raise
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and any(not f.done() for _, f in self._under_way.values()):
+            self._failed = self._failed or error
+            self._transport.shutdown()  # whoever waits here waits no longer
+        self._thread.shutdown(wait=True)
+
+
+def _room(
+    values: dict[int, np.ndarray], dying: Sequence[int], shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray | None:
+    """Memory for a result: that of an operand that nobody else sees and nothing reads again, or some of the pool's."""
+    for v in dying:
+        a = values[v]
+        # Held by the table of values, by `a`, and by the call that counts: whoever else sees it, or a view of it, counts more.
+        if (
+            a.shape == shape
+            and a.dtype == dtype
+            and not isinstance(a.base, np.ndarray)
+            and sys.getrefcount(a) == 3
+            and a.flags.writeable
+            and a.flags.c_contiguous
+        ):
+            return a
+    return POOL.empty(shape, dtype) if dtype.itemsize and _size(shape) * dtype.itemsize >= SMALLEST else None
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    n = 1
+    for k in shape:
+        n *= k
+    return n

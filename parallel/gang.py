@@ -3,7 +3,10 @@
 The tasks of a run form a gang: they need each other. They have a thread of their own and go before all ordinary tasks that are
 queued on their worker, and each depends on the previous one of its worker, so that all workers run gangs in one order. (A worker
 of one thread ends the ordinary task it is at first: Dask counts tasks, whatever their executor.) Dask would happily run a
-lost task again somewhere else; a gang task therefore first checks that it is where its blocks are, and raises if not.
+lost task again somewhere else; a gang task therefore first checks that it is where its blocks are, and fails if not.
+
+A task that fails does not raise: its result is a :class:`Failure`. An error would reach every later task of the worker, those of
+other meshes too, as they depend on this one for their order alone.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ import numpy as np
 from distributed import WorkerPlugin, get_worker
 
 from ..arrays.errors import RankLost
-from .dataplane import DataPlane, interface_of
+from .dataplane import Address, DataPlane, interface_of
 from .executor import Prepared
 from .partition import RankProgram
+from .pool import POOL
 
 EXECUTOR = "meshtape"
+TOPIC = "meshtape"
+"""Of the events that workers log: ``client.get_events("meshtape")``."""
 
 
 class Bundle:
@@ -40,6 +46,16 @@ class Bundle:
         return f"<Bundle of {len(self.slots)} array(s), {self.__sizeof__()} bytes>"
 
 
+class Failure:
+    """The result of a gang task that failed."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __repr__(self) -> str:
+        return f"<Failure: {type(self.error).__name__}: {self.error}>"
+
+
 @dataclass
 class WorkerState:
     """What meshtape keeps in a worker: its data plane, prepared programs and the bundles that are alive."""
@@ -54,7 +70,10 @@ _LOCK = threading.Lock()
 
 
 class MeshtapeWorker(WorkerPlugin):
-    """Gives each worker the gang executor, and closes what meshtape opened when the worker goes."""
+    """Gives each worker the gang executor, lets the scheduler reach it, and closes what meshtape opened when the worker goes.
+
+    Registered with the scheduler, which gives it to workers that come later or are started again.
+    """
 
     name = "meshtape"
     idempotent = True
@@ -62,6 +81,18 @@ class MeshtapeWorker(WorkerPlugin):
     def setup(self, worker: Any) -> None:
         if EXECUTOR not in worker.executors:
             worker.executors[EXECUTOR] = ThreadPoolExecutor(1, thread_name_prefix="meshtape-gang")
+
+        # What the scheduler says when a client or a worker of a mesh is gone: nobody else could.
+        async def meshtape_left(mesh: bytes, worker_left: str) -> None:
+            state = _STATES.get(worker.address)
+            if state is not None:
+                state.plane.left(mesh, worker_left)
+
+        async def meshtape_forget(mesh: bytes) -> None:
+            close_mesh(mesh, (), worker)
+
+        worker.handlers["meshtape_left"] = meshtape_left
+        worker.handlers["meshtape_forget"] = meshtape_forget
 
     def teardown(self, worker: Any) -> None:
         close_state(worker.address)
@@ -75,14 +106,24 @@ def close_state(address: str) -> None:
         state.plane.close()
 
 
-def open_plane(mesh: bytes, secret: bytes, dask_worker: Any) -> tuple[str, int]:
+def open_plane(mesh: bytes, secret: bytes, transport: str, pool: int, dask_worker: Any) -> Address:
     """Run on each worker (by ``Client.run``): open the data plane where there is none, admit the mesh, say the address."""
+    POOL.limit = pool
     with _LOCK:
         state = _STATES.get(dask_worker.address)
         if state is None:
-            state = _STATES[dask_worker.address] = WorkerState(DataPlane(interface_of(dask_worker.address)))
+            tls = None
+            if dask_worker.address.startswith(("tls://", "wss://")):
+                security = dask_worker.security
+                tls = tuple(
+                    get("worker")["ssl_context"] for get in (security.get_listen_args, security.get_connection_args)
+                )
+            plane = DataPlane(None, tls, dask_worker)
+            state = _STATES[dask_worker.address] = WorkerState(plane)
+        if transport != "comms":
+            state.plane.listen(interface_of(dask_worker.address))
     state.plane.admit(mesh, secret)
-    return state.plane.host, state.plane.port
+    return dask_worker.address if transport == "comms" else state.plane.address
 
 
 def close_mesh(mesh: bytes, programs: Sequence[str], dask_worker: Any) -> None:
@@ -90,8 +131,9 @@ def close_mesh(mesh: bytes, programs: Sequence[str], dask_worker: Any) -> None:
     state = _STATES.get(dask_worker.address)
     if state is not None:
         state.plane.dismiss(mesh)
-        for p in programs:
-            state.programs.pop(p, None)
+        mine = f"{mesh.hex()}/"
+        for p in [p for p in state.programs if p.startswith(mine) or p in programs]:
+            del state.programs[p]
 
 
 def stop_epoch(mesh: bytes, epoch: int, dask_worker: Any) -> None:
@@ -110,9 +152,11 @@ class Seat:
     process: int
     address: str
     homes: tuple[int, ...]
-    peers: Mapping[int, tuple[str, int]]
+    peers: Mapping[int, Address]
     ranks: Mapping[int, str]
     timeout: float
+    silence: float
+    share: bool
 
     @property
     def hosted(self) -> tuple[int, ...]:
@@ -128,6 +172,10 @@ class Seat:
             )
         return state
 
+    def named(self, address: str) -> str:
+        """Ranks of the worker at an address, in words."""
+        return next((n for n in self.ranks.values() if f"(worker {address})" in n), f"worker {address}")
+
 
 Source = tuple[int, int] | Mapping[int, np.ndarray]
 """Where an input's blocks are: (number of the bundle among the task's arguments, slot), or the blocks themselves."""
@@ -135,7 +183,10 @@ Source = tuple[int, int] | Mapping[int, np.ndarray]
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a program, for one process. ``program`` is sent the first time only."""
+    """One run of a program, for one process. ``program`` is sent the first time only.
+
+    With ``turns`` the program runs as often, one turn for each of ``each``'s blocks: see :mod:`.loops`.
+    """
 
     run: str
     number: int
@@ -146,9 +197,20 @@ class Run:
     sources: tuple[Source, ...]
     keep: tuple[int, ...]  # inputs that were shipped with the task and stay in its bundle, after the outputs
     drops: tuple[tuple[str, int], ...]  # (run, slot) that nobody holds any more
+    loop: Loop | None = None
 
     def __repr__(self) -> str:
         return f"<Run {self.run} of {self.program_id}>"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Several turns of one program: its first ``carried`` outputs are the first inputs of the next turn, the inputs that follow are
+    of this turn alone (``each``, one list of blocks a turn), the rest stays. The other outputs are stacked, turn by turn."""
+
+    turns: int
+    carried: int
+    each: tuple[tuple[Source, ...], ...]
 
 
 def _drop(state: WorkerState, drops: Sequence[tuple[str, int]]) -> None:
@@ -158,33 +220,58 @@ def _drop(state: WorkerState, drops: Sequence[tuple[str, int]]) -> None:
             bundle.slots.pop(slot, None)
 
 
-def _blocks(source: Source, bundles: Sequence[Bundle]) -> Mapping[int, np.ndarray]:
+def _blocks(source: Source, bundles: Sequence[Bundle | Failure]) -> Mapping[int, np.ndarray]:
     if isinstance(source, tuple):
-        return bundles[source[0]].slots[source[1]]
+        bundle = bundles[source[0]]
+        if isinstance(bundle, Failure):
+            raise bundle.error
+        return bundle.slots[source[1]]
     return source
 
 
-def run_program(spec: Run, *bundles: Bundle) -> Bundle:
+def run_program(spec: Run, *bundles: Bundle | Failure) -> Bundle | Failure:
     """The gang task."""
+    try:
+        return _run_program(spec, bundles)
+    except BaseException as e:
+        get_worker().log_event(TOPIC, {"failed": spec.program_id, "error": f"{type(e).__name__}: {e}"})
+        return Failure(e)
+
+
+def _run_program(spec: Run, bundles: Sequence[Bundle | Failure]) -> Bundle:
     state = spec.seat.take()
     seat = spec.seat
-    prepared = state.programs.get(spec.program_id)
-    if prepared is None:
-        if spec.program is None:
-            raise RankLost(f"worker {seat.address} was restarted and lost the program {spec.program_id}")
-        prepared = Prepared(spec.program, seat.hosted, seat.homes, spec.names)
-        state.programs[spec.program_id] = prepared
-    inputs = [_blocks(s, bundles) for s in spec.sources]
     group = None
-    if seat.peers:
-        group = state.plane.group(seat.mesh, seat.epoch, seat.process, seat.peers, seat.ranks, seat.timeout)
-        group.begin(spec.number, seat.timeout)
     try:
-        outputs = prepared.run(inputs, group)
+        missing = state.plane.missing(seat.mesh)
+        if missing is not None:
+            raise RankLost(f"{seat.named(missing)} left the cluster")
+        prepared = state.programs.get(spec.program_id)
+        if prepared is None:
+            if spec.program is None:
+                raise RankLost(f"worker {seat.address} was restarted and lost the program {spec.program_id}")
+            prepared = Prepared(spec.program, seat.hosted, seat.homes, spec.names)
+            state.programs[spec.program_id] = prepared
+        inputs = [_blocks(s, bundles) for s in spec.sources]
+        if seat.peers:
+            group = state.plane.group(
+                seat.mesh, seat.epoch, seat.process, seat.peers, seat.ranks, seat.timeout, seat.share
+            )
+            group.silence = seat.silence
+            group.begin(spec.number, seat.timeout)
+        if spec.loop is None:
+            outputs = prepared.run(inputs, group)
+        else:
+            each = [[_blocks(s, bundles) for s in sources] for sources in spec.loop.each]
+            outputs = prepared.loop(inputs, spec.loop.turns, spec.loop.carried, each, group)
     except BaseException as e:
+        group = group or state.plane.current(seat.mesh, seat.epoch)
         if group is not None:
             group.abort(f"{type(e).__name__}: {e}")
             state.plane.drop(seat.mesh, seat.epoch)
+        missing = state.plane.missing(seat.mesh)
+        if isinstance(e, RankLost) and missing is not None:
+            raise RankLost(f"{seat.named(missing)} left the cluster: {e}") from e
         raise
     _drop(state, spec.drops)
     slots = dict(enumerate(outputs))
@@ -229,5 +316,5 @@ def create_blocks(spec: Call) -> Bundle:
 def take_blocks(spec: Call, bundle: Bundle) -> dict[int, np.ndarray]:
     """Task that hands blocks to the client."""
     spec.seat.take()
-    _, slot = spec.sources[0]
-    return {r: np.asarray(bundle.slots[slot][r], order="C") for r in spec.payloads}
+    blocks = _blocks(spec.sources[0], (bundle,))
+    return {r: np.asarray(blocks[r], order="C") for r in spec.payloads}

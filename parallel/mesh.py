@@ -19,6 +19,7 @@ from .ops import RESHARD
 from .partition import partition
 from .placement import REPLICATED, Layout, Sharding
 from .propagate import propagate
+from .rank_code import ShardMapOp
 from .runtime import HostValue, LocalRuntime, Runtime
 from .sharded import Pending, ShardedBuffer, handles_of, sharded_array
 
@@ -123,6 +124,8 @@ class Mesh:
         """Layouts of the results of a call."""
         if op is RESHARD:
             return (params["layout"],)
+        if isinstance(op, ShardMapOp):
+            return params["code"].out_layouts
         placed = propagate(op, avals, out_avals, params, layouts, self.sizes)
         if not placed.lost or op.decompose is None:
             return placed.results

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 from ..arrays._dispatch import wrap
 from ..arrays._op import Op, state
 from ..arrays.blocks import Box
+from ..arrays.elementwise import ALIAS
 from ..arrays.program import Const, Entry, Program, ShapeDtype, freeze, simplify, site_text
 from .collective_plans import Collective, plan_collective
 from .factors import FactorRule, RankView, rule_for
 from .ops import RESHARD
 from .placement import REPLICATED, Layout, block_box
 from .propagate import propagate
+from .rank_code import ShardMapOp, lower
 from .reshard import Plan, plan_reshard, reshard_text
 
 
@@ -75,6 +77,8 @@ class RankProgram:
     constants: tuple[int, ...] = ()
     name: str = "program"
     frees: tuple[tuple[int, ...], ...] = field(default=())
+    inner: frozenset[int] = frozenset()
+    """Variables of per-rank code: their avals are those of one rank's block."""
 
     def plan(self, m: Move, homes: tuple[int, ...] | None = None) -> Plan:
         """What goes where in a move."""
@@ -120,7 +124,8 @@ class RankProgram:
                 for i, n in enumerate(aval.shape)
             ]
             partial = ",".join(f"{op}:{names[a]}" for a, op in layout.partials)
-            return f"{aval.dtype.name}[{','.join(dims)}]" + (f"{{{partial}}}" if partial else "")
+            mark = " a rank" if v in self.inner else ""
+            return f"{aval.dtype.name}[{','.join(dims)}]" + (f"{{{partial}}}" if partial else "") + mark
 
         for s in self.steps:
             if isinstance(s, Moves):
@@ -163,6 +168,7 @@ class _Writer:
         self.seen: dict[Any, tuple[int, ...]] = {}
         self.made: dict[int, Local] = {}  # results any block of which a rank can make by itself
         self.next_var = max(program.avals, default=-1) + 1
+        self.inners: set[int] = set()
 
     def new(self, aval: ShapeDtype, layout: Layout) -> int:
         v = self.next_var
@@ -198,6 +204,33 @@ class _Writer:
                 self.due_targets.add(found)
         return found
 
+    def new_inner(self, aval: ShapeDtype) -> int:
+        """A variable of per-rank code, with the aval of a block."""
+        v = self.new(aval, REPLICATED)
+        self.inners.add(v)
+        return v
+
+    def inner(
+        self,
+        op: Op,
+        inputs: tuple[int | Const, ...],
+        outputs: tuple[int, ...],
+        params: Mapping[str, Any],
+        by_rank: Mapping[int, Mapping[str, Any]] | None,
+        origin: str | None,
+        site: str,
+    ) -> None:
+        """A call of per-rank code, on blocks as they are."""
+        self.use(inputs)
+        self.steps.append(Local(op, inputs, outputs, params, _AS_IT_IS, origin, site, by_rank))
+
+    def collective(self, source: int, target: int, origin: str | None, what: Collective) -> None:
+        """A collective of per-rank code; it is carried out with others, when its result is needed."""
+        if source in self.due_targets:
+            self.flush()
+        self.due.append(Move(source, target, origin, what))
+        self.due_targets.add(target)
+
     def flush(self) -> None:
         if self.due:
             self.steps.append(Moves(tuple(self.due)))
@@ -207,6 +240,9 @@ class _Writer:
         """Before these are read: carry out the moves that are due, if one of them is among them."""
         if not self.due_targets.isdisjoint(v for v in variables if isinstance(v, int)):
             self.flush()
+
+
+_AS_IT_IS = FactorRule((), (), ())
 
 
 def _is_local(now: Layout, then: Layout) -> bool:
@@ -257,7 +293,15 @@ def partition(
         outputs.append(r)
     w.use(outputs)
     result = RankProgram(
-        sizes, program.inputs, tuple(w.steps), tuple(outputs), w.avals, w.layouts, tuple(program.constants), name
+        sizes,
+        program.inputs,
+        tuple(w.steps),
+        tuple(outputs),
+        w.avals,
+        w.layouts,
+        tuple(program.constants),
+        name,
+        inner=frozenset(w.inners),
     )
     return _with_frees(result)
 
@@ -269,6 +313,10 @@ def _reduced_anyway(program: Program) -> set[int]:
     for e in program.entries:
         if e.op is RESHARD:
             continue  # a pending sum may become a reduce-scatter there
+        if isinstance(e.op, ShardMapOp):
+            taken = zip(e.inputs, e.params["code"].in_layouts, strict=False)
+            out.update(v for v, layout in taken if isinstance(v, int) and not layout.shards and not layout.partials)
+            continue
         avals = tuple(program.avals[v] if isinstance(v, int) else v.value for v in e.inputs)
         groups = rule_for(e.op, avals, tuple(program.avals[v] for v in e.outputs), e.params).linear
         for i, v in enumerate(e.inputs):
@@ -281,6 +329,14 @@ def _place_entry(w: _Writer, e: Entry, renamed: dict[int, int]) -> None:
     if e.op is RESHARD:
         target = e.params["layout"]
         renamed[e.outputs[0]] = w.moved_to(e.inputs[0], target, e.origin)
+        return
+    if isinstance(e.op, ShardMapOp):
+        code = e.params["code"]
+        inputs = [w.moved_to(v, layout, e.origin) for v, layout in zip(e.inputs, code.in_layouts, strict=False)]
+        w.use(inputs)
+        for v, found, layout in zip(e.outputs, lower(w, e, inputs), code.out_layouts, strict=True):
+            w.inner(ALIAS, (found,), (v,), {}, {r: {} for r in range(math.prod(w.sizes))}, code.name, "")
+            w.layouts[v] = layout
         return
     avals = tuple(w.avals[v] if isinstance(v, int) else v.value for v in e.inputs)
     out_avals = tuple(w.avals[v] for v in e.outputs)
@@ -359,7 +415,7 @@ def _with_frees(p: RankProgram) -> RankProgram:
     frees: list[tuple[int, ...]] = []
     steps: list[Step] = []
     for s in reversed(p.steps):
-        if isinstance(s, Local) and needed.isdisjoint(s.outputs):
+        if needed.isdisjoint(s.outputs if isinstance(s, Local) else [m.target for m in s.moves]):
             continue
         steps.append(s)
         if isinstance(s, Moves):
@@ -379,4 +435,5 @@ def _with_frees(p: RankProgram) -> RankProgram:
         p.constants,
         p.name,
         tuple(reversed(frees)),
+        p.inner,
     )

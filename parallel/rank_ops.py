@@ -24,7 +24,6 @@ cannot be taken for one another (JAX, *Autodiff and sharding*; Megatron-LM, sect
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,6 @@ from ..arrays.errors import MeshError
 from ..arrays.program import ShapeDtype
 from ..autodiff.rules import defvjp
 from .collective_plans import Shape
-from .rank_meeting import Uneven
 
 if TYPE_CHECKING:
     from .rank_trace import RankTrace
@@ -111,8 +109,8 @@ def sum_over(x: Array, axes: tuple[int, ...], op: str = "sum") -> Array:
     x = t.varied(x, axes)
     t.meet("all_reduce", axes, (x.shape, x.dtype.name, op))
     if op == "sum":
-        return apply(ALL_REDUCE, (x,), {"axes": axes, "shape": x.shape})
-    return apply(ALL_REDUCE_BY, (x,), {"axes": axes, "shape": x.shape, "op": op})
+        return t.settled(apply(ALL_REDUCE, (x,), {"axes": axes, "shape": x.shape}), axes)
+    return t.settled(apply(ALL_REDUCE_BY, (x,), {"axes": axes, "shape": x.shape, "op": op}), axes)
 
 
 def gather(x: Array, axes: tuple[int, ...], dim: int, *, varying: bool = False) -> Array:
@@ -122,8 +120,10 @@ def gather(x: Array, axes: tuple[int, ...], dim: int, *, varying: bool = False) 
     rest = (*x.shape[:dim], *x.shape[dim + 1 :])
     lengths = tuple(t.meet("all_gather", axes, (rest, x.dtype.name, dim), x.shape[dim]))
     shape = _with_length(x.shape, dim, sum(lengths))
-    op = ALL_GATHER_VARYING if varying else ALL_GATHER
-    return apply(op, (x,), {"axes": axes, "shape": shape, "dim": dim, "lengths": lengths})
+    params = {"axes": axes, "shape": shape, "dim": dim, "lengths": lengths}
+    if varying:
+        return apply(ALL_GATHER_VARYING, (x,), params)
+    return t.settled(apply(ALL_GATHER, (x,), params), axes)
 
 
 def scatter_sum(x: Array, axes: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> Array:
@@ -131,7 +131,7 @@ def scatter_sum(x: Array, axes: tuple[int, ...], dim: int, lengths: tuple[int, .
     t = trace_of(x)
     x = t.varied(x, axes)
     t.meet("reduce_scatter", axes, (x.shape, x.dtype.name, dim, lengths))
-    shape = _with_length(x.shape, dim, lengths[t.place(axes, uneven=len(set(lengths)) > 1)])
+    shape = _with_length(x.shape, dim, lengths[_place(t, axes, len(set(lengths)) > 1)])
     return apply(REDUCE_SCATTER, (x,), {"axes": axes, "shape": shape, "dim": dim, "lengths": lengths, "op": "sum"})
 
 
@@ -139,7 +139,7 @@ def own_part(x: Array, axes: tuple[int, ...], dim: int, lengths: tuple[int, ...]
     """I → V: each rank's part of what all have."""
     t = trace_of(x)
     t.meet("slice", axes, (x.shape, x.dtype.name, dim, lengths))
-    shape = _with_length(x.shape, dim, lengths[t.place(axes, uneven=len(set(lengths)) > 1)])
+    shape = _with_length(x.shape, dim, lengths[_place(t, axes, len(set(lengths)) > 1)])
     return apply(SLICE, (x,), {"axes": axes, "shape": shape, "dim": dim, "lengths": lengths})
 
 
@@ -152,7 +152,7 @@ def exchange(
     rest = tuple(n for d, n in enumerate(x.shape) if d not in (split_dim, concat_dim))
     what = (rest, x.ndim, x.dtype.name, split_dim, concat_dim, sizes)
     others = t.meet("all_to_all", axes, what, x.shape[concat_dim])
-    me = t.place(axes, uneven=any(row != sizes[0] for row in sizes) or len({*sizes[0]}) > 1)
+    me = _place(t, axes, any(row != sizes[0] for row in sizes) or len({*sizes[0]}) > 1)
     if split_dim == concat_dim:
         shape = _with_length(x.shape, split_dim, sum(row[me] for row in sizes))
     else:
@@ -173,7 +173,7 @@ def send(x: Array, axes: tuple[int, ...], pairs: tuple[tuple[int, int], ...]) ->
     shapes = t.meet("permute", axes, (x.ndim, x.dtype.name, pairs), x.shape)
     shape = x.shape
     if any(s != shapes[0] for s in shapes):
-        me = t.place(axes, uneven=True)
+        me = _place(t, axes, True)
         shape = next((shapes[s] for s, d in pairs if d == me), x.shape)
     return apply(PERMUTE, (x,), {"axes": axes, "shape": shape, "pairs": pairs})
 
@@ -185,7 +185,15 @@ def from_one(x: Array, axes: tuple[int, ...], source: int) -> Array:
     shape, dtype = t.meet("broadcast", axes, (source,), (x.shape, x.dtype))[source]
     if dtype != x.dtype:
         x = x.astype(dtype)  # what the others hold is of no account
-    return apply(BROADCAST, (x,), {"axes": axes, "shape": shape, "source": source})
+    return t.settled(apply(BROADCAST, (x,), {"axes": axes, "shape": shape, "source": source}), axes)
+
+
+def _place(t: RankTrace, axes: tuple[int, ...], uneven: bool) -> int:
+    """This rank's place in the group, where what each gets has another shape (``uneven``)."""
+    me = t.place(axes, uneven=uneven)
+    if uneven:
+        t.differ(axes)
+    return me
 
 
 AGAIN: dict[Op, Callable[[Array, Mapping[str, Any]], Array]] = {
@@ -248,12 +256,8 @@ def _broadcast(xp: Any, g: Any, axes: tuple[int, ...], source: int, x_like: Shap
     return xp.where(t.index(axes) == source, g, 0.0)
 
 
-def _tie_token(xp: Any, g: Any, token_like: ShapeDtype) -> Any:
-    return xp.zeros(token_like.shape, dtype=token_like.dtype)
-
-
 defvjp(VARY, x=lambda xp, g, axes: sum_over(g, axes))
-defvjp(TIE, x=lambda xp, g: g, token=_tie_token)
+defvjp(TIE, x=lambda xp, g: g, token=lambda xp, g: None)
 defvjp(ALL_REDUCE, x=lambda xp, g, axes: _settled(g, axes))
 defvjp(ALL_REDUCE_BY, x=_all_reduce_by)
 
@@ -281,5 +285,3 @@ defvjp(SLICE, x=lambda xp, g, axes, dim: gather(g, axes, dim))
 defvjp(ALL_TO_ALL, x=_all_to_all)
 defvjp(PERMUTE, x=lambda xp, g, axes, pairs: send(g, axes, tuple((d, s) for s, d in pairs)))
 defvjp(BROADCAST, x=_broadcast)
-
-__all__ = ["AGAIN", "COLLECTIVES", "INVARIANT_RESULT", "RANK_OPS", "RankOp", "Uneven", "math"]

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays._array import Array
-from ..arrays._dispatch import Deferred, apply, argument_avals, call_site, program_inputs, wrap
+from ..arrays._dispatch import apply, argument_avals, call_site, program_inputs, wrap
 from ..arrays._op import Op, state
-from ..arrays.errors import MeshError, TracedValueError
-from ..arrays.program import Program, ProgramBuilder, ShapeDtype
+from ..arrays.elementwise import ADD
+from ..arrays.errors import MeshError, ShardingConflict, TracedValueError
+from ..arrays.program import Program, ProgramBuilder, ShapeDtype, freeze
 from ..autodiff.backward import same_value
-from ..autodiff.compile import Tracer
+from ..autodiff.compile import Lifted, Tracer
 from . import rank_ops as ops
 from .collective_plans import groups_of
 from .rank_meeting import Meeting, Uneven
+from .rules.elementwise import ELEMENTWISE
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -102,10 +104,13 @@ class RankTrace:
         self.builder = ProgramBuilder()
         self.varying: dict[int, frozenset[int]] = {}
         self.inputs: set[int] = set()
-        self.captured: list[Array] = []
+        self.captured: list[Lifted] = []
         self.found: dict[tuple[int, int], Array] = {}
         self.gathered: dict[int, tuple[Array, Mapping[str, Any]]] = {}  # results of all_gather, and what was gathered
-        self.numbers: dict[int, int] = {}  # results of collectives: number of the meeting
+        self.sums: dict[int, tuple[Array, ...]] = {}  # all-reduced sums: what was reduced, or the reduced ones that were added
+        self.ids: dict[int, tuple[Any, ...]] = {}  # what values that are the same on all ranks are, in the same words on all
+        self.used: list[tuple[tuple[int, ...], Any, Any]] = []  # … of those that ranks use beside values of their own
+        self.ragged: frozenset[int] = NOWHERE  # axes along which blocks have different shapes
         self.known: frozenset[int] = NOWHERE  # axes along which Python code knows its index
         self.twins: dict[int, Array] = {}
         self.has_calls = self.has_own_derivative = False
@@ -163,8 +168,9 @@ class RankTrace:
 
     # ----- values -----------------------------------------------------------------------------------------------------
 
-    def input(self, aval: ShapeDtype, varying: frozenset[int]) -> Array:
+    def input(self, aval: ShapeDtype, varying: frozenset[int], ident: Any = None) -> Array:
         var = self.builder.input(aval)
+        self.ids[var] = ("in", len(self.inputs) if ident is None else ident)
         self.varying[var] = varying
         self.inputs.add(var)
         return wrap(RankTracer(self, var, aval, varying))
@@ -185,12 +191,11 @@ class RankTrace:
                     f"[shard_map] the function reads an array with {sharding} from around it: pass it as an argument, with "
                     "its placement"
                 )
-            self.captured.append(same_value(x))
-            known = self.found[key] = self.input(ShapeDtype(tuple(buf.shape), buf.dtype), NOWHERE)
-            self.captured_keys = getattr(self, "captured_keys", [])
-            self.captured_keys.append((key, x))  # holding x keeps its id its own
+            self.captured.append(Lifted(len(self.captured), x, buf))  # holding both keeps their ids their own
+            ident = (buf.shape, buf.dtype, buf.tobytes()) if isinstance(buf, np.ndarray) else (id(x), id(buf))
+            known = self.found[key] = self.input(ShapeDtype(tuple(buf.shape), buf.dtype), NOWHERE, ident)
         out = wrap(known._buf)
-        out._id = x._id  # tapes inside know it by its name
+        out._id = known._id or x._id  # tapes inside know it by its name
         return out
 
     def axes_of_variation(self, x: Array) -> frozenset[int]:
@@ -204,39 +209,70 @@ class RankTrace:
             return x
         twin = self.twins.get(x._buf.var)
         if twin is not None and not self._real(axes) - twin._buf.varying:
-            return twin
+            out = wrap(twin._buf)
+            out._id = twin._id or x._id  # tapes that watch the value know it by this name
+            return out
         source = self.gathered.get(x._buf.var)
         if source is not None and self.meeting is None and set(source[1]["axes"]) == set(missing):
             p = source[1]
             return ops.gather(source[0], p["axes"], p["dim"], varying=True)
-        if self.meeting is not None and x._buf.var not in self.inputs:
-            self.meet("use as a value of its own", missing, (x.shape, x.dtype.name))
+        if self.meeting is not None and self.ids.get(x._buf.var, ("in",))[0] == "op":
+            self.used.append((missing, self.ids[x._buf.var], x._buf))
         return apply(ops.VARY, (x,), {"axes": missing})
+
+    def settled(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """The result of a collective that is the same on all ranks. Where ranks go different ways, it is made a value of each here,
+        where they all are, so that the derivative has them meet here, too."""
+        if self.meeting is not None:
+            self.ids[x._buf.var] = ("meeting", self.last_meeting)
+            self.twins[x._buf.var] = apply(ops.VARY, (x,), {"axes": tuple(sorted(self._real(axes)))})
+        return x
+
+    def differ(self, axes: Sequence[int]) -> None:
+        """From here on ranks hold blocks of different shapes along the axes."""
+        self.ragged |= self._real(axes)
 
     def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The operands lifted, and made to vary along the same axes."""
         lifted = tuple(self.lift(a) if isinstance(a, Array) else a for a in args)
-        if isinstance(op, ops.RankOp) and op is not ops.TIE:
+        if isinstance(op, ops.RankOp):
             return lifted
         need = self.known.union(*(a._buf.varying for a in lifted if isinstance(a, Array)))
+        if self.ragged and not self._stays_same(op, lifted):
+            need |= self.ragged
         if not need:
             return lifted
         axes = tuple(sorted(need))
         return tuple(self.varied(a, axes) if isinstance(a, Array) else a for a in lifted)
 
+    def _stays_same(self, op: Op, args: Sequence[Any]) -> bool:
+        """Whether a call on values that are the same on all ranks is the same call on all ranks, although their blocks differ: one
+        that asks for no length. The numbers in it are compared when all ranks are traced."""
+        arrays = [a for a in args if isinstance(a, Array)]
+        return op in ELEMENTWISE and len({a.shape for a in arrays}) == 1
+
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[RankTracer, ...]:
         if not self.open:
             raise TracedValueError("an array of mt.shard_map is used after the function returned")
         varying = self.known.union(*(a._buf.varying for a in args if isinstance(a, Array)))
+        same = not isinstance(op, ops.RankOp) and self.ragged and self._stays_same(op, args)
+        if not isinstance(op, ops.RankOp) and not same:
+            varying |= self.ragged
         if op is ops.VARY or op in ops.COLLECTIVES:
             axes = self._real(params["axes"])
             varying = args[0]._buf.varying
             varying = varying - axes if op in ops.INVARIANT_RESULT else varying | axes
         outs = self._emit(op, args, params, varying)
+        if same and not self.known and not varying & self.ragged:
+            for k, o in enumerate(outs):
+                names = tuple(self.ids.get(a._buf.var) if isinstance(a, Array) else freeze(a) for a in args)
+                self.ids[o._buf.var] = ("op", op.name, k, names, freeze(params))
+        if op is ops.ALL_REDUCE:
+            self.sums[outs[0]._buf.var] = (same_value(args[0]),)
+        if op is ADD and all(isinstance(a, Array) and a._buf.var in self.sums for a in args):
+            self.sums[outs[0]._buf.var] = tuple(map(same_value, args))
         if op is ops.ALL_GATHER:
             self.gathered[outs[0]._buf.var] = (same_value(args[0]), params)
-        if op in ops.COLLECTIVES:
-            self.numbers[outs[0]._buf.var] = self.last_meeting
         return tuple(o._buf for o in outs)
 
     def _emit(
@@ -250,6 +286,13 @@ class RankTrace:
             self.varying[v] = varying
             found.append(wrap(RankTracer(self, v, aval, varying)))
         return tuple(found)
+
+    def unreduced(self, x: Array) -> Array:
+        """Where ``x`` is a sum over ranks: the contributions, which somebody else may reduce later, together with others."""
+        parts = self.sums.get(x._buf.var) if self.meeting is None else None
+        if parts is None or len(parts) == 1:
+            return x if parts is None else parts[0]
+        return apply(ADD, tuple(map(self.unreduced, parts)))
 
     def build(self, outputs: Sequence[Array]) -> Program:
         self.open = False
@@ -273,27 +316,49 @@ def tracing(trace: RankTrace) -> Iterator[None]:
 
 def trace_all(
     mesh: Mesh,
-    avals: Sequence[ShapeDtype],
     boxes: Sequence[Sequence[ShapeDtype]],
     varying: Sequence[frozenset[int]],
     body: Callable[[RankTrace, Sequence[Array]], Sequence[Array]],
+    *,
+    apart: bool = False,
 ) -> list[tuple[RankTrace, list[Array]]]:
-    """The traces of ``body`` on blocks: one for all ranks, or one a rank. ``boxes[i][rank]`` is the block of argument ``i``."""
+    """The traces of ``body`` on blocks: one for all ranks, or one a rank (``apart``: always so). ``boxes[i][rank]`` is the block of
+    argument ``i``."""
+
+    ragged = frozenset(
+        a
+        for a, n in enumerate(mesh.sizes)
+        if n > 1 and any(b[r] != b[g[0]] for b in boxes for g in groups_of(mesh.sizes, (a,)) for r in g)
+    )
 
     def one(rank: int | None, meeting: Meeting | None) -> tuple[RankTrace, list[Array]]:
         trace = RankTrace(mesh, rank, meeting)
+        trace.ragged = ragged
         arguments = [trace.input(b[rank or 0], v) for b, v in zip(boxes, varying, strict=True)]
         with tracing(trace):
             return trace, [trace.lift(x) for x in body(trace, arguments)]
 
-    if all(b == blocks[0] for blocks in boxes for b in blocks):
+    if not apart and all(b == blocks[0] for blocks in boxes for b in blocks):
         try:
             return [one(None, None)]
         except Uneven:
             pass
     meeting = Meeting(mesh.size)
-    return meeting.run([lambda r=r: one(r, meeting) for r in range(mesh.size)])
+    found = meeting.run([lambda r=r: one(r, meeting) for r in range(mesh.size)])
+    _compare([t for t, _ in found])
+    return found
 
 
-def is_deferred(x: Any) -> bool:
-    return isinstance(x, Array) and isinstance(x._buf, Deferred)
+def _compare(traces: Sequence[RankTrace]) -> None:
+    """What ranks computed each for itself, and the code took for the same on all, is the same."""
+    mesh = traces[0].mesh
+    for a in range(len(mesh.sizes)):
+        for group in groups_of(mesh.sizes, (a,)):
+            lists = [[ident for axes, ident, _ in traces[r].used if a in axes] for r in group]
+            for r, one in zip(group, lists, strict=True):
+                if one != lists[0]:
+                    raise ShardingConflict(
+                        f"[shard_map] ranks {group[0]} and {r} compute different things from what a collective along "
+                        f"{mesh.names[a]!r} gave them all (perhaps with the length of their own block) and go on with it: use such "
+                        "numbers before the collective, or mt.axis_size and whole lengths after it"
+                    )

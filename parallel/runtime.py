@@ -37,14 +37,28 @@ class LocalBlocks:
     blocks: Mapping[int, np.ndarray]
 
 
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """Several turns of one program in one run: the first ``carried`` outputs are the first inputs of the next turn. ``each`` lists,
+    for each turn, values of that turn alone, the inputs that come after the carried ones (or nothing at all)."""
+
+    count: int
+    carried: int
+    each: Sequence[Sequence[HostValue]]
+
+
 class Runtime(Protocol):
     """What a mesh asks of whoever hosts its ranks. Handles are :class:`HostValue` or what the runtime itself gave out."""
 
     homes: tuple[int, ...]
     """Process of each rank."""
 
-    def load(self, program: RankProgram, names: Sequence[str]) -> Callable[[Sequence[Any]], list[Any]]:
-        """The program made ready: a function from the handles of inputs and constants to the handles of outputs."""
+    def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
+        """The program made ready: a function from the handles of inputs and constants to the handles of outputs.
+
+        Its second argument, :class:`Turns`, runs several turns; the handles are then those of all inputs but ``each``, and the
+        outputs that are not carried come back stacked, turn by turn.
+        """
 
     def wait(self, handle: Any) -> None:
         """Until the blocks are there; raises what went wrong with them."""
@@ -85,11 +99,15 @@ class LocalRuntime:
             return {r: handle.block(r) for r in self.ranks}
         return handle.blocks
 
-    def load(self, program: RankProgram, names: Sequence[str]) -> Callable[[Sequence[Any]], list[Any]]:
+    def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
         prepared = Prepared(program, self.ranks, self.homes, names)
 
-        def run(handles: Sequence[Any]) -> list[Any]:
-            return [LocalBlocks(b) for b in prepared.run([self._blocks(h) for h in handles])]
+        def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
+            blocks = [self._blocks(h) for h in handles]
+            if turns is None:
+                return [LocalBlocks(b) for b in prepared.run(blocks)]
+            each = [[self._blocks(h) for h in hs] for hs in turns.each]
+            return [LocalBlocks(b) for b in prepared.loop(blocks, turns.count, turns.carried, each)]
 
         return run
 

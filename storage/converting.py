@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..arrays.errors import CheckpointError, CheckpointKeyError
-from . import dtypes, manifest, names
+from . import dtypes, manifest, names, stores
 from .derived import Converted
 from .grid import choose_grid
 from .layouts import Choice, Chooser
@@ -21,10 +21,13 @@ from .loading import prune, select
 from .manifest import FILE, Leaf, scalar_leaves
 from .names import leaf_name
 from .opened import Checkpoint, fill
-from .opening import HF_INDEX, open_checkpoint
+from .opening import HF_INDEX, HF_SINGLE, open_checkpoint
 from .rules import Rules
 from .saving import Item, is_checkpoint
-from .sinks import HuggingFaceSink, Sink, ZarrSink
+from .sink_safetensors import HuggingFaceSink
+from .sink_zarr import ZarrSink
+from .sinks import Sink
+from .spreading import Executor
 from .transfer import MEMORY_LIMIT, THREADS, Progress, transfer
 
 
@@ -61,8 +64,10 @@ def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[lis
 
 def replaceable(path: str) -> bool:
     """Whether a directory may be replaced: a Hugging Face directory, or a checkpoint of ours."""
+    if stores.is_url(path):
+        return is_checkpoint(path)
     entries = set(os.listdir(path))
-    return bool(entries & {HF_INDEX, "model.safetensors", FILE}) or is_checkpoint(path)
+    return bool(entries & {HF_INDEX, HF_SINGLE, FILE}) or is_checkpoint(path)
 
 
 @dataclass
@@ -162,6 +167,7 @@ def convert(
     threads: int = THREADS,
     overwrite: bool = False,
     progress: Progress | None = None,
+    client: Any = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, streaming; a run that was interrupted goes on where it stopped.
 
@@ -170,8 +176,8 @@ def convert(
     src
         Whatever `open_checkpoint` opens.
     dst
-        The directory to make, all or nothing. Until it is whole it grows as ``DST.part``; the same call again after a kill, a full
-        disk or Ctrl-C keeps what is there. The result is the same to the byte for any memory limit and number of threads.
+        The directory or URL to make, all or nothing. Until it is whole a directory grows as ``DST.part``; the same call again after a
+        kill, a full disk or Ctrl-C keeps what is there. The result is the same to the byte for any memory limit, threads and workers.
     format
         ``"zarr"``: a checkpoint as `save` writes it, with step, metadata and values. ``"safetensors"``: a Hugging Face directory.
     mesh, shardings
@@ -192,6 +198,9 @@ def convert(
         Replace an existing checkpoint or Hugging Face directory.
     progress
         Called with (bytes done, bytes in all) at the start and after each window.
+    client
+        A Dask client, or an executor of ``concurrent.futures``: its processes do the reading and writing, ``threads`` windows at a time. They
+        must see both places. For local directories only.
 
     Returns
     -------
@@ -220,7 +229,7 @@ def convert(
     <StoredArray 'qk' float32[6,2] model=Shard(0)>
     """
     started = time.perf_counter()
-    target = os.path.abspath(os.fspath(dst))
+    target = stores.location(dst)
     held = Selection.of(src, rules, keys, drop, dtype)
     sink: Sink
     if format == "safetensors":
@@ -233,7 +242,7 @@ def convert(
         sink = zarr_sink(held, Choice(mesh, shardings))
     else:
         raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
-    return run(held, sink, target, started, memory_limit, threads, overwrite, progress)
+    return run(held, sink, target, started, memory_limit, threads, overwrite, progress, client)
 
 
 def run(
@@ -245,9 +254,10 @@ def run(
     threads: int,
     overwrite: bool,
     progress: Progress | None,
+    client: Any = None,
 ) -> ConvertReport:
     """Carry out a planned conversion."""
-    if os.path.abspath(held.ckpt.path) == target:
+    if held.ckpt.path == target:
         raise CheckpointError(f"{target} is the source; write to another place")
     tensors = list(held.arrays.values())
     nbytes, resumed = transfer(
@@ -260,11 +270,20 @@ def run(
         overwrite=overwrite,
         ours=replaceable,
         progress=progress,
+        executor=_executor(client),
     )
     files = list(sink.files) if isinstance(sink, HuggingFaceSink) else [i.directory for i in getattr(sink, "items", ())]
     skipped = held.skipped if isinstance(sink, HuggingFaceSink) else []
     total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
     return ConvertReport(target, len(tensors), files, total, nbytes, resumed, skipped, time.perf_counter() - started)
+
+
+def _executor(client: Any) -> Executor | None:
+    """What spreads the windows of a Dask client, or of an executor."""
+    if client is None or not hasattr(client, "get_executor"):
+        return client
+    # Windows are written to fixed places, so a task that a lost worker leaves behind may simply run again.
+    return client.get_executor(pure=False)
 
 
 def reshard(
@@ -290,7 +309,7 @@ def reshard(
         matches counts; an array that none matches is one block. Or a function ``(path, shape, dtype)`` that returns such a map, a
         sharding of a mesh at hand, or None.
     options
-        ``rules``, ``keys``, ``drop``, ``dtype``, ``memory_limit``, ``threads``, ``overwrite`` and ``progress`` of `convert`.
+        ``rules``, ``keys``, ``drop``, ``dtype``, ``memory_limit``, ``threads``, ``overwrite``, ``progress`` and ``client`` of `convert`.
 
     Returns
     -------

@@ -12,13 +12,16 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..arrays.errors import CheckpointError, NotACheckpoint
 from . import commit, manifest, stores
 from .inflight import SaveHandle
 from .loading import load
 from .saving import SaveReport, save, save_async
+
+if TYPE_CHECKING:
+    from .browse.server import Page
 
 _NAME = re.compile(r"\Astep-(\d{8,})\Z")
 METRICS = "meshtape.metrics"
@@ -209,6 +212,17 @@ class CheckpointManager:
         if target is None:
             raise NotACheckpoint(f"{self.directory} holds no complete checkpoint")
         return load(target, **load_arguments)
+
+    def _repr_html_(self) -> str:
+        from .browse.embed import run_html
+
+        return run_html(self.directory, self.best_metric or "", self.best_is)
+
+    def browse(self) -> Page:
+        """Serve the checkpoints of this directory to a web browser from this process, on loopback; returns a page that shows itself as a link."""
+        from .browse import server
+
+        return server.show(self.directory, metric=self.best_metric, best=self.best_is)
 
     def _complete(self, warn: bool = False) -> list[_Complete]:
         found: list[_Complete] = []

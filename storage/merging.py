@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from . import stores
 from .converting import Selection, hugging_face_sink, run
 from .transfer import MEMORY_LIMIT, THREADS, Progress
 
@@ -44,6 +45,7 @@ def merge(
     threads: int = THREADS,
     overwrite: bool = False,
     progress: Progress | None = None,
+    client: Any = None,
 ) -> MergeReport:
     """Write a checkpoint as a Hugging Face directory, streaming; a run that was interrupted goes on where it stopped.
 
@@ -52,10 +54,10 @@ def merge(
     src
         Whatever `open_checkpoint` opens.
     dst
-        The directory to make, all or nothing.
+        The directory or URL to make, all or nothing.
     max_shard_bytes
         Largest size of a file's arrays together; None puts all in one file. An array that is larger has its own file.
-    rules, keys, drop, dtype, memory_limit, threads
+    rules, keys, drop, dtype, memory_limit, threads, client
         As in `convert`.
     overwrite
         Replace an existing checkpoint or Hugging Face directory.
@@ -86,6 +88,6 @@ def merge(
     started = time.perf_counter()
     held = Selection.of(src, rules, keys, drop, dtype)
     sink = hugging_face_sink(held, max_shard_bytes)
-    target = os.path.abspath(os.fspath(dst))
-    r = run(held, sink, target, started, memory_limit, threads, overwrite, progress)
+    target = stores.location(dst)
+    r = run(held, sink, target, started, memory_limit, threads, overwrite, progress, client)
     return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds)

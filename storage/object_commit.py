@@ -39,6 +39,7 @@ from .zarr_format import group_metadata
 
 CLAIM = ".meshtape-writing"
 TRASH = ".meshtape-trash"
+JOURNAL = ".meshtape-transfer"  # of an upload that can go on (see ``uploading``)
 _GROUP = "zarr.json"
 _LAST = (manifest.FILE, HF_INDEX)
 _MARK = re.compile(r"~g[0-9a-f]{8}(?=\Z|\.safetensors\Z)")
@@ -202,6 +203,23 @@ class ObjectFolder(Folder):
             self.store.put(self._claim, text)
         self._seen = {e.name: e for e in self.store.entries() if e.name in _LAST}
 
+    def take_over(self, suffix: str) -> bool:
+        """Go on under the names of a writer that is gone; False where there is none, or it lives."""
+        claim = f"{CLAIM}{suffix}"
+        entries = list(self.store.entries())
+        found = next((e for e in entries if e.name == claim), None)
+        if found is None or not _owner_is_gone(self.store, found):
+            return False
+        self.suffix, self._claim = suffix, claim
+        _mine.add(f"{self.root}/{claim}")
+        self.store.put(claim, _claim_text())
+        self._seen = {e.name: e for e in entries if e.name in _LAST}
+        return True
+
+    def leave(self) -> None:
+        """Stop, and leave what was written to whoever takes it over."""
+        _mine.discard(f"{self.root}/{self._claim}")
+
     def mkdir(self, name: str) -> None:
         pass  # a folder is there as soon as something is in it
 
@@ -236,7 +254,8 @@ class ObjectFolder(Folder):
             self.store.delete([n for n in self._seen if n != last])
             if group is not None and self._seen:
                 self.store.put(_GROUP, group)
-            self._collect()
+            if self._seen or self.suffix:
+                self._collect()
         except StoreError:
             # The new generation is in place: this is no longer an error of the save. The claim stays, for `recover` to end the work.
             self._unfinished = True
@@ -268,14 +287,14 @@ class ObjectFolder(Folder):
                     [
                         e.name
                         for e in self.store.entries()
-                        if _mark_of(e.name) == self.suffix
+                        if (_mark_of(e.name) == self.suffix or e.name == JOURNAL)
                         and not e.name.startswith(CLAIM)
                         and e.name not in (*_LAST, TRASH)
                         and e.name.partition("/")[0] not in named
                     ],
                 )
             if not self._unfinished:
-                self.store.delete([self._claim])
+                self.store.delete([self._claim, JOURNAL])
         finally:
             _mine.discard(f"{self.root}/{self._claim}")
 
@@ -283,6 +302,7 @@ class ObjectFolder(Folder):
 @contextlib.contextmanager
 def replacing(root: str, *, overwrite: bool, ours: Callable[[str], bool]) -> Iterator[Any]:
     """As `commit.replacing`, in an object store."""
+    ObjectStore(root).refuse_writes()
     recover(root)
     check_target(root, overwrite, ours)
     folder = ObjectFolder(root)

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
+import queue
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
-from ..arrays.errors import StoreError
+from ..arrays.errors import MeshtapeError, StoreError
 from .stores import READ_ONLY, Entry, Pieces, Reader, Store, join
 
 T = TypeVar("T")
@@ -111,7 +114,11 @@ def _connect(scheme: str, bucket: str) -> Any:
         if scheme == "gs":
             return stores.GCSStore(bucket, **options)
         if scheme == "az":
-            return stores.AzureStore(bucket, **options)
+            # The client does not look for the name itself (https://github.com/developmentseed/obstore, class AzureStore).
+            account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+            if not account:
+                raise StoreError("AZURE_STORAGE_ACCOUNT_NAME is not set")
+            return stores.AzureStore(bucket, account_name=account, **options)
         return stores.HTTPStore(f"{scheme}://{bucket}", **options)
     except Exception as e:
         raise StoreError(f"{scheme}://{bucket}: {_plain(e)}; check its environment variables") from None
@@ -180,12 +187,66 @@ def _repeated(work: Callable[[], T], where: str) -> T:
             return work()
         except Exception as e:
             # obstore's own types; an error of ours, or of the caller's iterator, goes through as it is.
-            if not (type(e).__module__.startswith("obstore") or isinstance(e, OSError)):
+            if isinstance(e, MeshtapeError) or not (type(e).__module__.startswith("obstore") or isinstance(e, OSError)):
                 raise
             if attempt == ATTEMPTS - 1 or not _passes(e):
                 raise _explained(e, where) from None
         time.sleep(FIRST_PAUSE * 2**attempt * (0.5 + random.random()))
     raise AssertionError("unreachable")
+
+
+# ----- uploads --------------------------------------------------------------------------------------------------------
+
+
+class _Ended:
+    """The last thing in the queue of an upload: nothing more, or an error of whoever makes the pieces."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+
+def _owned(pieces: Iterable[Any]) -> Iterator[bytes]:
+    """Copies: who makes the pieces uses its buffers again."""
+    for piece in pieces:
+        if data := bytes(memoryview(piece).cast("B")):
+            yield data
+
+
+def _in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes]) -> int:
+    """Upload an object in parts, while its pieces are made here.
+
+    The client takes pieces inside its own event loop, where nothing else can be asked of it; pieces may themselves be downloads.
+    """
+    waiting: queue.Queue[Any] = queue.Queue(2 * _UPLOADS)
+    total = 0
+
+    def taken() -> Iterator[bytes]:
+        while not isinstance(item := waiting.get(), _Ended):
+            yield item
+        if item.error is not None:
+            raise item.error  # the client then gives the parts up
+
+    def give(item: Any) -> bool:
+        while not upload.done():
+            with contextlib.suppress(queue.Full):
+                waiting.put(item, timeout=1.0)
+                return True
+        return False
+
+    with ThreadPoolExecutor(1, thread_name_prefix="meshtape-upload") as pool:
+        upload = pool.submit(_obstore().put, held, key, taken(), chunk_size=_PART, max_concurrency=_UPLOADS)
+        try:
+            for data in itertools.chain(first, rest):
+                total += len(data)
+                if not give(data):
+                    break
+        except BaseException as e:
+            give(_Ended(e))
+            wait([upload])
+            raise
+        give(_Ended())
+        upload.result()
+    return total
 
 
 # ----- the store ------------------------------------------------------------------------------------------------------
@@ -278,30 +339,37 @@ class ObjectStore(Store):
         self.refuse_writes()
         held, key, where = self._at(name)
         if isinstance(pieces, bytes):
-            try:
-                _repeated(lambda: _obstore().put(held, key, pieces, mode=mode, use_multipart=False), where)
-            except FileExistsError:
-                # An answer that was lost is asked for again, and then the object that is there may be this very one.
-                if self.get(name) != pieces:
-                    raise
-            return len(pieces)
-        total = 0
+            return self._put_whole(name, pieces, mode)
+        made = pieces if callable(pieces) else None
 
-        def copied() -> Iterator[bytes]:
-            nonlocal total
-            for piece in pieces:
-                data = bytes(memoryview(piece).cast("B"))  # the caller uses its buffers again
-                total += len(data)
-                if data:
-                    yield data
+        def once() -> int:
+            rest = _owned(made() if made else pieces)
+            first, n = [], 0
+            for data in rest:
+                first.append(data)
+                n += len(data)
+                if n > _PART:
+                    return _in_parts(held, key, first, rest)
+            return self._put_whole(name, b"".join(first), mode)
 
+        if made is not None:
+            return _repeated(once, where)
         try:
-            _obstore().put(held, key, copied(), chunk_size=_PART, max_concurrency=_UPLOADS)
+            return once()
         except Exception as e:
             if type(e).__module__.startswith("obstore"):
                 raise _explained(e, where) from None
             raise
-        return total
+
+    def _put_whole(self, name: str, data: bytes, mode: Any) -> int:
+        held, key, where = self._at(name)
+        try:
+            _repeated(lambda: _obstore().put(held, key, data, mode=mode, use_multipart=False), where)
+        except FileExistsError:
+            # An answer that was lost is asked for again, and then the object that is there may be this very one.
+            if self.get(name) != data:
+                raise
+        return len(data)
 
     def delete(self, names: Sequence[str]) -> None:
         if not names:

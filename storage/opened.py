@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +14,9 @@ from ..arrays.errors import ArrayIndexError, CheckpointKeyError
 from ..arrays.tree import Path
 from . import manifest
 from .tensors import StoredTensor, read_box
+
+if TYPE_CHECKING:
+    from .browse.server import Page
 
 
 class StoredArray:
@@ -76,6 +78,11 @@ class StoredArray:
         if not self.shape:
             raise TypeError("a 0-d array has no length")
         return self.shape[0]
+
+    def _repr_html_(self) -> str:
+        from .browse.embed import array_html
+
+        return array_html(self)
 
     def __repr__(self) -> str:
         text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -175,11 +182,21 @@ class Checkpoint(Mapping[str, StoredArray]):
         return "\n".join([self._title(), *lines])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{t}</th>" for t in ("name", "dtype", "shape", "size", "sharding"))
-        rows = self._rows()
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(t)}</td>" for t in r) + "</tr>" for r in rows[:200])
-        more = f"<p>… and {len(rows) - 200} more</p>" if len(rows) > 200 else ""
-        return f"<p>{html.escape(self._title())}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+        from .browse.embed import checkpoint_html
+
+        return checkpoint_html(self)
+
+    def browse(self) -> Page:
+        """Serve this checkpoint to a web browser from this process, on loopback: tree, values, distributions, chunks, health.
+
+        Returns
+        -------
+        Page
+            Shows itself as a link; ``page.url`` is its address. The server ends with the process, or with ``storage.browse.close()``.
+        """
+        from .browse import server
+
+        return server.show(self.path)
 
 
 def fill(node: Any, make: Callable[[manifest.Leaf], Any]) -> Any:

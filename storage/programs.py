@@ -20,9 +20,10 @@ from ..arrays._array import Array
 from ..arrays._dispatch import apply, wrap
 from ..arrays._op import state
 from ..arrays.creation import asarray
-from ..arrays.errors import NotACheckpoint, ProgramError, ShapeError
+from ..arrays.errors import CheckpointError, NotACheckpoint, ProgramError, ShapeError
 from ..arrays.program import Program, last_uses, trace
 from ..arrays.program_json import current, decode, encode, from_json, to_json
+from . import stores
 from .commit import replacing, resolve
 from .safetensors import load_safetensors, save_safetensors
 
@@ -66,7 +67,9 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: An
     document["arguments"] = [_structure(a, places, f"argument {i}") for i, a in enumerate(args)]
     document["result"] = _structure(traced.result, iter(traced.program.outputs), "the result")
     text = json.dumps(document, indent=1, allow_nan=False).encode()
-    target = os.fspath(path)
+    target = stores.location(path)
+    if stores.is_url(target):
+        raise CheckpointError(f"{target}: a program is written to a local directory; copy it from there")
     with replacing(target, overwrite=overwrite, ours=_is_program) as folder:
         save_safetensors(os.path.join(folder.root, _CONSTANTS), constants)
         folder.put(_DOCUMENT, text)

@@ -21,7 +21,7 @@ import posixpath
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
@@ -29,7 +29,7 @@ from urllib.parse import unquote, urlsplit
 from ..arrays.errors import CheckpointError, StoreError
 from .files import active, preadv
 
-Pieces = bytes | Iterable[Any]
+Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
 
 _URL = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.S)
 SCHEMES = ("s3", "gs", "az", "memory", "http", "https")
@@ -139,7 +139,10 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
-        """Write an object whole from bytes or an iterable of buffers; returns its length. ``new``: it must not exist."""
+        """Write an object whole from bytes or buffers; returns its length. ``new``: it must not exist.
+
+        A function that makes the buffers anew may be called again, where an upload has failed on the way.
+        """
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
@@ -244,7 +247,7 @@ class LocalStore(Store):
         try:
             fd = fs.create(temporary)
             try:
-                for piece in [pieces] if isinstance(pieces, bytes) else pieces:
+                for piece in [pieces] if isinstance(pieces, bytes) else pieces() if callable(pieces) else pieces:
                     total += fs.write(fd, [piece], total)
                 fs.fsync(fd)
             finally:

@@ -18,17 +18,15 @@ import errno
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
+from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint
-from . import commit
+from . import commit, stores
 from .files import active
-from .sinks import Sink, Unit
+from .sinks import Sink, Unit, Writer, read
+from .spreading import Executor, Spread
 
 Progress = Callable[[int, int], None]
 
@@ -39,17 +37,21 @@ _LEAST = 64 << 10
 
 
 def _stamp(path: str) -> list[Any]:
-    """What changes when a source changes: the names, lengths and times of its files."""
-    if os.path.isfile(path):
+    """What changes when a source changes: the names, lengths and versions of its files."""
+    store, name = stores.holding(path)
+    if not stores.is_url(path) and os.path.isfile(path):
         s = os.stat(path)
         return [["", s.st_size, s.st_mtime_ns]]
-    out = []
-    for root, directories, files in os.walk(path):
-        directories.sort()
-        for file in sorted(files):
-            s = os.stat(os.path.join(root, file))
-            out.append([os.path.relpath(os.path.join(root, file), path), s.st_size, s.st_mtime_ns])
-    return out
+    if not store.lists:
+        return [[path]]
+    found = [[e.name, e.nbytes, e.tag] for e in stores.at(path).entries()]
+    return found or [[e.name, e.nbytes, e.tag] for e in store.entries() if e.name == name]
+
+
+def fingerprint(source: str, sink: Sink, windows: int, memory_limit: int, threads: int) -> str:
+    """What is the same for two runs that would write the same windows of the same bytes."""
+    plan = json.dumps([1, _stamp(source), sink.describe(), windows, memory_limit, threads], sort_keys=True)
+    return hashlib.sha256(plan.encode()).hexdigest()
 
 
 def _lock(fd: int) -> bool:
@@ -113,55 +115,17 @@ def _empty(part: str) -> None:
             fs.remove_tree(os.path.join(part, entry))
 
 
-def _read(tensor: Any, unit: Unit) -> np.ndarray:
-    out = np.empty(unit.box.shape, tensor.dtype)
-    for job in tensor.jobs(unit.box, out):  # here, not on more threads: the windows themselves are spread
-        job()
-    return out
+def _write(writer: Writer, tensor: Any, root: str, box: Box) -> list[int]:
+    """One window, in whatever process: from the tensor to its places."""
+    return writer.write(root, box, read(tensor, box))
 
 
-def _spread(work: Callable[[Unit], Any], units: Sequence[Unit], threads: int) -> Iterator[tuple[Unit, Any]]:
-    """(window, result) as they come; no more than ``threads`` at a time, none started after an error."""
-    if threads < 2 or len(units) < 2:
-        for unit in units:
-            yield unit, work(unit)
-        return
-    waiting = iter(units)
-    lock, arrived, results = threading.Lock(), threading.Semaphore(0), []
-    stop = False
-
-    def worker() -> None:
-        while True:
-            with lock:
-                unit = None if stop else next(waiting, None)
-            if unit is None:
-                return
-            try:
-                result: Any = work(unit)
-            except BaseException as e:
-                result = _Failed(e)
-            with lock:
-                results.append((unit, result))
-            arrived.release()
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="meshtape-io") as pool:
-        for _ in range(threads):
-            pool.submit(worker)
-        try:
-            for _ in units:
-                arrived.acquire()
-                with lock:
-                    unit, result = results.pop(0)
-                if isinstance(result, _Failed):
-                    raise result.error
-                yield unit, result
-        finally:
-            stop = True
-
-
-class _Failed:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+def _whole(writer: Writer, root: str, box: Box, sums: list[int]) -> bool:
+    """Whether a window reads back as it was written."""
+    try:
+        return writer.check(root, box, sums)
+    except FileNotFoundError:
+        return False
 
 
 def transfer(
@@ -175,13 +139,30 @@ def transfer(
     overwrite: bool,
     ours: Callable[[str], bool],
     progress: Progress | None,
+    executor: Executor | None = None,
 ) -> tuple[int, int]:
     """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, and those that an earlier run had written.
 
-    ``source`` is the path whose files the tensors read.
+    ``source`` is the path whose files the tensors read. With an ``executor`` the windows are read and written by its processes, which
+    must see both; the journal stays here.
     """
     if memory_limit < 1 or threads < 1:
         raise CheckpointError(f"memory_limit and threads must be positive, got {memory_limit} and {threads}")
+    if stores.is_url(target):
+        from .uploading import upload
+
+        return upload(
+            source,
+            tensors,
+            sink,
+            target,
+            memory_limit=memory_limit,
+            spread=Spread(threads, executor),
+            overwrite=overwrite,
+            ours=ours,
+            progress=progress,
+        )
+    spread = Spread(threads, executor)
     commit.make_parents(target)
     parent, name = os.path.split(target)
     commit.recover(parent, name)
@@ -191,8 +172,8 @@ def transfer(
     sizes = {u: u.box.size * tensors[u.array].dtype.itemsize for u in units}
     numbers = {u: i for i, u in enumerate(units)}
     total = sum(sizes.values())
-    plan = json.dumps([1, _stamp(source), sink.describe(), len(units), memory_limit, threads], sort_keys=True)
-    key = hashlib.sha256(plan.encode()).hexdigest()
+    key = fingerprint(source, sink, len(units), memory_limit, threads)
+    writers = [sink.writer(i) for i in range(len(tensors))]
     part = f"{target}.part"
     fs = active()
 
@@ -204,7 +185,11 @@ def transfer(
                 _empty(part)
                 os.ftruncate(fd, 0)
                 os.write(fd, f"{key}\n".encode())
-            kept = {u: s for u, s in done.items() if _whole(sink, part, u, s)}
+            kept = {
+                u: done[u]
+                for u, same in spread.over(_whole, list(done), lambda u: (writers[u.array], part, u.box, done[u]))
+                if same
+            }
             resumed = sum(sizes[u] for u in kept)
             with commit.room_for(sink.nbytes - resumed, target):
                 sink.create(part)
@@ -212,22 +197,22 @@ def transfer(
                 if progress is not None:
                     progress(reached, total)
 
-                def work(unit: Unit) -> list[int]:
-                    return sink.write(part, unit, _read(tensors[unit.array], unit))
-
-                for unit, sums in _spread(work, [u for u in units if u not in kept], threads):
+                missing = [u for u in units if u not in kept]
+                for unit, sums in spread.over(
+                    _write, missing, lambda u: (writers[u.array], tensors[u.array].only(u.box), part, u.box)
+                ):
                     kept[unit] = sums
                     os.write(fd, f"{json.dumps([numbers[unit], sums])}\n".encode())
                     reached += sizes[unit]
                     if progress is not None:
                         progress(reached, total)
                 sink.sync(part, kept)
-                for unit, same in _spread(lambda u: _whole(sink, part, u, kept[u]), units, threads):
+                for unit, same in spread.over(_whole, units, lambda u: (writers[u.array], part, u.box, kept[u])):
                     if not same:
                         raise CorruptCheckpoint(
                             f"{target}: window {numbers[unit]} does not read back as it was written; nothing was committed"
                         )
-                nbytes = sink.finish(part, target)
+                nbytes = sink.finish(commit.Folder(part), target)
                 commit.check_target(target, overwrite, ours)
                 commit.adopt(part, target, without=JOURNAL)
         except CheckpointError:
@@ -236,10 +221,3 @@ def transfer(
                 fs.remove_tree(part)
             raise
     return nbytes, resumed
-
-
-def _whole(sink: Sink, root: str, unit: Unit, sums: list[int]) -> bool:
-    try:
-        return sink.check(root, unit, sums)
-    except FileNotFoundError:
-        return False

@@ -90,7 +90,7 @@ def _put_blocks(
     def put(job: tuple[str, Task, np.ndarray]) -> Record:
         root, task, part = job
         shard = ShardBytes(part, task.grid, task.coord)
-        stores.at(root).put(task.file, shard.pieces())
+        stores.at(root).put(task.file, shard.pieces)
         return Record(task.file, shard.nbytes, shard.digest)
 
     jobs = [

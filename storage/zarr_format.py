@@ -143,7 +143,8 @@ class ShardBytes:
         yield pending
 
     def pieces(self) -> Iterator[Any]:
-        """The buffers one by one; each is valid until the next is asked for."""
+        """The buffers one by one, from the first; each is valid until the next is asked for."""
+        self.nbytes = self.digest = 0
         for batch in self._batches():
             yield from batch
 

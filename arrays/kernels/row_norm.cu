@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
 // dx of the rows, and for each block the sums over its rows of what weight and bias get: partial[block][which][column].
 // A thread adds up the same columns of every row, in shared memory that only it touches, in an order without bank conflicts.
 template <bool CENTER, class T, class G, class W, int THREADS, int ITEMS, int VEC>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>) == 8 || THREADS > 256 ? 1 : 3)
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>) == 8 || THREADS > 256 ? 1 : VEC == 1 ? 2 : 3)
     norm_backward(const G* g, const T* x, const W* weight, T* dx, Wide<T>* partial, i64 rows, i64 length, double eps)
 {
     using A = Wide<T>;

@@ -6,12 +6,12 @@ import math
 
 from ...arrays import elementwise as ew
 from ...arrays import gelu
-from ._registry import call, conj, defvjp
+from ._registry import call, conj, defvjp, same
 
 # ----- arithmetic -----------------------------------------------------------------------------------------------------
 
-defvjp(ew.ADD, x=lambda xp, g: g, y=lambda xp, g: g)
-defvjp(ew.SUBTRACT, x=lambda xp, g: g, y=lambda xp, g: -g)
+defvjp(ew.ADD, x=same, y=same)
+defvjp(ew.SUBTRACT, x=same, y=lambda xp, g: -g)
 defvjp(ew.MULTIPLY, x=lambda xp, g, y: g * conj(xp, y), y=lambda xp, g, x: g * conj(xp, x))
 defvjp(
     ew.DIVIDE,
@@ -19,7 +19,7 @@ defvjp(
     y=lambda xp, g, y, ans: -g * conj(xp, ans / y),
 )
 # The quotient that the remainder was formed with; floor(x / y) may be off by one where x is close to a multiple of y.
-defvjp(ew.REMAINDER, x=lambda xp, g: g, y=lambda xp, g, x, y: -g * xp.floor_divide(x, y))
+defvjp(ew.REMAINDER, x=same, y=lambda xp, g, x, y: -g * xp.floor_divide(x, y))
 
 
 def _pow_x(xp, g, x, y):
@@ -36,9 +36,9 @@ def _pow_y(xp, g, x, ans):
 
 defvjp(ew.POW, x=_pow_x, y=_pow_y)
 defvjp(ew.NEGATIVE, x=lambda xp, g: -g)
-defvjp(ew.POSITIVE, x=lambda xp, g: g)
-defvjp(ew.ALIAS, x=lambda xp, g: g)
-defvjp(ew.BARRIER, x=lambda xp, g: g)
+defvjp(ew.POSITIVE, x=same)
+defvjp(ew.ALIAS, x=same)
+defvjp(ew.BARRIER, x=same)
 defvjp(ew.ABS, x=lambda xp, g, x: g * xp.sign(x))
 
 
@@ -112,10 +112,10 @@ defvjp(ew.ATANH, x=lambda xp, g, x: g / conj(xp, 1.0 - x * x))
 # ----- parts of numbers -----------------------------------------------------------------------------------------------
 
 defvjp(ew.CONJ, x=lambda xp, g: conj(xp, g))
-defvjp(ew.REAL, x=lambda xp, g: g)
+defvjp(ew.REAL, x=same)
 defvjp(ew.IMAG, x=lambda xp, g: g * 1j)  # in this order: 1j * np.float64 is a Python complex
 defvjp(ew.COPYSIGN, x=lambda xp, g, x, ans: g * xp.sign(x) * xp.sign(ans))
-defvjp(ew.ASTYPE, x=lambda xp, g: g)
+defvjp(ew.ASTYPE, x=same)
 
 # ----- selection and activations --------------------------------------------------------------------------------------
 

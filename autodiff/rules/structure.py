@@ -9,12 +9,12 @@ import numpy as np
 from ...arrays import indexing as ix
 from ...arrays import manipulation as m
 from ...arrays import norms, products, rowsum
-from ._registry import call, conj, defvjp, defvjp_all
+from ._registry import call, conj, defvjp, defvjp_all, same
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------
 
 defvjp(m.RESHAPE, x=lambda xp, g, x_like: xp.reshape(g, x_like.shape))
-defvjp(m.BROADCAST_TO, x=lambda xp, g: g)  # the engine undoes broadcasting
+defvjp(m.BROADCAST_TO, x=same)  # the engine undoes broadcasting
 defvjp(m.FLIP, x=lambda xp, g, axis: xp.flip(g, axis=axis))
 
 
@@ -107,7 +107,7 @@ defvjp(ix.GETITEM, x=_read)
 for _op in (ix.INDEX_MIN, ix.INDEX_MAX):
     defvjp(_op, x=_kept_extremum, v=_written_extremum)
 defvjp(ix.INDEX_SET, x=_overwritten, v=_written)
-defvjp(ix.INDEX_ADD, x=lambda xp, g: g, v=lambda xp, g, arrays, template: _added(xp, g, arrays, template))
+defvjp(ix.INDEX_ADD, x=same, v=lambda xp, g, arrays, template: _added(xp, g, arrays, template))
 defvjp(ix.SCATTER, g=lambda xp, g, arrays, template: _added(xp, g, arrays, template))
 
 
@@ -125,5 +125,10 @@ def _layer_norm(xp, g, x, weight, naxes, eps):
     return call(xp, norms.LAYER_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
 
 
-# layer_norm_backward has no rule of its own: the engine differentiates its decomposition, which is right at every order.
+def _rms_norm(xp, g, x, weight, naxes, eps):
+    return call(xp, norms.RMS_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
+
+
+# The backward ops have no rules of their own: the engine differentiates their decompositions, which are right at every order.
 defvjp_all(norms.LAYER_NORM, _layer_norm)
+defvjp_all(norms.RMS_NORM, _rms_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from ...autodiff import checkpoint
 from . import moe
 from .layers import (
     Keys,
+    Recompute,
     check_ids,
+    check_recompute,
     dense,
     join_heads,
     maybe_dropout,
@@ -39,7 +42,7 @@ PARAMETERS = {
 }
 ACTIVATIONS = {
     "tp": {"residual": -1},
-    "sp": {"residual": 1},
+    "sp": {"residual": 1, "region": -1},
     "cp": {"residual": 1},
     "ep": moe.ACTIVATIONS,
 }
@@ -163,7 +166,7 @@ def apply(
     *,
     key: Array | None = None,
     plan: Plan | None = None,
-    recompute: bool = False,
+    recompute: Recompute = "none",
     with_aux: bool = False,
 ) -> Any:
     """Logits of the next token at every place.
@@ -181,7 +184,8 @@ def apply(
     plan
         The plan by which the arrays lie on their mesh (:func:`plan`); it moves activations. Not needed off a mesh.
     recompute
-        Keep only the input of each block for the backward pass and compute the block again (Chen et al., 2016).
+        What the backward pass computes again instead of keeping it (Chen et al., 2016): ``"none"``; ``"attention"``, scores and weights,
+        which grow with the square of the sequence; ``"blocks"``, all but the input of each block.
     with_aux
         Also give the balance loss of the experts (0 for a dense decoder).
 
@@ -218,25 +222,26 @@ def blocks(
     first: int = 0,
     key: Array | None = None,
     plan: Plan | None = None,
-    recompute: bool = False,
+    recompute: Recompute = "none",
 ) -> tuple[Array, Any]:
     """A run of blocks, of which the first has the number ``first``; and the sum of their balance losses."""
+    check_recompute(recompute)
     aux: Any = 0.0
     tables = rotary_tables(np.arange(x.shape[1]), config.head_size, config.theta)
     for i, layer in enumerate(layers):
         block_key = None if key is None else _block_key(key, first + i)
 
         def run(layer: Any, x: Array, block_key: Any = block_key) -> Any:
-            return _block(layer, x, config, tables, block_key, plan)
+            return _block(layer, x, config, tables, block_key, plan, recompute)
 
-        x, loss = (checkpoint(run) if recompute else run)(layer, x)
+        x, loss = (checkpoint(run) if recompute == "blocks" else run)(layer, x)
         aux = aux + loss
     return x, aux
 
 
 def project(params: Any, x: Array, config: Config, *, plan: Plan | None = None) -> Array:
     """The last stage: norm and head, to logits."""
-    x = _constrain(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "head")
+    x = _constrain(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "region")
     return x @ (matrix_transpose(params["embed"]) if config.tied else params["head"])
 
 
@@ -251,13 +256,19 @@ def _constrain(plan: Plan | None, x: Array, name: str) -> Array:
 
 
 def _block(
-    p: Any, x: Array, c: Config, tables: tuple[np.ndarray, np.ndarray], key: Array | None, plan: Plan | None
+    p: Any,
+    x: Array,
+    c: Config,
+    tables: tuple[np.ndarray, np.ndarray],
+    key: Array | None,
+    plan: Plan | None,
+    recompute: str,
 ) -> tuple[Array, Any]:
     keys = None if key is None else Keys(key)
-    h = nn.rms_norm(x, c.width, p["attn_norm"], eps=c.eps)
-    attended = _attention(p["attn"], h, c, tables, plan)
+    h = _constrain(plan, nn.rms_norm(x, c.width, p["attn_norm"], eps=c.eps), "region")
+    attended = _attention(p["attn"], h, c, tables, plan, recompute)
     x = x + _constrain(plan, maybe_dropout(attended, c.dropout, keys), "residual")
-    h = nn.rms_norm(x, c.width, p["ffn_norm"], eps=c.eps)
+    h = _constrain(plan, nn.rms_norm(x, c.width, p["ffn_norm"], eps=c.eps), "region")
     aux: Any = asarray(np.float32(0))
     if c.experts is None:
         f = p["ffn"]
@@ -267,7 +278,9 @@ def _block(
     return x + _constrain(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux
 
 
-def _attention(p: Any, h: Array, c: Config, tables: tuple[np.ndarray, np.ndarray], plan: Plan | None) -> Array:
+def _attention(
+    p: Any, h: Array, c: Config, tables: tuple[np.ndarray, np.ndarray], plan: Plan | None, recompute: str
+) -> Array:
     # Queries as (b, kv_heads, group, s, d): keys and values of one head serve its group by broadcasting.
     cosines, sines = (asarray(t) for t in tables)
     q = rotate(split_heads(h @ p["q"], c.kv_heads, c.heads // c.kv_heads), cosines, sines)
@@ -279,7 +292,8 @@ def _attention(p: Any, h: Array, c: Config, tables: tuple[np.ndarray, np.ndarray
 
         out = ring_attention(q, k, v, axis=AXES["cp"], is_causal=True)
     else:
-        out = nn.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attend = partial(nn.scaled_dot_product_attention, is_causal=True)
+        out = (checkpoint(attend) if recompute == "attention" else attend)(q, k, v)
     return join_heads(out) @ p["o"]
 
 
@@ -290,7 +304,7 @@ def loss(
     *,
     key: Array | None = None,
     plan: Plan | None = None,
-    recompute: bool = False,
+    recompute: Recompute = "none",
 ) -> tuple[Array, Array]:
     """Sum of the next-token losses in nats, and the number of tokens that count: what ``mt.Trainer`` takes.
 

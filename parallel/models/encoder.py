@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,7 @@ from ...arrays.linalg import vector_norm
 from ...arrays.manipulation import astype, expand_dims
 from ...arrays.reductions import sum as sum_
 from ...autodiff import checkpoint
-from .layers import Keys, check_ids, dense, expected, join_heads, maybe_dropout, split_heads
+from .layers import Keys, Recompute, check_ids, check_recompute, dense, expected, join_heads, maybe_dropout, split_heads
 from .plans import Plan, parse
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ PARAMETERS = {
     | {"*ffn.up.weight": 1, "*ffn.up.bias": 0, "*ffn.down.weight": 0},
     "vocab": {"embed.word": 0},
 }
-ACTIVATIONS = {"tp": {"residual": -1}, "sp": {"residual": 1}}
+ACTIVATIONS = {"tp": {"residual": -1}, "sp": {"residual": 1, "region": -1}}
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def apply(
     types: Any = None,
     key: Array | None = None,
     plan: Plan | None = None,
-    recompute: bool = False,
+    recompute: Recompute = "none",
 ) -> Array:
     """Vectors of all tokens.
 
@@ -163,6 +164,7 @@ def apply(
     Array
         Shape ``(batch, sequence, width)``.
     """
+    check_recompute(recompute)
     c, p = config, params["embed"]
     keys = None if key is None else Keys(key)
     ids = check_ids("encoder", ids, c.max_length)
@@ -181,9 +183,9 @@ def apply(
         block_key = None if keys is None else keys()
 
         def run(layer: Any, x: Array, block_key: Any = block_key) -> Array:
-            return _block(layer, x, seen, c, None if block_key is None else Keys(block_key), plan)
+            return _block(layer, x, seen, c, None if block_key is None else Keys(block_key), plan, recompute)
 
-        x = (checkpoint(run) if recompute else run)(layer, x)
+        x = (checkpoint(run) if recompute == "blocks" else run)(layer, x)
     return x
 
 
@@ -199,15 +201,19 @@ def _norm(x: Array, p: Any, c: Config) -> Array:
     return nn.layer_norm(x, c.width, p["weight"], p["bias"], eps=c.eps)
 
 
-def _block(p: Any, x: Array, seen: Array | None, c: Config, keys: Keys | None, plan: Plan | None) -> Array:
+def _block(
+    p: Any, x: Array, seen: Array | None, c: Config, keys: Keys | None, plan: Plan | None, recompute: str
+) -> Array:
     a, f = p["attn"], p["ffn"]
-    q, k, v = (split_heads(_linear(x, a[n]), c.heads) for n in ("q", "k", "v"))
+    inside = _constrain(plan, x, "region")
+    q, k, v = (split_heads(_linear(inside, a[n]), c.heads) for n in ("q", "k", "v"))
     rate = c.dropout if keys is not None else 0.0
     dropout_key = keys() if keys is not None and rate else None
-    mixed = nn.scaled_dot_product_attention(q, k, v, mask=seen, dropout_rate=rate, dropout_key=dropout_key)
+    attend = partial(nn.scaled_dot_product_attention, mask=seen, dropout_rate=rate, dropout_key=dropout_key)
+    mixed = (checkpoint(attend) if recompute == "attention" else attend)(q, k, v)
     out = maybe_dropout(_linear(join_heads(mixed), a["o"]), c.dropout, keys)
     x = _constrain(plan, _norm(x + out, a["norm"], c), "residual")
-    out = maybe_dropout(_linear(nn.gelu(_linear(x, f["up"])), f["down"]), c.dropout, keys)
+    out = maybe_dropout(_linear(nn.gelu(_linear(_constrain(plan, x, "region"), f["up"])), f["down"]), c.dropout, keys)
     return _constrain(plan, _norm(x + out, f["norm"], c), "residual")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -38,6 +38,16 @@ def expected(shapes: Any, mesh: Mesh | None, plan: Plan, dtype: Any = np.float32
         return Expected(shape, np.dtype(dtype), None if mesh is None else plan.sharding(path, shape, mesh))
 
     return trees.map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+Recompute = Literal["none", "attention", "blocks"]
+"""What the backward pass computes again instead of keeping it."""
+
+
+def check_recompute(recompute: str) -> None:
+    """Refuse a policy that is none."""
+    if recompute not in get_args(Recompute):
+        raise ValueError(f"recompute must be one of {', '.join(get_args(Recompute))}, got {recompute!r}")
 
 
 class Keys:

@@ -236,20 +236,20 @@ def _last_writes(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: 
 # ----- norms ----------------------------------------------------------------------------------------------------------
 
 
-@rule(norms.LAYER_NORM)
-def _layer_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+@rule(norms.LAYER_NORM, norms.RMS_NORM)
+def _row_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     letters = Letters()
     shape, n = avals[0].shape, params["naxes"]
     batch = letters.many(shape[: len(shape) - n])
     inner = letters.many(shape[len(shape) - n :], whole=True)
-    return letters.rule([(*batch, *inner), inner, inner], [(*batch, *inner)])
+    return letters.rule([(*batch, *inner), *[inner] * (len(avals) - 1)], [(*batch, *inner)])
 
 
-@rule(norms.LAYER_NORM_BACKWARD)
-def _layer_norm_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+@rule(norms.LAYER_NORM_BACKWARD, norms.RMS_NORM_BACKWARD)
+def _row_norm_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     letters = Letters()
     shape, n = avals[1].shape, params["naxes"]
     batch = letters.many(shape[: len(shape) - n], reduce="sum")
     inner = letters.many(shape[len(shape) - n :], whole=True)
     x = (*batch, *inner)
-    return letters.rule([x, x, inner], [x, inner, inner], [(0,)])
+    return letters.rule([x, x, inner], [x, *[inner] * (len(out_avals) - 1)], [(0,)])

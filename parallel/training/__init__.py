@@ -1,1 +1,37 @@
-"""Being built."""
+"""Training (``mt.Trainer``, ``mt.training``): data, steps, checkpoints, and jobs that survive the loss of workers.
+
+>>> import meshtape as mt
+>>> mt.training.batch_sizes(32, ranks=2, micro=4).accumulation
+4
+"""
+
+from .batching import BatchSizes, batch_sizes
+from .callbacks import Callback, EarlyStop
+from .elastic import Elastic
+from .jobs import cluster_mesh
+from .loading import Batch, Loader
+from .precision import Precision
+from .sampling import Sampler
+from .sources import ArraySource, DaskSource, ParquetSource, Source, TokenSource, ZarrSource
+from .trainer import Trainer, TrainResult
+
+__all__ = [
+    "ArraySource",
+    "Batch",
+    "BatchSizes",
+    "Callback",
+    "DaskSource",
+    "EarlyStop",
+    "Elastic",
+    "Loader",
+    "ParquetSource",
+    "Precision",
+    "Sampler",
+    "Source",
+    "TokenSource",
+    "TrainResult",
+    "Trainer",
+    "ZarrSource",
+    "batch_sizes",
+    "cluster_mesh",
+]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -76,12 +76,22 @@ class Transport(Protocol):
 class Group:
     """A :class:`Transport` over one :class:`Link` to each other process.
 
-    ``group`` and ``epoch`` say which mesh and which of its lives this is, ``ranks`` names each process in messages.
+    ``group`` and ``epoch`` say which mesh and which of its lives this is, ``ranks`` names each process in messages. ``answers``
+    tells whether a process is alive, asked when it was silent for :attr:`silence` seconds.
     """
 
+    silence = 5.0
+
     def __init__(
-        self, group: bytes, epoch: int, process: int, links: Mapping[int, Link], ranks: Mapping[int, str]
+        self,
+        group: bytes,
+        epoch: int,
+        process: int,
+        links: Mapping[int, Link],
+        ranks: Mapping[int, str],
+        answers: Callable[[int, float], bool] | None = None,
     ) -> None:
+        self._answers = answers
         self._group, self._epoch, self._process, self._ranks = group, epoch, process, ranks
         self.links = dict(links)
         self._by_fd = {link.stream.fileno(): link for link in links.values()}
@@ -189,13 +199,24 @@ class Group:
             if self._watched.get(fd) != events:
                 self._poll.register(fd, events)
                 self._watched[fd] = events
-        left = deadline - time.monotonic()
-        found = self._poll.poll(max(0.0, left * 1000)) if left > 0 else []
-        if not found:
-            missing = ", ".join(self._ranks[p] for p in sorted({x.peer for x in links}))
-            raise CollectiveTimeout(
-                f"{self._what} ({self._place}): no answer within {self._timeout:.0f} s from {missing}"
-            )
+        while True:
+            left = deadline - time.monotonic()
+            patience = min(left, self.silence) if self._answers is not None else left
+            found = self._poll.poll(patience * 1000) if left > 0 else []
+            if found:
+                break
+            missing = sorted({x.peer for x in links})
+            if left <= 0:
+                raise CollectiveTimeout(
+                    f"{self._what} ({self._place}): no answer within {self._timeout:.0f} s from "
+                    + ", ".join(self._ranks[p] for p in missing)
+                )
+            # Whoever computes still answers; a process that is stopped or cut off does not, and need not be waited for.
+            for p in missing:
+                if self._answers is not None and not self._answers(p, min(self.silence, max(left, 0.1))):
+                    raise CollectiveTimeout(
+                        f"{self._what} ({self._place}): no answer from {self._ranks[p]}, whose process is stopped or cut off"
+                    )
         self._ready = [self._by_fd[fd] for fd, _ in found]
         for link in self._ready:
             link.stream.awake()

@@ -34,7 +34,7 @@ def host_id() -> bytes:
     """The same in all processes that see the same shared memory: of this boot, and of this mount of ``/dev/shm``."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return hashlib.sha256(f"{boot}{os.stat(ROOT).st_dev}{os.getuid()}".encode()).digest()
+        return hashlib.sha256(f"{boot}{ROOT.stat().st_dev}{os.getuid()}".encode()).digest()
     except OSError:
         return secrets.token_bytes(32)  # like no other
 

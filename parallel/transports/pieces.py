@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-QUANTUM = 1 << 19
+QUANTUM = 1 << 20
 
 Index = tuple[Any, ...]
 Batch = tuple[np.ndarray, ...]
@@ -26,7 +26,7 @@ Batch = tuple[np.ndarray, ...]
 def chunks(shape: tuple[int, ...], itemsize: int) -> tuple[Index, ...]:
     """Indices that cut an array in boxes of at most :data:`QUANTUM` bytes (or one element), in C order.
 
-    >>> chunks((3, 1 << 18), 2)
+    >>> chunks((3, 1 << 19), 2)
     ((slice(0, 1, None),), (slice(1, 2, None),), (slice(2, 3, None),))
     """
     total = math.prod(shape) * itemsize

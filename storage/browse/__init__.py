@@ -1,1 +1,22 @@
-"""Being built."""
+"""Looking at checkpoints: one model, rendered on the server, with three faces.
+
+``inventory``, ``statistics``, ``slices``, ``layout``, ``health``, ``compare`` and ``runs`` say what a view shows, as plain data, and read only the
+bytes that it takes. ``view_*`` turn that into fragments of HTML in which everything from a file is escaped. Three faces show
+them: ``server`` (``meshtape browse``, and `show` in a notebook), the Dask dashboard, which mounts the same ``handlers``, and ``embed``
+(``_repr_html_``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Page", "Server", "close", "show"]
+
+
+def __getattr__(name: str) -> Any:
+    # Tornado and the views are imported when the first page is asked for.
+    if name in __all__:
+        from . import server
+
+        return getattr(server, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

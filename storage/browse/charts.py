@@ -112,7 +112,7 @@ def curve(
     dots: bool = True,
 ) -> Markup:
     """A line through points, with marked ones named. Values that are not finite leave a gap."""
-    left, right, bottom, top = 54, 12, 26, 14
+    left, right, bottom, top = 54, 24, 26, 14
     w, h = width - left - right, height - bottom - top
     finite = [(a, b) for a, b in points if math.isfinite(b)]
     if not finite:
@@ -172,7 +172,7 @@ def curve(
     return _svg(width, height, grid, below, lines, circles, label=label, cls="mt-curve")
 
 
-def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: int = 960, height: int = 420) -> Markup:
+def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: int = 1132, height: int = 460) -> Markup:
     """A treemap of a group by bytes. Every tile is a link to what it shows."""
     total = group.nbytes
     if not total:
@@ -212,7 +212,7 @@ def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: in
             own = tag("a", own, href=link(tile.item))
         return join([own, *(draw(t, level + 1) for t in tile.inner)])
 
-    tiles = treemap(group, width, height)
+    tiles = treemap(group, width, height, depth=4)
     return _svg(width, height, *(draw(t, 0) for t in tiles), label="Arrays by bytes", cls="mt-treemap")
 
 
@@ -268,15 +268,17 @@ def chunks(m: ChunkMap, rows: int | None, columns: int | None, link: Callable[[t
     """The map of chunks; each is a link that moves the window there."""
     n_rows = max(c.row for c in m.chunks) - m.first[0] + 1
     n_columns = max(c.column for c in m.chunks) - m.first[1] + 1
-    cell = max(6.0, min(34.0, width / n_columns, 300 / n_rows))
+    # Drawn as the plane lies: a chunk's cell has about its proportions, so the map and the blocks can be compared.
+    wide = max(6.0, min(96.0, width / n_columns))
+    high = max(6.0, min(48.0, 240 / n_rows))
     out = []
     for c in m.chunks:
-        x, y = (c.column - m.first[1]) * cell, (c.row - m.first[0]) * cell
+        x, y = (c.column - m.first[1]) * wide, (c.row - m.first[0]) * high
         size = "" if c.nbytes is None else f", {human_bytes(c.nbytes)} stored"
         title = f"{c.file}{size}, from ({', '.join(map(str, c.box.offset))}): {STATES[c.state]}" + (f" · {c.note}" if c.note else "")
-        rect = tag("rect", tag("title", title), x=x + 0.5, y=y + 0.5, width=cell - 1.5, height=cell - 1.5, rx=1.5, class_=f"mt-chunk {c.state}")
+        rect = tag("rect", tag("title", title), x=x + 0.5, y=y + 0.5, width=wide - 1.5, height=high - 1.5, rx=1.5, class_=f"mt-chunk {c.state}")
         out.append(tag("a", rect, href=link(c.box.offset)) if link is not None else rect)
-    return _svg(max(n_columns * cell, 60), n_rows * cell, *out, label="Chunks and their checksums", cls="mt-chunks")
+    return _svg(max(n_columns * wide, 60), n_rows * high, *out, label="Chunks and their checksums", cls="mt-chunks")
 
 
 STATES = {

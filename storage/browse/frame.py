@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
 from typing import Any
 from urllib.parse import urlencode
 
@@ -45,6 +47,12 @@ class Shown:
     extra: dict[str, str] = field(default_factory=dict)
 
 
+@lru_cache
+def asset(name: str) -> bytes:
+    """A static file of this package."""
+    return files(__package__).joinpath("static", name).read_bytes()
+
+
 def href(view: str, **parameters: Any) -> str:
     """A relative address: it works below any prefix and behind any proxy. None and "" are left out, lists repeat their name.
 
@@ -83,7 +91,7 @@ def page(shown: Shown, *, prefix: str = "") -> str:
                 tag("a", LOGO, "meshtape", href="./", class_="mt-brand"),
                 tag("nav", crumbs, class_="mt-crumbs", aria_label="Where you are"),
                 tag("button", "Keys", type="button", class_="mt-plain", data_keys=True, title="Keys (?)"),
-                tag("button", "Theme", type="button", class_="mt-plain", data_theme=True, title="Light or dark (t)"),
+                tag("button", "Theme", type="button", class_="mt-plain", data_theme_button=True, title="Light or dark (t)"),
                 class_="mt-top",
             ),
             tag("main", shown.body, id="main"),

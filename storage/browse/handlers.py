@@ -19,8 +19,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,7 +27,7 @@ from tornado.ioloop import IOLoop
 
 from ...arrays.errors import CheckpointError, CheckpointKeyError, MeshtapeError, NotACheckpoint
 from . import view_array, view_checkpoint, view_places, view_scans
-from .frame import Shown, href, notice, page
+from .frame import Shown, asset, href, notice, page
 from .html import tag
 from .inventory import SORTS, Query
 from .site import Site
@@ -81,7 +79,7 @@ class _Handler(web.RequestHandler):
             ("Content-Security-Policy", POLICY),
             ("X-Content-Type-Options", "nosniff"),
             ("X-Frame-Options", "DENY"),
-            ("Referrer-Policy", "no-referrer"),
+            ("Referrer-Policy", "same-origin"),
             ("Cross-Origin-Resource-Policy", "same-origin"),
             ("Cross-Origin-Opener-Policy", "same-origin"),
             ("Cache-Control", "no-store"),
@@ -98,10 +96,9 @@ class _Handler(web.RequestHandler):
         if self.request.method == "POST":
             site = self.request.headers.get("Sec-Fetch-Site")
             origin = self.request.headers.get("Origin")
-            foreign = site not in (None, "same-origin", "none") or (
-                origin is not None and urlsplit(origin).netloc != self.request.host
-            )
-            if foreign:
+            # Browsers say where a form came from in the first header; old ones, and other programs, at most in the second.
+            ours = site in ("same-origin", "none") if site else origin is None or urlsplit(origin).netloc == self.request.host
+            if not ours:
                 raise web.HTTPError(403, reason="This form was sent from another site")
 
     def _knows_token(self, token: str) -> bool:
@@ -140,6 +137,14 @@ class _Handler(web.RequestHandler):
         if not text.isdecimal() or len(text) > 20:
             raise web.HTTPError(400, reason=f"{name} must be a whole number")
         return min(int(text), most)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Whole numbers between commas."""
+        text = self.parameter(name).strip()
+        parts = [t.strip() for t in text.split(",")] if text else []
+        if not all(t.isdecimal() and len(t) <= 20 for t in parts):
+            raise web.HTTPError(400, reason=f"{name} must be whole numbers with commas between them")
+        return tuple(min(int(t), 2**62) for t in parts)
 
     async def show(self, make: Callable[[], Shown]) -> None:
         """Make a view in a thread and write it."""
@@ -204,7 +209,8 @@ class _Open(_Handler):
 
         shown = await IOLoop.current().run_in_executor(self.access.pool, _guarded, look)
         if shown.status == 200 and shown.data is None:
-            self.redirect(href("run" if shown.title == "run" else "checkpoint", at=at))
+            also = {k: self.parameter(k) for k in ("metric", "best")} if shown.title == "run" else {}
+            self.redirect(href("run" if shown.title == "run" else "checkpoint", at=at, **also))
         else:
             await self.show(lambda: shown)
 
@@ -249,16 +255,12 @@ class _Details(_Handler):
 
 class _Array(_Handler):
     def view(self) -> dict[str, Any]:
-        index = self.parameter("index")
-        try:
-            at = tuple(min(int(t), 2**62) for t in index.split(",")) if index.strip() else ()
-        except ValueError:
-            raise web.HTTPError(400, reason="index must be whole numbers with commas") from None
+        every = self.integers("every")
         return {
             "rows": self.number("rows", None, 64),
             "columns": self.number("columns", None, 64),
-            "at": at,
-            "step": self.number("step", 0, 2**40) or 0,
+            "at": self.integers("index"),
+            "steps": (every[0], every[-1]) if every else (0, 0),
         }
 
     async def get(self) -> None:
@@ -321,9 +323,9 @@ class _Stop(_Handler):
         job = self.access.site.jobs.get(self.parameter("job"))
         if job is not None:
             job.stop()
-        back = urlsplit(self.request.headers.get("Referer", ""))
-        name = back.path.rpartition("/")[2]
-        self.redirect(f"{name}?{back.query}" if name in ("health", "compare") else "./", status=303)
+        view, _, query = self.parameter("back").partition("?")
+        # Only to a page of this site: anything else would make this server lead a reader elsewhere.
+        self.redirect(f"{view}?{query}" if view in ("health", "compare") else "./", status=303)
 
 
 class _Run(_Handler):
@@ -331,12 +333,6 @@ class _Run(_Handler):
         site, at, metric = self.access.site, self.parameter("at", "0"), self.parameter("metric")
         best = "highest" if self.parameter("best") == "highest" else "lowest"
         await self.show(lambda: view_places.run(site, at, metric, best))
-
-
-@lru_cache
-def asset(name: str) -> bytes:
-    """A static file of this package."""
-    return files(__package__).joinpath("static", name).read_bytes()
 
 
 class _Static(_Handler):

@@ -41,7 +41,7 @@ def _each(children: Iterable[Any]) -> Iterable[str]:
             yield text(c)
 
 
-def tag(name: str, *children: Any, **attributes: Any) -> Markup:
+def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
     """An element. ``class_`` and ``for_`` lose their underscore, others turn it into a hyphen; True writes the name alone, None and False nothing."""
     parts = [name]
     for key, value in attributes.items():

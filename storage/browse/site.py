@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...arrays.errors import CheckpointError, NotACheckpoint
-from .. import manifest, stores
+from .. import commit, manifest, stores
 from ..opened import Checkpoint
 from ..opening import HF_INDEX, open_checkpoint
 from .inventory import Inventory
@@ -123,6 +123,13 @@ class Site:
                 self._open.popitem(last=False)
         return opened
 
+    def check(self, place: Place) -> None:
+        """Raise what opening it would raise, where nothing there can be shown."""
+        if not stores.is_url(place.path) and os.path.isdir(place.path) and _kind(place.path) != "checkpoint":
+            return
+        if not is_run(place.path):
+            self.open(place.at)
+
     def kind(self, place: Place) -> str:
         """``"checkpoint"``, ``"run"`` or ``"directory"``."""
         if stores.is_url(place.path):
@@ -154,10 +161,12 @@ class Site:
 def _kind(path: str) -> str:
     if os.path.isfile(path):
         return "checkpoint"
+    if not os.path.isdir(path) and not os.path.isdir(commit.resolve(path)):
+        raise NotACheckpoint(f"{path}: no such file or directory")
     marks = (manifest.FILE, HF_INDEX, "model.safetensors", "zarr.json", ".zgroup", ".zarray")
     if any(os.path.exists(os.path.join(path, m)) for m in marks):
         return "checkpoint"
-    return "run" if is_run(path) else "directory" if os.path.isdir(path) else "checkpoint"
+    return "run" if is_run(path) else "directory" if os.path.isdir(path) else "checkpoint"  # only set aside, for a moment
 
 
 def _mark(path: str) -> object:

@@ -1,7 +1,7 @@
 """A window onto an array of any rank: two of its dimensions as rows and columns, the others fixed, at any magnification.
 
-Zoomed out, a window shows one element of every ``step``: it reads rows here and there, never the plane. Where even that would
-read more than the budget allows, the step is made longer, and the window says so.
+Zoomed out, a window shows every k-th row and column: it reads rows here and there, never the plane. Where even that would read more
+than the budget allows, rows are left out, and the window says so.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ BUDGET = 64 << 20  # bytes that one window may read
 class View:
     """Where to look. ``rows`` and ``columns`` are dimensions (rows is None for a vector or a scalar); ``at`` is one index a dimension.
 
-    ``at[rows]`` and ``at[columns]`` are where the window starts; ``step`` is the distance of neighbouring cells; 0 asks for the
-    step that shows the whole plane.
+    ``at[rows]`` and ``at[columns]`` are where the window starts; ``steps`` are the distances of neighbouring rows and columns.
     """
 
     rows: int | None
     columns: int | None
     at: tuple[int, ...]
-    step: int = 1
+    steps: tuple[int, int] = (1, 1)
 
     @classmethod
     def of(
@@ -39,32 +38,46 @@ class View:
         rows: int | None = None,
         columns: int | None = None,
         at: tuple[int, ...] = (),
-        step: int = 0,
+        steps: tuple[int, int] = (0, 0),
     ) -> View:
-        """A sound view: what is left out is chosen, what lies outside is moved inside.
+        """A sound view: what is left out is chosen, what lies outside is moved inside. A step of 0 shows the whole of its dimension.
 
         >>> View.of((8, 5, 300))
-        View(rows=1, columns=2, at=(0, 0, 0), step=5)
-        >>> View.of((8, 5, 300), at=(99, 0, 280), step=1).at
+        View(rows=1, columns=2, at=(0, 0, 0), steps=(1, 5))
+        >>> View.of((8, 5, 300), at=(99, 0, 280), steps=(1, 1)).at
         (7, 0, 236)
         """
         ndim = len(shape)
         if columns is None:
-            columns = next((d for d in range(ndim - 1, -1, -1) if d != rows), None)
+            columns = next((d for d in range(ndim - 1, -1, -1) if d != rows), rows)
         if rows is None or rows == columns:
             rows = next((d for d in range(ndim - 1, -1, -1) if d != columns), None)
         for d in (rows, columns):
             if d is not None and not 0 <= d < ndim:
                 raise ArrayIndexError(f"dimension {d} is out of range for an array of {ndim} dimensions")
-        plane = [d for d in (rows, columns) if d is not None]
-        if step <= 0:
-            step = max([1, *(-(-shape[d] // CELLS) for d in plane)])
+        own = {}
+        for d, step in zip((rows, columns), steps, strict=True):
+            if d is not None:
+                own[d] = min(step, max(shape[d], 1)) if step > 0 else max(1, -(-shape[d] // CELLS))
         place = []
         for d, n in enumerate(shape):
             i = at[d] if d < len(at) else 0
-            last = max(0, n - 1 if d not in plane else n - (CELLS - 1) * step - 1)
+            last = max(0, n - 1 if d not in own else n - (CELLS - 1) * own[d] - 1)
             place.append(max(0, min(i, last)))
-        return cls(rows, columns, tuple(place), step)
+        chosen = (own.get(rows, 1) if rows is not None else 1, own.get(columns, 1) if columns is not None else 1)
+        return cls(rows, columns, tuple(place), chosen)
+
+    def zoomed(self, shape: tuple[int, ...], factor: float) -> View:
+        """The view with its steps multiplied, as far as a window can show."""
+        most = View.of(shape, self.rows, self.columns).steps
+        steps = tuple(max(1, min(int(s * factor), m)) for s, m in zip(self.steps, most, strict=True))
+        return View.of(shape, self.rows, self.columns, self.at, (steps[0], steps[1]))
+
+    def moved(self, shape: tuple[int, ...], dimension: int, windows: int) -> View:
+        """The view moved by whole windows along its rows' or columns' dimension."""
+        at = list(self.at)
+        at[dimension] = max(0, at[dimension] + windows * CELLS * self.steps[0 if dimension == self.rows else 1])
+        return View.of(shape, self.rows, self.columns, tuple(at), self.steps)
 
 
 @dataclass(frozen=True)
@@ -79,9 +92,9 @@ class Window:
     def index(self, i: int, j: int) -> tuple[int, ...]:
         """The index in the array of the cell in row ``i``, column ``j``."""
         out = list(self.view.at)
-        for d, k in ((self.view.rows, i), (self.view.columns, j)):
+        for d, k, step in zip((self.view.rows, self.view.columns), (i, j), self.view.steps, strict=True):
             if d is not None:
-                out[d] += k * self.view.step
+                out[d] += k * step
         return tuple(out)
 
     @property
@@ -113,15 +126,16 @@ def window(array: StoredArray, view: View, budget: int = BUDGET) -> Window:
         return Window(view, np.empty((0, 0), array.dtype), 0, array.shape)
     if view.rows is not None and view.columns is not None and view.rows > view.columns:
         # Along the slower dimension as rows, as the file lies; the picture is turned afterwards.
-        turned = window(array, View(view.columns, view.rows, view.at, view.step), budget)
-        view = View(view.rows, view.columns, turned.view.at, turned.view.step)
+        turned = window(array, View(view.columns, view.rows, view.at, view.steps[::-1]), budget)
+        view = View(view.rows, view.columns, turned.view.at, turned.view.steps[::-1])
         return Window(view, turned.values.T, turned.nbytes, array.shape)
     while True:
         groups = list(_groups(array, view))
         planned = sum(array.tensor.planned(box) for box, _ in groups)
-        if planned <= budget or not _coarser(array, view):
+        if planned <= budget or view.rows is None or len(groups) <= 8:
             break
-        view = View.of(array.shape, view.rows, view.columns, view.at, 2 * view.step)
+        # Fewer rows: what lies between the columns of one row is read anyway.
+        view = View.of(array.shape, view.rows, view.columns, view.at, (2 * view.steps[0], view.steps[1]))
     if planned > 4 * budget:
         raise ArrayIndexError(
             f"{array.name}: this plane takes {planned:,} bytes to read, as its chunks are long in other dimensions; "
@@ -134,36 +148,30 @@ def window(array: StoredArray, view: View, budget: int = BUDGET) -> Window:
         if view.rows is not None:
             index[view.rows] = slice(None, None, row_step)
         if view.columns is not None:
-            index[view.columns] = slice(None, None, view.step)
+            index[view.columns] = slice(None, None, view.steps[1])
         plane = part[tuple(index)]
         parts.append(plane.reshape(1, -1) if view.rows is None else plane)
     return Window(view, np.concatenate(parts, axis=0), planned, array.shape)
-
-
-def _coarser(array: StoredArray, view: View) -> bool:
-    """Whether a longer step would read less: there must be more than a few cells to leave out."""
-    plane = [d for d in (view.rows, view.columns) if d is not None]
-    return any(-(-(array.shape[d] - view.at[d]) // view.step) > 8 for d in plane)
 
 
 def _groups(array: StoredArray, view: View) -> Iterator[tuple[Box, int]]:
     """(box, distance of wanted rows in it): rows that share a chunk are read together, others alone."""
     offset, shape = list(view.at), [1] * array.ndim
     if view.columns is not None:
-        n = min(CELLS, -(-(array.shape[view.columns] - view.at[view.columns]) // view.step))
-        shape[view.columns] = (n - 1) * view.step + 1
+        n = min(CELLS, -(-(array.shape[view.columns] - view.at[view.columns]) // view.steps[1]))
+        shape[view.columns] = (n - 1) * view.steps[1] + 1
     if view.rows is None:
         yield Box(tuple(offset), tuple(shape)), 1
         return
     first = view.at[view.rows]
-    wanted = range(first, array.shape[view.rows], view.step)[:CELLS]
+    wanted = range(first, array.shape[view.rows], view.steps[0])[:CELLS]
     length = max(1, array.tensor.chunk[view.rows])
     start = 0
     for k in range(1, len(wanted) + 1):
         if k == len(wanted) or wanted[k] // length != wanted[start] // length:
             offset[view.rows] = wanted[start]
             shape[view.rows] = wanted[k - 1] - wanted[start] + 1
-            yield Box(tuple(offset), tuple(shape)), view.step
+            yield Box(tuple(offset), tuple(shape)), view.steps[0]
             start = k
 
 

@@ -16,7 +16,7 @@ from ...arrays.blocks import Box
 from ..opened import StoredArray
 from .pieces import Pieces
 
-LIMIT = 32 << 20  # bytes that a page reads without being asked for more
+LIMIT = 16 << 20  # bytes that a page reads without being asked for more
 BINS = 60
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _KEY_BITS = 20
@@ -158,7 +158,7 @@ def _edges(low: float, high: float) -> np.ndarray:
     if low == high:
         gap = max(abs(low) * 1e-6, 0.5)
         return np.array([low - gap, low + gap])
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         edges = np.linspace(low, high, BINS + 1)
         # A range beyond the largest float has no length; half of it has.
         return edges if np.isfinite(edges).all() else np.linspace(low / 2, high / 2, BINS + 1) * 2

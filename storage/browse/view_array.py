@@ -14,7 +14,7 @@ from . import charts, layout, png
 from .frame import Shown, crumbs, facts, href, notice, section, shape_text, table
 from .html import Markup, join, tag
 from .site import Opened, Site
-from .slices import CELLS, View, Window, window
+from .slices import View, Window, window
 from .statistics import LIMIT, Statistics, statistics
 from .text import count, human_bytes, key, number, percent, visible
 
@@ -93,21 +93,11 @@ def parameters(v: View) -> dict[str, Any]:
         "rows": v.rows,
         "columns": v.columns,
         "index": ",".join(map(str, v.at)) if any(v.at) else None,
-        "step": v.step,
+        "every": "{},{}".format(*v.steps),
     }
 
 
 # ----- values ---------------------------------------------------------------------------------------------------------
-
-
-def _moved(v: View, shape: tuple[int, ...], d: int | None, by: int) -> View | None:
-    """The view moved by whole windows along ``d``; None where that does not move it."""
-    if d is None:
-        return None
-    at = list(v.at)
-    at[d] = max(0, at[d] + by * CELLS * v.step)
-    moved = View.of(shape, v.rows, v.columns, tuple(at), v.step)
-    return moved if moved != v else None
 
 
 def _values(opened: Opened, a: StoredArray, look: View, to: Any) -> tuple[Markup, dict[str, Any]]:
@@ -121,23 +111,18 @@ def _values(opened: Opened, a: StoredArray, look: View, to: Any) -> tuple[Markup
     picture = heat_map(seen, href("values", at=at, name=here, **parameters(v)))
     arrows = []
     for sign, symbol, d in ((-1, "←", v.columns), (1, "→", v.columns), (-1, "↑", v.rows), (1, "↓", v.rows)):
-        moved = _moved(v, a.shape, d, sign)
+        moved = v.moved(a.shape, d, sign) if d is not None else v
         direction = {"←": "left", "→": "right", "↑": "up", "↓": "down"}[symbol]
         arrows.append(
             tag("a", symbol, href=to(moved), data_pan=direction, title=f"Move {direction}", aria_label=f"Move {direction}", class_="mt-arrow")
-            if moved
+            if moved != v
             else tag("span", symbol, class_="mt-arrow off", aria_hidden="true")
         )
-    finer = View.of(a.shape, v.rows, v.columns, v.at, max(1, v.step // 2)) if v.step > 1 else None
-    whole = View.of(a.shape, v.rows, v.columns)
-    coarser = View.of(a.shape, v.rows, v.columns, v.at, min(2 * v.step, max(whole.step, 1))) if v.step < whole.step else None
-    zoom = [
-        tag("a", "closer", href=to(finer)) if finer else None,
-        tag("a", "wider", href=to(coarser)) if coarser else None,
-        tag("a", "whole", href=to(whole)) if whole != v else None,
-    ]
-    sampled = "every element" if v.step == 1 else f"every {_ordinal(v.step)} element"
-    note = f"{seen.values.shape[0]} × {seen.values.shape[1]} cells, {sampled}; {human_bytes(seen.nbytes)} read"
+    others = (("closer", v.zoomed(a.shape, 0.5)), ("wider", v.zoomed(a.shape, 2)), ("whole", View.of(a.shape, v.rows, v.columns)))
+    zoom = [tag("a", label, href=to(other)) for label, other in others if other != v]
+    thing = "element" if v.rows is None else "row"
+    sampled = [f"every {_ordinal(k)} {what}" for k, what in zip(v.steps[::-1] if v.rows is None else v.steps, (thing, "column"), strict=True) if k > 1]
+    note = f"{seen.values.shape[0]} × {seen.values.shape[1]} cells, {' and '.join(sampled) or 'every element'}; {human_bytes(seen.nbytes)} read"
     body = section(
         "Values",
         picture,
@@ -152,7 +137,7 @@ def _values(opened: Opened, a: StoredArray, look: View, to: Any) -> tuple[Markup
             "rows": v.rows,
             "columns": v.columns,
             "at": list(v.at),
-            "step": v.step,
+            "steps": list(v.steps),
             "read": seen.nbytes,
             "limits": list(limits) if limits else None,
         }
@@ -237,7 +222,7 @@ def _dimensions(a: StoredArray, v: View, at: str, here: str) -> Markup | None:
         choose("rows", "rows", v.rows) if a.ndim > 1 else None,
         choose("columns", "columns", v.columns) if a.ndim > 1 else None,
         tag("label", "start at", tag("input", name="index", value=", ".join(map(str, v.at)), size=max(8, 3 * a.ndim), autocomplete="off")),
-        tag("label", "every", tag("input", name="step", value=v.step, size=4, inputmode="numeric")),
+        tag("label", "every", tag("input", name="every", value=", ".join(map(str, v.steps)), size=6, autocomplete="off")),
         tag("button", "Show"),
         action="array",
         method="get",
@@ -252,15 +237,15 @@ def values(site: Site, at: str, name: str, view: dict[str, Any]) -> dict[str, An
     v = seen.view
     rows, columns = seen.values.shape
 
-    def line(d: int | None, n: int) -> list[int]:
-        return [v.at[d] + k * v.step for k in range(n)] if d is not None else [0] * n
+    def line(d: int | None, n: int, step: int) -> list[int]:
+        return [v.at[d] + k * step for k in range(n)] if d is not None else [0] * n
 
     return {
         "at": list(v.at),
         "rows": v.rows,
         "columns": v.columns,
-        "row_index": line(v.rows, rows),
-        "column_index": line(v.columns, columns),
+        "row_index": line(v.rows, rows, v.steps[0]),
+        "column_index": line(v.columns, columns, v.steps[1]),
         "values": [[_exactly(x) for x in row] for row in seen.values],
     }
 
@@ -406,7 +391,7 @@ def _storage(opened: Opened, a: StoredArray, v: View, to: Any, check: bool) -> M
         shown = f"{len(m.chunks):,} of {count(m.total, 'chunk')} shown, as far as they cut this plane"
         body += [
             [notice("bad", f"{count(len(bad), 'chunk')} damaged", tag("p", visible(bad[0].note, 400)))] if bad else None,
-            charts.chunks(m, v.rows, v.columns, lambda offset: to(View.of(a.shape, v.rows, v.columns, offset, v.step))),
+            charts.chunks(m, v.rows, v.columns, lambda offset: to(View.of(a.shape, v.rows, v.columns, offset, v.steps))),
             tag("p", legend, class_="mt-legend"),
             tag("p", shown, class_="mt-quiet"),
             tag("p", tag("a", "Read these chunks and check them", href=to(v, check=True)), class_="mt-zoom") if not check and m.checksums else None,

@@ -14,6 +14,7 @@ from .site import Opened, Site
 from .text import count, human_bytes, key, natural, percent, plain, visible
 
 _VALUES = 500
+_ROOM = 36  # rows within which groups are shown unfolded
 
 
 def tab_bar(opened: Opened, current: str) -> Markup:
@@ -156,13 +157,13 @@ def _array_row(at: str, r: Row, total: int, label: str, depth: int = 0) -> Marku
     )
 
 
-def _group_row(at: str, g: Group, inside: list[str], total: int, depth: int) -> Markup:
+def _group_row(at: str, g: Group, inside: list[str], total: int, depth: int, open_: bool) -> Markup:
     here = [*inside, key(g.label)]
     return tag(
         "tr",
         tag(
             "td",
-            tag("button", "▸", type="button", class_="mt-fold", aria_expanded="false", aria_label=f"Unfold {visible(g.label, 80)}", data_unfold=href("rows", at=at, in_=here)),
+            tag("button", "▸", type="button", class_="mt-fold", aria_expanded="true" if open_ else "false", aria_label=f"Unfold {visible(g.label, 80)}", data_unfold=href("rows", at=at, in_=here)),
             tag("a", visible(g.label, 120) or "(empty)", href=href("checkpoint", at=at, in_=here), class_="mt-group"),
             class_=f"mt-name n{min(depth, 9)}",
         ),
@@ -173,17 +174,29 @@ def _group_row(at: str, g: Group, inside: list[str], total: int, depth: int) -> 
     )
 
 
-def _rows(opened: Opened, group: Group, inside: list[str], page: int, depth: int) -> tuple[list[Markup], int]:
+def _rows(opened: Opened, group: Group, inside: list[str], page: int, depth: int, unfold: bool = True) -> tuple[list[Markup], int]:
     children = group.children()
     at, total = opened.place.at, opened.inventory.nbytes
     pages = max(1, -(-len(children) // PAGE))
     page = max(0, min(page, pages - 1))
-    out = []
-    for c in children[page * PAGE : (page + 1) * PAGE]:
-        if isinstance(c, Group):
-            out.append(_group_row(at, c, inside, total, depth))
-        else:
-            out.append(_array_row(at, c, total, visible(c.path[-1] if c.path else c.name, 120) or "(empty)", depth))
+    out: list[Markup] = []
+    shown = children[page * PAGE : (page + 1) * PAGE]
+    # Where there is room, groups stand unfolded: level by level, as long as a whole level fits.
+    room, levels, level = _ROOM - len(shown), 0, [c for c in shown if isinstance(c, Group)]
+    while level and unfold and (more := sum(len(g.groups) + len(g.rows) for g in level)) <= room:
+        room, levels = room - more, levels + 1
+        level = [below for g in level for below in g.groups.values()]
+
+    def add(items: list[Group | Row], where: list[str], depth: int, left: int) -> None:
+        for c in items:
+            if isinstance(c, Group):
+                out.append(_group_row(at, c, where, total, depth, left > 0))
+                if left > 0:
+                    add(c.children(), [*where, key(c.label)], depth + 1, left - 1)
+            else:
+                out.append(_array_row(at, c, total, visible(c.path[-1] if c.path else c.name, 120) or "(empty)", depth))
+
+    add(shown, inside, depth, levels)
     return out, pages
 
 
@@ -191,7 +204,7 @@ def unfolded(site: Site, at: str, inside: list[str]) -> Shown:
     """The rows right below a group, as they are put under its row. What does not fit a page is behind a link."""
     opened = site.open(at)
     group = opened.inventory.group(inside)
-    rows, pages = _rows(opened, group, inside, 0, len(inside))
+    rows, pages = _rows(opened, group, inside, 0, len(inside), unfold=False)
     if pages > 1:
         more = f"… {len(group.groups) + len(group.rows) - PAGE:,} more"
         rows.append(tag("tr", tag("td", tag("a", more, href=href("checkpoint", at=at, in_=inside)), colspan=5, class_=f"mt-name n{min(len(inside), 9)}"), data_row=True))

@@ -8,9 +8,11 @@ from typing import Any, Literal
 from . import charts
 from .frame import Shown, crumbs, facts, href, notice, section, table
 from .html import join, tag
+from .inventory import Query
 from .runs import Run, Step, history
 from .site import Site
-from .text import human_bytes, number, visible
+from .text import human_bytes, number, plain, visible
+from .view_checkpoint import checkpoint
 
 _KIND = {"checkpoint": "checkpoint", "run": "run", "directory": "directory"}
 
@@ -118,3 +120,11 @@ def _steps(at: str, r: Run) -> Any:
         rows.append((join([name, " ", marks]), f"{s.arrays:,}", human_bytes(s.nbytes), when, *metrics, link))
     metrics = [visible(m, 24) for m in r.metrics[:6]]
     return table(("Step", "Arrays", "Size", "Saved", *metrics, "Compare"), rows, numeric=(1, 2, *range(4, 4 + len(metrics))))
+
+
+def summary(site: Site, at: str) -> Any:
+    """What the first page of a place shows, as plain data."""
+    place = site.place(at)
+    kind = site.kind(place)
+    shown = run(site, at) if kind == "run" else directory(site, at) if kind == "directory" else checkpoint(site, at, Query(), [])
+    return plain({"kind": kind} | shown.data)

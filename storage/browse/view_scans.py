@@ -19,8 +19,8 @@ from .view_checkpoint import head, tab_bar
 _SHOWN = 200
 
 
-def progress(job: Job, poll: str) -> Markup:
-    """How far a job is, with a button that stops it. The page asks ``poll`` again while it runs."""
+def progress(job: Job, back: str) -> Markup:
+    """How far a job is, with a button that stops it. ``back`` is the page, whose fragment is asked for again while the job runs."""
     if not job.running:
         said = {"done": "Complete", "stopped": "Stopped: what was found until then", "failed": "Failed"}[job.state]
         if job.state == "failed":
@@ -41,9 +41,15 @@ def progress(job: Job, poll: str) -> Markup:
             class_="mt-svg",
         ),
         tag("p", f"{percent(job.share)} {visible(job.doing, 80)}", class_="mt-quiet"),
-        tag("form", tag("input", type="hidden", name="job", value=job.id), tag("button", "Stop"), method="post", action="stop"),
+        tag(
+            "form",
+            [tag("input", type="hidden", name=k, value=v) for k, v in (("job", job.id), ("back", back))],
+            tag("button", "Stop"),
+            method="post",
+            action="stop",
+        ),
         class_="mt-progress",
-        data_poll=poll,
+        data_poll=f"{back}&fragment=1",
     )
 
 
@@ -65,12 +71,11 @@ def health(site: Site, at: str, fragment: bool = False) -> Shown:
     """The health page: an offer to scan, a scan on its way, or its findings."""
     opened = site.open(at)
     job = site.jobs.find(("health", opened.ckpt.path))
-    poll = href("health", at=at, fragment=True)
     if job is None:
         found, inner = None, _offer(at, opened.inventory.nbytes, opened.ckpt.kind == "meshtape")
     else:
         found = job.result
-        inner = join([progress(job, poll), _findings(at, found) if found is not None else None, _again("health", {"at": at}) if not job.running else None])
+        inner = join([progress(job, href("health", at=at)), _findings(at, found) if found is not None else None, _again("health", {"at": at}) if not job.running else None])
     inner = tag("div", inner, id="scan", data_swap=True)
     data = _health_data(job, found)
     if fragment:
@@ -175,7 +180,7 @@ def comparison(site: Site, a: str, b: str, fragment: bool = False) -> Shown:
             action="compare",
         )
     else:
-        start = join([progress(job, href("compare", a=a, b=b, fragment=True)), _again("compare", {"a": a, "b": b}) if not job.running else None])
+        start = join([progress(job, href("compare", a=a, b=b)), _again("compare", {"a": a, "b": b}) if not job.running else None])
     inner = tag("div", start, _comparison(a, b, found, done=job is not None), id="scan", data_swap=True)
     data = {
         "state": job.state if job else "none",
@@ -246,7 +251,7 @@ def _comparison(a: str, b: str, c: Comparison, done: bool) -> Markup:
                 note="log₁₀ of ‖B − A‖ / ‖A‖, one count an array",
             )
         )
-    ranked = c.ranked()
+    ranked = [x for x in c.ranked() if x.note or x.changed or x.dtypes[0] != x.dtypes[1]]
     if ranked:
         out.append(
             section(
@@ -279,6 +284,5 @@ def _change(a: str, b: str, c: Change) -> list[Any]:
         return [name, tag("span", visible(c.note, 200), class_="mt-wrong"), "", "", "", "", "", ""]
     dtype = "" if c.dtypes[0] == c.dtypes[1] else f" {c.dtypes[0]} → {c.dtypes[1]}"
     share = percent(c.changed / c.size) if c.size else "–"
-    same = c.changed == 0 and not dtype
     values = [number(c.norms[0]), number(c.norms[1]), number(c.distance), "–" if math.isnan(c.ratio) else number(c.ratio), number(c.largest), share]
-    return [name, shape_text(c.shapes[0]) + dtype, *(values if not same else [values[0], values[1], tag("span", "equal", class_="mt-quiet"), "", "", ""])]
+    return [name, shape_text(c.shapes[0]) + dtype, *values]

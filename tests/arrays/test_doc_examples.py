@@ -10,7 +10,10 @@ import pytest
 
 import meshtape.arrays
 
-MODULES = ["meshtape.arrays", *(f"meshtape.arrays.{m.name}" for m in pkgutil.iter_modules(meshtape.arrays.__path__))]
+MODULES = [
+    "meshtape.arrays",
+    *(m.name for m in pkgutil.walk_packages(meshtape.arrays.__path__, "meshtape.arrays.")),
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

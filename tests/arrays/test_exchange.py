@@ -89,3 +89,75 @@ def test_versions_of_the_standard():
     assert mt.__array_api_version__ == "2025.12"
     with pytest.raises(ValueError, match=r"2031.*2025\.12"):
         x.__array_namespace__(api_version="2031.12")
+
+
+class Foreign:
+    """An array of another library: all that is known of it is that it speaks DLPack."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __dlpack__(self, **options):
+        return self.x.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_short_floats_are_exchanged_as_what_they_are(name):
+    x = mt.astype(mt.asarray([[0.5, -2.0, mt.inf], [mt.nan, 0.0, 1.0]]), name)
+    for key in (..., (slice(None), slice(None, None, 2)), (0, 0), slice(0, 0)):
+        part = x[key]
+        shared, copied = mt.from_dlpack(Foreign(part), copy=False), mt.asarray(Foreign(part))
+        for y in (shared, copied):
+            assert (y.dtype, y.shape) == (part.dtype, part.shape)
+            bits = f"u{x.dtype.itemsize}"
+            np.testing.assert_array_equal(np.asarray(y).view(bits), np.asarray(part).view(bits))
+        if part.size:
+            assert np.shares_memory(shared._buf, part._buf)
+            assert not np.shares_memory(copied._buf, part._buf)
+    with pytest.raises((BufferError, RuntimeError), match="dtype"):
+        np.from_dlpack(x)  # NumPy says that it knows no such dtype, and takes it for no other
+
+
+def test_short_floats_of_capsules_without_a_version():
+    x = mt.ones(3, dtype=mt.bfloat16)
+    assert mt.from_dlpack(Old(x)).dtype == mt.bfloat16
+
+
+def test_pytorch_and_we_share_memory():
+    torch = pytest.importorskip("torch")
+    for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float32", "int8", "bool", "complex64"):
+        theirs = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).to(getattr(torch, dtype))
+        ours = mt.from_dlpack(theirs, copy=False)
+        assert ours.dtype.name == dtype
+        assert ours._buf.ctypes.data == theirs.data_ptr()
+        back = torch.from_dlpack(ours)
+        assert back.dtype == theirs.dtype
+        assert back.data_ptr() == theirs.data_ptr()
+        assert ours.astype(mt.complex64).tolist() == [[1, 0], [1, 1]]
+    assert torch.from_dlpack(mt.arange(3)[::-1]).tolist() == [2, 1, 0]
+
+
+def test_views_that_run_backwards_are_exported_as_copies():
+    x = mt.arange(6).reshape(2, 3)
+    for view in (x[::-1], x[:, ::-1], x[::-1, :0]):
+        taken = np.from_dlpack(view)
+        assert all(s >= 0 or n < 2 for s, n in zip(taken.strides, taken.shape, strict=True))
+        np.testing.assert_array_equal(taken, view.numpy())
+    with pytest.raises(BufferError, match="backwards"):
+        x[::-1].__dlpack__(copy=False)
+    assert np.shares_memory(np.from_dlpack(x[:1, ::1]), x._buf)
+
+
+def test_numpy_is_told_where_a_copy_cannot_be_avoided():
+    x = mt.ones(3)
+    assert np.shares_memory(np.asarray(x, copy=False), x._buf)
+    assert not np.shares_memory(np.array(x), x._buf)
+    with pytest.raises(ValueError, match="copy=False"):
+        np.asarray(x, dtype=np.float32, copy=False)
+
+
+def test_only_arrays_on_a_gpu_speak_the_protocol_of_cuda():
+    assert not hasattr(mt.ones(3), "__cuda_array_interface__")

@@ -20,6 +20,12 @@ numbers = st.floats(-10, 10, allow_subnormal=False) | st.just(np.nan)
 some = hnp.arrays("float64", hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=4), elements=numbers)
 
 
+METHODS = (
+    "linear lower higher midpoint nearest inverted_cdf averaged_inverted_cdf closest_observation interpolated_inverted_cdf "
+    "hazen weibull median_unbiased normal_unbiased"
+).split()
+
+
 def n(x):
     return np.asarray(x)
 
@@ -28,7 +34,7 @@ def n(x):
 @given(some, st.data())
 def test_quantiles_are_numpys(x, data):
     axis = data.draw(st.none() | st.integers(-x.ndim, x.ndim - 1) | st.just(tuple(range(x.ndim))))
-    method = data.draw(st.sampled_from(["linear", "lower", "higher", "midpoint", "nearest"]))
+    method = data.draw(st.sampled_from(METHODS))
     q = data.draw(st.sampled_from([0.0, 0.3, 0.5, 1.0, [0.25, 0.5, 0.9], []]))
     keep = data.draw(st.booleans())
     got = mt.quantile(mt.asarray(x), q, axis=axis, keepdims=keep, method=method)
@@ -45,10 +51,31 @@ def test_quantiles_of_infinities_and_integers():
     assert mt.median(mt.ones(3, dtype=mt.bfloat16)).dtype == mt.bfloat16
     with pytest.raises(ValueError, match="between 0 and 1"):
         mt.quantile(mt.ones(2), 1.5)
+    assert np.isnan(n(mt.median(mt.ones((2, 0)), axis=1))).tolist() == [True, True]
     with pytest.raises(ShapeError, match="no elements"):
-        mt.median(mt.ones((2, 0)), axis=1)
+        mt.quantile(mt.ones((2, 0), dtype=mt.int8), 0.5, method="nearest")
     with pytest.raises(DTypeError, match="complex"):
         mt.median(mt.asarray([1j]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantiles_of_integers_are_numpys(method):
+    x = np.array([[3, -7, 3], [100, 2, 2**60], [-(2**60), 5, 9], [8, 8, -1]])
+    for q in (0.0, 0.25, 0.4, 1.0, [0.1, 0.5, 0.75]):
+        got, want = mt.quantile(mt.asarray(x), q, axis=0, method=method), np.quantile(x, q, axis=0, method=method)
+        np.testing.assert_allclose(n(got), want, rtol=1e-12)
+        if method in ("lower", "higher", "nearest", "inverted_cdf", "closest_observation"):
+            assert got.dtype == want.dtype == np.int64
+            np.testing.assert_array_equal(n(got), want)
+
+
+def test_quantile_errors_name_the_function_that_was_called():
+    with pytest.raises(ValueError, match=r"\[percentile\] q must be between 0 and 100"):
+        mt.percentile(mt.ones(2), 101)
+    with pytest.raises(DTypeError, match=r"\[median\] complex"):
+        mt.median(mt.asarray([1j]))
+    with pytest.raises(ValueError, match="weibull"):
+        mt.quantile(mt.ones(2), 0.5, method="most")
 
 
 def test_topk():
@@ -101,6 +128,10 @@ def test_counting():
     with pytest.raises(IndexError, match="out of bounds"):
         mt.bincount(mt.asarray([3]), length=3)
     meshtape.check_grads(lambda v: mt.bincount(mt.asarray(x), weights=v), w)
+    wide = mt.bincount(mt.asarray([0, 0]), weights=mt.asarray([100, 100], dtype=mt.int8))
+    assert (wide.tolist(), wide.dtype) == ([200], mt.int64)
+    many = mt.bincount(mt.zeros(4096, dtype=mt.int64), weights=mt.ones(4096, dtype=mt.float16))
+    assert (many.tolist(), many.dtype) == ([4096.0], mt.float16)  # which float16 itself counts to 2048 only
     counted = meshtape.compile(lambda v: mt.bincount(v, length=4))(mt.asarray(x))
     assert counted.tolist() == [1, 1, 0, 2]
 
@@ -118,6 +149,13 @@ def test_histograms_are_numpys(bins):
     got = mt.histogram(mt.asarray(finite), bins, density=True)
     np.testing.assert_allclose(n(got.counts), np.histogram(finite, bins, density=True)[0])
     assert mt.histogram(mt.asarray([2.0, 2.0]), 3).counts.tolist() == np.histogram([2.0, 2.0], 3)[0].tolist()
+    for rule in ("auto", "sturges", "fd"):
+        got, want = mt.histogram(mt.asarray(finite), rule), np.histogram(finite, rule)
+        np.testing.assert_array_equal(n(got.counts), want[0])
+        np.testing.assert_allclose(n(got.edges), want[1])
+    assert mt.histogram(mt.ones(2, dtype=mt.float32)).edges.dtype == mt.float32
+    with pytest.raises(DTypeError, match="complex"):
+        mt.histogram(mt.asarray([1j]))
     with pytest.raises(ValueError, match="ascending"):
         mt.histogram(mt.ones(2), [2.0, 1.0])
 
@@ -143,6 +181,20 @@ def test_slopes_products_and_diagonals():
     for got, want in zip(mt.gradient(mt.asarray(x), 0.5), np.gradient(x, 0.5), strict=True):
         np.testing.assert_allclose(n(got), want)
     np.testing.assert_allclose(n(mt.gradient(mt.asarray(x), axis=1)), np.gradient(x, axis=1))
+    places = [np.cumsum(rng.random(k) + 0.1) for k in x.shape]
+    for order in (1, 2):
+        for axes, steps in (((0, 1), places), ((1, 0), [places[1], 2.0]), ((-1,), [3.0]), ((1,), places[1:])):
+            got = mt.gradient(mt.asarray(x), *steps, axis=axes, edge_order=order)
+            want = np.gradient(x, *steps, axis=axes, edge_order=order)
+            for g, w in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
+                np.testing.assert_allclose(n(g), w)
+    meshtape.check_grads(lambda a: mt.gradient(a, mt.asarray(places[0]), axis=0, edge_order=2), x)
+    with pytest.raises(ShapeError, match="2 spacings for 1 axes"):
+        mt.gradient(mt.asarray(x), 1.0, 2.0, axis=0)
+    with pytest.raises(ShapeError, match="needs 3 elements"):
+        mt.gradient(mt.ones(2), edge_order=2)
+    with pytest.raises(ValueError, match="edge_order"):
+        mt.gradient(mt.ones(4), edge_order=3)
     for a, b in (((2, 3), (4,)), ((2,), (2, 3)), ((2, 3), (3, 2)), ((), (3,)), ((2, 1, 3), (2, 2, 2))):
         p, q = rng.normal(size=a), rng.normal(size=b)
         np.testing.assert_allclose(n(mt.kron(mt.asarray(p), mt.asarray(q))), np.kron(p, q))

@@ -192,7 +192,7 @@ def test_entries_of_a_replayed_program_carry_their_origin():
         x = arr(1, 2)
         tape.watch(x)
         f(x)
-    found = {r.entry.origin for r in tape._records}
+    found = {e.origin for e in tape.entries}
     assert found == {"softmax", None}
 
 
@@ -202,7 +202,7 @@ def test_errors_of_the_backward_pass_name_the_line_that_called_the_program():
         x = arr(1, 2)
         tape.watch(x)
         f(x)
-    code, _ = tape._records[0].entry.site
+    code, _ = tape.entries[0].site
     assert code.co_name == "test_errors_of_the_backward_pass_name_the_line_that_called_the_program"
 
 
@@ -491,4 +491,4 @@ def test_tracing_is_seen_by_no_tape():
         tape.watch(x)
         f(x)
         f(x)
-    assert [r.entry.op.name for r in tape._records] == ["multiply", "add"] * 2
+    assert [e.op.name for e in tape.entries] == ["multiply", "add"] * 2

@@ -394,6 +394,18 @@ SAMPLES: dict[str, list[Sample]] = {
         (call("layer_norm_backward", naxes=2, eps=1e-2), (real(2, 3), real(2, 3), real(2, 3))),
         (lambda x: call("layer_norm_backward", naxes=1, eps=1e-3)(x, x, x), (real(3),)),
     ],
+    "rms_norm": [
+        (lambda x, w: mt.rms_norm(x, 3, w), (real(2, 3), real(3))),
+        (lambda x, w: mt.rms_norm(x, (2, 3), w), (real(4, 2, 3), real(2, 3))),
+        (lambda x: mt.rms_norm(x, 3, x), (real(3),)),
+        (lambda x, w: mt.rms_norm(x, 3, w), (real(0, 3), real(3))),
+        (lambda x: mt.rms_norm(x.mT, 4, x[:, 0]), (real(4, 3),)),
+    ],
+    "rms_norm_backward": [
+        (call("rms_norm_backward", naxes=1, eps=1e-5), (real(2, 3), real(2, 3), real(3))),
+        (call("rms_norm_backward", naxes=2, eps=1e-2), (real(2, 3), real(2, 3), real(2, 3))),
+        (lambda x: call("rms_norm_backward", naxes=1, eps=1e-3)(x, x, x), (real(3),)),
+    ],
 }
 
 

@@ -229,6 +229,11 @@ def norm_samples() -> dict[str, list[Sample]]:
             (back, (In((2, 3, 4)), In((2, 3, 4)), In((4,)))),
             (back, (In((0, 3)), In((0, 3)), In((3,)))),
         ],
+        "rms_norm": [(lambda x, w: mt.rms_norm(x, w.shape, w), (In(s), In(s[len(s) - n :]))) for s, n in shapes],
+        "rms_norm_backward": [
+            (call("rms_norm_backward", naxes=1, eps=1e-5), (In((3, 5)), In((3, 5)), In((5,)))),
+            (call("rms_norm_backward", naxes=1, eps=1e-5), (In((0, 3)), In((0, 3)), In((3,)))),
+        ],
     }
 
 

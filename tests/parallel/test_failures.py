@@ -81,7 +81,7 @@ def sockets_and_threads(client: Client) -> dict[str, tuple[int, int]]:
 
     def count(dask_worker: Any) -> tuple[int, int]:
         plane = gang._STATES[dask_worker.address].plane
-        groups = sum(len(g._socks) for g in plane._groups.values())
+        groups = sum(len(g.links) for g in plane._groups.values())
         return groups + len(plane._arrived), sum(t.name.startswith("meshtape-greet") for t in threading.enumerate())
 
     return client.run(count)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
+import http.server
 import itertools
 import os
 import pickle
 import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -207,3 +214,161 @@ class Kit:
 @pytest.fixture(scope="session")
 def kit():
     return Kit
+
+
+# ----- an S3 server, and a proxy that harms what passes ---------------------------------------------------------------
+
+
+class Proxy:
+    """A real HTTP proxy before the server. ``fault(number, method, path)`` says what happens to a request: None, "500" (an answer of the
+    server's own making), "cut" (half of the answer, then the end of the connection), "lost" (the request is carried out, the answer
+    never comes), "slow" (the answer comes in drops), "stall" (no answer for long), or a process to kill before it is passed on."""
+
+    def __init__(self, upstream):
+        self.upstream, self.fault, self.count, self.log = upstream, None, 0, []
+        self._lock = threading.Lock()
+        proxy = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_one(self):
+                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                with proxy._lock:
+                    proxy.count += 1
+                    number = proxy.count
+                    proxy.log.append((self.command, self.path))
+                    fault = proxy.fault(number, self.command, self.path) if proxy.fault else None
+                if isinstance(fault, int):
+                    os.kill(fault, signal.SIGKILL)
+                    self.close_connection = True
+                    return
+                if fault == "stall":
+                    time.sleep(3)
+                if fault == "500":
+                    self.answer(500, {}, b"<Error><Code>InternalError</Code></Error>")
+                    return
+                there = http.client.HTTPConnection("127.0.0.1", proxy.upstream, timeout=60)
+                there.request(self.command, self.path, body, dict(self.headers))
+                got = there.getresponse()
+                data = got.read()
+                there.close()
+                if fault == "lost":
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                self.answer(got.status, dict(got.getheaders()), data, fault)
+
+            def answer(self, status, headers, data, fault=None):
+                self.send_response_only(status)
+                for name, value in headers.items():
+                    if name.lower() not in ("connection", "transfer-encoding", "content-length"):
+                        self.send_header(name, value)
+                length = headers.get("Content-Length") if self.command == "HEAD" else len(data)
+                self.send_header("Content-Length", str(length or 0))
+                self.end_headers()
+                if self.command == "HEAD":
+                    return
+                if fault == "cut" and len(data) > 1:
+                    self.wfile.write(data[: len(data) // 2])
+                    self.wfile.flush()
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                elif fault == "slow":
+                    for i in range(0, len(data), max(1, len(data) // 8)):
+                        self.wfile.write(data[i : i + max(1, len(data) // 8)])
+                        self.wfile.flush()
+                        time.sleep(0.03)
+                else:
+                    self.wfile.write(data)
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_one
+
+            def log_message(self, *args):
+                pass
+
+        class Server(http.server.ThreadingHTTPServer):
+            def handle_error(self, request, client_address):
+                pass  # a client that was killed
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def reset(self, fault=None):
+        self.count, self.log, self.fault = 0, [], fault
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class S3:
+    """A bucket of a moto server in a process of its own, seen through a `Proxy`."""
+
+    KEY, SECRET = "AKIAmeshtapetest", "wJalrXUtnFEMIverysecret"
+
+    def __init__(self):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.port = port
+        for _ in range(600):
+            try:
+                self.request("PUT", "/bucket")
+                break
+            except OSError:
+                assert self.process.poll() is None, "the moto server ended"
+                time.sleep(0.1)
+        self.proxy = Proxy(port)
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": self.KEY,
+            "AWS_SECRET_ACCESS_KEY": self.SECRET,
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.proxy.port}",
+        }
+
+    def request(self, method, path, **headers):
+        headers["Authorization"] = f"AWS4-HMAC-SHA256 Credential={self.KEY}/x/us-east-1/s3/aws4_request"
+        there = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        there.request(method, path, None, headers)
+        return there.getresponse().read()
+
+    def publish(self, url):
+        """Let everybody read what lies below; returns where it is for a browser."""
+        from meshtape.storage import stores
+
+        bucket_path = url.removeprefix("s3:/")
+        for e in stores.at(url).entries():
+            self.request("PUT", f"{bucket_path}/{e.name}?acl", **{"x-amz-acl": "public-read"})
+        return f"http://127.0.0.1:{self.proxy.port}{bucket_path}"
+
+    def close(self):
+        self.proxy.close()
+        self.process.terminate()
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto")
+    server = S3()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch, request):
+    """The server, its environment set, and ``s3.url``: an empty place of its own for each test."""
+    for name in [n for n in os.environ if n.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3_server.proxy.reset()
+    s3_server.url = f"s3://bucket/{abs(hash(request.node.nodeid)):x}"
+    yield s3_server
+    s3_server.proxy.reset()

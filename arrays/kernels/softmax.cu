@@ -1,0 +1,312 @@
+// softmax and log_softmax along contiguous rows, and the cross-entropy of integer labels, forward and backward.
+//
+// What a row is shifted by is its maximum, or nothing where that is infinite: exactly what the CPU does.
+#include "row.cuh"
+
+template <class A>
+__device__ inline A shift_of(A maximum)
+{
+    return maximum == infinity<A>() || maximum == -infinity<A>() ? A(0) : maximum;
+}
+
+// The maximum and the sum of exp(x - shift) of a part of a row, found in one pass.
+template <class A>
+struct Exponentials {
+    A maximum, total;
+
+    __device__ static Exponentials none() { return Exponentials{-infinity<A>(), A(0)}; }
+
+    __device__ void rescale(A larger)
+    {
+        // Nothing stays nothing: the factor may be infinite.
+        if (total != A(0)) total *= exp(shift_of(maximum) - shift_of(larger));
+        maximum = larger;
+    }
+    __device__ void merge(Exponentials o)
+    {
+        const A larger = Max::of(maximum, o.maximum);
+        rescale(larger);
+        o.rescale(larger);
+        total += o.total;
+    }
+    template <int N>
+    __device__ void add(const A (&x)[N])  // -inf stands for no element
+    {
+        A m = maximum;
+#pragma unroll
+        for (int k = 0; k < N; ++k) m = Max::of(m, x[k]);
+        rescale(m);
+        const A s = shift_of(m);
+#pragma unroll
+        for (int k = 0; k < N; ++k) total += exp(x[k] - s);
+    }
+};
+
+template <class A>
+__device__ inline Exponentials<A> warp_exponentials(Exponentials<A> v)
+{
+#pragma unroll
+    for (int o = 16; o; o >>= 1) {
+        Exponentials<A> u;
+        u.maximum = __shfl_xor_sync(WHOLE_WARP, v.maximum, o);
+        u.total = __shfl_xor_sync(WHOLE_WARP, v.total, o);
+        v.merge(u);
+    }
+    return v;
+}
+
+template <int THREADS, class A>
+__device__ inline Exponentials<A> row_exponentials(Exponentials<A> v)
+{
+    v = warp_exponentials(v);
+    SHARED(Exponentials<A>, slots, THREADS / 32);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __syncthreads();
+    if (lane == 0) slots[warp] = v;
+    __syncthreads();
+    return warp_exponentials(lane < THREADS / 32 ? slots[lane] : Exponentials<A>::none());
+}
+
+// The shift of a row in registers, and the sum of its exponentials.
+template <int THREADS, int ITEMS, int VEC, class T>
+__device__ inline Exponentials<Wide<T>> row_exponentials(const Row<T, THREADS, ITEMS, VEC>& x, int width)
+{
+    using A = Wide<T>;
+    A m = -infinity<A>(), s = A(0);
+    x.each(width, [&](A v) { m = Max::of(m, v); });
+    const A shift = shift_of(row_reduce<Max, THREADS>(m, -infinity<A>()));
+    x.each(width, [&](A v) { s += exp(v - shift); });
+    return Exponentials<A>{shift, row_sum<THREADS>(s)};
+}
+
+// ----- softmax --------------------------------------------------------------------------------------------------------
+
+template <bool LOG, class A>
+__device__ inline A weight_of(A x, A shift, A scale)
+{
+    return LOG ? (x - shift) - scale : exp(x - shift) * scale;
+}
+// What weight_of scales by. A row of which nothing is left is zero where it was masked.
+template <bool LOG, class A>
+__device__ inline A scale_of(A total, bool masked)
+{
+    if (masked && total == A(0)) total = A(1);
+    return LOG ? log(total) : A(1) / total;
+}
+
+template <bool LOG, class T, int THREADS, int ITEMS, int VEC>
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
+    softmax_forward(const T* x, T* y, i64 rows, i64 length, bool masked)
+{
+    using A = Wide<T>;
+    const int width = (int)length;
+    for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
+        Row<T, THREADS, ITEMS, VEC> r;
+        r.load(x + row * length, width);
+        const Exponentials<A> e = row_exponentials(r, width);
+        const A scale = scale_of<LOG>(e.total, masked);
+        store_row<T, THREADS, ITEMS, VEC>(y + row * length, width, [&](int j, int k, int) {
+            return weight_of<LOG>(r.at(j, k), e.maximum, scale);
+        });
+    }
+}
+
+template <bool LOG, class T, int THREADS, int ITEMS, int VEC>
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
+    softmax_backward(const T* g, const T* y, T* dx, i64 rows, i64 length)
+{
+    using A = Wide<T>;
+    const int width = (int)length;
+    for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
+        Row<T, THREADS, ITEMS, VEC> c, r;
+        c.load(g + row * length, width);
+        r.load(y + row * length, width);
+        A s = A(0);
+        each_vector<THREADS, ITEMS, VEC>(width, [&](int j, int) {
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) s += LOG ? c.at(j, k) : c.at(j, k) * r.at(j, k);
+        });
+        s = row_sum<THREADS>(s);
+        store_row<T, THREADS, ITEMS, VEC>(dx + row * length, width, [&](int j, int k, int) {
+            return LOG ? c.at(j, k) - exp(r.at(j, k)) * s : r.at(j, k) * (c.at(j, k) - s);
+        });
+    }
+}
+
+constexpr int LONG = 512;  // threads of a block that works through a long row
+constexpr int CHUNK = 8;
+
+template <class T>
+__device__ inline Exponentials<Wide<T>> long_row_exponentials(const T* x, i64 length)
+{
+    using A = Wide<T>;
+    Exponentials<A> e = Exponentials<A>::none();
+    for (i64 start = threadIdx.x; start < length; start += LONG * CHUNK) {
+        A v[CHUNK];
+#pragma unroll
+        for (int k = 0; k < CHUNK; ++k) v[k] = start + k * LONG < length ? wide(x[start + k * LONG]) : -infinity<A>();
+        e.add(v);
+    }
+    e = row_exponentials<LONG>(e);
+    return Exponentials<A>{shift_of(e.maximum), e.total};
+}
+
+template <bool LOG, class T>
+__global__ void __launch_bounds__(LONG, 2) softmax_forward_long(const T* x, T* y, i64 rows, i64 length, bool masked)
+{
+    using A = Wide<T>;
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T* r = x + row * length;
+        const Exponentials<A> e = long_row_exponentials(r, length);
+        const A scale = scale_of<LOG>(e.total, masked);
+#pragma unroll 4
+        for (i64 i = threadIdx.x; i < length; i += LONG)
+            y[row * length + i] = narrow<T>(weight_of<LOG>(wide(r[i]), e.maximum, scale));
+    }
+}
+
+template <bool LOG, class T>
+__global__ void __launch_bounds__(LONG, 2) softmax_backward_long(const T* g, const T* y, T* dx, i64 rows, i64 length)
+{
+    using A = Wide<T>;
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T *c = g + row * length, *r = y + row * length;
+        A s = A(0);
+#pragma unroll 4
+        for (i64 i = threadIdx.x; i < length; i += LONG) s += LOG ? wide(c[i]) : wide(c[i]) * wide(r[i]);
+        s = row_sum<LONG>(s);
+#pragma unroll 4
+        for (i64 i = threadIdx.x; i < length; i += LONG) {
+            const A ci = wide(c[i]), ri = wide(r[i]);
+            dx[row * length + i] = narrow<T>(LOG ? ci - exp(ri) * s : ri * (ci - s));
+        }
+    }
+}
+
+// ----- cross-entropy --------------------------------------------------------------------------------------------------
+
+struct Label {
+    i64 at;
+    bool ignored, valid;
+};
+
+__device__ inline Label label_of(const i64* labels, i64 row, i64 classes, bool has_ignored, i64 ignored)
+{
+    const i64 at = labels[row];
+    const bool skip = has_ignored && at == ignored;
+    return Label{at, skip, !skip && at >= 0 && at < classes};
+}
+
+template <class A>
+__device__ inline A quiet_nan()
+{
+    return infinity<A>() - infinity<A>();
+}
+
+// The loss of a row from its logits' shift, their sum less the shift each, and the sum of their exponentials.
+template <class A>
+__device__ inline A loss_of(const Label& label, A at_label, A sum, A total, i64 classes, A smoothing)
+{
+    if (label.ignored) return A(0);
+    if (!label.valid) return quiet_nan<A>();
+    A loss = log(total) - (A(1) - smoothing) * at_label;
+    if (smoothing != A(0)) loss -= smoothing * (sum / A(classes));
+    return loss;
+}
+
+template <class T, int THREADS, int ITEMS, int VEC>
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
+    cross_entropy_forward(const T* x, const i64* labels, Wide<T>* losses, i64 rows, i64 length, bool has_ignored,
+                          i64 ignored, double smoothing)
+{
+    using A = Wide<T>;
+    const int width = (int)length;
+    for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
+        Row<T, THREADS, ITEMS, VEC> r;
+        r.load(x + row * length, width);
+        const Label label = label_of(labels, row, length, has_ignored, ignored);
+        const Exponentials<A> e = row_exponentials(r, width);
+        A sum = A(0);
+        if (smoothing != 0) {
+            r.each(width, [&](A v) { sum += v - e.maximum; });
+            sum = row_sum<THREADS>(sum);
+        }
+        if (threadIdx.x == 0) {
+            const A at_label = label.valid ? wide(x[row * length + label.at]) - e.maximum : A(0);
+            losses[row] = loss_of(label, at_label, sum, e.total, length, A(smoothing));
+        }
+    }
+}
+
+template <class A>
+__device__ inline A slope_of(A p, bool here, A scale, i64 classes, A smoothing)
+{
+    A d = p * scale;
+    if (here) d -= (A(1) - smoothing) * scale;
+    return smoothing != A(0) ? d - smoothing / A(classes) * scale : d;
+}
+
+// The softmax is computed again: cheaper than writing it in the forward pass and reading it back. What does not count is zero
+// by selection, so that a NaN in it goes nowhere.
+template <class T, int THREADS, int ITEMS, int VEC>
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
+    cross_entropy_backward(const Wide<T>* g, const T* x, const i64* labels, T* dx, i64 rows, i64 length,
+                           bool has_ignored, i64 ignored, double smoothing)
+{
+    using A = Wide<T>;
+    const int width = (int)length;
+    for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
+        Row<T, THREADS, ITEMS, VEC> r;
+        r.load(x + row * length, width);
+        const Label label = label_of(labels, row, length, has_ignored, ignored);
+        const Exponentials<A> e = row_exponentials(r, width);
+        const A scale = g[row], inverse = A(1) / e.total;
+        store_row<T, THREADS, ITEMS, VEC>(dx + row * length, width, [&](int j, int k, int column) {
+            const A p = exp(r.at(j, k) - e.maximum) * inverse;
+            return label.valid ? slope_of(p, column + k == label.at, scale, length, A(smoothing)) : A(0);
+        });
+    }
+}
+
+template <class T>
+__global__ void __launch_bounds__(LONG, 2)
+    cross_entropy_forward_long(const T* x, const i64* labels, Wide<T>* losses, i64 rows, i64 length, bool has_ignored,
+                               i64 ignored, double smoothing)
+{
+    using A = Wide<T>;
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T* r = x + row * length;
+        const Label label = label_of(labels, row, length, has_ignored, ignored);
+        const Exponentials<A> e = long_row_exponentials(r, length);
+        A sum = A(0);
+        if (smoothing != 0) {
+#pragma unroll 4
+            for (i64 i = threadIdx.x; i < length; i += LONG) sum += wide(r[i]) - e.maximum;
+            sum = row_sum<LONG>(sum);
+        }
+        if (threadIdx.x == 0) {
+            const A at_label = label.valid ? wide(r[label.at]) - e.maximum : A(0);
+            losses[row] = loss_of(label, at_label, sum, e.total, length, A(smoothing));
+        }
+    }
+}
+
+template <class T>
+__global__ void __launch_bounds__(LONG, 2)
+    cross_entropy_backward_long(const Wide<T>* g, const T* x, const i64* labels, T* dx, i64 rows, i64 length,
+                                bool has_ignored, i64 ignored, double smoothing)
+{
+    using A = Wide<T>;
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T* r = x + row * length;
+        const Label label = label_of(labels, row, length, has_ignored, ignored);
+        const Exponentials<A> e = long_row_exponentials(r, length);
+        const A scale = g[row], inverse = A(1) / e.total;
+#pragma unroll 4
+        for (i64 i = threadIdx.x; i < length; i += LONG) {
+            const A p = exp(wide(r[i]) - e.maximum) * inverse;
+            dx[row * length + i] =
+                narrow<T>(label.valid ? slope_of(p, i == label.at, scale, length, A(smoothing)) : A(0));
+        }
+    }
+}

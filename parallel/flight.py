@@ -1,0 +1,160 @@
+"""Runs on their way: waiting for gangs, and what is done when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distributed import Client, Future
+
+from ..arrays.errors import ClusterError, CollectiveTimeout, MeshtapeError, RankLost
+from . import gang, settings
+from .lease import Lease
+
+IN_FLIGHT = 4
+"""Runs that are submitted before the first of them is waited for."""
+
+
+class Gang:
+    """The futures of one run, one a process. ``on_end`` is called once, when all have ended or are given up."""
+
+    def __init__(
+        self, run: str, what: str, futures: Sequence[Future], on_end: Callable[[], None] | None = None
+    ) -> None:
+        self.run, self.what, self.futures = run, what, list(futures)
+        self._on_end, self._open = on_end, len(self.futures)
+        self._lock = threading.Lock()
+        if on_end is not None:
+            for f in self.futures:
+                f.add_done_callback(self._one_ended)
+
+    def _one_ended(self, _: Future) -> None:
+        with self._lock:
+            self._open -= 1
+            last = self._open == 0
+        if last:
+            self.end()
+
+    def end(self) -> None:
+        """Nothing of this gang is waited for any more."""
+        with self._lock:
+            fn, self._on_end = self._on_end, None
+        if fn is not None:
+            fn()
+
+    @property
+    def done(self) -> bool:
+        return all(f.done() for f in self.futures)
+
+
+def failed(f: Future) -> bool:
+    """Whether a task failed, by itself or with its worker."""
+    return f.status in ("error", "cancelled", "lost") or (f.status == "finished" and f.type is gang.Failure)
+
+
+class Flight:
+    """The runs of one mesh that were submitted and not yet waited for."""
+
+    def __init__(self, client: Client, mesh: bytes, addresses: Sequence[str], lease: Lease) -> None:
+        self.client, self.mesh, self.addresses, self.lease = client, mesh, addresses, lease
+        self.gangs: deque[Gang] = deque()
+        self.epoch = 0
+
+    def check(self) -> None:
+        """Raise what went wrong in an earlier run, if anything did."""
+        while self.gangs and self.gangs[0].done:
+            self.settle(self.gangs[0])
+
+    def land(self) -> None:
+        """Wait for everything; an error has nobody left to tell."""
+        while self.gangs:
+            with contextlib.suppress(MeshtapeError):
+                self.settle(self.gangs[0])
+
+    def settle(self, this: Gang) -> None:
+        """Wait until a gang has ended; raise its error, the cause before its consequences."""
+        pending = list(this.futures)
+        failed_at: float | None = None
+        grace = settings.number("timeouts.abort")
+        # Not distributed.wait: it needs a current client, and to set one changes Dask's configuration for all threads.
+        ended = threading.Event()
+        for f in pending:
+            if not f.done():
+                f.add_done_callback(lambda _: ended.set())
+        while pending:
+            if not any(f.done() for f in pending):
+                ended.wait(0.2 if failed_at else 5)
+            ended.clear()
+            pending = [f for f in pending if not f.done()]
+            if failed_at is None and any(map(failed, this.futures)):
+                failed_at = time.monotonic()
+                if pending:
+                    self._stop_the_rest()
+            if failed_at is not None and time.monotonic() - failed_at > grace:
+                break
+            if pending and self.client.status != "running":
+                raise ClusterError(f"the Dask client is {self.client.status}: the cluster went away during {this.what}")
+        if this in self.gangs:
+            self.gangs.remove(this)
+        if failed_at is None and not any(map(failed, this.futures)):
+            return
+        self.epoch += 1  # the next run connects anew
+        for g in (this, *self.gangs):
+            g.end()
+        self.gangs.clear()
+        self.lease.forget(f for f in this.futures if not f.done())
+        raise self._cause(this)
+
+    def _cause(self, this: Gang) -> MeshtapeError:
+        errors: list[BaseException] = []
+        for f in this.futures:
+            if f.status == "error":
+                errors.append(f.exception() or RankLost(f"the task {f.key} failed"))
+            elif f.status in ("cancelled", "lost"):
+                errors.append(RankLost(f"the task {f.key} was {f.status}: its worker left the cluster"))
+            elif failed(f):
+                errors.append(self._failure(f))
+        # A rank that failed by itself explains the others, which only noticed.
+        errors.sort(
+            key=lambda e: (isinstance(e, RankLost | CollectiveTimeout), " stopped: " in str(e) or " left" in str(e))
+        )
+        cause = errors[0]
+        if isinstance(cause, MeshtapeError):
+            return cause
+        lost = RankLost(f"a worker failed while it ran {this.what}: {type(cause).__name__}: {cause}")
+        lost.__cause__ = cause
+        return lost
+
+    def _failure(self, f: Future) -> BaseException:
+        """What a task says about its failure; where its worker has no answer any more, that it failed."""
+        try:
+            found = f.result(timeout=settings.number("timeouts.abort"))
+        except Exception as e:
+            return RankLost(f"the task {f.key} failed, and its worker left: {type(e).__name__}")
+        return found.error if isinstance(found, gang.Failure) else RankLost(f"the task {f.key} was run again")
+
+    def _stop_the_rest(self) -> None:
+        """Workers that still wait for one that failed are told; nobody waits for their answer, as one may have none."""
+        alive = set(self.client.scheduler_info(n_workers=-1)["workers"])
+        there, epoch = [a for a in self.addresses if a in alive], self.epoch
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):  # it hastens an end that timeouts would bring as well
+                self.client.run(gang.stop_epoch, self.mesh, epoch, workers=there, on_error="return")
+
+        threading.Thread(target=tell, name="meshtape-stop", daemon=True).start()
+
+    def gather(self, this: Gang) -> list[Any]:
+        """The results of a gang, brought here."""
+        self.settle(this)
+        for direct in (True, False):
+            try:
+                return self.client.gather(this.futures, direct=direct)
+            except OSError:
+                if not direct:
+                    raise
+        raise AssertionError

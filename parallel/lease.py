@@ -1,0 +1,124 @@
+"""A client's lease on the workers of its meshes: the client's side of ``scheduler``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from distributed import Client, Future
+
+from . import settings
+from .scheduler import YIELD
+
+
+class Lease:
+    """One a client. Gangs are submitted between :meth:`enter` and :meth:`leave`; in between the workers are this client's."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = weakref.ref(client)
+        self._name = client.id
+        self._changed = threading.Condition()
+        self._held: frozenset[str] = frozenset()
+        self._busy = 0
+        self._wanted = False
+        self._asking = False
+        self.order = threading.Lock()
+        """Held while a gang is submitted: all workers get gangs in one order."""
+        self.last: dict[str, Future] = {}
+        """The last gang task of each worker: the next one comes after it."""
+        me = weakref.ref(self)
+
+        def asked(event: Any) -> None:
+            lease = me()
+            if lease is not None:
+                # Not on the event loop's thread, which an answer to the scheduler needs.
+                threading.Thread(target=lease._yield, name="meshtape-yield", daemon=True).start()
+
+        client.subscribe_topic(YIELD + self._name, asked)
+
+    def enter(self, workers: Iterable[str]) -> None:
+        """Wait until these workers are this client's, and keep them until :meth:`leave`."""
+        needed = frozenset(workers)
+        with self._changed:
+            while True:
+                if self._asking:
+                    self._changed.wait()
+                elif needed <= self._held and not self._wanted:
+                    self._busy += 1
+                    return
+                elif self._busy:  # what is on its way ends first
+                    self._changed.wait(1.0)
+                else:
+                    break
+            self._asking = True
+            wanted = needed | self._held
+            held, self._held, self._wanted = self._held, frozenset(), False
+        try:
+            if held:
+                self._call("meshtape_release", name=self._name)
+            patience = settings.number("timeouts.lease")
+            self._call("meshtape_acquire", name=self._name, workers=sorted(wanted), patience=patience)
+        except BaseException:
+            with self._changed:
+                self._asking = False
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._asking = False
+            self._held = wanted
+            self._busy += 1
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """A gang has ended."""
+        with self._changed:
+            self._busy -= 1
+            self._changed.notify_all()
+        self._give_up()
+
+    def forget(self, futures: Iterable[Future]) -> None:
+        """What comes next must not wait for these tasks: they were given up."""
+        given_up = set(futures)
+        with self.order:
+            for address, f in list(self.last.items()):
+                if f in given_up or f.status in ("error", "cancelled", "lost"):
+                    del self.last[address]
+
+    def _yield(self) -> None:
+        with self._changed:
+            self._wanted = True
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Release what is held, if others want it and nothing is on its way."""
+        with self._changed:
+            if not self._wanted or self._busy or self._asking or not self._held:
+                return
+            self._asking = True
+            self._held, self._wanted = frozenset(), False
+        with contextlib.suppress(Exception):  # the scheduler is gone: so is the lease
+            self._call("meshtape_release", name=self._name)
+        with self._changed:
+            self._asking = False
+            self._changed.notify_all()
+
+    def _call(self, op: str, **kwargs: Any) -> None:
+        client = self._client()
+        if client is not None and client.status == "running":
+            client.sync(getattr(client.scheduler, op), **kwargs)
+
+
+_leases: weakref.WeakKeyDictionary[Client, Lease] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def lease_of(client: Client) -> Lease:
+    """The lease of a client: one for all its meshes."""
+    with _lock:
+        found = _leases.get(client)
+        if found is None:
+            found = _leases[client] = Lease(client)
+        return found

@@ -1,0 +1,104 @@
+"""Memory of blocks, used again.
+
+A program makes arrays of the same few sizes in every step. Memory that comes fresh from the system is cleared and mapped page by page
+when it is first written, which costs up to three times the work on it; and Dask's nannies start workers with an allocator that gives
+everything back at once. So large blocks take their memory from a pool of this process, and it comes back when the last array on it is
+gone, by itself: no array is ever used again while somebody can see it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+SMALLEST = 64 << 10
+"""Smaller arrays are NumPy's business: its own cache serves them."""
+
+
+class Pool:
+    """Buffers by size. ``limit`` bounds the bytes that are kept while nobody uses them; the oldest go first.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> pool = Pool(limit=1 << 20)
+    >>> a = pool.empty((256, 256), np.dtype(np.float64))
+    >>> address = a.ctypes.data
+    >>> del a
+    >>> pool.empty((512, 256), np.dtype(np.float32)).ctypes.data == address
+    True
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._free: OrderedDict[int, list[np.ndarray]] = OrderedDict()
+        self._kept = 0
+        self._lent: dict[int, tuple[Any, np.ndarray]] = {}
+        self._lock = threading.RLock()  # a collection may end an array's life in the middle of a call
+
+    @property
+    def kept(self) -> int:
+        """Bytes that nobody uses."""
+        return self._kept
+
+    @property
+    def lent(self) -> int:
+        """Bytes in use."""
+        with self._lock:
+            return sum(raw.nbytes for _, raw in self._lent.values())
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array whose content is whatever was there."""
+        size = dtype.itemsize
+        for n in shape:
+            size *= n
+        if size < SMALLEST or self.limit == 0:
+            return np.empty(shape, dtype)
+        size = _rounded(size)
+        with self._lock:
+            stack = self._free.get(size)
+            if stack:
+                raw = stack.pop()
+                self._kept -= size
+                if not stack:
+                    del self._free[size]
+            else:
+                raw = np.empty(size, np.uint8)
+            # The memoryview is what all arrays on this memory hold; when it goes, they are gone.
+            memory = memoryview(raw)
+            key = id(memory)
+            self._lent[key] = weakref.ref(memory, lambda _: self._back(key)), raw
+        return np.ndarray(shape, dtype, buffer=memory)
+
+    def _back(self, key: int) -> None:
+        with self._lock:
+            _, raw = self._lent.pop(key)
+            self._free.setdefault(raw.nbytes, []).append(raw)
+            self._free.move_to_end(raw.nbytes)
+            self._kept += raw.nbytes
+            while self._kept > self.limit:
+                size, stack = next(iter(self._free.items()))
+                stack.pop()
+                self._kept -= size
+                if not stack:
+                    del self._free[size]
+
+    def clear(self) -> None:
+        """Give back what nobody uses."""
+        with self._lock:
+            self._free.clear()
+            self._kept = 0
+
+
+def _rounded(size: int) -> int:
+    """Sizes in steps of an eighth of a power of two: blocks of nearly one size share memory."""
+    step = max(4096, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
+
+
+POOL = Pool(limit=1 << 30)
+"""Of this process. Workers set its limit from ``meshtape.pool`` in Dask's configuration."""

@@ -1,0 +1,158 @@
+"""What runs on the Dask scheduler: whose turn it is, and who must hear that somebody is gone.
+
+Gangs of two clients on the same workers would wait for each other for ever, one started first here and the other there. So a client
+holds a *lease* on the workers of its meshes while its gangs run. It keeps the lease without asking again until another client wants one
+of the workers; it is then told, ends what is on its way, and gives the lease up. The scheduler takes the lease from a client that
+leaves, or that does nothing with it for a while when others wait.
+
+The scheduler also learns first that a worker or a client is gone: it tells the workers of the meshes concerned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import SchedulerPlugin
+
+YIELD = "meshtape-yield-"
+"""Topic, followed by a client's name, under which it is told that others wait."""
+
+
+@dataclass(eq=False)
+class Wish:
+    """A client that waits for workers."""
+
+    client: str
+    workers: frozenset[str]
+    granted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class MeshtapeScheduler(SchedulerPlugin):
+    """See the module. Its state is touched by the scheduler's event loop alone."""
+
+    name = "meshtape"
+    idempotent = True
+
+    async def start(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.holders: dict[str, frozenset[str]] = {}
+        self.waiting: deque[Wish] = deque()
+        self.meshes: dict[bytes, tuple[str, tuple[str, ...]]] = {}
+        self._idle_since: dict[str, float] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Task[Any]] = set()
+        scheduler.handlers["meshtape_acquire"] = self.acquire
+        scheduler.handlers["meshtape_release"] = self.release
+        scheduler.handlers["meshtape_open"] = self.open
+        scheduler.handlers["meshtape_closed"] = self.closed
+
+    async def before_close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    # ----- leases -----------------------------------------------------------------------------------------------------
+
+    async def acquire(self, name: str, workers: Iterable[str], patience: float) -> None:
+        """Give a client these workers, when its turn comes. ``patience`` is the seconds after which a holder that does nothing
+        loses them."""
+        wish = Wish(name, frozenset(workers))
+        self.waiting.append(wish)
+        self._grant()
+        if wish.granted.is_set():
+            return
+        self._ask_holders()
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._revoke_idle(patience))
+        try:
+            await wish.granted.wait()
+        except asyncio.CancelledError:
+            if wish in self.waiting:
+                self.waiting.remove(wish)
+            raise
+
+    async def release(self, name: str) -> None:
+        """A client gives up its workers."""
+        self._free(name)
+
+    def _free(self, name: str) -> None:
+        self.holders.pop(name, None)
+        self._idle_since.pop(name, None)
+        self._grant()
+
+    def _grant(self) -> None:
+        """In the order of asking; who waits for other workers is not held up."""
+        taken = {w for name, workers in self.holders.items() for w in workers}
+        for wish in list(self.waiting):
+            if wish.workers.isdisjoint(taken):
+                self.waiting.remove(wish)
+                self.holders[wish.client] = wish.workers
+                wish.granted.set()
+            taken |= wish.workers
+        if self.waiting:
+            self._ask_holders()
+
+    def _ask_holders(self) -> None:
+        wanted = {w for wish in self.waiting for w in wish.workers}
+        for name, workers in self.holders.items():
+            if not wanted.isdisjoint(workers):
+                self.scheduler.log_event(YIELD + name, {"waiting": len(self.waiting)})
+
+    async def _revoke_idle(self, patience: float) -> None:
+        """While clients wait: take the lease from holders that had nothing on their workers for ``patience`` seconds."""
+        while self.waiting:
+            await asyncio.sleep(min(1.0, patience / 4))
+            now = time.monotonic()
+            for name in list(self.holders):
+                if self._is_busy(name):
+                    self._idle_since.pop(name, None)
+                elif now - self._idle_since.setdefault(name, now) > patience:
+                    self._free(name)
+
+    def _is_busy(self, name: str) -> bool:
+        client = self.scheduler.clients.get(name)
+        tasks = client.wants_what if client is not None else ()
+        return any(
+            ts.state in ("waiting", "processing", "queued", "no-worker") and str(ts.key).startswith("meshtape-")
+            for ts in tasks
+        )
+
+    # ----- comings and goings -----------------------------------------------------------------------------------------
+
+    async def open(self, name: str, mesh: bytes, workers: Iterable[str]) -> None:
+        """A client made a mesh on these workers."""
+        self.meshes[mesh] = name, tuple(workers)
+
+    async def closed(self, mesh: bytes) -> None:
+        """A mesh was closed."""
+        self.meshes.pop(mesh, None)
+
+    def remove_client(self, scheduler: Any, client: str) -> None:
+        self.waiting = deque(w for w in self.waiting if w.client != client)
+        self._free(client)
+        for mesh, (name, workers) in list(self.meshes.items()):
+            if name == client:
+                del self.meshes[mesh]
+                self._tell({"op": "meshtape_forget", "mesh": mesh}, workers)
+
+    def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
+        for mesh, (_, workers) in self.meshes.items():
+            if worker in workers:
+                others = [w for w in workers if w != worker]
+                self._tell({"op": "meshtape_left", "mesh": mesh, "worker_left": worker}, others)
+
+    def valid_workers_downscaling(self, scheduler: Any, workers: list[Any]) -> list[Any]:
+        # Members of a mesh hold its blocks: an adaptive cluster must not end them.
+        members = {w for _, used in self.meshes.values() for w in used}
+        return [w for w in workers if w.address not in members]
+
+    def _tell(self, message: dict[str, Any], workers: Iterable[str]) -> None:
+        there = [w for w in workers if w in self.scheduler.workers]
+        if there:
+            task = asyncio.ensure_future(self.scheduler.broadcast(msg=message, workers=there, on_error="return"))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)

@@ -1,0 +1,63 @@
+"""What can be set under ``meshtape`` in Dask's configuration, with the defaults.
+
+========================  ==========================================================================================
+``transport``             ``auto``: what is fastest between each two workers; ``sockets``: no shared memory;
+                          ``comms``: Dask's own connections, where no further port may be opened
+``timeouts.collective``   seconds that a rank waits for others in one collective
+``timeouts.silence``      seconds after which a rank asks whether those it waits for are alive at all; they have as
+                          long to answer
+``timeouts.abort``        seconds that the client waits for the other ranks after one failed
+``timeouts.lease``        seconds that a client which stands still may keep others from the workers
+``bucket``                bytes of gradients that are reduced together
+``overlap``               the least bytes for which a collective runs beside the computation; 0: never
+``pool``                  bytes of unused memory that a worker keeps for its blocks
+``loop``                  turns of ``mt.scan`` that one task runs
+========================  ==========================================================================================
+
+Like all of Dask's configuration it is read from files, from the environment (``DASK_MESHTAPE__TRANSPORT=comms``) and set by
+``dask.config.set``. The client's settings are those of its meshes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask
+
+from ..arrays.errors import MeshError
+
+DEFAULTS: dict[str, Any] = {
+    "meshtape": {
+        "transport": "auto",
+        "timeouts": {"collective": 60.0, "silence": 5.0, "abort": 10.0, "lease": 10.0},
+        "bucket": 4 << 20,
+        "overlap": 1 << 20,
+        "pool": 1 << 30,
+        "loop": 64,
+    }
+}
+dask.config.update_defaults(DEFAULTS)
+
+TRANSPORTS = ("auto", "sockets", "comms")
+
+
+def number(name: str) -> float:
+    """A setting that is a number. Raises :class:`MeshError` where it is none, or negative."""
+    value = dask.config.get(f"meshtape.{name}")
+    try:
+        found = float(dask.utils.parse_bytes(value)) if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        found = -1.0
+    if found < 0:
+        raise MeshError(f"meshtape.{name} in Dask's configuration must be a number that is not negative, got {value!r}")
+    return found
+
+
+def transport() -> str:
+    """How processes are to be connected."""
+    value = dask.config.get("meshtape.transport")
+    if value not in TRANSPORTS:
+        raise MeshError(
+            f"meshtape.transport in Dask's configuration must be one of {', '.join(TRANSPORTS)}, got {value!r}"
+        )
+    return value

@@ -1,0 +1,238 @@
+"""``mt.shard_map``: code that is written for one rank, and run by all of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..arrays import tree as trees
+from ..arrays._array import Array
+from ..arrays._op import Op
+from ..arrays.errors import MeshError, ShardingConflict
+from ..arrays.program import ShapeDtype, freeze
+from ..arrays.rowsum import densify
+from ..autodiff.signature import Wrapper, arrays_in, as_array, leaf_key, outside, outside_key
+from .mesh import Mesh
+from .placement import Layout, Partial, Placement, Replicate, Shard, Sharding
+from .rank_code import RankCode
+from .rank_trace import RankTrace, RankTracer
+
+_ARRAY = object()
+
+
+class _Derived:
+    """Notices results that are computed, while the code is traced, from arrays around it: they are right for this call alone."""
+
+    def __init__(self, known: Sequence[Array]) -> None:
+        self.known = {id(x): x for x in known}
+        self.found = False
+
+    def watches(self, x: Array) -> bool:
+        return False
+
+    def record(self, op: Op, args: tuple[Any, ...], outs: tuple[Array, ...], *rest: Any) -> None:
+        if any(isinstance(o._buf, RankTracer) for o in outs):
+            return
+        if any(id(a) in self.known for a in args):
+            self.found = True
+
+
+class ShardMapped(Wrapper):
+    """A function of blocks as a function of whole arrays; see :func:`shard_map`."""
+
+    def __init__(self, fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placements: Any) -> None:
+        if not isinstance(mesh, Mesh):
+            raise MeshError(f"[shard_map] the second argument is a Mesh, got {type(mesh).__name__}")
+        self._fn, self.mesh = fn, mesh
+        self._in, self._out = in_placements, out_placements
+        self._cache: dict[Any, tuple[RankCode, trees.TreeDef, list[Any]]] = {}
+        functools.update_wrapper(self, fn, updated=())
+
+    def functions(self) -> list[Callable[..., Any]]:
+        return [self._fn]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"shard_map({getattr(self._fn, '__name__', self._fn)!s}, {self.mesh})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = trees.flatten((args, kwargs))
+        leaves = [as_array(x) for x in leaves]
+        arrays = [x for x in leaves if isinstance(x, Array)]
+        densify(arrays)
+        keys = tuple((x.shape, x.dtype) if isinstance(x, Array) else leaf_key(x) for x in leaves)
+        key = (treedef, keys, outside_key(self._fn))
+        found = self._cache.get(key)
+        if found is None:
+            *found, keep = self._traced(args, kwargs, leaves, treedef)  # type: ignore[assignment]
+            if keep:
+                self._cache[key] = found  # type: ignore[assignment]
+        code, out_def, statics = found  # type: ignore[misc]
+        results = iter(code(arrays))
+        return trees.unflatten(out_def, [next(results) if s is _ARRAY else s for s in statics])
+
+    def _traced(self, args: Any, kwargs: Any, leaves: Sequence[Any], treedef: trees.TreeDef) -> Any:
+        from ..arrays._op import recording
+
+        name = getattr(self._fn, "__name__", "shard_map")
+        specs = self._in if isinstance(self._in, tuple) else tuple(self._in for _ in args)
+        if len(specs) != len(args):
+            raise ShardingConflict(f"[shard_map] {len(specs)} in_placements for {len(args)} positional argument(s) of {name}")
+        wanted = [
+            *_spread(self.mesh, specs, args, "argument"),
+            *[Sharding(self.mesh) for _ in trees.flatten(kwargs)[0]],
+        ]
+        in_avals, in_layouts = [], []
+        for x, sharding, (path, _) in zip(leaves, wanted, trees.flatten_with_path((args, kwargs)), strict=True):
+            if isinstance(x, Array):
+                try:
+                    in_layouts.append(sharding.check(x.shape, x.dtype).layout)
+                except ShardingConflict as e:
+                    raise ShardingConflict(f"[shard_map] argument {trees.path_name(path[1:])} of {name}: {e}") from None
+                in_avals.append(ShapeDtype(tuple(x.shape), x.dtype))
+        results: dict[int | None, tuple[trees.TreeDef, list[Any], list[Layout]]] = {}
+
+        def body(trace: RankTrace, arguments: Sequence[Array]) -> Sequence[Array]:
+            given = iter(arguments)
+            a, k = trees.unflatten(treedef, [next(given) if isinstance(x, Array) else x for x in leaves])
+            outs, out_def = trees.flatten(self._fn(*a, **k))
+            densify(outs)
+            found = _spread(self.mesh, (self._out,), (trees.unflatten(out_def, outs),), "result")
+            lifted = [x for x in outs if isinstance(x, Array)]
+            shardings = [s for s, x in zip(found, outs, strict=True) if isinstance(x, Array)]
+            layouts = [s.check(x.shape, x.dtype).layout for s, x in zip(shardings, lifted, strict=True)]
+            results[trace.rank] = (out_def, [_ARRAY if isinstance(x, Array) else x for x in outs], layouts)
+            results.setdefault(None, results[trace.rank])
+            return lifted
+
+        derived = _Derived([x for v in outside(self._fn) for x in arrays_in(v)])
+        with recording(derived):
+            code = RankCode(
+                name,
+                self.mesh,
+                in_avals,
+                in_layouts,
+                lambda i, varying: results[None][2][i],
+                body,
+                lambda i: f"result {i} of {name}",
+            )
+        out_def, statics, _ = results[None]
+        if any(r[0] != out_def or freeze(r[1]) != freeze(statics) for r in results.values()):
+            raise ShardingConflict(f"[shard_map] the ranks of {name} return different trees")
+        return code, out_def, statics, not derived.found
+
+
+def _is_spec(x: Any) -> bool:
+    """Whether this says placements: a Sharding, or a dict from names of axes to placements."""
+    if isinstance(x, Sharding) or x is None:
+        return True
+    return isinstance(x, dict) and all(isinstance(p, Shard | Replicate | Partial) for p in x.values())
+
+
+def _spread(mesh: Mesh, specs: Any, tree: Any, what: str) -> list[Sharding]:
+    """The sharding of each leaf of ``tree``, from a tree of placements of which a leaf may stand for a whole branch."""
+    out: list[Sharding] = []
+
+    def walk(spec: Any, x: Any, path: tuple[Any, ...]) -> None:
+        if _is_spec(spec):
+            sharding = _sharding(mesh, spec, f"{what} {trees.path_name(path) or '0'}")
+            out.extend(sharding for _ in trees.flatten(x)[0])
+            return
+        children, theirs = _children(spec), _children(x)
+        if children is None or theirs is None or children.keys() != theirs.keys():
+            raise ShardingConflict(
+                f"[shard_map] the placements of {what} {trees.path_name(path) or '0'} are {spec!r}, which fits no "
+                f"{type(x).__name__}: give {{axis: Shard(dim)}}, {{}} (replicated), or a tree of these like the {what}"
+            )
+        for k in theirs:
+            walk(children[k], theirs[k], (*path, k))
+
+    for i, (spec, x) in enumerate(zip(specs, tree, strict=True)):
+        walk(spec, x, (i,))
+    return out
+
+
+def _children(x: Any) -> Mapping[Any, Any] | None:
+    if isinstance(x, dict):
+        return x
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return dict(zip(x._fields, x, strict=True))
+    if isinstance(x, list | tuple):
+        return dict(enumerate(x))
+    if hasattr(type(x), "__dataclass_fields__") and not isinstance(x, Array):
+        return {n: getattr(x, n) for n in type(x).__dataclass_fields__}
+    return None
+
+
+def _sharding(mesh: Mesh, spec: Sharding | dict[str, Placement] | None, what: str) -> Sharding:
+    if isinstance(spec, Sharding):
+        if spec.mesh is not mesh:
+            raise MeshError(f"[shard_map] the sharding of {what} is of another mesh: {spec.mesh}, not {mesh}")
+        return spec
+    return Sharding(mesh, **(spec or {}))
+
+
+def shard_map(
+    fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placements: Any
+) -> Callable[..., Any]:
+    """Code that is written for one rank, as a function of whole arrays.
+
+    Inside ``fn`` an array is one rank's block, and nothing moves between ranks but by the collectives: :func:`all_reduce`,
+    :func:`all_gather`, :func:`reduce_scatter`, :func:`all_to_all`, :func:`permute` and :func:`broadcast`. Outside it is an
+    ordinary function: it nests in ``mt.grad`` and ``mt.compile``, at any order, on virtual meshes and on Dask.
+
+    Parameters
+    ----------
+    fn
+        Takes and returns trees of arrays. It is traced, like a compiled function: Python code in it runs once a signature (and
+        once a rank, where blocks differ in shape or ``int(mt.axis_index(…))`` is asked for).
+    mesh
+        Whose ranks run it.
+    in_placements
+        A tuple with the placements of each positional argument: ``{"data": mt.Shard(0)}``, ``{}`` for replicated, a
+        :class:`Sharding`, or a tree of these like the argument, of which a leaf may stand for a whole branch. One that is no
+        tuple serves for all arguments. Arguments that are elsewhere are moved. Keyword arguments replicate.
+    out_placements
+        The same for what ``fn`` returns. ``Shard(dim)`` joins the ranks' results, ``Partial(op)`` leaves them to be reduced,
+        and what replicates must be the same on all ranks.
+
+    Returns
+    -------
+    function
+        Of whole arrays.
+
+    Raises
+    ------
+    ShardingConflict
+        For a result that is declared replicated although ranks may hold different values (a reduction was forgotten), and for
+        blocks that do not make up an array.
+    MeshError
+        For a value that is reduced twice, unknown axes, arrays of other meshes, collectives outside.
+    CollectiveMismatch
+        Where ranks that go different ways would wait for each other for ever. It is raised before anything runs.
+
+    Notes
+    -----
+    The gradient of a replicated argument is the sum over the ranks: inside ``fn``, ``mt.grad`` gives it reduced already; from
+    outside it is left pending, and reduced late and together with others. See :mod:`meshtape.parallel.rank_ops` for the pairs of
+    forward and backward collectives, and for how values are typed (JAX, *Autodiff and sharding*).
+
+    Examples
+    --------
+    A linear layer whose columns, and one whose rows are split (Megatron-LM):
+
+    >>> import meshtape as mt
+    >>> mesh = mt.Mesh({"model": 2})
+    >>> def layer(x, w1, w2):
+    ...     return mt.all_reduce(mt.nn.relu(x @ w1) @ w2, "model")
+    >>> cols, rows = {"model": mt.Shard(1)}, {"model": mt.Shard(0)}
+    >>> f = mt.shard_map(layer, mesh, ({}, cols, rows), {})
+    >>> f(mt.ones((1, 2)), mt.ones((2, 4)), mt.ones((4, 1)))
+    Array([[8.]], dtype=float64, sharding=Sharding(model=Replicate()))
+    >>> mt.grad(lambda w: f(mt.ones((1, 2)), w, mt.ones((4, 1))).sum())(mt.ones((2, 4))).shape
+    (2, 4)
+    """
+    return ShardMapped(fn, mesh, in_placements, out_placements)

@@ -1,0 +1,160 @@
+"""Going on when workers are lost or come: which mesh the run gets next.
+
+The policy is a value. When a rank is lost the run waits a moment for its worker to come back (a nanny starts a new one within a
+second), then builds a mesh of the workers that are there, puts the newest snapshot on it and goes on. With ``on_loss="shrink"``
+each worker keeps the number of ranks it had, and the data axis gets shorter; with ``"keep"`` the mesh keeps its axes, and workers
+take more ranks each, so that the numbers stay the same to the bit. All other axes keep their lengths in either case: where too few
+workers are left for them, workers take more ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...arrays.errors import ClusterError, CollectiveTimeout, MeshtapeError, RankLost, TrainingError, WorkerMismatch
+from ..mesh import Mesh
+from ..models.plans import AXES
+from ..runtime import LocalRuntime
+
+POLL = 0.2
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What to do when workers are lost or come.
+
+    Parameters
+    ----------
+    max_restarts
+        How many losses a run survives; the next one ends it.
+    on_loss
+        ``"shrink"`` or ``"keep"``; see the module.
+    rejoin
+        Seconds that lost workers are waited for before the run goes on without them.
+    min_workers
+        Fewer are waited for, up to ``patience`` seconds.
+    patience
+        Seconds until a run without ``min_workers`` gives up.
+    most
+        Length to which the data axis may grow when workers are added; by default the one that it began with.
+    """
+
+    max_restarts: int = 3
+    on_loss: Literal["shrink", "keep"] = "shrink"
+    rejoin: float = 10.0
+    min_workers: int = 1
+    patience: float = 300.0
+    most: int | None = None
+
+    __is_tree__ = False
+
+    def __post_init__(self) -> None:
+        if self.on_loss not in ("shrink", "keep"):
+            raise TrainingError(f"on_loss must be 'shrink' or 'keep', got {self.on_loss!r}")
+        if self.max_restarts < 0 or self.min_workers < 1 or self.rejoin < 0 or self.patience < 0:
+            raise TrainingError(f"numbers of {self} cannot be negative, and a run needs a worker")
+
+    def axes(self, first: dict[str, int], per_worker: int, workers: int, fits: Callable[[int], bool]) -> dict[str, int]:
+        """Axes of the next mesh.
+
+        Parameters
+        ----------
+        first
+            The axes that the run began with.
+        per_worker
+            Ranks of a worker then.
+        workers
+            How many there are now.
+        fits
+            Whether the batch divides over so many data ranks.
+
+        Examples
+        --------
+        >>> Elastic().axes({"data": 4, "model": 2}, 1, 6, lambda n: 12 % n == 0)
+        {'data': 3, 'model': 2}
+        >>> Elastic(on_loss="keep").axes({"data": 4, "model": 2}, 1, 6, lambda n: True)
+        {'data': 4, 'model': 2}
+        """
+        data = AXES["dp"]
+        if self.on_loss == "keep" or data not in first:
+            return dict(first)
+        others = 1
+        for name, n in first.items():
+            others *= 1 if name == data else n
+        room = max(1, workers * per_worker // others)
+        most = first[data] if self.most is None else max(self.most, first[data])
+        return {**first, data: next(n for n in range(min(most, room), 0, -1) if fits(n) or n == 1)}
+
+
+def workers_of(mesh: Mesh) -> list[str]:
+    """Addresses of a mesh's workers; none for a mesh of this process."""
+    return [] if isinstance(mesh.runtime, LocalRuntime) else list(mesh.runtime.addresses)  # type: ignore[attr-defined]
+
+
+def client_of(mesh: Mesh | None) -> Any:
+    """The Dask client of a mesh, or None."""
+    return None if mesh is None or isinstance(mesh.runtime, LocalRuntime) else mesh.runtime.client  # type: ignore[attr-defined]
+
+
+def alive(client: Any) -> list[str]:
+    """Workers that the scheduler has now."""
+    return sorted(client.scheduler_info(n_workers=-1)["workers"])
+
+
+def is_loss(error: BaseException, mesh: Mesh | None) -> bool:
+    """Whether an error means that the cluster lost something, and not that the job is wrong.
+
+    The scheduler is asked: an error of any kind while a worker of the mesh is gone was caused by that.
+    """
+    client = client_of(mesh)
+    if client is None or mesh is None or isinstance(error, WorkerMismatch):
+        return False
+    if client.status != "running":
+        return False  # nothing is left to go on with
+    if isinstance(error, RankLost | CollectiveTimeout):
+        return True
+    if not isinstance(error, MeshtapeError | OSError | RuntimeError | TimeoutError):
+        return False
+    until = time.monotonic() + 2.0  # a peer knows of a death before the scheduler does
+    while time.monotonic() < until:
+        if set(workers_of(mesh)) - set(alive(client)):
+            return True
+        time.sleep(POLL)
+    return False
+
+
+def rebuild(
+    mesh: Mesh, first: dict[str, int], per_worker: int, policy: Elastic, fits: Callable[[int], bool], wanted: int
+) -> Mesh:
+    """A new mesh in place of one that lost workers. ``wanted`` is how many workers the run began with.
+
+    Raises
+    ------
+    TrainingError
+        Where too few workers are there when patience ends.
+    """
+    client = client_of(mesh)
+    with contextlib.suppress(MeshtapeError, OSError, TimeoutError):  # half of it is gone
+        mesh.close()
+    began = time.monotonic()
+    while True:
+        if client.status != "running":
+            raise ClusterError(f"the Dask client is {client.status}: the cluster is gone, and the run with it")
+        there, waited = alive(client), time.monotonic() - began
+        if len(there) >= wanted or (len(there) >= policy.min_workers and waited >= policy.rejoin):
+            try:
+                return Mesh(policy.axes(first, per_worker, len(there), fits), client=client, workers=there)
+            except (MeshtapeError, OSError, TimeoutError):
+                if (
+                    waited >= policy.patience
+                ):  # a worker that goes while the mesh is built is simply not there next time
+                    raise
+        elif waited >= policy.patience:
+            raise TrainingError(
+                f"{len(there)} worker(s) are left and {policy.min_workers} are needed; waited {waited:.0f} s for more"
+            )
+        time.sleep(POLL)

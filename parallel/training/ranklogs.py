@@ -1,0 +1,85 @@
+"""Logs of all ranks of a job in one place: a file a worker, written as the lines come."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from distributed import WorkerPlugin
+
+TOPIC = "meshtape-logs"
+LOGGERS = {"": logging.WARNING, "meshtape": logging.INFO, "distributed.worker": logging.INFO}
+"""What is collected: warnings of any library, and what workers say of themselves."""
+
+
+class _ToScheduler(logging.Handler):
+    """Sends lines to whoever subscribed; what cannot be sent is lost, as logging must not end a job."""
+
+    def __init__(self, worker: Any) -> None:
+        super().__init__()
+        self.worker = worker
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            self.worker.log_event(TOPIC, {"worker": self.worker.address, "line": self.format(record)})
+
+
+class ForwardLogs(WorkerPlugin):
+    """Installed on every worker, also on those that come later."""
+
+    name = TOPIC
+
+    def setup(self, worker: Any) -> None:
+        """Called by Dask when the worker gets the plugin."""
+        self.handlers = []
+        for name, level in LOGGERS.items():
+            handler = _ToScheduler(worker)
+            handler.setLevel(level)
+            # A record passes the handlers of its logger and of those above it: the root's must not take it again.
+            if not name:
+                handler.addFilter(lambda r: not r.name.startswith(tuple(n for n in LOGGERS if n)))
+            logging.getLogger(name).addHandler(handler)
+            self.handlers.append((name, handler))
+
+    def teardown(self, worker: Any) -> None:
+        """Called by Dask when the plugin is taken away, or the worker ends."""
+        for name, handler in self.handlers:
+            logging.getLogger(name).removeHandler(handler)
+
+
+def file_name(address: str) -> str:
+    """The file of a worker's log.
+
+    >>> file_name("tcp://10.0.0.1:40331")
+    '10.0.0.1_40331.log'
+    """
+    where = address.partition("://")[2] or address
+    return "".join(c if c.isalnum() or c in ".-" else "_" for c in where) + ".log"
+
+
+@contextmanager
+def collected(client: Any, folder: Path) -> Iterator[None]:
+    """While it is open, what the workers of ``client`` log is appended to files in ``folder``; nothing without a client."""
+    if client is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def write(event: Any) -> None:
+        said = event[1]
+        with contextlib.suppress(OSError), (folder / file_name(said["worker"])).open("a", encoding="utf-8") as file:
+            file.write(said["line"] + "\n")
+
+    client.subscribe_topic(TOPIC, write)
+    client.register_plugin(ForwardLogs())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, TimeoutError, RuntimeError, ValueError):  # the cluster may be gone
+            client.unregister_worker_plugin(TOPIC)
+            client.unsubscribe_topic(TOPIC)

@@ -1,0 +1,58 @@
+"""Where a run is, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+METADATA_KEY = "meshtape.trainer"
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with each checkpoint, and all that a resumed run needs beside the state."""
+
+    step: int = 0
+    consumed: int = 0
+    epoch: int = 0
+    seed: int = 0
+    samples: int = 0
+    batch: int = 0
+    callbacks: dict[str, Any] = field(default_factory=dict)
+
+    __is_tree__ = False
+
+
+@dataclass
+class TrainResult:
+    """What became of a run.
+
+    Attributes
+    ----------
+    reason
+        ``"steps"``, ``"epochs"``, the name of a signal, or what :meth:`Trainer.stop` was told.
+    step, epoch, consumed
+        Steps done, epoch of the next sample, samples consumed.
+    loss
+        Of the last steps that were logged.
+    history
+        What was logged, in order.
+    restarts
+        How many losses of workers the run survived.
+    checkpoint
+        The newest checkpoint, if any.
+    """
+
+    reason: str
+    step: int
+    epoch: int
+    consumed: int
+    loss: float
+    history: list[dict[str, Any]]
+    restarts: int
+    checkpoint: str | None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal ended the run before its time."""
+        return self.reason.startswith("SIG")

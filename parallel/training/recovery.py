@@ -1,0 +1,133 @@
+"""How a run goes on after a loss of workers, or with added ones: another mesh, the newest snapshot, the same order of samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from ...arrays.errors import BatchSizeError, MeshtapeError, RestartsExhausted
+from ..mesh import Mesh
+from ..models.plans import AXES
+from .batching import batch_sizes
+from .elastic import Elastic, alive, client_of, is_loss, rebuild, workers_of
+from .records import Progress
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class Recovery:
+    """The part of a run that knows how it began, how often it was moved, and what it can go on from."""
+
+    def __init__(self, trainer: Trainer, policy: Elastic | None) -> None:
+        self.trainer, self.policy = trainer, policy
+        mesh = trainer.mesh
+        self.axes = {} if mesh is None else mesh.describe()
+        self.workers = [] if mesh is None else workers_of(mesh)
+        self.per_worker = -(-math.prod(self.axes.values()) // max(1, len(self.workers)))
+        self.restarts = 0
+        self.snapshot: tuple[Progress, Any] | None = None
+        self._failed_at: int | None = None
+
+    def take_snapshot(self) -> None:
+        """Keep the state in this process's memory."""
+        t = self.trainer
+        self.snapshot = (dataclasses.replace(t.position()), t.session.snapshot())
+
+    def after(self, error: Exception) -> None:
+        """Go on after a loss; raise the error where it was none, or one too many."""
+        while True:
+            mesh = self.trainer.session.mesh
+            if self.policy is None or mesh is None or not is_loss(error, mesh):
+                raise error
+            self._count(error, mesh, self.policy)
+            try:
+                self._move(self._next(mesh))
+                return
+            except Exception as e:  # another loss, while the state was being put on the new mesh
+                error = e
+
+    def _count(self, error: Exception, mesh: Mesh, policy: Elastic) -> None:
+        t = self.trainer
+        lost = sorted(set(workers_of(mesh)) - set(alive(client_of(mesh))))
+        if not lost and self._failed_at == t.progress.step:
+            raise error  # nobody is missing, and it fails at the same step again: the job itself is wrong
+        self._failed_at = t.progress.step
+        if self.restarts >= policy.max_restarts:
+            raise RestartsExhausted(
+                f"workers were lost {self.restarts + 1} times, max_restarts is {policy.max_restarts}; the last loss, at step "
+                f"{t.progress.step}: {error}"
+            ) from error
+        self.restarts += 1
+        t.display.say(
+            f"restart {self.restarts}: {', '.join(lost) or 'a rank'} was lost at step {t.progress.step}: {error}"
+        )
+        t.note("restarting", error=f"{type(error).__name__}: {error}")
+
+    def _next(self, mesh: Mesh) -> Mesh:
+        assert self.policy is not None
+        return rebuild(mesh, self.axes, self.per_worker, self.policy, self._fits, len(self.workers))
+
+    def _fits(self, data: int) -> bool:
+        """Whether the batch divides over a data axis of this length."""
+        plan, sizes = self.trainer.recipe.plan, self.trainer.sizes
+        ranks = data if AXES["dp"] in {AXES[p] for p in plan.parts} else 1
+        if AXES["ep"] in {AXES[p] for p in plan.parts}:
+            ranks *= self.axes.get(AXES["ep"], 1)
+        try:
+            batch_sizes(sizes["batch"], ranks=ranks, micro=sizes["micro"], accumulation=sizes["accumulation"])
+        except BatchSizeError:
+            return False
+        return True
+
+    def _move(self, mesh: Mesh) -> None:
+        """The run on another mesh, from the newest of: the snapshot in memory, the checkpoints, the beginning."""
+        t = self.trainer
+        t.session.close()
+        t.mesh = mesh
+        t.session = t.new_session(mesh)
+        saved = self._newest_complete()
+        if self.snapshot is not None and self.snapshot[0].step >= (saved or 0):
+            progress, state = self.snapshot
+            t.session.restore(state)
+            t.go_to(progress)
+        else:
+            t.session.start(t.init)
+            path = t.resumed_path() if saved is None else t.checkpoints.path(saved)
+            if path is not None:
+                t.load(path)
+            else:
+                at = t.progress
+                t.go_to(Progress(seed=at.seed, samples=at.samples, batch=at.batch))
+        t.saved_at = saved
+        t.open_writers()
+        for c in t.callbacks:
+            c.on_start(t)
+        t.note("running", error=None)
+
+    def _newest_complete(self) -> int | None:
+        """Step of the newest complete checkpoint of this run."""
+        t = self.trainer
+        if t.checkpoints is None or t.saved_at is None:
+            return None
+        try:
+            t.checkpoints.wait()
+        except (MeshtapeError, OSError) as e:  # the one being written when the worker went: that before it counts
+            t.display.say(f"a background save failed: {e}")
+        return max((s for s in t.checkpoints.steps() if s <= t.saved_at), default=None)
+
+    def grow(self) -> bool:
+        """After a checkpoint: whether workers were added that a longer data axis has use for; the run is on them then."""
+        t = self.trainer
+        mesh, client = t.session.mesh, client_of(t.session.mesh)
+        if self.policy is None or client is None or mesh is None or t.checkpoints is None:
+            return False
+        now = self.policy.axes(self.axes, self.per_worker, len(alive(client)), self._fits)
+        if math.prod(now.values()) <= mesh.size:
+            return False
+        t.checkpoints.wait()
+        t.display.say(f"workers were added: going on with {now}")
+        self.snapshot = None
+        self._move(self._next(mesh))
+        return True

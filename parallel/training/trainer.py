@@ -1,0 +1,496 @@
+"""``mt.Trainer``: a training run from its first step to its last, over interruptions, lost workers and other meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...arrays import tree as trees
+from ...arrays.errors import TrainingError
+from ...autodiff.optim import Average, Optimizer
+from ...storage import CheckpointManager, load, open_checkpoint
+from ..mesh import Mesh
+from ..models.plans import Plan
+from .callbacks import Callback
+from .display import Display
+from .elastic import Elastic, client_of, workers_of
+from .jobs import current_job
+from .loading import Batch
+from .measuring import Meter
+from .metrics import EventFile, JsonLines
+from .precision import Precision
+from .records import METADATA_KEY, Progress, TrainResult
+from .recovery import Recovery
+from .sampling import Sampler
+from .session import Session
+from .signals import StopSignals
+from .sources import as_source
+from .status import Status
+from .step import Loss, Recipe
+
+
+class Trainer:
+    """Trains parameters with any loss over trees, on one device or on a mesh.
+
+    Parameters
+    ----------
+    loss
+        ``loss(params, batch, key)``: a mean over the samples of the batch, or ``(total, weight)``, a sum over what counts (tokens)
+        and how much that is, or ``(total, weight, metrics)``. Gradients are those of the mean over the whole global batch. ``key``
+        is for dropout: another one for each step and micro-batch, None in an evaluation.
+    init
+        The parameters (a tree of local arrays), or a function of a key that makes them.
+    optimizer
+        Of ``mt.optim``.
+    data
+        Training samples: a tree of arrays with a common first dimension, a source of ``mt.training``, a Dask collection.
+    batch
+        Samples of a step, over all ranks.
+    micro, accumulation
+        Samples that a rank computes at a time, or into how many micro-batches a step is cut; one of them or neither. All must
+        divide evenly. Random numbers belong to micro-batches: with a fixed ``accumulation`` they are the same on every mesh.
+    steps, epochs
+        When to stop; at least one of them.
+    mesh
+        Where to run; this process without one.
+    plan
+        Where parameters live and how batches are split: ``mt.models.decoder.plan("dp+tp")``, or a ``Plan`` of your own. By default the
+        batch is split over the axis ``data`` and parameters are replicated.
+    zero
+        ZeRO stage (0 to 3) over the axis ``data``.
+    precision
+        ``"float32"``, ``"bfloat16"`` or ``"float16"`` for the computation, or a ``Precision``; parameters stay as they are.
+    clip
+        Largest global norm of the gradients.
+    ema
+        ``mt.optim.ema(…)``: an average of the parameters, kept in the state under ``"ema"``.
+    trainable
+        ``trainable(path)`` says whether a parameter is trained; the others stay as they are and cost no optimizer state.
+    seed
+        Of the parameters, of dropout, and of the order of the samples.
+    shuffle, drop_last
+        See :class:`Sampler`.
+    ahead
+        Batches that are read before they are needed.
+    directory
+        Where checkpoints, ``metrics.jsonl``, events for TensorBoard and ``status.json`` go. Inside ``meshtape run`` that of the job.
+        Without one nothing is written.
+    checkpoints
+        A ``CheckpointManager`` of your own, instead of one in ``directory/checkpoints``.
+    save_every
+        Steps between checkpoints; one is written at the end and at a signal in any case.
+    resume
+        ``"auto"``: from the newest checkpoint if there is one; ``"never"``; or the path of a checkpoint.
+    evaluate, eval_every
+        Held-out samples, and every how many steps they are evaluated (at the end in any case).
+    evaluate_average
+        Evaluate the average of ``ema`` instead of the parameters.
+    log_every
+        Steps between two reads of the loss. Reading waits for the step; in between, steps are only handed on.
+    callbacks
+        See :class:`Callback`.
+    elastic
+        Go on when workers are lost or come; see :class:`Elastic`. Without it a loss ends the run.
+    snapshot_every
+        Steps between snapshots of the state in this process's memory, from which a run with ``elastic`` goes on when they are newer
+        than the last checkpoint.
+    progress
+        Show it: True, False, or None for a bar on a terminal and nothing elsewhere.
+
+    Raises
+    ------
+    TrainingError, BatchSizeError, DataError, PlanError
+        Before anything is changed, where these do not fit together.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import meshtape as mt
+    >>> x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
+    >>> def loss(params, batch, key):
+    ...     return mt.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+    >>> trainer = mt.Trainer(loss, {"w": mt.zeros((1, 1), dtype=mt.float32)}, mt.optim.sgd(0.5),
+    ...                      {"x": x, "y": 3 * x}, batch=16, steps=40, mesh=mt.Mesh({"data": 2}))
+    >>> result = trainer.fit()
+    >>> result.reason, round(float(trainer.params["w"][0, 0]), 3)
+    ('steps', 3.0)
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        init: Any,
+        optimizer: Optimizer,
+        data: Any,
+        *,
+        batch: int,
+        micro: int | None = None,
+        accumulation: int | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        mesh: Mesh | None = None,
+        plan: Plan | None = None,
+        zero: int = 0,
+        precision: str | Precision = "float32",
+        clip: float | None = None,
+        ema: Average | None = None,
+        trainable: Callable[[trees.Path], bool] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        ahead: int = 2,
+        directory: str | os.PathLike[str] | None = None,
+        checkpoints: CheckpointManager | None = None,
+        save_every: int | None = None,
+        resume: str = "auto",
+        evaluate: Any = None,
+        eval_every: int | None = None,
+        evaluate_average: bool = False,
+        log_every: int = 10,
+        callbacks: Sequence[Callback] = (),
+        elastic: Elastic | None = None,
+        snapshot_every: int | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        for name, value in (
+            ("steps", steps),
+            ("epochs", epochs),
+            ("save_every", save_every),
+            ("eval_every", eval_every),
+        ):
+            if value is not None and value < 1:
+                raise TrainingError(f"{name} must be at least 1, got {value}")
+        if steps is None and epochs is None:
+            raise TrainingError("a run needs steps= or epochs=, or it would never end")
+        if log_every < 1 or (snapshot_every is not None and snapshot_every < 1):
+            raise TrainingError("log_every and snapshot_every must be at least 1")
+        if eval_every is not None and evaluate is None:
+            raise TrainingError("eval_every needs evaluate=, the held-out samples")
+        job = current_job()
+        if directory is None and job is not None:
+            directory = job.directory
+        if job is not None and resume == "auto":
+            resume = job.resume
+        self.recipe = Recipe(
+            loss, optimizer, plan or Plan(("dp",)), Precision.of(precision), zero, clip, ema, trainable
+        )
+        self.mesh = mesh
+        self.source = as_source(data)
+        self.held_out = None if evaluate is None else as_source(evaluate)
+        self.sampler = Sampler(len(self.source), seed=seed, shuffle=shuffle, drop_last=drop_last)
+        self.steps, self.epochs = steps, epochs
+        self.eval_every, self.evaluate_average, self.log_every = eval_every, evaluate_average, log_every
+        self.callbacks, self.elastic, self.snapshot_every = list(callbacks), elastic, snapshot_every
+        names = [c.name or type(c).__name__ for c in self.callbacks]
+        if len(set(names)) != len(names):
+            raise TrainingError(f"two callbacks have one name: {', '.join(names)}; their states would be mixed up")
+        self.directory = None if directory is None else Path(directory).absolute()
+        self.save_every = save_every
+        if checkpoints is None and self.directory is not None:
+            checkpoints = CheckpointManager(self.directory / "checkpoints", keep=2)
+        if checkpoints is None and save_every is not None:
+            raise TrainingError("save_every needs directory= or checkpoints=, a place to save to")
+        self.checkpoints = checkpoints
+        self.resume, self.init, self._show = resume, init, progress
+        self.sizes = {"batch": batch, "micro": micro, "accumulation": accumulation, "seed": seed, "ahead": ahead}
+        self.progress = Progress(seed=seed, samples=len(self.source), batch=batch)
+        self.history: list[dict[str, Any]] = []
+        self._reason: str | None = None
+        self.saved_at: int | None = None
+        self.session = self.new_session(mesh)
+        self._recovery = Recovery(self, elastic)
+
+    def new_session(self, mesh: Mesh | None) -> Session:
+        """What the run has on a mesh."""
+        return Session(self.recipe, mesh, self.source, self.sampler, **self.sizes)
+
+    # ----- what users read ------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """The whole training state: a tree of arrays."""
+        return self.session.state
+
+    @property
+    def params(self) -> Any:
+        """The parameters."""
+        if self.session.state is None:
+            raise TrainingError("there are no parameters before fit()")
+        return self.session.state["params"]
+
+    @property
+    def average(self) -> Any:
+        """The average of the parameters that ``ema`` keeps, in their dtypes."""
+        if self.recipe.ema is None:
+            raise TrainingError("there is no average of the parameters: give the Trainer ema=")
+        return self.recipe.ema.value(self.state["ema"], self.params)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step; for callbacks."""
+        self._reason = self._reason or reason
+
+    # ----- the run --------------------------------------------------------------------------------------------------------
+
+    def fit(self) -> TrainResult:
+        """Run to the end; see the class. May be called again, to go on after ``steps`` was raised.
+
+        Raises
+        ------
+        RestartsExhausted
+            Workers were lost more often than ``elastic`` allows.
+        TrainingError
+            The loss became NaN or infinite, or a checkpoint does not belong to this run.
+        """
+        self._reason = None
+        self.status = Status(self.directory, client_of(self.mesh))
+        self.display = Display(self._total(), wanted=self._show)
+        self._writers: list[Any] = []
+        try:
+            with StopSignals() as self._signals:
+                self._begin()
+                self.open_writers()
+                self.note("running")
+                while True:
+                    try:
+                        reason = self._run()
+                        self._finish(reason)
+                        break
+                    except Exception as e:
+                        self._recovery.after(e)
+        except BaseException as e:
+            self.note("failed", error=f"{type(e).__name__}: {e}")
+            raise
+        finally:
+            self.display.close()
+            for w in self._writers:
+                w.close()
+        self.note("stopped" if reason.startswith("SIG") else "finished", reason=reason)
+        result = TrainResult(
+            reason,
+            self.progress.step,
+            self.progress.epoch,
+            self.progress.consumed,
+            self._last_loss(),
+            self.history,
+            self._recovery.restarts,
+            None if self.checkpoints is None else self.checkpoints.latest(),
+        )
+        job = current_job()
+        if job is not None:
+            job.results.append(result)
+        return result
+
+    def _total(self) -> int | None:
+        per_epoch = self.sampler.batches_per_epoch(self.sizes["batch"])
+        ends = [n for n in (self.steps, None if self.epochs is None else self.epochs * per_epoch) if n is not None]
+        return min(ends)
+
+    def _last_loss(self) -> float:
+        return next((h["loss"] for h in reversed(self.history) if "loss" in h), float("nan"))
+
+    def _begin(self) -> None:
+        """The state to start from: that of the session, a checkpoint, or new."""
+        if self.session.state is None:
+            path = self.resumed_path()
+            self.session.start(self.init)
+            if path is not None:
+                self.load(path)
+        for c in self.callbacks:
+            c.on_start(self)
+
+    def resumed_path(self) -> str | None:
+        """The checkpoint that ``resume`` names, or None."""
+        if self.resume == "never":
+            return None
+        if self.resume == "auto":
+            return None if self.checkpoints is None else self.checkpoints.latest()
+        return self.resume
+
+    def load(self, path: str) -> None:
+        """State and position from a checkpoint."""
+        held = open_checkpoint(path).metadata.get(METADATA_KEY)
+        if not isinstance(held, dict):
+            raise TrainingError(f"{path} was not saved by a Trainer: it does not say how far the run had come")
+        known = {f.name for f in dataclasses.fields(Progress)}
+        found = Progress(**{k: v for k, v in held.items() if k in known})
+        for what, mine, theirs in (
+            ("seed", self.progress.seed, found.seed),
+            ("samples", self.progress.samples, found.samples),
+        ):
+            if mine != theirs:
+                raise TrainingError(
+                    f"{path} belongs to a run with {what} {theirs}, this one has {mine}: its order of samples would be "
+                    "another; pass resume='never', or load the parameters yourself"
+                )
+        self.session.state = load(path, like=self.session.state)
+        found.batch = self.progress.batch
+        self.go_to(found)
+        self.saved_at = found.step
+
+    def go_to(self, progress: Progress) -> None:
+        """Be where ``progress`` says."""
+        self.progress = dataclasses.replace(progress)
+        for c in self.callbacks:
+            held = progress.callbacks.get(c.name or type(c).__name__)
+            if held is not None:
+                c.restore(held)
+        self.history = [h for h in self.history if h["step"] <= progress.step]
+
+    def position(self) -> Progress:
+        """Where the run is, with the states of the callbacks."""
+        self.progress.callbacks = {c.name or type(c).__name__: c.state() for c in self.callbacks}
+        return self.progress
+
+    def _run(self) -> str:
+        """Steps up to the end; why it is the end."""
+        at = self.progress
+        meter = Meter(self.session.mesh)
+        if self._done():
+            return self._done() or ""
+        if self.snapshot_every is not None and self._recovery.snapshot is None:
+            self._recovery.take_snapshot()
+        batches = self.session.batches(at.consumed, self.epochs)
+        try:
+            for batch in batches:
+                found = self.session.step(batch)
+                meter.step(found)
+                self._advance(batch)
+                self.display.step(at.step)
+                reason = self._done()
+                if at.step % self.log_every == 0 or reason or self._signals.received is not None:
+                    self._log(meter.read(at.step))
+                if self.held_out is not None and self.eval_every and at.step % self.eval_every == 0:
+                    self._evaluate()
+                reason = reason or self._interrupted()
+                if reason:
+                    return reason
+                if self.save_every is not None and at.step % self.save_every == 0:
+                    self._save()
+                    if self._recovery.grow():
+                        return self._run()
+                elif self.snapshot_every is not None and at.step % self.snapshot_every == 0:
+                    self._recovery.take_snapshot()
+        finally:
+            batches.close()
+        return "epochs"
+
+    def _advance(self, batch: Batch) -> None:
+        at = self.progress
+        at.step += 1
+        at.consumed = batch.consumed
+        at.epoch = self.sampler.epoch(batch.consumed)
+
+    def _done(self) -> str | None:
+        at = self.progress
+        if self.steps is not None and at.step >= self.steps:
+            return "steps"
+        if self.epochs is not None:
+            ids, after = self.sampler.take(at.consumed, self.sizes["batch"])
+            if self.sampler.epoch(after - len(ids)) >= self.epochs:
+                return "epochs"
+        return None
+
+    def _interrupted(self) -> str | None:
+        if self._signals.received is not None:
+            return self._signals.received.name
+        return self._reason
+
+    def _finish(self, reason: str) -> None:
+        at = self.progress
+        last = self.history[-1] if self.history else {"step": -1}
+        if (
+            not reason.startswith("SIG")
+            and self.held_out is not None
+            and not (last["step"] == at.step and "eval_loss" in last)
+        ):
+            self._evaluate()
+        if self.checkpoints is not None and self.saved_at != at.step:
+            self._save()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        for c in self.callbacks:
+            c.on_stop(self, reason)
+
+    # ----- numbers --------------------------------------------------------------------------------------------------------
+
+    def open_writers(self) -> None:
+        """Files for the numbers of the steps to come; those of steps that are done again are dropped."""
+        for w in self._writers:
+            w.close()
+        if self.directory is not None:
+            step = self.progress.step
+            self._writers = [
+                JsonLines(self.directory / "metrics.jsonl", step),
+                EventFile(self.directory / "events", step),
+            ]
+
+    def _log(self, numbers: dict[str, Any]) -> None:
+        step = self.progress.step
+        numbers = {"epoch": self.progress.epoch, **numbers}
+        self._write(step, numbers)
+        self.display.log(step, numbers)
+        self.note("running")
+        if not np.isfinite(numbers["loss"]) and not self.recipe.precision.scales:
+            raise TrainingError(
+                f"the loss is {numbers['loss']} at step {step}; the newest checkpoint is {self._newest() or 'none'}. A smaller "
+                "learning rate or clip= may help; mt.detect_anomaly() finds the op"
+            )
+        for c in self.callbacks:
+            c.on_log(self, numbers)
+
+    def _write(self, step: int, numbers: dict[str, Any]) -> None:
+        if self.history and self.history[-1]["step"] == step:
+            self.history[-1].update(numbers)
+        else:
+            self.history.append({"step": step, **numbers})
+        for w in self._writers:
+            w.write(step, numbers)
+
+    def _evaluate(self) -> None:
+        assert self.held_out is not None
+        numbers = self.session.evaluate(self.held_out, self.evaluate_average)
+        self._write(self.progress.step, numbers)
+        self.display.log(self.progress.step, {**self.history[-1]})
+        for c in self.callbacks:
+            c.on_evaluate(self, numbers)
+
+    def note(self, state: str, **facts: Any) -> None:
+        """Tell others how the run stands."""
+        at, mesh = self.progress, self.session.mesh
+        last = self.history[-1] if self.history else {}
+        self.status.update(
+            state=state,
+            step=at.step,
+            steps=self._total(),
+            epoch=at.epoch,
+            loss=last.get("loss"),
+            per_second=last.get("per_second"),
+            mesh={} if mesh is None else mesh.describe(),
+            workers=[] if mesh is None else workers_of(mesh),
+            checkpoint=self._newest(),
+            restarts=self._recovery.restarts,
+            **facts,
+        )
+
+    def _newest(self) -> str | None:
+        return None if self.saved_at is None or self.checkpoints is None else self.checkpoints.path(self.saved_at)
+
+    # ----- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        assert self.checkpoints is not None
+        at = self.position()
+        last = self.history[-1] if self.history else {}
+        metrics = {n: v for n, v in last.items() if n != "step" and isinstance(v, int | float)}
+        self.checkpoints.save(
+            at.step, self.state, {METADATA_KEY: dataclasses.asdict(at)}, metrics=metrics, overwrite=True
+        )
+        self.saved_at = at.step
+        self.note("running")
+        for c in self.callbacks:
+            c.on_save(self, self.checkpoints.path(at.step))

@@ -1,0 +1,163 @@
+"""A transfer into a Hugging Face directory: safetensors files and their index."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.blocks import Box
+from ..arrays.errors import CorruptCheckpoint
+from . import dtypes, safetensors, stores
+from .checksums import crc32c
+from .commit import Folder
+from .files import IOV_MAX, active
+from .grid import runs, windows
+from .opening import HF_INDEX
+from .sinks import Stream, Unit, clear, read, read_file, touch
+
+
+@dataclass(frozen=True, slots=True)
+class RawWriter:
+    """Windows of a tensor of a safetensors file. The sum of a window is the crc32c of its elements."""
+
+    file: str
+    start: int
+    shape: tuple[int, ...]
+    itemsize: int
+
+    def _runs(self, window: Box, data: np.ndarray) -> list[tuple[int, list[np.ndarray]]]:
+        """(place in the file, pieces of ``data``) of each stretch of the file that a window covers."""
+        item = self.itemsize
+        raw = data.reshape(-1).view(np.uint8)
+        out: list[tuple[int, list[np.ndarray]]] = []
+        end = -1
+        for inner, outer, length in runs(window, self.shape):
+            if outer * item != end or len(out[-1][1]) == IOV_MAX:
+                out.append((self.start + outer * item, []))
+            out[-1][1].append(raw[inner * item : (inner + length) * item])
+            end = (outer + length) * item
+        return out
+
+    def write(self, root: str, window: Box, data: np.ndarray) -> list[int]:
+        fs = active()
+        fd = fs.open(os.path.join(root, self.file))
+        try:
+            for place, pieces in self._runs(window, data):
+                fs.write(fd, pieces, place)
+        finally:
+            fs.close(fd)
+        return [crc32c(data)]
+
+    def check(self, root: str, window: Box, sums: list[int]) -> bool:
+        held = np.empty(window.size * self.itemsize, np.uint8)
+        path = os.path.join(root, self.file)
+        whole = all(read_file(path, pieces, place) for place, pieces in self._runs(window, held))
+        return whole and sums == [crc32c(held)]
+
+
+class HuggingFaceSink:
+    """``model.safetensors`` in one file or several, and their index."""
+
+    def __init__(self, named: Sequence[tuple[str, Any]], groups: list[list[str]], format_: str = "pt") -> None:
+        self._number = {name: i for i, (name, _) in enumerate(named)}
+        count = len(groups)
+        self.files = (
+            ["model.safetensors"]
+            if count == 1
+            else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        )
+        kinds = {name: dtypes.safetensors_name(t.dtype, f"key {name!r}") for name, t in named}
+        self.heads, self.places = [], []
+        self._at: dict[int, tuple[int, int]] = {}  # number of the file, and place, of each array
+        for number, group in enumerate(groups):
+            head, place = safetensors.build_header(
+                [(n, kinds[n], tuple(named[self._number[n]][1].shape)) for n in group], {"format": format_}
+            )
+            self.heads.append(head)
+            self.places.append(place)
+            self._at.update((self._number[n], (number, len(head) + t.begin)) for n, t in place.items())
+        self.shapes = [tuple(t.shape) for _, t in named]
+        self.itemsizes = [t.dtype.itemsize for _, t in named]
+        self._groups = groups
+        self.total_size = sum(t.nbytes for place in self.places for t in place.values())
+        self.nbytes = self.total_size + sum(map(len, self.heads)) + 4096 * (count + 1)
+
+    def describe(self) -> Any:
+        return ["safetensors", self.files, [h.decode("utf-8", "replace") for h in self.heads]]
+
+    def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
+        order = sorted(self._at, key=self._at.__getitem__)
+        return [
+            Unit(n, box)
+            for n in order
+            for box in windows(self.shapes[n], tuple(max(c, 1) for c in tensors[n].chunk), self.itemsizes[n], limit)
+        ]
+
+    def create(self, root: str) -> None:
+        fs = active()
+        clear(root, [HF_INDEX])
+        for file, head in zip(self.files, self.heads, strict=True):
+            path = os.path.join(root, file)
+            touch(fs, path)
+            fd = fs.open(path)
+            try:
+                fs.write(fd, [head], 0)
+            finally:
+                fs.close(fd)
+
+    def writer(self, array: int) -> RawWriter:
+        number, place = self._at[array]
+        return RawWriter(self.files[number], place, self.shapes[array], self.itemsizes[array])
+
+    def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
+        fs = active()
+        for file in self.files:
+            fd = fs.open(os.path.join(root, file))
+            try:
+                fs.fsync(fd)
+            finally:
+                fs.close(fd)
+
+    def mark(self, suffix: str) -> None:
+        self.files = [f"{file.removesuffix('.safetensors')}{suffix}.safetensors" for file in self.files]
+
+    def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
+        def body(number: int) -> Iterator[Any]:
+            yield self.heads[number]
+            for name in self.places[number]:
+                array = self._number[name]
+                shape, item = self.shapes[array], self.itemsizes[array]
+                # Whole rows of chunks where they fit: what a window covers must lie in the file in one stretch.
+                chunk = tuple(max(c, 1) for c in tensors[array].chunk)
+                rows = (*chunk[:1], *shape[1:])
+                unit = rows if math.prod(rows) * item <= limit else (1,) * len(shape)
+                for box in windows(shape, unit, item, limit):
+                    yield read(tensors[array], box).reshape(-1).view(np.uint8)
+
+        return [
+            Stream(file, len(head) + sum(t.nbytes for t in place.values()), lambda stream, n=n: body(n))
+            for n, (file, head, place) in enumerate(zip(self.files, self.heads, self.places, strict=True))
+        ]
+
+    def accept(self, streams: Sequence[Stream]) -> None:
+        pass
+
+    def finish(self, folder: Folder, target: str) -> int:
+        for file, place in zip(self.files, self.places, strict=True):
+            if safetensors.read_header(stores.join(folder.root, file)).tensors != place:
+                raise CorruptCheckpoint(f"{file} does not read back as it was written; nothing was committed")
+        weight_map = {n: file for file, group in zip(self.files, self._groups, strict=True) for n in group}
+        index = {"metadata": {"total_size": self.total_size}, "weight_map": weight_map}
+        text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        folder.settle()
+        folder.put(HF_INDEX, text)
+        folder.settle()
+        return self.total_size + sum(map(len, self.heads)) + len(text)

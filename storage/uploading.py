@@ -1,0 +1,145 @@
+"""A transfer into an object store: every file is one upload, from its first byte to its last.
+
+Files are uploaded under the names that a claim gives (see ``object_commit``), read back and compared, and listed in a journal object with
+the plan's fingerprint. A run that finds the journal of the same plan, whose writer is gone, takes its names over, reads the listed files
+back, keeps those that are whole and uploads the rest. Metadata comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..arrays.errors import CheckpointError, CorruptCheckpoint, StoreError
+from . import object_commit, stores
+from .checksums import crc32c
+from .object_commit import JOURNAL
+from .sinks import Sink, Stream
+from .spreading import Spread
+from .transfer import Progress, fingerprint
+
+_BATCH = 8 << 20
+
+
+def _sum(root: str, name: str, nbytes: int) -> int | None:
+    """The crc32c of a file, or None where it is missing or of another length."""
+    data, at, value = bytearray(min(_BATCH, max(nbytes, 1))), 0, 0
+    with contextlib.suppress(FileNotFoundError), contextlib.closing(stores.at(root).reader(name)) as reader:
+        while at < nbytes:
+            part = memoryview(data)[: min(_BATCH, nbytes - at)]
+            got = reader.readv([part], at)
+            if got != len(part):
+                return None
+            value = crc32c(bytes(part), value)
+            at += got
+        return value if reader.nbytes == nbytes else None
+    return None
+
+
+def _send(stream: Stream, root: str) -> tuple[int, int]:
+    """Upload one file and read it back; returns its crc32c and its stream's digest."""
+    value = 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal value
+        value = 0
+        for piece in stream.pieces():
+            value = crc32c(piece if isinstance(piece, bytes) else bytes(piece), value)
+            yield piece
+
+    nbytes = stores.at(root).put(stream.name, counted)
+    if nbytes != stream.nbytes or _sum(root, stream.name, nbytes) != value:
+        raise CorruptCheckpoint(
+            f"{stores.join(root, stream.name)} does not read back as it was written; nothing was committed"
+        )
+    return value, stream.digest
+
+
+class _Journal:
+    """Which files are there, in an object that is put again after each."""
+
+    def __init__(self, folder: object_commit.ObjectFolder, key: str) -> None:
+        self.folder, self.key = folder, key
+        self.done: dict[str, list[int]] = {}
+
+    def add(self, name: str, row: Sequence[int]) -> None:
+        self.done[name] = list(row)
+        text = json.dumps({"plan": self.key, "mark": self.folder.suffix, "files": self.done})
+        self.folder.store.put(JOURNAL, text.encode())
+
+    @staticmethod
+    def read(store: object_commit.ObjectStore, key: str) -> tuple[str, dict[str, list[int]]] | None:
+        """(mark, files) of an earlier run of the same plan."""
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            said = json.loads(store.get(JOURNAL))
+            if said["plan"] == key and isinstance(said["mark"], str):
+                return said["mark"], {str(n): [int(x) for x in row] for n, row in said["files"].items()}
+        return None
+
+
+def upload(
+    source: str,
+    tensors: Sequence[Any],
+    sink: Sink,
+    target: str,
+    *,
+    memory_limit: int,
+    spread: Spread,
+    overwrite: bool,
+    ours: Callable[[str], bool],
+    progress: Progress | None,
+) -> tuple[int, int]:
+    """As `transfer`, for a target in an object store."""
+    if spread.executor is not None:
+        raise CheckpointError(
+            f"{target}: uploads are made by this process; leave out client=, or write to a shared directory"
+        )
+    object_commit.check_target(target, overwrite, ours)
+    limit = max(64 << 10, memory_limit // (3 * spread.threads))
+    key = fingerprint(source, sink, 0, memory_limit, spread.threads)
+    found = _Journal.read(object_commit.ObjectStore(target), key)
+    folder = object_commit.ObjectFolder(target)
+    held: dict[str, list[int]] = {}
+    if found is not None and folder.take_over(found[0]):
+        held = found[1]
+    else:
+        object_commit.recover(target)
+        object_commit.check_target(target, overwrite, ours)
+        folder.begin()
+    keep = False
+    try:
+        sink.mark(folder.suffix)
+        streams = sink.streams(tensors, limit)
+        journal = _Journal(folder, key)
+        total, reached, resumed = sum(s.nbytes for s in streams), 0, 0
+        listed = [s for s in streams if len(held.get(s.name, ())) == 2]
+        for s, value in spread.over(_sum, listed, lambda s: (target, s.name, s.nbytes)):
+            if value == held[s.name][0]:
+                s.digest = held[s.name][1]
+                journal.done[s.name] = held[s.name]
+                resumed += s.nbytes
+        reached = resumed
+        if progress is not None:
+            progress(reached, total)
+        missing = [s for s in streams if s.name not in journal.done]
+        for s, row in spread.over(_send, missing, lambda s: (s, target)):
+            journal.add(s.name, row)
+            reached += s.nbytes
+            if progress is not None:
+                progress(reached, total)
+        sink.accept(streams)
+        nbytes = sink.finish(folder, target)
+        folder.commit()
+    except BaseException as e:
+        # Damage in the source, or another process that was first: what was written is of no use. Anything else may pass.
+        keep = isinstance(e, StoreError) or not isinstance(e, CheckpointError)
+        raise
+    finally:
+        if keep:
+            folder.leave()
+        else:
+            with contextlib.suppress(*(() if folder.committed else (Exception,))):
+                folder.end(folder.committed)
+    return nbytes, resumed

@@ -1,0 +1,76 @@
+"""What the tests of the kernels share: the emulator, and a comparison with float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshtape.arrays.kernels.launch import running_on
+
+
+def _module() -> ModuleType:
+    # A neighbour of this file, which the importlib mode of pytest does not put on the path.
+    name = "kernel_emulator"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("emulator.py"))
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def emulation() -> ModuleType:
+    """The module ``emulator``; a test that asks for it is skipped where there is no C++ compiler."""
+    module = _module()
+    if module.COMPILER is None:
+        pytest.skip("no g++ to compile the kernels with")
+    return module
+
+
+@pytest.fixture(scope="session")
+def library_cache(request: pytest.FixtureRequest) -> Path:
+    return Path(request.config.cache.mkdir("kernels"))
+
+
+@pytest.fixture(params=["aligned, ascending", "unaligned, descending"])
+def emulator(request: pytest.FixtureRequest, emulation: ModuleType, library_cache: Path) -> Iterator[Any]:
+    """Kernels run on the CPU while the test does: once with memory as a GPU has it and threads in ascending order, once with
+    results that are aligned to their elements only and threads in descending order."""
+    at, order = ("start", False) if request.param.startswith("aligned") else ("end", True)
+    runner = emulation.Emulator(library_cache, at, order)
+    with running_on(runner):
+        yield runner
+
+
+@pytest.fixture
+def place(emulator: Any, emulation: ModuleType) -> Callable[..., np.ndarray]:
+    """``place(values, dtype)``: an array between pages without access."""
+
+    def put(values: Any, dtype: Any = None) -> np.ndarray:
+        values = np.asarray(values, dtype)
+        return emulation.guarded(values.shape, values.dtype, emulator.xp._at, values)
+
+    return put
+
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+@pytest.fixture(scope="session")
+def close() -> Callable[..., None]:
+    """``close(got, expected)``: to the precision of the dtype of ``got``, relative to the largest element."""
+
+    def check(got: np.ndarray, expected: Any, *, factor: float = 1.0) -> None:
+        wide, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+        assert wide.shape == expected.shape
+        scale = np.max(np.abs(expected[np.isfinite(expected)]), initial=1e-3)
+        np.testing.assert_allclose(wide, expected, rtol=0, atol=factor * TOLERANCE[got.dtype.name] * scale)
+
+    return check

@@ -1,0 +1,88 @@
+"""The emulation of CUDA notices what a GPU would punish: what it lets through can be believed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshtape.arrays.kernels import launch
+
+SOURCES = {
+    "sum": """
+        template <int N> __global__ void k(const float* x, float* y) {
+            SHARED(float, s, 64);
+            s[threadIdx.x] = x[threadIdx.x];
+            %s
+            if (threadIdx.x == 0 || threadIdx.x == 63) { float t = 0; for (int i = 0; i < 64; ++i) t += s[i]; y[threadIdx.x != 0] = t; }
+        }""",
+    "warp": """
+        template <int N> __global__ void k(const float* x, float* y) {
+            float v = x[threadIdx.x];
+            for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(WHOLE_WARP, v, o);
+            %s
+            if (threadIdx.x %% 32 == 0) y[threadIdx.x / 32] = v;
+        }""",
+    "touch": "template <int N> __global__ void k(const float* x, float* y) { %s }",
+}
+
+
+@pytest.fixture
+def run(emulation: ModuleType, library_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs one of the sources, with a line put in, over 64 numbers in either order of the threads."""
+
+    def go(which: str, line: str, descending: bool, at: str = "start") -> np.ndarray:
+        file = f"{which} {line}"  # a name of its own: compiled kernels are kept by file and name
+        monkeypatch.setattr(emulation, "source", lambda _: launch.source("types.cuh") + SOURCES[which] % line)
+        e = emulation.Emulator(library_cache, at, descending)
+        x = emulation.guarded(64, np.float32, at, np.arange(64, dtype=np.float32))
+        y = emulation.guarded(2, np.float32, at)
+        e.launch(file, "k<1>", (1, 1, 1), (64, 1, 1), (x, y))
+        return y
+
+    return go
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_barriers_and_shuffles(run: Any, descending: bool) -> None:
+    assert run("sum", "__syncthreads();", descending).tolist() == [2016, 2016]
+    assert run("warp", "", descending).tolist() == [496, 1520]
+
+
+def test_a_missing_barrier_shows_in_both_orders(run: Any) -> None:
+    for descending in (False, True):
+        assert np.isnan(run("sum", "", descending)).any()
+
+
+@pytest.mark.parametrize(
+    ("which", "line", "says"),
+    [
+        ("sum", "if (threadIdx.x < 32) __syncthreads();", "some threads never reach|have returned"),
+        ("warp", "if (threadIdx.x % 32 < 16) v += __shfl_xor_sync(WHOLE_WARP, v, 1);", "never reach|have returned"),
+        ("warp", "v += __shfl_xor_sync(0xffffu, v, 1);", r"without the whole warp in thread \(\d+, 0, 0\)"),
+        ("touch", "y[2] = x[0];", "illegal memory access"),
+        ("touch", "y[0] = x[-1];", "illegal memory access"),
+        ("touch", "y[0] = x[64];", "illegal memory access"),
+        ("touch", "y[0] = reinterpret_cast<const Vector<float, 4>*>(x + 1)->at[0];", "misaligned"),
+    ],
+)
+def test_mistakes_are_errors(run: Any, emulation: ModuleType, which: str, line: str, says: str) -> None:
+    at = "end" if "[2]" in line or "[64]" in line else "start"
+    with pytest.raises(emulation.KernelError, match=says):
+        run(which, line, False, at)
+    assert run("warp", "", False).tolist() == [496, 1520]  # and the next launch is sound
+
+
+def test_a_launch_is_checked_as_a_driver_would(emulation: ModuleType, library_cache: Path) -> None:
+    e = emulation.Emulator(library_cache)
+    for grid, block, shared in (((0, 1, 1), (32, 1, 1), 0), ((1, 1, 1), (32, 33, 1), 0), ((1, 70000, 1), (32, 1, 1), 0)):
+        with pytest.raises(emulation.KernelError, match="a grid of"):
+            e.launch("row_norm.cu", "none", grid, block, (), shared)
+    x = np.zeros((4, 4), np.float32)
+    with pytest.raises(emulation.KernelError, match="gaps"):
+        e._argument(x[:, ::2])
+    with pytest.raises(emulation.KernelError, match="no exact type"):
+        e._argument(3)

@@ -1,0 +1,173 @@
+"""layer_norm and rms_norm: the kernels' own sources, run on the CPU, against the ops in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from meshtape.arrays import OPS
+from meshtape.arrays.kernels.geometry import ladder, persistent_grid, row_plan
+
+DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
+# Widths on both sides of every rung, odd ones, and rows that do not fit in registers.
+SHAPES = [(5, 7), (9, 200), (1, 1), (3, 1024), (2, 3001), (0, 4), (4, 0)]
+PARAMS = {"naxes": 1, "eps": 1e-5}
+
+
+def run(name: str, *args: Any, **params: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What the kernels give, and what the op gives in float64."""
+    op = OPS[name]
+    got = op.overrides["cupy"](*args, **params)
+    floats = [a.astype(np.float64) if a.dtype.kind not in "biu" else a for a in args]
+    expected = op.numpy(*floats, **params)
+    return (got, expected) if op.nout > 1 else ((got,), (expected,))
+
+
+def operands(place: Any, shape: tuple[int, ...], dtype: Any, naxes: int = 1, mixed: bool = False) -> list[Any]:
+    """x, weight, bias, and the cotangent of the result."""
+    rng = np.random.default_rng(sum(shape))
+    other = np.float32 if mixed else dtype
+    own = shape[len(shape) - naxes :]
+    x, g = rng.normal(3, 2, shape), rng.normal(size=shape)
+    w, b = rng.normal(size=own), rng.normal(size=own)
+    return [place(x, dtype), place(w, other), place(b, other), place(g, other)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_values_and_gradients(emulator: Any, place: Any, close: Any, kind: str, shape: Any, dtype: Any) -> None:
+    x, w, b, g = operands(place, shape, dtype)
+    for name, args in ((f"{kind}_norm", (x, w, b)[: 3 if kind == "layer" else 2]), (f"{kind}_norm_backward", (g, x, w))):
+        got, expected = run(name, *args, **PARAMS)
+        for a, e in zip(got, expected, strict=True):
+            assert a.dtype == dtype
+            close(a, e)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("width", [8192, 16383, 20000])
+def test_long_rows(emulator: Any, place: Any, close: Any, width: int, dtype: Any) -> None:
+    if emulator.descending and width == 8192:
+        pytest.skip("the order of the threads is tried on the other lengths")
+    x, w, b, g = operands(place, (2, width), dtype)
+    for name, args in (("layer_norm", (x, w, b)), ("layer_norm_backward", (g, x, w)), ("rms_norm_backward", (g, x, w))):
+        for a, e in zip(*run(name, *args, **PARAMS), strict=True):
+            close(a, e)
+    names = " ".join(k for _, k, _, _ in emulator.launched)
+    assert ("_long" in names) == (width > 8192)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name)
+def test_short_floats_beside_float32(emulator: Any, place: Any, close: Any, dtype: Any) -> None:
+    x, w, b, g = operands(place, (6, 96), dtype, mixed=True)
+    (y,), (expected,) = run("layer_norm", x, w, b, **PARAMS)
+    assert y.dtype == np.float32
+    close(y, expected)
+    got, expected = run("layer_norm_backward", g, x, w, **PARAMS)
+    assert [a.dtype for a in got] == [dtype, np.float32, np.float32]
+    for a, e in zip(got, expected, strict=True):
+        close(a, e)
+
+
+def test_other_mixtures_are_computed_in_what_they_promote_to(emulator: Any, place: Any, close: Any) -> None:
+    x, w, b, g = operands(place, (4, 33), np.float32)
+    (y,), (expected,) = run("layer_norm", x, place(w, np.float64), b, **PARAMS)
+    assert y.dtype == np.float64
+    close(y, expected)
+    got, _ = run("rms_norm_backward", g, place(x, np.float64), w, **PARAMS)
+    assert [a.dtype for a in got] == [np.float64, np.float32]
+
+
+def test_several_normalised_dimensions_and_views(emulator: Any, place: Any, close: Any) -> None:
+    x, w, b, g = operands(place, (3, 4, 10), np.float32, naxes=2)
+    for name, args in (("layer_norm", (x, w, b)), ("layer_norm_backward", (g, x, w))):
+        for a, e in zip(*run(name, *args, naxes=2, eps=1e-3), strict=True):
+            close(a, e)
+    turned = place(np.ascontiguousarray(x.transpose(2, 1, 0)))  # the same numbers, with gaps between neighbours
+    (y,), (expected,) = run("layer_norm", turned.transpose(2, 1, 0), w, b, naxes=2, eps=1e-3)
+    close(y, expected)
+
+
+def test_pointers_that_no_vector_fits(emulator: Any, place: Any, close: Any) -> None:
+    x, w, b, g = operands(place, (4, 64), np.float32)
+    off = place(np.concatenate([[0], x.reshape(-1), [0]]).astype(np.float32))[1:-1].reshape(4, 64)
+    for a, e in zip(*run("layer_norm_backward", g, off, w, **PARAMS), strict=True):
+        close(a, e)
+    assert emulator.launched[0][1].endswith(" 1>")
+
+
+def test_many_rows_a_block_and_many_blocks(emulator: Any, place: Any, close: Any) -> None:
+    """Persistent blocks go over several rows each, and the sums of all blocks come together."""
+    x, w, _, g = operands(place, (203, 40), np.float32)
+    for a, e in zip(*run("layer_norm_backward", g, x, w, **PARAMS), strict=True):
+        close(a, e)
+    assert emulator.launched[0][2][0] < -(-203 // 8)
+
+
+def test_large_means_do_not_cancel(emulator: Any, place: Any) -> None:
+    for width in (64, 20000):
+        x = place(1e4 + np.random.default_rng(0).normal(size=(2, width)), np.float32)
+        one, zero = place(np.ones(width), np.float32), place(np.zeros(width), np.float32)
+        (y,), (expected,) = run("layer_norm", x, one, zero, **PARAMS)
+        np.testing.assert_allclose(y, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name)
+def test_squares_that_overflow_the_storage_type(emulator: Any, place: Any, close: Any, dtype: Any) -> None:
+    x = place([[6e4, -6e4, 3e4]], dtype)
+    one, zero = place(np.ones(3), dtype), place(np.zeros(3), dtype)
+    for name, args in (("layer_norm", (x, one, zero)), ("rms_norm", (x, one))):
+        (y,), (expected,) = run(name, *args, **PARAMS)
+        close(y, expected)
+
+
+def test_constant_rows_and_nan(emulator: Any, place: Any) -> None:
+    x = place(np.full((2, 4), 3.0), np.float32)
+    x[1, 2] = np.nan
+    one, zero, g = place(np.ones(4), np.float32), place(np.zeros(4), np.float32), place(np.ones((2, 4)), np.float32)
+    (y,), _ = run("layer_norm", x, one, zero, **PARAMS)
+    assert y[0].tolist() == [0] * 4
+    assert np.isnan(y[1]).all()
+    (dx, _, _), _ = run("layer_norm_backward", g, x, one, **PARAMS)
+    assert dx[0].tolist() == [0] * 4
+
+
+def test_offsets_beyond_two_to_the_31(emulator: Any, emulation: Any, place: Any, close: Any) -> None:
+    """The last blocks of a launch over more elements than an int counts, in memory that is mapped but never touched."""
+    rows, width = (1 << 21) + 3, 1024
+    x = emulation.guarded((rows, width), np.float16, emulator.xp._at)
+    x[-2:] = np.random.default_rng(0).normal(size=(2, width))
+    w, b = place(np.ones(width), np.float16), place(np.zeros(width), np.float16)
+    emulator.blocks = range(rows - 2, rows)
+    y = OPS["layer_norm"].overrides["cupy"](x, w, b, **PARAMS)
+    close(y[-2:], OPS["layer_norm"].numpy(x[-2:].astype(float), w.astype(float), b.astype(float), **PARAMS))
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_every_width_has_a_plan_that_covers_it(itemsize: int) -> None:
+    top = ladder(itemsize, 16 // itemsize)[-1]
+    for width in (*range(1, 300), 1023, 1024, 1025, 4095, 4096, 4097, top[0] * top[1]):
+        for aligned in (0, itemsize):
+            plan = row_plan(width, (itemsize,), (aligned,))
+            if plan is None:
+                assert width > 4096
+                continue
+            assert plan.threads * plan.items >= width
+            assert plan.items % plan.vector == 0
+            assert plan.vector == 1 or (aligned == 0 and width % plan.vector == 0)
+            assert plan.threads * plan.rows <= 1024
+    assert row_plan(top[0] * top[1] + 16, (itemsize,), (0,)) is None
+
+
+def test_a_persistent_grid_is_never_larger_than_the_work() -> None:
+    for blocks in (1, 7, 132, 10_000):
+        for shared in (0, 1 << 10, 200 << 10):
+            n = persistent_grid(blocks, 132, 256, shared, 227 << 10)
+            assert 1 <= n <= blocks
+            assert n <= 132 * 4
+
+

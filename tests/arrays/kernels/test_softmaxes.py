@@ -1,0 +1,103 @@
+"""softmax, log_softmax and cross_entropy: the kernels' own sources, run on the CPU, against the ops in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from meshtape.arrays import OPS
+
+DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
+SHAPES = [(5, 7), (9, 200), (1, 1), (2, 1024), (2, 3001), (2, 9000), (0, 4), (4, 0)]
+NAMES = ["softmax", "log_softmax"]
+
+
+def op(name: str, *args: Any, **params: Any) -> tuple[Any, Any]:
+    wide = [a.astype(np.float64) if a.dtype.kind not in "biu" else a for a in args]
+    return OPS[name].overrides["cupy"](*args, **params), OPS[name].numpy(*wide, **params)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_values_and_gradients(emulator: Any, place: Any, close: Any, name: str, shape: Any, dtype: Any) -> None:
+    if 0 in shape and name == "softmax" and shape[1] == 0:
+        pytest.skip("NumPy has no maximum of nothing here; the log form covers it")
+    rng = np.random.default_rng(sum(shape))
+    x, g = place(rng.normal(scale=4, size=shape), dtype), place(rng.normal(size=shape), dtype)
+    y, expected = op(name, x, axis=1, masked=False)
+    assert y.dtype == dtype
+    close(y, expected)
+    dx, expected = op(f"{name}_backward", g, y, axis=1)
+    assert dx.dtype == dtype
+    close(dx, expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_any_axis(emulator: Any, place: Any, close: Any, axis: int) -> None:
+    x = place(np.random.default_rng(0).normal(size=(3, 4, 5)), np.float32)
+    for name in NAMES:
+        y, expected = op(name, x, axis=axis, masked=False)
+        close(y, expected)
+        close(*op(f"{name}_backward", x, y, axis=axis))
+
+
+@pytest.mark.parametrize("width", [5, 9000])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore")
+def test_infinite_and_missing_elements(emulator: Any, place: Any, name: str, width: int) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(7, width))
+    x[0, :] = -np.inf
+    x[1, 1:] = -np.inf
+    x[2, 2] = np.inf
+    x[3, 3] = np.nan
+    x[4] = 1000 + x[4]
+    x[5] = -1000 + x[5]
+    x[6, : width // 2] = -np.inf
+    x = place(x, np.float32)
+    for masked in (False, True):
+        y, expected = op(name, x, axis=1, masked=masked)
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cotangent_of_another_dtype(emulator: Any, place: Any, close: Any) -> None:
+    rng = np.random.default_rng(0)
+    y, g = place(rng.random((3, 8)), np.float16), place(rng.normal(size=(3, 8)), np.float32)
+    dx, expected = op("softmax_backward", g, y, axis=1)
+    assert dx.dtype == np.float16
+    close(dx, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("shape", [(6, 7), (9, 200), (4, 1), (3, 3001), (3, 9000), (0, 4), (3, 0)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_cross_entropy(emulator: Any, place: Any, close: Any, shape: Any, smoothing: float, dtype: Any) -> None:
+    rng = np.random.default_rng(sum(shape))
+    x, g = place(rng.normal(scale=3, size=shape), dtype), place(rng.normal(size=shape[0]))
+    labels = rng.integers(0, max(shape[1], 1), shape[0])
+    if shape[0] > 2:
+        labels[0], labels[1] = -100, shape[1]  # one to ignore, and one that is no class
+        if shape[1]:
+            x[0, 0] = np.nan
+    for kind, ignored in ((np.int64, -100), (np.int32, None), (np.int64, -(2**70))):
+        params = {"ignore_index": ignored, "label_smoothing": smoothing}
+        at = place(labels, kind)
+        losses, expected = op("cross_entropy", x, at, **params)
+        assert losses.dtype == (np.float64 if dtype == np.float64 else np.float32)
+        np.testing.assert_array_equal(np.isnan(losses), np.isnan(expected))
+        close(losses[~np.isnan(expected)], expected[~np.isnan(expected)], factor=0.1 if losses.dtype == dtype else 1)
+        dx, expected = op("cross_entropy_backward", g, x, at, **params)
+        assert dx.dtype == dtype
+        close(dx, expected)
+
+
+def test_unsigned_labels(emulator: Any, place: Any, close: Any) -> None:
+    x = place(np.random.default_rng(0).normal(size=(2, 5)), np.float32)
+    labels = place(np.array([3, 2**64 - 1], np.uint64))
+    got, expected = op("cross_entropy", x, labels, ignore_index=None, label_smoothing=0.0)
+    assert np.isnan(got).tolist() == np.isnan(expected).tolist() == [False, True]
+    close(got[:1], expected[:1])
