@@ -12,7 +12,8 @@ import numpy as _np
 from . import errors, fft, linalg, nn, random, tree
 from ._array import Array
 from ._op import OPS, Op
-from .channel_norms import batch_norm, group_norm, instance_norm
+from .batch_norms import batch_norm
+from .channel_norms import group_norm, instance_norm
 from .contraction import einsum
 from .creation import (
     arange,

@@ -56,6 +56,8 @@ def asarray(obj: Any, /, *, dtype: Any = None, device: Device | str | None = Non
     Array([[1, 2],
            [3, 4]])
     """
+    if type(obj) is Array and dtype is None and device is None and not copy:
+        return obj  # the way of most calls: the operands of other functions
     from .manipulation import astype
 
     wanted = None if dtype is None else as_dtype(dtype, "asarray")
@@ -155,17 +157,33 @@ def full(
 
 
 def zeros(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
-    """An array of zeros (float64 by default)."""
+    """An array of zeros (float64 by default).
+
+    >>> import meshtape as mt
+    >>> mt.zeros((2, 2))
+    Array([[0., 0.],
+           [0., 0.]], dtype=float64)
+    """
     return _place(np.zeros(as_shape("zeros", shape), _dtype("zeros", dtype)), device)
 
 
 def ones(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
-    """An array of ones (float64 by default)."""
+    """An array of ones (float64 by default).
+
+    >>> import meshtape as mt
+    >>> mt.ones(3, dtype=mt.int8)
+    Array([1, 1, 1], dtype=int8)
+    """
     return _place(np.ones(as_shape("ones", shape), _dtype("ones", dtype)), device)
 
 
 def empty(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
-    """An array of arbitrary values."""
+    """An array of arbitrary values.
+
+    >>> import meshtape as mt
+    >>> mt.empty((2, 3), dtype=mt.float32).shape
+    (2, 3)
+    """
     return _place(np.empty(as_shape("empty", shape), _dtype("empty", dtype)), device)
 
 
@@ -199,7 +217,12 @@ def linspace(
     device: Device | str | None = None,
     endpoint: bool = True,
 ) -> Array:
-    """``num`` evenly spaced values from ``start`` to ``stop``."""
+    """``num`` evenly spaced values from ``start`` to ``stop``.
+
+    >>> import meshtape as mt
+    >>> mt.linspace(0.0, 1.0, 5)
+    Array([0.  , 0.25, 0.5 , 0.75, 1.  ], dtype=float64)
+    """
     return _place(
         np.linspace(start, stop, num, endpoint=endpoint, dtype=None if dtype is None else as_dtype(dtype, "linspace")),
         device,
@@ -215,7 +238,13 @@ def eye(
     dtype: Any = None,
     device: Device | str | None = None,
 ) -> Array:
-    """Ones on the ``k``-th diagonal, zeros elsewhere."""
+    """Ones on the ``k``-th diagonal, zeros elsewhere.
+
+    >>> import meshtape as mt
+    >>> mt.eye(2, 3, k=1)
+    Array([[0., 1., 0.],
+           [0., 0., 1.]], dtype=float64)
+    """
     return _place(np.eye(n_rows, n_cols, k, _dtype("eye", dtype)), device)
 
 
@@ -231,22 +260,42 @@ def _like(name: str, x: Any, value: float, dtype: Any, where: Device | str | Non
 
 
 def zeros_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
-    """Zeros with the shape, dtype, device and sharding of ``x``."""
+    """Zeros with the shape, dtype, device and sharding of ``x``.
+
+    >>> import meshtape as mt
+    >>> mt.zeros_like(mt.asarray([1, 2]))
+    Array([0, 0])
+    """
     return _like("zeros_like", x, 0, dtype, device)
 
 
 def ones_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
-    """Ones with the shape, dtype, device and sharding of ``x``."""
+    """Ones with the shape, dtype, device and sharding of ``x``.
+
+    >>> import meshtape as mt
+    >>> mt.ones_like(mt.asarray([1.5, 2.0]))
+    Array([1., 1.], dtype=float64)
+    """
     return _like("ones_like", x, 1, dtype, device)
 
 
 def full_like(x: Any, /, fill_value: float, *, dtype: Any = None, device: Device | str | None = None) -> Array:
-    """One repeated value, with the shape, dtype, device and sharding of ``x``."""
+    """One repeated value, with the shape, dtype, device and sharding of ``x``.
+
+    >>> import meshtape as mt
+    >>> mt.full_like(mt.asarray([1, 2]), 7)
+    Array([7, 7])
+    """
     return _like("full_like", x, fill_value, dtype, device)
 
 
 def empty_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
-    """Arbitrary values (zeros, in fact), with the shape, dtype, device and sharding of ``x``."""
+    """Arbitrary values (zeros, in fact), with the shape, dtype, device and sharding of ``x``.
+
+    >>> import meshtape as mt
+    >>> mt.empty_like(mt.ones((2, 3))).shape
+    (2, 3)
+    """
     return _like("empty_like", x, 0, dtype, device)
 
 
@@ -325,10 +374,22 @@ def _triangle(name: str, x: Any, k: int, lower: bool) -> Array:
 
 
 def tril(x: Any, /, *, k: int = 0) -> Array:
-    """The lower triangle of matrices: zeros above the ``k``-th diagonal."""
+    """The lower triangle of matrices: zeros above the ``k``-th diagonal.
+
+    >>> import meshtape as mt
+    >>> mt.tril(mt.asarray([[1, 2], [3, 4]]))
+    Array([[1, 0],
+           [3, 4]])
+    """
     return _triangle("tril", x, k, lower=True)
 
 
 def triu(x: Any, /, *, k: int = 0) -> Array:
-    """The upper triangle of matrices: zeros below the ``k``-th diagonal."""
+    """The upper triangle of matrices: zeros below the ``k``-th diagonal.
+
+    >>> import meshtape as mt
+    >>> mt.triu(mt.asarray([[1, 2], [3, 4]]))
+    Array([[1, 2],
+           [0, 4]])
+    """
     return _triangle("triu", x, k, lower=False)

@@ -49,7 +49,9 @@ def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:
 
 
 def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> tuple[Any, Any, Any]:
-    """Labels that are safe to look up, and which samples have a class, and which are ignored."""
+    """Labels that are safe to look up; which samples have a class, and which are ignored (None, where all have one)."""
+    if xp is np and ignore_index is None and labels.size and labels.min() >= 0 and labels.max() < classes:
+        return labels, None, None
     known = (labels >= 0) & (labels < classes)
     ignored = xp.zeros(labels.shape, bool) if ignore_index is None else labels == ignore_index
     return xp.where(known, labels, 0).astype(np.intp), known & ~ignored, ignored
@@ -68,8 +70,10 @@ def _cross_entropy(xp: Any, logits: Any, labels: Any, ignore_index: int | None, 
             if label_smoothing:
                 loss -= label_smoothing * d.mean(axis=1)
             loss += xp.log(row_sums(xp, xp.exp(d, out=d)))[:, 0]
-            out[b] = xp.where(valid[b], loss, np.nan)
-    out[ignored] = 0
+            out[b] = loss
+    if valid is not None:
+        out[~valid] = np.nan
+        out[ignored] = 0
     return out.reshape(labels.shape)
 
 
@@ -81,8 +85,7 @@ def _cross_entropy_backward(
     x, flat = logits.reshape(math.prod(labels.shape), classes), labels.reshape(-1)
     out = xp.empty(x.shape, logits.dtype)
     safe, valid, _ = _looked_up(xp, flat, classes, ignore_index)
-    scale = xp.where(valid, g.reshape(-1), 0).astype(wide)
-    all_valid = bool(valid.all()) if xp is np else False
+    scale = g.reshape(-1).astype(wide, copy=False)
     with np.errstate(all="ignore"):
         for b in _blocks(xp, len(flat), classes) if classes else ():
             o = out[b] if out.dtype == wide else xp.empty(out[b].shape, wide)
@@ -92,10 +95,10 @@ def _cross_entropy_backward(
             o[xp.arange(len(o)), safe[b]] -= (1 - label_smoothing) * scale[b]
             if label_smoothing:
                 o -= (label_smoothing / classes) * scale[b, None]
-            if not all_valid:  # selected, not multiplied: NaN in a sample that does not count must not leak
-                o[~valid[b]] = 0
             if out.dtype != wide:
                 out[b] = o
+    if valid is not None:  # selected, not multiplied: NaN in a sample that does not count must not leak
+        out[~valid] = 0
     return out.reshape(logits.shape)
 
 

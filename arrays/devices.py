@@ -46,6 +46,10 @@ def device(name: str | Device) -> Device:
     """The device called ``name``. Equal names give the same object. Raises :class:`DeviceError` for an unknown name.
 
     Naming a CUDA device does not ask whether it exists; the first array put there does.
+
+    >>> import meshtape as mt
+    >>> mt.device("cpu")
+    Device('cpu')
     """
     if isinstance(name, Device):
         return _parse(str(name))
@@ -58,7 +62,12 @@ CPU = device("cpu")
 
 
 def default_device() -> Device:
-    """Where creation functions put arrays: the innermost :func:`use_device`, else the CPU."""
+    """Where creation functions put arrays: the innermost :func:`use_device`, else the CPU.
+
+    >>> import meshtape as mt
+    >>> mt.default_device()
+    Device('cpu')
+    """
     return state.device or CPU
 
 
@@ -80,7 +89,12 @@ def use_device(name: str | Device) -> Iterator[Device]:
 
 
 def devices() -> list[Device]:
-    """All devices that can be used here, the CPU first."""
+    """All devices that can be used here, the CPU first.
+
+    >>> import meshtape as mt
+    >>> mt.device("cpu") in mt.devices()
+    True
+    """
     from ._backends import cupy_backend
 
     try:

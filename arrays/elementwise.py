@@ -13,6 +13,7 @@ import numpy as np
 from . import _infer
 from ._dispatch import apply
 from ._erf import erf32
+from ._examples import EXAMPLES
 from ._op import NO_PARAMS, Op
 
 if TYPE_CHECKING:
@@ -32,9 +33,14 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
         def fn(x1: Any, x2: Any, /) -> Array:
             return apply(op, (x1, x2), NO_PARAMS)
 
-    args = "x" if len(op.operands) == 1 else "x1, x2"
     fn.__name__ = fn.__qualname__ = op.name
-    fn.__doc__ = f"{doc}\n\n``{op.name}({args})``, element by element; operands broadcast against each other."
+    call, shown = EXAMPLES[op.name]
+    how = (
+        "Element by element."
+        if len(op.operands) == 1
+        else "Element by element; the operands broadcast against each other."
+    )
+    fn.__doc__ = f"{doc}\n\n{how}\n\n>>> import meshtape as mt\n>>> {call}\n{shown}\n"
     return fn
 
 
@@ -287,5 +293,10 @@ ASTYPE = Op("astype", ("x",), _astype, _infer_astype)
 
 
 def stop_gradient(x: Any, /) -> Array:
-    """``x`` as a constant: no gradient flows through it."""
+    """``x`` as a constant: no gradient flows through it.
+
+    >>> import meshtape as mt
+    >>> mt.grad(lambda x: x * mt.stop_gradient(x))(3.0)
+    Array(3., dtype=float64)
+    """
     return apply(STOP_GRADIENT, (x,))

@@ -165,14 +165,25 @@ def fft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwar
 
 
 def ifft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
-    """Inverse of :func:`fft`."""
+    """Inverse of :func:`fft`.
+
+    >>> import meshtape as mt
+    >>> mt.fft.ifft(mt.asarray([4.0, 0.0, 0.0, 0.0]))
+    Array([1.+0.j, 1.+0.j, 1.+0.j, 1.+0.j], dtype=complex128)
+    """
     return _one("ifft", x, n, axis, norm, True)
 
 
 def fftn(
     x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Fourier transform along several axes (all by default), of lengths ``s``."""
+    """Fourier transform along several axes (all by default), of lengths ``s``.
+
+    >>> import meshtape as mt
+    >>> mt.fft.fftn(mt.ones((2, 2)))
+    Array([[4.+0.j, 0.+0.j],
+           [0.+0.j, 0.+0.j]], dtype=complex128)
+    """
     x = _floating("fftn", x, norm)
     return _complex("fftn", x, _axes("fftn", x, s, axes), norm, False)
 
@@ -180,7 +191,13 @@ def fftn(
 def ifftn(
     x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Inverse of :func:`fftn`."""
+    """Inverse of :func:`fftn`.
+
+    >>> import meshtape as mt
+    >>> mt.fft.ifftn(mt.asarray([[4.0, 0.0], [0.0, 0.0]]))
+    Array([[1.+0.j, 1.+0.j],
+           [1.+0.j, 1.+0.j]], dtype=complex128)
+    """
     x = _floating("ifftn", x, norm)
     return _complex("ifftn", x, _axes("ifftn", x, s, axes), norm, True)
 
@@ -215,7 +232,12 @@ def rfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
 
 
 def irfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
-    """Inverse of :func:`rfft`: ``n`` real numbers (``2 * (m - 1)`` for ``m`` terms by default)."""
+    """Inverse of :func:`rfft`: ``n`` real numbers (``2 * (m - 1)`` for ``m`` terms by default).
+
+    >>> import meshtape as mt
+    >>> mt.fft.irfft(mt.asarray([4.0, 0.0, 0.0]))
+    Array([1., 1., 1., 1.], dtype=float64)
+    """
     x = _floating("irfft", x, norm)
     axis = _infer.one_axis("irfft", axis, x.ndim)
     return _irfft_along("irfft", x, axis, n, norm)
@@ -225,7 +247,12 @@ def irfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backw
 def rfftn(
     x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """:func:`rfft` along the last of the axes, :func:`fftn` along the others."""
+    """:func:`rfft` along the last of the axes, :func:`fftn` along the others.
+
+    >>> import meshtape as mt
+    >>> mt.fft.rfftn(mt.ones((2, 4))).shape
+    (2, 3)
+    """
     x = _real("rfftn", _floating("rfftn", x, norm))
     pairs = _axes("rfftn", x, s, axes)
     if not pairs:
@@ -238,7 +265,12 @@ def rfftn(
 def irfftn(
     x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Inverse of :func:`rfftn`."""
+    """Inverse of :func:`rfftn`.
+
+    >>> import meshtape as mt
+    >>> mt.fft.irfftn(mt.fft.rfftn(mt.ones((2, 4)))).shape
+    (2, 4)
+    """
     x = _floating("irfftn", x, norm)
     pairs = _axes("irfftn", x, s, axes)
     if not pairs:
@@ -249,7 +281,12 @@ def irfftn(
 
 @composite("hfft")
 def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
-    """Transform of a signal with Hermitian symmetry, given by its first half: ``n`` real numbers."""
+    """Transform of a signal with Hermitian symmetry, given by its first half: ``n`` real numbers.
+
+    >>> import meshtape as mt
+    >>> mt.fft.hfft(mt.asarray([1.0, 2.0, 1.0]), n=4)
+    Array([ 6.,  0., -2.,  0.], dtype=float64)
+    """
     from .elementwise import conj
 
     x = _floating("hfft", x, norm)
@@ -259,7 +296,12 @@ def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
 
 @composite("ihfft")
 def ihfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
-    """Inverse of :func:`hfft`."""
+    """Inverse of :func:`hfft`.
+
+    >>> import meshtape as mt
+    >>> mt.fft.ihfft(mt.asarray([1.0, 1.0, 1.0, 1.0]))
+    Array([1.-0.j, 0.-0.j, 0.-0.j], dtype=complex128)
+    """
     from .elementwise import conj
 
     x = _floating("ihfft", x, norm)
@@ -291,7 +333,12 @@ def fftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | st
 
 
 def rfftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | str | None = None) -> Array:
-    """The frequencies of the terms of :func:`rfft`, for samples ``d`` apart."""
+    """The frequencies of the terms of :func:`rfft`, for samples ``d`` apart.
+
+    >>> import meshtape as mt
+    >>> mt.fft.rfftfreq(4)
+    Array([0.  , 0.25, 0.5 ], dtype=float64)
+    """
     return _frequencies("rfftfreq", np.arange(n // 2 + 1), n, d, dtype, device)
 
 
@@ -306,10 +353,20 @@ def _shift(name: str, x: Any, axes: int | Sequence[int] | None, sign: int) -> Ar
 
 
 def fftshift(x: Any, /, *, axes: int | Sequence[int] | None = None) -> Array:
-    """Frequency zero moved to the middle."""
+    """Frequency zero moved to the middle.
+
+    >>> import meshtape as mt
+    >>> mt.fft.fftshift(mt.fft.fftfreq(4))
+    Array([-0.5 , -0.25,  0.  ,  0.25], dtype=float64)
+    """
     return _shift("fftshift", x, axes, 1)
 
 
 def ifftshift(x: Any, /, *, axes: int | Sequence[int] | None = None) -> Array:
-    """Inverse of :func:`fftshift`."""
+    """Inverse of :func:`fftshift`.
+
+    >>> import meshtape as mt
+    >>> mt.fft.ifftshift(mt.asarray([-1, 0, 1]))
+    Array([ 0,  1, -1])
+    """
     return _shift("ifftshift", x, axes, -1)

@@ -281,7 +281,13 @@ def solve(x1: Any, x2: Any, /) -> Array:
 
 
 def matrix_power(x: Any, n: int, /) -> Array:
-    """Square matrices multiplied with themselves: ``n`` factors; of the inverse for negative ``n``, the identity for 0."""
+    """Square matrices multiplied with themselves: ``n`` factors; of the inverse for negative ``n``, the identity for 0.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.matrix_power(mt.asarray([[1, 1], [0, 1]]), 5)
+    Array([[1, 5],
+           [0, 1]])
+    """
     from .creation import asarray, eye, wrap_same
     from .manipulation import broadcast_to
 
@@ -328,7 +334,12 @@ def _rtol(x: Array) -> float:
 
 
 def matrix_rank(x: Any, /, *, rtol: Any = None) -> Array:
-    """How many singular values are larger than ``rtol`` times the largest (``max(m, n) * eps`` by default)."""
+    """How many singular values are larger than ``rtol`` times the largest (``max(m, n) * eps`` by default).
+
+    >>> import meshtape as mt
+    >>> mt.linalg.matrix_rank(mt.asarray([[1.0, 2.0], [2.0, 4.0]]))
+    Array(1)
+    """
     from .creation import asarray
     from .searching import count_nonzero
 
@@ -359,7 +370,12 @@ def det(x: Any, /) -> Array:
 
 
 def slogdet(x: Any, /) -> SlogdetResult:
-    """Sign (a phase, for complex numbers) and logarithm of the magnitude of the determinant, without overflow."""
+    """Sign (a phase, for complex numbers) and logarithm of the magnitude of the determinant, without overflow.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.slogdet(mt.asarray([[2.0, 0.0], [0.0, -1.0]]))
+    SlogdetResult(sign=Array(-1., dtype=float64), logabsdet=Array(0.69314718, dtype=float64))
+    """
     return SlogdetResult(*_several(SLOGDET, x))
 
 
@@ -406,23 +422,44 @@ def eigh(x: Any, /) -> EighResult:
 
 
 def eigvalsh(x: Any, /) -> Array:
-    """Eigenvalues of Hermitian matrices, ascending."""
+    """Eigenvalues of Hermitian matrices, ascending.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.eigvalsh(mt.asarray([[2.0, 1.0], [1.0, 2.0]]))
+    Array([1., 3.], dtype=float64)
+    """
     return _one(EIGVALSH, x)
 
 
 def eig(x: Any, /) -> EigResult:
-    """Eigenvalues and right eigenvectors of square matrices, always complex."""
+    """Eigenvalues and right eigenvectors of square matrices, always complex.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.eig(mt.asarray([[2.0, 0.0], [0.0, 3.0]])).eigenvalues
+    Array([2.+0.j, 3.+0.j], dtype=complex128)
+    """
     return EigResult(*_several(EIG, x))
 
 
 def eigvals(x: Any, /) -> Array:
-    """Eigenvalues of square matrices, always complex, in no order."""
+    """Eigenvalues of square matrices, always complex, in no order.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.eigvals(mt.asarray([[0.0, -1.0], [1.0, 0.0]]))
+    Array([0.+1.j, 0.-1.j], dtype=complex128)
+    """
     return _one(EIGVALS, x)
 
 
 def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
-    """Orthonormal columns times an upper triangle. ``mode="complete"`` gives a square ``Q`` (and no derivative, unless
-    ``"reduced"`` would give the same)."""
+    """Orthonormal columns ``Q`` times an upper triangle ``R``.
+
+    ``mode="complete"`` gives a square ``Q`` (and no derivative, unless ``"reduced"`` would give the same).
+
+    >>> import meshtape as mt
+    >>> mt.linalg.qr(mt.asarray([[0.0, 2.0], [-3.0, 0.0]])).R.shape
+    (2, 2)
+    """
     if mode not in ("reduced", "complete"):
         raise ValueError(f"[qr] mode must be 'reduced' or 'complete', got {mode!r}")
     x, dtype = _matrices("qr", x)
@@ -446,7 +483,12 @@ def svd(x: Any, /, *, full_matrices: bool = True) -> SVDResult:
 
 
 def svdvals(x: Any, /) -> Array:
-    """Singular values, descending."""
+    """Singular values, descending.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.svdvals(mt.asarray([[3.0, 0.0], [0.0, 4.0]]))
+    Array([4., 3.], dtype=float64)
+    """
     return _one(SVDVALS, x, square=False)
 
 
@@ -473,7 +515,12 @@ def diagonal(x: Any, /, *, offset: int = 0) -> Array:
 
 
 def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Array:
-    """Sum of a diagonal of each matrix."""
+    """Sum of a diagonal of each matrix.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.trace(mt.asarray([[1, 2], [3, 4]]))
+    Array(5)
+    """
     from .reductions import sum
 
     return sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)

@@ -8,8 +8,15 @@ import numpy as np
 
 from ._dispatch import Deferred
 from ._op import composite
+from .creation import arange, asarray, beside
+from .cross_entropy import losses_of
+from .elementwise import where
 from .errors import ArrayIndexError, DTypeError, ShapeError
+from .linalg import vector_norm
+from .manipulation import astype
 from .norms import _wide
+from .products import matmul
+from .reductions import mean, sum
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -59,12 +66,6 @@ def cross_entropy(
     >>> mt.nn.cross_entropy(mt.asarray([[0.0, 0.0], [0.0, 9.0]]), mt.asarray([1, -100]), ignore_index=-100)
     Array(0.69314718, dtype=float64)
     """
-    from .creation import asarray
-    from .cross_entropy import losses_of
-    from .elementwise import where
-    from .manipulation import astype
-    from .reductions import mean, sum
-
     logits, labels = asarray(logits), asarray(labels)
     if logits.ndim < 1 or logits.shape[:-1] != labels.shape:
         raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {logits.shape}")
@@ -99,6 +100,8 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
     if isinstance(labels._buf, Deferred) or labels.size == 0:
         return
     buf = labels._buf
+    if buf.min() >= 0 and buf.max() < classes:
+        return
     wrong = (buf < 0) | (buf >= classes)
     if ignore_index is not None and not (labels.dtype.kind == "u" and ignore_index < 0):
         wrong &= buf != ignore_index
@@ -141,12 +144,6 @@ def info_nce(
     >>> mt.nn.info_nce(mt.eye(2), mt.eye(2), temperature=1.0)
     Array(0.31326169, dtype=float64)
     """
-    from .creation import arange, asarray, beside
-    from .elementwise import where
-    from .linalg import vector_norm
-    from .manipulation import astype
-    from .products import matmul
-
     q, k = asarray(queries), asarray(keys)
     if q.ndim != 2 or k.ndim != 2 or q.shape[1] != k.shape[1] or k.shape[0] != q.shape[0] * group_size:
         raise ShapeError(f"[info_nce] queries {q.shape} and keys {k.shape} do not fit groups of {group_size}")

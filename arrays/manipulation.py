@@ -142,7 +142,12 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
 
 
 def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
-    """Dimensions in another order: dimension ``i`` of the result is ``axes[i]`` of ``x``."""
+    """Dimensions in another order: dimension ``i`` of the result is ``axes[i]`` of ``x``.
+
+    >>> import meshtape as mt
+    >>> mt.permute_dims(mt.ones((2, 3, 4)), (2, 0, 1)).shape
+    (4, 2, 3)
+    """
     x = _asarray(x)
     if len(axes) != x.ndim or len(_infer.normalize_axis("permute_dims", axes, x.ndim)) != x.ndim:
         raise ShapeError(f"[permute_dims] axes {tuple(axes)} are no order of the {x.ndim} dimensions of {x.shape}")
@@ -150,7 +155,13 @@ def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
 
 
 def matrix_transpose(x: Any, /) -> Array:
-    """The last two dimensions exchanged."""
+    """The last two dimensions exchanged.
+
+    >>> import meshtape as mt
+    >>> mt.matrix_transpose(mt.asarray([[1, 2], [3, 4]]))
+    Array([[1, 3],
+           [2, 4]])
+    """
     x = _asarray(x)
     if x.ndim < 2:
         raise ShapeError(f"[matrix_transpose] needs at least two dimensions, got shape {x.shape}")
@@ -158,7 +169,12 @@ def matrix_transpose(x: Any, /) -> Array:
 
 
 def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[int], /) -> Array:
-    """Dimensions ``source`` moved to ``destination``, the others in their order."""
+    """Dimensions ``source`` moved to ``destination``, the others in their order.
+
+    >>> import meshtape as mt
+    >>> mt.moveaxis(mt.ones((2, 3, 4)), 0, -1).shape
+    (3, 4, 2)
+    """
     x = _asarray(x)
     src = [source] if isinstance(source, int) else list(source)
     dst = [destination] if isinstance(destination, int) else list(destination)
@@ -173,7 +189,13 @@ def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[in
 
 
 def broadcast_to(x: Any, /, shape: Sequence[int]) -> Array:
-    """``x`` repeated, without copying, along new and length-one dimensions."""
+    """``x`` repeated, without copying, along new and length-one dimensions.
+
+    >>> import meshtape as mt
+    >>> mt.broadcast_to(mt.asarray([1, 2]), (2, 2))
+    Array([[1, 2],
+           [1, 2]])
+    """
     x = _asarray(x)
     shape = tuple(map(operator.index, shape))
     if _infer.broadcast_shapes(BROADCAST_TO, [x.shape, shape]) != shape:
@@ -183,7 +205,12 @@ def broadcast_to(x: Any, /, shape: Sequence[int]) -> Array:
 
 
 def broadcast_arrays(*arrays: Any) -> tuple[Array, ...]:
-    """The arrays, each broadcast to their common shape."""
+    """The arrays, each broadcast to their common shape.
+
+    >>> import meshtape as mt
+    >>> [x.shape for x in mt.broadcast_arrays(mt.ones((3, 1)), mt.ones(4))]
+    [(3, 4), (3, 4)]
+    """
     xs = [_asarray(a) for a in arrays]
     shape = _infer.broadcast_shapes(BROADCAST_TO, [x.shape for x in xs])
     return tuple(broadcast_to(x, shape) for x in xs)
@@ -220,7 +247,12 @@ def expand_dims(x: Any, /, axis: int | Sequence[int] = 0) -> Array:
 
 
 def squeeze(x: Any, /, axis: int | Sequence[int]) -> Array:
-    """Without the dimensions ``axis``, which must have length one."""
+    """Without the dimensions ``axis``, which must have length one.
+
+    >>> import meshtape as mt
+    >>> mt.squeeze(mt.ones((1, 3, 1)), axis=(0, 2)).shape
+    (3,)
+    """
     x = _asarray(x)
     axes = _infer.normalize_axis("squeeze", axis, x.ndim)
     if any(x.shape[a] != 1 for a in axes):
@@ -229,13 +261,24 @@ def squeeze(x: Any, /, axis: int | Sequence[int]) -> Array:
 
 
 def flip(x: Any, /, *, axis: int | Sequence[int] | None = None) -> Array:
-    """Elements in reverse order along the axes (all by default)."""
+    """Elements in reverse order along the axes (all by default).
+
+    >>> import meshtape as mt
+    >>> mt.flip(mt.asarray([[1, 2], [3, 4]]), axis=1)
+    Array([[2, 1],
+           [4, 3]])
+    """
     x = _asarray(x)
     return apply(FLIP, (x,), {"axis": _infer.normalize_axis("flip", axis, x.ndim)})
 
 
 def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Array:
-    """Arrays joined along an axis they have (flattened first when ``axis`` is None)."""
+    """Arrays joined along an axis they have (flattened first when ``axis`` is None).
+
+    >>> import meshtape as mt
+    >>> mt.concat([mt.asarray([1, 2]), mt.asarray([3])])
+    Array([1, 2, 3])
+    """
     xs = [_asarray(a) for a in arrays]
     if not xs:
         raise ShapeError("[concat] needs at least one array")
@@ -247,12 +290,23 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Array:
 
 
 def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Array:
-    """Arrays of one shape joined along a new axis."""
+    """Arrays of one shape joined along a new axis.
+
+    >>> import meshtape as mt
+    >>> mt.stack([mt.asarray([1, 2]), mt.asarray([3, 4])], axis=1)
+    Array([[1, 3],
+           [2, 4]])
+    """
     return concat([expand_dims(a, axis=axis) for a in arrays], axis=axis)
 
 
 def unstack(x: Any, /, *, axis: int = 0) -> tuple[Array, ...]:
-    """The parts of ``x`` along an axis, without that axis: the inverse of :func:`stack`."""
+    """The parts of ``x`` along an axis, without that axis: the inverse of :func:`stack`.
+
+    >>> import meshtape as mt
+    >>> [x.tolist() for x in mt.unstack(mt.asarray([[1, 2], [3, 4]]))]
+    [[1, 2], [3, 4]]
+    """
     x = _asarray(x)
     axis = _infer.one_axis("unstack", axis, x.ndim)
     lead = (slice(None),) * axis

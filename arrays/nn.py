@@ -10,7 +10,8 @@ import numpy as np
 from ._dispatch import apply
 from ._op import composite
 from .attention import scaled_dot_product_attention
-from .channel_norms import batch_norm, group_norm, instance_norm
+from .batch_norms import batch_norm
+from .channel_norms import group_norm, instance_norm
 from .convolution import conv1d, conv2d, pool
 from .creation import arange, asarray, beside, wrap_same
 from .dtypes import as_dtype, iinfo
@@ -135,7 +136,12 @@ def dropout(x: Any, rate: float, /, *, key: Any = None, training: bool = True) -
 
 @composite("dropout_add")
 def dropout_add(x: Any, y: Any, rate: float, /, *, key: Any = None, training: bool = True) -> Array:
-    """``dropout(x) + y``, with one rounding: the sum of float16 and bfloat16 is made in float32."""
+    """``dropout(x) + y``, with one rounding: the sum of float16 and bfloat16 is made in float32.
+
+    >>> import meshtape as mt
+    >>> mt.nn.dropout_add(mt.ones(2), mt.asarray([1.0, 2.0]), 0.5, training=False)
+    Array([2., 3.], dtype=float64)
+    """
     x, y = asarray(x), asarray(y)
     dtype = np.result_type(x.dtype, y.dtype)
     if dtype.itemsize <= 2 and dtype.kind not in "biu":

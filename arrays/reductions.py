@@ -119,27 +119,52 @@ def sum(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = Fal
 
 
 def prod(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Array:
-    """Product over axes; 1 for no elements."""
+    """Product over axes; 1 for no elements.
+
+    >>> import meshtape as mt
+    >>> mt.prod(mt.asarray([2, 3, 4]))
+    Array(24)
+    """
     return _reduce(PROD, x, axis, keepdims) if dtype is None else _reduce_in(PROD, x, axis, keepdims, dtype)
 
 
 def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
-    """Largest element; NaN if there is one. Tied elements share the gradient evenly."""
+    """Largest element; NaN if there is one. Tied elements share the gradient evenly.
+
+    >>> import meshtape as mt
+    >>> mt.max(mt.asarray([[1, 5], [7, 2]]), axis=1)
+    Array([5, 7])
+    """
     return _reduce(MAX, x, axis, keepdims)
 
 
 def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
-    """Smallest element; NaN if there is one. Tied elements share the gradient evenly."""
+    """Smallest element; NaN if there is one. Tied elements share the gradient evenly.
+
+    >>> import meshtape as mt
+    >>> mt.min(mt.asarray([[1, 5], [7, 2]]), axis=0)
+    Array([1, 2])
+    """
     return _reduce(MIN, x, axis, keepdims)
 
 
 def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
-    """Whether any element is true."""
+    """Whether any element is true.
+
+    >>> import meshtape as mt
+    >>> mt.any(mt.asarray([[True, False], [False, False]]), axis=1)
+    Array([ True, False])
+    """
     return _reduce(ANY, x, axis, keepdims)
 
 
 def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
-    """Whether all elements are true."""
+    """Whether all elements are true.
+
+    >>> import meshtape as mt
+    >>> mt.all(mt.asarray([[True, False], [True, True]]), axis=1)
+    Array([False,  True])
+    """
     return _reduce(ALL, x, axis, keepdims)
 
 
@@ -156,12 +181,22 @@ def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
 
 
 def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
-    """Index of the first largest element (along an axis, or of the flattened array)."""
+    """Index of the first largest element (along an axis, or of the flattened array).
+
+    >>> import meshtape as mt
+    >>> mt.argmax(mt.asarray([3, 9, 9]))
+    Array(1)
+    """
     return _argreduce(ARGMAX, x, axis, keepdims)
 
 
 def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
-    """Index of the first smallest element (along an axis, or of the flattened array)."""
+    """Index of the first smallest element (along an axis, or of the flattened array).
+
+    >>> import meshtape as mt
+    >>> mt.argmin(mt.asarray([[3, 1], [0, 2]]), axis=1)
+    Array([1, 0])
+    """
     return _argreduce(ARGMIN, x, axis, keepdims)
 
 
@@ -180,9 +215,7 @@ def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
     >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))
     Array(3., dtype=float64)
     """
-    from .creation import asarray
-
-    x = asarray(x)
+    x = as_array(x)
     n = float(_count(x, axis, "mean") or "nan")
     if _is_low_precision(x.dtype):
         return (sum(x.astype(np.float32), axis=axis, keepdims=keepdims) / n).astype(x.dtype)
@@ -215,7 +248,12 @@ def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
 
 @composite("std")
 def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
-    """Standard deviation: the root of :func:`var`."""
+    """Standard deviation: the root of :func:`var`.
+
+    >>> import meshtape as mt
+    >>> mt.std(mt.asarray([1.0, 3.0]))
+    Array(1., dtype=float64)
+    """
     from .elementwise import sqrt
 
     return sqrt(var(x, axis=axis, correction=correction, keepdims=keepdims))

@@ -140,6 +140,10 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
     """The indices of the elements that are not zero, one array a dimension, in C order.
 
     How many there are is known only when ``x`` is computed: inside ``mt.compile`` this raises.
+
+    >>> import meshtape as mt
+    >>> mt.nonzero(mt.asarray([[0, 1], [2, 0]]))
+    (Array([0, 1]), Array([1, 0]))
     """
     from .creation import asarray
 

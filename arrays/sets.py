@@ -63,13 +63,23 @@ def unique_all(x: Any, /) -> UniqueAll:
 
 
 def unique_counts(x: Any, /) -> UniqueCounts:
-    """The distinct elements, in ascending order, and how often each occurs."""
+    """The distinct elements, in ascending order, and how often each occurs.
+
+    >>> import meshtape as mt
+    >>> mt.unique_counts(mt.asarray([3, 1, 3]))
+    UniqueCounts(values=Array([1, 3]), counts=Array([1, 2]))
+    """
     found = unique_all(x)
     return UniqueCounts(found.values, found.counts)
 
 
 def unique_inverse(x: Any, /) -> UniqueInverse:
-    """The distinct elements, in ascending order, and for each element of ``x`` which of them it is."""
+    """The distinct elements, in ascending order, and for each element of ``x`` which of them it is.
+
+    >>> import meshtape as mt
+    >>> mt.unique_inverse(mt.asarray([3, 1, 3]))
+    UniqueInverse(values=Array([1, 3]), inverse_indices=Array([1, 0, 1]))
+    """
     found = unique_all(x)
     return UniqueInverse(found.values, found.inverse_indices)
 

@@ -48,7 +48,12 @@ def nansum(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
 
 @composite("nanprod")
 def nanprod(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
-    """Product of what is not NaN."""
+    """Product of what is not NaN.
+
+    >>> import meshtape as mt
+    >>> mt.nanprod(mt.asarray([2.0, mt.nan, 3.0]))
+    Array(6., dtype=float64)
+    """
     from .reductions import prod
 
     return prod(_without_nan(x, 1)[0], axis=axis, keepdims=keepdims)
@@ -70,19 +75,34 @@ def _nan_extremum(x: Any, axis: Axis, keepdims: bool, largest: bool) -> Array:
 
 @composite("nanmax")
 def nanmax(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
-    """Largest element that is not NaN; NaN where all are."""
+    """Largest element that is not NaN; NaN where all are.
+
+    >>> import meshtape as mt
+    >>> mt.nanmax(mt.asarray([2.0, mt.nan, 3.0]))
+    Array(3., dtype=float64)
+    """
     return _nan_extremum(x, axis, keepdims, largest=True)
 
 
 @composite("nanmin")
 def nanmin(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
-    """Smallest element that is not NaN; NaN where all are."""
+    """Smallest element that is not NaN; NaN where all are.
+
+    >>> import meshtape as mt
+    >>> mt.nanmin(mt.asarray([2.0, mt.nan, 3.0]))
+    Array(2., dtype=float64)
+    """
     return _nan_extremum(x, axis, keepdims, largest=False)
 
 
 @composite("nanmean")
 def nanmean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
-    """Mean of what is not NaN; NaN where all are."""
+    """Mean of what is not NaN; NaN where all are.
+
+    >>> import meshtape as mt
+    >>> mt.nanmean(mt.asarray([2.0, mt.nan, 3.0]))
+    Array(2.5, dtype=float64)
+    """
     from .manipulation import astype
     from .reductions import sum
 
@@ -99,7 +119,12 @@ def nanmean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
 
 @composite("nanvar")
 def nanvar(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
-    """Variance of what is not NaN, divided by their number less ``correction``; NaN where that is not positive."""
+    """Variance of what is not NaN, divided by their number less ``correction``; NaN where that is not positive.
+
+    >>> import meshtape as mt
+    >>> mt.nanvar(mt.asarray([1.0, mt.nan, 3.0]))
+    Array(1., dtype=float64)
+    """
     from .elementwise import abs, square, where
     from .manipulation import astype
     from .reductions import sum
@@ -119,7 +144,12 @@ def nanvar(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: b
 
 @composite("nanstd")
 def nanstd(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
-    """Root of :func:`nanvar`."""
+    """Root of :func:`nanvar`.
+
+    >>> import meshtape as mt
+    >>> mt.nanstd(mt.asarray([1.0, mt.nan, 3.0]))
+    Array(1., dtype=float64)
+    """
     from .elementwise import sqrt
 
     return sqrt(nanvar(x, axis=axis, correction=correction, keepdims=keepdims))

@@ -33,8 +33,7 @@ from ..arrays.program import (
 from ..arrays.rowsum import densify
 from .anomaly import is_checker
 from .backward import same_value
-from .fusion import Group, fuse
-from .fusion import executable as fused
+from .executable import local_executable
 from .signature import Wrapper, arrays_in, as_array, leaf_key, outside, outside_key
 from .tape import is_differentiable
 
@@ -395,39 +394,3 @@ def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
     device = inputs[0].device if inputs else None
     xp = backend_for(device).xp if device is not None else backend_of(None).xp
     return _Ready(program, local_executable(program, xp), out_def, statics, trace)
-
-
-def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], list[Any]]:
-    """The program as a function of buffers of one backend. Each value is freed at its last use; on a CPU, runs of elementwise
-    entries on large arrays are computed block by block."""
-    parts = fuse(program) if xp is np else list(program.entries)
-    steps: list[tuple[Any, ...]] = []
-    needed = set(program.outputs)
-    for part in reversed(parts):
-        if isinstance(part, Group):
-            fn, args, params = fused(part, program), tuple((v, None) for v in part.inputs), {}
-            outputs, single = part.outputs, False
-        else:
-            fn, params, outputs, single = part.op.bind(xp), dict(part.params), part.outputs, part.op.nout == 1
-            args = tuple((v, None) if isinstance(v, int) else (-1, v.value) for v in part.inputs)
-        used = dict.fromkeys([v for v, _ in args if v >= 0] + list(outputs))
-        free = tuple(v for v in used if v not in needed)
-        needed.update(used)
-        steps.append((fn, args, params, outputs, single, free))
-    steps.reverse()
-    constants = dict(program.constants)
-
-    def run(buffers: Sequence[Any]) -> list[Any]:
-        env = dict(constants)
-        env.update(zip(program.inputs, buffers, strict=True))
-        for fn, args, params, outputs, single, free in steps:
-            out = fn(*[env[v] if v >= 0 else c for v, c in args], **params)
-            if single:
-                env[outputs[0]] = xp.asarray(out)
-            else:
-                env.update(zip(outputs, map(xp.asarray, out), strict=True))
-            for v in free:
-                del env[v]
-        return [env[v] for v in program.outputs]
-
-    return run

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import functools
 from collections.abc import Callable
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,9 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays.program import freeze
 from ..arrays.rowsum import densify
+
+_CODE = FunctionType | BuiltinFunctionType | ModuleType | type
+"""What a function names that is no data."""
 
 
 class Wrapper(abc.ABC):
@@ -82,6 +85,8 @@ def outside(fn: Any) -> list[Any]:
                     values.append(cell.cell_contents)
         functions += [v for v in values if isinstance(v, FunctionType | functools.partial | Wrapper)]
         module = getattr(fn, "__globals__", {})
+        if module.get("__package__") == __package__:
+            module = {}  # what this package names is code: grad(f) reads what f reads
         named = [module[n] for n in _names_in(getattr(fn, "__code__", None)) if n in module]
         functions += [v for v in named if any(getattr(f, "__globals__", None) is module for f in _functions_of(v))]
         found += values + named
@@ -106,6 +111,8 @@ def _names_in(code: Any) -> tuple[str, ...]:
 def _held_key(value: Any) -> tuple[Any, ...]:
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         return type(value), freeze(value)
+    if isinstance(value, _CODE):
+        return (_ById(value),)
     # Of a container only the arrays count: a list that the function appends a note to at each trace must not bring about the next.
     return (_ById(value), *((_ById(x), _ById(x._buf)) for x in arrays_in(value)))
 

@@ -9,7 +9,9 @@ import click
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH_OR_URL…")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen. Beyond loopback a token is asked for.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Where to listen. Beyond loopback a token is asked for."
+)
 @click.option("--port", default=0, type=click.IntRange(0, 65535), help="0, the default, takes a free one.")
 @click.option("--token", metavar="TEXT", help="Ask for this token, on loopback as well.")
 @click.option("--open", "open_", is_flag=True, help="Open the page in the default web browser.")

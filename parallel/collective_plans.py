@@ -78,9 +78,7 @@ def plan_collective(n: int, c: Collective) -> Plan:
         for me, rank in enumerate(group):
             box = Box.whole(wanted(rank))
             pieces = tuple(
-                Piece(q, s, t, term)
-                for q, s, t, term in _pieces(c.kind, params, group, me, given, box)
-                if s.size
+                Piece(q, s, t, term) for q, s, t, term in _pieces(c.kind, params, group, me, given, box) if s.size
             )
             ranks[rank] = RankPlan(box, pieces, not pieces and c.kind == "permute")
     reduce = params.get("op", "sum") if c.kind in ("all_reduce", "reduce_scatter") else None

@@ -37,9 +37,7 @@ def _trace(name: str, axis: Axis) -> tuple[RankTrace, tuple[int, ...]]:
     return trace, axes
 
 
-def _each(
-    name: str, tree: Any, axis: Axis, fn: Callable[[RankTrace, tuple[int, ...], Array], Array]
-) -> Any:
+def _each(name: str, tree: Any, axis: Axis, fn: Callable[[RankTrace, tuple[int, ...], Array], Array]) -> Any:
     trace, axes = _trace(name, axis)
 
     def one(x: Any) -> Array:
@@ -133,8 +131,7 @@ def all_reduce(x: Any, axis: Axis, *, op: str = "sum") -> Any:
         _refuse_reduced("all_reduce", trace, axes, x)
         if op == "mean":
             return ops.sum_over(x, axes) / trace.group_size(axes)
-        out = ops.sum_over(x, axes, op)
-        return out
+        return ops.sum_over(x, axes, op)
 
     return _each("all_reduce", x, axis, one)
 
@@ -157,9 +154,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0) -> Any:
     return _each("all_gather", x, axis, one)
 
 
-def reduce_scatter(
-    x: Any, axis: Axis, *, dim: int = 0, op: str = "sum", sizes: Sequence[int] | None = None
-) -> Any:
+def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: str = "sum", sizes: Sequence[int] | None = None) -> Any:
     """The reduction of what all ranks hold, of which each keeps a part.
 
     Parameters
@@ -187,7 +182,9 @@ def reduce_scatter(
     def one(trace: RankTrace, axes: tuple[int, ...], x: Array) -> Array:
         at = _dim("reduce_scatter", dim, x)
         n = trace.group_size(axes)
-        lengths = tuple(k for _, k in ceil_blocks(x.shape[at], n)) if sizes is None else tuple(map(operator.index, sizes))
+        lengths = (
+            tuple(k for _, k in ceil_blocks(x.shape[at], n)) if sizes is None else tuple(map(operator.index, sizes))
+        )
         if len(lengths) != n or sum(lengths) != x.shape[at] or min(lengths) < 0:
             raise ShapeError(
                 f"[reduce_scatter] sizes {lengths} do not divide dimension {at} of length {x.shape[at]} between {n} ranks"
@@ -254,9 +251,7 @@ def all_to_all(
     return _each("all_to_all", x, axis, one)
 
 
-def permute(
-    x: Any, axis: Axis, pairs: Sequence[tuple[int, int]] | None = None, *, shift: int | None = None
-) -> Any:
+def permute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]] | None = None, *, shift: int | None = None) -> Any:
     """Blocks sent along pairs of places (from, to); who is sent nothing gets zeros.
 
     ``shift=k`` sends to the k-th next rank, round the ring.

@@ -23,7 +23,8 @@ from .factors import FactorRule, RankView, rule_for
 from .ops import RESHARD
 from .placement import REPLICATED, Layout, block_box
 from .propagate import propagate
-from .rank_code import ShardMapOp, lower
+from .rank_code import ShardMapOp
+from .rank_lowering import lower
 from .reshard import Plan, plan_reshard, reshard_text
 
 
@@ -141,10 +142,7 @@ class RankProgram:
                         if len(s.moves) > 1
                         else " "
                     )
-                    lines.append(
-                        f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}"
-                        f"  # {moved} bytes"
-                    )
+                    lines.append(f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}  # {moved} bytes")
             else:
                 entry = Entry(s.op, s.inputs, s.outputs, s.params)
                 note = f"  # {s.origin}" if s.origin and s.origin != s.op.name else ""

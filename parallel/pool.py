@@ -8,6 +8,7 @@ gone, by itself: no array is ever used again while somebody can see it.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections import OrderedDict
@@ -27,8 +28,11 @@ class Pool:
     >>> import numpy as np
     >>> pool = Pool(limit=1 << 20)
     >>> a = pool.empty((256, 256), np.dtype(np.float64))
-    >>> address = a.ctypes.data
+    >>> address, view = a.ctypes.data, a[3:]
     >>> del a
+    >>> pool.empty((512, 256), np.dtype(np.float32)).ctypes.data == address  # the view still needs it
+    False
+    >>> del view
     >>> pool.empty((512, 256), np.dtype(np.float32)).ctypes.data == address
     True
     """
@@ -68,8 +72,8 @@ class Pool:
                     del self._free[size]
             else:
                 raw = np.empty(size, np.uint8)
-            # The memoryview is what all arrays on this memory hold; when it goes, they are gone.
-            memory = memoryview(raw)
+            # What all arrays on this memory hold; when it goes, they are gone. (Not a memoryview: NumPy holds what is below it.)
+            memory = (ctypes.c_char * size).from_buffer(raw)
             key = id(memory)
             self._lent[key] = weakref.ref(memory, lambda _: self._back(key)), raw
         return np.ndarray(shape, dtype, buffer=memory)

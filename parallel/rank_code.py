@@ -16,14 +16,14 @@ import numpy as np
 from ..arrays._array import Array
 from ..arrays._dispatch import Deferred, apply, wrap
 from ..arrays._op import Op, state
-from ..arrays.elementwise import ALIAS, where
+from ..arrays.elementwise import where
 from ..arrays.errors import GradientError, ShardingConflict
-from ..arrays.program import Entry, Program, ShapeDtype, freeze, simplify, site_text
+from ..arrays.program import Entry, Program, ShapeDtype, simplify
 from ..autodiff.compile import Lifted
 from ..autodiff.rules import defvjp_all
 from ..autodiff.tape import Tape, is_differentiable
 from . import rank_ops as ops
-from .collective_plans import Collective, groups_of
+from .collective_plans import groups_of
 from .placement import REPLICATED, Layout, block_box, make_layout
 from .rank_trace import RankTrace, trace_all
 
@@ -50,7 +50,9 @@ class RankCode:
         body: Body,
         what: Callable[[int], str],
         apart: bool = False,
+        is_derivative: bool = False,
     ) -> None:
+        self.is_derivative = is_derivative
         self.name, self.mesh, self.body = name, mesh, body
         self.count = len(in_avals)
         blocks = [
@@ -61,36 +63,39 @@ class RankCode:
         traced = trace_all(mesh, blocks, varying, functools.partial(self._run, out_layouts), apart=apart)
         self.even = len(traced) == 1
         self.has_calls = any(t.has_calls for t, _ in traced)
-        self.has_own_derivative = any(t.has_own_derivative for t, _ in traced)
         self.captured: list[Lifted] = []
         self.operands: list[tuple[int, ...]] = []
-        found: dict[tuple[int, int], int] = {}
+        found: dict[Any, int] = {}
         for t, _ in traced:
-            for c in t.captured:
-                key = (id(c.array), id(c.buf))
+            keys = [self._key_of(c) for c in t.captured]
+            for c, key in zip(t.captured, keys, strict=True):
                 if key not in found:
                     found[key] = self.count + len(self.captured)
                     self.captured.append(c)
-            self.operands.append((*range(self.count), *(found[id(c.array), id(c.buf)] for c in t.captured)))
+            self.operands.append((*range(self.count), *(found[key] for key in keys)))
         self.in_avals = (*in_avals, *(ShapeDtype(tuple(c.buf.shape), c.buf.dtype) for c in self.captured))
         self.in_layouts = (*in_layouts, *(REPLICATED for _ in self.captured))
         n_out = len(traced[0][1])
         if any(len(outs) != n_out for _, outs in traced):
             raise ShardingConflict(f"[{name}] the ranks return different numbers of arrays")
-        self.out_layouts = tuple(
-            out_layouts(i, [outs[i]._buf.varying for _, outs in traced]) for i in range(n_out)
-        )
+        self.out_layouts = tuple(out_layouts(i, [outs[i]._buf.varying for _, outs in traced]) for i in range(n_out))
         for i, layout in enumerate(self.out_layouts):
             self._check_replicated(layout, [(t, outs[i]) for t, outs in traced], what(i))
         self.out_avals = tuple(
             self._whole([outs[i] for _, outs in traced], self.out_layouts[i], what(i)) for i in range(n_out)
         )
         built = [t.build(outs) for t, outs in traced]
-        self.programs: tuple[Program, ...] = (simplify(built[0]),) if self.even else tuple(map(_without_dead, built))
+        self.programs: tuple[Program, ...] = (simplify(built[0]),) if self.even else tuple(_without_dead(built))
         self._backward: dict[Any, RankCode] = {}
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
+
+    def _key_of(self, c: Lifted) -> Any:
+        """What makes one of two captured arrays: of the constants of a derivative the value, else the array itself."""
+        if self.is_derivative and isinstance(c.buf, np.ndarray):
+            return c.buf.shape, c.buf.dtype, c.buf.tobytes()
+        return id(c.array), id(c.buf)
 
     def _varying(self, layout: Layout) -> frozenset[int]:
         axes = [a for _, s in layout.shards for a in s] + [a for a, _ in layout.partials]
@@ -174,12 +179,9 @@ class RankCode:
 
     def backward(self, operands: Sequence[Array], seeds: Sequence[Array | None]) -> list[Array | None]:
         """Cotangents of the operands of a call."""
-        if self.has_own_derivative and not self.even:
-            raise GradientError(
-                f"[{self.name}] holds mt.custom_vjp (or a gradient hook), whose derivative is not available in per-rank code "
-                "whose ranks differ: give all ranks blocks of one shape, or leave it out"
-            )
-        smooth_in = tuple(i for i, a in enumerate(self.in_avals) if is_differentiable(a.dtype))
+        # What a derivative reads beside its arguments are the constants of rules, which nobody else knows.
+        known = self.in_avals[: self.count] if self.is_derivative else self.in_avals
+        smooth_in = tuple(i for i, a in enumerate(known) if is_differentiable(a.dtype))
         smooth_out = tuple(i for i, a in enumerate(self.out_avals) if is_differentiable(a.dtype))
         for i in smooth_out:
             for axis, op in self.out_layouts[i].partials:
@@ -221,6 +223,7 @@ class RankCode:
             body,
             lambda k: f"cotangent {smooth_in[k]}",
             apart=not self.even,
+            is_derivative=True,
         )
 
     def _pull_back(
@@ -237,12 +240,14 @@ class RankCode:
         extra: list[Array] = []
         with tape:
             tape.watch([operands[i] for i in smooth_in])
-            if self.even and self.has_calls:
+            if not self.even:
+                extra += _vary_all(trace, [operands[i] for i in smooth_in])
+            if (
+                self.has_calls
+            ):  # with derivatives of their own, or to be made again: the code says which, its calls do not
                 outs = self._once_more(trace, operands)
             else:
                 k = 0 if self.even else trace.rank
-                if not self.even:
-                    extra += _vary_all(trace, [operands[i] for i in smooth_in])
                 outs = self._replay(k, trace, operands, None if self.even else tape, extra)
         names = [operands[i]._id for i in smooth_in]
         targets, given = [outs[i] for i in smooth_out], list(seeds)
@@ -318,6 +323,7 @@ def _vary_all(trace: RankTrace, xs: Sequence[Array]) -> list[Array]:
     everywhere = tuple(range(len(trace.mesh.sizes)))
     out = []
     for x in xs:
+        trace.twins.pop(x._buf.var, None)  # the tape that is on now has to see it come about
         varied = trace.varied(x, everywhere)
         if varied is not x:
             trace.twins[x._buf.var] = varied
@@ -325,15 +331,41 @@ def _vary_all(trace: RankTrace, xs: Sequence[Array]) -> list[Array]:
     return out
 
 
-def _without_dead(program: Program) -> Program:
-    """The program without calls whose results nobody needs; collectives stay, as other ranks take part in them."""
-    needed = set(program.outputs)
-    kept: list[Entry] = []
-    for e in reversed(program.entries):
-        if e.op in ops.COLLECTIVES or not needed.isdisjoint(e.outputs):
+def _without_dead(programs: Sequence[Program]) -> list[Program]:
+    """The programs of ranks that differ, without calls whose results nobody needs.
+
+    Collectives stay, as other ranks take part in them; so does each ``vary`` that some rank needs, as all take part in its
+    derivative.
+    """
+    counts = {sum(_meets_backward(p, e) for e in p.entries) for p in programs}
+    kept = frozenset(range(max(counts))) if len(counts) > 1 else frozenset[int]()
+    while True:
+        found = [_live(p, kept) for p in programs]
+        needed = kept.union(*(numbers for _, numbers in found))
+        if needed == kept:
+            return [p for p, _ in found]
+        kept = needed
+
+
+def _meets_backward(p: Program, e: Entry) -> bool:
+    return e.op is ops.VARY and e.inputs[0] not in p.inputs
+
+
+def _live(p: Program, kept: frozenset[int]) -> tuple[Program, frozenset[int]]:
+    """The program without dead calls, and the numbers of the ``vary`` calls that it needs itself."""
+    needed = set(p.outputs)
+    entries: list[Entry] = []
+    numbers: set[int] = set()
+    number = sum(_meets_backward(p, e) for e in p.entries)
+    for e in reversed(p.entries):
+        number -= _meets_backward(p, e)
+        own = not needed.isdisjoint(e.outputs)
+        if own and _meets_backward(p, e):
+            numbers.add(number)
+        if own or e.op in ops.COLLECTIVES or (_meets_backward(p, e) and number in kept):
             needed.update(v for v in e.inputs if isinstance(v, int))
-            kept.append(e)
-    return Program(program.inputs, tuple(reversed(kept)), program.outputs, program.avals)
+            entries.append(e)
+    return Program(p.inputs, tuple(reversed(entries)), p.outputs, p.avals), frozenset(numbers)
 
 
 # ----- the op ---------------------------------------------------------------------------------------------------------
@@ -364,129 +396,3 @@ def shard_map_op(nout: int) -> ShardMapOp:
 
     defvjp_all(op, pull)
     return op
-
-
-# ----- into a rank program --------------------------------------------------------------------------------------------
-
-
-def collective_of(code: RankCode, op: Op, params: Mapping[str, Any], groups: Any, shapes: Any, results: Any) -> Collective:
-    """The collective of an entry."""
-    kept = {k: v for k, v in params.items() if k not in ("axes", "shape") and not (k == "lengths" and "gather" in op.name)}
-    if op is ops.ALL_REDUCE:
-        kept["op"] = "sum"
-    return Collective(ops.COLLECTIVES[op], params["axes"], groups, shapes, results, tuple(sorted(kept.items())))
-
-
-def lower(w: Any, e: Entry, inputs: Sequence[int]) -> list[int]:
-    """Write the insides of a call into the rank program of ``w`` (the partitioner's writer); variables of the results."""
-    code: RankCode = e.params["code"]
-    return _lower_even(w, e, code, inputs) if code.even else _lower_uneven(w, e, code, inputs)
-
-
-def _lower_even(w: Any, e: Entry, code: RankCode, inputs: Sequence[int]) -> list[int]:
-    (p,) = code.programs
-    sizes = code.mesh.sizes
-    env = {v: inputs[i] for v, i in zip(p.inputs, code.operands[0], strict=True)}
-    for x in p.entries:
-        if x.op in (ops.VARY, ops.TIE):
-            env[x.outputs[0]] = env[x.inputs[0]]  # type: ignore[index]
-            continue
-        args = tuple(env[v] if isinstance(v, int) else v for v in x.inputs)
-        origin = f"{e.origin or code.name}: {x.origin or x.op.name}"
-        if x.op in ops.COLLECTIVES:
-            shapes = (p.avals[x.inputs[0]].shape,)  # type: ignore[index]
-            c = collective_of(code, x.op, x.params, groups_of(sizes, x.params["axes"]), shapes, (x.params["shape"],))
-            key: Any = ("collective", args[0], c._replace(params=freeze(c.params)))
-            found = w.seen.get(key)
-            if found is None:
-                found = w.seen[key] = (w.new_inner(p.avals[x.outputs[0]]),)
-                w.collective(args[0], found[0], origin, c)
-            env[x.outputs[0]] = found[0]
-            continue
-        by_rank = None
-        params: Mapping[str, Any] = x.params
-        if x.op is ops.AXIS_INDEX:
-            axes = x.params["axes"]
-            by_rank = {r: {"value": g.index(r)} for g in groups_of(sizes, axes) for r in g}
-        key = ("inner", x.op, tuple(v if isinstance(v, int) else freeze(v.value) for v in args), freeze(params))
-        found = w.seen.get(key)
-        if found is None:
-            found = w.seen[key] = tuple(w.new_inner(p.avals[v]) for v in x.outputs)
-            w.inner(x.op, args, found, params, by_rank, origin, "" if x.site is None else site_text(x.site))
-        env.update(zip(x.outputs, found, strict=True))
-    return [env[v] for v in p.outputs]
-
-
-def _lower_uneven(w: Any, e: Entry, code: RankCode, inputs: Sequence[int]) -> list[int]:
-    """Programs of ranks that differ, in waves: each goes on to its next collective, and those that are complete are made."""
-    n = code.mesh.size
-    envs = [
-        {v: inputs[i] for v, i in zip(p.inputs, code.operands[r], strict=True)} for r, p in enumerate(code.programs)
-    ]
-    at = [0] * n
-    waiting: dict[int, Entry] = {}
-    while True:
-        for r, p in enumerate(code.programs):
-            while r not in waiting and at[r] < len(p.entries):
-                x = p.entries[at[r]]
-                at[r] += 1
-                if x.op in (ops.VARY, ops.TIE):
-                    envs[r][x.outputs[0]] = envs[r][x.inputs[0]]  # type: ignore[index]
-                elif x.op in ops.COLLECTIVES:
-                    waiting[r] = x
-                else:
-                    _lower_one(w, e, code, r, x, envs[r])
-        if not waiting:
-            break
-        _lower_wave(w, e, code, waiting, envs)
-    outs = []
-    for i in range(len(code.out_avals)):
-        out = w.new_inner(code.programs[0].avals[code.programs[0].outputs[i]])
-        for r, p in enumerate(code.programs):
-            w.inner(ALIAS, (envs[r][p.outputs[i]],), (out,), {}, {r: {}}, code.name, "")
-        outs.append(out)
-    return outs
-
-
-def _lower_one(w: Any, e: Entry, code: RankCode, rank: int, x: Entry, env: dict[int, int]) -> None:
-    args = tuple(env[v] if isinstance(v, int) else v for v in x.inputs)
-    params: Mapping[str, Any] = x.params
-    if x.op is ops.AXIS_INDEX:
-        group = next(g for g in groups_of(code.mesh.sizes, x.params["axes"]) if rank in g)
-        params = {"value": group.index(rank)}
-    outs = tuple(w.new_inner(code.programs[rank].avals[v]) for v in x.outputs)
-    origin = f"{e.origin or code.name}: {x.origin or x.op.name}"
-    w.inner(x.op, args, outs, params, {rank: params}, origin, "" if x.site is None else site_text(x.site))
-    env.update(zip(x.outputs, outs, strict=True))
-
-
-def _lower_wave(
-    w: Any, e: Entry, code: RankCode, waiting: dict[int, Entry], envs: Sequence[dict[int, int]]
-) -> None:
-    """All collectives for which all of a group wait; equal ones of several groups are one move."""
-    sizes, n = code.mesh.sizes, code.mesh.size
-    ready: dict[Any, list[tuple[int, ...]]] = {}
-    for r, x in list(waiting.items()):
-        group = next(g for g in groups_of(sizes, x.params["axes"]) if r in g)
-        if r == group[0] and all(q in waiting and waiting[q].params["axes"] == x.params["axes"] for q in group):
-            c = collective_of(code, x.op, x.params, (), (), ())
-            dtype = code.programs[r].avals[x.outputs[0]].dtype
-            ready.setdefault((c._replace(params=freeze(c.params)), c, dtype), []).append(group)
-    if not ready:
-        raise AssertionError(f"collectives of {code.name} that no group completes: {waiting}")
-    for (_, c, _), groups in ready.items():
-        members = [r for g in groups for r in g]
-        shapes: list[tuple[int, ...]] = [()] * n
-        results: list[tuple[int, ...]] = [()] * n
-        first = waiting[members[0]]
-        aval = code.programs[members[0]].avals[first.inputs[0]]  # type: ignore[index]
-        source = w.new_inner(aval)
-        target = w.new_inner(code.programs[members[0]].avals[first.outputs[0]])
-        for r in members:
-            x = waiting.pop(r)
-            shapes[r] = code.programs[r].avals[x.inputs[0]].shape  # type: ignore[index]
-            results[r] = x.params["shape"]
-            w.inner(ALIAS, (envs[r][x.inputs[0]],), (source,), {}, {r: {}}, code.name, "")  # type: ignore[index]
-            envs[r][x.outputs[0]] = target
-        origin = f"{e.origin or code.name}: {first.origin or first.op.name}"
-        w.collective(source, target, origin, c._replace(groups=tuple(groups), shapes=tuple(shapes), results=tuple(results)))

@@ -52,13 +52,14 @@ class Meeting:
         """Results of all bodies; the error of the first that failed."""
         results: list[Any] = [None] * self.count
         errors: dict[int, BaseException] = {}
-        inherited = dict(state.__dict__)
+        inherited = {k: getattr(state, k) for k in ("recorders", "origin", "site", "device")}
 
         def thread(rank: int) -> None:
             self._go[rank].acquire()
             try:
                 if not self.stopped:
-                    state.__dict__.update(inherited)
+                    for k, v in inherited.items():
+                        setattr(state, k, v)
                     results[rank] = bodies[rank]()
             except _Stopped:
                 pass

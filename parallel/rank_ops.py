@@ -48,7 +48,9 @@ class RankOp(Op):
 
     __slots__ = ()
 
-    def __init__(self, name: str, operands: tuple[str, ...], impl: Callable[..., Any], infer: Callable[..., Any]) -> None:
+    def __init__(
+        self, name: str, operands: tuple[str, ...], impl: Callable[..., Any], infer: Callable[..., Any]
+    ) -> None:
         self.name, self.operands, self.impl, self.infer, self.nout = name, operands, impl, infer, 1
         self.nondifferentiable = self.replicate_only = self.decompose = None
         self.overrides: Mapping[str, Any] = {}
@@ -72,7 +74,9 @@ def _like_first(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Sha
     return args[0]
 
 
-AXIS_INDEX = RankOp("axis_index", (), lambda xp, value: np.asarray(value), lambda op, a, p: ShapeDtype((), np.dtype(int)))
+AXIS_INDEX = RankOp(
+    "axis_index", (), lambda xp, value: np.asarray(value), lambda op, a, p: ShapeDtype((), np.dtype(int))
+)
 AXIS_INDEX.nondifferentiable = "integer result"
 VARY = RankOp("vary", ("x",), lambda xp, x, axes: x, _like_first)
 TIE = RankOp("tie", ("x", "token"), lambda xp, x, token: x, _like_first)
@@ -87,8 +91,7 @@ PERMUTE = RankOp("permute", ("x",), _together, _shaped)
 BROADCAST = RankOp("broadcast", ("x",), _together, _shaped)
 
 COLLECTIVES = {
-    op: op.name
-    for op in (ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, REDUCE_SCATTER, SLICE, ALL_TO_ALL, PERMUTE, BROADCAST)
+    op: op.name for op in (ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, REDUCE_SCATTER, SLICE, ALL_TO_ALL, PERMUTE, BROADCAST)
 } | {ALL_REDUCE_BY: "all_reduce", ALL_GATHER_VARYING: "all_gather"}
 """Ops that are carried out as collectives, with the kind of each."""
 
@@ -249,8 +252,8 @@ def _all_reduce_by(xp: Any, g: Any, x: Any, ans: Any, axes: tuple[int, ...], op:
 
 
 def _broadcast(xp: Any, g: Any, axes: tuple[int, ...], source: int, x_like: ShapeDtype) -> Any:
-    g = _settled(g, axes)
     t = trace_of(g)
+    g = t.varied(_settled(g, axes), axes)
     if g.shape != x_like.shape:  # only the source's shape is that of the result
         return t.varied(xp.zeros(x_like.shape, dtype=g.dtype), axes)
     return xp.where(t.index(axes) == source, g, 0.0)

@@ -93,7 +93,6 @@ class _Notes:
 
     def note_call(self, outs: Sequence[Array]) -> None:
         self.trace.has_calls = True
-        self.trace.has_own_derivative |= bool(outs)
 
 
 class RankTrace:
@@ -107,13 +106,17 @@ class RankTrace:
         self.captured: list[Lifted] = []
         self.found: dict[tuple[int, int], Array] = {}
         self.gathered: dict[int, tuple[Array, Mapping[str, Any]]] = {}  # results of all_gather, and what was gathered
-        self.sums: dict[int, tuple[Array, ...]] = {}  # all-reduced sums: what was reduced, or the reduced ones that were added
-        self.ids: dict[int, tuple[Any, ...]] = {}  # what values that are the same on all ranks are, in the same words on all
+        self.sums: dict[
+            int, tuple[Array, ...]
+        ] = {}  # all-reduced sums: what was reduced, or the reduced ones that were added
+        self.ids: dict[
+            int, tuple[Any, ...]
+        ] = {}  # what values that are the same on all ranks are, in the same words on all
         self.used: list[tuple[tuple[int, ...], Any, Any]] = []  # … of those that ranks use beside values of their own
         self.ragged: frozenset[int] = NOWHERE  # axes along which blocks have different shapes
         self.known: frozenset[int] = NOWHERE  # axes along which Python code knows its index
         self.twins: dict[int, Array] = {}
-        self.has_calls = self.has_own_derivative = False
+        self.has_calls = False
         self.last_meeting = 0
         self.open = True
 

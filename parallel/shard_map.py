@@ -80,7 +80,9 @@ class ShardMapped(Wrapper):
         name = getattr(self._fn, "__name__", "shard_map")
         specs = self._in if isinstance(self._in, tuple) else tuple(self._in for _ in args)
         if len(specs) != len(args):
-            raise ShardingConflict(f"[shard_map] {len(specs)} in_placements for {len(args)} positional argument(s) of {name}")
+            raise ShardingConflict(
+                f"[shard_map] {len(specs)} in_placements for {len(args)} positional argument(s) of {name}"
+            )
         wanted = [
             *_spread(self.mesh, specs, args, "argument"),
             *[Sharding(self.mesh) for _ in trees.flatten(kwargs)[0]],
@@ -175,9 +177,7 @@ def _sharding(mesh: Mesh, spec: Sharding | dict[str, Placement] | None, what: st
     return Sharding(mesh, **(spec or {}))
 
 
-def shard_map(
-    fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placements: Any
-) -> Callable[..., Any]:
+def shard_map(fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placements: Any) -> Callable[..., Any]:
     """Code that is written for one rank, as a function of whole arrays.
 
     Inside ``fn`` an array is one rank's block, and nothing moves between ranks but by the collectives: :func:`all_reduce`,

@@ -17,12 +17,13 @@ from .comparing import ArrayDiff, DiffReport, diff
 from .converting import ConvertReport, convert, reshard
 from .estimating import Estimate, estimate
 from .inflight import SaveHandle
-from .loading import LoadReport, load
+from .loading import load
 from .manager import CheckpointManager
 from .merging import MergeReport, merge
 from .opened import Checkpoint, StoredArray
 from .opening import open_checkpoint
 from .programs import LoadedProgram, load_program, save_program
+from .reporting import LoadReport
 from .rules import Rule, Rules
 from .safetensors import load_safetensors, read_header, save_safetensors
 from .saving import SaveReport, save, save_async

@@ -15,9 +15,10 @@ import numpy as np
 from ..arrays.errors import CheckpointError, CheckpointKeyError
 from . import dtypes, manifest, names, stores
 from .derived import Converted
+from .documents import Documents
+from .fitting import prune, select
 from .grid import choose_grid
 from .layouts import Choice, Chooser
-from .loading import prune, select
 from .manifest import FILE, Leaf, scalar_leaves
 from .names import leaf_name
 from .opened import Checkpoint, fill
@@ -80,6 +81,11 @@ class Selection:
     structure: Any
     skipped: list[str]
 
+    def documents(self) -> dict[str, bytes]:
+        """Files beside the arrays, which go along."""
+        held = self.ckpt.documents
+        return held.every() if isinstance(held, Documents) else {}
+
     @classmethod
     def of(
         cls,
@@ -88,10 +94,13 @@ class Selection:
         keys: Iterable[str] | None,
         drop: Iterable[str] | None,
         dtype: Any,
+        prefix: str | None = None,
     ) -> Selection:
         ckpt = open_checkpoint(src)
         if rules is not None:
             ckpt = Rules(rules).on(ckpt)
+        if prefix is not None:
+            ckpt = ckpt.below(prefix)
         picked = select(ckpt, keys)
         if drop is not None:
             every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure)}
@@ -131,7 +140,7 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
     for n, t in held.arrays.items():
         dtypes.safetensors_name(t.dtype, f"key {n!r}")
     sizes = [(n, int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize) for n, t in held.arrays.items()]
-    return HuggingFaceSink(list(held.arrays.items()), split_files(sizes, max_shard_bytes))
+    return HuggingFaceSink(list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents())
 
 
 def zarr_sink(held: Selection, choice: Choice) -> ZarrSink:
@@ -148,7 +157,7 @@ def zarr_sink(held: Selection, choice: Choice) -> ZarrSink:
     stored = list(held.ckpt.arrays)
     tree = fill(held.structure, lambda leaf: Leaf(order[stored[leaf.index]]))
     head = manifest.Manifest([], manifest.encode_tree(tree), held.ckpt.step, dict(held.ckpt.metadata), choice.meshes)
-    return ZarrSink(items, head)
+    return ZarrSink(items, head, held.documents())
 
 
 def convert(
@@ -162,6 +171,7 @@ def convert(
     rules: Any = None,
     keys: Iterable[str] | None = None,
     drop: Iterable[str] | None = None,
+    prefix: str | None = None,
     dtype: Any = None,
     memory_limit: int = MEMORY_LIMIT,
     threads: int = THREADS,
@@ -188,6 +198,8 @@ def convert(
         Key rules (`Rules`, or their text), applied first. They are evaluated block by block.
     keys, drop
         Names or patterns of the arrays to take and to leave out.
+    prefix
+        Take only what lies below this name (``"params"``), and leave the name out. ``keys`` and ``drop`` speak of names without it.
     dtype
         Convert all floating arrays to this dtype.
     memory_limit
@@ -230,7 +242,7 @@ def convert(
     """
     started = time.perf_counter()
     target = stores.location(dst)
-    held = Selection.of(src, rules, keys, drop, dtype)
+    held = Selection.of(src, rules, keys, drop, dtype, prefix)
     sink: Sink
     if format == "safetensors":
         if mesh is not None or shardings is not None:
@@ -309,7 +321,7 @@ def reshard(
         matches counts; an array that none matches is one block. Or a function ``(path, shape, dtype)`` that returns such a map, a
         sharding of a mesh at hand, or None.
     options
-        ``rules``, ``keys``, ``drop``, ``dtype``, ``memory_limit``, ``threads``, ``overwrite``, ``progress`` and ``client`` of `convert`.
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``overwrite``, ``progress`` and ``client`` of `convert`.
 
     Returns
     -------

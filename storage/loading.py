@@ -9,45 +9,23 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..arrays import asarray
-from ..arrays.blocks import BlockSharding, Box
-from ..arrays.errors import (
-    CheckpointDTypeError,
-    CheckpointError,
-    CheckpointKeyError,
-    CheckpointShapeError,
-    ReshardError,
-)
-from ..arrays.tree import Path, flatten, flatten_with_path, unflatten
-from .manifest import scalar_leaves
-from .names import check_distinct, leaf_name
-from .opened import Checkpoint, StoredArray, fill
+from ..arrays.blocks import Box
+from ..arrays.errors import CheckpointError
+from ..arrays.tree import flatten, flatten_with_path, unflatten
+from .fitting import Ignored, Target, check_shardings, chosen, held, is_array, match_like, prune, resharded, select
+from .names import leaf_name
+from .opened import fill
 from .opening import open_checkpoint
+from .reporting import LoadReport
 from .rules import Rules
 from .tensors import StoredTensor, run
-
-Chooser = Callable[[Path, tuple[int, ...], np.dtype], BlockSharding | None]
-
-_SHOWN = 12
-
-
-@dataclass
-class LoadReport:
-    """Filled in by `load`: what it took. ``bytes_read`` counts file reads of every process, ``bytes_needed`` the elements."""
-
-    path: str = ""
-    arrays: int = 0
-    bytes_needed: int = 0
-    bytes_read: int = 0
-    seconds: float = 0.0
-
 
 # ----- in the processes that will hold the blocks ---------------------------------------------------------------------
 
@@ -90,153 +68,10 @@ def count_bytes(payloads: Mapping[int, str], blocks: Mapping[int, Sequence[np.nd
     return sum(_bytes_read.pop(next(iter(payloads.values())), []))
 
 
-# ----- planning -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Target:
-    """One array to load: from where, and what it shall be."""
-
-    source: StoredArray
-    dtype: np.dtype
-    sharding: BlockSharding | None = None
-    like: Any = None
-
-
-def select(ckpt: Checkpoint, keys: Iterable[str] | None) -> set[Path] | None:
-    """Paths of the leaves that ``keys`` (names or patterns) pick, or None for all."""
-    if keys is None:
-        return None
-    patterns = [keys] if isinstance(keys, str) else list(keys)
-    known = {a.name: a.path for a in ckpt.arrays.values()}
-    known.update({leaf_name(p): p for p, _ in scalar_leaves(ckpt.structure)})
-    picked: set[Path] = set()
-    unused = []
-    for pattern in patterns:
-        hits = [known[pattern]] if pattern in known else [p for n, p in known.items() if fnmatchcase(n, pattern)]
-        picked.update(hits)
-        if not hits:
-            unused.append(pattern)
-    if unused:
-        raise CheckpointKeyError(f"{ckpt.path}: nothing matches {unused}; it holds {_some(list(known))}")
-    return picked
-
-
-def _some(keys: Sequence[Any]) -> str:
-    shown = ", ".join(str(k) for k in keys[:_SHOWN])
-    return f"{shown} and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else shown
-
-
-def prune(node: Any, picked: set[Path], path: Path = ()) -> tuple[Any, bool]:
-    """The tree with only the picked leaves: others vanish from dicts, and become None where places count."""
-    if isinstance(node, dict):
-        kept = {k: prune(v, picked, (*path, k)) for k, v in node.items()}
-        kept = {k: v for k, (v, some) in kept.items() if some}
-        return kept, bool(kept)
-    if isinstance(node, (list, tuple)):
-        parts = [prune(v, picked, (*path, i)) for i, v in enumerate(node)]
-        return type(node)(v for v, _ in parts), any(some for _, some in parts)
-    return (node, True) if path in picked and node is not None else (None, False)
-
-
-def _held(ckpt: Checkpoint, picked: set[Path] | None) -> tuple[dict[str, StoredArray], dict[str, Any]]:
-    """Arrays and values by name: a flat checkpoint fits a nested tree whose leaves have the same names."""
-    arrays = {n: a for n, a in ckpt.arrays.items() if picked is None or a.path in picked}
-    scalars = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure) if picked is None or p in picked}
-    return arrays, scalars
-
-
-def _named(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
-    pairs = flatten_with_path(tree, is_leaf=is_leaf)
-    check_distinct([p for p, _ in pairs])
-    return {leaf_name(p): leaf for p, leaf in pairs}
-
-
-def _check_keys(wanted: set[str], held: set[str], what: str) -> list[str]:
-    """The lines of an error about keys, or none."""
-    missing, unexpected = sorted(wanted - held), sorted(held - wanted)
-    lines = []
-    if missing:
-        lines.append(f"  missing in the checkpoint ({len(missing)}): {_some(missing)}")
-    if unexpected:
-        lines.append(f"  unexpected, not in {what} ({len(unexpected)}): {_some(unexpected)}")
-    return lines
-
-
-def _is_array(x: Any) -> bool:
-    # What stands for an array in `like` may itself be a dataclass or a named tuple.
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _match_like(ckpt: Checkpoint, like: Any, picked: set[Path] | None, cast: bool) -> dict[str, _Target]:
-    """Targets for the arrays of ``like``, after every check; one error carries all that is wrong."""
-    arrays, scalars = _held(ckpt, picked)
-    wanted = _named(like, _is_array)
-    keys = _check_keys(set(wanted), set(arrays) | set(scalars), "like")
-    shapes, types, targets = [], [], {}
-    for name, leaf in wanted.items():
-        is_array = _is_array(leaf)
-        if name in scalars and is_array:
-            keys.append(f"  {name} is a value ({scalars[name]!r}) in the checkpoint, an array in like")
-        if name not in arrays:
-            continue
-        source = arrays[name]
-        if not is_array:
-            keys.append(f"  {name} is an array in the checkpoint, a {type(leaf).__name__} in like")
-            continue
-        if tuple(leaf.shape) != source.shape:
-            shapes.append(f"  {name}: stored shape {source.shape}, wanted {tuple(leaf.shape)}")
-        dtype = np.dtype(leaf.dtype)
-        if dtype != source.dtype and not cast:
-            types.append(f"  {name}: stored dtype {source.dtype}, wanted {dtype}")
-        targets[name] = _Target(source, dtype, getattr(leaf, "sharding", None), leaf)
-    if not (keys or shapes or types):
-        return targets
-    kind = CheckpointKeyError if keys else CheckpointShapeError if shapes else CheckpointDTypeError
-    lines = [f"{ckpt.path} does not fit like; nothing was read", *keys]
-    if shapes:
-        lines += [f"  shapes differ ({len(shapes)}):", *(f"  {s}" for s in shapes[:_SHOWN])]
-    if types:
-        hint = "pass cast=True to convert"
-        lines += [f"  dtypes differ ({len(types)}; {hint}):", *(f"  {t}" for t in types[:_SHOWN])]
-    raise kind("\n".join(lines))
-
-
-def _chosen(ckpt: Checkpoint, shardings: Any, picked: set[Path] | None) -> dict[str, _Target]:
-    """Targets for all arrays, with shardings from a function, a tree, or none."""
-    arrays, _ = _held(ckpt, picked)
-    targets = {name: _Target(a, a.dtype) for name, a in arrays.items()}
-    if shardings is None:
-        return targets
-    if callable(shardings) and not isinstance(shardings, BlockSharding):
-        for t in targets.values():
-            t.sharding = shardings(t.source.path, t.source.shape, t.source.dtype)
-        return targets
-    # A tree: None is a leaf here (a local array), and a sharding may itself be a named tuple or a dataclass.
-    given = _named(shardings, lambda x: x is None or isinstance(x, BlockSharding))
-    wanted = {n for n, s in given.items() if s is not None or n in arrays}
-    lines = _check_keys(wanted, set(arrays), "shardings")
-    if lines:
-        raise CheckpointKeyError("\n".join([f"{ckpt.path} does not fit shardings; nothing was read", *lines]))
-    for name, t in targets.items():
-        t.sharding = given[name]
-    return targets
-
-
-def _check_shardings(targets: Mapping[str, _Target]) -> None:
-    for name, t in targets.items():
-        if t.sharding is None:
-            continue
-        if not isinstance(t.sharding, BlockSharding):
-            raise CheckpointError(f"{name}: {t.sharding!r} is not a sharding")
-        if t.sharding.partial:
-            raise ReshardError(f"{name}: an array cannot be loaded as partial values ({t.sharding}); shard it")
-
-
 # ----- reading --------------------------------------------------------------------------------------------------------
 
 
-def _read_local(targets: Mapping[str, _Target], report: LoadReport) -> dict[str, Any]:
+def _read_local(targets: Mapping[str, Target], report: LoadReport) -> dict[str, Any]:
     buffers = {path: np.empty(t.source.shape, t.source.dtype) for path, t in targets.items()}
     jobs = [
         job for path, t in targets.items() for job in t.source.tensor.jobs(Box.whole(t.source.shape), buffers[path])
@@ -257,7 +92,7 @@ def _read_local(targets: Mapping[str, _Target], report: LoadReport) -> dict[str,
     return out
 
 
-def _read_split(targets: Mapping[str, _Target], report: LoadReport, counted: bool) -> dict[str, Any]:
+def _read_split(targets: Mapping[str, Target], report: LoadReport, counted: bool) -> dict[str, Any]:
     """Arrays of one mesh, in one visit to each of its processes."""
     mesh = next(iter(targets.values())).sharding.mesh
     token = uuid.uuid4().hex if counted else ""
@@ -279,8 +114,8 @@ def _read_split(targets: Mapping[str, _Target], report: LoadReport, counted: boo
     return dict(zip(targets, made, strict=True))
 
 
-def _by_mesh(targets: Mapping[str, _Target]) -> list[dict[str, _Target]]:
-    groups: list[tuple[Any, dict[str, _Target]]] = []
+def _by_mesh(targets: Mapping[str, Target]) -> list[dict[str, Target]]:
+    groups: list[tuple[Any, dict[str, Target]]] = []
     for path, t in targets.items():
         if t.sharding is None:
             continue
@@ -299,7 +134,10 @@ def load(
     like: Any = None,
     shardings: Any = None,
     keys: Iterable[str] | None = None,
+    prefix: str | None = None,
     cast: bool = False,
+    strict: bool = True,
+    ignore: Iterable[str] | None = None,
     rules: Any = None,
     report: LoadReport | None = None,
 ) -> Any:
@@ -317,10 +155,17 @@ def load(
         ``(path, shape, dtype)`` that returns a sharding or None.
     keys
         Names or patterns (``"layers.*.w"``) of the leaves to load. Others are left out of dicts, and are None in lists.
+    prefix
+        Load only what lies below this name (``"params"``), as if it were the whole. ``keys`` and all else speak of names without it.
     cast
         Convert to the dtypes of ``like`` where they differ, instead of refusing.
+    strict
+        When false, what is missing or does not fit is taken from ``like`` as it is there, what is unexpected is left out, and the report
+        tells; without a ``report`` a warning does.
+    ignore
+        Names or patterns that may be missing (then they are those of ``like``) or unexpected; the report lists them.
     rules
-        Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``like`` and ``shardings`` then
+        Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``prefix``, ``like`` and ``shardings`` then
         speak of what the rules give; without ``like`` the result is a flat dict. Each rank reads what its blocks need.
     report
         A `LoadReport` to fill in.
@@ -339,7 +184,7 @@ def load(
         Bytes do not fit their checksum; names file, key and chunk.
     RuleSyntaxError, RuleMatchError, RuleConflict
         The rules do not fit the checkpoint, or each other.
-    IncompleteCheckpoint, NotACheckpoint, UnsupportedVersion
+    IncompleteCheckpoint, NotACheckpoint, UnsupportedVersion, StoreError
         As `open_checkpoint`.
 
     Examples
@@ -351,35 +196,57 @@ def load(
     >>> tree = load(where)
     >>> np.asarray(tree["w"]), tree["epoch"]
     (array([0., 1., 2., 3.]), 2)
+    >>> report = LoadReport()
+    >>> tree = load(where, like={"w": np.zeros(4), "bias": np.ones(1)}, strict=False, report=report)
+    >>> tree["bias"], report.missing, report.unexpected
+    (array([1.]), ['bias'], ['epoch'])
     """
     started = time.perf_counter()
     if like is not None and shardings is not None:
         raise CheckpointError("load takes like= or shardings=, not both")
+    kept = LoadReport() if report is None else report
+    kept.__init__()  # type: ignore[misc]  # of an earlier load nothing stays
     ckpt = open_checkpoint(path)
+    kept.path = ckpt.path
+    opened = time.perf_counter()
     if rules is not None:
         ckpt = Rules(rules).on(ckpt)
+        kept.mapping = ckpt.mapping
+    if prefix is not None:
+        ckpt = ckpt.below(prefix)
     picked = select(ckpt, keys)
-    targets = _chosen(ckpt, shardings, picked) if like is None else _match_like(ckpt, like, picked, cast)
-    _check_shardings(targets)
+    ignored = Ignored(ignore, kept)
+    if like is None:
+        targets = chosen(ckpt, shardings, picked, strict, ignored, kept)
+    else:
+        targets = match_like(ckpt, like, picked, cast, strict, ignored, kept)
+    check_shardings(targets)
     for t in targets.values():
         t.source.check()
+    kept.arrays = len(targets)
+    if report is not None:
+        kept.resharded = resharded(targets)
+    planned = time.perf_counter()
 
-    kept = LoadReport() if report is None else report
-    kept.path, kept.arrays, kept.bytes_read, kept.bytes_needed = ckpt.path, len(targets), 0, 0
     loaded = _read_local({p: t for p, t in targets.items() if t.sharding is None}, kept)
     for group in _by_mesh(targets):
         loaded |= _read_split(group, kept, report is not None)
-    kept.seconds = time.perf_counter() - started
+    ended = time.perf_counter()
+    kept.seconds = ended - started
+    kept.phases = {"open": opened - started, "plan": planned - opened, "read": ended - planned}
+    if report is None and not kept.fits:
+        warnings.warn(str(kept), stacklevel=2)
 
     if like is not None:
-        scalars = _held(ckpt, picked)[1]
-        return _rebuild(like, {**scalars, **loaded})
+        scalars = held(ckpt, picked)[1]
+        return _rebuild(like, {**scalars, **loaded}, set(kept.loaded))
     structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
     order = list(ckpt.arrays)
     return fill(structure, lambda leaf: loaded[order[leaf.index]])
 
 
-def _rebuild(like: Any, values: Mapping[str, Any]) -> Any:
-    """The structure of ``like``, classes included, with the loaded values."""
-    _, treedef = flatten(like, is_leaf=_is_array)
-    return unflatten(treedef, [values[leaf_name(path)] for path, _ in flatten_with_path(like, is_leaf=_is_array)])
+def _rebuild(like: Any, values: Mapping[str, Any], fitting: set[str]) -> Any:
+    """The structure of ``like``, classes included, with the loaded values; its own where nothing fits."""
+    _, treedef = flatten(like, is_leaf=is_array)
+    pairs = [(leaf_name(path), leaf) for path, leaf in flatten_with_path(like, is_leaf=is_array)]
+    return unflatten(treedef, [values[name] if name in fitting else leaf for name, leaf in pairs])

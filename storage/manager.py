@@ -138,13 +138,14 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
+        documents: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> SaveReport | SaveHandle | None:
         """Save a tree under its step, then delete the checkpoints that are no longer kept.
 
         Parameters
         ----------
-        step, tree, metadata
+        step, tree, metadata, documents
             As in `meshtape.storage.save`.
         metrics
             Numbers that say how good this state is, for ``best``; kept in the manifest.
@@ -169,12 +170,18 @@ class CheckpointManager:
         if metrics is not None:
             kept[METRICS] = {name: float(value) for name, value in metrics.items()}
         if not self.asynchronous:
-            report = save(target, tree, step=step, metadata=kept, overwrite=overwrite)
+            report = save(target, tree, step=step, metadata=kept, documents=documents, overwrite=overwrite)
             self._last_save = time.monotonic()
             self._rotate(target)
             return report
         handle = save_async(
-            target, tree, step=step, metadata=kept, overwrite=overwrite, then=lambda: self._rotate(target)
+            target,
+            tree,
+            step=step,
+            metadata=kept,
+            documents=documents,
+            overwrite=overwrite,
+            then=lambda: self._rotate(target),
         )
         self._last_save = time.monotonic()
         self._running = handle

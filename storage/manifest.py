@@ -132,6 +132,7 @@ class Manifest:
     metadata: dict[str, Any] = field(default_factory=dict)
     meshes: list[dict[str, int]] = field(default_factory=list)
     version: int = VERSION
+    documents: dict[str, tuple[int, str]] = field(default_factory=dict)  # crc32c, and file beside the arrays
 
     def dumps(self) -> bytes:
         body = {
@@ -142,6 +143,7 @@ class Manifest:
             "nbytes": sum(a.nbytes for a in self.arrays),
             "meshes": [[[k, n] for k, n in m.items()] for m in self.meshes],
             "tree": self.tree,
+            **({"documents": {n: [f"{c:08x}", f] for n, (c, f) in self.documents.items()}} if self.documents else {}),
             "arrays": [a.to_json() for a in self.arrays],
         }
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
@@ -358,7 +360,16 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
     if len({e.directory for e in entries}) != len(entries):
         raise CorruptCheckpoint(f"{source}: two arrays share a directory")
     _check_tree(top.get("tree"), entries, source)
-    return Manifest(entries, top["tree"], step, decode_json(metadata), described)
+    try:
+        documents = {str(n): (int(crc, 16), str(file)) for n, (crc, file) in (top.get("documents") or {}).items()}
+        for file in [file for _, file in documents.values()]:
+            if "/" in names.inside("/", file, source)[1:]:
+                raise ValueError(f"{file!r} is not one name")
+    except CorruptCheckpoint:
+        raise
+    except (TypeError, ValueError, AttributeError) as e:
+        raise CorruptCheckpoint(f"{source}: malformed documents: {e}") from None
+    return Manifest(entries, top["tree"], step, decode_json(metadata), described, documents=documents)
 
 
 def read(root: str) -> Manifest | None:

@@ -40,6 +40,7 @@ def merge(
     rules: Any = None,
     keys: Iterable[str] | None = None,
     drop: Iterable[str] | None = None,
+    prefix: str | None = None,
     dtype: Any = None,
     memory_limit: int = MEMORY_LIMIT,
     threads: int = THREADS,
@@ -57,7 +58,7 @@ def merge(
         The directory or URL to make, all or nothing.
     max_shard_bytes
         Largest size of a file's arrays together; None puts all in one file. An array that is larger has its own file.
-    rules, keys, drop, dtype, memory_limit, threads, client
+    rules, keys, drop, prefix, dtype, memory_limit, threads, client
         As in `convert`.
     overwrite
         Replace an existing checkpoint or Hugging Face directory.
@@ -86,7 +87,7 @@ def merge(
     ['model.safetensors']
     """
     started = time.perf_counter()
-    held = Selection.of(src, rules, keys, drop, dtype)
+    held = Selection.of(src, rules, keys, drop, dtype, prefix)
     sink = hugging_face_sink(held, max_shard_bytes)
     target = stores.location(dst)
     r = run(held, sink, target, started, memory_limit, threads, overwrite, progress, client)

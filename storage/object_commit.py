@@ -31,6 +31,7 @@ from typing import Any
 from ..arrays.errors import CheckpointError, CheckpointExists, StoreError
 from . import manifest
 from .commit import FOREIGN_AGE, Folder, host
+from .documents import beside
 from .objects import ObjectStore
 from .opening import HF_INDEX, read_index
 from .stores import Entry, split
@@ -42,7 +43,7 @@ TRASH = ".meshtape-trash"
 JOURNAL = ".meshtape-transfer"  # of an upload that can go on (see ``uploading``)
 _GROUP = "zarr.json"
 _LAST = (manifest.FILE, HF_INDEX)
-_MARK = re.compile(r"~g[0-9a-f]{8}(?=\Z|\.safetensors\Z)")
+_MARK = re.compile(r"~g[0-9a-f]{8}(?=\Z|\.[a-z]+\Z)")
 
 _mine: set[str] = set()  # claims that this process, in any thread, holds now
 
@@ -85,9 +86,15 @@ def _named(store: ObjectStore, held: set[str]) -> set[str] | None:
     if manifest.FILE in held:
         found = manifest.read(store.root)
         if found is not None:
-            return {manifest.FILE, _GROUP, *(a.directory for a in found.arrays)}
+            return {
+                manifest.FILE,
+                _GROUP,
+                *(a.directory for a in found.arrays),
+                *(f for _, f in found.documents.values()),
+            }
     if HF_INDEX in held:
-        return {HF_INDEX, *(file.partition("/")[0] for file in read_index(store.root)[0].values())}
+        files = {file.partition("/")[0] for file in read_index(store.root)[0].values()}
+        return {HF_INDEX, *files, *beside(store.root)}
     if "model.safetensors" in held:
         return {"model.safetensors"}
     return None
@@ -179,6 +186,7 @@ class ObjectFolder(Folder):
         super().__init__(root)
         self.store = ObjectStore(root)
         self._late: dict[str, bytes] = {}
+        self._after: dict[str, bytes] = {}
         self._claim = CLAIM
         self._seen: dict[str, Entry] = {}
         self._unfinished = False
@@ -226,6 +234,8 @@ class ObjectFolder(Folder):
     def put(self, name: str, data: bytes) -> None:
         if name in (*_LAST, _GROUP):
             self._late[name] = data
+        elif self._seen and "/" not in name and not _mark_of(name):
+            self._after[name] = data  # others read it by this very name: it changes when the rest has
         else:
             self.store.put(name, data)
 
@@ -254,6 +264,8 @@ class ObjectFolder(Folder):
             self.store.delete([n for n in self._seen if n != last])
             if group is not None and self._seen:
                 self.store.put(_GROUP, group)
+            for name, data in self._after.items():
+                self.store.put(name, data)
             if self._seen or self.suffix:
                 self._collect()
         except StoreError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from ..arrays.blocks import Box
 from ..arrays.errors import ArrayIndexError, CheckpointKeyError
 from ..arrays.tree import Path
 from . import manifest
+from .names import leaf_name
 from .tensors import StoredTensor, read_box
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ class StoredArray:
         self.path = path
         self.tensor = tensor
         self.sharding_text = sharding_text
+        self.rule: str | None = None  # that made it
         self.mesh, self.placements = mesh, placements  # as it was saved: axes, and one text for each
 
     @property
     def name(self) -> str:
-        return self.tensor.name
+        return leaf_name(self.path)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,6 +141,8 @@ class Checkpoint(Mapping[str, StoredArray]):
     step: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     meshes: list[dict[str, int]] = field(default_factory=list)
+    mapping: list[tuple[str, int]] = field(default_factory=list)  # rules that made it, and how often each was applied
+    documents: Mapping[str, Any] = field(default_factory=dict)  # files beside the arrays: config, generation_config, …
 
     def __getitem__(self, name: str) -> StoredArray:
         found = self.arrays.get(name)
@@ -163,6 +167,26 @@ class Checkpoint(Mapping[str, StoredArray]):
         """The tree as it was saved, with a `StoredArray` for each array."""
         stored = list(self.arrays.values())
         return fill(self.structure, lambda leaf: stored[leaf.index])
+
+    def below(self, prefix: str) -> Checkpoint:
+        """The part of the checkpoint below a name, with names from there on.
+
+        Raises `CheckpointKeyError` where nothing lies there.
+        """
+        start = prefix.removesuffix(".") + "."
+        kept: dict[str, StoredArray] = {}
+        for name, a in self.arrays.items():
+            if name.startswith(start):
+                path = _cut(a.path, start)
+                kept[name] = StoredArray(path, a.tensor, a.sharding_text, a.mesh, a.placements)
+        order = {i: n for n, i in enumerate(i for i, name in enumerate(self.arrays) if name in kept)}
+        structure, some = _below(self.structure, start, order)
+        if not some:
+            raise CheckpointKeyError(
+                f"{self.path}: nothing lies below {prefix!r}; the first names are {', '.join(list(self.arrays)[:8])}"
+            )
+        arrays = {a.name: a for a in kept.values()}
+        return replace(self, arrays=arrays, structure=structure)
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -197,6 +221,37 @@ class Checkpoint(Mapping[str, StoredArray]):
         from .browse import server
 
         return server.show(self.path)
+
+
+def _cut(path: Path, start: str) -> Path:
+    """A path without its beginning, which may end inside one of its keys."""
+    for i, key in enumerate(path):
+        text = f"{key}."
+        if start == text:
+            return path[i + 1 :]
+        if start.startswith(text):
+            start = start[len(text) :]
+        else:
+            return (str(key)[len(start) :], *path[i + 1 :])
+    return ()
+
+
+def _below(node: Any, start: str, order: dict[int, int]) -> tuple[Any, bool]:
+    """The part of a tree below a name, its leaves numbered by ``order``; and whether there is any."""
+    if not start:
+        return fill(node, lambda leaf: manifest.Leaf(order[leaf.index])), True
+    pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
+    out: dict[Any, Any] = {}
+    for key, value in pairs:
+        text = f"{key}."
+        if start.startswith(text):
+            part, some = _below(value, start[len(text) :], order)
+            if some and not isinstance(part, dict):
+                return part, True
+            out.update(part if some else {})
+        elif text.startswith(start):
+            out[str(key)[len(start) :]] = fill(value, lambda leaf: manifest.Leaf(order[leaf.index]))
+    return out, bool(out)
 
 
 def fill(node: Any, make: Callable[[manifest.Leaf], Any]) -> Any:

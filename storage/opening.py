@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
-from . import commit, manifest, names, safetensors, stores
+from . import commit, documents, manifest, names, safetensors, stores
 from .opened import Checkpoint, StoredArray
 from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
 from .zarr_format import GROUP_ATTRIBUTE
@@ -88,7 +88,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if store.size(HF_INDEX) is not None:
         return _open_hugging_face(root)
     if store.size(HF_SINGLE) is not None:
-        return _open_safetensors(stores.join(root, HF_SINGLE))
+        ckpt = _open_safetensors(stores.join(root, HF_SINGLE))
+        ckpt.documents = documents.beside(root)
+        return ckpt
     if any(store.size(n) is not None for n in _ZARR):
         return _open_zarr(root)
     raise _refusal(store)
@@ -131,7 +133,16 @@ def _from_manifest(root: str, m: manifest.Manifest) -> Checkpoint:
             mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
             text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
         arrays[e.name] = StoredArray(e.path, _LazyObjects(root, e), text, mesh, placements)
-    return Checkpoint(root, "meshtape", arrays, manifest.decode_tree(m.tree), m.step, m.metadata, m.meshes)
+    return Checkpoint(
+        root,
+        "meshtape",
+        arrays,
+        manifest.decode_tree(m.tree),
+        m.step,
+        m.metadata,
+        m.meshes,
+        documents=documents.Documents(root, m.documents),
+    )
 
 
 class _LazyObjects:
@@ -226,7 +237,9 @@ def _open_hugging_face(root: str) -> Checkpoint:
         raise IncompleteCheckpoint(
             f"{root}: {len(absent)} keys are not in the files that the index names: {absent[:8]}"
         )
-    return flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata)
+    ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata)
+    ckpt.documents = documents.beside(root)
+    return ckpt
 
 
 def _open_zarr(root: str) -> Checkpoint:

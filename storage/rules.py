@@ -16,7 +16,9 @@ counted: ``m.{layer}.w -> e.{layer}.{expert}.w, split(0, parts=8)`` names the pa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,7 +150,12 @@ class Rules:
                 if name in structure:
                     raise RuleConflict(f"{name!r} is a value in the checkpoint, and a rule gives an array of that name")
                 structure[name] = value
-        return Checkpoint(ckpt.path, ckpt.kind, arrays, structure, ckpt.step, ckpt.metadata)
+        for a in program.applied:
+            for target in a.targets:
+                if target in arrays:
+                    arrays[target].rule = str(a.rule)
+        counts = Counter(str(a.rule) for a in program.applied)
+        return replace(ckpt, arrays=arrays, structure=structure, meshes=[], mapping=list(counts.items()))
 
     def on_arrays(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The rules applied to arrays in memory."""

@@ -22,6 +22,8 @@ from ..arrays.blocks import BlockSharding, Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
 from ..arrays.tree import Path, flatten_with_path
 from . import commit, dtypes, manifest, names, stores
+from .checksums import crc32c
+from .documents import encode, marked
 from .grid import Grid, choose_grid
 from .inflight import SaveHandle, finish_earlier, start
 from .writing import Record, Task, in_threads, write_blocks
@@ -210,6 +212,7 @@ def save(
     *,
     step: int | None = None,
     metadata: Mapping[str, Any] | None = None,
+    documents: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
@@ -225,6 +228,9 @@ def save(
         The training step, kept in the manifest.
     metadata
         Anything that JSON holds, and NumPy scalars; NaN and infinities are kept.
+    documents
+        Files of their own beside the arrays, such as ``{"config": {...}, "generation_config": {...}}``: dicts become ``NAME.json``, texts are
+        kept as they are. `merge`, `convert` and `reshard` take them along.
     overwrite
         Replace an existing checkpoint. A kill at any moment leaves the old one or the new one.
 
@@ -260,7 +266,7 @@ def save(
     """
     target = stores.location(path)
     finish_earlier(target)
-    return _Save(target, tree, step, metadata, overwrite).run()
+    return _Save(target, tree, step, metadata, documents, overwrite).run()
 
 
 def save_async(
@@ -269,6 +275,7 @@ def save_async(
     *,
     step: int | None = None,
     metadata: Mapping[str, Any] | None = None,
+    documents: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     then: Callable[[], None] | None = None,
 ) -> SaveHandle:
@@ -304,7 +311,7 @@ def save_async(
     """
     target = stores.location(path)
     finish_earlier(target)
-    prepared = _Save(target, tree, step, metadata, overwrite)
+    prepared = _Save(target, tree, step, metadata, documents, overwrite)
     prepared.snapshot()
 
     def work() -> SaveReport:
@@ -320,7 +327,13 @@ class _Save:
     """One save: planned and refused when it is made, written when it is run."""
 
     def __init__(
-        self, target: str, tree: Any, step: int | None, metadata: Mapping[str, Any] | None, overwrite: bool
+        self,
+        target: str,
+        tree: Any,
+        step: int | None,
+        metadata: Mapping[str, Any] | None,
+        documents: Mapping[str, Any] | None,
+        overwrite: bool,
     ) -> None:
         self.started = time.perf_counter()
         self.target, self.overwrite = target, overwrite
@@ -334,6 +347,7 @@ class _Save:
         # Copied through JSON's types, as the caller may change the dict while the save runs in the background.
         kept = manifest.decode_json(manifest.encode_json(dict(metadata or {}), "metadata"))
         self.head = manifest.Manifest([], manifest.encode_tree(structure), step, kept)
+        self.documents = encode(documents)
         self.head.dumps()  # whatever cannot be kept is refused here, before anything is computed or written
         _settle_first(items)
 
@@ -374,17 +388,25 @@ class _Save:
             for group in groups:
                 records += _write_split(group, folder.root)
             self.head.meshes = [m.describe() for m in meshes]
-            nbytes = finish_directory(folder, target, self.head, items, records)
+            nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
             folder.commit()
         return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, len(records))
 
 
 def finish_directory(
-    folder: commit.Folder, target: str, head: manifest.Manifest, items: list[Item], records: Sequence[Record]
+    folder: commit.Folder,
+    target: str,
+    head: manifest.Manifest,
+    items: list[Item],
+    records: Sequence[Record],
+    documents: Mapping[str, bytes],
 ) -> int:
-    """Write what makes shards a checkpoint: Zarr's metadata, then the manifest. Returns the bytes of the directory."""
+    """Write what makes shards a checkpoint: documents, Zarr's metadata, then the manifest. Returns the bytes of the directory."""
     head.arrays = _entries(items, records)
-    nbytes = sum(r.nbytes for r in records) + _write_metadata(folder, items)
+    head.documents = {name: (crc32c(data), marked(name, folder.suffix)) for name, data in documents.items()}
+    for name, data in documents.items():
+        folder.put(marked(name, folder.suffix), data)
+    nbytes = sum(r.nbytes for r in records) + sum(map(len, documents.values())) + _write_metadata(folder, items)
     data = head.dumps()
     manifest.loads(data, stores.join(target, manifest.FILE))  # never commit what could not be read again
     folder.put(manifest.FILE, data)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from .commit import Folder
 from .files import IOV_MAX, active
 from .grid import runs, windows
 from .opening import HF_INDEX
-from .sinks import Stream, Unit, clear, read, read_file, touch
+from .sinks import Stream, Unit, clear, read, read_file, sums, touch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,14 @@ class RawWriter:
 class HuggingFaceSink:
     """``model.safetensors`` in one file or several, and their index."""
 
-    def __init__(self, named: Sequence[tuple[str, Any]], groups: list[list[str]], format_: str = "pt") -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Any]],
+        groups: list[list[str]],
+        documents: Mapping[str, bytes],
+        format_: str = "pt",
+    ) -> None:
+        self.documents = dict(documents)
         self._number = {name: i for i, (name, _) in enumerate(named)}
         count = len(groups)
         self.files = (
@@ -91,7 +98,7 @@ class HuggingFaceSink:
         self.nbytes = self.total_size + sum(map(len, self.heads)) + 4096 * (count + 1)
 
     def describe(self) -> Any:
-        return ["safetensors", self.files, [h.decode("utf-8", "replace") for h in self.heads]]
+        return ["safetensors", self.files, [h.decode("utf-8", "replace") for h in self.heads], sums(self.documents)]
 
     def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
         order = sorted(self._at, key=self._at.__getitem__)
@@ -103,7 +110,7 @@ class HuggingFaceSink:
 
     def create(self, root: str) -> None:
         fs = active()
-        clear(root, [HF_INDEX])
+        clear(root, [HF_INDEX, *self.documents])
         for file, head in zip(self.files, self.heads, strict=True):
             path = os.path.join(root, file)
             touch(fs, path)
@@ -157,7 +164,10 @@ class HuggingFaceSink:
         weight_map = {n: file for file, group in zip(self.files, self._groups, strict=True) for n in group}
         index = {"metadata": {"total_size": self.total_size}, "weight_map": weight_map}
         text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        for name, data in self.documents.items():
+            folder.put(name, data)
         folder.settle()
         folder.put(HF_INDEX, text)
         folder.settle()
-        return self.total_size + sum(map(len, self.heads)) + len(text)
+        extra = sum(map(len, self.documents.values()))
+        return self.total_size + sum(map(len, self.heads)) + len(text) + extra

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from .commit import Folder
 from .files import IOV_MAX, active
 from .grid import Grid, windows
 from .saving import Item, finish_directory
-from .sinks import BATCH, Stream, Unit, clear, read, read_file, touch
+from .sinks import BATCH, Stream, Unit, clear, read, read_file, sums, touch
 from .writing import Record, in_threads
 from .zarr_format import ShardBytes, chunk_coords, shard_index
 
@@ -138,14 +138,14 @@ class _Windowed:
 class ZarrSink:
     """A checkpoint like those of `save`."""
 
-    def __init__(self, items: list[Item], head: manifest.Manifest) -> None:
-        self.items, self.head = items, head
+    def __init__(self, items: list[Item], head: manifest.Manifest, documents: Mapping[str, bytes]) -> None:
+        self.items, self.head, self.documents = items, head, dict(documents)
         self.nbytes = sum(i.stored_nbytes for i in items) + 4096 * (2 * len(items) + 2)
         self._records: list[Record] = []
 
     def describe(self) -> Any:
         rows = [[i.directory, i.shape, i.grid.shard, i.grid.chunk, i.dtype.name] for i in self.items]
-        return ["zarr", rows, self.head.dumps().decode()]
+        return ["zarr", rows, self.head.dumps().decode(), sums(self.documents)]
 
     def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
         return [
@@ -156,7 +156,7 @@ class ZarrSink:
 
     def create(self, root: str) -> None:
         fs = active()
-        clear(root, [manifest.FILE, "zarr.json", *(f"{i.directory}/zarr.json" for i in self.items)])
+        clear(root, [manifest.FILE, "zarr.json", *self.documents, *(f"{i.directory}/zarr.json" for i in self.items)])
         for i in self.items:
             directory = os.path.join(root, i.directory)
             if not os.path.isdir(directory):
@@ -223,7 +223,7 @@ class ZarrSink:
         self._records = [Record(s.name, s.nbytes, s.digest) for s in streams]
 
     def finish(self, folder: Folder, target: str) -> int:
-        return finish_directory(folder, target, self.head, self.items, self._records)
+        return finish_directory(folder, target, self.head, self.items, self._records, self.documents)
 
 
 def _ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:

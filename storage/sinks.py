@@ -11,13 +11,14 @@ be written in pieces, as in an object store, `streams` gives each of them from i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..arrays.blocks import Box
+from .checksums import crc32c
 from .commit import Folder
 from .files import Files, active, preadv
 
@@ -94,6 +95,11 @@ def read(tensor: Any, box: Box) -> np.ndarray:
     for job in tensor.jobs(box, out):
         job()
     return out
+
+
+def sums(documents: Mapping[str, bytes]) -> dict[str, int]:
+    """Checksums of documents, as part of a plan."""
+    return {name: crc32c(data) for name, data in documents.items()}
 
 
 def clear(root: str, late: Sequence[str]) -> None:

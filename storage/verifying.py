@@ -68,10 +68,15 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     faults: list[str] = []
     jobs = [lambda t=t, c=c: _check_object(t, c, faults) for t in tensors for c in t.objects]
     nbytes = run(jobs, max((t.readers for t in tensors), default=1))
+    for name in ckpt.documents:
+        try:
+            nbytes += len(ckpt.documents.raw(name))
+        except CorruptCheckpoint as e:
+            faults.append(str(e))
     if faults:
         shown = "\n  ".join(sorted(faults)[:20])
         raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged files:\n  {shown}")
-    return VerifyReport(ckpt.path, len(tensors), len(jobs), nbytes, time.perf_counter() - started)
+    return VerifyReport(ckpt.path, len(tensors), len(jobs) + len(ckpt.documents), nbytes, time.perf_counter() - started)
 
 
 def _batched(items: Iterable[T], n: int) -> Iterator[list[T]]:

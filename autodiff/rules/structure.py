@@ -8,7 +8,7 @@ import numpy as np
 
 from ...arrays import indexing as ix
 from ...arrays import manipulation as m
-from ...arrays import norms, products, rowsum
+from ...arrays import batch_norms, channel_norms, norms, products, rowsum
 from ._registry import call, conj, defvjp, defvjp_all, same
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------
@@ -129,6 +129,16 @@ def _rms_norm(xp, g, x, weight, naxes, eps):
     return call(xp, norms.RMS_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
 
 
+def _group_norm(xp, g, x, weight, num_groups, axis, eps):
+    return call(xp, channel_norms.GROUP_NORM_BACKWARD, g, x, weight, num_groups=num_groups, axis=axis, eps=eps)
+
+
+def _batch_norm(xp, g, x, weight, axis, eps):
+    return call(xp, batch_norms.BATCH_NORM_BACKWARD, *g, x, weight, axis=axis, eps=eps)
+
+
 # The backward ops have no rules of their own: the engine differentiates their decompositions, which are right at every order.
 defvjp_all(norms.LAYER_NORM, _layer_norm)
 defvjp_all(norms.RMS_NORM, _rms_norm)
+defvjp_all(channel_norms.GROUP_NORM, _group_norm)
+defvjp_all(batch_norms.BATCH_NORM, _batch_norm)

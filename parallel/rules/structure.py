@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays import indexing as ix
 from ...arrays import manipulation as m
-from ...arrays import norms, products
+from ...arrays import batch_norms, channel_norms, norms, products
 from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
 from ..factors import Dim, FactorRule, Letters, RankView, rule
@@ -253,3 +253,42 @@ def _row_norm_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], pa
     inner = letters.many(shape[len(shape) - n :], whole=True)
     x = (*batch, *inner)
     return letters.rule([x, x, inner], [x, *[inner] * (len(out_avals) - 1)], [(0,)])
+
+
+@rule(channel_norms.GROUP_NORM)
+def _group_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    x = (letters.new(avals[0].shape[0]), *letters.many(avals[0].shape[1:], whole=True))
+    c = (x[params["axis"]],)
+    return letters.rule([x, c, c], [x])
+
+
+@rule(channel_norms.GROUP_NORM_BACKWARD)
+def _group_norm_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    shape = avals[1].shape
+    x = (letters.new(shape[0], reduce="sum"), *letters.many(shape[1:], whole=True))
+    c = (x[params["axis"]],)
+    return letters.rule([x, x, c], [x, c, c], [(0,)])
+
+
+def _by_channel(letters: Letters, shape: Sequence[int], axis: int, whole: bool) -> tuple[list[Dim], tuple[Dim, ...]]:
+    """Dims of images whose channels may be split, and those of a number a channel."""
+    x = [letters.new(n, whole=whole and i != axis) for i, n in enumerate(shape)]
+    return x, (x[axis],)
+
+
+@rule(batch_norms.BATCH_NORM, batch_norms.BATCH_NORM_BACKWARD)
+def _batch_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    x, c = _by_channel(letters, out_avals[0].shape, params["axis"], whole=True)
+    if op is batch_norms.BATCH_NORM:
+        return letters.rule([x, c, c], [x, c, c])
+    return letters.rule([x, c, c, x, c], [x, c, c], [(0, 1, 2)])
+
+
+@rule(batch_norms.BATCH_NORM_INFERENCE)
+def _batch_norm_inference(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    x, c = _by_channel(letters, avals[0].shape, params["axis"], whole=False)
+    return letters.rule([x, c, c, c, c], [x])

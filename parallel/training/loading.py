@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,6 +71,7 @@ class Loader:
         on_workers = self.mesh is not None and not isinstance(self.mesh.runtime, LocalRuntime)
         self.remote = on_workers and self.source.remote
         self._token = uuid.uuid4().hex
+        self._packed = _pack(self.source) if self.remote else b""
 
     def batches(self, consumed: int, *, epochs: int | None = None) -> Iterator[Batch]:
         """Batches from a position on; endless, or up to the end of epoch ``epochs``."""
@@ -149,7 +150,7 @@ class Loader:
             payloads = {
                 rank: Wanted(
                     self._token,
-                    self.source,
+                    self._packed,
                     self._rows(part, rank),
                     self._rows(following, rank),
                     tuple(s.box(shape, rank).slices[1:] for s, shape in zip(placed, shapes, strict=True)),
@@ -197,40 +198,70 @@ def _some(ids: np.ndarray) -> str:
     return f"{shown} and {len(ids) - 6} more" if len(ids) > 6 else shown
 
 
+def _pack(source: Source) -> bytes:
+    """A source for its way to the workers. As bytes: one that a worker cannot rebuild is then an error of its task, where Dask
+    itself would lose the connection over it."""
+    from distributed.protocol.pickle import dumps
+
+    try:
+        return dumps(source)
+    except Exception as e:
+        raise DataError(
+            f"{type(source).__name__} cannot be sent to the workers ({type(e).__name__}: {e}): set remote = False to read here"
+        ) from e
+
+
+def _unpack(packed: bytes) -> Source:
+    from distributed.protocol.pickle import loads
+
+    try:
+        return loads(packed)
+    except Exception as e:
+        raise DataError(
+            f"a worker cannot rebuild the source of the data ({type(e).__name__}: {e}): install its module there, or set "
+            "remote = False to read in the client"
+        ) from e
+
+
 class Wanted(NamedTuple):
     """What a rank reads now, and what it will be asked for next."""
 
     token: str
-    source: Source
+    source: bytes
     ids: np.ndarray
     then: np.ndarray
     slices: tuple[tuple[slice, ...], ...]
 
 
 class _Ahead:
-    """Rows that this process is reading before they are asked for: at most one set a rank of a loader."""
+    """What this process has of loaders: their sources, and rows that are being read before they are asked for."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.pool: ThreadPoolExecutor | None = None
-        self.held: dict[tuple[str, int], tuple[bytes, Future[Any]]] = {}
+        self.sources: OrderedDict[str, Source] = OrderedDict()
+        self.held: OrderedDict[tuple[str, int], tuple[bytes, Future[Any]]] = OrderedDict()
 
-    def start(self, key: tuple[str, int], source: Source, ids: np.ndarray) -> None:
-        with self.lock:
-            if self.pool is None:
-                self.pool = ThreadPoolExecutor(1, thread_name_prefix="meshtape-data")
-            # A source reads with one thread, and a loader that ended leaves nothing behind for long.
-            while len(self.held) > 64:
-                self.held.pop(next(iter(self.held)))
-            self.held[key] = (ids.tobytes(), self.pool.submit(read_rows, source, ids))
+    def _submit(self, w: Wanted, ids: np.ndarray) -> Future[Any]:
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(1, thread_name_prefix="meshtape-data")
+        if w.token not in self.sources:
+            self.sources[w.token] = _unpack(w.source)
+            while len(self.sources) > 8:  # loaders that ended
+                self.sources.popitem(last=False)
+        return self.pool.submit(read_rows, self.sources[w.token], ids)
 
-    def take(self, key: tuple[str, int], source: Source, ids: np.ndarray) -> Any:
+    def take(self, rank: int, w: Wanted) -> Any:
+        """The rows that a rank wants now; reading of those it wants next has begun."""
+        key = (w.token, rank)
         with self.lock:
             known, future = self.held.pop(key, (b"", None))
-            if future is None or known != ids.tobytes():
-                if self.pool is None:
-                    self.pool = ThreadPoolExecutor(1, thread_name_prefix="meshtape-data")
-                future = self.pool.submit(read_rows, source, ids)
+            if future is None or known != w.ids.tobytes():
+                future = self._submit(w, w.ids)
+            if len(w.then):
+                self.held[key] = (w.then.tobytes(), self._submit(w, w.then))
+                while len(self.held) > 64:
+                    self.held.popitem(last=False)
         return future.result()
 
 
@@ -244,9 +275,7 @@ def read_on_worker(payloads: Mapping[int, Wanted]) -> dict[int, list[np.ndarray]
     for rank, w in payloads.items():
         same = w.ids.tobytes()
         if same not in read:
-            read[same] = _ahead.take((w.token, rank), w.source, w.ids)
-            if len(w.then):
-                _ahead.start((w.token, rank), w.source, w.then)
+            read[same] = _ahead.take(rank, w)
         leaves = trees.flatten(read[same])[0]
         out[rank] = [np.asarray(x[(slice(None), *s)], order="C") for x, s in zip(leaves, w.slices, strict=True)]
     return out

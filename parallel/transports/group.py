@@ -199,24 +199,25 @@ class Group:
             if self._watched.get(fd) != events:
                 self._poll.register(fd, events)
                 self._watched[fd] = events
+        missing = sorted({x.peer for x in links})
         while True:
             left = deadline - time.monotonic()
-            patience = min(left, self.silence) if self._answers is not None else left
-            found = self._poll.poll(patience * 1000) if left > 0 else []
-            if found:
-                break
-            missing = sorted({x.peer for x in links})
             if left <= 0:
                 raise CollectiveTimeout(
                     f"{self._what} ({self._place}): no answer within {self._timeout:.0f} s from "
                     + ", ".join(self._ranks[p] for p in missing)
                 )
+            found = self._poll.poll(1000 * (left if self._answers is None else min(left, self.silence)))
+            if found:
+                break
             # Whoever computes still answers; a process that is stopped or cut off does not, and need not be waited for.
-            for p in missing:
-                if self._answers is not None and not self._answers(p, min(self.silence, max(left, 0.1))):
-                    raise CollectiveTimeout(
-                        f"{self._what} ({self._place}): no answer from {self._ranks[p]}, whose process is stopped or cut off"
-                    )
+            if self._answers is not None and time.monotonic() < deadline:
+                for p in missing:
+                    if not self._answers(p, min(self.silence, left)):
+                        raise CollectiveTimeout(
+                            f"{self._what} ({self._place}): no answer from {self._ranks[p]}, "
+                            "whose process is stopped or cut off"
+                        )
         self._ready = [self._by_fd[fd] for fd, _ in found]
         for link in self._ready:
             link.stream.awake()

@@ -41,7 +41,9 @@ def _ticks(low: float, high: float, n: int = 5) -> list[float]:
     unit = 10.0 ** math.floor(math.log10(raw))
     step = next((m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999), 10 * unit)
     first = math.ceil(low / step - 1e-9)
-    return [round(k * step, 12) if abs(step) > 1e-9 else k * step for k in range(first, int(high / step + 1e-9) + 1)][:12]
+    return [round(k * step, 12) if abs(step) > 1e-9 else k * step for k in range(first, int(high / step + 1e-9) + 1)][
+        :12
+    ]
 
 
 def histogram(
@@ -204,9 +206,19 @@ def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: in
             size = f" {human_bytes(tile.nbytes)}"
             if len(shown) + len(size) <= room and (tile.inner or p.height < 34):
                 shown += size
-            parts.append(tag("text", shown, x=p.x + 5, y=p.y + 13, class_=f"mt-label s{shade}" if not tile.inner else "mt-label mt-outer"))
-            if not tile.inner and p.height >= 34:
-                parts.append(tag("text", human_bytes(tile.nbytes), x=p.x + 5, y=p.y + 27, class_=f"mt-label mt-small s{shade}"))
+            parts.append(
+                tag(
+                    "text",
+                    shown,
+                    x=p.x + 5,
+                    y=p.y + 13,
+                    class_=f"mt-label s{shade}" if not tile.inner else "mt-label mt-outer",
+                )
+            )
+            if not tile.inner and p.height >= 34 and len(human_bytes(tile.nbytes)) <= room:
+                parts.append(
+                    tag("text", human_bytes(tile.nbytes), x=p.x + 5, y=p.y + 27, class_=f"mt-label mt-small s{shade}")
+                )
         own = join(parts)
         if link is not None and tile.item is not None:
             own = tag("a", own, href=link(tile.item))
@@ -233,7 +245,13 @@ def _spread(ranks: Sequence[int]) -> str:
 
 
 def block_map(
-    shape: tuple[int, ...], parts: Sequence[Block], rows: int | None, columns: int | None, at: Sequence[int], width: int = 420, height: int = 200
+    shape: tuple[int, ...],
+    parts: Sequence[Block],
+    rows: int | None,
+    columns: int | None,
+    at: Sequence[int],
+    width: int = 420,
+    height: int = 200,
 ) -> Markup:
     """Which ranks held which part of the plane of ``rows`` and ``columns`` through ``at``."""
     h = shape[rows] if rows is not None else 1
@@ -257,14 +275,25 @@ def block_map(
         title = f"{say}: {' × '.join(map(str, b.box.shape))} from ({', '.join(map(str, b.box.offset))})"
         label = say if len(say) * 6.4 < pw else ranks if len(ranks) * 6.4 < pw else ""
         out.append(
-            tag("rect", tag("title", title), x=px + 0.5, y=py + 0.5, width=max(pw - 1.5, 0.5), height=max(ph - 1.5, 0.5), rx=2, class_=f"mt-block b{numbers[b.ranks] % SHADES}")
+            tag(
+                "rect",
+                tag("title", title),
+                x=px + 0.5,
+                y=py + 0.5,
+                width=max(pw - 1.5, 0.5),
+                height=max(ph - 1.5, 0.5),
+                rx=2,
+                class_=f"mt-block b{numbers[b.ranks] % SHADES}",
+            )
         )
         if label and ph >= 13:
             out.append(tag("text", label, x=px + pw / 2, y=py + ph / 2 + 4, text_anchor="middle", class_="mt-label"))
     return _svg(width, height, *out, label="Blocks by rank", cls="mt-blocks")
 
 
-def chunks(m: ChunkMap, rows: int | None, columns: int | None, link: Callable[[tuple[int, ...]], str] | None, width: int = 420) -> Markup:
+def chunks(
+    m: ChunkMap, rows: int | None, columns: int | None, link: Callable[[tuple[int, ...]], str] | None, width: int = 420
+) -> Markup:
     """The map of chunks; each is a link that moves the window there."""
     n_rows = max(c.row for c in m.chunks) - m.first[0] + 1
     n_columns = max(c.column for c in m.chunks) - m.first[1] + 1
@@ -275,8 +304,19 @@ def chunks(m: ChunkMap, rows: int | None, columns: int | None, link: Callable[[t
     for c in m.chunks:
         x, y = (c.column - m.first[1]) * wide, (c.row - m.first[0]) * high
         size = "" if c.nbytes is None else f", {human_bytes(c.nbytes)} stored"
-        title = f"{c.file}{size}, from ({', '.join(map(str, c.box.offset))}): {STATES[c.state]}" + (f" · {c.note}" if c.note else "")
-        rect = tag("rect", tag("title", title), x=x + 0.5, y=y + 0.5, width=wide - 1.5, height=high - 1.5, rx=1.5, class_=f"mt-chunk {c.state}")
+        title = f"{c.file}{size}, from ({', '.join(map(str, c.box.offset))}): {STATES[c.state]}" + (
+            f" · {c.note}" if c.note else ""
+        )
+        rect = tag(
+            "rect",
+            tag("title", title),
+            x=x + 0.5,
+            y=y + 0.5,
+            width=wide - 1.5,
+            height=high - 1.5,
+            rx=1.5,
+            class_=f"mt-chunk {c.state}",
+        )
         out.append(tag("a", rect, href=link(c.box.offset)) if link is not None else rect)
     return _svg(max(n_columns * wide, 60), n_rows * high, *out, label="Chunks and their checksums", cls="mt-chunks")
 
@@ -311,6 +351,16 @@ def share_bar(parts: Sequence[tuple[str, int]], width: int = 280) -> Markup:
     out, at = [], 0.0
     for k, (name, n) in enumerate(parts):
         w = width * n / total
-        out.append(tag("rect", tag("title", f"{name}: {human_bytes(n)}, {100 * n / total:.1f} %"), x=at, y=0, width=max(w - 1, 0.5), height=8, class_=f"mt-share d{min(k, 5)}"))
+        out.append(
+            tag(
+                "rect",
+                tag("title", f"{name}: {human_bytes(n)}, {100 * n / total:.1f} %"),
+                x=at,
+                y=0,
+                width=max(w - 1, 0.5),
+                height=8,
+                class_=f"mt-share d{min(k, 5)}",
+            )
+        )
         at += w
     return _svg(width, 8, *out, label="Bytes by dtype")

@@ -70,7 +70,9 @@ class Comparison:
 
 def names(a: Checkpoint, b: Checkpoint) -> Comparison:
     """What the tables of contents tell: nothing is read."""
-    return Comparison([n for n in a if n not in b.arrays], [n for n in b if n not in a.arrays], [], sum(n in b.arrays for n in a))
+    return Comparison(
+        [n for n in a if n not in b.arrays], [n for n in b if n not in a.arrays], [], sum(n in b.arrays for n in a)
+    )
 
 
 def compare(

@@ -41,7 +41,15 @@ def checkpoint_html(ckpt: Checkpoint) -> str:
                 left += c.arrays if isinstance(c, Group) else 1
             elif isinstance(c, Row):
                 name = tag("span", visible(c.path[-1], 80) or "(empty)")
-                rows.append((_indented(name, depth), c.dtype, shape_text(c.shape), visible(c.sharding or "", 60), human_bytes(c.nbytes)))
+                rows.append(
+                    (
+                        _indented(name, depth),
+                        c.dtype,
+                        shape_text(c.shape),
+                        visible(c.sharding or "", 60),
+                        human_bytes(c.nbytes),
+                    )
+                )
             else:
                 name = tag("strong", visible(c.label, 80) or "(empty)")
                 rows.append((_indented(name, depth), count(c.arrays, "array"), "", "", human_bytes(c.nbytes)))
@@ -53,8 +61,16 @@ def checkpoint_html(ckpt: Checkpoint) -> str:
     more = tag("p", f"… and {count(left, 'array')} more", class_="mt-quiet") if left else None
     return _embedded(
         head(opened),
-        tag("details", tag("summary", "Where the bytes are"), charts.bytes_map(held.tree, None, 900, 320)) if held.nbytes else None,
-        tag("details", tag("summary", count(len(held.rows), "array")), table(("Name", "dtype", "Shape", "Sharding", "Size"), rows, numeric=(4,)), more, open=len(rows) <= 24),
+        tag("details", tag("summary", "Where the bytes are"), charts.bytes_map(held.tree, None, 900, 320))
+        if held.nbytes
+        else None,
+        tag(
+            "details",
+            tag("summary", count(len(held.rows), "array")),
+            table(("Name", "dtype", "Shape", "Sharding", "Size"), rows, numeric=(4,)),
+            more,
+            open=len(rows) <= 24,
+        ),
         tag("p", "ckpt.browse() shows values, distributions, chunks and health.", class_="mt-quiet"),
     )
 
@@ -85,7 +101,11 @@ def array_html(a: StoredArray) -> str:
             parts.append(tag("p", visible(f"{type(e).__name__}: {e}", 400), class_="mt-wrong"))
     blocks = layout.blocks(a)
     if blocks is not None:
-        parts.append(section("Blocks over ranks", charts.block_map(a.shape, blocks, view.rows, view.columns, view.at, height=140)))
+        parts.append(
+            section(
+                "Blocks over ranks", charts.block_map(a.shape, blocks, view.rows, view.columns, view.at, height=140)
+            )
+        )
     return _embedded(*parts)
 
 
@@ -96,7 +116,12 @@ def run_html(directory: str, metric: str = "", best_is: Literal["lowest", "highe
     points = r.curve(r.metric) if r.metric else []
     marks = [(float(best.step), best.metric(r.metric) or 0.0, f"best: {r.best_is}")] if best else []
     rows = [
-        (f"{s.step:,}", human_bytes(s.nbytes) if not s.note else visible(s.note, 80), *[number(s.metric(m)) for m in r.metrics[:6]], ", ".join(w for w, m in (("latest", latest), ("best", best)) if m is s))
+        (
+            f"{s.step:,}",
+            human_bytes(s.nbytes) if not s.note else visible(s.note, 80),
+            *[number(s.metric(m)) for m in r.metrics[:6]],
+            ", ".join(w for w, m in (("latest", latest), ("best", best)) if m is s),
+        )
         for s in reversed(r.steps[-_ROWS:])
     ]
     return _embedded(
@@ -109,6 +134,19 @@ def run_html(directory: str, metric: str = "", best_is: Literal["lowest", "highe
                 ("Size", human_bytes(sum(s.nbytes for s in r.complete))),
             ]
         ),
-        section(visible(r.metric, 60), charts.curve([(float(x), y) for x, y in points], marks, width=720, label=r.metric)) if len(points) > 1 else None,
-        section("Checkpoints", table(("Step", "Size", *(visible(m, 24) for m in r.metrics[:6]), ""), rows, numeric=range(1, 2 + len(r.metrics[:6])))) if rows else None,
+        section(
+            visible(r.metric, 60), charts.curve([(float(x), y) for x, y in points], marks, width=720, label=r.metric)
+        )
+        if len(points) > 1
+        else None,
+        section(
+            "Checkpoints",
+            table(
+                ("Step", "Size", *(visible(m, 24) for m in r.metrics[:6]), ""),
+                rows,
+                numeric=range(1, 2 + len(r.metrics[:6])),
+            ),
+        )
+        if rows
+        else None,
     )

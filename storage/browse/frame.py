@@ -67,7 +67,10 @@ def href(view: str, **parameters: Any) -> str:
 def page(shown: Shown, *, prefix: str = "") -> str:
     """The whole page around a view. ``prefix`` leads to the static files, relative to the page."""
     crumbs = join(
-        [tag("a", visible(label, 80), href=to) if to else tag("span", visible(label, 80), aria_current="page") for label, to in shown.crumbs],
+        [
+            tag("a", visible(label, 80), href=to) if to else tag("span", visible(label, 80), aria_current="page")
+            for label, to in shown.crumbs
+        ],
         '<span class="mt-slash">/</span>',
     )
     keys = tag("dl", [join([tag("dt", tag("kbd", k)), tag("dd", what)]) for k, what in KEYS])
@@ -91,7 +94,14 @@ def page(shown: Shown, *, prefix: str = "") -> str:
                 tag("a", LOGO, "meshtape", href="./", class_="mt-brand"),
                 tag("nav", crumbs, class_="mt-crumbs", aria_label="Where you are"),
                 tag("button", "Keys", type="button", class_="mt-plain", data_keys=True, title="Keys (?)"),
-                tag("button", "Theme", type="button", class_="mt-plain", data_theme_button=True, title="Light or dark (t)"),
+                tag(
+                    "button",
+                    "Theme",
+                    type="button",
+                    class_="mt-plain",
+                    data_theme_button=True,
+                    title="Light or dark (t)",
+                ),
                 class_="mt-top",
             ),
             tag("main", shown.body, id="main"),
@@ -129,8 +139,23 @@ def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], numeric: Sequence[
         "div",
         tag(
             "table",
-            tag("thead", tag("tr", [tag("th", h, scope="col", class_="mt-number" if i in numeric else None) for i, h in enumerate(head)])),
-            tag("tbody", [tag("tr", [tag("td", c, class_="mt-number" if i in numeric else None) for i, c in enumerate(r)]) for r in rows]),
+            tag(
+                "thead",
+                tag(
+                    "tr",
+                    [
+                        tag("th", h, scope="col", class_="mt-number" if i in numeric else None)
+                        for i, h in enumerate(head)
+                    ],
+                ),
+            ),
+            tag(
+                "tbody",
+                [
+                    tag("tr", [tag("td", c, class_="mt-number" if i in numeric else None) for i, c in enumerate(r)])
+                    for r in rows
+                ],
+            ),
             class_=f"mt-table {cls}".strip(),
         ),
         class_="mt-scroll",

@@ -49,7 +49,9 @@ class Access:
     site: Site
     hosts: frozenset[str] | None = None
     token: str | None = None
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="meshtape-browse"))
+    pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="meshtape-browse")
+    )
 
     def close(self) -> None:
         self.site.close()
@@ -97,7 +99,11 @@ class _Handler(web.RequestHandler):
             site = self.request.headers.get("Sec-Fetch-Site")
             origin = self.request.headers.get("Origin")
             # Browsers say where a form came from in the first header; old ones, and other programs, at most in the second.
-            ours = site in ("same-origin", "none") if site else origin is None or urlsplit(origin).netloc == self.request.host
+            ours = (
+                site in ("same-origin", "none")
+                if site
+                else origin is None or urlsplit(origin).netloc == self.request.host
+            )
             if not ours:
                 raise web.HTTPError(403, reason="This form was sent from another site")
 
@@ -108,7 +114,11 @@ class _Handler(web.RequestHandler):
         given = self.request.query_arguments.get("token", [b""])[0]
         if given and hmac.compare_digest(given, token.encode()):
             self.set_cookie(cookie, token, httponly=True, samesite="Strict", path="/")
-            rest = {k: [v.decode("utf-8", "replace") for v in vs] for k, vs in self.request.query_arguments.items() if k != "token"}
+            rest = {
+                k: [v.decode("utf-8", "replace") for v in vs]
+                for k, vs in self.request.query_arguments.items()
+                if k != "token"
+            }
             self.redirect(href(self.request.path.rpartition("/")[2] or "./", **rest))
             return False
         if hmac.compare_digest((self.get_cookie(cookie) or "").encode(), token.encode()):
@@ -166,7 +176,15 @@ class _Handler(web.RequestHandler):
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         reason = self._reason if status_code != 500 else "Something went wrong; the server's log says what"
         self.set_header("Content-Type", "text/html; charset=utf-8")
-        self.finish(page(Shown(f"{status_code}", notice("bad", f"{status_code}", tag("p", visible(reason, 400))), status=status_code)))
+        self.finish(
+            page(
+                Shown(
+                    f"{status_code}",
+                    notice("bad", f"{status_code}", tag("p", visible(reason, 400))),
+                    status=status_code,
+                )
+            )
+        )
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
         if not isinstance(value, web.HTTPError):
@@ -180,7 +198,12 @@ def _guarded(make: Callable[[], Shown]) -> Shown:
     except (MeshtapeError, OSError) as e:
         missing = isinstance(e, (NotACheckpoint, CheckpointKeyError, FileNotFoundError))
         title = {True: "Not found", False: "This cannot be shown"}[missing]
-        body = notice("bad", title, tag("p", visible(f"{type(e).__name__}: {e}", 2000)), tag("p", tag("a", "Back to the start", href="./")))
+        body = notice(
+            "bad",
+            title,
+            tag("p", visible(f"{type(e).__name__}: {e}", 2000)),
+            tag("p", tag("a", "Back to the start", href="./")),
+        )
         status = 404 if missing else 422 if isinstance(e, (CheckpointError, MeshtapeError)) else 500
         return Shown(title, body, {"error": type(e).__name__, "message": str(e)}, [("error", None)], status)
 
@@ -314,7 +337,12 @@ class _Compare(_Statistics):
         await self.show(lambda: view_scans.comparison(site, a, b, part))
 
     async def post(self) -> None:
-        site, a, b, again = self.access.site, self.parameter("a", "0"), self.parameter("b"), bool(self.parameter("again"))
+        site, a, b, again = (
+            self.access.site,
+            self.parameter("a", "0"),
+            self.parameter("b"),
+            bool(self.parameter("again")),
+        )
         await self.begin(lambda: view_scans.start_comparison(site, a, b, again), href("compare", a=a, b=b))
 
 
@@ -379,7 +407,9 @@ _VIEWS: Sequence[tuple[str, type[_Handler]]] = (
 )
 
 
-def routes(access: Access | Callable[[], Access], prefix: str = "/") -> list[tuple[str, type[_Handler], dict[str, Any]]]:
+def routes(
+    access: Access | Callable[[], Access], prefix: str = "/"
+) -> list[tuple[str, type[_Handler], dict[str, Any]]]:
     """(pattern, handler, arguments) of every page below ``prefix``. ``access`` may be a function that is called when a page is asked for."""
     return [(prefix + path, handler, {"access": access}) for path, handler in _VIEWS]
 

@@ -129,7 +129,9 @@ def _scan_array(array: StoredArray, health: Health, tell: Callable[[int], None])
         digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         if first is None:
             first = values.reshape(-1)[:1].copy()
-        same = same and bool((values.reshape(-1).view(np.uint8).reshape(-1, values.itemsize) == first.view(np.uint8)).all())
+        same = same and bool(
+            (values.reshape(-1).view(np.uint8).reshape(-1, values.itemsize) == first.view(np.uint8)).all()
+        )
         numbers = numbers_of(values)
         if numbers.dtype.kind == "f":
             finite = np.isfinite(numbers)

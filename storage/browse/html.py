@@ -12,7 +12,9 @@ from typing import Any
 
 from .text import visible
 
-_VOID = frozenset(["br", "img", "input", "link", "meta", "hr", "rect", "path", "line", "polyline", "circle", "stop", "use"])
+_VOID = frozenset(
+    ["br", "img", "input", "link", "meta", "hr", "rect", "path", "line", "polyline", "circle", "stop", "use"]
+)
 
 
 class Markup(str):

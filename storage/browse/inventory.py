@@ -169,9 +169,7 @@ class Inventory:
             found.reverse()
         pages = max(1, -(-len(found) // PAGE))
         page = max(0, min(query.page, pages - 1))
-        return Listing(
-            found[page * PAGE : (page + 1) * PAGE], len(found), sum(r.nbytes for r in found), page, pages
-        )
+        return Listing(found[page * PAGE : (page + 1) * PAGE], len(found), sum(r.nbytes for r in found), page, pages)
 
     def _select(self, query: Query) -> Iterator[Row]:
         text = query.words.strip()

@@ -54,9 +54,7 @@ class Pieces:
             k, i = divmod(k, n)
             offset.append(i * size)
         offset.reverse()
-        return Box(
-            tuple(offset), tuple(min(s, n - o) for s, n, o in zip(self.size, self.shape, offset, strict=True))
-        )
+        return Box(tuple(offset), tuple(min(s, n - o) for s, n, o in zip(self.size, self.shape, offset, strict=True)))
 
     def all(self) -> Iterator[Box]:
         return (self.box(k) for k in range(self.total))

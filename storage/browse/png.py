@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +25,9 @@ def ramp(two_sided: bool, steps: int = _STEPS) -> np.ndarray:
     """The colours of a scale, (steps, 3), from its lowest to its highest value."""
     anchors = np.array([_rgb(c) for c in (_TWO_SIDED if two_sided else _ONE_SIDED)], float)
     at = np.linspace(0, len(anchors) - 1, steps)
-    return np.stack([np.interp(at, np.arange(len(anchors)), anchors[:, c]) for c in range(3)], 1).round().astype(np.uint8)
+    return (
+        np.stack([np.interp(at, np.arange(len(anchors)), anchors[:, c]) for c in range(3)], 1).round().astype(np.uint8)
+    )
 
 
 def scale(low: float, high: float) -> tuple[float, float, bool]:
@@ -88,8 +89,3 @@ def data_url(png: bytes) -> str:
 def legend(two_sided: bool, width: int = 128) -> bytes:
     """The scale itself, one pixel high."""
     return encode(np.arange(width, dtype=np.uint8).reshape(1, -1), ramp(two_sided, width))
-
-
-ODD: Sequence[tuple[str, str]] = tuple(
-    (name, "#%02x%02x%02x" % colour) for name, colour in zip(("NaN", "+∞", "−∞"), _ODD, strict=True)
-)

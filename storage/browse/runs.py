@@ -60,7 +60,11 @@ class Run:
     def best(self) -> Step | None:
         """The complete step with the best value of ``metric``, the newest of equals; None where no step has it."""
         sign = 1.0 if self.best_is == "lowest" else -1.0
-        having = [(sign * v, -s.step, s) for s in self.complete if (v := s.metric(self.metric)) is not None and not math.isnan(v)]
+        having = [
+            (sign * v, -s.step, s)
+            for s in self.complete
+            if (v := s.metric(self.metric)) is not None and not math.isnan(v)
+        ]
         return min(having, key=lambda t: t[:2])[2] if having else None
 
     def curve(self, metric: str) -> list[tuple[int, float]]:

@@ -85,7 +85,12 @@ class Server:
             shown = socket.getfqdn()
         elif ":" in shown and not shown.startswith("["):
             shown = f"[{shown}]"
-        view = href("open" if place is not None else "", at=place.at if place is not None else None, token=self.token, **parameters)
+        view = href(
+            "open" if place is not None else "",
+            at=place.at if place is not None else None,
+            token=self.token,
+            **parameters,
+        )
         return f"http://{shown}:{self.port}/{view}"
 
     def run(self) -> None:
@@ -98,7 +103,9 @@ class Server:
         from .handlers import application
 
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        server = HTTPServer(application(self._access), max_header_size=1 << 16, max_body_size=1 << 20, idle_connection_timeout=120)
+        server = HTTPServer(
+            application(self._access), max_header_size=1 << 16, max_body_size=1 << 20, idle_connection_timeout=120
+        )
         server.add_sockets(self._sockets)
         try:
             await self._ended.wait()
@@ -154,7 +161,9 @@ def _listen(host: str, port: int) -> list[socket.socket]:
         family = socket.AF_INET if host in ("localhost", "") else socket.AF_UNSPEC
         return bind_sockets(port, host.strip("[]") or None, family=family)
     except OSError as e:
-        raise CheckpointError(f"cannot listen at {host}:{port}: {e.strerror or e}; choose another --port or --host") from None
+        raise CheckpointError(
+            f"cannot listen at {host}:{port}: {e.strerror or e}; choose another --port or --host"
+        ) from None
 
 
 # ----- in a notebook or a session ---------------------------------------------------------------------------------------

@@ -138,7 +138,11 @@ class Site:
 
     def entries(self, place: Place) -> list[Entry]:
         """What lies in a directory that may be worth opening; hidden names and other files are left out."""
-        out = []
+        out: list[Entry] = []
+        if stores.is_url(place.path):
+            store = stores.at(place.path)
+            found = store.folders()[:_MOST_ENTRIES] if store.lists else []
+            return [Entry(n, "checkpoint", f"{place.at}/{n}") for n in found if not n.startswith(".")]
         for name in sorted(os.listdir(place.path))[: 10 * _MOST_ENTRIES]:
             if name.startswith(".") or len(out) >= _MOST_ENTRIES:
                 continue
@@ -166,7 +170,9 @@ def _kind(path: str) -> str:
     marks = (manifest.FILE, HF_INDEX, "model.safetensors", "zarr.json", ".zgroup", ".zarray")
     if any(os.path.exists(os.path.join(path, m)) for m in marks):
         return "checkpoint"
-    return "run" if is_run(path) else "directory" if os.path.isdir(path) else "checkpoint"  # only set aside, for a moment
+    return (
+        "run" if is_run(path) else "directory" if os.path.isdir(path) else "checkpoint"
+    )  # only set aside, for a moment
 
 
 def _mark(path: str) -> object:

@@ -173,5 +173,3 @@ def _groups(array: StoredArray, view: View) -> Iterator[tuple[Box, int]]:
             shape[view.rows] = wanted[k - 1] - wanted[start] + 1
             yield Box(tuple(offset), tuple(shape)), view.steps[0]
             start = k
-
-

@@ -196,9 +196,7 @@ def _in_memory(
     return _result(array, moments, size, nbytes, extra)
 
 
-def _streamed(
-    array: StoredArray, pieces: Pieces, size: int, progress: Callable[[int, int], None] | None
-) -> Statistics:
+def _streamed(array: StoredArray, pieces: Pieces, size: int, progress: Callable[[int, int], None] | None) -> Statistics:
     moments, done = _Moments(), 0
     keys = np.zeros(1 << _KEY_BITS, np.int64)
     for box in pieces.all():

@@ -42,9 +42,13 @@ def array(site: Site, at: str, name: str, view: dict[str, Any], check: bool = Fa
         return href("array", at=at, name=here, **parameters(v), **more)
 
     beside = [
-        tag("a", "‹ previous", href=href("array", at=at, name=key(rows[place - 1].name)), rel="prev") if place else None,
+        tag("a", "‹ previous", href=href("array", at=at, name=key(rows[place - 1].name)), rel="prev")
+        if place
+        else None,
         tag("span", f"{place + 1:,} of {len(rows):,}"),
-        tag("a", "next ›", href=href("array", at=at, name=key(rows[place + 1].name)), rel="next") if place + 1 < len(rows) else None,
+        tag("a", "next ›", href=href("array", at=at, name=key(rows[place + 1].name)), rel="next")
+        if place + 1 < len(rows)
+        else None,
     ]
     elements = math.prod(a.shape)
     head = tag(
@@ -83,7 +87,13 @@ def array(site: Site, at: str, name: str, view: dict[str, Any], check: bool = Fa
     )
     path = opened.inventory.rows[place].path if rows else ()
     up = href("checkpoint", at=at, in_=[key(p) for p in path[:-1]])
-    facts_ = {"name": a.name, "shape": list(a.shape), "dtype": a.dtype.name, "nbytes": a.nbytes, "sharding": a.sharding_text}
+    facts_ = {
+        "name": a.name,
+        "shape": list(a.shape),
+        "dtype": a.dtype.name,
+        "nbytes": a.nbytes,
+        "sharding": a.sharding_text,
+    }
     return Shown(a.name, body, facts_ | data, crumbs(site, opened.place, (a.name, None)), up=up)
 
 
@@ -106,7 +116,9 @@ def _values(opened: Opened, a: StoredArray, look: View, to: Any) -> tuple[Markup
     try:
         seen = window(a, look)
     except (CheckpointError, OSError, IndexError) as e:
-        return section("Values", notice("bad", "These values cannot be read", tag("p", visible(str(e), 600)))), {"error": str(e)}
+        return section("Values", notice("bad", "These values cannot be read", tag("p", visible(str(e), 600)))), {
+            "error": str(e)
+        }
     v, at, here = seen.view, opened.place.at, key(a.name)
     picture = heat_map(seen, href("values", at=at, name=here, **parameters(v)))
     arrows = []
@@ -114,14 +126,30 @@ def _values(opened: Opened, a: StoredArray, look: View, to: Any) -> tuple[Markup
         moved = v.moved(a.shape, d, sign) if d is not None else v
         direction = {"←": "left", "→": "right", "↑": "up", "↓": "down"}[symbol]
         arrows.append(
-            tag("a", symbol, href=to(moved), data_pan=direction, title=f"Move {direction}", aria_label=f"Move {direction}", class_="mt-arrow")
+            tag(
+                "a",
+                symbol,
+                href=to(moved),
+                data_pan=direction,
+                title=f"Move {direction}",
+                aria_label=f"Move {direction}",
+                class_="mt-arrow",
+            )
             if moved != v
             else tag("span", symbol, class_="mt-arrow off", aria_hidden="true")
         )
-    others = (("closer", v.zoomed(a.shape, 0.5)), ("wider", v.zoomed(a.shape, 2)), ("whole", View.of(a.shape, v.rows, v.columns)))
+    others = (
+        ("closer", v.zoomed(a.shape, 0.5)),
+        ("wider", v.zoomed(a.shape, 2)),
+        ("whole", View.of(a.shape, v.rows, v.columns)),
+    )
     zoom = [tag("a", label, href=to(other)) for label, other in others if other != v]
     thing = "element" if v.rows is None else "row"
-    sampled = [f"every {_ordinal(k)} {what}" for k, what in zip(v.steps[::-1] if v.rows is None else v.steps, (thing, "column"), strict=True) if k > 1]
+    sampled = [
+        f"every {_ordinal(k)} {what}"
+        for k, what in zip(v.steps[::-1] if v.rows is None else v.steps, (thing, "column"), strict=True)
+        if k > 1
+    ]
     note = f"{seen.values.shape[0]} × {seen.values.shape[1]} cells, {' and '.join(sampled) or 'every element'}; {human_bytes(seen.nbytes)} read"
     body = section(
         "Values",
@@ -189,7 +217,12 @@ def heat_map(seen: Window, source: str | None = None) -> Markup:
                 role="group",
                 aria_label="Values: arrow keys walk over them" if source else None,
             ),
-            tag("output", f"from ({', '.join(map(str, view.at))})" if view.at else "a scalar", class_="mt-readout", aria_live="polite"),
+            tag(
+                "output",
+                f"from ({', '.join(map(str, view.at))})" if view.at else "a scalar",
+                class_="mt-readout",
+                aria_live="polite",
+            ),
             tag(
                 "p",
                 tag("span", number(lo)),
@@ -212,7 +245,9 @@ def _dimensions(a: StoredArray, v: View, at: str, here: str) -> Markup | None:
 
     def choose(name: str, label: str, chosen: int | None) -> Markup:
         return tag(
-            "label", label, tag("select", [tag("option", t, value=d, selected=d == str(chosen)) for d, t in names], name=name)
+            "label",
+            label,
+            tag("select", [tag("option", t, value=d, selected=d == str(chosen)) for d, t in names], name=name),
         )
 
     return tag(
@@ -221,8 +256,14 @@ def _dimensions(a: StoredArray, v: View, at: str, here: str) -> Markup | None:
         tag("input", type="hidden", name="name", value=here),
         choose("rows", "rows", v.rows) if a.ndim > 1 else None,
         choose("columns", "columns", v.columns) if a.ndim > 1 else None,
-        tag("label", "start at", tag("input", name="index", value=", ".join(map(str, v.at)), size=max(8, 3 * a.ndim), autocomplete="off")),
-        tag("label", "every", tag("input", name="every", value=", ".join(map(str, v.steps)), size=6, autocomplete="off")),
+        tag(
+            "label",
+            "start at",
+            tag("input", name="index", value=", ".join(map(str, v.at)), size=max(8, 3 * a.ndim), autocomplete="off"),
+        ),
+        tag(
+            "label", "every", tag("input", name="every", value=", ".join(map(str, v.steps)), size=6, autocomplete="off")
+        ),
         tag("button", "Show"),
         action="array",
         method="get",
@@ -272,7 +313,12 @@ def distribution(site: Site, at: str, name: str) -> Shown:
         found = statistics(a, limit=_REMOTE_LIMIT if stores.is_url(opened.ckpt.path) else LIMIT)
     more = None
     if job is not None and job.running:
-        more = tag("p", f"Reading all of it: {percent(job.share)}", class_="mt-quiet", data_poll=href("statistics", at=at, name=here))
+        more = tag(
+            "p",
+            f"Reading all of it: {percent(job.share)}",
+            class_="mt-quiet",
+            data_poll=href("statistics", at=at, name=here),
+        )
     elif not found.exact:
         more = tag(
             "form",
@@ -350,7 +396,11 @@ def describe(s: Statistics) -> Markup:
 def _placement(a: StoredArray, v: View) -> Markup:
     parts = layout.blocks(a)
     if parts is None:
-        text = "It was saved from one process, not from a mesh." if not a.mesh else f"Saved as {a.sharding_text}: too many ranks to draw, or a placement that this version does not know."
+        text = (
+            "It was saved from one process, not from a mesh."
+            if not a.mesh
+            else f"Saved as {a.sharding_text}: too many ranks to draw, or a placement that this version does not know."
+        )
         return section("Blocks over ranks", tag("p", text, class_="mt-quiet"))
     mesh = " × ".join(f"{n}={s}" for n, s in (a.mesh or {}).items())
     copies = max(len(b.ranks) for b in parts)
@@ -379,8 +429,12 @@ def _storage(opened: Opened, a: StoredArray, v: View, to: Any, check: bool) -> M
         file, start, end, total = s.place
         body += [
             charts.strip(start, end, total),
-            tag("p", f"bytes {start:,} to {end:,} of {total:,} in ", tag("code", visible(file, 100)), class_="mt-quiet"),
-            tag("p", "safetensors has no checksums: damage shows only where it makes values absurd.", class_="mt-quiet"),
+            tag(
+                "p", f"bytes {start:,} to {end:,} of {total:,} in ", tag("code", visible(file, 100)), class_="mt-quiet"
+            ),
+            tag(
+                "p", "safetensors has no checksums: damage shows only where it makes values absurd.", class_="mt-quiet"
+            ),
         ]
     elif m is not None and m.chunks:
         states: dict[str, int] = {}
@@ -390,12 +444,16 @@ def _storage(opened: Opened, a: StoredArray, v: View, to: Any, check: bool) -> M
         bad = [c for c in m.chunks if c.state in ("damaged", "missing", "length")]
         shown = f"{len(m.chunks):,} of {count(m.total, 'chunk')} shown, as far as they cut this plane"
         body += [
-            [notice("bad", f"{count(len(bad), 'chunk')} damaged", tag("p", visible(bad[0].note, 400)))] if bad else None,
-            charts.chunks(m, v.rows, v.columns, lambda offset: to(View.of(a.shape, v.rows, v.columns, offset, v.steps))),
+            [notice("bad", f"{count(len(bad), 'chunk')} damaged", tag("p", visible(bad[0].note, 400)))]
+            if bad
+            else None,
+            charts.chunks(
+                m, v.rows, v.columns, lambda offset: to(View.of(a.shape, v.rows, v.columns, offset, v.steps))
+            ),
             tag("p", legend, class_="mt-legend"),
             tag("p", shown, class_="mt-quiet"),
-            tag("p", tag("a", "Read these chunks and check them", href=to(v, check=True)), class_="mt-zoom") if not check and m.checksums else None,
+            tag("p", tag("a", "Read these chunks and check them", href=to(v, check=True)), class_="mt-zoom")
+            if not check and m.checksums
+            else None,
         ]
     return section("Storage", *body, note=s.how)
-
-

@@ -38,7 +38,9 @@ def head(opened: Opened) -> Markup:
     meshes = "; ".join(" × ".join(f"{a}={n}" for a, n in m.items()) for m in ckpt.meshes[:4])
     kinds = list(held.dtypes.items())
     legend = [
-        tag("span", tag("i", class_=f"mt-key d{min(k, 5)}"), f"{name} {human_bytes(size)}", title=f"{count(n, 'array')}")
+        tag(
+            "span", tag("i", class_=f"mt-key d{min(k, 5)}"), f"{name} {human_bytes(size)}", title=f"{count(n, 'array')}"
+        )
         for k, (name, (n, size)) in enumerate(kinds[:6])
     ]
     return tag(
@@ -55,7 +57,14 @@ def head(opened: Opened) -> Markup:
                 ("Saved from", meshes or None),
             ]
         ),
-        tag("div", charts.share_bar([(k, size) for k, (_, size) in kinds]), tag("p", legend, class_="mt-legend"), class_="mt-dtypes") if held.nbytes else None,
+        tag(
+            "div",
+            charts.share_bar([(k, size) for k, (_, size) in kinds]),
+            tag("p", legend, class_="mt-legend"),
+            class_="mt-dtypes",
+        )
+        if held.nbytes
+        else None,
         class_="mt-head",
     )
 
@@ -82,14 +91,28 @@ def checkpoint(site: Site, at: str, query: Query, inside: list[str], rows_only: 
         shown, data = _tree(opened, inside, query.page)
     if rows_only:
         return Shown("", shown, data)
-    body = join([head(opened), tab_bar(opened, "arrays"), _form(opened, query, inside), tag("div", shown, id="listing")])
-    up = href("checkpoint", at=at, in_=inside[:-1]) if inside else href("open", at=at.rpartition("/")[0]) if "/" in at else None
+    body = join(
+        [head(opened), tab_bar(opened, "arrays"), _form(opened, query, inside), tag("div", shown, id="listing")]
+    )
+    up = (
+        href("checkpoint", at=at, in_=inside[:-1])
+        if inside
+        else href("open", at=at.rpartition("/")[0])
+        if "/" in at
+        else None
+    )
     return Shown(opened.place.label, body, facts_of(opened) | data, crumbs(site, opened.place), up=up)
 
 
 def _form(opened: Opened, query: Query, inside: list[str]) -> Markup:
     at = opened.place.at
-    sizes = [("", "any size"), ("1024", "≥ 1 KiB"), (str(1 << 20), "≥ 1 MiB"), (str(100 << 20), "≥ 100 MiB"), (str(1 << 30), "≥ 1 GiB")]
+    sizes = [
+        ("", "any size"),
+        ("1024", "≥ 1 KiB"),
+        (str(1 << 20), "≥ 1 MiB"),
+        (str(100 << 20), "≥ 100 MiB"),
+        (str(1 << 30), "≥ 1 GiB"),
+    ]
     named = {"tree": "as a tree", "name": "by name", "size": "by size", "dtype": "by dtype", "rank": "by rank"}
     if str(query.least or "") not in [v for v, _ in sizes]:
         sizes.append((str(query.least), f"≥ {human_bytes(query.least)}"))
@@ -148,7 +171,11 @@ def _size(nbytes: int, total: int) -> Markup:
 def _array_row(at: str, r: Row, total: int, label: str, depth: int = 0) -> Markup:
     return tag(
         "tr",
-        tag("td", tag("a", label, href=href("array", at=at, name=key(r.name)), title=visible(r.name, 300)), class_=f"mt-name n{min(depth, 9)}"),
+        tag(
+            "td",
+            tag("a", label, href=href("array", at=at, name=key(r.name)), title=visible(r.name, 300)),
+            class_=f"mt-name n{min(depth, 9)}",
+        ),
         tag("td", r.dtype),
         tag("td", shape_text(r.shape)),
         tag("td", visible(r.sharding or "", 80), class_="mt-quiet"),
@@ -163,7 +190,15 @@ def _group_row(at: str, g: Group, inside: list[str], total: int, depth: int, ope
         "tr",
         tag(
             "td",
-            tag("button", "▸", type="button", class_="mt-fold", aria_expanded="true" if open_ else "false", aria_label=f"Unfold {visible(g.label, 80)}", data_unfold=href("rows", at=at, in_=here)),
+            tag(
+                "button",
+                "▸",
+                type="button",
+                class_="mt-fold",
+                aria_expanded="true" if open_ else "false",
+                aria_label=f"Unfold {visible(g.label, 80)}",
+                data_unfold=href("rows", at=at, in_=here),
+            ),
             tag("a", visible(g.label, 120) or "(empty)", href=href("checkpoint", at=at, in_=here), class_="mt-group"),
             class_=f"mt-name n{min(depth, 9)}",
         ),
@@ -174,7 +209,9 @@ def _group_row(at: str, g: Group, inside: list[str], total: int, depth: int, ope
     )
 
 
-def _rows(opened: Opened, group: Group, inside: list[str], page: int, depth: int, unfold: bool = True) -> tuple[list[Markup], int]:
+def _rows(
+    opened: Opened, group: Group, inside: list[str], page: int, depth: int, unfold: bool = True
+) -> tuple[list[Markup], int]:
     children = group.children()
     at, total = opened.place.at, opened.inventory.nbytes
     pages = max(1, -(-len(children) // PAGE))
@@ -207,7 +244,18 @@ def unfolded(site: Site, at: str, inside: list[str]) -> Shown:
     rows, pages = _rows(opened, group, inside, 0, len(inside), unfold=False)
     if pages > 1:
         more = f"… {len(group.groups) + len(group.rows) - PAGE:,} more"
-        rows.append(tag("tr", tag("td", tag("a", more, href=href("checkpoint", at=at, in_=inside)), colspan=5, class_=f"mt-name n{min(len(inside), 9)}"), data_row=True))
+        rows.append(
+            tag(
+                "tr",
+                tag(
+                    "td",
+                    tag("a", more, href=href("checkpoint", at=at, in_=inside)),
+                    colspan=5,
+                    class_=f"mt-name n{min(len(inside), 9)}",
+                ),
+                data_row=True,
+            )
+        )
     return Shown("", join(rows))
 
 
@@ -219,7 +267,10 @@ def _frame(rows: list[Markup]) -> Markup:
         "div",
         tag(
             "table",
-            tag("thead", tag("tr", [tag("th", h, scope="col", class_="mt-number" if h == "Size" else None) for h in _HEAD])),
+            tag(
+                "thead",
+                tag("tr", [tag("th", h, scope="col", class_="mt-number" if h == "Size" else None) for h in _HEAD]),
+            ),
             tag("tbody", rows),
             class_="mt-table mt-arrays",
         ),
@@ -238,27 +289,37 @@ def _pager(page: int, pages: int, found: str, to: Any) -> Markup:
     )
 
 
+def _trail(view: str, at: str, group: Group, inside: list[str]) -> Markup:
+    """Links from the whole checkpoint down to a group."""
+    steps = [
+        tag("a", visible(name, 60), href=href(view, at=at, in_=inside[: k + 1])) for k, name in enumerate(group.path)
+    ]
+    links = [tag("a", "all", href=href(view, at=at)), *steps]
+    return tag("p", join(links, '<span class="mt-slash">/</span>'), class_="mt-crumbs mt-inside")
+
+
 def _tree(opened: Opened, inside: list[str], page: int) -> tuple[Markup, dict[str, Any]]:
     at, held = opened.place.at, opened.inventory
     group = held.group(inside)
     rows, pages = _rows(opened, group, inside, page, 0)
     page = max(0, min(page, pages - 1))
-    trail = [tag("a", "all", href=href("checkpoint", at=at))]
-    for k in range(len(inside)):
-        trail.append(tag("a", visible(group.path[k], 60), href=href("checkpoint", at=at, in_=inside[: k + 1])))
+    trail = _trail("checkpoint", at, group, inside)
     found = f"{count(group.arrays, 'array')}, {human_bytes(group.nbytes)}"
     if inside:
         found += f" ({percent(group.nbytes / held.nbytes if held.nbytes else 0)} of the checkpoint)"
     shown = join(
         [
-            tag("p", join(trail, '<span class="mt-slash">/</span>'), class_="mt-crumbs mt-inside") if inside else None,
+            trail if inside else None,
             _frame(rows) if rows else notice("note", "This checkpoint holds no arrays."),
             _pager(page, pages, found, lambda p: href("checkpoint", at=at, in_=inside, page=p or None)),
         ]
     )
     data = {
         "inside": list(group.path),
-        "groups": [{"name": g.label, "arrays": g.arrays, "nbytes": g.nbytes} for g in sorted(group.groups.values(), key=lambda g: natural(g.label))],
+        "groups": [
+            {"name": g.label, "arrays": g.arrays, "nbytes": g.nbytes}
+            for g in sorted(group.groups.values(), key=lambda g: natural(g.label))
+        ],
         "rows": [row_data(r) for r in group.rows[page * PAGE : (page + 1) * PAGE]],
     }
     return shown, data
@@ -285,11 +346,20 @@ def _found(opened: Opened, query: Query) -> tuple[Markup, dict[str, Any]]:
     found = f"{count(listing.found, 'array')} found, {human_bytes(listing.nbytes)}"
     shown = join(
         [
-            _frame(rows) if rows else notice("note", "Nothing found.", tag("p", "Fewer words, another dtype or a smaller size may find more.")),
+            _frame(rows)
+            if rows
+            else notice(
+                "note", "Nothing found.", tag("p", "Fewer words, another dtype or a smaller size may find more.")
+            ),
             _pager(listing.page, listing.pages, found, to),
         ]
     )
-    return shown, {"found": listing.found, "page": listing.page, "pages": listing.pages, "rows": [row_data(r) for r in listing.rows]}
+    return shown, {
+        "found": listing.found,
+        "page": listing.page,
+        "pages": listing.pages,
+        "rows": [row_data(r) for r in listing.rows],
+    }
 
 
 # ----- map and details ------------------------------------------------------------------------------------------------
@@ -305,17 +375,19 @@ def bytes_map(site: Site, at: str, inside: list[str]) -> Shown:
             return href("array", at=at, name=key(item.name))
         return href("map", at=at, in_=[key(p) for p in item.path])
 
-    trail = [tag("a", "all", href=href("map", at=at))]
-    for k in range(len(inside)):
-        trail.append(tag("a", visible(group.path[k], 60), href=href("map", at=at, in_=inside[: k + 1])))
+    trail = _trail("map", at, group, inside)
     largest = sorted(opened.inventory.rows, key=lambda r: -r.nbytes)[:10]
     body = join(
         [
             head(opened),
             tab_bar(opened, "map"),
-            tag("p", join(trail, '<span class="mt-slash">/</span>'), class_="mt-crumbs mt-inside"),
+            trail,
             charts.bytes_map(group, link),
-            tag("p", f"{count(group.arrays, 'array')}, {human_bytes(group.nbytes)}. Areas are bytes; a click goes deeper.", class_="mt-quiet"),
+            tag(
+                "p",
+                f"{count(group.arrays, 'array')}, {human_bytes(group.nbytes)}. Areas are bytes; a click goes deeper.",
+                class_="mt-quiet",
+            ),
             section(
                 "Largest arrays",
                 table(
@@ -355,22 +427,44 @@ def details(site: Site, at: str) -> Shown:
         [
             head(opened),
             tab_bar(opened, "details"),
-            section("Metadata", tag("pre", Markup(code)) if ckpt.metadata else tag("p", "None was saved.", class_="mt-quiet")),
+            section(
+                "Metadata",
+                tag("pre", Markup(code)) if ckpt.metadata else tag("p", "None was saved.", class_="mt-quiet"),
+            ),
             section(
                 "Values",
-                table(("Name", "Value"), [(visible(n, 200), visible(json.dumps(plain(v)), 400)) for n, v in leaves[:_VALUES]])
+                table(
+                    ("Name", "Value"),
+                    [(visible(n, 200), visible(json.dumps(plain(v)), 400)) for n, v in leaves[:_VALUES]],
+                )
                 if leaves
                 else tag("p", "The tree has no leaves but arrays.", class_="mt-quiet"),
-                note=f"the first {_VALUES} of {len(leaves):,}" if len(leaves) > _VALUES else "leaves of the tree that are not arrays",
+                note=f"the first {_VALUES} of {len(leaves):,}"
+                if len(leaves) > _VALUES
+                else "leaves of the tree that are not arrays",
             ),
             section(
                 "Meshes",
-                table(("Mesh", "Ranks"), [(" × ".join(f"{a}={n}" for a, n in m.items()), f"{math.prod(m.values()):,}") for m in ckpt.meshes], numeric=(1,))
+                table(
+                    ("Mesh", "Ranks"),
+                    [(" × ".join(f"{a}={n}" for a, n in m.items()), f"{math.prod(m.values()):,}") for m in ckpt.meshes],
+                    numeric=(1,),
+                )
                 if ckpt.meshes
                 else tag("p", "All arrays were local.", class_="mt-quiet"),
             ),
-            tag("p", f"Opened in {1000 * opened.seconds:.0f} ms; only the table of contents was read.", class_="mt-quiet"),
+            tag(
+                "p",
+                f"Opened in {1000 * opened.seconds:.0f} ms; only the table of contents was read.",
+                class_="mt-quiet",
+            ),
         ]
     )
     data = facts_of(opened) | {"metadata": plain(ckpt.metadata), "values": {n: plain(v) for n, v in leaves[:_VALUES]}}
-    return Shown(f"{opened.place.label}: details", body, data, crumbs(site, opened.place, ("details", None)), up=href("checkpoint", at=at))
+    return Shown(
+        f"{opened.place.label}: details",
+        body,
+        data,
+        crumbs(site, opened.place, ("details", None)),
+        up=href("checkpoint", at=at),
+    )

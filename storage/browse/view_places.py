@@ -20,13 +20,19 @@ _KIND = {"checkpoint": "checkpoint", "run": "run", "directory": "directory"}
 def home(site: Site) -> Shown:
     """The roots."""
     rows = [
-        (tag("a", visible(p.label, 120), href=href("open", at=p.at)), _KIND[site.kind(p)], tag("span", visible(p.path, 300), class_="mt-quiet"))
+        (
+            tag("a", visible(p.label, 120), href=href("open", at=p.at)),
+            _KIND[site.kind(p)],
+            tag("span", visible(p.path, 300), class_="mt-quiet"),
+        )
         for p in site.places()
     ]
     body = join(
         [
             tag("div", tag("h1", "Checkpoints"), class_="mt-head"),
-            table(("Name", "What", "Where"), rows) if rows else notice("note", "Nothing was given to browse.", tag("p", "Start with: meshtape browse PATH")),
+            table(("Name", "What", "Where"), rows)
+            if rows
+            else notice("note", "Nothing was given to browse.", tag("p", "Start with: meshtape browse PATH")),
         ]
     )
     data = {"roots": [{"at": p.at, "path": p.path} for p in site.places()]}
@@ -40,7 +46,12 @@ def directory(site: Site, at: str) -> Shown:
     rows = [(tag("a", visible(e.name, 160), href=href("open", at=e.at)), _KIND[e.kind]) for e in entries]
     body = join(
         [
-            tag("div", tag("h1", visible(place.label, 120)), tag("p", visible(place.path, 300), class_="mt-path"), class_="mt-head"),
+            tag(
+                "div",
+                tag("h1", visible(place.label, 120)),
+                tag("p", visible(place.path, 300), class_="mt-path"),
+                class_="mt-head",
+            ),
             table(("Name", "What"), rows) if rows else notice("note", "No checkpoint lies here."),
         ]
     )
@@ -63,10 +74,23 @@ def run(site: Site, at: str, metric: str = "", best_is: Literal["lowest", "highe
     ]
     body = join(
         [
-            tag("div", tag("h1", visible(place.label, 120)), tag("p", visible(place.path, 300), class_="mt-path"), facts(numbers), class_="mt-head"),
+            tag(
+                "div",
+                tag("h1", visible(place.label, 120)),
+                tag("p", visible(place.path, 300), class_="mt-path"),
+                facts(numbers),
+                class_="mt-head",
+            ),
             _metrics(at, r),
             section("Checkpoints", _steps(at, r), note="newest first"),
-            notice("note", "Remains of interrupted saves", tag("p", visible(", ".join(r.remains[:8]), 400)), tag("p", "The next save collects those whose owner is gone.")) if r.remains else None,
+            notice(
+                "note",
+                "Remains of interrupted saves",
+                tag("p", visible(", ".join(r.remains[:8]), 400)),
+                tag("p", "The next save collects those whose owner is gone."),
+            )
+            if r.remains
+            else None,
         ]
     )
     data: dict[str, Any] = {
@@ -74,7 +98,17 @@ def run(site: Site, at: str, metric: str = "", best_is: Literal["lowest", "highe
         "metric": r.metric,
         "best": best.step if best else None,
         "latest": latest.step if latest else None,
-        "steps": [{"step": s.step, "name": s.name, "arrays": s.arrays, "nbytes": s.nbytes, "metrics": dict(s.metrics), "note": s.note} for s in r.steps],
+        "steps": [
+            {
+                "step": s.step,
+                "name": s.name,
+                "arrays": s.arrays,
+                "nbytes": s.nbytes,
+                "metrics": dict(s.metrics),
+                "note": s.note,
+            }
+            for s in r.steps
+        ],
         "remains": r.remains,
     }
     up = href("open", at=at.rpartition("/")[0]) if "/" in at else None
@@ -90,13 +124,32 @@ def _metrics(at: str, r: Run) -> Any:
     marks = [(best.step, best.metric(r.metric) or 0.0, f"best: {r.best_is}")] if best else []
     hrefs = [href("checkpoint", at=f"{at}/{s.name}") for s in having]
     choose = [
-        tag("a", visible(m, 60), href=href("run", at=at, metric=m, best=r.best_is), aria_current="true" if m == r.metric else None) for m in r.metrics[:20]
+        tag(
+            "a",
+            visible(m, 60),
+            href=href("run", at=at, metric=m, best=r.best_is),
+            aria_current="true" if m == r.metric else None,
+        )
+        for m in r.metrics[:20]
     ]
     other = "highest" if r.best_is == "lowest" else "lowest"
     return section(
         visible(r.metric, 60),
-        tag("p", choose, tag("span", f"best is the {r.best_is}"), tag("a", f"take the {other}", href=href("run", at=at, metric=r.metric, best=other)), class_="mt-zoom"),
-        charts.curve([(float(a), b) for a, b in points], [(float(a), b, n) for a, b, n in marks], width=820, height=230, label=f"{visible(r.metric, 60)} by step", hrefs=hrefs),
+        tag(
+            "p",
+            choose,
+            tag("span", f"best is the {r.best_is}"),
+            tag("a", f"take the {other}", href=href("run", at=at, metric=r.metric, best=other)),
+            class_="mt-zoom",
+        ),
+        charts.curve(
+            [(float(a), b) for a, b in points],
+            [(float(a), b, n) for a, b, n in marks],
+            width=820,
+            height=230,
+            label=f"{visible(r.metric, 60)} by step",
+            hrefs=hrefs,
+        ),
     )
 
 
@@ -111,7 +164,16 @@ def _steps(at: str, r: Run) -> Any:
         marks = [tag("span", w, class_="mt-badge") for w, m in (("latest", latest), ("best", best)) if m is s]
         name = tag("a", f"{s.step:,}", href=href("checkpoint", at=here))
         if s.note:
-            rows.append((join([f"{s.step:,}"]), tag("span", visible(s.note, 200), class_="mt-wrong"), "", "", *["" for _ in r.metrics[:6]], ""))
+            rows.append(
+                (
+                    join([f"{s.step:,}"]),
+                    tag("span", visible(s.note, 200), class_="mt-wrong"),
+                    "",
+                    "",
+                    *["" for _ in r.metrics[:6]],
+                    "",
+                )
+            )
             continue
         prior = before.get(s.name)
         link = tag("a", f"with {prior.step:,}", href=href("compare", a=f"{at}/{prior.name}", b=here)) if prior else ""
@@ -119,12 +181,20 @@ def _steps(at: str, r: Run) -> Any:
         metrics = [number(s.metric(m)) if s.metric(m) is not None else "–" for m in r.metrics[:6]]
         rows.append((join([name, " ", marks]), f"{s.arrays:,}", human_bytes(s.nbytes), when, *metrics, link))
     metrics = [visible(m, 24) for m in r.metrics[:6]]
-    return table(("Step", "Arrays", "Size", "Saved", *metrics, "Compare"), rows, numeric=(1, 2, *range(4, 4 + len(metrics))))
+    return table(
+        ("Step", "Arrays", "Size", "Saved", *metrics, "Compare"), rows, numeric=(1, 2, *range(4, 4 + len(metrics)))
+    )
 
 
 def summary(site: Site, at: str) -> Any:
     """What the first page of a place shows, as plain data."""
     place = site.place(at)
     kind = site.kind(place)
-    shown = run(site, at) if kind == "run" else directory(site, at) if kind == "directory" else checkpoint(site, at, Query(), [])
+    shown = (
+        run(site, at)
+        if kind == "run"
+        else directory(site, at)
+        if kind == "directory"
+        else checkpoint(site, at, Query(), [])
+    )
     return plain({"kind": kind} | shown.data)

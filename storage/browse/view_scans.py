@@ -75,7 +75,13 @@ def health(site: Site, at: str, fragment: bool = False) -> Shown:
         found, inner = None, _offer(at, opened.inventory.nbytes, opened.ckpt.kind == "meshtape")
     else:
         found = job.result
-        inner = join([progress(job, href("health", at=at)), _findings(at, found) if found is not None else None, _again("health", {"at": at}) if not job.running else None])
+        inner = join(
+            [
+                progress(job, href("health", at=at)),
+                _findings(at, found) if found is not None else None,
+                _again("health", {"at": at}) if not job.running else None,
+            ]
+        )
     inner = tag("div", inner, id="scan", data_swap=True)
     data = _health_data(job, found)
     if fragment:
@@ -91,7 +97,13 @@ def _offer(at: str, nbytes: int, verifies: bool) -> Markup:
     return section(
         "Health",
         tag("p", f"A scan reads all {human_bytes(nbytes)}. {what}"),
-        tag("form", tag("input", type="hidden", name="at", value=at), tag("button", "Scan", class_="mt-main"), method="post", action="health"),
+        tag(
+            "form",
+            tag("input", type="hidden", name="at", value=at),
+            tag("button", "Scan", class_="mt-main"),
+            method="post",
+            action="health",
+        ),
     )
 
 
@@ -104,9 +116,21 @@ def _findings(at: str, h: Health) -> Markup:
     bad = sum(n for k, n in h.counts.items() if k in ("nan", "infinite", "unreadable", "verify"))
     notes = sum(h.counts.values()) - bad
     if h.complete:
-        verdict = notice("good", "Sound", tag("p", f"{count(h.arrays, 'array')}, {human_bytes(h.nbytes)} read; {h.verified}.")) if not bad else notice("bad", f"{count(bad, 'fault')}", tag("p", f"{count(h.arrays, 'array')}, {human_bytes(h.nbytes)} read; {h.verified}."))
+        verdict = (
+            notice(
+                "good", "Sound", tag("p", f"{count(h.arrays, 'array')}, {human_bytes(h.nbytes)} read; {h.verified}.")
+            )
+            if not bad
+            else notice(
+                "bad",
+                f"{count(bad, 'fault')}",
+                tag("p", f"{count(h.arrays, 'array')}, {human_bytes(h.nbytes)} read; {h.verified}."),
+            )
+        )
     else:
-        verdict = tag("p", f"{h.scanned:,} of {count(h.arrays, 'array')} read so far; {count(bad, 'fault')}.", class_="mt-quiet")
+        verdict = tag(
+            "p", f"{h.scanned:,} of {count(h.arrays, 'array')} read so far; {count(bad, 'fault')}.", class_="mt-quiet"
+        )
     out: list[Any] = [verdict]
     if h.complete and notes:
         out.append(tag("p", f"{count(notes, 'observation')} below may be on purpose.", class_="mt-quiet"))
@@ -116,12 +140,26 @@ def _findings(at: str, h: Health) -> Markup:
             continue
         rows = [
             (
-                tag("a", visible(f.name, 160), href=href("array", at=at, name=key(f.name))) if f.name else "whole checkpoint",
-                join([_pre(f.text), [tag("span", " as ", tag("a", visible(o, 120), href=href("array", at=at, name=key(o)))) for o in f.others]]),
+                tag("a", visible(f.name, 160), href=href("array", at=at, name=key(f.name)))
+                if f.name
+                else "whole checkpoint",
+                join(
+                    [
+                        _pre(f.text),
+                        [
+                            tag("span", " as ", tag("a", visible(o, 120), href=href("array", at=at, name=key(o))))
+                            for o in f.others
+                        ],
+                    ]
+                ),
             )
             for f in [f for f in list(h.findings) if f.kind == kind][:_SHOWN]
         ]
-        note = f"{n:,}" + (f", the first {_SHOWN} shown" if n > _SHOWN else "") + (f"; {MOST:,} are kept" if n > MOST else "")
+        note = (
+            f"{n:,}"
+            + (f", the first {_SHOWN} shown" if n > _SHOWN else "")
+            + (f"; {MOST:,} are kept" if n > MOST else "")
+        )
         out.append(section(title, table(("Array", "What"), rows), note=note))
     return join(out)
 
@@ -132,7 +170,11 @@ def _pre(text: str) -> Markup:
 
 
 def _health_data(job: Job | None, h: Health | None) -> dict[str, Any]:
-    state = {"state": job.state if job else "none", "share": job.share if job else 0.0, "error": job.error if job else ""}
+    state = {
+        "state": job.state if job else "none",
+        "share": job.share if job else 0.0,
+        "error": job.error if job else "",
+    }
     if h is None:
         return state
     return state | {
@@ -180,8 +222,9 @@ def comparison(site: Site, a: str, b: str, fragment: bool = False) -> Shown:
             action="compare",
         )
     else:
-        start = join([progress(job, href("compare", a=a, b=b)), _again("compare", {"a": a, "b": b}) if not job.running else None])
-    inner = tag("div", start, _comparison(a, b, found, done=job is not None), id="scan", data_swap=True)
+        start = progress(job, href("compare", a=a, b=b))
+    again = _again("compare", {"a": a, "b": b}) if job is not None and not job.running else None
+    inner = tag("div", start, _comparison(a, b, found, done=job is not None), again, id="scan", data_swap=True)
     data = {
         "state": job.state if job else "none",
         "only_a": found.only_a[:1000],
@@ -225,8 +268,14 @@ def _choose(site: Site, a: str) -> Markup:
             found |= {e.at: f"{place.label}/{e.name}" for e in site.entries(place) if e.kind == "checkpoint"}
     found.pop(a, None)
     if not found:
-        return notice("note", "There is nothing to compare with.", tag("p", "Give meshtape browse two checkpoints, or a directory that holds them."))
-    rows = [(tag("a", visible(label, 120), href=href("compare", a=a, b=at)),) for at, label in list(found.items())[:_SHOWN]]
+        return notice(
+            "note",
+            "There is nothing to compare with.",
+            tag("p", "Give meshtape browse two checkpoints, or a directory that holds them."),
+        )
+    rows = [
+        (tag("a", visible(label, 120), href=href("compare", a=a, b=at)),) for at, label in list(found.items())[:_SHOWN]
+    ]
     return section("Compare with", table(("Checkpoint",), rows))
 
 
@@ -268,7 +317,13 @@ def _comparison(a: str, b: str, c: Comparison, done: bool) -> Markup:
     for side, at, only in (("A", a, c.only_a), ("B", b, c.only_b)):
         if only:
             rows = [(tag("a", visible(n, 160), href=href("array", at=at, name=key(n))),) for n in only[:_SHOWN]]
-            out.append(section(f"Only in {side}", table(("Array",), rows), note=f"{len(only):,}" + (f", the first {_SHOWN} shown" if len(only) > _SHOWN else "")))
+            out.append(
+                section(
+                    f"Only in {side}",
+                    table(("Array",), rows),
+                    note=f"{len(only):,}" + (f", the first {_SHOWN} shown" if len(only) > _SHOWN else ""),
+                )
+            )
     return join(out)
 
 
@@ -284,5 +339,12 @@ def _change(a: str, b: str, c: Change) -> list[Any]:
         return [name, tag("span", visible(c.note, 200), class_="mt-wrong"), "", "", "", "", "", ""]
     dtype = "" if c.dtypes[0] == c.dtypes[1] else f" {c.dtypes[0]} → {c.dtypes[1]}"
     share = percent(c.changed / c.size) if c.size else "–"
-    values = [number(c.norms[0]), number(c.norms[1]), number(c.distance), "–" if math.isnan(c.ratio) else number(c.ratio), number(c.largest), share]
+    values = [
+        number(c.norms[0]),
+        number(c.norms[1]),
+        number(c.distance),
+        "–" if math.isnan(c.ratio) else number(c.ratio),
+        number(c.largest),
+        share,
+    ]
     return [name, shape_text(c.shapes[0]) + dtype, *values]

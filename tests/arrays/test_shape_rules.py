@@ -129,6 +129,7 @@ def samples() -> dict[str, list[Sample]]:
     for name in ("layer_norm", "layer_norm_backward"):  # the same without a bias, forward, and its cotangent, backward
         drop = slice(None, 2) if name == "layer_norm" else slice(None)
         table[name.replace("layer", "rms")] = [(args[drop], params) for args, params in table[name]]
+    table |= channel_norm_samples()
 
     table |= along_axis_samples() | linalg_samples() | convolution_samples()
 
@@ -151,6 +152,26 @@ def samples() -> dict[str, list[Sample]]:
     table["random_permutation"] = [((key,), line)]
     table["random_choice"] = [((key, f(5)), {**line, "replace": r}) for r in (True, False)]
     table["random_fold_in"] = [((key, 3), {"stream": 2}), ((key, np.array(3)), {"stream": 2})]
+    return table
+
+
+def channel_norm_samples() -> dict[str, list[Sample]]:
+    """Images with the channels second and last, in several dtypes, and none."""
+    table: dict[str, list[Sample]] = {}
+    sizes = [((2, 4, 3), 1), ((2, 3, 4), 2), ((3, 4), 1), ((0, 4, 3), 1)]
+    for d in (np.float64, np.float32, BF16):
+        c = f(4, dtype=d)
+        for shape, axis in sizes:
+            x, one = f(*shape, dtype=d) ** 2, {"axis": axis, "eps": 1e-3}
+            group = {"num_groups": 2, **one}
+            for name, args, params in (
+                ("group_norm", (x, c, c), group),
+                ("group_norm_backward", (x, x, c), group),
+                ("batch_norm_inference", (x, c, c, c, c), one),
+                *((("batch_norm", (x, c, c), one), ("batch_norm_backward", (x, c, c, x, c), one)) if x.size else ()),
+            ):
+                table.setdefault(name, []).append((args, params))
+    table["group_norm"].append(((f(2, 4, dtype=np.float32), f(4), f(4)), {"num_groups": 1, "axis": 1, "eps": 1e-5}))
     return table
 
 
@@ -268,7 +289,7 @@ def test_a_decomposition_computes_the_same(name):
                 np.asarray(got).astype(wide),
                 expected.astype(wide),
                 rtol=0.05 if expected.dtype.itemsize == 2 else 1e-5,
-                atol=0.05 if expected.dtype.itemsize == 2 else 1e-9,
+                atol={2: 0.05, 4: 2e-6}.get(expected.dtype.itemsize, 1e-9),
             )
 
 

@@ -394,6 +394,37 @@ SAMPLES: dict[str, list[Sample]] = {
         (call("layer_norm_backward", naxes=2, eps=1e-2), (real(2, 3), real(2, 3), real(2, 3))),
         (lambda x: call("layer_norm_backward", naxes=1, eps=1e-3)(x, x, x), (real(3),)),
     ],
+    "group_norm": [
+        (lambda x, w, b: mt.group_norm(x, 2, w, b), (real(2, 4, 3), real(4), real(4))),
+        (lambda x, w, b: mt.group_norm(x, 2, w, b, channel_axis=-1), (real(2, 3, 4), real(4), real(4))),
+        (lambda x, w: mt.instance_norm(x, w, w), (real(2, 2, 3), real(2))),
+        (lambda x: mt.group_norm(x, 1), (real(2, 3),)),
+        (lambda x: mt.group_norm(x, 2, x[0, :, 0]), (real(1, 4, 2),)),
+        (lambda x, w, b: mt.group_norm(x, 2, w, b), (real(0, 4, 3), real(4), real(4))),
+    ],
+    "group_norm_backward": [
+        (call("group_norm_backward", num_groups=2, axis=1, eps=1e-2), (real(2, 4, 2), real(2, 4, 2), real(4))),
+        (call("group_norm_backward", num_groups=1, axis=2, eps=1e-2), (real(2, 2, 3), real(2, 2, 3), real(3))),
+    ],
+    "batch_norm": [
+        (call("batch_norm", axis=1, eps=1e-2), (real(4, 2, 2), real(2), real(2))),
+        (call("batch_norm", axis=2, eps=1e-2), (real(3, 2, 2), real(2), real(2))),
+        (call("batch_norm", axis=1, eps=1e-2), (real(5, 2), real(2), real(2))),
+    ],
+    "batch_norm_backward": [
+        (call("batch_norm_backward", axis=1, eps=1e-2), (real(4, 2), real(2), real(2), real(4, 2), real(2))),
+        (call("batch_norm_backward", axis=2, eps=1e-2), (real(2, 3, 2), real(2), real(2), real(2, 3, 2), real(2))),
+    ],
+    "batch_norm_inference": [
+        (
+            call("batch_norm_inference", axis=1, eps=1e-2),
+            (real(3, 2, 2), real(2), real(2, low=0.5), real(2), real(2)),
+        ),
+        (
+            call("batch_norm_inference", axis=2, eps=1e-2),
+            (real(3, 2, 2), real(2), real(2, low=0.5), real(2), real(2)),
+        ),
+    ],
     "rms_norm": [
         (lambda x, w: mt.rms_norm(x, 3, w), (real(2, 3), real(3))),
         (lambda x, w: mt.rms_norm(x, (2, 3), w), (real(4, 2, 3), real(2, 3))),

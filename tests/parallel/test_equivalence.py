@@ -229,6 +229,33 @@ def norm_samples() -> dict[str, list[Sample]]:
             (back, (In((2, 3, 4)), In((2, 3, 4)), In((4,)))),
             (back, (In((0, 3)), In((0, 3)), In((3,)))),
         ],
+        "group_norm": [
+            (lambda x, w, b: mt.group_norm(x, 2, w, b), (In((4, 6, 3)), In((6,)), In((6,)))),
+            (lambda x, w, b: mt.group_norm(x, 2, w, b, channel_axis=-1), (In((2, 3, 4)), In((4,)), In((4,)))),
+            (lambda x: mt.instance_norm(x), (In((3, 4, 5)),)),
+            (lambda x, w, b: mt.group_norm(x, 3, w, b), (In((5, 6, 2, 2)), In((6,)), In((6,)))),
+        ],
+        "group_norm_backward": [
+            (call("group_norm_backward", num_groups=2, axis=1, eps=1e-3), (In((3, 4, 5)), In((3, 4, 5)), In((4,)))),
+            (call("group_norm_backward", num_groups=2, axis=2, eps=1e-3), (In((3, 5, 4)), In((3, 5, 4)), In((4,)))),
+        ],
+        "batch_norm": [
+            (call("batch_norm", axis=1, eps=1e-3), (In((5, 4, 3)), In((4,)), In((4,)))),
+            (call("batch_norm", axis=1, eps=1e-3), (In((1, 4, 3)), In((4,)), In((4,)))),
+            (call("batch_norm", axis=2, eps=1e-3), (In((4, 3, 5)), In((5,)), In((5,)))),
+        ],
+        "batch_norm_backward": [
+            (
+                call("batch_norm_backward", axis=1, eps=1e-3),
+                (In((5, 4, 3)), In((4,)), In((4,)), In((5, 4, 3)), In((4,))),
+            ),
+        ],
+        "batch_norm_inference": [
+            (
+                call("batch_norm_inference", axis=1, eps=1e-3),
+                (In((3, 4, 5)), In((4,)), In((4,), "f8", 0.5, 2), In((4,)), In((4,))),
+            ),
+        ],
         "rms_norm": [(lambda x, w: mt.rms_norm(x, w.shape, w), (In(s), In(s[len(s) - n :]))) for s, n in shapes],
         "rms_norm_backward": [
             (call("rms_norm_backward", naxes=1, eps=1e-5), (In((3, 5)), In((3, 5)), In((5,)))),

@@ -138,15 +138,14 @@ UNEVEN: dict[str, Case] = {
     "turned": Case(
         lambda x: mt.all_to_all(mt.sin(x), "a", split_dim=1, concat_dim=0), (ROWS,), COLS, lambda n, x: mt.sin(x), ((5, 7),)
     ),
-    "sum of parts": Case(
-        lambda x: mt.reduce_scatter(x[None] * mt.ones((5, 1, 1)), "a", dim=0), ({"a": mt.Shard(0)},), ROWS,
-        lambda n, x: mt.sum(x) * mt.ones((5, 1, 1)), ((1,),),
+    "recomputed": Case(
+        lambda x, w: mt.all_reduce(mt.sum(mt.checkpoint(lambda y: mt.sin(mt.exp(y * w)))(x)), "a"), (ROWS, {}), {},
+        lambda n, x, w: mt.sum(mt.sin(mt.exp(x * w))), ((5, 2), (2,)),
     ),
     "first": Case(
         lambda x: mt.broadcast(mt.sin(x), "a"), (ROWS,), {}, lambda n, x: mt.sin(x[: -(-5 // n)]), ((5, 2),)
     ),
 }  # fmt: skip
-del UNEVEN["sum of parts"]
 
 
 def both(case: Case, n: int, mesh: mt.Mesh, *, compiled: bool) -> None:
@@ -255,12 +254,11 @@ def test_reducing_twice_is_an_error():
 
 
 def test_forgetting_to_reduce_is_an_error():
-    mesh = mt.Mesh({"a": 2})
-    with pytest.raises(errors.ShardingConflict, match=r"result 0 of total is to be Replicate\(\) along 'a'.*all_reduce"):
+    def total(x):
+        return mt.sum(x)
 
-        def total(x):
-            return mt.sum(x)
-
+    mesh, what = mt.Mesh({"a": 2}), r"result 0 of total is to be Replicate\(\) along 'a'.*all_reduce"
+    with pytest.raises(errors.ShardingConflict, match=what):
         mt.shard_map(total, mesh, (ROWS,), {})(mt.ones(4))
 
 
@@ -282,7 +280,6 @@ def test_gradient_of_what_is_read_from_around():
 def test_what_is_computed_inside_from_around_is_computed_each_time():
     mesh = mt.Mesh({"a": 2})
     w = mt.asarray([1.0, 2.0])
-    f = mt.shard_map(lambda x: x + mt.all_reduce(x * 0, "a") + 2 * w, mesh, {}, {})  # w * 2 has no block in it
     f = mt.shard_map(lambda x: x + 2 * w, mesh, (ROWS,), ROWS)
     x = mt.zeros((2, 2))
     assert np.asarray(f(x)).tolist() == [[2, 4], [2, 4]]
@@ -309,15 +306,12 @@ def test_custom_derivative_inside():
     def halved(x):
         return x * x
 
-    halved.defvjp(lambda x: (x * x, x), lambda x, g: (g * x,)) if hasattr(halved, "defvjp") else None
-    if not hasattr(halved, "defvjp"):
-        pytest.skip("custom_vjp is declared another way")
+    halved.defvjp(lambda x: (x * x, x), lambda x, g: (g * x,))
     mesh = mt.Mesh({"a": 2})
     f = mt.shard_map(lambda x: mt.all_reduce(mt.sum(halved(x)), "a"), mesh, (ROWS,), {})
     x = mt.asarray([1.0, 2.0, 3.0, 4.0])
     assert np.asarray(mt.grad(f)(x)).tolist() == [1, 2, 3, 4]
-    with pytest.raises(errors.GradientError, match="custom_vjp"):
-        mt.grad(f)(x[:3])
+    assert np.asarray(mt.grad(f)(x[:3])).tolist() == [1, 2, 3]
 
 
 # ----- ranks that go different ways ---------------------------------------------------------------------------------------
@@ -384,10 +378,7 @@ def test_code_that_differs_between_ranks():
     mesh = mt.Mesh({"a": 3})
 
     def fn(x, w):
-        if int(mt.axis_index("a")) == 0:
-            y = mt.sin(x) * w
-        else:
-            y = x * 2
+        y = mt.sin(x) * w if int(mt.axis_index("a")) == 0 else x * 2
         return mt.all_reduce(mt.sum(y), "a"), mt.permute(y, "a", [(0, 2)])
 
     f = mt.shard_map(fn, mesh, (ROWS, {}), ({}, ROWS))
@@ -413,13 +404,13 @@ def test_ranks_that_would_wait_for_ever_are_refused():
     def one_only(x):
         return mt.all_reduce(x, "a") if int(mt.axis_index("a")) == 0 else x
 
-    with pytest.raises(errors.CollectiveMismatch, match="rank 0 waits in all_reduce.*rank 1 has returned"):
+    with pytest.raises(errors.CollectiveMismatch, match=r"rank 0 waits in all_reduce.*rank 1 has returned"):
         mt.shard_map(one_only, mesh, (ROWS,), ROWS)(mt.ones(2))
 
     def others(x):
         return mt.all_reduce(x, "a") if int(mt.axis_index("a")) == 0 else mt.all_gather(x, "a")
 
-    with pytest.raises(errors.CollectiveMismatch, match="rank 1 is in all_gather.*rank 0 in all_reduce"):
+    with pytest.raises(errors.CollectiveMismatch, match=r"rank 1 is in all_gather.*rank 0 in all_reduce"):
         mt.shard_map(others, mesh, (ROWS,), ROWS)(mt.ones(2))
 
 
@@ -465,7 +456,8 @@ def test_broadcast_of_a_tree():
 
     block, pair = mt.shard_map(fn, mesh, (ROWS,), {})(mt.asarray([1.0, 2.0, 3.0]))
     assert np.asarray(block).tolist() == [4.0]
-    assert isinstance(pair, Pair) and pair.left.shape == (0, 2) and float(pair.right) == 2.0
+    assert isinstance(pair, Pair)
+    assert (pair.left.shape, float(pair.right)) == ((0, 2), 2.0)
     assert seen == [{"a": [(None, 4, "s")], "b": {}, "p": Pair}] * 3
 
 
@@ -481,7 +473,7 @@ def test_trees_of_arguments_and_results():
     f = mt.shard_map(fn, mesh, places, {"y": {}, "w": ROWS, "note": None})
     x = mt.asarray(numbers(2, 4, seed=2))
     out = f(x, params, 2)
-    assert out["note"] == "kept" and out["w"].sharding.placements == {"a": mt.Shard(0)}
+    assert (out["note"], out["w"].sharding.placements) == ("kept", {"a": mt.Shard(0)})
     np.testing.assert_allclose(np.asarray(out["y"]), np.asarray((x @ params["w"] + params["b"]) * 2))
 
 
@@ -494,7 +486,7 @@ def test_bad_input():
     ident = lambda x: x  # noqa: E731
     with pytest.raises(errors.MeshError, match="no axis 'b'"):
         mt.shard_map(ident, mesh, ({"b": mt.Shard(0)},), {})(x)
-    with pytest.raises(errors.ShardingConflict, match="argument 0 of .*splits dimension 2"):
+    with pytest.raises(errors.ShardingConflict, match=r"argument 0 of .*splits dimension 2"):
         mt.shard_map(ident, mesh, ({"a": mt.Shard(2)},), {})(x)
     with pytest.raises(errors.ShardingConflict, match="2 in_placements for 1 positional"):
         mt.shard_map(ident, mesh, (ROWS, ROWS), ROWS)(x)
@@ -514,8 +506,8 @@ def test_bad_input():
         mt.shard_map(lambda x: mt.all_gather(x, "a", dim=2), mesh, (ROWS,), {})(x)
     with pytest.raises(errors.TracedValueError, match=r"mt\.where"):
         mt.shard_map(lambda x: x if x.sum() > 0 else -x, mesh, (ROWS,), ROWS)(x)
+    inner = mt.shard_map(ident, mesh, (ROWS,), ROWS)
     with pytest.raises(errors.MeshError, match="inside another"):
-        inner = mt.shard_map(ident, mesh, (ROWS,), ROWS)
         mt.shard_map(lambda x: inner(x), mesh, (ROWS,), ROWS)(x)
     with pytest.raises(errors.ShardingConflict, match=r"rank 0 returned a block of shape \(1,\)"):
         mt.shard_map(lambda: mt.ones(1 + int(mt.axis_index("a"))), mesh, (), ROWS)()
@@ -570,7 +562,9 @@ def test_any_placements(data):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", ["columns, then rows", "gathered parameters", "all_to_all", "ring", "max over ranks, with ties"])
+@pytest.mark.parametrize(
+    "name", ["columns, then rows", "gathered parameters", "all_to_all", "ring", "max over ranks, with ties"]
+)
 def test_on_worker_processes(processes, name):
     with mt.Mesh({"a": 4}, client=processes) as mesh:
         both(EVEN[name], 4, mesh, compiled=True)

@@ -192,7 +192,7 @@ class TestKilled:
             )
             if not done:
                 resumed.append(seen[0])
-                assert [n for n in names(url)] == [*wanted.files, "model.safetensors.index.json"]
+                assert names(url) == [*wanted.files, "model.safetensors.index.json"]
                 for file in wanted.files:
                     assert stores.at(url).get(file) == (tmp_path / "hf" / file).read_bytes()
             assert sorted(load(url)) == [f"k{i}" for i in range(4)]

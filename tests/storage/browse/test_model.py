@@ -103,7 +103,11 @@ def test_a_window_reads_little_of_a_large_array(tmp_path: Path) -> None:
 def test_statistics_are_numpys(tmp_path_factory: pytest.TempPathFactory, values: list[float], dtype: type) -> None:
     with np.errstate(all="ignore"):
         a = np.array(values, np.float32)
-        a = (np.nan_to_num(a, posinf=9, neginf=-9) % 50).astype(dtype) if np.dtype(dtype).kind in "iub" else a.astype(dtype)
+        a = (
+            (np.nan_to_num(a, posinf=9, neginf=-9) % 50).astype(dtype)
+            if np.dtype(dtype).kind in "iub"
+            else a.astype(dtype)
+        )
     s = statistics(stored_array(tmp_path_factory.mktemp("s"), a, "zarr"))
     wide = a.astype(np.float64)
     finite = wide[np.isfinite(wide)]
@@ -134,7 +138,11 @@ def test_reading_all_of_a_large_array_agrees_with_numpy(tmp_path: Path) -> None:
     finite = np.sort(values[np.isfinite(values)])
     assert s.exact
     assert s.nan == 1
-    np.testing.assert_allclose([s.mean, s.std, s.norm], [finite.mean(dtype="f8"), finite.std(dtype="f8"), np.linalg.norm(finite.astype("f8"))], rtol=1e-6)
+    np.testing.assert_allclose(
+        [s.mean, s.std, s.norm],
+        [finite.mean(dtype="f8"), finite.std(dtype="f8"), np.linalg.norm(finite.astype("f8"))],
+        rtol=1e-6,
+    )
     np.testing.assert_array_equal(s.counts, np.histogram(finite.astype("f8"), s.edges)[0])
     for q, v in s.quantiles.items():
         assert abs(v - finite[int(q * finite.size)]) <= 2 * s.quantile_error * abs(v)
@@ -166,7 +174,13 @@ def test_the_pieces_of_a_huge_array_come_at_once() -> None:
 
 @pytest.mark.parametrize(
     "placements",
-    [{}, {"a": mt.Shard(0)}, {"a": mt.Shard(1), "b": mt.Shard(0)}, {"a": mt.Shard(0), "b": mt.Shard(0)}, {"b": mt.Shard(1)}],
+    [
+        {},
+        {"a": mt.Shard(0)},
+        {"a": mt.Shard(1), "b": mt.Shard(0)},
+        {"a": mt.Shard(0), "b": mt.Shard(0)},
+        {"b": mt.Shard(1)},
+    ],
     ids=str,
 )
 def test_blocks_are_where_the_mesh_had_them(placements: dict, tmp_path: Path) -> None:
@@ -226,7 +240,10 @@ def test_chunks_of_a_foreign_zarr_array_that_were_never_written(tmp_path: Path) 
 
 @pytest.fixture
 def inventory(tmp_path: Path) -> Inventory:
-    tree = {"layers": [{"w": np.ones((4, i + 1), np.float32), "b": np.ones(4)} for i in range(12)], "Head": np.ones(3, np.int8)}
+    tree = {
+        "layers": [{"w": np.ones((4, i + 1), np.float32), "b": np.ones(4)} for i in range(12)],
+        "Head": np.ones(3, np.int8),
+    }
     save(tmp_path / "c", tree)
     return Inventory(open_checkpoint(tmp_path / "c"))
 
@@ -332,12 +349,33 @@ def test_health_finds_what_was_planted(tmp_path: Path) -> None:
     w = rng.normal(size=(64, 32)).astype(np.float32)
     dead = w.copy()
     dead[[3, 40]] = 0
-    tree = {"w": w, "twin": w.copy(), "nan": np.where(w > 2, np.nan, w), "inf": np.array([1.0, -np.inf]), "dead": dead, "zero": np.zeros((3, 3)), "ones": np.ones(9), "scalar": np.array(0.0)}
+    tree = {
+        "w": w,
+        "twin": w.copy(),
+        "nan": np.where(w > 2, np.nan, w),
+        "inf": np.array([1.0, -np.inf]),
+        "dead": dead,
+        "zero": np.zeros((3, 3)),
+        "ones": np.ones(9),
+        "scalar": np.array(0.0),
+    }
     save(tmp_path / "c", tree)
     health = scan(open_checkpoint(tmp_path / "c"), Health())
     found = {(f.kind, f.name) for f in health.findings}
-    assert found == {("duplicate", "twin"), ("nan", "nan"), ("infinite", "inf"), ("dead", "dead"), ("zero", "zero"), ("constant", "ones")} or found == {
-        ("duplicate", "w"), ("nan", "nan"), ("infinite", "inf"), ("dead", "dead"), ("zero", "zero"), ("constant", "ones")
+    assert found == {
+        ("duplicate", "twin"),
+        ("nan", "nan"),
+        ("infinite", "inf"),
+        ("dead", "dead"),
+        ("zero", "zero"),
+        ("constant", "ones"),
+    } or found == {
+        ("duplicate", "w"),
+        ("nan", "nan"),
+        ("infinite", "inf"),
+        ("dead", "dead"),
+        ("zero", "zero"),
+        ("constant", "ones"),
     }
     assert not health.sound
     assert "fit the manifest" in health.verified
@@ -369,14 +407,25 @@ def test_changes_are_numpys(tmp_path_factory: pytest.TempPathFactory, pairs: lis
     assert (found.only_a, found.only_b, found.common) == (["only"], ["other"], 1)
     (c,) = found.changes
     d = y.astype(np.float32).astype(float) - x
-    np.testing.assert_allclose([c.norms[0], c.norms[1], c.distance], [np.linalg.norm(x), np.linalg.norm(y.astype("f4").astype(float)), np.linalg.norm(d)], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        [c.norms[0], c.norms[1], c.distance],
+        [np.linalg.norm(x), np.linalg.norm(y.astype("f4").astype(float)), np.linalg.norm(d)],
+        rtol=1e-9,
+        atol=1e-12,
+    )
     assert c.changed == np.count_nonzero(d)
     assert c.largest == np.abs(d).max()
 
 
 def test_comparison_names_what_cannot_be_compared_first(tmp_path: Path) -> None:
-    save(tmp_path / "a", {"small": np.array([1.0, 0.0]), "big": np.array([1.0]), "shape": np.ones(3), "same": np.array([np.nan])})
-    save(tmp_path / "b", {"small": np.array([1.0, 0.001]), "big": np.array([9.0]), "shape": np.ones(4), "same": np.array([np.nan])})
+    save(
+        tmp_path / "a",
+        {"small": np.array([1.0, 0.0]), "big": np.array([1.0]), "shape": np.ones(3), "same": np.array([np.nan])},
+    )
+    save(
+        tmp_path / "b",
+        {"small": np.array([1.0, 0.001]), "big": np.array([9.0]), "shape": np.ones(4), "same": np.array([np.nan])},
+    )
     a, b = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")
     found = compare(a, b, names(a, b))
     assert [c.name for c in found.ranked()] == ["shape", "big", "small", "same"]

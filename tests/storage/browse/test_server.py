@@ -125,7 +125,25 @@ def test_a_checkpoint_that_is_written_anew_is_shown_anew(visit: Any, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "at", ["0/..", "0/../b", "0/a/../../b", "1", "-1", "0/", "0//a", "0/.hidden", "0/out", "0/out/c", "x", "", "0/a\\..\\b", "99999999", "0/%2e%2e", "٣"]
+    "at",
+    [
+        "0/..",
+        "0/../b",
+        "0/a/../../b",
+        "1",
+        "-1",
+        "0/",
+        "0//a",
+        "0/.hidden",
+        "0/out",
+        "0/out/c",
+        "x",
+        "",
+        "0/a\\..\\b",
+        "99999999",
+        "0/%2e%2e",
+        "٣",
+    ],
 )
 def test_nothing_outside_the_roots_is_reached(at: str, visit: Any, tmp_path: Path) -> None:
     for name in ("a", "b", "root/a", "root/.hidden"):
@@ -180,7 +198,13 @@ def test_stop_leads_nowhere_else(visit: Any, formats: list[Path]) -> None:
 
 def test_every_answer_has_the_guards(visit: Any, formats: list[Path]) -> None:
     v = visit(formats[0])
-    for r in (v.get("checkpoint", at=0), v.get("nowhere"), v.get("checkpoint", at=9), v.get("static/browse.js"), v.ask("GET", "/", Host="evil")):
+    for r in (
+        v.get("checkpoint", at=0),
+        v.get("nowhere"),
+        v.get("checkpoint", at=9),
+        v.get("static/browse.js"),
+        v.ask("GET", "/", Host="evil"),
+    ):
         policy = r.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
@@ -249,7 +273,11 @@ def test_hostile_texts_stay_texts(visit: Any, hostile: Path, kit: Any) -> None:
     v.finished("health", at=0)
     kit.Markup(v.get("health", at=0).text).check()
     kit.Markup(v.get("checkpoint", at=0, in_="deep").text).check()
-    links = [a["href"] for tag, a in kit.Markup(v.get("checkpoint", at=0, sort="name").text).elements if tag == "a" and a.get("href", "").startswith("array?")]
+    links = [
+        a["href"]
+        for tag, a in kit.Markup(v.get("checkpoint", at=0, sort="name").text).elements
+        if tag == "a" and a.get("href", "").startswith("array?")
+    ]
     assert len(links) == len(kit.NAMES) + 1
     for link in links:
         assert v.ask("GET", f"/{link}").status == 200, link
@@ -326,7 +354,14 @@ def test_values_that_are_not_numbers(visit: Any, tmp_path: Path, kit: Any) -> No
         if a.size:
             first = v.get("values", at=0, name=name).json["values"][0][0]
             expected = a.reshape(-1)[0]
-            np.testing.assert_equal((first == "True" if a.dtype.kind == "b" else type(expected)(complex(first) if a.dtype.kind == "c" else first)), expected)
+            np.testing.assert_equal(
+                (
+                    first == "True"
+                    if a.dtype.kind == "b"
+                    else type(expected)(complex(first) if a.dtype.kind == "c" else first)
+                ),
+                expected,
+            )
     assert v.get("values", at=0, name="big").json["values"] == [["18446744073709551615"]]
 
 
@@ -367,7 +402,9 @@ def test_a_hundred_thousand_arrays(visit: Any, many: Path, kit: Any, capsys: pyt
 
 def test_a_process_is_started_and_ended(formats: list[Path]) -> None:
     command = [sys.executable, "-m", "meshtape", "browse", str(formats[0]), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as p:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    ) as p:
         try:
             url = p.stdout.readline().strip()
             assert re.match(r"http://127\.0\.0\.1:\d+/$", url)

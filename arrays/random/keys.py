@@ -1,0 +1,129 @@
+"""Keys: where all randomness starts, and how one becomes several."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _recipes as recipes
+from .._dispatch import apply
+from .._op import Op
+from .._philox import philox4x64, words
+from ..devices import Device
+from ..errors import DTypeError
+from ..program import ShapeDtype
+from ._draw import RANDOM_BITS, as_key, check_key, drawn, op_of
+
+if TYPE_CHECKING:
+    from .._array import Array
+
+# The counter's last word keeps draws (0) apart from the words that new keys are made of.
+_SPLITS, _FOLDS, _NAMES = 1, 2, 3
+
+
+def _fold_impl(xp: Any, key: Any, data: Any, stream: int) -> Any:
+    if xp is np:
+        return words(np, key, 4 * (int(data) % 2**64), 2, stream)
+    zero = xp.zeros((1,), np.uint64)
+    count = zero + (np.uint64(data % 2**64) if isinstance(data, int) else data.astype(np.uint64))
+    return xp.concatenate(philox4x64(xp, (count, zero, zero, zero + np.uint64(stream)), (key[0:1], key[1:2]))[:2])
+
+
+def _infer_fold(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+    check_key("fold_in", args[0])
+    return ShapeDtype((2,), recipes.U64)
+
+
+SPLIT = op_of("split", lambda: recipes.bits(recipes.U64), takes_dtype=False, stream=_SPLITS)
+FOLD_IN = Op("random_fold_in", ("key", "data"), _fold_impl, _infer_fold, nondifferentiable=RANDOM_BITS)
+
+
+def key(seed: int, *, device: Device | str | None = None) -> Array:
+    """A key made of a number.
+
+    Parameters
+    ----------
+    seed
+        ``0 <= seed < 2**128``. Different seeds are different keys.
+    device
+        Where the key lives, and with it everything that is drawn from it; the default device if None.
+
+    Returns
+    -------
+    Array
+        uint64 of shape ``(2,)``: an ordinary array, to be passed to compiled functions, saved and sharded like any other.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.random.key(7)
+    Array([7, 0], dtype=uint64)
+    """
+    from ..creation import asarray
+
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise DTypeError(f"[key] a seed is an integer, got {seed!r}") from None
+    if not 0 <= number < 2**128:
+        raise ValueError(f"[key] a seed is between 0 and 2**128 - 1, got {number}")
+    return asarray(np.array([number % 2**64, number >> 64], np.uint64), device=device, copy=False)
+
+
+def split(key: Any, num: int = 2) -> Array:
+    """``num`` new keys, independent of each other and of everything drawn from ``key``: uint64 of shape ``(num, 2)``.
+
+    >>> import meshtape as mt
+    >>> a, b = mt.random.split(mt.random.key(0))
+    >>> mt.random.split(mt.random.key(0), 3).shape
+    (3, 2)
+    """
+    try:
+        count = operator.index(num)
+    except TypeError:
+        raise DTypeError(f"[split] the number of keys is an integer, got {num!r}") from None
+    if count < 0:
+        raise ValueError(f"[split] the number of keys must not be negative, got {count}")
+    return drawn(SPLIT, key, (count, 2), recipes.U64)
+
+
+def fold_in(key: Any, data: Any) -> Array:
+    """The key for ``data`` under ``key``: a step, a layer's number or a name.
+
+    Parameters
+    ----------
+    key
+        A key.
+    data
+        An integer ``0 <= data < 2**64``, a 0-d integer array (a step counter inside a compiled function), or a string
+        (a named stream: by the first 8 bytes of its BLAKE2b hash). Integers and names never meet.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> key = mt.random.key(0)
+    >>> bool(mt.all(mt.random.fold_in(key, 3) == mt.random.fold_in(key, mt.asarray(3))))
+    True
+    >>> dropout = mt.random.fold_in(key, "dropout")
+    """
+    from .._array import Array
+
+    k = as_key("fold_in", key)
+    stream = _FOLDS
+    if isinstance(data, str):
+        data, stream = int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest(), "little"), _NAMES
+    elif isinstance(data, Array):
+        if data.ndim != 0 or data.dtype.kind not in "iu":
+            raise DTypeError(f"[fold_in] data must be a 0-d integer array, got {data.dtype.name} of shape {data.shape}")
+    else:
+        try:
+            data = int(operator.index(data))
+        except TypeError:
+            raise DTypeError(f"[fold_in] data must be an integer or a string, got {data!r}") from None
+        if not 0 <= data < 2**64:
+            raise ValueError(f"[fold_in] data must be between 0 and 2**64 - 1, got {data}")
+    return apply(FOLD_IN, (k, data), {"stream": stream})

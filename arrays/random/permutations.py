@@ -1,0 +1,172 @@
+"""Orders and choices. Each rank makes the whole order, and takes its part of it."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _recipes as recipes
+from .._infer import as_shape
+from .._op import Op, composite
+from .._philox import draw
+from ..errors import DTypeError, ShapeError
+from ._draw import RANDOM_BITS, box_of, drawn, infer
+from .discrete import integers
+
+if TYPE_CHECKING:
+    from .._array import Array
+
+
+def _permutation_impl(
+    xp: Any,
+    key: Any,
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    global_shape: tuple[int, ...],
+    dtype: np.dtype,
+) -> Any:
+    # Every rank sorts all of the keys: no element is known before all are.
+    order = draw(xp, key, recipes.bits(recipes.U64), recipes.U64, global_shape, (0,), global_shape)
+    return box_of(xp.argsort(order, kind="stable"), shape, offset, dtype)
+
+
+def _choice_impl(
+    xp: Any,
+    key: Any,
+    p: Any,
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    global_shape: tuple[int, ...],
+    dtype: np.dtype,
+    replace: bool,
+) -> Any:
+    weights = p.astype(np.float64)
+    if replace:
+        edges = xp.cumsum(weights)
+        u = draw(xp, key, recipes.uniform(recipes.F64, 0.0, 1.0), recipes.F64, shape, offset, global_shape) * edges[-1]
+        found = xp.searchsorted(edges, u.reshape(-1), side="right").reshape(shape)
+        # u * sum may round up to the sum: the last element that has a weight is meant.
+        return xp.minimum(found, xp.searchsorted(edges, edges[-1:], side="left")[0]).astype(dtype, copy=False)
+    # The largest of log p + Gumbel noise are a sample without replacement, in order (Yellott, 1977; Efraimidis, 2006).
+    noise = draw(xp, key, recipes.gumbel(recipes.F64), recipes.F64, p.shape, (0,), p.shape)
+    score = xp.where(weights > 0, xp.log(xp.where(weights > 0, weights, 1.0)) + noise, -np.inf)
+    chosen = xp.argsort(-score, kind="stable")[: math.prod(global_shape)].reshape(global_shape)
+    return box_of(chosen, shape, offset, dtype)
+
+
+PERMUTATION = Op("random_permutation", ("key",), _permutation_impl, infer, nondifferentiable=RANDOM_BITS)
+CHOICE = Op("random_choice", ("key", "p"), _choice_impl, infer, nondifferentiable=RANDOM_BITS)
+
+
+@composite("permutation")
+def permutation(key: Any, x: Any, axis: int = 0) -> Array:
+    """The numbers ``0 … x - 1`` in random order, or the slices of an array along ``axis`` in random order.
+
+    By sorting random 64-bit words; each device sorts all of them, also where the result is sharded. Orders are equally likely
+    up to the chance of two equal words, ``x**2 / 2**65``.
+
+    >>> import meshtape as mt
+    >>> order = mt.random.permutation(mt.random.key(0), 5)
+    >>> sorted(order.tolist())
+    [0, 1, 2, 3, 4]
+    >>> mt.random.permutation(mt.random.key(0), mt.ones((4, 2))).shape
+    (4, 2)
+    """
+    from .._array import Array
+    from ..creation import asarray
+
+    if isinstance(x, Array | np.ndarray) and x.ndim:
+        values = asarray(x)
+        if not -values.ndim <= axis < values.ndim:
+            raise ShapeError(f"[permutation] an array of shape {values.shape} has no axis {axis}")
+        axis %= values.ndim
+        order = drawn(PERMUTATION, key, values.shape[axis], recipes.I64)
+        return values[(*(slice(None),) * axis, order)]
+    try:
+        n = operator.index(x)
+    except TypeError:
+        raise DTypeError(f"[permutation] takes a number of elements or an array, got {x!r}") from None
+    if n < 0:
+        raise ValueError(f"[permutation] the number of elements must not be negative, got {n}")
+    return drawn(PERMUTATION, key, n, recipes.I64)
+
+
+@composite("choice")
+def choice(
+    key: Any,
+    a: Any,
+    shape: int | Sequence[int] = (),
+    *,
+    replace: bool = True,
+    p: Any = None,
+    axis: int = 0,
+) -> Array:
+    """Elements chosen at random.
+
+    Parameters
+    ----------
+    key
+        A key.
+    a
+        A number ``n``, to choose from ``0 … n - 1``, or an array, to choose slices of along ``axis``.
+    shape
+        Shape of the choice.
+    replace
+        Whether an element may be chosen again.
+    p
+        Weights of the elements (one-dimensional, not negative, not all 0); equal if None. They need not sum to one.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.random.choice(mt.random.key(0), mt.asarray([10, 20, 30]), (4,), p=[0.0, 1.0, 0.0])
+    Array([20, 20, 20, 20])
+    """
+    from .._array import Array
+    from ..creation import asarray
+
+    full = as_shape("choice", shape)
+    values = asarray(a) if isinstance(a, Array | np.ndarray) and a.ndim else None
+    if values is not None:
+        if not -values.ndim <= axis < values.ndim:
+            raise ShapeError(f"[choice] an array of shape {values.shape} has no axis {axis}")
+        axis %= values.ndim
+        n = values.shape[axis]
+    else:
+        try:
+            n = operator.index(a)
+        except TypeError:
+            raise DTypeError(f"[choice] takes a number of elements or an array, got {a!r}") from None
+    count = math.prod(full)
+    if n < 0 or (n == 0 and count):
+        raise ValueError(f"[choice] cannot choose {count} of {n} elements")
+    if not replace and count > n:
+        raise ValueError(f"[choice] cannot choose {count} of {n} elements without replacement")
+    if p is not None:
+        where = _weights(key, p, n, count, full, replace)
+    elif replace:
+        where = integers(key, full, 0, max(n, 1))
+    else:
+        where = permutation(key, n)[:count].reshape(full)
+    return where if values is None else values[(*(slice(None),) * axis, where)]
+
+
+def _weights(key: Any, p: Any, n: int, count: int, full: tuple[int, ...], replace: bool) -> Array:
+    from ..creation import asarray
+
+    weights = asarray(p)
+    if weights.shape != (n,):
+        raise ShapeError(f"[choice] p must have shape {(n,)}, one weight for each element, got {weights.shape}")
+    host = weights._buf
+    if isinstance(host, np.ndarray):  # weights that are not here yet cannot be looked at
+        good = bool(np.all(host >= 0)) and bool(np.all(np.isfinite(host.astype(np.float64))))
+        some = int(np.count_nonzero(host))
+        if not good or (count and not some):
+            raise ValueError("[choice] p must hold finite weights that are not negative and not all 0")
+        if not replace and some < count:
+            raise ValueError(f"[choice] cannot choose {count} without replacement: only {some} elements have a weight")
+    return drawn(CHOICE, key, full, recipes.I64, weights, replace=bool(replace))

@@ -1,0 +1,130 @@
+"""A compiled program as a function of buffers of one backend.
+
+Values live in numbered slots. Each is freed at its last use; on a CPU, runs of elementwise entries on large arrays are computed
+block by block, and single ones write into the memory of an operand that is used for the last time, where nobody else can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays.program import Entry, Program
+from .fusion import Group, fuse
+from .fusion import executable as fused
+
+# Below this, taking new memory costs less than saying where the result goes.
+SMALLEST_REUSED = 1 << 16
+
+
+class _Step(NamedTuple):
+    fn: Callable[..., Any]
+    args: Callable[[list[Any]], tuple[Any, ...]]  # from the slots
+    params: dict[str, Any]
+    outputs: tuple[int, ...]  # slots
+    single: bool
+    free: tuple[int, ...]  # slots
+    into: int | None  # slot whose memory takes the result
+
+
+def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """The program as a function from input buffers to output buffers of the backend whose namespace is ``xp``."""
+    parts: list[Entry | Group] = fuse(program) if xp is np else list(program.entries)
+    slots: dict[Any, int] = {}
+    initial: list[Any] = []
+
+    def slot(v: Any, value: Any = None) -> int:
+        if v not in slots:
+            slots[v] = len(initial)
+            initial.append(value)
+        return slots[v]
+
+    for v in program.inputs:
+        slot(v)
+    for v, c in program.constants.items():
+        slot(v, c)
+    owned = _owned(parts) if xp is np else frozenset()
+    needed = set(program.outputs)
+    last: list[tuple[int, ...]] = []  # variables that a part uses for the last time, from the back
+    for part in reversed(parts):
+        used = dict.fromkeys([v for v in part.inputs if isinstance(v, int)] + list(part.outputs))
+        last.append(tuple(v for v in used if v not in needed))
+        needed.update(used)
+    last.reverse()
+    steps = []
+    for part, free in zip(parts, last, strict=True):
+        places = [slot(v) if isinstance(v, int) else slot(("number", id(v)), v.value) for v in part.inputs]
+        outputs = tuple(map(slot, part.outputs))
+        if isinstance(part, Group):
+            fn, params, single, into = fused(part, program), {}, False, None
+        else:
+            fn, params, single = part.op.bind(xp), dict(part.params), part.op.nout == 1
+            into = _taken(part, program, owned, free)
+        steps.append(
+            _Step(
+                fn,
+                _getter(places),
+                params,
+                outputs,
+                single,
+                tuple(map(slot, free)),
+                None if into is None else slot(into),
+            )
+        )
+    inputs, results = [slots[v] for v in program.inputs], [slots[v] for v in program.outputs]
+    known = np.ndarray if xp is np else None
+
+    def run(buffers: Sequence[Any]) -> list[Any]:
+        env = initial.copy()
+        for i, b in zip(inputs, buffers, strict=True):
+            env[i] = b
+        for fn, args, params, outputs, single, free, into in steps:
+            out = fn(*args(env), **params) if into is None else fn(*args(env), out=env[into])
+            if single:
+                env[outputs[0]] = out if type(out) is known else xp.asarray(out)
+            else:
+                for i, o in zip(outputs, out, strict=True):
+                    env[i] = o if type(o) is known else xp.asarray(o)
+            # A result that nobody reads is among these.
+            for i in free:
+                env[i] = None
+        return [env[i] for i in results]
+
+    return run
+
+
+def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """A function that picks the slots out of a list, as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    if places:
+        (only,) = places
+        return lambda env: (env[only],)
+    return lambda env: ()
+
+
+def _writes(part: Entry | Group) -> bool:
+    """Whether the part is one call of a NumPy ufunc: its result is new memory, and it can be told to use other memory."""
+    return isinstance(part, Entry) and isinstance(part.op.numpy, np.ufunc)
+
+
+def _owned(parts: Sequence[Entry | Group]) -> frozenset[int]:
+    """Variables whose memory nothing but the program can see: made new, and read by nothing that hands out views of it."""
+    made = {v for p in parts if _writes(p) or isinstance(p, Group) for v in p.outputs}
+    seen = {v for p in parts if not (_writes(p) or isinstance(p, Group)) for v in p.inputs if isinstance(v, int)}
+    return frozenset(made - seen)
+
+
+def _taken(part: Entry, program: Program, owned: frozenset[int], free: Sequence[int]) -> int | None:
+    """The operand whose memory the result may take: its own, of the same shape and dtype, and not used again."""
+    if not _writes(part):
+        return None
+    target = program.avals[part.outputs[0]]
+    if target.nbytes < SMALLEST_REUSED or part.params:
+        return None
+    return next(
+        (v for v in part.inputs if isinstance(v, int) and v in owned and v in free and program.avals[v] == target), None
+    )

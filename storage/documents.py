@@ -1,0 +1,122 @@
+"""The small files of a checkpoint that are no arrays: an architecture, a generation config, a tokenizer.
+
+They lie beside the arrays under their own names, byte for byte as they were given, so that a directory is enough to run the model, and
+other tools find them where they look (``config.json``, ``generation_config.json``). The manifest holds their checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..arrays.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, IncompleteCheckpoint
+from . import names, stores
+from .checksums import crc32c
+
+SUFFIXES = (".json", ".txt", ".model", ".jinja")
+MAX_NBYTES = 64 << 20
+_OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json"])
+
+
+def encode(given: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """File names and bytes of what a user gave: dicts and lists become JSON, texts and bytes stay as they are.
+
+    >>> encode({"config": {"layers": 2}})
+    {'config.json': b'{\\n  "layers": 2\\n}\\n'}
+    """
+    out: dict[str, bytes] = {}
+    for name, value in (given or {}).items():
+        if isinstance(value, (str, bytes)):
+            data = value.encode() if isinstance(value, str) else bytes(value)
+        else:
+            try:
+                data = (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
+            except (TypeError, ValueError) as e:
+                raise CheckpointError(f"document {name!r} is no JSON: {e}; give a text, or plain values") from None
+        file = name if name.endswith(SUFFIXES) else f"{name}.json"
+        if len(data) > MAX_NBYTES:
+            raise CheckpointError(f"document {file!r} has {len(data)} bytes, at most {MAX_NBYTES} are allowed")
+        if file in out:
+            raise CheckpointKeyError(f"two documents are named {file!r}")
+        if file in _OURS or names.zarr_names([file]) != [file]:
+            raise CheckpointKeyError(f"a document cannot be named {file!r}; choose a plain file name")
+        out[file] = data
+    return out
+
+
+def marked(file: str, suffix: str) -> str:
+    """The name under which a document is stored by a writer with a ``suffix`` (see ``commit.Folder``).
+
+    >>> marked("config.json", "~g01234567")
+    'config~g01234567.json'
+    """
+    stem, dot, kind = file.rpartition(".")
+    return f"{stem}{suffix}{dot}{kind}"
+
+
+class Documents(Mapping[str, Any]):
+    """Documents of an opened checkpoint: by file name, or without ``.json``; JSON is parsed, the rest is text."""
+
+    def __init__(self, root: str, held: Mapping[str, tuple[int | None, str]]) -> None:
+        self._root, self._sums = root, dict(held)  # checksum and file by name
+
+    def raw(self, name: str) -> bytes:
+        """The bytes of a document, checked."""
+        file = name if name in self._sums else f"{name}.json"
+        if file not in self._sums:
+            raise CheckpointKeyError(f"{self._root} has no document {name!r}; it has {', '.join(self._sums) or 'none'}")
+        wanted, stored = self._sums[file]
+        where = names.inside(self._root, stored, self._root)
+        try:
+            data = stores.at(self._root).get(stored)
+        except FileNotFoundError:
+            raise IncompleteCheckpoint(f"{where} is missing; restore it or another checkpoint") from None
+        if wanted is not None and crc32c(data) != wanted:
+            raise CorruptCheckpoint(f"{where} does not fit its crc32c: it is damaged or was edited")
+        return data
+
+    def __getitem__(self, name: str) -> Any:
+        data = self.raw(name)
+        if not (name if name in self._sums else f"{name}.json").endswith(".json"):
+            return data.decode()
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise CorruptCheckpoint(f"{stores.join(self._root, name)}: not JSON: {e}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def __repr__(self) -> str:
+        return f"<Documents {list(self._sums)}>"
+
+    def every(self) -> dict[str, bytes]:
+        """All of them."""
+        return {file: self.raw(file) for file in self._sums}
+
+
+def beside(root: str) -> Documents:
+    """The documents in a directory without a manifest: its small files of a kind that readers of models know."""
+    store = stores.at(root)
+    if not stores.is_url(root):
+        with os.scandir(root) as entries:
+            found = {e.name: e.stat().st_size for e in entries if e.is_file()}
+    elif store.lists:
+        found = {e.name: e.nbytes for e in store.entries() if "/" not in e.name}
+    else:
+        found = {
+            n: n_bytes for n in ("config.json", "generation_config.json") if (n_bytes := store.size(n)) is not None
+        }
+    return Documents(
+        root,
+        {
+            n: (None, n)
+            for n, nbytes in sorted(found.items())
+            if n.endswith(SUFFIXES) and not n.startswith(".") and n not in _OURS and nbytes <= MAX_NBYTES
+        },
+    )

@@ -1,0 +1,134 @@
+"""rms_norm, group_norm and batch_norm are right at every order, as layer_norm is: fused backward ops have histories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+
+
+def derivatives_along(fn: Callable[..., mt.Array], x: mt.Array, v: mt.Array, w: mt.Array, order: int) -> list[float]:
+    """d^k/dt^k <fn(x + t v), w> at t = 0 for k = 0 … order, by nested reverse mode."""
+    f = lambda t: mt.sum(fn(x + t * v) * w)  # noqa: E731
+    out = []
+    for _ in range(order + 1):
+        out.append(float(f(mt.asarray(0.0))))
+        f = mt.grad(f)
+    return out
+
+
+def normal(x: mt.Array, axes: tuple[int, ...], eps: float = 1e-5) -> mt.Array:
+    d = x - mt.mean(x, axis=axes, keepdims=True)
+    return d / mt.sqrt(mt.mean(d * d, axis=axes, keepdims=True) + eps)
+
+
+def grouped(x: mt.Array) -> mt.Array:
+    return mt.reshape(normal(mt.reshape(x, (2, 2, 2, 3)), (2, 3)), x.shape)
+
+
+Z, O = np.zeros, np.ones
+CASES = {
+    "rms_norm": (lambda x: mt.rms_norm(x, 3), lambda x: x / mt.sqrt(mt.mean(x * x, axis=-1, keepdims=True) + 1e-6)),
+    "group_norm": (lambda x: mt.group_norm(x, 2), grouped),
+    "group_norm, channels last": (
+        lambda x: mt.permute_dims(mt.group_norm(mt.permute_dims(x, (0, 2, 1)), 2, channel_axis=-1), (0, 2, 1)),
+        grouped,
+    ),
+    "instance_norm": (mt.instance_norm, lambda x: normal(x, (2,))),
+    "batch_norm": (
+        lambda x: mt.batch_norm(x, mt.zeros(4), mt.ones(4), training=True).out,
+        lambda x: normal(x, (0, 2)),
+    ),
+    "batch_norm, weight of itself": (
+        lambda x: mt.batch_norm(x, mt.zeros(4), mt.ones(4), x[0, :, 0], x[1, :, 1], training=True).out,
+        lambda x: normal(x, (0, 2)) * x[0, :, 0][:, None] + x[1, :, 1][:, None],
+    ),
+    "batch_norm by running statistics": (
+        lambda x: mt.batch_norm(x, x[0, :, 0], x[1, :, 1] ** 2, training=False).out,
+        lambda x: (x - x[0, :, 0][:, None]) / mt.sqrt(x[1, :, 1][:, None] ** 2 + 1e-5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_to_fourth_order_along_a_line(name: str) -> None:
+    fused, plain = CASES[name]
+    rng = np.random.default_rng(3)
+    x, v, w = (mt.asarray(rng.standard_normal((2, 4, 3))) for _ in range(3))
+    expected = derivatives_along(plain, x, v, w, 4)
+    np.testing.assert_allclose(derivatives_along(fused, x, v, w, 4), expected, rtol=1e-8)
+    assert all(abs(e) > 1e-6 for e in expected)
+
+
+def test_statistics_of_the_op_have_derivatives_too() -> None:
+    from meshtape.arrays._dispatch import apply
+
+    x, w = np.random.default_rng(0).normal(size=(3, 2, 2)), mt.ones(2)
+
+    def fn(x: mt.Array) -> mt.Array:
+        _, mean, var = apply(mt.OPS["batch_norm"], (x, w, w), {"axis": 1, "eps": 1e-5})
+        return mt.sum(mean**2) + mt.sum(var**3)
+
+    mt.check_grads(fn, x)
+
+
+def test_the_new_running_statistics_are_constants() -> None:
+    x = mt.asarray(np.random.default_rng(0).normal(size=(4, 2)))
+
+    def fn(x: mt.Array) -> mt.Array:
+        got = mt.batch_norm(x, mt.zeros(2), mt.ones(2), training=True)
+        return mt.sum(got.running_mean) + mt.sum(got.running_var) + 0.0 * mt.sum(x)
+
+    assert mt.grad(fn)(x).tolist() == np.zeros((4, 2)).tolist()
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0])
+def test_running_variance_is_unbiased(momentum: float) -> None:
+    """A batch of 1 and 3 has the biased variance 1, by which it is normalised, and the unbiased 2, which is kept."""
+    x = mt.asarray([[1.0], [3.0]])
+    got = mt.batch_norm(x, mt.zeros(1), mt.ones(1), training=True, momentum=momentum, eps=1e-12)
+    np.testing.assert_allclose(got.out, [[-1.0], [1.0]])
+    np.testing.assert_allclose(got.running_mean, [momentum * 2])
+    np.testing.assert_allclose(got.running_var, [1 - momentum + momentum * 2])
+
+
+@pytest.mark.parametrize("dtype", [mt.float16, mt.bfloat16], ids=str)
+def test_short_floats_keep_their_statistics_in_float32(dtype: np.dtype) -> None:
+    x = mt.asarray(np.array([[[6e4, -6e4, 3e4]], [[1e4, 2e4, -3e4]]]), dtype=dtype)
+    one, zero = mt.ones(1, dtype=dtype), mt.zeros(1, dtype=dtype)
+    for fn in (
+        lambda x: mt.group_norm(x, 1),
+        lambda x: mt.instance_norm(x, channel_axis=1),
+        lambda x: mt.batch_norm(x, zero, one, training=True).out,
+    ):
+        y, pull = mt.vjp(fn, x)
+        assert y.dtype == dtype
+        np.testing.assert_allclose(
+            np.asarray(y, np.float64), np.asarray(fn(x.astype(mt.float64)), np.float64), rtol=0.02, atol=0.01
+        )
+        (dx,) = pull(mt.ones(x.shape, dtype=dtype))
+        assert dx.dtype == dtype
+        assert np.isfinite(np.asarray(dx, np.float64)).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda x: mt.group_norm(x, 3), r"\[group_norm\] 3 groups do not divide the 4 channels of x \(2, 4, 3\)"),
+        (lambda x: mt.group_norm(x, 2, mt.ones(3)), r"\[group_norm\] weight has shape \(3,\), expected \(4,\)"),
+        (lambda x: mt.group_norm(x, 2, channel_axis=0), r"\[group_norm\] channel_axis is 1 or the last"),
+        (lambda x: mt.instance_norm(x[0]), r"\[instance_norm\] x has the shape \(N, channels, ...\) with something"),
+        (lambda x: mt.batch_norm(x, Z(3), O(4), training=True), r"\[batch_norm\] running_mean has shape \(3,\)"),
+        (lambda x: mt.batch_norm(x, Z(4), O(4), training=True, eps=0), r"\[batch_norm\] eps must be positive, got 0"),
+        (lambda x: mt.rms_norm(x, 4), r"\[rms_norm\] the last dimensions of x \(2, 4, 3\) must be"),
+        (lambda x: mt.rms_norm(x.astype(mt.int64), 3), r"\[rms_norm\] x must be real floating, got int64"),
+        (lambda x: mt.layer_norm(x.astype(mt.int64), 3), r"\[layer_norm\] x must be real floating, got int64"),
+        (lambda x: mt.layer_norm(x, 3, mt.ones(3, dtype=mt.int64)), r"\[layer_norm\] weight must be real floating"),
+    ],
+)
+def test_arguments_are_checked(call: Callable[[mt.Array], object], match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
+        call(mt.ones((2, 4, 3)))

@@ -1,0 +1,50 @@
+"""Every public name says in one line what it is, and functions show how they are called."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import meshtape as mt
+
+SPACES = {"mt": mt, "mt.nn": mt.nn, "mt.random": mt.random, "mt.linalg": mt.linalg, "mt.fft": mt.fft}
+
+# Functions whose docstring has no example that could run alone, and why.
+NO_EXAMPLE = {
+    "mt.check_grads": "its example is every test of a gradient",
+    "mt.load_program": "the one of save_program reads back what it wrote",
+    "mt.no_grad": "what it does shows only beside a tape, in the one of Tape",
+}
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    for space, module in SPACES.items():
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not isinstance(value, types.ModuleType) and callable(value):
+                yield f"{space}.{name}", value
+
+
+PUBLIC = dict(public())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_first_line_is_a_sentence(name: str) -> None:
+    assert PUBLIC[name].__doc__, f"{name} has no docstring"
+    summary = inspect.cleandoc(PUBLIC[name].__doc__).split("\n\n")[0]
+    assert "\n" not in summary, f"the summary of {name} takes more than a line: {summary}"
+    assert summary.endswith((".", ":")), f"the summary of {name} is no sentence: {summary}"
+    assert len(summary) <= 125, f"the summary of {name} is too long for a table: {summary}"
+
+
+@pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if not inspect.isclass(v)])
+def test_functions_show_an_example(name: str) -> None:
+    assert (">>>" in (PUBLIC[name].__doc__ or "")) != (name in NO_EXAMPLE), name
+
+
+def test_reasons_are_for_names_that_exist() -> None:
+    assert set(NO_EXAMPLE) <= set(PUBLIC)

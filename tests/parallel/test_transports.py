@@ -1,0 +1,459 @@
+"""What every transport promises, by one contract: messages of any size arrive, mistakes are told on both sides, ends are noticed."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import LocalCluster
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshtape.errors import CollectiveMismatch, CollectiveTimeout, RankLost
+from meshtape.parallel.dataplane import DataPlane
+from meshtape.parallel.transports import memory
+from meshtape.parallel.transports.group import SMALL, Group
+from meshtape.parallel.transports.links import Link, SlotLink, StreamLink
+from meshtape.parallel.transports.pieces import QUANTUM, Fold, chunks
+
+MESH, SECRET = b"m" * 16, b"s" * 32
+RANKS = {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Results, or errors, of calls that run at the same time."""
+    out: list[Any] = [None] * len(calls)
+
+    def run(i: int) -> None:
+        try:
+            out[i] = calls[i]()
+        except Exception as e:
+            out[i] = e
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not any(t.is_alive() for t in threads)
+    return out
+
+
+def segments() -> list[str]:
+    """Names of shared memory of this process that others could still open."""
+    return [p.name for p in memory.ROOT.glob(f"meshtape-{os.getpid()}-*")]
+
+
+class Contract:
+    """Subclasses give ``planes``: three data planes that know the mesh."""
+
+    link: type[Link]
+    share = True
+
+    def connected(
+        self, planes: Sequence[DataPlane], count: int = 2, epoch: int = 0, timeout: float = 30
+    ) -> list[Group]:
+        def join(me: int) -> Group:
+            peers = {p: planes[p].address for p in range(count) if p != me}
+            return planes[me].group(MESH, epoch, me, peers, RANKS, timeout, self.share)
+
+        groups = together(*[lambda me=me: join(me) for me in range(count)])
+        for g in groups:
+            assert isinstance(g, Group), g
+            assert {type(x) for x in g.links.values()} <= {self.link}
+            g.begin(1, timeout)
+        return groups
+
+    @pytest.fixture
+    def pair(self, planes: list[DataPlane]) -> list[Group]:
+        return self.connected(planes)
+
+    # ----- messages ---------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (5,), (700, 1000)], ids=str)
+    def test_all_processes_exchange_with_all(self, planes, shape):
+        groups = self.connected(planes, 3)
+        own = [np.full(shape, float(p)) for p in range(3)]
+        got = {(a, b): np.full(shape, np.nan) for a in range(3) for b in range(3) if a != b}
+
+        def call(me: int) -> None:
+            others = [p for p in range(3) if p != me]
+            groups[me].exchange(0, "all", {p: [own[me]] for p in others}, {p: [got[me, p]] for p in others})
+
+        for _ in range(3):
+            assert together(*[lambda me=me: call(me) for me in range(3)]) == [None] * 3
+            for (_, sender), block in got.items():
+                np.testing.assert_array_equal(block, own[sender])
+                block[...] = np.nan
+
+    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @given(data=st.data())
+    def test_any_messages_of_any_layout(self, pair, data):
+        """Several arrays, strided on both sides, of all sizes around the limits, in both directions at once."""
+        sizes = st.sampled_from([0, 1, 3, SMALL // 8, SMALL // 8 + 1, QUANTUM // 8 + 5, 3 * QUANTUM // 8])
+        dtypes = st.sampled_from(["u1", "f4", "f8", "c16"])
+
+        def arrays() -> tuple[list[np.ndarray], list[np.ndarray]]:
+            out, room = [], []
+            for n in data.draw(st.lists(sizes, max_size=3)):
+                whole = np.arange(2 * n * 3).reshape(n, 6).astype(data.draw(dtypes))
+                sent = [whole[:, ::2], whole.reshape(6, n)[:3], whole.reshape(3, 2 * n).T][data.draw(st.integers(0, 2))]
+                held = np.zeros((*sent.shape[:-1], sent.shape[-1] * 2), sent.dtype)
+                out.append(sent)
+                room.append(held[..., ::2] if data.draw(st.booleans()) else np.zeros(sent.shape, sent.dtype))
+            return out, room
+
+        (a, room_b), (b, room_a) = arrays(), arrays()
+        one, two = pair
+        results = together(
+            lambda: one.exchange(0, "any", {1: a}, {1: room_a}), lambda: two.exchange(0, "any", {0: b}, {0: room_b})
+        )
+        assert results == [None, None]
+        for sent, got in zip([*a, *b], [*room_b, *room_a], strict=True):
+            np.testing.assert_array_equal(got, sent)
+
+    def test_one_way_and_back(self, pair):
+        """Only one side sends, again and again: what the other says about it in between does not disturb."""
+        one, two = pair
+        x, y = np.arange(5.0 * QUANTUM / 8), np.empty(5 * QUANTUM // 8)
+        for step in range(4):
+            a, b = (one, two) if step != 2 else (two, one)
+            to, at = (1, 0) if step != 2 else (0, 1)
+            y[:] = 0
+            ends = together(
+                lambda a=a, to=to, step=step: a.exchange(step, "send", {to: [x]}, {}),
+                lambda b=b, at=at, step=step: b.exchange(step, "send", {}, {at: [y]}),
+            )
+            assert ends == [None, None]
+            np.testing.assert_array_equal(y, x)
+
+    def test_many_small_arrays_in_one_message(self, pair):
+        one, two = pair
+        parts = [np.full(i % 4, i) for i in range(300)]
+        got = [np.empty_like(p) for p in parts]
+        calls = lambda: one.exchange(0, "p", {1: parts}, {}), lambda: two.exchange(0, "p", {}, {0: got})
+        assert together(*calls) == [None, None]
+        for p, g in zip(parts, got, strict=True):
+            np.testing.assert_array_equal(p, g)
+
+    def test_contributions_are_joined_in_their_order(self, planes):
+        """Of three processes; float sums differ by order, so that equal bits mean equal order."""
+        groups = self.connected(planes, 3)
+        rng = np.random.default_rng(3)
+        n = QUANTUM // 4 + 1000
+        terms = [rng.normal(size=n).astype("f4") * 10.0**k for k in range(6)]  # process p has terms p and p + 3
+        want = terms[0]
+        for t in terms[1:]:
+            want = want + t
+        outs = [np.empty(n, "f4") for _ in range(3)]
+
+        def call(me: int) -> None:
+            fold = Fold(outs[me], [t if i % 3 == me else None for i, t in enumerate(terms)], np.add, False)
+            others = [p for p in range(3) if p != me]
+            groups[me].exchange(
+                0,
+                "sum",
+                {p: [(terms[me], terms[me + 3])] for p in others},
+                {p: [fold.sink([p, p + 3])] for p in others},
+            )
+            assert fold.done
+
+        assert together(*[lambda me=me: call(me) for me in range(3)]) == [None] * 3
+        for out in outs:
+            np.testing.assert_array_equal(out, want)
+
+    # ----- mistakes ---------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        ("mine", "theirs"),
+        [((3, "all_reduce(a)", 4), (5, "all_gather(b)", 4)), ((3, "all_reduce(a)", 4), (3, "all_gather(b)", 6))],
+        ids=["another step", "another size"],
+    )
+    def test_processes_that_are_elsewhere_in_the_program_both_say_so(self, pair, mine, theirs):
+        def call(g: Group, peer: int, where: tuple[int, str, int]) -> Callable[[], None]:
+            step, what, n = where
+            return lambda: g.exchange(step, what, {peer: [np.zeros(n)]}, {peer: [np.zeros(n)]})
+
+        for error in together(call(pair[0], 1, mine), call(pair[1], 0, theirs)):
+            assert isinstance(error, CollectiveMismatch)
+            for words in ("rank 0", "rank 1", "all_reduce(a)", "all_gather(b)", "step 3", "32 bytes"):
+                assert words in str(error)
+
+    def test_another_run_or_turn_is_a_mismatch_too(self, pair):
+        pair[1].begin(7, 5.0)
+        pair[1].turn(2)
+        errors = together(
+            *[lambda i=i: pair[i].exchange(0, "sum", {1 - i: [np.zeros(1)]}, {1 - i: [np.zeros(1)]}) for i in (0, 1)]
+        )
+        assert all(
+            isinstance(e, CollectiveMismatch) and "run 7, turn 2" in str(e) and "run 1" in str(e) for e in errors
+        )
+
+    def test_large_messages_where_small_ones_are_expected(self, pair):
+        """The two would travel in different ways."""
+        big, small = np.zeros(QUANTUM), np.zeros(3)
+
+        def stops(g: Group, send: dict[int, Any], receive: dict[int, Any]) -> None:
+            try:
+                g.exchange(0, "x", send, receive)
+            except CollectiveMismatch as e:
+                g.abort(str(e))
+                g.close()
+                raise
+
+        errors = together(
+            lambda: stops(pair[0], {1: [big]}, {1: [small]}),
+            lambda: stops(pair[1], {0: [np.zeros(3)]}, {0: [np.zeros(5)]}),
+        )
+        assert isinstance(errors[1], CollectiveMismatch), errors
+        assert errors[0] is None or isinstance(errors[0], CollectiveMismatch | RankLost), (
+            errors
+        )  # None: it is on its way
+
+    def test_silence_is_a_timeout_that_names_who_is_missing(self, planes):
+        one, _, _ = self.connected(planes, 3)
+        one.begin(1, 0.3)
+        with pytest.raises(CollectiveTimeout, match=r"all_reduce\(a\).*: no answer within 0 s from rank 1, rank 2"):
+            one.exchange(0, "all_reduce(a)", {}, {1: [np.zeros(1)], 2: [np.zeros(1)]})
+
+    # ----- ends -------------------------------------------------------------------------------------------------------
+
+    def test_an_abort_tells_the_others_why(self, pair):
+        pair[0].abort("ValueError: no such thing")
+        with pytest.raises(RankLost, match="rank 0 stopped: ValueError: no such thing"):
+            pair[1].exchange(0, "sum", {}, {0: [np.zeros(1)]})
+
+    def test_an_abort_is_heard_by_a_process_that_was_sending(self, pair):
+        pair[0].abort("ValueError: no such thing")
+        pair[0].close()
+        big = np.zeros(4_000_000)
+        with pytest.raises(RankLost, match=r"rank 0 (stopped: ValueError: no such thing|left)"):
+            pair[1].exchange(0, "sum", {0: [big]}, {0: [big]})
+
+    def test_a_process_that_leaves_is_found_out_at_once(self, pair):
+        threading.Timer(0.1, pair[0].close).start()
+        with pytest.raises(RankLost, match=r"rank 0 left during all_reduce\(a\)"):
+            pair[1].exchange(0, "all_reduce(a)", {}, {0: [np.zeros(1)]})
+
+    def test_a_wait_is_ended_from_outside(self, pair):
+        threading.Timer(0.1, pair[0].shutdown).start()
+        with pytest.raises(RankLost, match="rank 1 left during sum"):
+            pair[0].exchange(0, "sum", {}, {1: [np.zeros(1)]})
+
+    def test_who_answers_is_waited_for(self, planes, pair):
+        """A process that computes for long is alive, and is told from one that is stopped."""
+        pair[0].silence = 0.1
+        pair[0].begin(1, 30)
+        x = np.zeros(3)
+
+        def late() -> None:
+            time.sleep(1.0)
+            pair[1].exchange(0, "late", {0: [np.ones(3)]}, {})
+
+        assert together(lambda: pair[0].exchange(0, "late", {}, {1: [x]}), late) == [None, None]
+        np.testing.assert_array_equal(x, 1)
+        pair[0]._answers = lambda p, seconds: False
+        with pytest.raises(
+            CollectiveTimeout, match=r"sum \(run 1, step 4\): no answer from rank 1, whose process is st"
+        ):
+            pair[0].exchange(4, "sum", {}, {1: [x]})
+
+    def test_nothing_is_left_behind(self, planes):
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for epoch in range(3):
+            self.connected(planes, 3, epoch=epoch)
+            assert segments() == []  # without a name from the start: it goes with the last process
+        for p in planes:
+            p.dismiss(MESH)
+        deadline = time.monotonic() + 20
+        while len(list(Path("/proc/self/fd").iterdir())) > before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before
+        assert memory._offered == {}
+
+
+def opened(*planes: DataPlane) -> Iterator[list[DataPlane]]:
+    for p in planes:
+        p.admit(MESH, SECRET)
+    yield list(planes)
+    for p in planes:
+        p.close()
+    assert not any(p._thread is not None and p._thread.is_alive() for p in planes)
+
+
+class TestInProcess(Contract):
+    link = SlotLink
+
+    @pytest.fixture
+    def planes(self) -> Iterator[list[DataPlane]]:
+        yield from opened(*[DataPlane("127.0.0.1") for _ in range(3)])
+
+
+class TestSharedMemory(Contract):
+    link = SlotLink
+
+    @pytest.fixture
+    def planes(self, monkeypatch) -> Iterator[list[DataPlane]]:
+        monkeypatch.setattr(memory, "process_id", lambda: secrets.token_bytes(16))  # as if in processes of their own
+        yield from opened(*[DataPlane("127.0.0.1") for _ in range(3)])
+
+    def test_it_is_shared_memory(self, pair):
+        assert {type(x._outbox) for g in pair for x in g.links.values()} == {memory.SharedSlots}
+
+    def test_where_there_is_no_room_the_socket_serves(self, planes, monkeypatch):
+        def full(*args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(type(self), "link", StreamLink)
+        one, two = self.connected(planes)
+        assert segments() == []
+        x = np.zeros(QUANTUM)
+        ends = together(lambda: one.exchange(0, "x", {1: [x + 1]}, {}), lambda: two.exchange(0, "x", {}, {0: [x]}))
+        assert ends == [None, None]
+        assert x.all()
+
+    def test_where_the_other_cannot_open_it_the_socket_serves(self, planes, monkeypatch):
+        monkeypatch.setattr(memory.Segment, "open", classmethod(lambda cls, name: (_ for _ in ()).throw(OSError("no"))))
+        monkeypatch.setattr(type(self), "link", StreamLink)
+        self.connected(planes)
+        assert segments() == []
+
+    def test_names_that_a_killed_process_left_are_removed(self):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        stale = memory.ROOT / f"meshtape-{pid}-0123"
+        stale.write_bytes(b"")
+        memory.Segment.create().unlink()
+        assert not stale.exists()
+
+    @pytest.mark.parametrize("name", ["../etc/passwd", "other", "meshtape-1/../x"])
+    def test_only_our_names_are_opened(self, name):
+        with pytest.raises(OSError, match="no segment's name"):
+            memory.Segment.open(name)
+
+
+class TestSockets(Contract):
+    link, share = StreamLink, False
+
+    @pytest.fixture
+    def planes(self) -> Iterator[list[DataPlane]]:
+        yield from opened(*[DataPlane("127.0.0.1") for _ in range(3)])
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A self-signed certificate with its key."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "mesh")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("tls") / "mesh.pem"
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        + made.public_bytes(serialization.Encoding.PEM)
+    )
+    return path
+
+
+def contexts(certificate: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """As a cluster's ``Security`` makes them: each side shows its certificate."""
+    out = []
+    for purpose in (ssl.Purpose.CLIENT_AUTH, ssl.Purpose.SERVER_AUTH):
+        context = ssl.create_default_context(purpose, cafile=str(certificate))
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.check_hostname = False
+        context.load_cert_chain(str(certificate))
+        out.append(context)
+    return out[0], out[1]
+
+
+class TestTls(Contract):
+    link, share = StreamLink, False
+
+    @pytest.fixture
+    def planes(self, certificate) -> Iterator[list[DataPlane]]:
+        yield from opened(*[DataPlane("127.0.0.1", contexts(certificate)) for _ in range(3)])
+
+    def test_who_has_no_certificate_is_not_let_in(self, planes):
+        plain = DataPlane("127.0.0.1")
+        plain.admit(MESH, SECRET)
+        with pytest.raises(RankLost, match="cannot be reached"):
+            plain.group(MESH, 0, 1, {0: planes[0].address}, RANKS, 3.0)
+        plain.close()
+        assert planes[0]._arrived == {}
+
+
+class TestTlsAndSharedMemory(Contract):
+    """What stays on the host need not be encrypted."""
+
+    link = SlotLink
+
+    @pytest.fixture
+    def planes(self, certificate, monkeypatch) -> Iterator[list[DataPlane]]:
+        monkeypatch.setattr(memory, "process_id", lambda: secrets.token_bytes(16))
+        yield from opened(*[DataPlane("127.0.0.1", contexts(certificate)) for _ in range(3)])
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Any]]:
+    """Three workers of this process that reach each other by tcp."""
+    with LocalCluster(
+        n_workers=3, processes=False, protocol="tcp://", dashboard_address=None, silence_logs=50
+    ) as cluster:
+        yield list(cluster.workers.values())
+
+
+class TestComms(Contract):
+    link, share = StreamLink, False
+
+    @pytest.fixture
+    def planes(self, workers) -> Iterator[list[DataPlane]]:
+        yield from opened(*[DataPlane(None, None, w) for w in workers])
+
+    def test_no_port_is_opened(self, planes):
+        assert all(p._listener is None for p in planes)
+        assert [p.address.partition(":")[0] for p in planes] == ["tcp"] * 3
+
+
+# ----- chunks ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    shape=st.lists(st.sampled_from([0, 1, 2, 3, 7, 300, 70_000]), max_size=3).filter(lambda s: np.prod(s) < 4e6),
+    itemsize=st.sampled_from([1, 2, 8, 16]),
+)
+@settings(deadline=None, max_examples=60)
+def test_chunks_cover_an_array_once_in_order(shape, itemsize):
+    a = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    parts = [a[i] for i in chunks(tuple(shape), itemsize)]
+    assert all(p.size * itemsize <= QUANTUM or p.size == 1 for p in parts)
+    flat = np.concatenate([p.ravel() for p in parts]) if parts else np.zeros(0)
+    np.testing.assert_array_equal(flat, a.ravel())

@@ -1,0 +1,233 @@
+"""One step: global weighting, accumulation, ZeRO, mixed precision, clipping, frozen parameters, averages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.parallel.training.precision import Precision
+from meshtape.parallel.training.step import Recipe
+
+de = mt.models.decoder
+CONFIG = de.Config(vocab=40, width=32, layers=2, heads=4, kv_heads=2, max_length=16)
+
+
+def tokens(rows, seed, ignored=0):
+    ids = np.random.default_rng(seed).integers(0, 40, (rows, 9))
+    labels = ids[:, 1:].copy()
+    labels[0, :ignored] = -100
+    return {"ids": ids[:, :-1], "labels": labels}
+
+
+MICRO = [tokens(4, 0, ignored=6), tokens(3, 1)]
+WHOLE = {n: np.concatenate([m[n] for m in MICRO]) for n in MICRO[0]}
+
+
+def run(axes=None, plan="dp", micro=MICRO, steps=3, lr=1e-2, **options):
+    plan = de.plan(plan)
+    recipe = Recipe(
+        lambda p, b, key: de.loss(p, b, CONFIG, key=key, plan=plan),
+        options.pop("optimizer", None) or mt.optim.adamw(lr),
+        plan=plan,
+        **options,
+    )
+    mesh = mt.Mesh(axes) if axes else None
+    state = recipe.init(de.init(mt.random.key(0), CONFIG), mesh)
+    step, key = mt.compile(recipe.step), mt.random.key(7)
+    seen = []
+    for _ in range(steps):
+        placed = [
+            mt.tree.tree_map(mt.asarray, m) if mesh is None else mt.distribute(m, plan.batch(mesh)) for m in micro
+        ]
+        state, found = step(state, placed, key)
+        seen.append({n: float(v) for n, v in found.items()})
+    return state, seen
+
+
+def largest_difference(a, b):
+    pairs = zip(mt.tree.flatten(a)[0], mt.tree.flatten(b)[0], strict=True)
+    return max(float(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()) for x, y in pairs)
+
+
+@pytest.fixture(scope="module")
+def single():
+    return run(clip=1.0, ema=mt.optim.ema(0.9))
+
+
+def test_uneven_micro_batches_count_by_their_tokens():
+    """Four and three rows, six tokens of them ignored: the step is that of all seven rows at once."""
+    sgd = mt.optim.sgd(0.5)
+    cut, cut_seen = run(optimizer=sgd)
+    whole, whole_seen = run(micro=[WHOLE], optimizer=sgd)
+    assert cut_seen[0]["weight"] == whole_seen[0]["weight"] == 7 * 8 - 6
+    assert abs(cut_seen[0]["loss"] - whole_seen[0]["loss"]) < 1e-6
+    assert largest_difference(cut["params"], whole["params"]) < 1e-6
+
+
+def test_a_mean_counts_by_its_samples():
+    x = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
+    recipe = Recipe(lambda p, b, key: mt.mean((b["x"] @ p) ** 2), mt.optim.sgd(0.1))
+    start = mt.ones(3, dtype=mt.float32)
+    one = recipe.step(recipe.init(start, None), [{"x": mt.asarray(x)}], mt.random.key(0))[0]
+    two = recipe.step(recipe.init(start, None), [{"x": mt.asarray(x[:4])}, {"x": mt.asarray(x[4:])}], mt.random.key(0))[
+        0
+    ]
+    np.testing.assert_allclose(np.asarray(one["params"]), np.asarray(two["params"]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("axes", "plan", "zero"),
+    [
+        ({"data": 2}, "dp", 0),
+        ({"data": 2}, "dp", 1),
+        ({"data": 3}, "dp", 2),
+        ({"data": 2}, "dp", 3),
+        ({"data": 2, "model": 2}, "dp+tp+sp", 2),
+        ({"data": 2, "model": 2}, "fsdp+tp+vocab", 0),
+    ],
+)
+def test_every_stage_of_zero_gives_the_steps_of_one_rank(single, axes, plan, zero):
+    state, seen = run(axes, plan, zero=zero, clip=1.0, ema=mt.optim.ema(0.9))
+    wanted, wanted_seen = single
+    for a, b in zip(seen, wanted_seen, strict=True):
+        assert abs(a["loss"] - b["loss"]) < 2e-6
+        assert abs(a["grad_norm"] - b["grad_norm"]) < 2e-5
+    assert largest_difference(state["params"], wanted["params"]) < 3e-5  # Adam divides by small roots
+    assert largest_difference(state["ema"]["mean"], wanted["ema"]["mean"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("zero", "params", "slots"), [(0, False, False), (1, False, True), (2, False, True), (3, True, True)]
+)
+def test_stages_of_zero_split_what_they_say(zero, params, slots):
+    state, _ = run({"data": 2}, zero=zero, steps=1)
+    for part, split in (("params", params), ("optimizer", slots)):
+        leaf = state[part]["mean"]["embed"] if part == "optimizer" else state[part]["embed"]
+        assert isinstance(leaf.sharding.placements["data"], mt.Shard) is split
+
+
+def held_bytes(tree, mesh):
+    """Bytes of one rank."""
+    return sum(np.prod(x.sharding.block_shape(x.shape)) * x.dtype.itemsize for x in mt.tree.flatten(tree)[0])
+
+
+@pytest.mark.parametrize(("zero", "share"), [(0, 12.0), (1, 4 + 8 / 4), (2, 4 + 8 / 4), (3, 12 / 4)])
+def test_memory_of_the_state_follows_the_formula(zero, share):
+    """float32 parameters and two slots: 4P + 8P, of which stages 1 and 2 split the slots and stage 3 everything."""
+    state, _ = run({"data": 4}, zero=zero, steps=1)
+    count = sum(x.size for x in mt.tree.flatten(state["params"])[0])
+    mesh = state["params"]["embed"].sharding.mesh
+    got = held_bytes({"p": state["params"], "m": state["optimizer"]["mean"], "v": state["optimizer"]["square"]}, mesh)
+    assert abs(got - share * count) < 0.02 * share * count
+
+
+def test_stage_two_scatters_gradients_where_stage_one_reduces_them_whole():
+    texts = {}
+    for zero in (1, 2):
+        plan, mesh = de.plan("dp"), mt.Mesh({"data": 2})
+        recipe = Recipe(lambda p, b, key: de.loss(p, b, CONFIG), mt.optim.adamw(1e-2), plan=plan, zero=zero)
+        state = recipe.init(de.init(mt.random.key(0), CONFIG), mesh)
+        texts[zero] = mt.explain(recipe.step, state, [mt.distribute(MICRO[0], plan.batch(mesh))], mt.random.key(0))
+    assert texts[2].count("reduce_scatter") > 10
+    assert texts[1].count("reduce_scatter") == 0
+
+
+def test_accumulation_costs_one_reduction_a_parameter():
+    """Gradients stay unreduced from micro-batch to micro-batch (REQUIREMENTS 6.6)."""
+    plan, mesh = de.plan("dp"), mt.Mesh({"data": 2})
+    recipe = Recipe(lambda p, b, key: de.loss(p, b, CONFIG), mt.optim.sgd(1e-2), plan=plan)
+    state = recipe.init(de.init(mt.random.key(0), CONFIG), mesh)
+    counts = []
+    for k in (1, 3):
+        micro = [mt.distribute(MICRO[0], plan.batch(mesh))] * k
+        text = mt.explain(recipe.step, state, micro, mt.random.key(0))
+        counts.append(sum(line.count("all_reduce") for line in text.splitlines() if "float32[32,96]" in line))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+@pytest.mark.parametrize("axes", [None, {"data": 2}])
+def test_sixteen_bit_computation_follows_float32(single, compute, axes):
+    state, seen = run(axes, precision=Precision(compute), clip=1.0)
+    assert state["params"]["embed"].dtype == np.float32
+    for a, b in zip(seen, single[1], strict=True):
+        assert abs(a["loss"] - b["loss"]) < 2e-2
+    assert seen[-1]["loss"] < seen[0]["loss"]
+
+
+def test_float16_scales_its_loss_and_leaves_out_steps_that_overflow():
+    with np.errstate(all="ignore"):
+        state, seen = run(precision=Precision("float16", scale=2.0**24, every=2), steps=12, clip=1.0)
+    first, last = seen[0], seen[-1]
+    assert first["scale"] == 2.0**24
+    assert not np.isfinite(first["grad_norm"])
+    assert int(state["scaler"]["skipped"]) > 0
+    assert last["scale"] < 2.0**24
+    assert last["loss"] < first["loss"]
+    assert all(np.isfinite(np.asarray(x)).all() for x in mt.tree.flatten(state["params"])[0])
+    assert int(state["optimizer"]["step"]) == 12 - int(state["scaler"]["skipped"])
+
+
+def test_the_scale_grows_after_good_steps():
+    p = Precision("float16", scale=4.0, every=2)
+    s = p.init()
+    for good in (True, True, True, False):
+        s = p.update(s, mt.asarray(good))
+    assert float(s["scale"]) == 4.0  # doubled after two, halved by the last
+    assert int(s["good"]) == 0
+    assert int(s["skipped"]) == 1
+
+
+def test_frozen_parameters_stay_and_have_no_slots():
+    frozen = run(trainable=lambda path: path[0] == "layers", steps=2)[0]
+    before = de.init(mt.random.key(0), CONFIG)
+    np.testing.assert_array_equal(np.asarray(frozen["params"]["embed"]), np.asarray(before["embed"]))
+    assert frozen["optimizer"]["mean"]["embed"] is None
+    q = frozen["params"]["layers"][0]["attn"]["q"]
+    assert np.abs(np.asarray(q) - np.asarray(before["layers"][0]["attn"]["q"])).max() > 0
+
+
+def test_average_follows_its_recursion():
+    recipe = Recipe(lambda p, b, key: mt.sum(p * b["x"]), mt.optim.sgd(1.0), ema=mt.optim.ema(0.9))
+    state = recipe.init(mt.asarray([1.0], dtype=mt.float32), None)
+    means, params = [], []
+    for _ in range(3):
+        state, _ = recipe.step(state, [{"x": mt.asarray([-1.0], dtype=mt.float32)}], mt.random.key(0))
+        means.append(float(state["ema"]["mean"][0]))
+        params.append(float(state["params"][0]))
+    assert params == [2.0, 3.0, 4.0]
+    np.testing.assert_allclose(means, [1.1, 1.29, 1.561], rtol=1e-6)
+
+
+def test_a_batch_that_counts_nothing_changes_nothing_and_gives_no_nan():
+    empty = {"ids": np.zeros((2, 8), int), "labels": np.full((2, 8), -100)}
+    state, seen = run(micro=[empty], optimizer=mt.optim.sgd(1.0), steps=1)
+    assert seen[0]["loss"] == 0.0
+    assert largest_difference(state["params"], de.init(mt.random.key(0), CONFIG)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda p, b, key: p, "single numbers"),
+        (lambda p, b, key: (p.sum(), 1.0, {}, 2), "4 things"),
+        (lambda p, b, key: (p.sum(), 1.0, {"loss": 1.0}), "cannot be called loss"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(loss, message):
+    recipe = Recipe(loss, mt.optim.sgd(0.1))
+    with pytest.raises(mt.errors.TrainingError, match=message):
+        recipe.step(recipe.init(mt.ones(2), None), [{"x": mt.ones(2)}], mt.random.key(0))
+
+
+def test_options_that_mean_nothing_are_refused():
+    for options, message in (
+        ({"zero": 4}, "stage"),
+        ({"clip": 0.0}, "clip"),
+        ({"trainable": lambda p: False}, "no parameter"),
+    ):
+        with pytest.raises(mt.errors.TrainingError, match=message):
+            Recipe(lambda p, b, k: p.sum(), mt.optim.sgd(0.1), **options).init(mt.ones(2), None)
+    with pytest.raises(mt.errors.TrainingError, match="float8"):
+        Precision("float8")
