@@ -35,6 +35,7 @@ from .creation import (
 )
 from .cumulative import cumulative_prod, cumulative_sum, diff
 from .curves import convolve, diag, gradient, interp, kron
+from .determinism import is_deterministic, use_deterministic
 from .devices import Device, default_device, device, devices, use_device
 from .dtypes import (
     bfloat16,
@@ -175,6 +176,7 @@ from .statistics import (
     nanvar,
 )
 from .tree import tree_map
+from .waits import host_waits, index_checks
 
 e = _np.e
 pi = _np.pi

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import elementwise as ew
-from . import indexing, manipulation, products
+from . import indexing, manipulation, products, waits
 from ._backends import backend_of
 from ._dispatch import Deferred, apply, refuse_watched, register_array_type, wrap
 from ._methods import Methods
 from ._op import not_recording, state
 from ._operators import operator
-from .at import AtIndex
+from .at import AtIndex, masked_write
 from .devices import Device, device
 from .errors import DeviceError, DTypeError, ShapeError
 
@@ -121,6 +121,7 @@ class Array(Methods):
 
     def _concrete(self) -> np.ndarray:
         """The value in host memory; computed now where it is pending, refused where it is traced."""
+        waits.note("a value is read")
         buf = self._buf
         return buf.concrete() if isinstance(buf, Deferred) else backend_of(buf).to_host(buf)
 
@@ -319,9 +320,14 @@ class Array(Methods):
             else:
                 self._id = 0
                 return
-        template, arrays = indexing.parse(self, key)
         if not isinstance(value, Array | bool | int | float | complex):
             value = asarray(value)
+        if state.recorders or not isinstance(self._buf, np.ndarray):
+            new = masked_write("setitem", indexing.INDEX_SET, self, key, value)
+            if new is not None:
+                self._buf, self._id = new._buf, new._id
+                return
+        template, arrays = indexing.parse(self, key)
         target = indexing.result_shape(template, self.shape, [a.shape for a in arrays])
         indexing.check_value_shape("setitem", value.shape if isinstance(value, Array) else (), target)
         indexing.check_value_dtype("setitem", value, self.dtype)

@@ -34,8 +34,11 @@ class ProgramHost(Protocol):
     ) -> tuple[Any, ...]:
         """Shardings of the results of a call on arguments with these avals (or scalars) and shardings (None: replicated)."""
 
-    def prepare(self, program: Program, shardings: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
-        """The program made ready for inputs of these shardings: a function from input buffers to output buffers."""
+    def prepare(
+        self, program: Program, shardings: Sequence[Any], name: str = "compiled"
+    ) -> Callable[[Sequence[Any]], list[Any]]:
+        """The program made ready for inputs of these shardings: a function from input buffers to output buffers. ``name`` is that
+        of the function it came from, for those who watch."""
 
     def replicate(self, value: Any) -> Any:
         """An Array on every rank with the value of a local one."""

@@ -6,8 +6,8 @@ numbered 0, 1, 2, …: word ``n`` is lane ``n % 4`` of the cipher applied to the
 C-ordered global array needs the words of group ``i // elements`` alone. :func:`draw` makes any rectangular block by that rule;
 whoever holds another block, on whatever backend, makes the very numbers that the whole array has there.
 
-On a CPU the words come from NumPy's C generator, elsewhere from :func:`philox4x64`, the same function written for any array
-namespace.
+On a CPU the words come from NumPy's C generator, on a GPU from a kernel, and wherever single groups are wanted from
+:func:`philox4x64`, the same function written for any array namespace.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from .kernels import philox as kernels
 
 U64 = np.uint64
 _LOW32 = U64(0xFFFFFFFF)
@@ -45,12 +47,13 @@ class Recipe(NamedTuple):
 
     ``transform(xp, w)`` is given a fresh, contiguous uint64 array of shape ``(n, words)``, which it may overwrite, and returns
     ``(n, elements)``. Row ``r`` of the result depends on row ``r`` of ``w`` alone, by the same arithmetic wherever the row
-    stands. ``words`` divides 4.
+    stands. ``words`` divides 4. Where a kernel makes the same elements on a GPU, ``kernel`` is its kind and its numbers.
     """
 
     words: int
     elements: int
     transform: Callable[[Any, Any], Any]
+    kernel: tuple[str, tuple[tuple[str, float], ...]] | None = None
 
 
 # ----- the cipher on arrays -------------------------------------------------------------------------------------------
@@ -115,6 +118,8 @@ def words(xp: Any, key: Any, start: int, count: int, stream: int = 0) -> Any:
     if xp is np:
         bits = _seek((int(key[0]), int(key[1])), block, stream)
         return bits.random_raw(skip + count)[skip:]
+    if xp.__name__ == "cupy":
+        return kernels.words(key, start, count, stream)
     blocks = xp.arange(block, -(-(start + count) // 4)).astype(U64)
     return xp.stack(_lanes(xp, key, blocks, stream), axis=1).reshape(-1)[skip : skip + count]
 
@@ -132,6 +137,10 @@ def words_of_groups(xp: Any, key: Any, groups: Any, size: int, stream: int = 0) 
 
 def _fill_run(xp: Any, key: Any, recipe: Recipe, start: int, out: Any, stream: int) -> None:
     """Elements ``start … start + len(out) - 1`` into ``out`` (flat)."""
+    if recipe.kernel is not None and xp.__name__ == "cupy":
+        kind, numbers = recipe.kernel
+        kernels.fill(key, kind, dict(numbers), out, start, stream)
+        return
     w, e = recipe.words, recipe.elements
     step = (_CHUNK if xp is np else _GPU_CHUNK) // w
     stop = start + out.shape[0]

@@ -37,7 +37,7 @@ def fraction(xp: Any, w: Any) -> Any:
 
 @functools.cache
 def bits(dtype: np.dtype) -> Recipe:
-    return Recipe(1, 2, halves) if dtype == U32 else Recipe(1, 1, lambda xp, w: w)
+    return Recipe(1, 2, halves, ("Bits", ())) if dtype == U32 else Recipe(1, 1, lambda xp, w: w, ("Bits", ()))
 
 
 @functools.lru_cache(maxsize=256)
@@ -54,15 +54,18 @@ def uniform(dtype: np.dtype, low: float, high: float) -> Recipe:
         u = u.astype(dtype, copy=False)
         return u if below is None else xp.minimum(u, below)
 
+    numbers = {"shift": 32 - digits if digits < 32 else 11, "unit": 2.0**-digits, "scaled": below is not None}
+    numbers |= {"width": high - low, "low": low, "below": 1.0 if below is None else float(below)}
+    kernel = ("Uniform", tuple(numbers.items()))
     if dtype == F64:
-        return Recipe(1, 1, lambda xp, w: scaled(xp, fraction(xp, w)))
+        return Recipe(1, 1, lambda xp, w: scaled(xp, fraction(xp, w)), kernel)
 
     def short(xp: Any, w: Any) -> Any:
         h = halves(xp, w)
         h >>= np.uint32(32 - digits)
         return scaled(xp, h.astype(np.float32) * np.float32(2.0**-digits))
 
-    return Recipe(1, 2, short)
+    return Recipe(1, 2, short, kernel)
 
 
 def largest_below(high: float, dtype: np.dtype) -> Any:
@@ -188,4 +191,4 @@ def bernoulli(threshold: int) -> Recipe:
         h = halves(xp, w)
         return xp.zeros(h.shape, bool) if threshold == 0 else h <= np.uint32(threshold - 1)
 
-    return Recipe(1, 2, transform)
+    return Recipe(1, 2, transform, ("Bernoulli", (("width", float(threshold)),)))

@@ -11,6 +11,7 @@ import numpy as np
 from ._dispatch import apply
 from ._op import Op
 from .dtypes import result_type
+from .elementwise import ADD, MAXIMUM, MINIMUM, MULTIPLY
 from .indexing import (
     INDEX_ADD,
     INDEX_MAX,
@@ -20,6 +21,7 @@ from .indexing import (
     check_value_dtype,
     check_value_shape,
     is_basic,
+    mask_alone,
     numpy_key,
     parse,
     result_shape,
@@ -57,8 +59,11 @@ class AtIndex:
 
         if self._key is _NO_KEY:
             raise TypeError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
-        template, arrays = parse(self._x, self._key)
         value = v if isinstance(v, Array | int | float | complex) else asarray(v)
+        masked = masked_write(op.name, op, self._x, self._key, value)
+        if masked is not None:
+            return masked
+        template, arrays = parse(self._x, self._key)
         shape = value.shape if isinstance(value, Array) else ()
         check_value_shape(op.name, shape, result_shape(template, self._x.shape, [a.shape for a in arrays]))
         check_value_dtype(op.name, value, self._x.dtype)
@@ -96,7 +101,7 @@ class AtIndex:
     def multiply(self, v: Any) -> Array:
         """A copy multiplied by ``v`` at the index; of repeated places by all of theirs.
 
-        Which places repeat must be known: inside ``mt.compile`` the index arrays cannot be traced.
+        Which places repeat must be known: inside ``mt.compile`` the index arrays cannot be traced. (A mask with one number can.)
 
         >>> import meshtape as mt
         >>> mt.ones(3).at[[0, 0, 2]].multiply(mt.asarray([2.0, 5.0, 3.0]))
@@ -106,6 +111,10 @@ class AtIndex:
 
         if self._key is _NO_KEY:
             raise TypeError("[index_multiply] x.at needs an index before it writes: x.at[...]")
+        if isinstance(v, int | float | complex) or not np.ndim(v):
+            masked = masked_write("index_multiply", MULTIPLY, self._x, self._key, v)
+            if masked is not None:
+                return masked
         template, arrays = parse(self._x, self._key)
         target = result_shape(template, self._x.shape, [a.shape for a in arrays])
         value = self._value("index_multiply", v, target)
@@ -130,6 +139,35 @@ class AtIndex:
         check_value_dtype(name, new, self._x.dtype)
         check_fits(name, new.dtype, self._x.dtype)
         return put(astype(new, self._x.dtype, copy=False))
+
+
+def masked_write(name: str, op: Op, x: Array, key: Any, value: Any) -> Array | None:
+    """``x`` written with one number under a mask, as a selection: no place is counted, so that no host waits for a GPU, the mask
+    may be traced or split, and NaN under it reaches no gradient. None where it is no such write."""
+    from ._array import Array
+    from .creation import asarray, beside
+    from .elementwise import where
+    from .manipulation import astype
+
+    if isinstance(value, Array) and value.ndim:
+        return None
+    mask = mask_alone(x, key)
+    if mask is None:
+        return None
+    value = value if isinstance(value, Array | int | float | complex) else asarray(value)
+    check_value_dtype(name, value, x.dtype)
+    if op is INDEX_SET:
+        if not isinstance(value, Array):
+            # In the dtype of x, by the rules (and with the errors) of NumPy's assignment.
+            value = asarray(
+                np.array(value).astype(x.dtype) if x.dtype.num >= 256 else np.array(value, x.dtype), device=beside(x)
+            )
+        return where(mask, astype(value, x.dtype, copy=False), x)
+    check_fits(name, result_type(x.dtype, value), x.dtype)
+    return where(mask, astype(apply(_WITH[op], (x, value)), x.dtype, copy=False), x)
+
+
+_WITH = {INDEX_ADD: ADD, INDEX_MIN: MINIMUM, INDEX_MAX: MAXIMUM, MULTIPLY: MULTIPLY}
 
 
 def _places(shape: tuple[int, ...], key: tuple[Any, ...]) -> np.ndarray:

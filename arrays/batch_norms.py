@@ -148,9 +148,7 @@ def _decompose_backward(
     )
 
 
-def _decompose_inference(
-    x: Array, mean: Array, var: Array, weight: Array, bias: Array, axis: int, eps: float
-) -> Array:
+def _decompose_inference(x: Array, mean: Array, var: Array, weight: Array, bias: Array, axis: int, eps: float) -> Array:
     from .elementwise import sqrt
     from .manipulation import astype
 

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from . import waits
 from ._dispatch import Deferred, apply, wrap
 from ._op import Op, state
 from .errors import ArrayIndexError, DTypeError, ShapeError
+from .kernels import compact
+from .kernels import scatter as kernels
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -78,6 +81,7 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
         items.append(Ellipsis)
 
     arrays: list[Any] = []
+    unchecked: list[tuple[Any, int, int]] = []
     parsed: list[Any] = []
     axis = 0
     for item in items:
@@ -100,11 +104,16 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
         elif item.dtype == np.bool_ and item.ndim == 0:
             parsed.append(Truth(bool(item)))
         else:
-            for a in _true_places(item, x, axis) if item.dtype == np.bool_ else [item]:
-                _check_range(a, axis, x.shape[axis])
+            masks = item.dtype == np.bool_
+            for a in _true_places(item, x, axis) if masks else [item]:
+                if not masks and not isinstance(a._buf, Deferred | np.ndarray) and not waits.checks_indices():
+                    a = _wrapped(a, axis, x.shape[axis])
+                elif not masks:
+                    unchecked.append((a._buf, axis, x.shape[axis]))
                 parsed.append(Slot(len(arrays)))
                 arrays.append(a)
                 axis += 1
+    _check_ranges(unchecked)
     return tuple(p for p in parsed if not isinstance(p, Gap) or _separates(parsed)), tuple(arrays)
 
 
@@ -162,22 +171,68 @@ def _true_places(mask: Array, x: Array, axis: int) -> list[Array]:
                 f"boolean index did not match indexed array along axis {axis + i}; size of axis is {n} but size "
                 f"of corresponding boolean axis is {m}"
             )
-    return [asarray(a, copy=False) for a in mask._buf.nonzero()]
+    waits.note("the true elements of a mask are counted")
+    buf = mask._buf
+    return [asarray(a, copy=False) for a in (buf.nonzero() if type(buf) is np.ndarray else compact.true_places(buf))]
 
 
 def _is_empty(item: Any) -> bool:
     return isinstance(item, Sequence) and len(item) == 0
 
 
-def _check_range(index: Any, axis: int, n: int) -> None:
-    """An out-of-range entry raises before anything is read: on every backend, never garbage."""
-    buf = index._buf
-    if isinstance(buf, Deferred) or buf.size == 0:
+def _check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:
+    """An out-of-range entry raises before anything is read: on every backend, never garbage. ``indices`` are buffers, with the
+    axis that each of them indexes and its length. All of them on a GPU take one wait."""
+    far = []
+    for buf, axis, n in indices:
+        if isinstance(buf, Deferred) or buf.size == 0:
+            continue
+        if isinstance(buf, np.ndarray):
+            _check_range(buf, axis, n)
+        far.append((buf, axis, n))
+    if not far:
         return
+    waits.note("index arrays are checked")
+    far = [(buf, axis, n) for buf, axis, n in far if not isinstance(buf, np.ndarray)]
+    wrong = None
+    for buf, _, n in far:
+        here = ((buf < -n) | (buf >= n)).any()
+        wrong = here if wrong is None else wrong | here
+    if wrong is not None and bool(wrong):
+        for buf, axis, n in far:
+            _check_range(buf, axis, n)
+
+
+def _wrapped(index: Array, axis: int, n: int) -> Array:
+    """Indices that need no check, since they wrap around: no place outside of the array is touched."""
+    if n == 0 and index.size:
+        raise ArrayIndexError(f"an index is out of bounds for axis {axis} with size 0")
+    return wrap(index._buf % max(n, 1))
+
+
+def _check_range(buf: Any, axis: int, n: int) -> None:
     low, high = int(buf.min()), int(buf.max())
     if low < -n or high >= n:
         bad = low if low < -n else high
         raise ArrayIndexError(f"index {bad} is out of bounds for axis {axis} with size {n}")
+
+
+def mask_alone(x: Array, key: Any) -> Array | None:
+    """The mask where ``key`` is nothing but one boolean array over the first dimensions of ``x``, with a dimension of one for
+    each of the others; else None."""
+    from ._array import Array
+    from .manipulation import reshape
+
+    if isinstance(key, tuple) and len(key) == 1:
+        (key,) = key
+    if isinstance(key, list | np.ndarray):
+        from .creation import asarray
+
+        host = np.asarray(key)
+        key = asarray(host) if host.dtype == np.bool_ else key
+    if not isinstance(key, Array) or key.dtype != np.bool_ or not key.ndim or key.shape != x.shape[: key.ndim]:
+        return None
+    return key if key.ndim == x.ndim else reshape(key, (*key.shape, *(1,) * (x.ndim - key.ndim)))
 
 
 def numpy_key(template: Template, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -262,19 +317,10 @@ def _index_set(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any
 
 
 def write(xp: Any, out: Any, v: Any, template: Template, arrays: Sequence[Any]) -> None:
-    """``out[key] = v`` in place; with repeated places the last write in C order wins, on every backend."""
+    """``out[key] = v`` in place on a CPU; with repeated places the last write in C order wins."""
     key = numpy_key(template, arrays)
     v = _fit(v, out, template, arrays)
-    if xp is np or is_basic(template):
-        out[key] = v
-        return
-    # The order of CuPy's parallel writes is undefined, so that only the surviving ones are made.
-    host = tuple(xp.asnumpy(k) if isinstance(k, xp.ndarray) else k for k in key)
-    target = out[key]
-    values = xp.broadcast_to(xp.asarray(v, out.dtype), target.shape).reshape(-1)
-    places = np.arange(out.size).reshape(out.shape)[host].reshape(-1)
-    keep = _winners(out.shape, host, places.size)
-    out.reshape(-1)[xp.asarray(places[keep])] = values[xp.asarray(keep)]
+    out[key] = v  # NumPy writes in C order; a GPU has kernels of its own
 
 
 def _fit(v: Any, out: Any, template: Template, arrays: Sequence[Any]) -> Any:
@@ -374,22 +420,25 @@ def _last_writes(xp: Any, g: Any, *arrays: Any, template: Template) -> Any:
     key = numpy_key(template, arrays)
     out = xp.array(g[key])
     if not is_basic(template) and out.size:
-        host = tuple(k if xp is np or not isinstance(k, xp.ndarray) else xp.asnumpy(k) for k in key)
         # Index arrays address whole sub-blocks alike: compare places element by element.
-        places = np.arange(g.size).reshape(g.shape)[host]
+        places = np.arange(g.size).reshape(g.shape)[key]
         lost = np.ones(places.size, bool)
-        lost[_winners(g.shape, host, places.size)] = False
+        lost[_winners(g.shape, key, places.size)] = False
         out[xp.asarray(lost.reshape(places.shape))] = 0
     return out
 
 
 GETITEM = Op("getitem", ("x", "*arrays"), _getitem, _infer_getitem)
-INDEX_SET = Op("index_set", ("x", "v", "*arrays"), _index_set, _infer_index_write)
-INDEX_ADD = Op("index_add", ("x", "v", "*arrays"), _index_add, _infer_index_write)
+INDEX_SET = Op(
+    "index_set", ("x", "v", "*arrays"), _index_set, _infer_index_write, overrides={"cupy": kernels.index_set}
+)
+INDEX_ADD = Op(
+    "index_add", ("x", "v", "*arrays"), _index_add, _infer_index_write, overrides={"cupy": kernels.index_add}
+)
 INDEX_MIN = Op("index_min", ("x", "v", "*arrays"), _index_extremum("minimum"), _infer_index_write)
 INDEX_MAX = Op("index_max", ("x", "v", "*arrays"), _index_extremum("maximum"), _infer_index_write)
-SCATTER = Op("scatter", ("g", "*arrays"), _scatter, _infer_scatter)
-LAST_WRITES = Op("last_writes", ("g", "*arrays"), _last_writes, _infer_getitem)
+SCATTER = Op("scatter", ("g", "*arrays"), _scatter, _infer_scatter, overrides={"cupy": kernels.scatter})
+LAST_WRITES = Op("last_writes", ("g", "*arrays"), _last_writes, _infer_getitem, overrides={"cupy": kernels.last_writes})
 
 
 # Parts of a key that NumPy reads as we do. (A bool is no int here: its type is bool.)

@@ -15,6 +15,7 @@ from .channel_norms import group_norm, instance_norm
 from .convolution import conv1d, conv2d, pool
 from .creation import arange, asarray, beside, wrap_same
 from .dtypes import as_dtype, iinfo
+from .dropout import dropout, dropout_add
 from .elementwise import relu, sigmoid, stop_gradient, tanh
 from .elementwise import where as where_
 from .errors import DTypeError
@@ -101,52 +102,7 @@ def one_hot(labels: Any, num_classes: int, /, *, dtype: Any = np.float32) -> Arr
     return astype(expand_dims(labels, axis=labels.ndim) == classes, as_dtype(dtype, "one_hot"))
 
 
-# ----- dropping and looking up ----------------------------------------------------------------------------------------
-
-
-def _keep(name: str, x: Array, rate: float, key: Any) -> Array:
-    from .random import bernoulli
-
-    if key is None:
-        raise ValueError(f"[{name}] needs a key: key=mt.random.key(seed), another one for each call")
-    if x.dtype.kind in "biu":
-        raise DTypeError(f"[{name}] x must be floating, got {x.dtype.name}")
-    return bernoulli(key, 1.0 - rate, x.shape)
-
-
-@composite("dropout")
-def dropout(x: Any, rate: float, /, *, key: Any = None, training: bool = True) -> Array:
-    """Each element set to 0 with probability ``rate``, the others divided by ``1 - rate`` (Srivastava et al., 2014).
-
-    The mask is a function of the key and of the place in the global array: it is the same however ``x`` is split, and in a
-    second forward pass with the same key. With ``training=False``, or a rate of 0, it is ``x``, and takes no key.
-
-    >>> import meshtape as mt
-    >>> mt.nn.dropout(mt.ones(4), 1.0, key=mt.random.key(0))
-    Array([0., 0., 0., 0.], dtype=float64)
-    """
-    x = asarray(x)
-    if not 0 <= rate <= 1:
-        raise ValueError(f"[dropout] rate must be between 0 and 1, got {rate}")
-    if not training or rate == 0:
-        return wrap_same(x)
-    keep = _keep("dropout", x, rate, key)
-    return where_(keep, x / (1.0 - rate) if rate < 1 else 0.0 * x, 0.0)
-
-
-@composite("dropout_add")
-def dropout_add(x: Any, y: Any, rate: float, /, *, key: Any = None, training: bool = True) -> Array:
-    """``dropout(x) + y``, with one rounding: the sum of float16 and bfloat16 is made in float32.
-
-    >>> import meshtape as mt
-    >>> mt.nn.dropout_add(mt.ones(2), mt.asarray([1.0, 2.0]), 0.5, training=False)
-    Array([2., 3.], dtype=float64)
-    """
-    x, y = asarray(x), asarray(y)
-    dtype = np.result_type(x.dtype, y.dtype)
-    if dtype.itemsize <= 2 and dtype.kind not in "biu":
-        x, y = astype(x, np.float32), astype(y, np.float32)
-    return astype(dropout(x, rate, key=key, training=training) + y, dtype, copy=False)
+# ----- looking up -----------------------------------------------------------------------------------------------------
 
 
 @composite("embedding")

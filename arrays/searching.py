@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _infer
+from . import _infer, waits
 from ._dispatch import Deferred, apply, wrap
 from ._op import Op, composite
 from .errors import DTypeError, ShapeError
+from .kernels import compact
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -150,8 +151,9 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
     x = asarray(x)
     if x.ndim == 0:
         raise ShapeError("[nonzero] a 0-d array has no indices")
+    waits.note("nonzero elements are counted")
     buf = x._buf.concrete() if isinstance(x._buf, Deferred) else x._buf
-    return tuple(wrap(i) for i in buf.nonzero())
+    return tuple(wrap(i) for i in (buf.nonzero() if type(buf) is np.ndarray else compact.true_places(buf != 0)))
 
 
 @composite("count_nonzero")

@@ -5,8 +5,9 @@ from . import optim
 from .anomaly import detect_anomaly
 from .calls import checkpoint, custom_vjp, gradient_hook
 from .compile import compile
+from .jacobians import hessian, jacobian, jacobian_blocks
 from .tape import Tape
-from .transforms import check_grads, grad, hessian, hvp, jacobian, jvp, no_grad, value_and_grad, vjp
+from .transforms import check_grads, grad, hvp, jvp, no_grad, value_and_grad, vjp
 
 __all__ = [
     "Tape",
@@ -22,6 +23,7 @@ __all__ = [
     "hessian",
     "hvp",
     "jacobian",
+    "jacobian_blocks",
     "jvp",
     "no_grad",
     "value_and_grad",

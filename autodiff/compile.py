@@ -8,6 +8,8 @@ program a rank. As in JAX, Python code in the function runs while it is traced a
 from __future__ import annotations
 
 import functools
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,9 +35,11 @@ from ..arrays.program import (
 from ..arrays.rowsum import densify
 from .anomaly import is_checker
 from .backward import same_value
+from .calls import custom_vjp
 from .executable import local_executable
 from .signature import Wrapper, arrays_in, as_array, leaf_key, outside, outside_key
 from .tape import is_differentiable
+from .transforms import vjp
 
 
 class Tracer(Deferred):
@@ -222,9 +226,14 @@ class _Trace:
 class Compiled(Wrapper):
     """A compiled function; see :func:`compile`."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], cache_size: int) -> None:
+        if cache_size < 1:
+            raise ValueError(f"[compile] cache_size must be at least 1, got {cache_size}")
         self._fn = fn
-        self._cache: dict[Any, _Ready] = {}
+        self._cache: OrderedDict[Any, _Ready] = OrderedDict()  # the last used at the end
+        self._cache_size = cache_size
+        self._lock = threading.Lock()  # threads may call one compiled function
+        self._traced = 0
         functools.update_wrapper(self, fn, updated=())  # not the attributes of another such object
 
     def functions(self) -> list[Callable[..., Any]]:
@@ -241,8 +250,10 @@ class Compiled(Wrapper):
         ready = self._ready(leaves, arrays, treedef)
         inputs = [a for a in arrays if isinstance(a, Array)]
         if ready.has_calls and ready.is_watched(inputs):
-            # A program has the calls inside such a call, not its derivative: that is found by running the code.
-            return self._fn(*args, **kwargs)
+            if ready.is_watched(()) or any(map(is_checker, state.recorders)):
+                # Watched arrays that the code reads from around it are known to the code alone; faults are looked for there.
+                return self._fn(*args, **kwargs)
+            return ready.rebuilt(ready.differentiable(self._fn, arrays, treedef)(*inputs))
         return ready(inputs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -265,26 +276,44 @@ class Compiled(Wrapper):
     @property
     def signatures(self) -> int:
         """How many times the function was traced."""
-        return len(self._cache)
+        return self._traced
 
     def _ready(self, leaves: Sequence[Any], arrays: Sequence[Any], treedef: trees.TreeDef) -> _Ready:
         key = (treedef, tuple(map(leaf_key, arrays)), outside_key(self._fn))
-        ready = self._cache.get(key)
-        if ready is None:
-            ready = self._cache[key] = _trace(self._fn, arrays, treedef)
+        with self._lock:
+            ready = self._cache.get(key)
+            if ready is not None:
+                self._cache.move_to_end(key)
+                return ready
+        # Traced outside the lock: the code of the function is the user's, and may call this very function.
+        ready = _trace(self._fn, arrays, treedef)
+        with self._lock:
+            self._traced += 1
+            self._cache[key] = ready
+            while len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
         return ready
 
     def __repr__(self) -> str:
         return f"compile({getattr(self._fn, '__name__', self._fn)!s}, {self.signatures} signature(s))"
 
 
-def compile(fn: Callable[..., Any]) -> Compiled:
+def compile(fn: Callable[..., Any], *, cache_size: int = 128) -> Compiled:
     """A function that is traced once for each signature and then replayed as a program.
 
     Arguments and results are trees. Arrays (NumPy's too) are inputs; everything else in the arguments is static: a new value
     is a new signature, so pass a number that changes at every call as ``mt.asarray(number)``. The signature is compared by
     equality: shapes, dtypes, devices, shardings, static arguments, and the arrays and numbers that the function reads from
-    around it. A program is differentiated like the code it came from, at any order.
+    around it. A program is differentiated like the code it came from, at any order. Where that has a ``checkpoint``, a
+    ``custom_vjp`` or a ``gradient_hook``, its derivative becomes a second program, which computes the values again; Python code in
+    hooks runs while that is traced. (``compile(grad(f))`` has both in one program, and computes them once.)
+
+    Parameters
+    ----------
+    fn
+        The function. One that is compiled already is returned as it is.
+    cache_size
+        How many programs are kept; beyond, the one that was not used for the longest time makes room, with the arrays that it holds.
 
     Raises
     ------
@@ -298,7 +327,7 @@ def compile(fn: Callable[..., Any]) -> Compiled:
     >>> double(mt.asarray([1, 2]))
     Array([2, 4])
     """
-    return fn if isinstance(fn, Compiled) else Compiled(fn)
+    return fn if isinstance(fn, Compiled) else Compiled(fn, cache_size)
 
 
 class _Ready:
@@ -315,6 +344,7 @@ class _Ready:
         self.program, self.run, self.out_def, self.statics = program, run, out_def, statics
         self.lifted = [c for c in trace.lifted.values() if c.var in program.constants]
         self.has_calls = trace.has_calls
+        self._differentiable: custom_vjp | None = None
 
     def is_watched(self, inputs: Sequence[Array]) -> bool:
         """Whether a recorder of this thread watches what the program is computed from."""
@@ -327,8 +357,35 @@ class _Ready:
             found = self._replay(inputs)
         else:
             found = [wrap(b) for b in self.run([a._buf for a in inputs])]
-        outs = iter(found)
+        return self.rebuilt(found)
+
+    def rebuilt(self, arrays: Iterable[Array]) -> Any:
+        """The result of the function, with these arrays in it."""
+        outs = iter(arrays)
         return trees.unflatten(self.out_def, [next(outs) if s is _ARRAY else s for s in self.statics])
+
+    def differentiable(self, fn: Callable[..., Any], arguments: Sequence[Any], treedef: trees.TreeDef) -> custom_vjp:
+        """The program as a function with a derivative of its own: a second program, traced from the derivative of the code.
+
+        The first has the calls inside a ``checkpoint``, not what the tape is to make of them; the second has it.
+        """
+        if self._differentiable is None:
+            given = [_ARRAY if isinstance(a, Array) else a for a in arguments]
+
+            def code(*inputs: Array) -> list[Array]:
+                left = iter(inputs)
+                args, kwargs = trees.unflatten(treedef, [next(left) if a is _ARRAY else a for a in given])
+                return [x for x in trees.flatten(fn(*args, **kwargs))[0] if isinstance(x, Array)]
+
+            functools.update_wrapper(code, fn, updated=())
+            pull = compile(lambda inputs, seeds: vjp(code, *inputs)[1](seeds))
+
+            def forward(*inputs: Array) -> tuple[list[Array], Any]:
+                return [wrap(b) for b in self.run([a._buf for a in inputs])], inputs
+
+            self._differentiable = custom_vjp(code)
+            self._differentiable.defvjp(forward, pull)
+        return self._differentiable
 
     def _replay(self, inputs: Sequence[Array]) -> list[Array]:
         """The program call by call, in view of the tapes of this thread: it is differentiated like the code it came from."""
@@ -389,7 +446,8 @@ def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
     buffers = [a._buf for a in inputs] + list(program.constants.values())
     host = next((b.host for b in buffers if isinstance(b, Deferred)), None)
     if host is not None:
-        run = host.prepare(program, [a.sharding for a in inputs])
+        name = getattr(fn, "__name__", "")
+        run = host.prepare(program, [a.sharding for a in inputs], name if name.isidentifier() else "compiled")
         return _Ready(program, run, out_def, statics, trace)
     device = inputs[0].device if inputs else None
     xp = backend_for(device).xp if device is not None else backend_of(None).xp

@@ -1,12 +1,13 @@
 """A compiled program as a function of buffers of one backend.
 
 Values live in numbered slots. Each is freed at its last use; on a CPU, runs of elementwise entries on large arrays are computed
-block by block, and single ones write into the memory of an operand that is used for the last time, where nobody else can hold it.
+block by block, on a GPU by one kernel, and single ones write into the memory of an operand that is used for the last time, where nobody else can hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ import numpy as np
 
 from ..arrays.program import Entry, Program
 from .fusion import Group, fuse
-from .fusion import executable as fused
 
 # Below this, taking new memory costs less than saying where the result goes.
 SMALLEST_REUSED = 1 << 16
@@ -32,7 +32,16 @@ class _Step(NamedTuple):
 
 def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], list[Any]]:
     """The program as a function from input buffers to output buffers of the backend whose namespace is ``xp``."""
-    parts: list[Entry | Group] = fuse(program) if xp is np else list(program.entries)
+    on_cuda = xp.__name__ == "cupy"
+    if on_cuda:
+        # Here, because most programs never see a GPU.
+        from .cuda_text import expressible
+        from .fusion_cuda import executable as fused
+    else:
+        from .fusion import executable as fused
+    parts: list[Entry | Group] = (
+        fuse(program, expressible) if on_cuda else fuse(program) if xp is np else list(program.entries)
+    )
     slots: dict[Any, int] = {}
     initial: list[Any] = []
 
@@ -93,7 +102,17 @@ def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], lis
                 env[i] = None
         return [env[i] for i in results]
 
-    return run
+    return _on_their_device(run, xp) if on_cuda else run
+
+
+def _on_their_device(run: Callable[[Sequence[Any]], list[Any]], xp: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """Kernels start on the current device: that of the buffers."""
+
+    def there(buffers: Sequence[Any]) -> list[Any]:
+        with next((b.device for b in buffers if hasattr(b.device, "id")), nullcontext()):
+            return run(buffers)
+
+    return there
 
 
 def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:

@@ -44,8 +44,12 @@ def _is_elementwise(e: Entry) -> bool:
     return len(e.outputs) == 1 and (e.op.infer is elementwise or e.op is ASTYPE)
 
 
-def fuse(program: Program) -> list[Entry | Group]:
-    """The entries in order, with runs of two or more large elementwise ones of one shape made into groups."""
+def _is_large(e: Entry, program: Program) -> bool:
+    return _is_elementwise(e) and math.prod(program.avals[e.outputs[0]].shape) >= SMALLEST
+
+
+def fuse(program: Program, joins: Callable[[Entry, Program], bool] = _is_large) -> list[Entry | Group]:
+    """The entries in order, with runs of two or more of one shape for which ``joins`` holds made into groups."""
     out: list[Entry | Group] = []
     run: list[Entry] = []
     # What is read after each position, from the back.
@@ -67,7 +71,7 @@ def fuse(program: Program) -> list[Entry | Group]:
 
     for i, e in enumerate(program.entries):
         shape = program.avals[e.outputs[0]].shape
-        fits = _is_elementwise(e) and math.prod(shape) >= SMALLEST
+        fits = joins(e, program)
         if not fits or (run and program.avals[run[0].outputs[0]].shape != shape):
             close(i)
         if fits:

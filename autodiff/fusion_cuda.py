@@ -85,7 +85,11 @@ def source(group: Group, program: Program, layouts: Sequence[str]) -> str:
         "    i64 done = 0;",
     ]
     if not strided:
-        lines += ["    if (VECTORS) {", f"        done = n / {LANES} * {LANES};", f"        for (i64 i = first; i < n / {LANES}; i += step) {{"]
+        lines += [
+            "    if (VECTORS) {",
+            f"        done = n / {LANES} * {LANES};",
+            f"        for (i64 i = first; i < n / {LANES}; i += step) {{",
+        ]
         for i, how in enumerate(layouts):
             if how == FULL:
                 vector = f"Vector<{types[i]}, {LANES}>"
@@ -162,9 +166,7 @@ def executable(group: Group, program: Program) -> Callable[..., list[Any]]:
                     arguments += map(np.int64, strides_of(a, shape))
         each = LANES if vectors else 1
         blocks = min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH)
-        runner.launch(
-            file, launch.named("fused", vectors), (max(blocks, 1), 1, 1), (THREADS, 1, 1), arguments
-        )
+        runner.launch(file, launch.named("fused", vectors), (max(blocks, 1), 1, 1), (THREADS, 1, 1), arguments)
         return outputs
 
     return run

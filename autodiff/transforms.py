@@ -16,7 +16,7 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._dispatch import apply, wrap
 from ..arrays._op import not_recording, state
-from ..arrays.creation import asarray, zeros, zeros_like
+from ..arrays.creation import asarray, zeros_like
 from ..arrays.elementwise import ALIAS
 from ..arrays.errors import GradientError
 from .backward import same_value
@@ -220,62 +220,6 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
     return grad(slope)(x)
 
 
-def jacobian(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Jacobian of a function from an array, or a tree of them, to an array, or a tree of them.
-
-    The result has the structure of the value, with the structure of the argument in place of each array; its leaves have the
-    shape ``(*output, *leaf)``. One pull back an output element.
-
-    >>> import meshtape as mt
-    >>> mt.jacobian(lambda x: x * x)(mt.asarray([1.0, 2.0]))
-    Array([[2., 0.],
-           [0., 4.]], dtype=float64)
-    """
-    from ..arrays.manipulation import reshape, stack
-
-    def wrapped(x: Any) -> Any:
-        value, pull = vjp(fn, x)
-        outputs, out_def = trees.flatten(value)
-        for y in outputs:
-            if not isinstance(y, Array):
-                raise GradientError(f"[jacobian] the function must return an Array, or a tree, got {type(y).__name__}")
-        zero = [zeros_like(y) for y in outputs]
-
-        def of_output(k: int) -> Any:
-            shape = outputs[k].shape
-
-            def seed(i: tuple[int, ...]) -> Any:
-                return trees.unflatten(out_def, [*zero[:k], zero[k].at[i].set(1.0), *zero[k + 1 :]])
-
-            def join(like: Array, *parts: Array) -> Array:
-                full = (*shape, *like.shape)
-                return reshape(stack(parts), full) if parts else zeros(full, dtype=like.dtype, device=like.device)
-
-            rows = [pull(seed(i))[0] for i in np.ndindex(shape)]
-            return trees.tree_map(join, pull(trees.unflatten(out_def, zero))[0], *rows)
-
-        return trees.unflatten(out_def, [of_output(k) for k in range(len(outputs))])
-
-    return wrapped
-
-
-def hessian(fn: Callable[[Any], Array]) -> Callable[[Any], Any]:
-    """Hessian of a scalar function of one array (shape ``(*input, *input)``) or of a tree.
-
-    Of a tree it is a tree of trees: ``hessian(fn)(params)["w"]["b"]`` has the shape ``(*w, *b)``. For products with it alone, see
-    :func:`hvp`.
-
-    >>> import meshtape as mt
-    >>> mt.hessian(lambda x: (x ** 3).sum())(mt.asarray([1.0, 2.0]))
-    Array([[ 6.,  0.],
-           [ 0., 12.]], dtype=float64)
-    >>> h = mt.hessian(lambda p: (p["a"] * p["b"]).sum())({"a": mt.ones(2), "b": mt.ones(1)})
-    >>> h["a"]["b"].tolist(), h["b"]["b"].tolist()
-    ([[1.0], [1.0]], [[0.0]])
-    """
-    return jacobian(grad(fn))
-
-
 def check_grads(
     fn: Callable[..., Any], *primals: Any, order: int = 2, eps: float = 1e-4, rtol: float = 1e-4, atol: float = 1e-5
 ) -> None:
@@ -337,9 +281,7 @@ def check_grads(
 __all__ = [
     "check_grads",
     "grad",
-    "hessian",
     "hvp",
-    "jacobian",
     "jvp",
     "no_grad",
     "value_and_grad",

@@ -1,4 +1,8 @@
-"""Programs on two Dask workers against dask.array on the same two: ``python benchmarks/parallel.py``."""
+"""Programs on two Dask workers against dask.array on the same two and PyTorch's gloo on two processes:
+``python benchmarks/parallel.py``.
+
+Our collectives are timed as users run them, in turns of ``mt.scan``, gangs and all; gloo's inside its processes.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +11,52 @@ import timing  # first: it sets the number of threads
 # isort: split
 import argparse
 import itertools
+import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from gloo import Gloo, gloo
 
 import meshtape as mt
 from meshtape.parallel.cluster import local_cluster
 
 
-def small_step(report: timing.Report, client, mesh: mt.Mesh) -> None:
+def chain(x: Any) -> Any:
+    for _ in range(50):
+        x = x * 1.0001
+        x = x + 0.5
+    return x
+
+
+def small_step(report: timing.Report, client: Any, mesh: mt.Mesh) -> None:
     """100 elementwise ops on 1024 numbers a rank and one all-reduce: what is measured is everything but arithmetic."""
     import dask.array as da
 
     host = np.ones(2048)
-
-    def chain(x):
-        for _ in range(50):
-            x = x * 1.0001
-            x = x + 0.5
-        return x
-
     step = mt.compile(lambda x: mt.sum(chain(x)))
     x = mt.compute(mt.distribute(host, mesh, ranks=mt.Shard(0)))
     dx = client.persist(da.from_array(host, chunks=1024))
 
-    def theirs():
+    def theirs() -> Any:
         return chain(dx).sum().compute(scheduler=client)
 
-    # One gang a step, each waited for; and handed on in a row, as a training loop does.
-    report.row(
-        "100 small ops + all-reduce, waited for", lambda: float(step(x)), {"dask.array": (theirs, 0.05)}, rounds=5
-    )
+    def turn(x: Any, _: Any) -> Any:
+        y = chain(x)
+        return y, mt.sum(y)
 
-    def many():
+    turns = 192
+    # Many turns a gang; one gang a step, each waited for; and handed on in a row.
+    report.row(
+        "100 small ops + all-reduce, a turn of a loop",
+        lambda: np.asarray(mt.scan(turn, x, length=turns)[1]),
+        {"dask.array": (lambda: [theirs() for _ in range(2)], None)},
+        rounds=5,
+        scale=1 / turns,
+    )
+    report.row("the same, one gang a step", lambda: float(step(x)), {"dask.array": (theirs, 0.05)}, rounds=5)
+
+    def many() -> float:
         for _ in range(20):
             y = step(x)
         return float(y)
@@ -46,7 +64,56 @@ def small_step(report: timing.Report, client, mesh: mt.Mesh) -> None:
     report.row("the same, 20 in a row, each", many, {}, rounds=3, scale=1 / 20)
 
 
-def rechunk(report: timing.Report, client, mesh: mt.Mesh, megabytes: int) -> None:
+def collectives(report: timing.Report, mesh: mt.Mesh, g: Gloo | None, megabytes: int) -> None:
+    """The field's collectives on blocks of ``megabytes`` a rank, and the smallest."""
+    size = megabytes << 20
+    n = int((2 * size / 4) ** 0.5) // 2 * 2
+    rng = np.random.default_rng(0)
+    square = mt.compute(mt.distribute(rng.random((n, n), np.float32), mesh, ranks=mt.Shard(0)) + 0.0)
+    flat = mt.compute(mt.distribute(rng.random(2 * size // 4, np.float32), mesh, ranks=mt.Shard(0)) + 0.0)
+    tiny = mt.compute(mt.distribute(np.ones(2), mesh, ranks=mt.Shard(0)) + 0.0)
+    start = mt.distribute(np.zeros((), np.float32), mesh)
+    reduce = mt.shard_map(
+        lambda b: mt.all_reduce(b, "ranks"), mesh, in_placements={"ranks": mt.Shard(0)}, out_placements={}
+    )
+
+    def turn(collective: Callable[[], Any]) -> Any:
+        def run(s: Any, _: Any) -> Any:
+            y = collective()
+            return s + mt.astype(mt.sum(mt.reshape(y, (-1,))[:1]), mt.float32), None
+
+        return run
+
+    def theirs(what: str, nbytes: int, times: int) -> Any:
+        return None if g is None else lambda: g.run(what, nbytes, times)
+
+    for name, collective, goal in (
+        ("all_reduce", lambda: reduce(flat), 1 / 1.5),
+        ("all_to_all", lambda: mt.reshard(square, ranks=mt.Shard(1)), 1 / 1.5),
+        ("all_gather", lambda: mt.reshard(flat, ranks=mt.Replicate()), 1 / 1.5),
+    ):
+        run = turn(collective)
+        report.row(
+            f"{name} of {megabytes} MB a rank",
+            lambda run=run: mt.compute(mt.scan(run, start, length=10)[0]),
+            {"gloo": (theirs(name, size, 10), goal)},
+            rounds=5,
+            seconds=0.1,
+            scale=1 / 10,
+        )
+    small = turn(lambda: reduce(tiny))
+    report.row(
+        "all_reduce of 8 bytes",
+        lambda: mt.compute(mt.scan(small, start, length=512)[0]),
+        {"gloo, barrier": (theirs("barrier", 8, 512), 0.5), "gloo, all_reduce": (theirs("all_reduce", 8, 512), None)},
+        rounds=5,
+        seconds=0.1,
+        scale=1 / 512,
+        unit="us",
+    )
+
+
+def rechunk(report: timing.Report, client: Any, mesh: mt.Mesh, megabytes: int) -> None:
     """Row blocks to column blocks."""
     import dask
     import dask.array as da
@@ -56,11 +123,10 @@ def rechunk(report: timing.Report, client, mesh: mt.Mesh, megabytes: int) -> Non
     x = mt.compute(mt.distribute(host, mesh, ranks=mt.Shard(0)) + 0.0)
     turn = mt.compile(lambda x: mt.reshard(x, ranks=mt.Shard(1)))
     dx = client.persist(da.from_array(host, chunks=(-(-n // 2), n)))
-
     counter = itertools.count()
 
-    def theirs(method: str):
-        def run():
+    def theirs(method: str) -> Callable[[], None]:
+        def run() -> None:
             with dask.config.set({"array.rechunk.method": method, "distributed.p2p.storage.disk": False}):
                 # Under new names each time: dask would otherwise find the result of the last round.
                 fresh = dx.map_blocks(_same, name=f"fresh-{next(counter)}", dtype=dx.dtype)
@@ -74,14 +140,15 @@ def rechunk(report: timing.Report, client, mesh: mt.Mesh, megabytes: int) -> Non
         lambda: mt.compute(turn(x)),
         {"dask.array tasks": (theirs("tasks"), 0.5), "dask.array p2p": (theirs("p2p"), 0.5)},
         rounds=3,
+        seconds=0.1,
     )
 
 
-def _same(block):
+def _same(block: Any) -> Any:
     return block
 
 
-def wait(client, collection) -> None:
+def wait(client: Any, collection: Any) -> None:
     """Until the chunks of a dask collection are there; none is fetched."""
     from distributed import futures_of
     from distributed import wait as wait_for
@@ -90,15 +157,72 @@ def wait(client, collection) -> None:
         wait_for(futures_of(collection))
 
 
+def product(report: timing.Report, mesh: mt.Mesh, n: int) -> None:
+    """Rows times columns, on two processes of one thread, against one process of two."""
+    import threadpoolctl
+
+    rng = np.random.default_rng(0)
+    a, b = rng.random((n, n), np.float32), rng.random((n, n), np.float32)
+    x = mt.compute(mt.distribute(a, mesh, ranks=mt.Shard(0)) + 0.0)
+    y = mt.compute(mt.distribute(b, mesh, ranks=mt.Shard(1)) + 0.0)
+    multiply = mt.compile(lambda x, y: x @ y)
+
+    def one_process() -> None:
+        with threadpoolctl.threadpool_limits(2):
+            a @ b
+
+    report.row(
+        f"{n}² product, rows x columns",
+        lambda: mt.compute(multiply(x, y)),
+        {"NumPy, one process": (one_process, 1 / 0.85)},
+        rounds=5,
+        seconds=0.1,
+    )
+
+
+def partitioning(report: timing.Report, mesh: mt.Mesh) -> None:
+    """The client's own work: a program of 1,000 entries for 64 ranks, and a call of one that is ready."""
+    wide = mt.Mesh({"data": 16, "model": 4})
+    x = mt.distribute(np.ones((64, 64)), wide, data=mt.Shard(0))
+    w = mt.distribute(np.ones((64, 64)), wide, model=mt.Shard(1))
+
+    def layers(x: Any, w: Any) -> Any:
+        for _ in range(250):
+            x = mt.tanh(x @ w) * 0.5 + x
+        return x
+
+    program = mt.compile(layers).program(x, w)
+    report.row(
+        f"partitioning {len(program.entries)} entries for 64 ranks",
+        lambda: wide.rank_program(program, [x.sharding, w.sharding]),
+        {},
+        rounds=3,
+    )
+    small = mt.distribute(np.ones(64), mt.Mesh({"data": 2}), data=mt.Shard(0))
+    ready = mt.compile(lambda x: x + 1.0)
+    report.row("a cached call, client's time (virtual mesh)", lambda: ready(small), {}, rounds=5)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--megabytes", type=int, default=256, help="of the array that is turned from rows to columns")
+    parser.add_argument("--only", help="one group of rows: steps, collectives, rechunk, product, partitioning")
     options = parser.parse_args()
     report = timing.Report("parallel, 2 worker processes of one thread")
-    with local_cluster(2) as client, mt.Mesh({"ranks": 2}, client=client) as mesh:
-        small_step(report, client, mesh)
-        rechunk(report, client, mesh, options.megabytes)
+    groups: dict[str, Callable[..., None]] = {
+        "steps": lambda: small_step(report, client, mesh),
+        "collectives": lambda: collectives(report, mesh, g, 64),
+        "rechunk": lambda: rechunk(report, client, mesh, options.megabytes),
+        "product": lambda: product(report, mesh, 4096),
+        "partitioning": lambda: partitioning(report, mesh),
+    }
+    start = time.monotonic()
+    with gloo() as g, local_cluster(2) as client, mt.Mesh({"ranks": 2}, client=client) as mesh:
+        for name, run in groups.items():
+            if options.only in (None, name):
+                run()
     report.show()
+    print(f"{time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "meshtape"
 author = "the meshtape authors"
-copyright = "2026, the meshtape authors; Apache-2.0"  # noqa: A001
+copyright = "2026, the meshtape authors; Apache-2.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "generated"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]

@@ -153,12 +153,15 @@ def _safe(text: str) -> str:
 
 
 def _facts(ckpt: Any) -> dict[str, Any]:
+    from .storage.manifest import encode_json
+
     return {
         "path": ckpt.path,
         "kind": ckpt.kind,
         "step": ckpt.step,
         "meshes": ckpt.meshes,
-        "metadata": ckpt.metadata,
+        "metadata": encode_json(ckpt.metadata, "metadata"),  # NaN is no JSON
+        "documents": list(ckpt.documents),
         "nbytes": ckpt.nbytes,
         "arrays": [
             {

@@ -1,9 +1,14 @@
-"""Commands that check and change checkpoints: ``verify``, ``diff``, ``merge``, ``convert``, ``reshard``."""
+"""Commands that check and change checkpoints: ``tree``, ``verify``, ``diff``, ``estimate``, ``merge``, ``convert``, ``reshard``.
+
+A checkpoint is a path or a URL everywhere. The exit code is 0 when all went well; 1 for an error, for damage, and for checkpoints that
+differ; 2 for a wrong call. What is printed goes to the standard output, progress to the standard error.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,8 +48,28 @@ _SELECTION = (
         "--rules", type=click.Path(exists=True, dir_okay=False), help="A file of key rules: renames, splits, casts, …"
     ),
 )
+_MESH = (
+    click.option("--mesh", callback=_mapping, metavar="AXES", help="Axes of the target mesh: data=2,model=4."),
+    click.option(
+        "--shard",
+        "shards",
+        callback=_shards,
+        multiple=True,
+        metavar="PATTERN:AXIS=DIM",
+        help="What an axis splits (may be repeated).",
+    ),
+)
 _TARGET = (
     *_SELECTION,
+    click.option("--prefix", help="Take what lies below this name, and leave the name out."),
+    click.option("--scheduler", metavar="ADDRESS", help="Spread the work over the workers of this Dask scheduler."),
+    click.option(
+        "--threads",
+        default=2,
+        show_default=True,
+        type=click.IntRange(min=1),
+        help="Windows that are on their way at a time.",
+    ),
     click.option("--dtype", help="Store floating arrays in this dtype."),
     click.option("--memory-limit", default=256, show_default=True, metavar="MIB", type=click.IntRange(min=1)),
     click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint."),
@@ -71,15 +96,60 @@ def _selected(keys: tuple[str, ...], drop: tuple[str, ...], rules: str | None) -
     }
 
 
+class _Lines:
+    """Progress where nobody looks: a line at the start, at most one every few seconds, and one at the end."""
+
+    EVERY = 5.0  # seconds
+
+    def __init__(self, title: str) -> None:
+        self.title, self.started, self.last, self.first = title, time.monotonic(), 0.0, -1
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self.first < 0:
+            self.first = done
+        elif done < total and now - self.last < self.EVERY:
+            return
+        self.last = now
+        seconds = now - self.started
+        rate = (done - self.first) / seconds if seconds > 0 else 0.0
+        text = f"{self.title}: {human_bytes(done)} of {human_bytes(total)} ({100 * done // max(total, 1)} %)"
+        if rate > 0:
+            text += f", {human_bytes(int(rate))}/s"
+            text += f", {(total - done) / rate:.0f} s left" if done < total else f", {seconds:.1f} s"
+        click.echo(text, err=True)
+
+
+@contextmanager
+def _cluster(address: str | None) -> Iterator[Any]:
+    """A client of the scheduler at an address, or None."""
+    if address is None:
+        yield None
+        return
+    from distributed import Client
+
+    from .errors import SchedulerUnreachable
+
+    try:
+        client = Client(address, timeout="10s")
+    except (OSError, ValueError) as e:
+        raise SchedulerUnreachable(f"no Dask scheduler answered at {address}: {e}") from None
+    with client:
+        yield client
+
+
 @contextmanager
 def _progress(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar of bytes on a terminal; nothing in a pipe."""
+    """A bar of bytes on a terminal; plain lines in a pipe."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    if not shown or not console.is_terminal:
+    if not shown:
         yield None
+        return
+    if not console.is_terminal:
+        yield _Lines(title)
         return
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
@@ -96,6 +166,9 @@ def _write(
     keys: tuple[str, ...],
     drop: tuple[str, ...],
     rules: str | None,
+    prefix: str | None,
+    scheduler: str | None,
+    threads: int,
     dtype: str | None,
     memory_limit: int,
     overwrite: bool,
@@ -103,11 +176,14 @@ def _write(
     **own: Any,
 ) -> Any:
     """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar."""
-    with _progress(title, not as_json) as progress:
+    with _cluster(scheduler) as client, _progress(title, not as_json) as progress:
         return run(
             src,
             dst,
             dtype=dtype,
+            prefix=prefix,
+            client=client,
+            threads=threads,
             memory_limit=memory_limit << 20,
             overwrite=overwrite,
             progress=progress,
@@ -197,42 +273,48 @@ def merge(
 @click.argument("src")
 @click.argument("dst")
 @click.option("--format", "kind", type=click.Choice(["zarr", "safetensors"]), required=True, help="What to write.")
+@click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
+@_with(_MESH)
 @_with(_TARGET)
 @_JSON
 def convert(
     src: str,
     dst: str,
     kind: str,
+    max_shard_mib: int | None,
+    mesh: dict[str, int] | None,
+    shards: dict[str, dict[str, int]] | None,
     as_json: bool,
     **target: Any,
 ) -> None:
     """Write a checkpoint in another format, streaming. A run that was interrupted goes on where it stopped."""
     import meshtape as mt
 
-    report = _write(mt.convert, "converting", src, dst, as_json=as_json, format=kind, **target)
+    report = _write(
+        mt.convert,
+        "converting",
+        src,
+        dst,
+        as_json=as_json,
+        format=kind,
+        mesh=mesh,
+        shardings=shards,
+        max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
+        **target,
+    )
     _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)}")
 
 
 @click.command()
 @click.argument("src")
 @click.argument("dst")
-@click.option(
-    "--mesh", callback=_mapping, required=True, metavar="AXES", help="Axes of the target mesh: data=2,model=4."
-)
-@click.option(
-    "--shard",
-    "shards",
-    callback=_shards,
-    multiple=True,
-    metavar="PATTERN:AXIS=DIM",
-    help="What an axis splits (may be repeated).",
-)
+@_with(_MESH)
 @_with(_TARGET)
 @_JSON
 def reshard(
     src: str,
     dst: str,
-    mesh: dict[str, int],
+    mesh: dict[str, int] | None,
     shards: dict[str, dict[str, int]] | None,
     as_json: bool,
     **target: Any,
@@ -244,8 +326,71 @@ def reshard(
     """
     from meshtape.storage import reshard as run
 
+    if mesh is None:
+        raise click.UsageError("Missing option '--mesh'.")
     report = _write(run, "resharding", src, dst, as_json=as_json, mesh=mesh, shardings=shards, **target)
     _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}")
 
 
-COMMANDS = (verify, diff, merge, convert, reshard)
+@click.command()
+@click.argument("path")
+@_with(_MESH)
+@click.option("--dtype", help="As if all floating arrays had this dtype.")
+@click.option("--optimizer", help="Add gradients, and the state of this optimizer: sgd, momentum, adam, adamw, lion, …")
+@click.option("--optimizer-dtype", default="float32", show_default=True, help="Of the state and the master weights.")
+@click.option("--zero", "over", metavar="AXIS", help="A mesh axis over which the optimizer's state is divided.")
+@click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
+@_JSON
+def estimate(
+    path: str,
+    mesh: dict[str, int] | None,
+    shards: dict[str, dict[str, int]] | None,
+    dtype: str | None,
+    optimizer: str | None,
+    optimizer_dtype: str,
+    over: str | None,
+    max_shard_mib: int | None,
+    as_json: bool,
+) -> None:
+    """Bytes on disk, and in the memory of each rank of a mesh. Reads the table of contents alone.
+
+    \b
+    Example:  meshtape estimate model --mesh model=4 --shard '*.weight:model=0' --optimizer adamw
+    """
+    from meshtape.storage import estimate as run
+
+    found = run(
+        path,
+        mesh=mesh,
+        shardings=shards,
+        dtype=dtype,
+        optimizer=optimizer,
+        optimizer_dtype=optimizer_dtype,
+        shard_optimizer_over=over,
+        max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
+    )
+    _tell(found, as_json, str(found))
+
+
+@click.command()
+@click.argument("path")
+@click.option("--depth", type=click.IntRange(min=1), help="Show so many levels.")
+@_JSON
+def tree(path: str, depth: int | None, as_json: bool) -> None:
+    """Show the tree of a checkpoint: folders with their sizes, arrays with shape and dtype. Numbered folders that are alike are one.
+
+    \b
+    Example:  meshtape tree s3://bucket/run/step-00001000 --depth 3
+    """
+    import meshtape as mt
+
+    from .cli_tree import as_data, as_text
+
+    ckpt = mt.open_checkpoint(path)
+    if as_json:
+        click.echo(json.dumps(as_data(ckpt), indent=2))
+    else:
+        click.echo("\n".join(as_text(ckpt, depth)))
+
+
+COMMANDS = (tree, verify, diff, estimate, merge, convert, reshard)

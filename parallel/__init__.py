@@ -20,6 +20,7 @@ from .collectives import (
     permute,
     reduce_scatter,
 )
+from .loops import scan
 from .mesh import Mesh
 from .placement import Partial, Placement, Replicate, Shard, Sharding, parse_placement
 from .shard_map import shard_map
@@ -45,6 +46,7 @@ __all__ = [
     "permute",
     "reduce_scatter",
     "reshard",
+    "scan",
     "shard_map",
     "visualize",
 ]

@@ -30,6 +30,8 @@ from .partition import RankProgram
 from .runtime import HostValue, Turns
 from .scheduler import MeshtapeScheduler
 
+settings.register()
+
 SHIP_WITH_TASK = 1 << 20  # larger inputs bypass the scheduler
 PING = 5.0
 
@@ -163,7 +165,8 @@ class DaskRuntime:
             return self.client.submit(
                 fn,
                 *args,
-                key=f"meshtape-{name}-{uuid.uuid4().hex}",
+                # Dask groups tasks in its pages by the words before the first that is not of letters alone.
+                key=f"meshtape-{name.replace('_', '-')}-{uuid.uuid4().hex}",
                 workers=[address],
                 # A task that is pinned to a worker that left waits for ever; elsewhere it raises at once.
                 allow_other_workers=True,
@@ -293,24 +296,27 @@ class DaskRuntime:
         return Gang(run_id, program.name, futures, self._lease.leave)
 
     def _turn_data(self, turns: Turns | None) -> RemoteBlocks | None:
-        """What the turns read, sent to the workers directly where it is much."""
-        if turns is None or sum(h.value.nbytes for hs in turns.each for h in hs) <= SHIP_WITH_TASK:
-            return None
-        return self._scatter([h for hs in turns.each for h in hs])
+        """Host values that the turns read, sent to the workers directly where they are large."""
+        values = [h for hs in turns.each for h in hs if isinstance(h, HostValue)] if turns is not None else []
+        return self._scatter(values) if sum(h.value.nbytes for h in values) > SHIP_WITH_TASK else None
 
     def _loop(
         self, turns: Turns | None, process: int, gangs: list[Gang], data: RemoteBlocks | None
     ) -> gang.Loop | None:
+        """The turns as one process reads them; adds the gangs whose bundles hold their data."""
         if turns is None:
             return None
-        if data is None:
-            hosted = self._hosted(process)
-            each = tuple(tuple({r: np.asarray(h.block(r), order="C") for r in hosted} for h in hs) for hs in turns.each)
-        else:
-            gangs.append(data.gang)
-            slots = itertools.count()
-            each = tuple(tuple((len(gangs) - 1, next(slots)) for _ in hs) for hs in turns.each)
-        return gang.Loop(turns.count, turns.carried, each)
+        slots = itertools.count()
+
+        def source(h: Any) -> gang.Source:
+            if isinstance(h, HostValue) and data is None:
+                return {r: np.asarray(h.block(r), order="C") for r in self._hosted(process)}
+            where = data.gang if isinstance(h, HostValue) and data is not None else h.gang
+            if where not in gangs:
+                gangs.append(where)
+            return gangs.index(where), next(slots) if isinstance(h, HostValue) else h.slot
+
+        return gang.Loop(turns.count, turns.carried, tuple(tuple(map(source, hs)) for hs in turns.each))
 
     def wait(self, handle: Any) -> None:
         if not isinstance(handle, HostValue):

@@ -261,6 +261,10 @@ class DataPlane:
             group.shutdown()
         return group
 
+    def last_exchanges(self) -> dict[str, tuple[int, str]]:
+        """For each mesh (in hexadecimal) the number of its run and what the last exchange was for. Called by any thread."""
+        return {mesh.hex(): group.last for (mesh, _), group in list(self._groups.items())}
+
     def current(self, mesh: bytes, epoch: int) -> Group | None:
         """The connections of this epoch, where they are made."""
         return self._groups.get((mesh, epoch))

@@ -8,7 +8,11 @@ computes. Legend:
 * a factor that a result lacks leaves that result ``Partial(op)`` when it is split, by the factor's ``reduce``;
 * a factor with ``whole=True`` must not be split: operands split there are gathered (or the op is decomposed);
 * a dimension can be made of a factor and an inner length: ``Dim(f, inner=3)`` is ``3 * size(f)`` long, so that it may be split
-  only where the split falls on multiples of 3 (*blocked*).
+  only where the split falls on multiples of 3 (*blocked*);
+* a dimension can see a factor through a *window*: a slice, a concatenation or a convolution, of which each rank fetches what its
+  part of the factor needs (a *halo*).
+
+Where what a rank runs on its part is not the op itself (a table of which it has some rows), ``part`` says what it is.
 
 ``linear`` lists the sets of operands in which the op is jointly linear: when exactly those are ``Partial("sum")`` along a mesh
 axis, so is the result, and nothing needs to be reduced yet. ``made`` says that any block of the results can be made from
@@ -24,13 +28,16 @@ from typing import Any, NamedTuple
 from ..arrays._op import Op
 from ..arrays.blocks import Box
 from ..arrays.program import ShapeDtype
+from .windows import Window
 
 
 class Dim(NamedTuple):
-    """A dimension that runs along factor ``factor``, times ``inner`` elements that stay together."""
+    """A dimension that runs along factor ``factor``, times ``inner`` elements that stay together; or, where there is a ``window``,
+    one of which a rank needs what that says for its part of the factor."""
 
     factor: int
     inner: int = 1
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,16 @@ class RankView(NamedTuple):
 Localize = Callable[[Mapping[str, Any], RankView], Mapping[str, Any]]
 
 
+class PartCall(NamedTuple):
+    """What a rank runs in place of the op where one of ``factors`` is split: another op, with parameters of its own."""
+
+    factors: frozenset[int]
+    op: Op
+    localize: Localize
+    makes: frozenset[int] = frozenset()
+    """Factors that results have and no operand: a part of a result that is replicated there can be made, not cut out."""
+
+
 @dataclass(frozen=True, slots=True)
 class FactorRule:
     """The mapping of one call. ``operands[i][d]`` is the :class:`Dim` of dimension ``d``, or None where it cannot be split
@@ -63,6 +80,7 @@ class FactorRule:
     linear: tuple[frozenset[int], ...] = ()
     localize: Localize | None = None
     made: bool = False
+    part: PartCall | None = None
 
 
 Maker = Callable[[Op, Sequence[ShapeDtype | Any], Sequence[ShapeDtype], Mapping[str, Any]], FactorRule]
@@ -104,6 +122,7 @@ class Letters:
         linear: Sequence[Sequence[int]] = (),
         localize: Localize | None = None,
         made: bool = False,
+        part: PartCall | None = None,
     ) -> FactorRule:
         return FactorRule(
             tuple(self.factors),
@@ -112,6 +131,7 @@ class Letters:
             tuple(map(frozenset, linear)),
             localize,
             made,
+            part,
         )
 
 

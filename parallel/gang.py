@@ -82,6 +82,11 @@ class MeshtapeWorker(WorkerPlugin):
         if EXECUTOR not in worker.executors:
             worker.executors[EXECUTOR] = ThreadPoolExecutor(1, thread_name_prefix="meshtape-gang")
 
+        # Sent with each heartbeat; the dashboard shows it.
+        worker.metrics["meshtape"] = lambda w: (
+            state.plane.last_exchanges() if (state := _STATES.get(w.address)) is not None else {}
+        )
+
         # What the scheduler says when a client or a worker of a mesh is gone: nobody else could.
         async def meshtape_left(mesh: bytes, worker_left: str) -> None:
             state = _STATES.get(worker.address)

@@ -7,6 +7,7 @@ turns comes with the task (or to the workers directly, where it is much), and th
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from ..arrays.errors import MeshError, ShapeError
 from ..arrays.manipulation import concat, stack
 from ..arrays.program import ShapeDtype
 from ..autodiff.compile import Compiled, Tracer, compile
+from . import settings
 from .api import reshard
 from .mesh import Mesh
 from .partition import partition
@@ -107,8 +109,6 @@ def scan(
 
 def _segments(data: Iterator[Any]) -> Iterator[list[Any]]:
     """Turns that run together: of one signature, and of bounded number and size."""
-    from . import settings
-
     most = max(1, int(settings.number("loop")))
     now: list[Any] = []
     key, size = None, 0
@@ -192,9 +192,7 @@ class _Turn:
         loaded = self._loaded.setdefault(ready, {}).get(mesh)
         if loaded is None:
             loaded = self._loaded[ready][mesh] = self._load(mesh, ready.program, arrays)
-        each = [
-            handles_of([mesh._buffer(a._buf, "data of a turn") for a in map(asarray, _arrays(x))]) for x in batch
-        ]
+        each = [handles_of([mesh._buffer(a._buf, "data of a turn") for a in map(asarray, _arrays(x))]) for x in batch]
         turns = Turns(len(batch), len(carried), each)
         handles = loaded.run(handles_of([a._buf for a in carried] + loaded.constants), turns)
         made = []
@@ -250,14 +248,13 @@ def _as_before(before: Any, after: Any) -> Any:
     return trees.unflatten(old_def, out)
 
 
-_turns: weakref.WeakKeyDictionary[Any, _Turn] = weakref.WeakKeyDictionary()
+@functools.lru_cache(maxsize=128)
+def _turn(step: Callable[[Any, Any], tuple[Any, Any]]) -> _Turn:
+    return _Turn(step)
 
 
 def _turn_of(step: Callable[[Any, Any], tuple[Any, Any]]) -> _Turn:
     try:
-        found = _turns.get(step)
-        if found is None:
-            found = _turns[step] = _Turn(step)
-    except TypeError:  # nothing that can be held weakly: a bound method, say
-        found = _Turn(step)
-    return found
+        return _turn(step)
+    except TypeError:  # a callable that cannot be hashed
+        return _Turn(step)

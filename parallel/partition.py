@@ -19,13 +19,14 @@ from ..arrays.blocks import Box
 from ..arrays.elementwise import ALIAS
 from ..arrays.program import Const, Entry, Program, ShapeDtype, freeze, simplify, site_text
 from .collective_plans import Collective, plan_collective
-from .factors import FactorRule, RankView, rule_for
+from .factors import Dim, FactorRule, RankView, rule_for
 from .ops import RESHARD
-from .placement import REPLICATED, Layout, block_box
-from .propagate import propagate
+from .placement import REPLICATED, Layout, Replicate, block_box, make_layout
+from .propagate import Hints, Placed, propagate
 from .rank_code import ShardMapOp
 from .rank_lowering import lower
 from .reshard import Plan, plan_reshard, reshard_text
+from .windows import Fetch
 
 
 class Local(NamedTuple):
@@ -50,7 +51,7 @@ class Move(NamedTuple):
     source: int
     target: int
     origin: str | None
-    collective: Collective | None = None
+    collective: Collective | Fetch | None = None
 
 
 class Moves(NamedTuple):
@@ -83,6 +84,8 @@ class RankProgram:
 
     def plan(self, m: Move, homes: tuple[int, ...] | None = None) -> Plan:
         """What goes where in a move."""
+        if isinstance(m.collective, Fetch):
+            return m.collective.plan(self.sizes, homes)
         if m.collective is not None:
             return plan_collective(math.prod(self.sizes), m.collective)
         return plan_reshard(
@@ -167,6 +170,7 @@ class _Writer:
         self.made: dict[int, Local] = {}  # results any block of which a rank can make by itself
         self.next_var = max(program.avals, default=-1) + 1
         self.inners: set[int] = set()
+        self.hints = Hints()
 
     def new(self, aval: ShapeDtype, layout: Layout) -> int:
         v = self.next_var
@@ -183,8 +187,11 @@ class _Writer:
         found = self.moved.get(key)
         if found is None and var in self.made and not layout.partials:
             made = self.made[var]
-            found = self.moved[key] = self.new(self.avals[var], layout)
-            self.steps.append(made._replace(outputs=(found,)))
+            if made.rule.made:
+                found = self.moved[key] = self.new(self.avals[var], layout)
+                self.steps.append(made._replace(outputs=(found,)))
+            elif (part := self.part_of(made, var, layout)) is not None:
+                found = self.moved[key] = self.moved_to(part, layout, origin)
         if found is None:
             if dict(now.partials).keys() - dict(layout.partials).keys() and len({o for _, o in now.partials}) > 1:
                 # Different pending reductions are not one: do the innermost axis first.
@@ -201,6 +208,30 @@ class _Writer:
                 self.due.append(Move(var, found, origin))
                 self.due_targets.add(found)
         return found
+
+    def part_of(self, made: Local, var: int, layout: Layout) -> int | None:
+        """A result that was made replicated made again in the parts that ``layout`` wants, where the op can; pending sums stay."""
+        rule, now = made.rule, self.layouts[var]
+        assert rule.part is not None
+        fresh = {
+            d: axes
+            for d, axes in layout.shards
+            if not now.axes_of(d)
+            and all(isinstance(now.placement(a), Replicate) for a in axes)
+            and (x := rule.results[0][d]) is not None
+            and x.factor in rule.part.makes
+        }
+        if not fresh:
+            return None
+        between = make_layout({**dict(now.shards), **fresh}, dict(now.partials))
+        shape = self.avals[var].shape
+        by_rank = {}
+        for r in range(math.prod(self.sizes)):
+            view = RankView(made_view(self, made, r), (block_box(between, self.sizes, shape, r),))
+            by_rank[r] = rule.part.localize(made.params, view)
+        out = self.new(self.avals[var], between)
+        self.steps.append(made._replace(op=rule.part.op, outputs=(out,), rule=_AS_IT_IS, by_rank=by_rank))
+        return out
 
     def new_inner(self, aval: ShapeDtype) -> int:
         """A variable of per-rank code, with the aval of a block."""
@@ -229,6 +260,28 @@ class _Writer:
         self.due.append(Move(source, target, origin, what))
         self.due_targets.add(target)
 
+    def fetched(self, var: int, layout: Layout, boxes: tuple[Box, ...], origin: str | None) -> int:
+        """The parts of a variable that ranks need, which overlap or are elsewhere."""
+        now = self.layouts[var]
+        kept = dict(layout.partials)
+        if any(a not in kept for a, _ in now.partials):
+            var = self.moved_to(var, Layout(now.shards, layout.partials), origin)
+            now = self.layouts[var]
+        shape = self.avals[var].shape
+        key = ("fetch", var, layout, boxes)
+        found = self.seen.get(key)
+        if found is None:
+            found = self.seen[key] = (self.new_inner(ShapeDtype(boxes[0].shape, self.avals[var].dtype)),)
+            what = Fetch(shape, now, layout, boxes)
+            if var in self.due_targets:
+                self.flush()
+            if what.plan(self.sizes, None).bytes_received(1):
+                self.due.append(Move(var, found[0], origin, what))
+                self.due_targets.add(found[0])
+            else:
+                self.steps.append(Moves((Move(var, found[0], origin, what),)))
+        return found[0]
+
     def flush(self) -> None:
         if self.due:
             self.steps.append(Moves(tuple(self.due)))
@@ -238,6 +291,13 @@ class _Writer:
         """Before these are read: carry out the moves that are due, if one of them is among them."""
         if not self.due_targets.isdisjoint(v for v in variables if isinstance(v, int)):
             self.flush()
+
+
+def made_view(w: _Writer, made: Local, rank: int) -> tuple[Box | None, ...]:
+    """The blocks of a call's operands on one rank."""
+    return tuple(
+        block_box(w.layouts[v], w.sizes, w.avals[v].shape, rank) if isinstance(v, int) else None for v in made.inputs
+    )
 
 
 _AS_IT_IS = FactorRule((), (), ())
@@ -263,18 +323,22 @@ def partition(
     layouts: Mapping[int, Layout],
     sizes: tuple[int, ...],
     *,
+    wanted: Sequence[Layout] | None = None,
     settle: bool = True,
     name: str = "program",
 ) -> RankProgram:
     """The rank program of a program whose inputs and constants have these layouts.
 
-    With ``settle`` no output is left with a pending reduction.
+    Outputs get the layouts of ``wanted``, where it is given; else, with ``settle``, none is left with a pending reduction.
     """
     w = _Writer(program, {v: layouts.get(v, REPLICATED) for v in (*program.inputs, *program.constants)}, sizes)
     reduce_early = _reduced_anyway(program)
-    if settle:
+    if wanted is not None:
+        reduce_early.update(v for v, lay in zip(program.outputs, wanted, strict=True) if not lay.partials)
+    elif settle:
         reduce_early.update(program.outputs)
     renamed: dict[int, int] = {}
+    pending: dict[int, int] = {}  # values that were reduced where they appeared, as they were before
     for e in program.entries:
         _place_entry(
             w, e._replace(inputs=tuple(renamed.get(v, v) if isinstance(v, int) else v for v in e.inputs)), renamed
@@ -282,11 +346,14 @@ def partition(
         for v in e.outputs:
             r = renamed.get(v, v)
             if v in reduce_early and w.layouts[r].partials:
-                renamed[v] = w.moved_to(r, w.layouts[r].reduced(), e.origin)
+                pending[v], renamed[v] = r, w.moved_to(r, w.layouts[r].reduced(), e.origin)
     outputs = []
-    for v in program.outputs:
+    for i, v in enumerate(program.outputs):
         r = renamed.get(v, v)
-        if settle and w.layouts[r].partials:
+        if wanted is not None:
+            before = pending.get(v, r)
+            r = before if w.layouts[before] == wanted[i] else w.moved_to(r, wanted[i], None)
+        elif settle and w.layouts[r].partials:
             r = w.moved_to(r, w.layouts[r].reduced(), None)
         outputs.append(r)
     w.use(outputs)
@@ -339,9 +406,12 @@ def _place_entry(w: _Writer, e: Entry, renamed: dict[int, int]) -> None:
     avals = tuple(w.avals[v] if isinstance(v, int) else v.value for v in e.inputs)
     out_avals = tuple(w.avals[v] for v in e.outputs)
     layouts = [w.layouts[v] if isinstance(v, int) else None for v in e.inputs]
-    placed = propagate(e.op, avals, out_avals, e.params, layouts, w.sizes)
+    placed = w.hints.placed(e, propagate(e.op, avals, out_avals, e.params, layouts, w.sizes), layouts, w.sizes)
     if placed.lost and e.op.decompose is not None:
         _inline(w, e, avals, renamed)
+        return
+    if placed.rule.part is not None and not placed.split.isdisjoint(placed.rule.part.factors):
+        _place_part(w, e, placed)
         return
     inputs = tuple(
         w.moved_to(v, layout, e.origin) if isinstance(v, int) else v
@@ -360,8 +430,71 @@ def _place_entry(w: _Writer, e: Entry, renamed: dict[int, int]) -> None:
     site = "" if e.site is None else site_text(e.site)
     step = Local(e.op, inputs, e.outputs, dict(e.params), placed.rule, e.origin, site)
     w.steps.append(step)
-    if placed.rule.made:
+    if placed.rule.made or (placed.rule.part is not None and placed.rule.part.makes):
         w.made[e.outputs[0]] = step
+
+
+def _place_part(w: _Writer, e: Entry, placed: Placed) -> None:
+    """A call that ranks make on parts of its operands which do not run in step with their part of the result."""
+    rule, ranks = placed.rule, range(math.prod(w.sizes))
+    assert rule.part is not None
+    views: list[list[Box | None]] = [[] for _ in ranks]
+    results = [
+        tuple(block_box(lay, w.sizes, w.avals[v].shape, r) for v, lay in zip(e.outputs, placed.results, strict=True))
+        for r in ranks
+    ]
+    steps = [
+        tuple(
+            block_box(lay or REPLICATED, w.sizes, w.avals[v].shape if isinstance(v, int) else (), r)
+            for v, lay in zip(e.inputs, placed.operands, strict=True)
+        )
+        for r in ranks
+    ]
+    inputs: list[int | Const] = []
+    for v, layout, dims in zip(e.inputs, placed.operands, rule.operands, strict=True):
+        if not isinstance(v, int):
+            inputs.append(v)
+            for view in views:
+                view.append(None)
+            continue
+        assert layout is not None
+        shape = w.avals[v].shape
+        boxes = [block_box(layout, w.sizes, shape, r) for r in ranks]
+        if any(d is not None and d.window is not None and layout.axes_of(i) for i, d in enumerate(dims)):
+            boxes = [_seen(box, dims, layout, rule, results[r], steps[r]) for r, box in enumerate(boxes)]
+            inputs.append(w.fetched(v, layout, tuple(boxes), e.origin))
+        else:
+            inputs.append(w.moved_to(v, layout, e.origin))
+        for view, box in zip(views, boxes, strict=True):
+            view.append(box)
+    by_rank = {r: rule.part.localize(e.params, RankView(tuple(views[r]), results[r])) for r in ranks}
+    w.use(inputs)
+    w.layouts.update(zip(e.outputs, placed.results, strict=True))
+    site = "" if e.site is None else site_text(e.site)
+    origin = e.origin or e.op.name
+    w.steps.append(
+        Local(rule.part.op, tuple(inputs), e.outputs, dict(e.params), _AS_IT_IS, origin, site, by_rank)
+    )
+
+
+def _seen(
+    box: Box,
+    dims: Sequence[Dim | None],
+    layout: Layout,
+    rule: FactorRule,
+    results: Sequence[Box],
+    operands: Sequence[Box],
+) -> Box:
+    """The part of an operand that a rank needs for its blocks of the results, and of the operands that run in step."""
+    offset, shape = list(box.offset), list(box.shape)
+    for i, d in enumerate(dims):
+        if d is None or d.window is None or not layout.axes_of(i):
+            continue
+        for out, out_dims in zip((*results, *operands), (*rule.results, *rule.operands), strict=True):
+            for k, x in enumerate(out_dims):
+                if x is not None and x.factor == d.factor and x.window is None:
+                    offset[i], shape[i] = d.window.region(out.offset[k], out.shape[k])
+    return Box(tuple(offset), tuple(shape))
 
 
 def _inline(w: _Writer, e: Entry, avals: tuple[Any, ...], renamed: dict[int, int]) -> None:

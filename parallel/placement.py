@@ -229,9 +229,7 @@ class Sharding:
             if not -len(shape) <= dim < len(shape):
                 raise ShardingConflict(f"{self} splits dimension {dim} of an array of shape {tuple(shape)}")
             fixed.setdefault(dim % len(shape), []).extend(axes)
-        # Along an axis of one rank nothing can be pending.
-        partials = {a: op for a, op in self.layout.partials if self.mesh.sizes[a] > 1}
-        return Sharding.of(self.mesh, make_layout(fixed, partials))
+        return Sharding.of(self.mesh, make_layout(fixed, dict(self.layout.partials)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sharding) and self.mesh is other.mesh and self.layout == other.layout

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays._op import Op
-from ..arrays.program import ShapeDtype, freeze
+from ..arrays.indexing import GETITEM, SCATTER
+from ..arrays.program import Entry, ShapeDtype, freeze
 from .factors import FactorRule, rule_for
 from .placement import REPLICATED, Layout, Shard, make_layout
 
@@ -28,13 +29,15 @@ class Placed(NamedTuple):
     """What the propagator found for a call.
 
     ``operands`` are the layouts that the operands must have (None for scalars), ``results`` those that the results then have.
-    ``lost`` is the number of bytes that operands split along a ``whole`` factor must move: a reason to decompose the op.
+    ``lost`` is the number of bytes that operands split along a ``whole`` factor must move: a reason to decompose the op. ``split``
+    are the factors that are split.
     """
 
     operands: tuple[Layout | None, ...]
     results: tuple[Layout, ...]
     rule: FactorRule
     lost: int
+    split: frozenset[int] = frozenset()
 
 
 def move_bytes(aval: ShapeDtype, sizes: Sequence[int], source: Layout, axis: int, target: str, dim: int = -1) -> float:
@@ -115,6 +118,9 @@ def _propagate(
                 lost += move_bytes(avals[i], sizes, now[i], axis, "replicate")
             elif d.factor not in candidates and _even(rule, d.factor, [*split.get(d.factor, ()), axis], sizes):
                 candidates[d.factor] = _cost(rule, avals, now, sizes, axis, d.factor)
+                if rule.part is not None and d.factor in rule.part.factors and rule.factors[d.factor].reduce:
+                    # A lookup may be larger than the table: then that is gathered, and not the results summed.
+                    candidates[d.factor] += 2 * result_bytes * (sizes[axis] - 1) / sizes[axis]
         for group in rule.linear:
             if all(dict(now[i].partials).get(axis) == "sum" for i in group):
                 others = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays if i not in group)
@@ -131,7 +137,45 @@ def _propagate(
         split[factor] = _nesting(rule, now, factor, axes)
     operands = tuple(_operand(rule, i, split, chosen) if i in now else None for i in range(len(avals)))
     results = tuple(_result(rule, r, split, chosen) for r in rule.results)
-    return Placed(operands, results, rule, int(lost))
+    return Placed(operands, results, rule, int(lost), frozenset(split))
+
+
+class Hints:
+    """What one pass over a program remembers of tables that were looked up: their gradients are to be split as they are.
+
+    The op that makes such a gradient sees the indices and what is added, and not the table; left to itself it would give every
+    rank all of it.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[Any, Layout] = {}
+
+    def placed(self, e: Entry, found: Placed, layouts: Sequence[Layout | None], sizes: Sequence[int]) -> Placed:
+        """``found``, the result split where the table is, along axes that nothing else uses."""
+        if e.op is GETITEM:
+            indices = tuple(v for v in e.inputs[1:] if isinstance(v, int))
+            if indices and layouts[0] is not None:
+                self._tables.setdefault((e.params["template"], indices), layouts[0])
+            return found
+        if e.op is not SCATTER or found.rule.part is None:
+            return found
+        table = self._tables.get((e.params["template"], tuple(v for v in e.inputs[1:] if isinstance(v, int))))
+        if table is None:
+            return found
+        (now,) = found.results
+        used = {a for lay in (now, *found.operands) if lay for _, axes in lay.shards for a in axes}
+        used |= {a for lay in (now, *found.operands) if lay for a, _ in lay.partials}
+        dims = found.rule.results[0]
+        fresh = {
+            d: axes
+            for d, axes in table.shards
+            if not used.intersection(axes) and (x := dims[d]) is not None and x.factor in found.rule.part.makes
+        }
+        if not fresh:
+            return found
+        split = found.split | {dims[d].factor for d in fresh}  # type: ignore[union-attr]
+        layout = make_layout({**dict(now.shards), **fresh}, dict(now.partials))
+        return found._replace(results=(layout,), split=split)
 
 
 def _shard_order(layouts: Iterable[Layout], axes: int) -> dict[int, int]:

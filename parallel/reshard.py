@@ -56,11 +56,17 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def plan_reshard(
-    shape: tuple[int, ...], sizes: tuple[int, ...], source: Layout, target: Layout, homes: tuple[int, ...] | None = None
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    source: Layout,
+    target: Layout,
+    homes: tuple[int, ...] | None = None,
+    boxes_wanted: tuple[Box, ...] | None = None,
 ) -> Plan:
     """The plan from one layout to another, for an array of ``shape`` on a mesh of lengths ``sizes``.
 
-    ``homes`` gives the process of each rank: among equal blocks the rank's own is taken first, then one of its process.
+    ``homes`` gives the process of each rank: among equal blocks the rank's own is taken first, then one of its process. With
+    ``boxes_wanted`` each rank gets that part of the array instead of its block in ``target``.
 
     Raises
     ------
@@ -92,7 +98,7 @@ def plan_reshard(
         holders.append(by_box)
     out = []
     for r in range(n):
-        want = block_box(target, sizes, shape, r)
+        want = block_box(target, sizes, shape, r) if boxes_wanted is None else boxes_wanted[r]
         neutral = any(coords[r][a] != 0 and after[a] in ("sum", "prod", "any", "all") for a in fresh)
         pieces: list[Piece] = []
         if not neutral and want.size:

@@ -40,11 +40,11 @@ class LocalBlocks:
 @dataclass(frozen=True, eq=False)
 class Turns:
     """Several turns of one program in one run: the first ``carried`` outputs are the first inputs of the next turn. ``each`` lists,
-    for each turn, values of that turn alone, the inputs that come after the carried ones (or nothing at all)."""
+    for each turn, handles of values of that turn alone, the inputs that come after the carried ones (or nothing at all)."""
 
     count: int
     carried: int
-    each: Sequence[Sequence[HostValue]]
+    each: Sequence[Sequence[Any]]
 
 
 class Runtime(Protocol):

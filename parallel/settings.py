@@ -20,9 +20,8 @@ Like all of Dask's configuration it is read from files, from the environment (``
 
 from __future__ import annotations
 
+import functools
 from typing import Any
-
-import dask
 
 from ..arrays.errors import MeshError
 
@@ -36,13 +35,24 @@ DEFAULTS: dict[str, Any] = {
         "loop": 64,
     }
 }
-dask.config.update_defaults(DEFAULTS)
 
 TRANSPORTS = ("auto", "sockets", "comms")
 
 
+@functools.cache
+def register() -> None:
+    """Tell Dask the defaults. Not when this module is imported: a virtual mesh needs no Dask."""
+    import dask
+
+    dask.config.update_defaults(DEFAULTS)
+
+
 def number(name: str) -> float:
-    """A setting that is a number. Raises :class:`MeshError` where it is none, or negative."""
+    """A setting that is a number; bytes may be written as text (``"64 MiB"``). Raises :class:`MeshError` where it is none, or
+    negative."""
+    import dask.utils
+
+    register()
     value = dask.config.get(f"meshtape.{name}")
     try:
         found = float(dask.utils.parse_bytes(value)) if isinstance(value, str) else float(value)
@@ -55,6 +65,9 @@ def number(name: str) -> float:
 
 def transport() -> str:
     """How processes are to be connected."""
+    import dask
+
+    register()
     value = dask.config.get("meshtape.transport")
     if value not in TRANSPORTS:
         raise MeshError(

@@ -2,7 +2,8 @@
 
 An op on a sharded array is only noted: its shape, dtype and sharding are known at once, and errors in them are raised at once.
 The noted calls run together, once, when a value is needed; nothing is computed twice while an array is alive, and what nobody
-holds any more is not computed at all.
+holds any more is not computed at all. The sharding of an array never changes: what was to be a pending sum is one when it is
+computed, also where the program needed its value elsewhere and reduced it there.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from ..arrays._dispatch import Deferred, argument_avals, call_site, program_inpu
 from ..arrays._op import Op, state
 from ..arrays.display import human_bytes
 from ..arrays.errors import MeshError
-from ..arrays.program import ProgramBuilder, ShapeDtype, freeze, simplify
+from ..arrays.indexing import GETITEM, SCATTER
+from ..arrays.program import Entry, ProgramBuilder, ShapeDtype, freeze, simplify
 from .partition import partition
 from .placement import REPLICATED, Layout, Sharding
+from .propagate import Hints, propagate
 from .runtime import HostValue
 
 if TYPE_CHECKING:
@@ -113,6 +116,7 @@ class Pending:
         self._builder = ProgramBuilder()
         self._inputs: dict[int, tuple[int, ShardedBuffer]] = {}  # id of a buffer → variable; holds the buffer
         self._layouts: dict[int, Layout] = {}
+        self._hints = Hints()
         self._alive: weakref.WeakValueDictionary[int, ShardedBuffer] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
@@ -152,7 +156,7 @@ class Pending:
         with self._lock:
             inputs = program_inputs(args, lambda a: self._var(op, a))
             layouts = [self._layouts[v] if isinstance(v, int) else None for v in inputs]
-            placed = self.mesh.place_layouts(op, avals, out_avals, layouts, params)
+            placed = self._placed(op, avals, out_avals, inputs, layouts, params)
             outs = self._builder.add(op, inputs, params, out_avals, state.origin, call_site())
             buffers = []
             for v, aval, layout in zip(outs, out_avals, placed, strict=True):
@@ -162,6 +166,21 @@ class Pending:
             if len(self._builder.entries) >= PENDING_LIMIT:
                 self.run()
         return tuple(buffers)
+
+    def _placed(
+        self,
+        op: Op,
+        avals: tuple[Any, ...],
+        out_avals: tuple[ShapeDtype, ...],
+        inputs: tuple[Any, ...],
+        layouts: Sequence[Layout | None],
+        params: Mapping[str, Any],
+    ) -> tuple[Layout, ...]:
+        if op is GETITEM or op is SCATTER:
+            entry = Entry(op, inputs, (), params)
+            found = propagate(op, avals, out_avals, params, layouts, self.mesh.sizes)
+            return self._hints.placed(entry, found, layouts, self.mesh.sizes).results
+        return self.mesh.place_layouts(op, avals, out_avals, layouts, params)
 
     def run(self) -> None:
         """Compute every pending array that somebody holds, as one program."""
@@ -183,27 +202,27 @@ class Pending:
                     )
                     for e in builder.entries
                 ),
-                outputs,
+                tuple((v, b.layout) for v, b in wanted),
             )
             try:
                 ready = self._programs.get(key)
                 if ready is None:
                     program = simplify(builder.build(outputs))
-                    rank_program = partition(program, layouts, self.mesh.sizes, settle=False, name="eager")
+                    rank_program = partition(
+                        program, layouts, self.mesh.sizes, wanted=[b.layout for _, b in wanted], name="eager"
+                    )
                     if len(self._programs) > 1000:
                         self._programs.clear()
-                    run = self.mesh.runtime.load(rank_program, self.mesh.names)
-                    ready = self._programs[key] = (run, [rank_program.layouts[v] for v in rank_program.outputs])
-                run, found = ready
+                    ready = self._programs[key] = self.mesh.runtime.load(rank_program, self.mesh.names)
                 buffers = [hold[0] if isinstance(hold, tuple) else hold for _, hold in inputs.values()]
-                handles = run([b.handle for b in buffers])
+                handles = ready([b.handle for b in buffers])
             except BaseException as e:
                 # The calls are lost with the error; arrays that wait for them say so.
                 for _, b in wanted:
                     b.var, b.failure = None, f"{type(e).__name__}: {e}"
                 raise
-            for (_, b), handle, layout in zip(wanted, handles, found, strict=True):
-                b.handle, b.layout, b.var = handle, layout, None
+            for (_, b), handle in zip(wanted, handles, strict=True):
+                b.handle, b.var = handle, None
 
 
 def as_sharded(x: Any, name: str) -> ShardedBuffer:

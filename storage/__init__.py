@@ -27,6 +27,7 @@ from .reporting import LoadReport
 from .rules import Rule, Rules
 from .safetensors import load_safetensors, read_header, save_safetensors
 from .saving import SaveReport, save, save_async
+from .snapshots import Snapshots
 from .verifying import VerifyReport, verify
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Rules",
     "SaveHandle",
     "SaveReport",
+    "Snapshots",
     "StoredArray",
     "VerifyReport",
     "convert",

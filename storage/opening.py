@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
-from . import commit, documents, manifest, names, safetensors, stores
+from . import commit, dcp, documents, manifest, names, safetensors, stores
 from .opened import Checkpoint, StoredArray
 from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
 from .zarr_format import GROUP_ATTRIBUTE
@@ -34,7 +34,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     ----------
     path
         A directory written by `save`, a ``.safetensors`` file, a Hugging Face directory (``model.safetensors`` or
-        ``model.safetensors.index.json``), or any Zarr group or array: a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
+        ``model.safetensors.index.json``), any Zarr group or array, or a checkpoint of ``torch.distributed``: a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
         ``http://`` or ``https://``.
 
     Returns
@@ -93,6 +93,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return ckpt
     if any(store.size(n) is not None for n in _ZARR):
         return _open_zarr(root)
+    if dcp.is_dcp(root):
+        return dcp.open_dcp(root)
     raise _refusal(store)
 
 

@@ -73,6 +73,7 @@ class Spread:
         stop = False
 
         def worker() -> None:
+            nonlocal stop
             while True:
                 with lock:
                     item = None if stop else next(waiting, None)
@@ -83,6 +84,7 @@ class Spread:
                 except BaseException as e:
                     result = _Failed(e)
                 with lock:
+                    stop = stop or isinstance(result, _Failed)
                     results.append((item, result))
                 arrived.release()
 

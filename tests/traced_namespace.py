@@ -16,9 +16,23 @@ from meshtape.arrays import __array_api_version__, __array_namespace_info__, fft
 from meshtape.arrays._array import Array
 from meshtape.autodiff import Tape
 
-CREATION = (
-    "arange asarray empty empty_like eye from_dlpack full full_like linspace ones ones_like tril triu zeros zeros_like"
-).split()
+CREATION = [
+    "arange",
+    "asarray",
+    "empty",
+    "empty_like",
+    "eye",
+    "from_dlpack",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "tril",
+    "triu",
+    "zeros",
+    "zeros_like",
+]
 
 
 class _Endless(Tape):

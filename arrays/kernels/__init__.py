@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
-MODULES = ("row_norms", "softmaxes", "channel_norms")
+MODULES = ("row_norms", "softmaxes", "channel_norms", "scatter", "philox", "compact")
 """Modules of this package that start kernels."""
 
 

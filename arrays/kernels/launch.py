@@ -148,6 +148,9 @@ def running_on(other: Runner) -> Iterator[None]:
         _other = before
 
 
+GENERATED: dict[str, str] = {}
+"""Sources that are written while a program runs, by names that no file has and that never mean two texts."""
+
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 
 
@@ -160,7 +163,7 @@ def source(file: str) -> str:
         if name in seen:
             return ""
         seen.add(name)
-        own = (HERE / name).read_text().replace("#pragma once\n", "")
+        own = (GENERATED.get(name) or (HERE / name).read_text()).replace("#pragma once\n", "")
         return _INCLUDE.sub(lambda m: text(m[1]), own)
 
     return text(file)

@@ -54,18 +54,13 @@ __device__ inline float wide(float16 x)
 }
 
 // Rounding to the nearest, ties to even.
-template <class T>
-__device__ inline T narrow(double x)
-{
-    return (T)x;
-}
-template <class T>
-__device__ inline T narrow(float x)
+template <class T, class X>
+__device__ inline T narrow(X x)
 {
     return (T)x;
 }
 template <>
-__device__ inline float16 narrow<float16>(float x)
+__device__ inline float16 narrow<float16, float>(float x)
 {
     float16 y;
 #ifdef EMULATED
@@ -76,7 +71,7 @@ __device__ inline float16 narrow<float16>(float x)
     return y;
 }
 template <>
-__device__ inline bfloat16 narrow<bfloat16>(float x)
+__device__ inline bfloat16 narrow<bfloat16, float>(float x)
 {
     u32 b = __float_as_uint(x);
     bfloat16 y;

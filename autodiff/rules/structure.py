@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from ...arrays import batch_norms, channel_norms, norms, products, rowsum
 from ...arrays import indexing as ix
 from ...arrays import manipulation as m
-from ...arrays import batch_norms, channel_norms, norms, products, rowsum
 from ._registry import call, conj, defvjp, defvjp_all, same
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,11 @@ NAMESPACES = (
 def _names(module: types.ModuleType) -> list[str]:
     listed = getattr(module, "__all__", None)
     if listed is None:
-        listed = [n for n, o in vars(module).items() if not n.startswith("_") and getattr(o, "__module__", "") == module.__name__]
+        listed = [
+            n
+            for n, o in vars(module).items()
+            if not n.startswith("_") and getattr(o, "__module__", "") == module.__name__
+        ]
     return [n for n in listed if not n.startswith("_") and hasattr(module, n)]
 
 
@@ -101,11 +105,24 @@ class ErrorCatalogue(SphinxDirective):
         rows = []
         for name in errors.__all__:
             kind = getattr(errors, name)
-            bases = [b.__name__ for b in kind.__mro__[1:] if b.__module__ == "builtins" and b not in (Exception, BaseException, object)]
+            bases = [
+                b.__name__
+                for b in kind.__mro__[1:]
+                if b.__module__ == "builtins" and b not in (Exception, BaseException, object)
+            ]
             ours = [b.__name__ for b in kind.__bases__ if b.__module__ != "builtins"]
             text = " ".join((kind.__doc__ or "").split())
             rows.append((name, ours, bases[:1], text))
-        lines = [".. list-table::", "   :header-rows: 1", "   :widths: 24 18 18 60", "", "   * - Error", "     - is a", "     - also a", "     - when"]
+        lines = [
+            ".. list-table::",
+            "   :header-rows: 1",
+            "   :widths: 24 18 18 60",
+            "",
+            "   * - Error",
+            "     - is a",
+            "     - also a",
+            "     - when",
+        ]
         for name, ours, bases, text in rows:
             lines += [
                 f"   * - ``{name}``",
@@ -119,7 +136,30 @@ class ErrorCatalogue(SphinxDirective):
         return node.children
 
 
+class CommandLine(SphinxDirective):
+    """The help of every command of ``meshtape``, as it prints it."""
+
+    def run(self) -> list[nodes.Node]:
+        import click
+
+        from meshtape.cli import main
+
+        out: list[nodes.Node] = []
+        root = click.Context(main, info_name="meshtape", terminal_width=100)
+        for name in main.list_commands(root):
+            command = main.get_command(root, name)
+            if command is None:
+                continue
+            section = nodes.section(ids=[nodes.make_id(f"meshtape-{name}")])
+            section += nodes.title(text=f"meshtape {name}")
+            text = command.get_help(click.Context(command, info_name=name, parent=root, terminal_width=100))
+            section += nodes.literal_block(text, text, language="text")
+            out.append(section)
+        return out
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("builder-inited", write_pages)
     app.add_directive("error-catalogue", ErrorCatalogue)
+    app.add_directive("command-line", CommandLine)
     return {"parallel_read_safe": True}

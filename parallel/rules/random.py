@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...arrays import dropout
 from ...arrays import random as r
 from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
@@ -44,3 +45,15 @@ def _draw(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params:
 @rule(r.FOLD_IN)
 def _key(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
     return replicated_rule(avals, out_avals)
+
+
+@rule(dropout.DROPOUT, dropout.DROPOUT_ADD)
+def _dropout(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
+    letters = Letters()
+    x, key = letters.many(out_avals[0].shape), letters.many(avals[-1].shape, whole=True)
+
+    def local(params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+        return {**params, "offset": view.results[0].offset}
+
+    arrays = len(avals) - 1
+    return letters.rule([*[x] * arrays, key], [x], [range(arrays)], local)

@@ -1,4 +1,4 @@
-"""Factor mappings of the functions that rearrange, index, multiply and normalise."""
+"""Factor mappings of the functions that rearrange, multiply and normalise."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from ...arrays import indexing as ix
 from ...arrays import manipulation as m
 from ...arrays import batch_norms, channel_norms, norms, products
 from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
-from ..factors import Dim, FactorRule, Letters, RankView, rule
+from ..factors import Dim, FactorRule, Letters, PartCall, RankView, rule
+from ..windows import Window
 
 Avals = Sequence[Any]
 Params = Mapping[str, Any]
@@ -85,20 +83,35 @@ def _broadcast(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Pa
     return letters.rule([dims], [out], [(0,)], _local_shape)
 
 
+def _as_it_is(params: Params, view: RankView) -> Params:
+    return params
+
+
 @rule(m.FLIP)
 def _flip(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    """A rank's block of the result is the mirror image of a part of the operand, which it fetches."""
     letters = Letters()
-    dims = [letters.new(n, whole=i in params["axis"]) for i, n in enumerate(avals[0].shape)]
-    return letters.rule([dims], [dims], [(0,)])
+    shape, axes = avals[0].shape, [d % len(avals[0].shape) for d in params["axis"]]
+    out = letters.many(shape)
+    dims = [Dim(d.factor, 1, Window("slice", (n - 1, -1))) if i in axes else d for i, (d, n) in enumerate(zip(out, shape, strict=True))]
+    part = PartCall(frozenset(out[i].factor for i in axes), op, _as_it_is)
+    return letters.rule([dims], [out], [(0,)], part=part)
 
 
 @rule(m.CONCAT)
 def _concat(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    """Each rank fetches those parts of the operands that its block of the result is made of."""
     letters = Letters()
-    axis = params["axis"]
-    out = [letters.new(n, whole=i == axis) for i, n in enumerate(out_avals[0].shape)]
-    operands = [[letters.new(n, whole=True) if i == axis else out[i] for i, n in enumerate(a.shape)] for a in avals]
-    return letters.rule(operands, [out], [range(len(avals))])
+    out = letters.many(out_avals[0].shape)
+    axis, at = params["axis"] % len(out), 0
+    operands = []
+    for a in avals:
+        n = a.shape[axis]
+        joined = Dim(out[axis].factor, 1, Window("join", (at, n)))
+        operands.append([joined if i == axis else d for i, d in enumerate(out)])
+        at += n
+    part = PartCall(frozenset({out[axis].factor}), op, _as_it_is)
+    return letters.rule(operands, [out], [range(len(avals))], part=part)
 
 
 # ----- products -------------------------------------------------------------------------------------------------------
@@ -122,115 +135,6 @@ def _matmul(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Param
     a = [*lead(x), *rows, k]
     b = [*lead(y), k, *cols] if len(y) > 1 else [k]
     return letters.rule([a, b], [[*batch, *rows, *cols]], [(0,), (1,)])
-
-
-# ----- indexing -------------------------------------------------------------------------------------------------------
-
-
-def _index_dims(
-    letters: Letters, template: ix.Template, shape: Sequence[int], index_shapes: Sequence[tuple[int, ...]]
-) -> tuple[list[Dim | None], list[list[Dim | None]], list[Dim | None]]:
-    """Dims of the array, of each index array, and of the indexed part. A dimension taken whole by a full slice may be split;
-    what is sliced or looked up stays whole; the index arrays' own dimensions may be split, since each position is looked up
-    on its own."""
-    array_dims: list[Dim | None] = []
-    out: list[Dim | None] = []
-    truths = [(int(p.value),) for p in template if isinstance(p, ix.Truth)]
-    advanced = not ix.is_basic(template)
-    # A boolean in the key is an index array of its own, of fixed length: the others cannot then be split beside it.
-    common = letters.many(np.broadcast_shapes(*index_shapes, *truths), whole=bool(truths)) if advanced else ()
-    joined = [i for i, p in enumerate(template) if isinstance(p, ix.Slot | ix.Truth | int)]
-    together = bool(joined) and joined == list(range(joined[0], joined[-1] + 1))
-    front: int | None = None
-    axis = 0
-    for p in template:
-        if p is None:
-            out.append(None)
-            continue
-        if isinstance(p, ix.Gap):
-            continue
-        if isinstance(p, ix.Span):
-            if p in (ix.Span(None, None, None), ix.Span(0, shape[axis], 1), ix.Span(None, None, 1)):
-                d = letters.new(shape[axis])
-                array_dims.append(d)
-                out.append(d)
-            else:
-                array_dims.append(letters.new(shape[axis], whole=True))
-                out.append(None)
-            axis += 1
-            continue
-        if advanced and front is None:
-            front = len(out)
-        if not isinstance(p, ix.Truth):
-            array_dims.append(letters.new(shape[axis], whole=True))
-            axis += 1
-    if advanced:
-        at = front if together and front is not None else 0
-        out[at:at] = common
-    index_dims = []
-    for s in index_shapes:
-        lead = len(common) - len(s)
-        index_dims.append(
-            [common[lead + i] if n == letters.factors[common[lead + i].factor].size else None for i, n in enumerate(s)]
-        )
-    return array_dims, index_dims, out
-
-
-@rule(ix.GETITEM)
-def _getitem(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    x, indices, out = _index_dims(letters, params["template"], avals[0].shape, [a.shape for a in avals[1:]])
-    return letters.rule([x, *indices], [out], [(0,)])
-
-
-@rule(ix.SCATTER)
-def _scatter(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    # The transpose of getitem: a split dimension of the index arrays leaves every rank with some of the additions.
-    letters = Letters()
-    x, indices, part = _index_dims(letters, params["template"], out_avals[0].shape, [a.shape for a in avals[1:]])
-    _reduce_unshared(letters, [x])
-    return letters.rule([part, *indices], [x], [(0,)], _local_shape)
-
-
-def _reduce_unshared(letters: Letters, results: Sequence[Sequence[Dim | None]]) -> None:
-    """Factors that no result has are summed."""
-    kept = {d.factor for r in results for d in r if d is not None}
-    for i, f in enumerate(letters.factors):
-        if i not in kept and not f.whole:
-            letters.factors[i] = type(f)(f.size, False, "sum")
-
-
-_ADDING = (ix.INDEX_SET, ix.INDEX_ADD)
-
-
-@rule(*_ADDING, ix.INDEX_MIN, ix.INDEX_MAX)
-def _index_write(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    index_shapes = [a.shape for a in avals[2:]]
-    x, indices, part = _index_dims(letters, params["template"], avals[0].shape, index_shapes)
-    # Writes of different ranks to one place have an order only where one rank makes them all.
-    looked_up = {d.factor for dims in indices for d in dims if d is not None}
-    for f in looked_up:
-        letters.factors[f] = type(letters.factors[f])(letters.factors[f].size, True)
-    value = avals[1]
-    if not isinstance(value, ShapeDtype):
-        return letters.rule([x, (), *indices], [x], [(0,)] if value == 0 and op in _ADDING else [])
-    sizes = ix.result_shape(params["template"], avals[0].shape, index_shapes)
-    lead = len(sizes) - len(value.shape)
-    v = [part[lead + i] if lead + i >= 0 and n == sizes[lead + i] else None for i, n in enumerate(value.shape)]
-    return letters.rule([x, v, *indices], [x], [(0, 1)] if op in _ADDING else [])
-
-
-@rule(ix.LAST_WRITES)
-def _last_writes(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    x, indices, out = _index_dims(letters, params["template"], avals[0].shape, [a.shape for a in avals[1:]])
-    # Which write came last is known only where all of them are seen.
-    for dims in indices:
-        for d in dims:
-            if d is not None:
-                letters.factors[d.factor] = type(letters.factors[d.factor])(letters.factors[d.factor].size, True)
-    return letters.rule([x, *indices], [out], [(0,)])
 
 
 # ----- norms ----------------------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@
 4
 """
 
+from . import lora
 from .batching import BatchSizes, batch_sizes
 from .callbacks import Callback, EarlyStop
+from .contrastive import contrastive_loss, grad_cache
 from .elastic import Elastic
 from .jobs import cluster_mesh
 from .loading import Batch, Loader
@@ -34,4 +36,7 @@ __all__ = [
     "ZarrSource",
     "batch_sizes",
     "cluster_mesh",
+    "contrastive_loss",
+    "grad_cache",
+    "lora",
 ]

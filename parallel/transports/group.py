@@ -107,6 +107,11 @@ class Group:
     def turn(self, number: int) -> None:
         self._place = self._place._replace(turn=number)
 
+    @property
+    def last(self) -> tuple[int, str]:
+        """(number of the run, what its last exchange was for). Read by other threads, to be shown."""
+        return self._place.run, self._what
+
     def close(self) -> None:
         for link in self.links.values():
             link.close()

@@ -148,6 +148,10 @@ def samples() -> dict[str, list[Sample]]:
     }
     for name, params in own.items():
         table[f"random_{name}"] = [((key,), {**block, **p}) for p in params]
+    place = {"rate": 0.3, "offset": (1, 0), "global_shape": (4, 3)}
+    for d in (np.float64, np.float32, BF16):
+        table.setdefault("dropout", []).append(((f(2, 3, dtype=d), key), place))
+        table.setdefault("dropout_add", []).append(((f(2, 3, dtype=d), f(2, 3, dtype=d), key), place))
     line = {"shape": (2,), "offset": (1,), "global_shape": (4,), "dtype": mt.int64}
     table["random_permutation"] = [((key,), line)]
     table["random_choice"] = [((key, f(5)), {**line, "replace": r}) for r in (True, False)]

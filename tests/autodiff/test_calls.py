@@ -75,16 +75,72 @@ def test_checkpoints_nest_and_have_derivatives_of_any_order():
     mt.check_grads(mt.checkpoint(layer), np.full((2, 4), 0.3), np.asarray(W), order=2)
 
 
-def test_a_compiled_function_keeps_its_checkpoints_when_it_is_differentiated():
+def test_a_compiled_function_is_differentiated_with_its_checkpoints_and_runs_once():
     block = mt.checkpoint(lambda x: mt.exp(mt.sin(x)))
-    f = mt.compile(lambda x: block(block(x)).sum())
+    runs = []
+
+    def plain(x):
+        runs.append(1)
+        return block(block(x)).sum()
+
+    f = mt.compile(plain)
     x = arr(0.1, 0.2)
+    expected = mt.grad(plain)(x)
+    runs.clear()
     with mt.Tape() as tape:
         tape.watch(x)
         y = f(x)
-    assert [e.op.name for e in tape.entries] == ["checkpoint", "checkpoint", "sum"]
-    expected = mt.grad(lambda x: mt.exp(mt.sin(mt.exp(mt.sin(x)))).sum())(x)
+    assert [e.op.name for e in tape.entries] == ["plain"]
     assert tape.gradient(y, x).tolist() == expected.tolist()
+    assert len(runs) == 2  # for the program, and for its derivative
+    for _ in range(3):
+        assert mt.grad(f)(x).tolist() == expected.tolist()
+    assert len(runs) == 2
+    np.testing.assert_allclose(np.asarray(mt.hvp(f, x, x)), np.asarray(mt.hvp(plain, x, x)), rtol=1e-13)
+    np.testing.assert_allclose(np.asarray(mt.hessian(f)(x)), np.asarray(mt.hessian(plain)(x)), rtol=1e-13)
+
+
+def test_a_compiled_function_is_differentiated_with_its_own_derivatives_and_hooks():
+    @mt.custom_vjp
+    def twice_as_steep(x):
+        return x * x
+
+    twice_as_steep.defvjp(lambda x: (x * x, x), lambda x, g: (4.0 * x * g,))
+    seen = []
+
+    def loss(p, n, keys):
+        def hook(g):
+            seen.append(1)
+            return 10.0 * g
+
+        y = mt.gradient_hook(twice_as_steep(p["a"]), hook)
+        return (y * p["b"] * keys[0]).sum(), {"count": n, "int": mt.asarray([1, 2]) + keys[1]}
+
+    f = mt.compile(loss)
+    p = {"a": arr(1.0, 2.0), "b": arr(3.0, 4.0)}
+    keys = [mt.asarray(2.0), mt.asarray([1, 1])]
+    expected, aux = mt.grad(loss, has_aux=True)(p, 7, keys)
+    seen.clear()
+    for _ in range(3):
+        found, extra = mt.grad(f, has_aux=True)(p, 7, keys)
+        assert {k: v.tolist() for k, v in found.items()} == {k: v.tolist() for k, v in expected.items()}
+        assert extra["count"] == 7
+        assert extra["int"].tolist() == aux["int"].tolist() == [2, 3]
+    assert len(seen) == 1
+    outer = arr(5.0, 6.0)
+
+    def around(w):  # an array of the closure that is watched is known to the code alone
+        return mt.compile(lambda x: (mt.checkpoint(lambda x: x * x)(x) * w).sum())(arr(1.0, 2.0))
+
+    assert mt.grad(around)(outer).tolist() == [1, 4]
+
+
+def test_values_that_a_hook_asks_for_are_refused_in_a_compiled_function():
+    f = mt.compile(lambda x: mt.gradient_hook(x * x, lambda g: None if float(g.sum()) > 0 else g).sum())
+    assert f(arr(1.0, 2.0)).tolist() == 5
+    with pytest.raises(mt.errors.TracedValueError):
+        mt.grad(f)(arr(1.0, 2.0))
+    assert f(arr(1.0, 2.0)).tolist() == 5  # whole afterwards
 
 
 def test_on_a_mesh():

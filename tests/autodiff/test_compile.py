@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
+import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
@@ -492,3 +495,84 @@ def test_tracing_is_seen_by_no_tape():
         f(x)
         f(x)
     assert [e.op.name for e in tape.entries] == ["multiply", "add"] * 2
+
+
+def test_programs_that_were_not_used_for_long_make_room():
+    f = mt.compile(lambda x: x * 2.0, cache_size=2)
+    for n in (1, 2, 1, 3, 1):  # 2 makes room for 3; 1 was used in between, and stays
+        f(mt.ones(n))
+    assert f.signatures == 3
+    f(mt.ones(2))
+    assert f.signatures == 4
+    assert "4 signature(s)" in repr(f)
+    with pytest.raises(ValueError, match=r"\[compile\] cache_size must be at least 1, got 0"):
+        mt.compile(lambda x: x, cache_size=0)
+    read = [mt.ones(1000)]
+    first = weakref.ref(read[0])
+    h = mt.compile(lambda x: x * read[0], cache_size=1)
+    h(mt.ones(1000))
+    read[0] = mt.zeros(1000)
+    assert h(mt.ones(1000)).tolist() == [0] * 1000
+    assert first() is None  # the program that made room let go of what it read from around it
+
+
+def test_threads_share_a_compiled_function():
+    f = mt.compile(lambda x, n: (x * float(n)).sum(), cache_size=3)
+    wrong = []
+
+    def work(seed):
+        for i in range(60):
+            n = (seed + i) % 7 + 1
+            if float(f(mt.ones(n), n)) != n * n:
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(120)
+    assert not wrong
+    assert not any(t.is_alive() for t in threads)
+
+
+@pytest.mark.parametrize("n", [3, 300])
+def test_memory_of_operands_is_used_again_where_nobody_else_can_hold_it(n):
+    """``y`` is read twice and returned once; views of values are handed on: none of them may be written to."""
+
+    def fn(x, w):
+        a = x @ w
+        b = mt.tanh(a)
+        c = b * b
+        view = c[0]
+        d = mt.exp(-c)
+        e = d + 1.0
+        return e, view, b, mt.sqrt(e) + view, a.T
+
+    rng = np.random.default_rng(0)
+    x, w = (mt.asarray(rng.standard_normal((n, n))) for _ in range(2))
+    before = x.tolist(), w.tolist()
+    for _ in range(2):
+        for got, want in zip(mt.compile(fn)(x, w), fn(x, w), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert (x.tolist(), w.tolist()) == before
+
+
+def test_a_chain_between_products_takes_the_memory_of_one_result():
+    n = 200  # below the size that is fused
+
+    def fn(x):
+        y = x @ x
+        for _ in range(20):
+            y = mt.sin(y)
+        return y
+
+    x = mt.asarray(np.random.default_rng(0).standard_normal((n, n)))
+    f = mt.compile(fn)
+    f(x)
+    tracemalloc.start()
+    try:
+        f(x)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * x.nbytes

@@ -31,6 +31,8 @@ def call(name: str, **params: Any) -> Callable[..., Any]:
     return lambda *args: apply(OPS[name], args, params)
 
 
+KEY = mt.random.key(5)
+
 Sample = tuple[Callable[..., Any], tuple[np.ndarray, ...]]
 
 
@@ -393,6 +395,12 @@ SAMPLES: dict[str, list[Sample]] = {
         (call("layer_norm_backward", naxes=1, eps=1e-5), (real(2, 3), real(2, 3), real(3))),
         (call("layer_norm_backward", naxes=2, eps=1e-2), (real(2, 3), real(2, 3), real(2, 3))),
         (lambda x: call("layer_norm_backward", naxes=1, eps=1e-3)(x, x, x), (real(3),)),
+    ],
+    "dropout": [(lambda x, r=r: mt.nn.dropout(x, r, key=KEY), (real(3, 4),)) for r in (0.3, 1.0)]
+    + [(lambda x: mt.nn.dropout(x.T, 0.5, key=KEY), (cplx(2, 3),)), (lambda x: mt.nn.dropout(x, 0.5, key=KEY), (real(0, 3),))],
+    "dropout_add": [
+        (lambda x, y: mt.nn.dropout_add(x, y, 0.3, key=KEY), (real(3, 4), real(3, 4))),
+        (lambda x: mt.nn.dropout_add(x, x, 0.3, key=KEY), (real(3, 4),)),
     ],
     "group_norm": [
         (lambda x, w, b: mt.group_norm(x, 2, w, b), (real(2, 4, 3), real(4), real(4))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -202,6 +203,55 @@ def test_jacobian_of_awkward_shapes():
         mt.errors.GradientError, match=r"\[jacobian\] the function must return an Array, or a tree, got int"
     ):
         mt.jacobian(lambda x: (x, 3))(arr(1))
+
+
+def test_jacobians_in_blocks():
+    x = mt.asarray(np.random.default_rng(0).standard_normal((3, 4)))
+    f = lambda x: mt.tanh(x @ x.T)  # noqa: E731
+    whole = np.asarray(mt.jacobian(f)(x))
+    for size in (1, 2, 4, 9, 100):
+        np.testing.assert_array_equal(np.asarray(mt.jacobian(f, block_size=size)(x)), whole)
+        blocks = list(mt.jacobian_blocks(f, x, block_size=size))
+        assert [r.start for r, _ in blocks] == list(range(0, 9, size))
+        assert blocks[-1][0].stop == 9
+        np.testing.assert_array_equal(np.concatenate([np.asarray(b) for _, b in blocks]), whole.reshape(9, 3, 4))
+    # Recorded, traced, and of a tree.
+    second = mt.jacobian(mt.jacobian(f, block_size=2), block_size=5)
+    np.testing.assert_array_equal(np.asarray(second(x)), np.asarray(mt.jacobian(mt.jacobian(f))(x)))
+    np.testing.assert_allclose(np.asarray(mt.compile(mt.jacobian(f, block_size=2))(x)), whole, rtol=1e-14)
+    (rows, block) = next(mt.jacobian_blocks(mt.grad(lambda a: (a**3).sum()), x))
+    assert (rows, block.shape) == (slice(0, 12), (12, 3, 4))
+    (_, tree) = next(mt.jacobian_blocks(lambda p: p["a"] * p["b"], {"a": x, "b": mt.asarray(2.0)}))
+    assert {k: v.shape for k, v in tree.items()} == {"a": (12, 3, 4), "b": (12,)}
+    with pytest.raises(
+        mt.errors.GradientError, match=r"\[jacobian_blocks\] the function must return an Array, got tuple"
+    ):
+        mt.jacobian_blocks(lambda x: (x, x), x)
+    for fn in (mt.jacobian, mt.hessian):
+        with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+            fn(f, block_size=0)
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        mt.jacobian_blocks(f, x, block_size=0)
+
+
+def test_blocks_bound_the_memory_of_a_jacobian():
+    n = 600
+    x = mt.ones(n)
+    f = lambda x: x * x  # noqa: E731
+    mt.jacobian(f)(x)
+    tracemalloc.start()
+    try:
+        j = mt.jacobian(f, block_size=16)(x)
+        whole = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        start = tracemalloc.get_traced_memory()[0]
+        for _rows, _block in mt.jacobian_blocks(f, x, block_size=16):
+            pass
+        blocks = tracemalloc.get_traced_memory()[1] - start
+    finally:
+        tracemalloc.stop()
+    assert whole < 1.2 * j.nbytes
+    assert blocks < 0.2 * j.nbytes
 
 
 def test_jacobian_and_hessian_of_trees():

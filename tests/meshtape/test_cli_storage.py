@@ -81,3 +81,110 @@ def test_wrong_options_exit_with_2(args: tuple[str, ...], ckpt: Path, tmp_path: 
 @pytest.mark.parametrize("command", ["verify", "diff", "merge", "convert", "reshard"])
 def test_help(command: str) -> None:
     assert call(command, "--help").exit_code == 0
+
+
+# ----- tree, estimate, and what all commands share --------------------------------------------------------------------
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    layer = {"w": np.ones((4, 4), np.float32), "b": np.ones(4, np.float32)}
+    tree = {
+        "layers": [layer, layer, layer, {"w": np.ones((2, 4), np.float32)}],
+        "head": np.ones(3),
+        "bad\x1b[2J": np.ones(1),
+    }
+    mt.save(tmp_path / "deep", tree, step=9, metadata={"loss": float("nan")}, documents={"config": {"layers": 4}})
+    return tmp_path / "deep"
+
+
+def test_tree(deep: Path) -> None:
+    lines = call("tree", str(deep)).output.splitlines()
+    assert "step 9): 9 arrays" in lines[0]
+    assert lines[1].startswith("├── layers  (7 arrays")
+    assert lines[2].startswith("│   ├── 0…2 × 3  (2 arrays")
+    assert "w  float32[4, 4]  64 B" in lines[3]
+    assert lines[5].startswith("│   └── 3  (1 arrays")
+    assert "\x1b" not in "".join(lines)
+    assert len(call("tree", str(deep), "--depth", "1").output.splitlines()) == 4
+    data = json.loads(call("tree", str(deep), "--json").output)
+    assert data["children"]["layers"]["children"]["3"]["children"]["w"]["shape"] == [2, 4]
+    assert data["arrays"] == 9
+
+
+def test_estimate(deep: Path) -> None:
+    out = call(
+        "estimate", str(deep), "--mesh", "m=2", "--shard", "layers.*.w:m=0", "--optimizer", "adam", "--zero", "m"
+    )
+    assert out.exit_code == 0, out.output
+    assert "2 ranks" in out.output
+    data = json.loads(call("estimate", str(deep), "--json", "--dtype", "bfloat16").output)
+    assert data["arrays"] == 9
+    assert data["nbytes"] == 2 * data["elements"]
+    assert call("estimate", str(deep), "--optimizer", "none").exit_code == 1
+
+
+def test_json_is_json_for_every_command(deep: Path, tmp_path: Path) -> None:
+    """NaN in the metadata is no excuse."""
+
+    def strict(text: str) -> object:
+        return json.loads(text, parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
+
+    there = str(deep)
+    assert strict(call("ls", there, "--json").stdout)["documents"] == ["config.json"]
+    for args in (
+        ("show", there, "head", "--json"),
+        ("tree", there, "--json"),
+        ("verify", there, "--json"),
+        ("diff", there, there, "--json"),
+        ("estimate", there, "--json"),
+        ("merge", there, str(tmp_path / "m"), "--json"),
+        ("convert", there, str(tmp_path / "c"), "--format", "zarr", "--mesh", "m=2", "--shard", "head:m=0", "--json"),
+        ("reshard", there, str(tmp_path / "r"), "--mesh", "m=2", "--json"),
+    ):
+        out = call(*args)
+        assert out.exit_code == 0, out.output
+        assert strict(out.stdout)
+
+
+def test_exit_codes(deep: Path, tmp_path: Path) -> None:
+    assert call("ls", str(deep)).exit_code == 0
+    assert call("ls", str(tmp_path / "nothing")).exit_code == 1
+    assert call("tree", "s3://user:hush@bucket/x").exit_code == 1
+    assert "hush" not in call("tree", "s3://user:hush@bucket/x").output
+    assert call("reshard", str(deep), str(tmp_path / "r")).exit_code == 2
+    assert call("merge", str(deep)).exit_code == 2
+    assert call("merge", str(deep), str(tmp_path / "m"), "--scheduler", "tcp://127.0.0.1:9").exit_code == 1
+
+
+def test_progress_is_plain_lines_in_a_pipe(deep: Path, tmp_path: Path) -> None:
+    out = call("merge", str(deep), str(tmp_path / "m"), "--prefix", "layers")
+    lines = out.stderr.splitlines()
+    assert lines[0].startswith("merging: 0 B of ")
+    assert "(100 %)" in lines[-1]
+    assert not any("\x1b" in line or "\r" in line for line in lines)
+    assert set(load_file(tmp_path / "m" / "model.safetensors")) == {f"{i}.{n}" for i in range(3) for n in "wb"} | {
+        "3.w"
+    }
+    assert call("merge", str(deep), str(tmp_path / "n"), "--json").stderr == ""
+
+
+def test_urls_stand_for_paths(deep: Path, tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    there = f"memory://{tmp_path.name}/cli"
+    assert call("convert", str(deep), there, "--format", "zarr").exit_code == 0
+    for command in ("ls", "tree", "verify", "estimate"):
+        assert call(command, there).exit_code == 0
+    assert call("show", there, "head").exit_code == 0
+    assert call("diff", there, str(deep)).exit_code == 0
+    assert call("merge", there, str(tmp_path / "back"), "--keys", "head").exit_code == 0
+    np.testing.assert_array_equal(load_file(tmp_path / "back" / "model.safetensors")["head"], np.ones(3))
+
+
+def test_the_workers_of_a_scheduler_do_the_work(deep: Path, tmp_path: Path) -> None:
+    from distributed import LocalCluster
+
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+        out = call("reshard", str(deep), str(tmp_path / "r"), "--mesh", "m=2", "--scheduler", cluster.scheduler_address)
+    assert out.exit_code == 0, out.output
+    assert call("diff", str(deep), str(tmp_path / "r")).exit_code == 0

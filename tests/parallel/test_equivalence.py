@@ -296,7 +296,10 @@ def random_samples() -> dict[str, list[Sample]]:
     def draws(fn: Callable[..., Any]) -> list[Sample]:
         return [(lambda k, s=s: fn(k, s), (key,)) for s in shapes]
 
+    drop = [(5,), (4, 6), (0, 3), (2, 3, 5)]
     return {
+        "dropout": [(lambda k, x: mt.nn.dropout(x, 0.4, key=k), (key, In(s))) for s in drop],
+        "dropout_add": [(lambda k, x, y: mt.nn.dropout_add(x, y, 0.4, key=k), (key, In(s), In(s))) for s in drop],
         "random_bits": draws(r.bits),
         "random_uniform": draws(r.uniform) + draws(lambda k, s: r.uniform(k, s, np.float32, -1.0, 3.0)),
         "random_normal": draws(r.normal) + draws(lambda k, s: r.normal(k, s, np.float32)),

@@ -36,7 +36,7 @@
     const here = $("[data-poll]");
     if (!here || polling) return;
     polling = true;
-    await new Promise((done) => setTimeout(done, 400));
+    await new Promise((done) => setTimeout(done, Number(here.dataset.every) || 400));
     try {
       const holder = here.closest("[data-swap]") || here.closest(".mt-section") || here;
       const { nodes } = await fragment(plus(here.dataset.poll, here.dataset.poll.includes("fragment=") ? "again=" : "fragment=1"));

@@ -1,0 +1,39 @@
+"""Whether sums on a GPU must be the same, to the bit, in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_deterministic = True
+
+
+def is_deterministic() -> bool:
+    """Whether the functions that have a faster way without a fixed order leave it alone (by default they do).
+
+    >>> import meshtape as mt
+    >>> mt.is_deterministic()
+    True
+    """
+    return _deterministic
+
+
+@contextmanager
+def use_deterministic(mode: bool = True) -> Iterator[None]:
+    """Add up in a fixed order on a GPU, or, with False, in whichever order is fastest, while the context is open.
+
+    It concerns what is added at repeated indices: gradients of reading rows (``table[ids]``, ``take``, ``embedding``) and
+    ``x.at[...].add``. With False each addition is an atomic operation, and the last digits of a sum change from run to run. On a
+    CPU, and in everything else on a GPU, the order is always the same. It holds for all threads of the process.
+
+    >>> import meshtape as mt
+    >>> with mt.use_deterministic(False):
+    ...     mt.is_deterministic()
+    False
+    """
+    global _deterministic
+    before, _deterministic = _deterministic, bool(mode)
+    try:
+        yield
+    finally:
+        _deterministic = before

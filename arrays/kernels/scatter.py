@@ -1,0 +1,253 @@
+"""Writing at index arrays on CUDA: gradients of reading, ``at[...].add`` and ``at[...].set``.
+
+A key is made two numbers: the place of each row that is written, and how many elements a row has. Sums are added by atomic
+operations, in whatever order the threads come, or (:func:`~meshtape.arrays.determinism.use_deterministic`, the default) in the
+order of the rows: sorted by place, and added up chunk by chunk. Of several rows written to one place the last one stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..determinism import is_deterministic
+from .geometry import ceil_div
+from .launch import FLOATS, contiguous, i64, named, runner, wide
+
+FILE = "scatter.cu"
+_THREADS = 256
+_I64, _BOOL = np.dtype(np.int64), np.dtype(np.bool_)
+
+_RAW = {n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
+"""What elements of so many bytes are copied as."""
+
+
+def summed_as(dtype: np.dtype) -> np.dtype:
+    """The dtype that sums are made in: short numbers have no atomic addition, or one that rounds at every step.
+
+    >>> import numpy as np
+    >>> [summed_as(np.dtype(t)).name for t in ("float16", "uint8", "float64")]
+    ['float32', 'uint32', 'float64']
+    """
+    if dtype in FLOATS:
+        return wide(dtype)
+    return dtype if dtype.itemsize >= 4 else np.dtype(np.uint32)
+
+
+def variants() -> Iterator[tuple[str, str]]:
+    """File and name of every kernel that these functions may start."""
+    for d in (*FLOATS, *_RAW.values()):
+        for kernel in ("add_atomically", "add_in_order", "join_chunks"):
+            yield FILE, named(kernel, d, summed_as(d))
+    for d in (np.dtype(np.int32), _I64):
+        yield FILE, named("mark_last", d)
+        yield FILE, named("kept_by_mark", d)
+    yield FILE, named("kept_by_order", _I64)
+    for d in _RAW.values():
+        yield FILE, named("write_kept", d)
+        yield FILE, named("read_kept", d)
+
+
+# ----- keys -----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, int]:
+    """The place of each row that ``x[key]`` reads, in C order as a flat int64 array, and the number of elements of a row.
+
+    Dimensions at the end that the key takes whole make up the rows; the places are those among all rows.
+    """
+    from ..indexing import Slot, Span, numpy_key
+
+    xp = runner().xp
+    lead, inner = list(template), 1
+    kept = len(shape)
+    while lead and isinstance(lead[-1], Span) and lead[-1] in (Span(None, None, None), Span(None, None, 1)):
+        lead.pop()
+        kept -= 1
+        inner *= shape[kept]
+    if all(isinstance(p, Slot) for p in lead):
+        places: Any = 0
+        for p, n in zip(lead, shape, strict=False):
+            a = arrays[p.n].astype(np.int64, copy=False)
+            places = places * n + xp.where(a < 0, a + n, a)
+    else:
+        every = xp.arange(math.prod(shape[:kept]), dtype=np.int64).reshape(shape[:kept])
+        places = every[numpy_key(tuple(lead), arrays)]
+    return contiguous(places).reshape(-1), inner
+
+
+def _values(v: Any, places: Any, inner: int, template: Any, arrays: Sequence[Any], x: Any) -> tuple[Any, bool]:
+    """The written value in rows, and whether it is one number for all of them."""
+    from ..indexing import _fit, result_shape
+
+    xp = runner().xp
+    v = xp.asarray(v).astype(x.dtype, copy=False)
+    if v.size == 1:
+        return contiguous(v.reshape(1)), True
+    v = _fit(v, x, template, arrays)
+    target = result_shape(template, x.shape, [a.shape for a in arrays])
+    return contiguous(xp.broadcast_to(v, target)).reshape(places.shape[0], inner), False
+
+
+def _grid(total: int) -> tuple[int, int, int]:
+    return (max(1, min(ceil_div(total, _THREADS), 64 * runner().properties().multiprocessors)), 1, 1)
+
+
+def _launch(kernel: str, total: int, *arguments: Any) -> None:
+    runner().launch(FILE, kernel, _grid(total), (_THREADS, 1, 1), arguments)
+
+
+# ----- sums -----------------------------------------------------------------------------------------------------------
+
+
+def _parts(out: Any, values: Any, inner: int) -> tuple[Any, Any, int]:
+    """Complex numbers as two real ones each; signed integers as unsigned ones, whose sums have the same bits."""
+    if out.dtype.kind == "c":
+        real = np.dtype(f"f{out.dtype.itemsize // 2}")
+        return out.view(real), values.view(real), 2 * inner
+    if out.dtype.kind == "i":
+        return out.view(_RAW[out.dtype.itemsize]), values.view(_RAW[out.dtype.itemsize]), inner
+    return out, values, inner
+
+
+def add_rows(out: Any, places: Any, values: Any, inner: int, one: bool) -> Any:
+    """``out`` (contiguous) with each row of ``values`` added at its place: ``out`` itself, or an array in its stead."""
+    count = places.shape[0]
+    if not count * inner:
+        return out
+    if out.dtype == _BOOL:  # the sum of truths is whether there is one
+        return add_rows(out.astype(np.int32), places, values.astype(np.int32), inner, one).astype(bool)
+    if one and out.dtype.kind == "c":
+        values, one = contiguous(runner().xp.broadcast_to(values, (count, inner))), False
+    real, values, inner = _parts(out, values, inner)
+    if is_deterministic():
+        _add_in_order(real, places, values, inner, one)
+        return out
+    a = summed_as(real.dtype)
+    sums = real if a == real.dtype else real.astype(a)
+    kernel = named("add_atomically", real.dtype, a)
+    _launch(kernel, count * inner, places, values, sums, i64(count), i64(inner), np.bool_(one))
+    return out if sums is real else sums.astype(real.dtype).view(out.dtype)
+
+
+def _add_in_order(out: Any, places: Any, values: Any, inner: int, one: bool) -> None:
+    r = runner()
+    count = places.shape[0]
+    order = contiguous(r.xp.argsort(places, kind="stable").astype(np.int64, copy=False))
+    ordered = contiguous(places[order])
+    tiles = ceil_div(inner, 32)
+    chunk = max(8, min(256, ceil_div(count * tiles, 32 * r.properties().multiprocessors)))
+    chunk = max(chunk, ceil_div(count, 8 * 65535))  # blocks along y are few
+    chunks = ceil_div(count, chunk)
+    a = summed_as(out.dtype)
+    carry = r.xp.empty((chunks, 2, inner), a)
+    grid, block = (tiles, ceil_div(chunks, 8), 1), (32, 8, 1)
+    numbers = (i64(count), i64(inner), i64(chunk))
+    kernel = named("add_in_order", out.dtype, a)
+    r.launch(FILE, kernel, grid, block, (ordered, order, values, out, carry, *numbers, np.bool_(one)))
+    if chunks > 1:
+        r.launch(FILE, named("join_chunks", out.dtype, a), grid, block, (ordered, carry, out, *numbers))
+
+
+def scatter(g: Any, *arrays: Any, template: Any, shape: tuple[int, ...]) -> Any:
+    """See :data:`meshtape.arrays.indexing.SCATTER`."""
+    from ..indexing import is_basic, numpy_key
+
+    xp = runner().xp
+    out = xp.zeros(shape, g.dtype)
+    if is_basic(template):
+        out[numpy_key(template, arrays)] = g
+        return out
+    places, inner = rows_of(template, arrays, shape)
+    return add_rows(out, places, contiguous(g).reshape(places.shape[0], inner), inner, False)
+
+
+def index_add(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
+    """See :data:`meshtape.arrays.indexing.INDEX_ADD`."""
+    from ..indexing import _fit, is_basic, numpy_key
+
+    out = contiguous(runner().xp.array(x))
+    if is_basic(template):
+        out[numpy_key(template, arrays)] += _fit(v, out, template, arrays)
+        return out
+    places, inner = rows_of(template, arrays, out.shape)
+    values, one = _values(v, places, inner, template, arrays, out)
+    return add_rows(out, places, values, inner, one)
+
+
+# ----- the last write -------------------------------------------------------------------------------------------------
+
+
+def last_writes_kept(places: Any, rows: int) -> Any:
+    """Whether each write is the last one to its place, among ``rows`` places."""
+    r = runner()
+    count = places.shape[0]
+    kept = r.xp.empty(count, _BOOL)
+    if not count:
+        return kept
+    if rows <= 8 * count + (1 << 20):
+        n = np.dtype(np.int32) if count < 2**31 else _I64
+        last = r.xp.full(rows, -1, n)
+        _launch(named("mark_last", n), count, places, last, i64(count))
+        _launch(named("kept_by_mark", n), count, places, last, kept, i64(count))
+    else:  # a mark for every place would be most of the work, and of the memory
+        order = contiguous(r.xp.argsort(places, kind="stable").astype(np.int64, copy=False))
+        _launch(named("kept_by_order", _I64), count, contiguous(places[order]), order, kept, i64(count))
+    return kept
+
+
+def _raw(a: Any, inner: int) -> tuple[Any, int]:
+    """An array of elements of any dtype as unsigned integers to copy, and how many of those a row has."""
+    size = a.dtype.itemsize
+    return (a.view(_RAW[8]), 2 * inner) if size == 16 else (a.view(_RAW[size]), inner)
+
+
+def write_rows(out: Any, v: Any, template: Any, arrays: Sequence[Any]) -> None:
+    """``out[key] = v`` in place (``out`` contiguous, the key with index arrays): the last write in C order stays."""
+    places, inner = rows_of(template, arrays, out.shape)
+    count = places.shape[0]
+    if not count * inner:
+        return
+    values, one = _values(v, places, inner, template, arrays, out)
+    if one and out.dtype.itemsize == 16:
+        values, one = contiguous(runner().xp.broadcast_to(values, (count, inner))), False
+    kept = last_writes_kept(places, out.size // inner)
+    values, _ = _raw(values, inner)
+    target, inner = _raw(out, inner)
+    kernel = named("write_kept", target.dtype)
+    _launch(kernel, count * inner, places, kept, values, target, i64(count), i64(inner), np.bool_(one))
+
+
+def index_set(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
+    """See :data:`meshtape.arrays.indexing.INDEX_SET`."""
+    from ..indexing import _fit, is_basic, numpy_key
+
+    out = contiguous(runner().xp.array(x))
+    if is_basic(template):
+        out[numpy_key(template, arrays)] = _fit(v, out, template, arrays)
+    else:
+        write_rows(out, v, template, arrays)
+    return out
+
+
+def last_writes(g: Any, *arrays: Any, template: Any) -> Any:
+    """See :data:`meshtape.arrays.indexing.LAST_WRITES`."""
+    from ..indexing import is_basic, numpy_key, result_shape
+
+    r = runner()
+    if is_basic(template):
+        return contiguous(r.xp.array(g[numpy_key(template, arrays)]))
+    g = contiguous(g)
+    out = r.xp.empty(result_shape(template, g.shape, [a.shape for a in arrays]), g.dtype)
+    places, inner = rows_of(template, arrays, g.shape)
+    count = places.shape[0]
+    if count * inner:
+        kept = last_writes_kept(places, g.size // inner)
+        source, _ = _raw(g, inner)
+        target, inner = _raw(out, inner)
+        kernel = named("read_kept", source.dtype)
+        _launch(kernel, count * inner, places, kept, source, target, i64(count), i64(inner))
+    return out

@@ -1,0 +1,18 @@
+"""Derivatives of what draws random numbers and is linear in its operands; legend in ``_registry``."""
+
+from __future__ import annotations
+
+from ...arrays import dropout
+from ._registry import call, defvjp, same
+
+
+def _dropped(xp, g, key, rate, offset, global_shape):
+    return call(xp, dropout.DROPOUT, g, key, rate=rate, offset=offset, global_shape=global_shape)
+
+
+defvjp(dropout.DROPOUT, x=_dropped)
+defvjp(
+    dropout.DROPOUT_ADD,
+    x=lambda xp, g, key, rate, offset, global_shape: _dropped(xp, g, key, rate, offset, global_shape),
+    y=same,
+)

@@ -1,0 +1,198 @@
+"""Pages in the Dask scheduler's dashboard: what runs on the meshes, and the browser of checkpoints.
+
+One line of Dask's configuration mounts them::
+
+    distributed.scheduler.http.routes: [..., meshtape.parallel.dashboard]
+
+``/meshtape/`` is a live page of meshes, ranks and programs. ``/meshtape/browse/`` shows the checkpoints below ``meshtape.browse.roots``
+(`meshtape.storage.browse`). Both are as open as the dashboard itself; ``meshtape.browse.hosts`` may list the host names under which alone
+they answer.
+
+The page shows what the scheduler knows, and says where that ends. It knows which gang tasks wait, run and have run, and what
+workers report with their heartbeats, twice a second at best: a collective that took less may never be seen. Collectives go from worker
+to worker; of their bytes the scheduler knows nothing. A save is seen as tasks, one a worker, that are done or not.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import dask
+from distributed.http.utils import RequestHandler
+
+from ..storage.browse.frame import Shown, facts, href, notice, page, section, table
+from ..storage.browse.handlers import POLICY, Access, host_of, routes as _browse_routes
+from ..storage.browse.html import Markup, join, tag
+from ..storage.browse.site import Site
+from ..storage.browse.text import count, human_bytes, plain, visible
+
+PREFIX = "meshtape-"
+_HEX = 32
+_EVENTS = 12
+EVERY = 1000  # milliseconds between two looks
+
+
+@functools.cache
+def access() -> Access:
+    """The checkpoints that the configuration names; opened when the first page is asked for."""
+    roots = dask.config.get("meshtape.browse.roots", None) or []
+    hosts = dask.config.get("meshtape.browse.hosts", None)
+    roots = [roots] if isinstance(roots, str) else list(roots)
+    return Access(Site(roots), None if hosts is None else frozenset(h.casefold() for h in hosts))
+
+
+def program_of(key: Any) -> str | None:
+    """The name of the program, or function of blocks, that a gang task runs; None for other tasks.
+
+    >>> program_of("meshtape-step-" + "0" * 32), program_of("sum-" + "0" * 32)
+    ('step', None)
+    """
+    text = str(key)
+    if not text.startswith(PREFIX):
+        return None
+    head, _, tail = text[len(PREFIX) :].rpartition("-")
+    return head if head and len(tail) == _HEX else text[len(PREFIX) :]
+
+
+def state_of(scheduler: Any) -> dict[str, Any]:
+    """What the scheduler knows about meshes and their programs, as plain data."""
+    plugin = scheduler.plugins.get("meshtape")
+    meshes = []
+    for mesh, (client, workers) in dict(getattr(plugin, "meshes", {})).items():
+        seats = [_seat(scheduler.workers.get(w), w, mesh.hex()) for w in workers]
+        meshes.append(
+            {
+                "mesh": mesh.hex()[:8],
+                "client": client,
+                "leased": not set(workers).isdisjoint(plugin.holders.get(client, ())),
+                "waiting": sum(not wish.workers.isdisjoint(workers) for wish in plugin.waiting),
+                "workers": seats,
+            }
+        )
+    programs: dict[str, dict[str, Any]] = {}
+    for name, prefix in scheduler.task_prefixes.items():
+        if not name.startswith(PREFIX) or name.startswith((f"{PREFIX}blocks", f"{PREFIX}fetch")):  # moves to and from the client
+            continue
+        now, ever = prefix.states, prefix.state_counts
+        programs[name[len(PREFIX) :]] = {
+            "running": now.get("processing", 0),
+            "waiting": now.get("waiting", 0) + now.get("queued", 0) + now.get("no-worker", 0),
+            "done": ever.get("memory", 0),
+            "seconds": prefix.duration_average if prefix.duration_average >= 0 else None,
+        }
+    events = [
+        {"ago": time.time() - when, "program": str(e.get("failed", "")).rpartition("/")[2], "error": str(e.get("error", ""))}
+        for when, e in list(scheduler.get_events("meshtape"))[-_EVENTS:]
+        if isinstance(e, dict)
+    ]
+    return {"meshes": meshes, "programs": programs, "failures": events[::-1], "workers": len(scheduler.workers)}
+
+
+def _seat(worker: Any, address: str, mesh: str) -> dict[str, Any]:
+    """One worker of a mesh."""
+    if worker is None:
+        return {"address": address, "alive": False}
+    running = [(p, ts) for ts in worker.processing if (p := program_of(ts.key)) is not None]
+    report = worker.metrics.get("meshtape") or {}
+    run, collective = report.get(mesh, (None, "")) if isinstance(report, dict) else (None, "")
+    held = sum(ts.nbytes for ts in worker.has_what if program_of(ts.key) is not None and ts.nbytes > 0)
+    return {
+        "address": address,
+        "alive": True,
+        "silent": max(0.0, time.time() - worker.last_seen),
+        "program": running[0][0] if running else None,
+        "queued": max(0, len(running) - 1),
+        "run": run,
+        "collective": collective or None,
+        "blocks": held,
+    }
+
+
+# ----- the page -------------------------------------------------------------------------------------------------------
+
+
+def _mesh(m: dict[str, Any]) -> Markup:
+    rows = []
+    for k, w in enumerate(m["workers"]):
+        if not w["alive"]:
+            rows.append((str(k), visible(w["address"]), tag("span", "left the cluster", class_="mt-wrong"), "", "", "", ""))
+            continue
+        silent = f"{w['silent']:.0f} s ago" if w["silent"] > 5 else "now"
+        doing = tag("strong", visible(w["program"], 60)) if w["program"] else tag("span", "idle", class_="mt-quiet")
+        more = f" and {w['queued']} queued" if w["queued"] else ""
+        last = visible(w["collective"], 100) if w["collective"] else tag("span", "none reported", class_="mt-quiet")
+        rows.append((str(k), visible(w["address"]), join([doing, more]), "–" if w["run"] is None else f"{w['run']:,}", last, human_bytes(w["blocks"]), silent))
+    lease = "its client has the workers" if m["leased"] else "no run under way"
+    note = f"client {visible(m['client'], 60)}; {lease}" + (f"; {count(m['waiting'], 'other client')} waiting" if m["waiting"] else "")
+    head = ("Process", "Worker", "Program", "Run", "Last collective", "Blocks", "Seen")
+    return section(f"Mesh {m['mesh']}", table(head, rows, numeric=(3, 5)), note=note)
+
+
+def body_of(state: dict[str, Any]) -> Markup:
+    """The live part of the page."""
+    meshes, programs, failures = state["meshes"], state["programs"], state["failures"]
+    out: list[Any] = [
+        facts(
+            [
+                ("Meshes", f"{len(meshes):,}"),
+                ("Workers", f"{state['workers']:,}"),
+                ("Running", ", ".join(visible(n, 40) for n, p in programs.items() if p["running"]) or "nothing"),
+            ]
+        )
+    ]
+    out += [_mesh(m) for m in meshes] or [notice("note", "No mesh is open.", tag("p", "mt.Mesh({…}, client=client) opens one."))]
+    if programs:
+        rows = [
+            (visible(n, 60), f"{p['running']:,}", f"{p['waiting']:,}", f"{p['done']:,}", "–" if p["seconds"] is None else f"{1000 * p['seconds']:.1f} ms")
+            for n, p in sorted(programs.items())
+        ]
+        out.append(section("Programs", table(("Program", "Running", "Waiting", "Done", "Mean"), rows, numeric=(1, 2, 3, 4)), note="in tasks, one a worker for each run; saves and loads are among them"))
+    if failures:
+        rows = [(f"{f['ago']:.0f} s ago", visible(f["program"], 60), visible(f["error"], 400)) for f in failures]
+        out.append(section("Failures", table(("When", "Program", "What"), rows)))
+    return tag("div", tag("span", data_poll="?fragment=1", data_every=EVERY), *out, data_swap=True)
+
+
+class Live(RequestHandler):
+    """The page, its live part alone (``fragment``), and its data (``format=json``)."""
+
+    def prepare(self) -> None:
+        hosts = access().hosts
+        self.set_header("Content-Security-Policy", POLICY)
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("Cache-Control", "no-store")
+        if hosts is not None and host_of(self.request.host) not in hosts:
+            self.set_status(403)
+            self.finish()
+
+    def get(self) -> None:
+        state = state_of(self.server)
+        if self.get_argument("format", "") == "json":
+            self.write(plain(state))
+            return
+        live = body_of(state)
+        if self.get_argument("fragment", ""):
+            self.finish(str(live))
+            return
+        browse = tag("p", tag("a", "Checkpoints", href="browse/"), " ", tag("a", "Dask's own pages", href="../status"), class_="mt-zoom")
+        limits = (
+            "What workers report arrives with their heartbeats: a collective that took less than half a second may never be seen here. "
+            "Bytes of collectives go from worker to worker and are not known to the scheduler; mt.explain says them beforehand."
+        )
+        head = tag("div", tag("h1", "Meshes"), browse, class_="mt-head")
+        self.finish(page(Shown("Meshes", join([head, live, tag("p", limits, class_="mt-quiet")]), crumbs=[("meshes", None)]), prefix="browse/"))
+
+
+class _Slash(RequestHandler):
+    def get(self) -> None:
+        self.redirect(href(self.request.path.rpartition("/")[2] + "/"))
+
+
+routes: list[tuple[str, type, dict[str, Any]]] = [
+    ("meshtape", _Slash, {}),
+    ("meshtape/", Live, {}),
+    ("meshtape/browse", _Slash, {}),
+    *_browse_routes(access, "meshtape/browse/"),
+]

@@ -1,0 +1,196 @@
+"""Indexing where the dimension that is looked up is split: each rank answers for the part that it holds.
+
+Reading gives zeros for what is elsewhere, so that the sum over the ranks is the value (a *masked partial*: vocabulary-parallel
+embeddings, Megatron-LM); writing leaves out what is elsewhere. No rank gets more of the array than it has. Indices are checked
+against the whole length first, as on one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import indexing as ix
+from ..arrays._op import Op
+from ..arrays.errors import ArrayIndexError
+from ..arrays.program import ShapeDtype
+from .factors import RankView
+from .rank_ops import RankOp
+from .windows import Window
+
+Part = tuple[int, int, int]
+"""Of a dimension: where the rank's part starts, its length, and the whole length."""
+
+
+def _answers(
+    template: ix.Template, arrays: Sequence[Any], parts: Sequence[Part | None]
+) -> tuple[ix.Template, list[Any], Any]:
+    """Template and indices within the rank's part (0 where they are elsewhere), and which places are the rank's: an array that
+    broadcasts as the index arrays do, or a bool where there are none."""
+    own: list[Any] = list(arrays)
+    out: list[Any] = []
+    here: Any = True
+    dim = 0
+    for p in template:
+        part = parts[dim] if dim < len(parts) else None
+        consumes = not (p is None or isinstance(p, ix.Truth | ix.Gap))
+        if part is not None and isinstance(p, ix.Slot):
+            start, length, n = part
+            a = np.asarray(arrays[p.n])
+            if a.size and (int(a.min()) < -n or int(a.max()) >= n):
+                bad = int(a[(a < -n) | (a >= n)].flat[0])
+                raise ArrayIndexError(f"index {bad} is out of bounds for axis {dim} with size {n}")
+            at = np.where(a < 0, a.astype(np.int64) + n, a.astype(np.int64)) - start
+            inside = (at >= 0) & (at < length)
+            own[p.n] = np.where(inside, at, 0)
+            here = here & inside
+        elif part is not None and type(p) is int:
+            start, length, n = part
+            inside = start <= p < start + length
+            p = p - start if inside else 0
+            here = here & inside
+        out.append(p)
+        dim += consumes
+    return tuple(out), own, here
+
+
+def _front(template: ix.Template) -> int:
+    """Number of dimensions of the indexed part that stand before those of the index arrays."""
+    joined = [i for i, p in enumerate(template) if isinstance(p, ix.Slot | ix.Truth | int)]
+    if joined != list(range(joined[0], joined[-1] + 1)):
+        return 0
+    return sum(p is None or isinstance(p, ix.Span) for p in template[: joined[0]])
+
+
+def _spread(here: Any, template: ix.Template, arrays: Sequence[Any], ndim: int) -> Any:
+    """Which elements of the indexed part are the rank's, to broadcast with it."""
+    if ix.is_basic(template):
+        return here
+    count = len(np.broadcast_shapes(*(np.shape(a) for a in arrays)))
+    at = _front(template)
+    here = np.broadcast_to(here, np.broadcast_shapes(np.shape(here), (1,) * count)) if np.ndim(here) else here
+    return np.reshape(here, (1,) * at + np.shape(here) + (1,) * (ndim - at - count)) if np.ndim(here) else here
+
+
+def _read(xp: Any, x: Any, *arrays: Any, template: ix.Template, parts: Sequence[Part | None]) -> Any:
+    inner, own, here = _answers(template, arrays, parts)
+    shape = ix.result_shape(template, tuple(p[2] if p else n for p, n in zip(parts, x.shape, strict=True)), [np.shape(a) for a in arrays])
+    if here is False or (x.size == 0 and math.prod(shape)):
+        return np.zeros(shape, x.dtype)
+    value = ix.GETITEM.numpy(x, *own, template=inner)
+    return value if here is True else np.where(_spread(here, template, arrays, value.ndim), value, np.zeros((), x.dtype))
+
+
+def _add_to_zeros(
+    xp: Any, g: Any, *arrays: Any, template: ix.Template, parts: Sequence[Part | None], shape: tuple[int, ...]
+) -> Any:
+    inner, own, here = _answers(template, arrays, parts)
+    if here is False or not math.prod(shape):
+        return np.zeros(shape, g.dtype)
+    if here is not True:
+        g = np.where(_spread(here, template, arrays, g.ndim), g, np.zeros((), g.dtype))
+    return ix.SCATTER.numpy(g, *own, template=inner, shape=shape)
+
+
+def _write(
+    xp: Any, x: Any, v: Any, *arrays: Any, template: ix.Template, parts: Sequence[Part | None], op: str
+) -> Any:
+    inner, own, here = _answers(template, arrays, parts)
+    if here is False or not x.size:
+        return x
+    write = _WRITES[op].numpy
+    if here is True:
+        return write(x, v, *own, template=inner)
+    # Only what is the rank's: the index arrays become lists of places, and the values those at these places, in the same order.
+    common = np.broadcast_shapes(*(np.shape(a) for a in own))
+    here = np.broadcast_to(here, common)
+    at = _front(template)
+    if isinstance(v, np.ndarray):
+        full = ix.result_shape(inner, x.shape, [common])
+        lead = len(full) - v.ndim
+        v = np.reshape(v, (1,) * max(lead, 0) + v.shape[max(-lead, 0) :])
+        v = np.broadcast_to(v, (*v.shape[:at], *common, *v.shape[at + len(common) :]))
+        v = v[(slice(None),) * at + (here,)]
+    return write(x, v, *(np.broadcast_to(a, common)[here] for a in own), template=inner)
+
+
+def _infer_none(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+    return args[0]
+
+
+def part_op(name: str, operands: tuple[str, ...], impl: Callable[..., Any]) -> RankOp:
+    """An op that ranks run on parts in place of another one."""
+    return RankOp(name, operands, impl, _infer_none)
+
+
+_WRITES = {op.name: op for op in (ix.INDEX_SET, ix.INDEX_ADD, ix.INDEX_MIN, ix.INDEX_MAX)}
+READ_PART = part_op("read_part", ("x", "*arrays"), _read)
+SCATTER_PART = part_op("scatter_part", ("g", "*arrays"), _add_to_zeros)
+WRITE_PART = part_op("write_part", ("x", "v", "*arrays"), _write)
+
+
+# ----- parameters of one rank -------------------------------------------------------------------------------------------
+
+
+def _parts(template: ix.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> tuple[Part | None, ...]:
+    """The rank's part of each dimension that is looked up and split."""
+    out: list[Part | None] = []
+    for p in template:
+        if p is None or isinstance(p, ix.Truth | ix.Gap):
+            continue
+        d = len(out)
+        looked_up = isinstance(p, ix.Slot) or type(p) is int
+        out.append((offset[d], shape[d], whole[d]) if looked_up and shape[d] != whole[d] else None)
+    return tuple(out)
+
+
+def _within(template: ix.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> ix.Template:
+    """The template with slices as they are within a block of the indexed array."""
+    out: list[Any] = []
+    d = 0
+    for p in template:
+        if isinstance(p, ix.Span) and (offset[d], shape[d]) != (0, whole[d]):
+            first, _, step = slice(*p).indices(whole[d])
+            m = len(range(*slice(*p).indices(whole[d])))
+            lo, count = Window("unslice", (first, step, m)).region(offset[d], shape[d])
+            start = first + lo * step - offset[d]
+            stop = start + count * step
+            p = ix.Span(start, stop if stop >= 0 else None, step) if count else ix.Span(0, 0, None)
+        out.append(p)
+        d += not (p is None or isinstance(p, ix.Truth | ix.Gap))
+    return tuple(out)
+
+
+def local_read(whole: tuple[int, ...], params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+    """Parameters of :data:`READ_PART` for the parts that a rank has."""
+    box = view.operands[0]
+    assert box is not None
+    template = params["template"]
+    inner: list[Any] = []
+    d = 0
+    for p in template:
+        if isinstance(p, ix.Span) and box.shape[d] != whole[d]:
+            # The rank fetched just the elements of the slice that its block of the result needs.
+            step = slice(*p).indices(whole[d])[2]
+            full = p in (ix.Span(None, None, None), ix.Span(0, whole[d], 1), ix.Span(None, None, 1))
+            p = ix.Span(None, None, None if full else step)
+        inner.append(p)
+        d += not (p is None or isinstance(p, ix.Truth | ix.Gap))
+    return {"template": tuple(inner), "parts": _parts(template, whole, box.offset, box.shape)}
+
+
+def local_scatter(whole: tuple[int, ...], params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+    """Parameters of :data:`SCATTER_PART`."""
+    box = view.results[0]
+    template = _within(params["template"], whole, box.offset, box.shape)
+    return {"template": template, "parts": _parts(template, whole, box.offset, box.shape), "shape": box.shape}
+
+
+def local_write(whole: tuple[int, ...], op: str, params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+    """Parameters of :data:`WRITE_PART`."""
+    box = view.results[0]
+    template = _within(params["template"], whole, box.offset, box.shape)
+    return {"template": template, "parts": _parts(template, whole, box.offset, box.shape), "op": op}

@@ -1,0 +1,278 @@
+"""Checkpoints of ``torch.distributed.checkpoint`` (DCP), read without PyTorch and without running what they hold.
+
+``.metadata`` describes each tensor and where its chunks lie; a chunk is a zip archive inside a ``.distcp`` file, in which the elements are
+stored as they are. So a chunk is a byte range, and any box of a tensor is read from the parts of the chunks that it meets. Values that are
+not tensors (a step, a name) come along where they are plain; others are named in the checkpoint's metadata under ``dcp.skipped``. The
+format has no checksums that cover a part of a chunk: lengths and places are checked, the elements are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import struct
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..arrays.blocks import Box
+from ..arrays.errors import CheckpointDTypeError, CorruptCheckpoint, IncompleteCheckpoint
+from . import dtypes, names, stores
+from .manifest import Leaf, encode_json
+from .opened import Checkpoint, StoredArray
+from .tensors import Job, RawTensor, opened
+from .torch_values import Made, Named, Persistent, read_values
+
+FILE = ".metadata"
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_MAX_VALUE = 1 << 20  # bytes of a value that is no tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor, and the archive in which its elements lie."""
+
+    box: Box
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor in chunks, each an archive in a file."""
+
+    root: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def readers(self) -> int:
+        return stores.at(self.root).readers
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+
+    def only(self, box: Box) -> DcpTensor:
+        return DcpTensor(self.root, self.name, self.shape, self.dtype, tuple(c for c, _ in self._meeting(box)))
+
+    def check(self) -> None:
+        """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
+        lost = stores.missing(self.root, "", sorted({c.file for c in self.chunks}))
+        if lost:
+            raise IncompleteCheckpoint(f"{self.root}: files of key {self.name!r} are missing: {', '.join(lost[:8])}")
+
+    def _meeting(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        for c in self.chunks:
+            common = box.intersect(c.box)
+            if common is not None and common.size:
+                yield c, common
+
+    def planned(self, box: Box) -> int:
+        return sum(common.size for _, common in self._meeting(box)) * self.dtype.itemsize
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        for c, common in self._meeting(box):
+            yield lambda c=c, common=common: self._read(c, common, out[(*common.within(box).slices, ...)])
+
+    def _read(self, chunk: Chunk, common: Box, out: np.ndarray) -> int:
+        place = _place(self.root, chunk, self.name, self.dtype)
+        start, file_nbytes, strides = place
+        path = names.inside(self.root, chunk.file, self.root)
+        local = common.within(chunk.box)
+        order = sorted(range(len(chunk.box.shape)), key=lambda d: -strides[d])
+        shape = tuple(chunk.box.shape[d] for d in order)
+        # Elements may lie in another order of dimensions, as those of a transposed tensor do: read them in theirs.
+        raw = RawTensor(path, self.name, shape, self.dtype, start, file_nbytes)
+        part = Box(tuple(local.offset[d] for d in order), tuple(local.shape[d] for d in order))
+        return sum(job() for job in raw.jobs(part, out.transpose(order)))
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, reader: stores.Reader, start: int, nbytes: int) -> None:
+        self._reader, self._start, self._nbytes, self._at = reader, start, nbytes, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, (0, self._at, self._nbytes)[whence] + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._nbytes - self._at)]
+        got = self._reader.readv([view], self._start + self._at) if len(view) else 0
+        self._at += got
+        return got
+
+
+def _described(where: str, archive: zipfile.ZipFile) -> tuple[Any, str]:
+    """(what the archive describes, name of the folder in it)."""
+    found = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
+    if len(found) != 1 or archive.getinfo(found[0]).file_size > _MAX_VALUE:
+        raise CorruptCheckpoint(f"{where}: an archive without one small data.pkl")
+    return read_values(archive.read(found[0]), where), found[0].removesuffix("data.pkl")
+
+
+def _archive(reader: stores.Reader, chunk: Chunk) -> zipfile.ZipFile:
+    return zipfile.ZipFile(io.BufferedReader(_Slice(reader, chunk.offset, chunk.nbytes), 64 << 10))
+
+
+@contextlib.contextmanager
+def _damage(where: str) -> Iterator[None]:
+    """Whatever an archive that is damaged makes of its readers, as one error."""
+    try:
+        yield
+    except (
+        zipfile.BadZipFile,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        struct.error,
+        NotImplementedError,
+        EOFError,
+    ) as e:
+        if isinstance(e, (CorruptCheckpoint, IncompleteCheckpoint)):
+            raise
+        raise CorruptCheckpoint(f"{where}: a damaged archive: {e}") from None
+
+
+@lru_cache(maxsize=4096)
+def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype) -> tuple[int, int, tuple[int, ...]]:
+    """(byte of the first element in the file, length of the file, strides in elements) of a chunk."""
+    path = names.inside(root, chunk.file, root)
+    where = f"{path}, key {name!r}"
+    with opened(path, f"a part of {name!r}") as reader, _damage(where):
+        size = reader.nbytes
+        if chunk.offset + chunk.nbytes > size:
+            raise CorruptCheckpoint(
+                f"{where}: its part ends at byte {chunk.offset + chunk.nbytes}, the file has {size}"
+            )
+        with _archive(reader, chunk) as archive:
+            made, folder = _described(where, archive)
+            if not isinstance(made, Made) or not made.name.startswith("torch._utils._rebuild_tensor_v"):
+                raise CorruptCheckpoint(f"{where}: not a tensor")
+            storage, first, shape, strides = made.args[:4]
+            if not isinstance(storage, Persistent) or tuple(shape) != chunk.box.shape or len(strides) != len(shape):
+                raise CorruptCheckpoint(f"{where}: shape {shape} is not that of its part, {chunk.box.shape}")
+            info = archive.getinfo(f"{folder}data/{storage.id[2]}")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise CorruptCheckpoint(f"{where}: compressed elements")
+        last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        if min((first, *strides), default=0) < 0 or (last + 1) * dtype.itemsize > info.file_size:
+            raise CorruptCheckpoint(f"{where}: elements beyond their storage")
+        expected = 1
+        for n, s in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]):
+            if n > 1 and s != expected:
+                raise CorruptCheckpoint(f"{where}: elements with gaps between them; save a contiguous tensor")
+            expected *= n
+        head = bytearray(_LOCAL_HEADER.size)
+        reader.readv([head], chunk.offset + info.header_offset)
+        fields = _LOCAL_HEADER.unpack(head)
+        if fields[0] != b"PK\x03\x04":
+            raise CorruptCheckpoint(f"{where}: no header where the archive says")
+        start = chunk.offset + info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+        if start + info.file_size > chunk.offset + chunk.nbytes:
+            raise CorruptCheckpoint(f"{where}: elements beyond their archive")
+    return start + first * dtype.itemsize, size, tuple(strides)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+        raise ValueError(f"{str(value)[:80]} is not a list of sizes")
+    return tuple(value)
+
+
+def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any]) -> DcpTensor:
+    properties = entry.field("properties")
+    kind = properties.field("dtype", 0) if isinstance(properties, Made) else None
+    if kind is None or not isinstance(kind, Named):
+        raise ValueError(f"{name!r} has no dtype")
+    dtype = dtypes.by_name(kind.name.removeprefix("torch."))
+    shape = _sizes(entry.field("size"))
+    chunks = []
+    for c in entry.field("chunks"):
+        box = Box(_sizes(c.field("offsets")), _sizes(c.field("sizes")))
+        if len(box.shape) != len(shape) or any(a > n for a, n in zip(box.stop, shape, strict=True)):
+            raise ValueError(f"{name!r}: a chunk lies outside the tensor")
+        info = storage.get((name, box.offset))
+        if info is None:
+            raise ValueError(f"{name!r}: no file for the chunk at {box.offset}")
+        chunks.append(Chunk(box, *_stored(root, info)))
+    if sum(c.box.size for c in chunks) != math.prod(shape):
+        raise ValueError(f"{name!r}: its chunks do not cover it once")
+    return DcpTensor(root, name, shape, dtype, tuple(chunks))
+
+
+def _stored(root: str, info: Made) -> tuple[str, int, int]:
+    file, offset, nbytes = (info.field(k) for k in ("relative_path", "offset", "length"))
+    names.inside(root, file, f"{root}/{FILE}")
+    if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
+        raise ValueError(f"{file!r}: not a place in a file")
+    if info.field("transform_descriptors") if "transform_descriptors" in (info.state or {}) else None:
+        raise ValueError(f"{file!r}: transformed (compressed) files cannot be read")
+    return file, offset, nbytes
+
+
+def _value(root: str, name: str, info: Made) -> Any:
+    """A value that is no tensor; raises where it is not plain."""
+    file, offset, nbytes = _stored(root, info)
+    where = f"{root}/{file}, key {name!r}"
+    chunk = Chunk(Box((), ()), file, offset, nbytes)
+    with (
+        opened(names.inside(root, file, root), f"the value {name!r}") as reader,
+        _damage(where),
+        _archive(reader, chunk) as archive,
+    ):
+        return encode_json(_described(where, archive)[0], name)
+
+
+def is_dcp(root: str) -> bool:
+    """Whether a directory is such a checkpoint."""
+    return stores.at(root).size(FILE) is not None
+
+
+def open_dcp(root: str) -> Checkpoint:
+    """Open such a checkpoint: tensors lazily, under the names that were saved."""
+    where = stores.join(root, FILE)
+    top = read_values(stores.at(root).get(FILE), where)
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    skipped: list[str] = []
+    try:
+        storage: dict[Any, Any] = {}
+        for index, info in (top.field("storage_data") or {}).items():
+            offset = index.field("offset") if "offset" in index.state else None
+            storage[index.field("fqn"), None if offset is None else _sizes(offset)] = info
+        for name, entry in top.field("state_dict_metadata").items():
+            if entry.name.endswith("TensorStorageMetadata"):
+                tensors[name] = _tensor(root, name, entry, storage)
+                continue
+            try:
+                values[name] = _value(root, name, storage[name, None])
+            except (CheckpointDTypeError, CorruptCheckpoint, KeyError):
+                skipped.append(name)
+    except CorruptCheckpoint:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError) as e:
+        raise CorruptCheckpoint(f"{where}: not the metadata of a checkpoint: {e}") from None
+    arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
+    structure: dict[str, Any] = {name: Leaf(i) for i, name in enumerate(arrays)} | values
+    return Checkpoint(root, "PyTorch DCP", arrays, structure, None, {"dcp.skipped": skipped} if skipped else {})

@@ -1,0 +1,311 @@
+"""Kernels that are generated for the elementwise chains of a compiled program: their sources compile for every architecture, and
+run on the CPU under the emulation they give the numbers of NumPy's unfused run."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.arrays.kernels import launch
+from meshtape.arrays.program import Program
+from meshtape.autodiff import cuda_text, fusion_cuda
+from meshtape.autodiff.executable import local_executable
+from meshtape.autodiff.fusion import Group
+
+RNG = np.random.default_rng(5)
+FLOATS = ["float32", "float64", "float16", "bfloat16"]
+INTS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+def group_of(program: Program) -> Group:
+    """The whole program as one chain, as the executor would make it."""
+    assert all(cuda_text.expressible(e, program) for e in program.entries), program
+    made = {v for e in program.entries for v in e.outputs}
+    inputs = dict.fromkeys(v for e in program.entries for v in e.inputs if isinstance(v, int) and v not in made)
+    outputs = tuple(dict.fromkeys(v for v in program.outputs if v in made))
+    return Group(program.entries, tuple(inputs), outputs, program.avals[outputs[0]].shape)
+
+
+def check(fn: Callable[..., Any], hosts: list[np.ndarray], place: Any, *, rtol: float = 0.0) -> None:
+    """The fused kernel against the same calls made one by one by NumPy."""
+    arrays = [mt.asarray(h) for h in hosts]
+    program = mt.compile(fn).program(*arrays)
+    group = group_of(program)
+    of = dict(zip(program.inputs, hosts, strict=True)) | dict(program.constants)
+    placed = [of[v] if not of[v].flags.c_contiguous else place(of[v]) for v in group.inputs]
+    got = dict(zip(group.outputs, fusion_cuda.executable(group, program)(*placed), strict=True))
+    with np.errstate(all="ignore"):
+        want = fn(*arrays)
+    want = want if isinstance(want, tuple) else (want,)
+    for v, w in zip(program.outputs, want, strict=True):
+        g, w = np.asarray(got[v]), w.numpy()
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        wide = np.float64 if mt.isdtype(g.dtype, "real floating") else g.dtype
+        np.testing.assert_allclose(g.astype(wide), w.astype(wide), rtol=rtol, atol=rtol)
+
+
+def values(dtype: str, shape: Any) -> np.ndarray:
+    d = mt.arrays.dtypes.parse(dtype)
+    if d.kind in "iu":
+        limits = np.iinfo(d)
+        x = RNG.integers(0 if d.kind == "u" else -100, 100, shape)
+        x = x.astype(d)
+        x.reshape(-1)[:2] = [limits.max, limits.min]
+        return x
+    x = RNG.standard_normal(shape) * 3
+    x.reshape(-1)[:4] = [np.nan, np.inf, -np.inf, -0.0]
+    return x.astype(d)
+
+
+def arithmetic(x: Any, y: Any) -> Any:
+    a = x * y + 1.5
+    b = mt.maximum(a - x, -y) * 0.1
+    return mt.where(b > 0, b, a), mt.square(b) - x
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_arithmetic_is_numpys_to_the_bit(dtype: str, place: Any) -> None:
+    for n in (1, 5, 1024, 3001):
+        check(arithmetic, [values(dtype, max(n, 4))[:n], values(dtype, max(n, 4))[-n:]], place)
+
+
+@pytest.mark.parametrize("dtype", INTS)
+def test_integers_wrap_as_numpys(dtype: str, place: Any) -> None:
+    def f(x: Any, y: Any) -> Any:
+        a = x * y + x
+        return a - 3, mt.minimum(a, y), (x & y) | (a ^ 5), x > y, mt.square(x) + mt.abs(y)
+
+    check(f, [values(dtype, 777), values(dtype, 777)], place)
+
+
+def test_mixed_dtypes(place: Any) -> None:
+    def f(i: Any, h: Any, s: Any, b: Any) -> Any:
+        a = h * s  # float32
+        c = mt.where(b, i, 7) * a  # float64
+        d = (i > 2) & mt.logical_not(b) | mt.isnan(h)
+        return c, d, mt.astype(d, mt.int8) + i, h + mt.astype(i, mt.float16), mt.astype(s, mt.bfloat16) * 2.0
+
+    check(
+        f,
+        [
+            RNG.integers(-5, 5, 100).astype(np.int32),
+            values("float16", 100),
+            values("float32", 100),
+            RNG.random(100) > 0.5,
+        ],
+        place,
+    )
+
+
+UNARY = {
+    "exp": (-3, 3), "expm1": (-3, 3), "log": (0.1, 9), "log1p": (0, 9), "log2": (0.1, 9), "log10": (0.1, 9), "sqrt": (0, 9),
+    "sin": (-3, 3), "cos": (-3, 3), "tan": (-1, 1), "asin": (-1, 1), "acos": (-1, 1), "atan": (-9, 9), "sinh": (-3, 3),
+    "cosh": (-3, 3), "tanh": (-3, 3), "asinh": (-9, 9), "acosh": (1, 9), "atanh": (-0.9, 0.9), "erf": (-3, 3),
+    "reciprocal": (0.5, 9), "floor": (-9, 9), "ceil": (-9, 9), "trunc": (-9, 9), "round": (-9, 9), "sign": (-1, 1),
+    "abs": (-9, 9), "negative": (-9, 9), "positive": (-9, 9), "square": (-9, 9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_functions(dtype: str, place: Any) -> None:
+    """All of one variable in one kernel each; the mathematical libraries differ in the last places."""
+    rtol = {"float32": 5e-6, "float64": 1e-13, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    d = mt.arrays.dtypes.parse(dtype)
+    hosts = [np.linspace(lo, hi, 64).astype(np.float32 if d.itemsize < 8 else d).astype(d) for lo, hi in UNARY.values()]
+
+    def f(*xs: Any) -> Any:
+        return tuple(getattr(mt, name)(x) for name, x in zip(UNARY, xs, strict=True))
+
+    check(f, hosts, place, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_functions_of_two_variables_and_odd_values(dtype: str, place: Any) -> None:
+    x, y = values(dtype, 200), RNG.permutation(values(dtype, 200))
+
+    def odd(a: Any, b: Any) -> Any:
+        return (
+            mt.maximum(a, b), mt.fmax(a, b), mt.fmin(a, b), mt.copysign(a, b), mt.isinf(a), mt.isfinite(b), mt.sign(a),
+            mt.nn.relu(a), a == b, a != b, a <= b, a >= 0, mt.logical_xor(a, b), mt.round(a), mt.stop_gradient(a) / b,
+        )  # fmt: skip
+
+    check(odd, [x, y], place)
+    rtol = 5e-6 if dtype == "float32" else 1e-13
+    check(
+        lambda a, b: (mt.hypot(a, b), mt.atan2(a, b), mt.logaddexp(a, b), mt.nn.sigmoid(a), mt.pow(mt.abs(a), 1.5)),
+        [x, y], place, rtol=rtol,
+    )  # fmt: skip
+
+
+SHAPES = [((3, 4, 5), (5,)), ((3, 4, 5), (4, 1)), ((3, 4, 5), ()), ((3, 4, 5), (3, 1, 5)), ((7,), (1,)), ((), ())]
+
+
+@pytest.mark.parametrize(("shape", "other"), SHAPES)
+def test_broadcasting(shape: tuple[int, ...], other: tuple[int, ...], place: Any) -> None:
+    check(lambda x, y: (x * y + y, x - 1.0), [RNG.standard_normal(shape), RNG.standard_normal(other)], place)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x.T, lambda x: x[::2], lambda x: x[:, ::-1], lambda x: np.broadcast_to(x[0], x.shape)]
+)
+def test_operands_with_gaps_are_read_where_they_are(view: Any, place: Any) -> None:
+    x = view(RNG.standard_normal((6, 6)))
+    y = RNG.standard_normal(x.shape)
+    check(lambda a, b: (a * b + 1.0, a > b), [x, y], place)
+
+
+def test_no_elements_start_no_kernel(place: Any, emulator: Any) -> None:
+    check(lambda x: x * 2.0 + 1.0, [np.zeros((3, 0))], place)
+    assert not emulator.launched
+
+
+NUMBERS = (0.1, 1e300, float("nan"), -float("inf"), 2, -0.0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 1e300 becomes infinite
+def test_numbers_become_the_dtype_that_they_meet(place: Any) -> None:
+    for dtype in FLOATS:
+        check(lambda x: tuple(mt.where(x > n, x * n, n) for n in NUMBERS), [values(dtype, 33)], place)
+    for dtype, number in (("int64", -(2**63)), ("uint64", 2**64 - 1), ("int8", -128), ("uint32", 2**32 - 1)):
+        check(lambda x, n=number: (mt.maximum(x, n) + 0, x == n), [values(dtype, 33)], place)
+
+
+def test_one_source_serves_all_calls_with_one_layout(place: Any, emulator: Any) -> None:
+    x = RNG.standard_normal(64)
+    program = mt.compile(lambda a: a * 2.0 + 1.0).program(mt.asarray(x))
+    run = fusion_cuda.executable(group_of(program), program)
+    before = len(launch.GENERATED)
+    for _ in range(3):
+        np.testing.assert_array_equal(run(place(x))[0], x * 2.0 + 1.0)
+    assert len(launch.GENERATED) <= before + 1
+    assert len({file for file, *_ in emulator.launched}) == 1
+    assert len(emulator.launched) == 3
+
+
+def test_vectors_are_read_only_where_addresses_allow(place: Any, emulator: Any) -> None:
+    x = RNG.standard_normal(64).astype(np.float32)
+    program = mt.compile(lambda a: a * 2.0 + 1.0).program(mt.asarray(x))
+    run = fusion_cuda.executable(group_of(program), program)
+    for array in (place(x), place(np.concatenate([x, x[:1]]))[1:]):
+        out = run(array)[0]
+        np.testing.assert_array_equal(out, array * np.float32(2) + np.float32(1))
+        aligned = all(emulator.address(a) % 16 == 0 for a in (array, out))
+        assert emulator.launched[-1][1] == ("fused<true>" if aligned else "fused<false>")
+
+
+STEPS: list[Callable[[Any, Any], Any]] = [
+    lambda a, b: a + b,
+    lambda a, b: a - b,
+    lambda a, b: a * b,
+    mt.maximum,
+    lambda a, b: mt.where(a > b, a, b * 0.5),
+    lambda a, b: mt.abs(a),
+    lambda a, b: mt.where(mt.isfinite(a), a, 0),
+    lambda a, b: mt.square(mt.minimum(mt.maximum(a, -4), 4)),
+]
+
+
+def random_chain(seed: int) -> Callable[..., Any]:
+    """A chain of ops drawn at random; the same seed gives the same one."""
+
+    def f(x: Any, y: Any, z: Any) -> Any:
+        rng = np.random.default_rng(seed)
+        pool = [x, x + y, x - z]  # of one shape, as a chain is
+        for _ in range(12):
+            a, b = (pool[i] for i in rng.integers(0, len(pool), 2))
+            pool.append(STEPS[rng.integers(0, len(STEPS))](a, b))
+        return tuple(pool[-3:])
+
+    return f
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_chains(seed: int, place: Any) -> None:
+    dtypes = ["float32", "float16", "int16"] if seed % 2 else ["float64", "bfloat16", "int32"]
+    hosts = [values(d, s) for d, s in zip(dtypes, [(8, 16), (16,), (8, 1)], strict=True)]
+    hosts = [
+        np.nan_to_num(h.astype(np.float64), posinf=9, neginf=-9).astype(h.dtype) if h.dtype.kind not in "iu" else h
+        for h in hosts
+    ]
+    check(random_chain(seed), hosts, place, rtol=1e-12 if seed % 2 == 0 else 1e-6)
+
+
+# ----- without running ------------------------------------------------------------------------------------------------
+
+
+def test_what_no_kernel_can_say_stays_alone() -> None:
+    def expressible(fn: Any, *arrays: mt.Array) -> bool:
+        program = mt.compile(fn).program(*arrays)
+        return all(cuda_text.expressible(e, program) for e in program.entries)
+
+    f, i, u, c = mt.ones(3), mt.ones(3, dtype=mt.int64), mt.ones(3, dtype=mt.uint64), mt.ones(3, dtype=mt.complex64)
+    assert expressible(lambda a: a * 2.0 + 1.0, f)
+    assert not expressible(lambda a: a * 2.0, c)
+    assert not expressible(lambda a: a * 1j, f)
+    assert not expressible(lambda a: a + 1, mt.ones(3, dtype=mt.float8_e5m2))
+    assert not expressible(lambda a, b: a < b, i, u)  # exact in NumPy, although no dtype holds both
+    assert not expressible(lambda a: a < 2**70, i)
+    assert not expressible(lambda a: mt.astype(a, mt.int8), f)
+    assert not expressible(lambda a: a // 2, f)
+
+
+try:
+    from cupy.cuda import nvrtc
+
+    nvrtc.getVersion()
+except (ImportError, RuntimeError) as e:
+    nvrtc, REASON = None, f"NVRTC is not there: {e}"
+else:
+    REASON = ""
+
+
+@pytest.mark.skipif(nvrtc is None, reason=REASON)
+@pytest.mark.parametrize("architecture", [75, 80, 90, 100])
+def test_generated_sources_compile_for_every_architecture(architecture: int) -> None:
+    for k, dtype in enumerate([*FLOATS, "int8", "uint32", "int64", "uint64"]):
+        x = mt.asarray(values(dtype, (4, 8)))
+        if dtype in FLOATS:
+            program = mt.compile(
+                lambda x, y: (*arithmetic(x, y), *(getattr(mt, n)(x) for n in UNARY), mt.nn.sigmoid(y), mt.atan2(x, y),
+                              mt.hypot(x, y), mt.logaddexp(x, y), mt.fmax(x, y), mt.isinf(x), mt.copysign(x, y), x**y)
+            ).program(x, x)  # fmt: skip
+        else:
+            program = mt.compile(lambda x, y: (x * y + x, x > y, (x & y) ^ 3, mt.maximum(x, y), mt.sign(x))).program(
+                x, x
+            )
+        group = group_of(program)
+        second = ("full", "one", "strided")[(k + architecture) % 3]
+        layouts = ["full", second, *["one"] * (len(group.inputs) - 2)]  # the others are numbers
+        text = fusion_cuda.source(group, program, layouts)
+        file = f"test_{zlib.crc32(text.encode())}.cu"
+        launch.GENERATED[file] = text
+        vectors = "strided" not in layouts
+        compiled = nvrtc.createProgram(launch.source(file), file, (), ())
+        try:
+            nvrtc.addNameExpression(compiled, launch.named("fused", vectors))
+            try:
+                nvrtc.compileProgram(compiled, (f"-arch=sm_{architecture}", *launch.OPTIONS))
+            except nvrtc.NVRTCError:
+                raise AssertionError(nvrtc.getProgramLog(compiled)[:3000]) from None
+            assert nvrtc.getCUBIN(compiled)
+        finally:
+            nvrtc.destroyProgram(compiled)
+
+
+def test_the_executor_makes_kernels_of_chains(place: Any, emulator: Any) -> None:
+    def f(x: Any, y: Any) -> Any:
+        a = x * 2.0 + 1.0
+        b = mt.maximum(a, x)
+        return b - 1.0, y * y + y
+
+    x, y = RNG.standard_normal((4, 8)), RNG.standard_normal(8)
+    program = mt.compile(f).program(mt.asarray(x), mt.asarray(y))
+    got = local_executable(program, emulator.xp)([place(x), place(y)])
+    for g, w in zip(got, f(mt.asarray(x), mt.asarray(y)), strict=True):
+        np.testing.assert_array_equal(g, w.numpy())
+    assert len(emulator.launched) == 2

@@ -1,0 +1,81 @@
+"""Random bits and masks: the kernels' own sources, run on the CPU, give the very bits of NumPy's generator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from meshtape.arrays import _philox, _recipes
+from meshtape.arrays.kernels import compact, philox
+
+FLOATS = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
+KEY = np.array([0x0123456789ABCDEF, 0xFEDCBA9876543210], np.uint64)
+RUNS = [(0, 1), (0, 4096), (3, 700), (5, 2), (2**33 + 1, 77), (2**40 - 3, 9), (7, 0)]
+
+
+@pytest.mark.parametrize(("start", "count"), RUNS)
+@pytest.mark.parametrize("stream", [0, 3])
+def test_words(emulator: Any, place: Any, start: int, count: int, stream: int) -> None:
+    got = _philox.words(emulator.xp, place(KEY), start, count, stream)
+    np.testing.assert_array_equal(got, _philox.words(np, KEY, start, count, stream))
+
+
+def recipes() -> dict[str, tuple[Any, np.dtype]]:
+    found = {f"bits {d}": (_recipes.bits(np.dtype(d)), np.dtype(d)) for d in ("uint32", "uint64")}
+    for d in FLOATS:
+        for low, high in ((0.0, 1.0), (-3.0, 1e-3), (1.0, 1.0 + 2**-6), (0.1, 0.3)):
+            found[f"uniform {d.name} {low} {high}"] = _recipes.uniform(d, low, high), d
+    for threshold in (0, 1, 2**31 + 17, 2**32 - 1, 2**32):
+        found[f"bernoulli {threshold}"] = _recipes.bernoulli(threshold), np.dtype(bool)
+    return found
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_fills_have_the_bits_of_the_cpu(emulator: Any, place: Any, name: str) -> None:
+    recipe, dtype = recipes()[name]
+    for start, count in RUNS:
+        shape, offset, whole = (count,), (start,), (start + count + 3,)
+        got = _philox.draw(emulator.xp, place(KEY), recipe, dtype, shape, offset, whole, 0)
+        expected = _philox.draw(np, KEY, recipe, dtype, shape, offset, whole, 0)
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
+    if name.startswith("uniform"):
+        assert all("philox_fill<Uniform" in k for _, k, _, _ in emulator.launched)
+
+
+def test_blocks_of_a_matrix(emulator: Any, place: Any) -> None:
+    recipe, dtype = _recipes.uniform(FLOATS[0], -1.0, 1.0), FLOATS[0]
+    for shape, offset, whole in (((3, 5), (2, 1), (9, 7)), ((4, 300), (0, 300), (8, 600)), ((2, 3, 4), (1, 0, 0), (4, 3, 4))):
+        got = _philox.draw(emulator.xp, place(KEY), recipe, dtype, shape, offset, whole, 1)
+        np.testing.assert_array_equal(got, _philox.draw(np, KEY, recipe, dtype, shape, offset, whole, 1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.name)
+@pytest.mark.parametrize("rate", [0.25, 0.1, 1.0, 0.0])
+def test_dropout_is_its_composition(emulator: Any, place: Any, dtype: np.dtype, rate: float) -> None:
+    rng = np.random.default_rng(0)
+    x, y = (place(rng.normal(size=501), dtype) for _ in range(2))
+    keep, start = 1.0 - rate, 13
+    threshold = round(keep * 2**32)
+    mask = _philox.draw(np, KEY, _recipes.bernoulli(threshold), np.dtype(bool), (501,), (start,), (600,), 0)
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    with np.errstate(all="ignore"):
+        kept = np.where(mask, x.astype(wide) / wide.type(keep), wide.type(0))
+    for other in (None, y):
+        out = emulator.xp.empty(501, dtype)
+        philox.dropout_run(place(KEY), x, other, out, start, 0, threshold, keep)
+        expected = (kept if other is None else kept + y.astype(wide)).astype(dtype)
+        np.testing.assert_array_equal(out.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("shape", [(1,), (31,), (4096,), (4097,), (5, 7), (3, 2000, 2), (0,), (2, 0), (0, 3)])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_places_of_true_elements(emulator: Any, place: Any, shape: Any, share: float) -> None:
+    mask = place(np.random.default_rng(0).random(shape) < share)
+    got = compact.true_places(mask)
+    assert all(a.dtype == np.int64 for a in got)
+    for a, e in zip(got, np.nonzero(mask), strict=True):
+        np.testing.assert_array_equal(a, e)

@@ -1,0 +1,168 @@
+"""Writing at index arrays: the kernels' own sources, run on the CPU, against NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshtape import arrays as mt
+from meshtape.arrays import OPS, indexing
+from meshtape.arrays.kernels import scatter
+
+FLOATS = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
+EXACT = [np.int8, np.uint8, np.int16, np.int32, np.int64, np.uint64, np.bool_, np.complex64, np.complex128]
+
+
+def parsed(shape: tuple[int, ...], key: Any) -> tuple[Any, list[np.ndarray]]:
+    template, arrays = indexing.parse(mt.zeros(shape), key)
+    return template, [a.numpy() for a in arrays]
+
+
+def cuda(name: str, *args: Any, **params: Any) -> Any:
+    return OPS[name].overrides["cupy"](*args, **params)
+
+
+def cpu(name: str, *args: Any, **params: Any) -> Any:
+    return OPS[name].numpy(*args, **params)
+
+
+S = slice(None)
+REPEATED = np.array([0, 4, 4, 0, 4, -1, 2, 4])
+KEYS: list[tuple[tuple[int, ...], Any]] = [
+    ((6, 5), (REPEATED,)),
+    ((6, 5), (S, REPEATED % 5)),
+    ((6, 5), (REPEATED, REPEATED % 5)),
+    ((6, 5, 3), (REPEATED, S, REPEATED % 3)),
+    ((6, 5, 3), (REPEATED[:, None] % 6, REPEATED % 5)),
+    ((6, 5, 3), (slice(1, 5, 2), REPEATED % 5)),
+    ((6, 5, 3), (2, REPEATED % 5)),
+    ((6, 5, 3), (2, S, REPEATED % 3)),
+    ((6, 5), (None, REPEATED)),
+    ((6, 5), (np.zeros(0, int),)),
+    ((6, 0), (REPEATED,)),
+    ((6, 70), (REPEATED,)),
+    ((5,), (np.zeros(3000, int),)),
+    ((5, 2), (np.arange(700) % 5,)),
+    ((6, 5), (np.arange(30).reshape(6, 5) % 3 == 0,)),
+    ((6, 5), (True, REPEATED)),
+]
+
+
+@pytest.fixture(params=[True, False], ids=["in order", "atomic"])
+def mode(request: pytest.FixtureRequest) -> Any:
+    with mt.use_deterministic(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize(("shape", "key"), KEYS)
+def test_every_key(emulator: Any, place: Any, mode: bool, shape: Any, key: Any) -> None:
+    template, arrays = parsed(shape, key)
+    target = indexing.result_shape(template, shape, [a.shape for a in arrays])
+    rng = np.random.default_rng(0)
+    x, v = place(rng.integers(-50, 50, shape), np.float64), place(rng.integers(-50, 50, target), np.float64)
+    arrays = [place(a) for a in arrays]
+    for name, args, params in (
+        ("scatter", (v, *arrays), {"template": template, "shape": shape}),
+        ("index_add", (x, v, *arrays), {"template": template}),
+        ("index_set", (x, v, *arrays), {"template": template}),
+        ("last_writes", (x, *arrays), {"template": template}),
+    ):
+        before = [a.copy() for a in args]
+        got = cuda(name, *args, **params)
+        np.testing.assert_array_equal(got, cpu(name, *args, **params), err_msg=name)
+        for a, kept in zip(args, before, strict=True):
+            np.testing.assert_array_equal(a, kept, err_msg=f"{name} changed its argument")
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=lambda d: np.dtype(d).name)
+def test_exact_dtypes(emulator: Any, place: Any, mode: bool, dtype: Any) -> None:
+    template, (ids,) = parsed((4, 3), (np.array([0, 3, 3, 0, 3, 2]),))
+    rng = np.random.default_rng(1)
+    x, v = (place(rng.integers(0, 200, s).astype(dtype)) for s in ((4, 3), (6, 3)))
+    for name in ("index_add", "index_set"):
+        got = cuda(name, x, v, place(ids), template=template)
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got, cpu(name, x, v, ids, template=template))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: np.dtype(d).name)
+def test_short_floats_are_added_up_in_float32(emulator: Any, place: Any, close: Any, mode: bool, dtype: Any) -> None:
+    template, (ids,) = parsed((3, 40), (np.arange(900) % 7 % 3,))
+    g = place(np.random.default_rng(1).normal(size=(900, 40)), dtype)
+    got = cuda("scatter", g, place(ids), template=template, shape=(3, 40))
+    assert got.dtype == dtype
+    expected = np.zeros((3, 40))
+    np.add.at(expected, ids, g.astype(float))
+    close(got, expected)
+
+
+def test_values_broadcast(emulator: Any, place: Any, mode: bool) -> None:
+    shape = (4, 3, 2)
+    template, (ids,) = parsed(shape, (np.array([3, 0, 3]),))
+    x, at = place(np.arange(24.0).reshape(shape)), place(ids)
+    for v in (2.0, np.array(2.0), np.array([5.0]), np.arange(2.0), np.arange(9.0).reshape(3, 3, 1), np.ones((1, 1, 3, 1, 2))):
+        for name in ("index_set", "index_add"):
+            expected = cpu(name, x, v, ids, template=template)
+            np.testing.assert_array_equal(cuda(name, x, v, at, template=template), expected)
+    z = place(np.arange(24).reshape(shape), np.complex128)
+    for name in ("index_set", "index_add"):
+        got = cuda(name, z, 1 + 2j, at, template=template)
+        np.testing.assert_array_equal(got, cpu(name, z, 1 + 2j, ids, template=template))
+
+
+def test_a_large_table_of_which_few_rows_are_written(emulator: Any, place: Any) -> None:
+    """The last write is found by sorting where marking every place would be most of the work."""
+    ids = np.array([5, 1 << 21, 5, 7, 1 << 21])
+    template, _ = parsed(((1 << 21) + 1,), (ids,))
+    x, v = place(np.zeros((1 << 21) + 1), np.int8), place([1, 2, 3, 4, 5], np.int8)
+    got = cuda("index_set", x, v, place(ids), template=template)
+    assert [int(got[i]) for i in (5, 7, 1 << 21)] == [3, 4, 5]
+    assert got.sum() == 12
+    assert any("kept_by_order" in k for _, k, _, _ in emulator.launched)
+    np.testing.assert_array_equal(cuda("last_writes", got, place(ids), template=template), [0, 0, 3, 4, 5])
+
+
+def test_sums_over_many_chunks_have_one_order(emulator: Any, place: Any) -> None:
+    """What is summed depends on nothing but the rows: the order of the threads does not show."""
+    rng = np.random.default_rng(3)
+    ids, rows = rng.integers(0, 3, 5000), rng.normal(size=(5000, 3)).astype(np.float32)
+    ids[100:4000] = 1
+    got = scatter.add_rows(place(np.zeros((3, 3)), np.float32), place(ids), place(rows), 3, False)
+    assert any("join_chunks" in k for _, k, _, _ in emulator.launched)
+    expected = np.zeros((3, 3))
+    np.add.at(expected, ids, rows.astype(float))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    emulator.descending = not emulator.descending
+    again = scatter.add_rows(place(np.zeros((3, 3)), np.float32), place(ids), place(rows), 3, False)
+    np.testing.assert_array_equal(got, again)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_runs_of_any_length(emulator: Any, place: Any, data: st.DataObject) -> None:
+    """Runs that begin, end, fill and skip chunks in every way."""
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    ids = ids[np.random.default_rng(data.draw(st.integers(0, 99))).permutation(len(ids))]
+    inner = data.draw(st.sampled_from([1, 2, 33]))
+    rows = np.arange(len(ids) * inner, dtype=np.float64).reshape(-1, inner)
+    got = scatter.add_rows(place(np.ones((len(lengths), inner))), place(ids), place(rows), inner, False)
+    expected = np.ones((len(lengths), inner))
+    np.add.at(expected, ids, rows)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_offsets_beyond_two_to_the_31(emulator: Any, emulation: Any, place: Any) -> None:
+    out = emulation.guarded(((1 << 31) + 8,), np.int8, emulator.xp._at)
+    ids, v = place([(1 << 31) + 5, 3, (1 << 31) + 5]), place([1, 2, 3], np.int8)
+    scatter.add_rows(out, ids, v, 1, False)
+    assert (int(out[3]), int(out[-3])) == (2, 4)
+    with mt.use_deterministic(False):
+        wide = emulation.guarded(((1 << 29) + 8,), np.float32, emulator.xp._at)
+        scatter.add_rows(wide, place([(1 << 29) + 7]), place([1.5], np.float32), 1, False)
+    assert float(wide[-1]) == 1.5

@@ -1,0 +1,74 @@
+"""The documentation is true: its examples run, it builds without a warning, and its pages lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshtape as mt
+from meshtape.cli import main
+
+DOCS = Path(mt.__file__).resolve().parents[1] / "docs"
+PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts and "development" not in p.parts)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: str(p.relative_to(DOCS)))
+def test_the_examples_of_a_page_run_one_after_the_other(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "\n\n".join(blocks(page, "python"))
+    # A process of its own: a page may start workers, and what it leaves must not reach another.
+    program = tmp_path / "page.py"
+    program.write_text(
+        f"def run():\n{_indent(text)}\n\nif __name__ == '__main__':\n    run()\n" if "local_cluster" in text else text
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" if line else "" for line in text.split("\n"))
+
+
+def test_commands_that_are_shown_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"^(?:ssh .* )?meshtape ([a-z]+)", "\n".join(blocks(page, "console")), re.MULTILINE):
+            assert name in main.commands, (page, name)
+
+
+def test_every_error_says_when_it_is_raised() -> None:
+    for name in mt.errors.__all__:
+        assert getattr(mt.errors, name).__doc__, name
+
+
+def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="sphinx is not installed (uv sync --group docs)")
+    pytest.importorskip("myst_parser", reason="myst-parser is not installed (uv sync --group docs)")
+    pytest.importorskip("furo", reason="furo is not installed (uv sync --group docs)")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-d",
+        str(tmp_path / "trees"),
+        str(DOCS),
+        str(tmp_path / "html"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    api = (tmp_path / "html" / "reference" / "api" / "nn.html").read_text()
+    assert "mt.nn" in api
+    assert "layer_norm" in api
+    assert "CorruptCheckpoint" in (tmp_path / "html" / "reference" / "errors.html").read_text()

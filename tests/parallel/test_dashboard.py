@@ -1,0 +1,152 @@
+"""The pages in a real scheduler's dashboard, set up by configuration alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import dask
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+import meshtape as mt
+from meshtape.parallel import dashboard
+
+ROUTES = "distributed.scheduler.http.routes"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Any]:
+    mt.save(tmp_path / "runs" / "ckpt", {"w": np.arange(12.0).reshape(3, 4)})
+    dashboard.access.cache_clear()
+    settings = {
+        ROUTES: [*dask.config.get(ROUTES), "meshtape.parallel.dashboard"],
+        "meshtape.browse.roots": [str(tmp_path / "runs")],
+        "meshtape.browse.hosts": ["127.0.0.1", "localhost"],
+        "distributed.worker.memory.terminate": False,
+    }
+    with (
+        dask.config.set(settings),
+        LocalCluster(2, threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=40) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        client.wait_for_workers(2)
+        yield client
+    dashboard.access().close()
+    dashboard.access.cache_clear()
+
+
+def ask(client: Client, path: str, host: str | None = None) -> tuple[int, str, dict[str, str]]:
+    where = urlsplit(client.dashboard_link)
+    connection = http.client.HTTPConnection("127.0.0.1", where.port, timeout=120)
+    try:
+        connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{where.port}"})
+        r = connection.getresponse()
+        return r.status, r.read().decode(), {k.lower(): v for k, v in r.getheaders()}
+    finally:
+        connection.close()
+
+
+def test_the_live_page_shows_meshes_programs_and_collectives(cluster: Client) -> None:
+    status, text, headers = ask(cluster, "/meshtape/")
+    assert status == 200
+    assert "No mesh is open" in text
+    assert "default-src 'none'" in headers["content-security-policy"]
+    mesh = mt.Mesh({"data": 2}, client=cluster)
+    x = mt.distribute(np.ones((64, 8)), mesh, data=mt.Shard(0))
+    w = mt.distribute(np.ones((8, 3)), mesh)
+
+    @mt.compile
+    def norm_of_slope(x: Any, w: Any) -> Any:
+        return mt.sum(mt.grad(lambda w: mt.sum((x @ w) ** 2))(w) ** 2)
+
+    first = float(norm_of_slope(x, w))
+    assert first > 0
+    done = threading.Event()
+    failed: list[BaseException] = []
+
+    def keep_busy() -> None:
+        try:
+            while not done.is_set():
+                float(norm_of_slope(x, w))
+        except BaseException as e:
+            failed.append(e)
+
+    busy = threading.Thread(target=keep_busy)
+    busy.start()
+    try:
+        until = time.monotonic() + 120
+        while True:
+            state = json.loads(ask(cluster, "/meshtape/?format=json")[1])
+            (m,) = state["meshes"]
+            collectives = [w["collective"] for w in m["workers"]]
+            if all(collectives) and state["programs"]["norm_of_slope"]["done"] >= 4:
+                break
+            assert not failed, failed
+            assert time.monotonic() < until, state
+            time.sleep(0.1)
+    finally:
+        done.set()
+        busy.join()
+    assert len(m["workers"]) == 2
+    assert all(w["alive"] and w["blocks"] > 0 for w in m["workers"])
+    assert any("all_reduce" in c or "reduce_scatter" in c for c in collectives), collectives
+    assert any(w["run"] for w in m["workers"])
+    fragment = ask(cluster, "/meshtape/?fragment=1")[1]
+    assert fragment.startswith("<div")
+    assert "norm-of-slope" in fragment
+    assert "<html" not in fragment
+
+
+def test_a_save_is_seen_as_tasks_and_a_failure_is_listed(cluster: Client, tmp_path: Path) -> None:
+    mesh = mt.Mesh({"data": 2}, client=cluster)
+    x = mt.distribute(np.ones((64, 8)), mesh, data=mt.Shard(0))
+    mt.save(tmp_path / "saved", {"x": x})
+    until = time.monotonic() + 60
+    while "write-blocks" not in (state := json.loads(ask(cluster, "/meshtape/?format=json")[1]))["programs"]:
+        assert time.monotonic() < until, state
+    assert state["programs"]["write-blocks"]["done"] == 2
+    cluster.log_event("meshtape", {"failed": "mesh/<b>step</b>", "error": "RankLost: <script>"})
+    while not (state := json.loads(ask(cluster, "/meshtape/?format=json")[1]))["failures"]:
+        assert time.monotonic() < until
+    text = ask(cluster, "/meshtape/")[1]
+    assert "RankLost: &lt;script&gt;" in text
+    assert "&lt;b&gt;step&lt;" in text
+
+
+def test_the_browser_is_mounted_below(cluster: Client) -> None:
+    assert ask(cluster, "/meshtape")[2]["location"] == "meshtape/"
+    assert ask(cluster, "/meshtape/browse")[2]["location"] == "browse/"
+    assert ask(cluster, "/meshtape/browse/")[0] == 302
+    assert "ckpt" in ask(cluster, "/meshtape/browse/open?at=0")[1]
+    status, text, _ = ask(cluster, "/meshtape/browse/array?at=0/ckpt&name=w")
+    assert status == 200
+    assert "3 × 4" in text
+    assert ask(cluster, "/meshtape/browse/static/browse.css")[0] == 200
+    assert ask(cluster, "/meshtape/browse/checkpoint?at=0/../..")[0] == 404
+    for path in ("/meshtape/", "/meshtape/browse/checkpoint?at=0/ckpt"):
+        assert ask(cluster, path, host="evil.example")[0] == 403
+    assert ask(cluster, "/health")[0] == 200, "Dask's own pages stay"
+
+
+def test_a_worker_that_left_is_shown(cluster: Client) -> None:
+    mesh = mt.Mesh({"data": 2}, client=cluster)
+    x = mt.distribute(np.ones((8, 2)), mesh, data=mt.Shard(0))
+    assert x.shape == (8, 2)
+    gone = sorted(cluster.scheduler_info(n_workers=-1)["workers"])[1]
+    cluster.retire_workers([gone])
+    until = time.monotonic() + 120
+    while True:
+        (m,) = json.loads(ask(cluster, "/meshtape/?format=json")[1])["meshes"]
+        if [w["alive"] for w in m["workers"]] == [True, False]:
+            break
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert "left the cluster" in ask(cluster, "/meshtape/")[1]

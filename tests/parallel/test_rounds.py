@@ -1,0 +1,335 @@
+"""Reshards and programs over several processes equal those of one process, to the bit: every algorithm, every division of the ranks.
+
+The processes are threads that exchange through a real transport; on workers of their own the same is sampled in ``test_cluster``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import meshtape as mt
+from meshtape.arrays import dtypes  # noqa: F401  # registers the names of ml_dtypes
+from meshtape.arrays.program import ShapeDtype
+from meshtape.errors import RankLost
+from meshtape.parallel import rounds
+from meshtape.parallel.dataplane import DataPlane
+from meshtape.parallel.executor import Prepared
+from meshtape.parallel.overlap import Start, Wait, schedule
+from meshtape.parallel.partition import Move, Moves, RankProgram
+from meshtape.parallel.placement import Layout, block_box, make_layout
+from meshtape.parallel.pool import POOL, Pool
+
+MESH, SECRET = b"r" * 16, b"s" * 32
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def planes() -> Iterator[list[DataPlane]]:
+    made = [DataPlane("127.0.0.1") for _ in range(4)]
+    for p in made:
+        p.admit(MESH, SECRET)
+    yield made
+    for p in made:
+        p.close()
+
+
+_epochs = itertools.count()
+
+
+def in_processes(
+    planes: Sequence[DataPlane],
+    program: RankProgram,
+    homes: tuple[int, ...],
+    inputs: Sequence[dict[int, np.ndarray]],
+    run: Callable[[Prepared, Sequence[dict[int, np.ndarray]], Any], Any] = lambda p, i, g: p.run(i, g),
+) -> list[dict[int, np.ndarray]]:
+    """Blocks of the outputs, computed with each process hosting its ranks."""
+    count, epoch = max(homes) + 1, next(_epochs)
+    outs: list[Any] = [None] * count
+    ranks = {p: f"process {p}" for p in range(count)}
+
+    def host(p: int) -> None:
+        hosted = [r for r, h in enumerate(homes) if h == p]
+        mine = [{r: b[r] for r in hosted} for b in inputs]
+        group = None
+        try:
+            if count > 1:
+                peers = {q: planes[q].address for q in range(count) if q != p}
+                group = planes[p].group(MESH, epoch, p, peers, ranks, 30)
+                group.begin(1, 30)
+            outs[p] = run(Prepared(program, hosted, homes, ("a", "b", "c")), mine, group)
+        except Exception as e:
+            outs[p] = e
+            if group is not None:
+                group.abort(str(e))
+                planes[p].drop(MESH, epoch)
+
+    threads = [threading.Thread(target=host, args=(p,), daemon=True) for p in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not any(t.is_alive() for t in threads)
+    errors = [o for o in outs if isinstance(o, Exception)]
+    if errors:
+        raise errors[0]
+    return [{r: b for o in outs for r, b in o[i].items()} for i in range(len(program.outputs))]
+
+
+def reshard_program(shape: tuple[int, ...], dtype: Any, sizes: tuple[int, ...], a: Layout, b: Layout) -> RankProgram:
+    aval = ShapeDtype(shape, np.dtype(dtype))
+    return RankProgram(
+        sizes, (0,), (Moves((Move(0, 1, None),)),), (1,), {0: aval, 1: aval}, {0: a, 1: b}, frees=((0,),)
+    )
+
+
+def blocks(shape: tuple[int, ...], dtype: Any, sizes: tuple[int, ...], layout: Layout) -> dict[int, np.ndarray]:
+    """Random blocks: replicas equal, contributions of their own."""
+    out = {}
+    for rank in range(int(np.prod(sizes, dtype=int))):
+        coords = np.unravel_index(rank, sizes) if sizes else ()
+        term = [int(coords[axis]) for axis, _ in layout.partials]
+        values = np.random.default_rng([7, *term]).normal(size=shape) * 3
+        whole = values.astype(dtype) if np.dtype(dtype) != bool else values > 0
+        out[rank] = np.ascontiguousarray(whole[block_box(layout, sizes, shape, rank).slices]).reshape(
+            block_box(layout, sizes, shape, rank).shape
+        )
+    return out
+
+
+@st.composite
+def layouts(draw: Any, ndim: int, axes: int, op: str | None) -> Layout:
+    shards: dict[int, list[int]] = {}
+    partials: dict[int, str] = {}
+    for axis in draw(st.permutations(range(axes))):
+        kind = draw(st.sampled_from(["shard", "replicate", "partial"]))
+        if kind == "shard" and ndim:
+            shards.setdefault(draw(st.integers(0, ndim - 1)), []).append(axis)
+        elif kind == "partial" and op is not None:
+            partials[axis] = op
+    return make_layout(shards, partials)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@given(data=st.data())
+def test_reshards_of_several_processes(planes, data):
+    sizes = data.draw(st.sampled_from([(2,), (3,), (4,), (2, 2), (2, 3), (1, 2, 2)]))
+    shape = data.draw(st.sampled_from([(), (1,), (5,), (6, 4), (3, 5, 2), (0, 3), (70, 33)]))
+    op = data.draw(st.sampled_from(["sum", "max", "min", "prod"]))
+    dtype = data.draw(st.sampled_from(["f4", "f8", "bfloat16", "i4"]))
+    n = int(np.prod(sizes))
+    homes = tuple(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
+    names = sorted(set(homes))
+    homes = tuple(names.index(h) for h in homes)
+    a = data.draw(layouts(len(shape), len(sizes), op))
+    b = data.draw(layouts(len(shape), len(sizes), None))
+    program = reshard_program(shape, dtype, sizes, a, b)
+    inputs = [blocks(shape, dtype, sizes, a)]
+    (want,) = in_processes(planes, program, (0,) * n, inputs)
+    before = rounds.SCATTER_PAIR, rounds.SCATTER_MANY
+    try:
+        rounds.SCATTER_PAIR = rounds.SCATTER_MANY = data.draw(st.sampled_from([0, 1 << 30]))
+        (got,) = in_processes(planes, program, homes, inputs)
+    finally:
+        rounds.SCATTER_PAIR, rounds.SCATTER_MANY = before
+    assert got.keys() == want.keys()
+    for rank in want:
+        assert got[rank].dtype == want[rank].dtype
+        np.testing.assert_array_equal(got[rank], want[rank])
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("megabytes", [1, 9])
+def test_a_large_all_reduce(planes, processes, megabytes):
+    """Several chunks a message, by the algorithm that its size selects."""
+    sizes, shape = (processes,), (megabytes << 18,)
+    program = reshard_program(shape, "f4", sizes, make_layout({}, {0: "sum"}), Layout())
+    inputs = [blocks(shape, "f4", sizes, make_layout({}, {0: "sum"}))]
+    (want,) = in_processes(planes, program, (0,) * processes, inputs)
+    (got,) = in_processes(planes, program, tuple(range(processes)), inputs)
+    for rank in range(processes):
+        np.testing.assert_array_equal(got[rank], want[0])
+
+
+def _count(s: rounds.Outgoing) -> int:
+    return int(np.prod([x.stop - x.start for x in s.sources[0].slices], dtype=int))
+
+
+def moved(program: RankProgram, homes: tuple[int, ...], process: int) -> int:
+    """Bytes that a process sends in the only move of a program."""
+    (move,) = program.steps[0].moves
+    dtype = program.avals[0].dtype
+    r = rounds.plan_rounds(program.plan(move, homes), homes, process, dtype, False)
+    size = lambda span, n: n if span is None else span.stop - span.start  # noqa: E731
+    first = sum(size(s.span, _count(s)) * len(s.sources) for s in r.sends)
+    second = sum((g.own.stop - g.own.start) * len(g.spans) for g in r.gathers)
+    return (first + second) * dtype.itemsize
+
+
+@pytest.mark.parametrize("processes", [3, 4, 8])
+def test_an_all_reduce_sends_no_more_with_more_processes(processes):
+    """Twice the block at most, as a ring does; every process sends as much."""
+    program = reshard_program((1 << 20,), "f4", (processes,), make_layout({}, {0: "sum"}), Layout())
+    homes = tuple(range(processes))
+    sent = [moved(program, homes, p) for p in range(processes)]
+    assert max(sent) <= 2 * (4 << 20)
+    assert max(sent) - min(sent) <= 64 * 4 * processes * 2
+
+
+def test_ranks_of_one_process_are_sent_a_block_once():
+    program = reshard_program((1 << 10,), "f4", (4,), make_layout({0: [0]}), Layout())
+    assert moved(program, (0, 0, 1, 1), 0) == 2 * (1 << 10)  # its half, once
+
+
+# ----- rounds that run beside the computation -------------------------------------------------------------------------
+
+
+def layers(n: int) -> tuple[Any, list[Any]]:
+    """Gradients of a deep network on a mesh of data; of the last layer they are there first."""
+    mesh = mt.Mesh({"data": 2})
+    rng = np.random.default_rng(0)
+    ws = [mt.distribute(rng.normal(size=(64, 64)), mesh) for _ in range(n)]
+    x = mt.distribute(rng.normal(size=(8, 64)), mesh, data=mt.Shard(0))
+
+    def gradients(ws: Any, x: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            h = x
+            for w in ws:
+                h = mt.tanh(h @ w)
+            return mt.mean(mt.square(h))
+
+        return mt.grad(loss)(ws)
+
+    program = mt.compile(gradients).program(ws, x)
+    blocks = [mesh.runtime._blocks(a._buf.computed().handle) for a in (*ws, x)]
+    blocks += [{0: np.asarray(c), 1: np.asarray(c)} for c in program.constants.values()]
+    return mesh.rank_program(program, [*(w.sharding for w in ws), x.sharding]), blocks
+
+
+def test_gradients_are_reduced_while_others_are_computed():
+    program, _ = layers(6)
+    with dask.config.set({"meshtape.bucket": 2 * 64 * 64 * 8, "meshtape.overlap": 1}):
+        actions = [a.what for a in schedule(program)]
+    starts = [i for i, a in enumerate(actions) if isinstance(a, Start)]
+    waits = [i for i, a in enumerate(actions) if isinstance(a, Wait)]
+    assert len(starts) >= 2
+    assert len(starts) == len(waits)
+    assert max(starts) < min(waits)
+    between = actions[starts[0] : waits[0]]
+    assert sum(not isinstance(a, Start | Wait | Moves) for a in between) >= 4  # ops that run meanwhile
+    # Nothing is lost, nothing is done twice.
+    moves = [m for a in actions if isinstance(a, Start | Moves) for m in a.moves]
+    assert sorted(m.target for m in moves) == sorted(
+        m.target for s in program.steps if isinstance(s, Moves) for m in s.moves
+    )
+    with dask.config.set({"meshtape.overlap": 0}):
+        assert [a.what for a in schedule(program)] == list(program.steps)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_overlap_changes_no_bit(planes, overlap):
+    program, inputs = layers(5)
+    want = in_processes(planes, program, (0, 0), inputs)
+    with dask.config.set({"meshtape.bucket": 1, "meshtape.overlap": overlap}):
+        got = in_processes(planes, program, (0, 1), inputs)
+    for g, w in zip(got, want, strict=True):
+        for rank in w:
+            np.testing.assert_array_equal(g[rank], w[rank])
+
+
+def test_a_failure_beside_and_one_in_front(planes, monkeypatch):
+    """Whichever fails, both processes end with an error, and no thread stays."""
+    program, inputs = layers(4)
+
+    def failing(prepared: Prepared, mine: Any, group: Any) -> Any:
+        if 1 in prepared.hosted:
+            starts = [i for i, (s, _) in enumerate(prepared._actions) if type(s) is tuple]
+            at = next(i for i, (s, _) in enumerate(prepared._actions) if i > starts[0] and hasattr(s, "fn"))
+
+            def fails(*args: Any, **kwargs: Any) -> Any:
+                raise FloatingPointError("a broken unit")
+
+            step, frees = prepared._actions[at]
+            prepared._actions[at] = step._replace(fn=fails, room=None), frees
+        return prepared.run(mine, group)
+
+    with dask.config.set({"meshtape.bucket": 1, "meshtape.overlap": 1}), pytest.raises(RankLost):
+        in_processes(planes, program, (0, 1), inputs, failing)
+    assert not any(t.name.startswith("meshtape-collectives") for t in threading.enumerate())
+
+
+# ----- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_used_again_and_never_while_it_is_seen():
+    pool = Pool(limit=1 << 24)
+    a = pool.empty((512, 512), np.dtype("f4"))
+    a[...] = 1
+    view = a.T[3:]
+    address = a.ctypes.data
+    del a
+    b = pool.empty((1024, 256), np.dtype("f4"))
+    b[...] = 2
+    assert b.ctypes.data != address
+    np.testing.assert_array_equal(np.unique(pool.empty((3,), np.dtype("f4")).shape), [3])
+    del view
+    c = pool.empty((256, 1024), np.dtype("i4"))
+    assert c.ctypes.data == address
+    assert (pool.lent, pool.kept) == (2 << 20, 0)
+    del b, c
+    assert (pool.lent, pool.kept) == (0, 2 << 20)
+    pool.clear()
+    assert pool.kept == 0
+
+
+def test_what_is_kept_is_bounded():
+    pool = Pool(limit=3 << 20)
+    held = [pool.empty((1 << 20,), np.dtype("u1")) for _ in range(8)]
+    assert pool.lent == 8 << 20
+    held.clear()
+    assert pool.kept == 3 << 20
+    off = Pool(limit=0)
+    assert off.empty((1 << 20,), np.dtype("u1")).base is None
+
+
+@pytest.mark.parametrize("dtype", ["?", "i2", "c16", "bfloat16", "float8_e4m3fn"])
+def test_memory_of_any_dtype(dtype):
+    a = POOL.empty((300, 1000), np.dtype(dtype))
+    assert a.dtype == np.dtype(dtype)
+    assert a.flags.c_contiguous
+    assert a.flags.writeable
+
+
+def test_results_take_the_memory_of_operands_that_nobody_sees():
+    mesh = mt.Mesh({"a": 1})
+    x = mt.compute(mt.distribute(np.ones((512, 256)), mesh) * 1)
+    host = x._buf.handle.blocks[0]
+    seen = host.copy()
+    chain = mt.compile(lambda x: mt.exp(x) * 2.0 + 1.0)
+    y = mt.compute(chain(x))
+    np.testing.assert_array_equal(y, np.exp(seen) * 2.0 + 1.0)
+    np.testing.assert_array_equal(host, seen)  # an argument is never written to
+    del y
+    held = POOL.lent
+    for _ in range(3):
+        mt.compute(chain(x))
+    assert POOL.lent <= held + (2 << 20)
+
+    def aliases(x: Any) -> Any:
+        y = mt.exp(x)
+        t = y.mT  # sees y's memory
+        return mt.sin(y), t + 0.0
+
+    s, t = mt.compile(aliases)(x)
+    np.testing.assert_array_equal(s, np.sin(np.exp(seen)))
+    np.testing.assert_array_equal(t, np.exp(seen).T)

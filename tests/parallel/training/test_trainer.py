@@ -1,0 +1,371 @@
+"""A run from first step to last: exact resume, other meshes, evaluation, early stop, signals, what is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+
+import google_crc32c
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.parallel.training.jobs import Job, parse_axes, resolve_axes, running
+from meshtape.parallel.training.metrics import JsonLines, read_lines
+from meshtape.parallel.training.status import read_status
+
+de, tr = mt.models.decoder, mt.training
+CONFIG = de.Config(vocab=32, width=16, layers=1, heads=2, max_length=16, dropout=0.1)
+TOKENS = np.random.default_rng(0).integers(0, 32, 700)
+
+
+def trainer(axes=None, plan="dp", **options):
+    plan = de.plan(plan)
+    options = {
+        "batch": 8,
+        "accumulation": 2,
+        "steps": 12,
+        "log_every": 1,
+        "clip": 1.0,
+        "ema": mt.optim.ema(0.9),
+    } | options
+    return mt.Trainer(
+        lambda p, b, key: de.loss(p, b, CONFIG, key=key, plan=plan),
+        lambda key: de.init(key, CONFIG),
+        mt.optim.adamw(mt.optim.warmup_cosine(1e-2, 3, 20)),
+        tr.TokenSource(TOKENS, 12),
+        mesh=None if axes is None else mt.Mesh(axes),
+        plan=plan,
+        **options,
+    )
+
+
+def losses(result):
+    return [h["loss"] for h in result.history if "loss" in h]
+
+
+def equal(a, b):
+    return all(
+        np.array_equal(np.asarray(x), np.asarray(y))
+        for x, y in zip(mt.tree.flatten(a)[0], mt.tree.flatten(b)[0], strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def unbroken():
+    t = trainer()
+    return t, t.fit()
+
+
+def test_a_run_learns_and_says_how_it_ended(unbroken):
+    t, result = unbroken
+    assert (result.reason, result.step, result.consumed) == (
+        "steps",
+        12,
+        58 + 32,
+    )  # 58 windows an epoch, the last batch has 2
+    assert not result.stopped
+    assert result.restarts == 0
+    assert losses(result)[-1] < losses(result)[0]
+    assert t.average["embed"].shape == (32, 16)
+
+
+@pytest.mark.parametrize("axes", [None, {"data": 2}, {"data": 2, "model": 2}])
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, axes):
+    """Dropout, warm-up, averages, a ragged batch and the turn of an epoch lie between the steps."""
+    plan = "dp+tp" if axes and "model" in axes else "dp"
+    whole = trainer(axes, plan)
+    wanted = whole.fit()
+    first = trainer(axes, plan, steps=5, directory=tmp_path).fit()
+    second = trainer(axes, plan, directory=tmp_path)
+    result = second.fit()
+    assert losses(first) + losses(result) == losses(wanted)
+    assert equal(second.state, whole.state)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "zero"),
+    [((None, "dp"), ({"data": 2}, "dp"), 2), (({"data": 4}, "dp"), ({"data": 2, "model": 2}, "fsdp+tp"), 0)],
+)
+def test_a_run_goes_on_on_another_mesh_to_rounding(tmp_path, unbroken, before, after, zero):
+    trainer(*before, steps=5, directory=tmp_path).fit()
+    result = trainer(*after, zero=zero, directory=tmp_path).fit()
+    np.testing.assert_allclose(losses(result), losses(unbroken[1])[5:], atol=5e-6)
+    assert result.consumed == unbroken[1].consumed
+
+
+def test_a_finished_run_does_nothing_more(tmp_path):
+    trainer(steps=3, directory=tmp_path).fit()
+    again = trainer(steps=3, directory=tmp_path)
+    result = again.fit()
+    assert (result.reason, result.step, result.history) == ("steps", 3, [])
+    assert trainer(steps=2, directory=tmp_path, resume="never").fit().step == 2
+
+
+def test_epochs_end_where_the_samples_do():
+    result = trainer(steps=None, epochs=2, batch=16).fit()
+    assert (result.reason, result.step, result.consumed, result.epoch) == ("epochs", 2 * 4, 2 * 58, 2)
+
+
+def test_raising_the_number_of_steps_goes_on(unbroken):
+    t = trainer(steps=4)
+    t.fit()
+    t.steps = 12
+    assert losses(t.fit()) == losses(unbroken[1])
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    trainer(steps=2, directory=tmp_path).fit()
+    with pytest.raises(mt.errors.TrainingError, match="seed 0, this one has 1"):
+        trainer(directory=tmp_path, seed=1).fit()
+    mt.save(tmp_path / "plain", {"w": mt.ones(2)})
+    with pytest.raises(mt.errors.TrainingError, match="not saved by a Trainer"):
+        trainer(resume=str(tmp_path / "plain")).fit()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_checkpoint_holds_what_a_run_without_it_would(tmp_path, zero):
+    """Saved right after a step, whatever is still on its way then (REQUIREMENTS 8.11)."""
+    t = trainer({"data": 2}, zero=zero, steps=4, save_every=1, directory=tmp_path)
+    result = t.fit()
+    assert equal(mt.load(result.checkpoint), t.state)
+    plain = trainer({"data": 2}, zero=zero, steps=4)
+    plain.fit()
+    assert equal(plain.state, t.state)
+
+
+def test_background_saves_hold_the_state_of_their_step(tmp_path):
+    manager = mt.CheckpointManager(tmp_path, keep=None, asynchronous=True)
+    t = trainer(steps=6, save_every=2, checkpoints=manager)
+    t.fit()
+    early = trainer(steps=2)
+    early.fit()
+    assert manager.steps() == [2, 4, 6]
+    assert equal(mt.load(manager.path(2)), early.state)
+
+
+# ----- evaluation and stopping ----------------------------------------------------------------------------------------
+
+
+def test_evaluation_is_over_the_whole_set_without_dropout(unbroken):
+    held = tr.TokenSource(TOKENS[:300], 12)
+    values = {}
+    for axes in (None, {"data": 3}):
+        t = trainer(axes, steps=2, batch=12, evaluate=held, eval_every=1)
+        values[str(axes)] = [h["eval_loss"] for h in t.fit().history]
+    np.testing.assert_allclose(*values.values(), atol=2e-6)
+    data = mt.tree.tree_map(mt.asarray, held.read(np.arange(len(held))))
+    total, weight = de.loss(t.params, data, CONFIG)
+    assert abs(values[str({"data": 3})][-1] - float(total) / float(weight)) < 2e-6
+
+
+def test_early_stop_ends_the_run_and_its_patience_survives_a_restart(tmp_path):
+    held = tr.TokenSource(TOKENS[:200], 12)
+
+    def run(steps, **options):
+        stop = tr.EarlyStop(patience=3, least=100.0)  # nothing is ever good enough
+        return trainer(steps=steps, evaluate=held, eval_every=1, callbacks=[stop], **options).fit()
+
+    assert run(12).step == 4  # the first value is the best so far, three more bring nothing
+    assert "eval_loss" in run(12).reason
+    run(2, directory=tmp_path)
+    assert run(12, directory=tmp_path).step == 4
+
+
+def test_callbacks_see_the_turns_of_a_run(tmp_path):
+    seen = []
+
+    class Watch(tr.Callback):
+        def on_start(self, trainer):
+            seen.append("start")
+
+        def on_log(self, trainer, numbers):
+            seen.append(f"log {trainer.progress.step}")
+
+        def on_save(self, trainer, path):
+            seen.append(f"save {path[-1]}")
+
+        def on_stop(self, trainer, reason):
+            seen.append(reason)
+
+    trainer(steps=4, log_every=2, save_every=2, directory=tmp_path, callbacks=[Watch()]).fit()
+    assert seen == ["start", "log 2", "save 2", "log 4", "save 4", "steps"]
+    with pytest.raises(mt.errors.TrainingError, match="one name"):
+        trainer(callbacks=[Watch(), Watch()])
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    x = np.ones((8, 2), np.float32)
+    t = mt.Trainer(
+        lambda p, b, key: mt.mean(b["x"] @ p) * 1e38,
+        mt.ones(2, dtype=mt.float32),
+        mt.optim.sgd(1e10),
+        {"x": x},
+        batch=4,
+        steps=9,
+        log_every=1,
+        directory=tmp_path,
+    )
+    with np.errstate(all="ignore"), pytest.raises(mt.errors.TrainingError, match="the loss is"):
+        t.fit()
+    assert read_status(tmp_path)["state"] == "failed"
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_stops_and_the_run_goes_on_from_there(tmp_path, unbroken, which):
+    class Interrupt(tr.Callback):
+        def on_log(self, trainer, numbers):
+            if trainer.progress.step == 4:
+                os.kill(os.getpid(), which)
+
+    before = signal.getsignal(which)
+    first = trainer(directory=tmp_path, callbacks=[Interrupt()]).fit()
+    assert (first.reason, first.stopped) == (which.name, True)
+    assert first.step in (4, 5)
+    assert signal.getsignal(which) is before
+    status = read_status(tmp_path)
+    assert (status["state"], status["step"]) == ("stopped", first.step)
+    assert losses(first) + losses(trainer(directory=tmp_path).fit()) == losses(unbroken[1])
+
+
+# ----- what is written ------------------------------------------------------------------------------------------------
+
+
+def scalars_of(path):
+    """An event file read by its specification: records of checked length and content, fields 2 (step) and 5 (summary)."""
+    data, at, out = path.read_bytes(), 0, []
+
+    def checked(chunk, crc):
+        c = google_crc32c.value(chunk)
+        assert struct.unpack("<I", crc)[0] == (((c >> 15) | (c << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+    def fields(message):
+        i, found = 0, []
+
+        def varint():
+            nonlocal i
+            n = shift = 0
+            while True:
+                b = message[i]
+                i += 1
+                n |= (b & 127) << shift
+                shift += 7
+                if b < 128:
+                    return n
+
+        while i < len(message):
+            tag = varint()
+            if tag & 7 == 0:
+                found.append((tag >> 3, varint()))
+            else:
+                n = {1: 8, 5: 4}.get(tag & 7) or varint()
+                found.append((tag >> 3, message[i : i + n]))
+                i += n
+        return found
+
+    while at < len(data):
+        head = data[at : at + 8]
+        checked(head, data[at + 8 : at + 12])
+        (n,) = struct.unpack("<Q", head)
+        message = data[at + 12 : at + 12 + n]
+        checked(message, data[at + 12 + n : at + 16 + n])
+        event = dict(fields(message))
+        for _, value in fields(event.get(5, b"")):
+            one = dict(fields(value))
+            out.append((event[2], one[1].decode(), struct.unpack("<f", one[2])[0]))
+        at += 16 + n
+    return out
+
+
+def test_numbers_are_written_as_json_lines_and_tensorboard_events(tmp_path):
+    trainer(steps=3, directory=tmp_path).fit()
+    result = trainer(steps=6, directory=tmp_path).fit()
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in lines[3:]] == losses(result)
+    assert {"grad_norm", "per_second", "memory", "epoch", "step_ms"} <= set(lines[0])
+    files = sorted((tmp_path / "events").iterdir(), key=lambda f: f.stat().st_mtime_ns)
+    assert len(files) == 2
+    events = [(step, v) for step, name, v in scalars_of(files[1]) if name == "loss"]
+    assert [s for s, _ in events] == [4, 5, 6]
+    np.testing.assert_allclose([v for _, v in events], losses(result), rtol=1e-6)
+
+
+def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path):
+    file = tmp_path / "m.jsonl"
+    w = JsonLines(file)
+    for step in range(1, 6):
+        w.write(step, {"loss": float("nan") if step == 2 else step})
+    w.close()
+    with file.open("a") as f:
+        f.write('{"step": 6, "lo')  # cut off by a crash
+    w = JsonLines(file, step=3)
+    w.write(4, {"loss": 0.5})
+    w.close()
+    assert [(r["step"], r["loss"]) for r in read_lines(file)] == [(1, 1), (2, "nan"), (3, 3), (4, 0.5)]
+    file.write_text("[]\n")
+    with pytest.raises(mt.errors.TrainingError, match="line 1"):
+        read_lines(file)
+
+
+def test_status_says_how_a_run_stands(tmp_path):
+    result = trainer({"data": 2}, steps=3, directory=tmp_path).fit()
+    s = read_status(tmp_path)
+    assert (s["state"], s["step"], s["steps"], s["mesh"], s["alive"]) == ("finished", 3, 3, {"data": 2}, True)
+    assert s["checkpoint"] == result.checkpoint
+    s["pid"] = 2**22 + 1  # beyond what Linux gives out
+    (tmp_path / "status.json").write_text(json.dumps(s))
+    assert read_status(tmp_path)["alive"] is False
+    with pytest.raises(mt.errors.TrainingError, match="no directory of a run"):
+        read_status(tmp_path / "nothing")
+
+
+# ----- jobs and bad input ---------------------------------------------------------------------------------------------
+
+
+def test_a_job_gives_the_mesh_and_the_directory(tmp_path):
+    job = Job(tmp_path, axes={"data": 2})
+    with running(job):
+        mesh = mt.cluster_mesh({"data": -1, "model": 4})
+        assert mesh.describe() == {"data": 2}
+        t = trainer(steps=1)
+        t.fit()
+    assert t.directory == tmp_path
+    assert [r.step for r in job.results] == [1]
+    assert mt.cluster_mesh().describe() == {"data": 1}
+
+
+def test_axes_of_the_command_line():
+    assert parse_axes("data=4, model=2") == {"data": 4, "model": 2}
+    assert resolve_axes({"data": -1, "model": 2}, 7) == {"data": 3, "model": 2}
+    assert resolve_axes({"data": -1, "model": 8}, 4) == {"data": 1, "model": 8}
+    for text in ("data", "data=x", "data=0", "=2", "data=2,data=2", "data=-1,model=-1", "1x=2"):
+        with pytest.raises(mt.errors.MeshError):
+            parse_axes(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"steps": None}, mt.errors.TrainingError, "never end"),
+        ({"steps": 0}, mt.errors.TrainingError, "steps must be at least 1"),
+        ({"save_every": 2}, mt.errors.TrainingError, "a place to save to"),
+        ({"eval_every": 2}, mt.errors.TrainingError, "needs evaluate"),
+        ({"batch": 7}, mt.errors.BatchSizeError, "no multiple"),
+        ({"precision": "int8"}, mt.errors.TrainingError, "precision"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_is_done(options, error, message):
+    with pytest.raises(error, match=message):
+        trainer(**options)
+
+
+def test_parameters_on_another_mesh_are_refused():
+    here = mt.distribute(mt.ones(2), mt.Mesh({"data": 2}))
+    t = mt.Trainer(
+        lambda p, b, k: p.sum(), here, mt.optim.sgd(0.1), np.ones(4), batch=2, steps=1, mesh=mt.Mesh({"data": 2})
+    )
+    with pytest.raises(mt.errors.MeshError, match="another mesh"):
+        t.fit()

@@ -1,0 +1,134 @@
+"""merge, convert and reshard spread over other processes: the same bytes for any number of workers, and resumable."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+from meshtape import errors
+from meshtape.storage import convert, load, merge, reshard, save, verify
+from meshtape.storage.files import Files, using
+from meshtape.storage.spreading import Spread
+
+LAYOUT = {"mesh": {"m": 3}, "shardings": {"w": {"m": 1}, "*": {}}}
+
+
+def files(home):
+    return {p.relative_to(home).as_posix(): p.read_bytes() for p in sorted(Path(home).rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, kit):
+    home = tmp_path_factory.mktemp("source")
+    rows = kit.Sharding(kit.Host({"x": 2}), (0,))
+    w = kit.random(np.dtype("f4"), (700, 900))
+    save(
+        home / "c",
+        {"w": kit.split(w, rows), "b": kit.random(np.dtype("f8"), (5,)), "s": np.float32(2), "e": np.zeros((0, 2))},
+    )
+    return home / "c"
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=2, processes=True, dashboard_address=None) as c,
+        Client(c) as client,
+    ):
+        yield client
+
+
+def test_a_dask_cluster_writes_the_same_bytes(source, client, tmp_path):
+    reshard(source, tmp_path / "here", **LAYOUT)
+    for threads, limit in ((1, 1 << 20), (5, 3 << 20)):
+        seen = []
+        reshard(
+            source,
+            tmp_path / f"there{threads}",
+            **LAYOUT,
+            client=client,
+            threads=threads,
+            memory_limit=limit,
+            progress=lambda done, total, seen=seen: seen.append((done, total)),
+        )
+        assert files(tmp_path / f"there{threads}") == files(tmp_path / "here")
+        assert seen == sorted(seen)
+        assert seen[-1][0] == seen[-1][1]
+        assert len(seen) > 3
+    merge(source, tmp_path / "m1", rules="w -> w, permute(), cast(dtype=bfloat16)")
+    merge(
+        source,
+        tmp_path / "m2",
+        rules="w -> w, permute(), cast(dtype=bfloat16)",
+        client=client,
+        threads=8,
+        memory_limit=1 << 20,
+    )
+    assert files(tmp_path / "m1") == files(tmp_path / "m2")
+
+
+def test_one_key_and_more_workers_than_keys(client, kit, tmp_path):
+    save(tmp_path / "c", {"only": np.arange(3)})
+    merge(tmp_path / "c", tmp_path / "m", client=client, threads=16)
+    assert kit.same(load(tmp_path / "m")["only"], np.arange(3))
+    save(tmp_path / "none", {})
+    assert merge(tmp_path / "none", tmp_path / "m0", client=client).arrays == 0
+    assert load(tmp_path / "m0") == {}
+
+
+def test_any_executor_will_do(source, tmp_path):
+    reshard(source, tmp_path / "here", **LAYOUT)
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        reshard(source, tmp_path / "there", **LAYOUT, client=pool, threads=4, memory_limit=2 << 20)
+    with ThreadPoolExecutor(3) as pool:
+        convert(source, tmp_path / "threads", format="zarr", **LAYOUT, client=pool, threads=3)
+    assert files(tmp_path / "there") == files(tmp_path / "here") == files(tmp_path / "threads")
+    verify(tmp_path / "there")
+
+
+def test_what_a_worker_raises_is_raised_here_and_the_rest_goes_on_later(source, tmp_path):
+    """An interruption in the middle leaves the part; the same call afterwards finishes it."""
+
+    class Breaks(Files):
+        done = 0
+
+        def write(self, fd, buffers, offset):
+            self.done += 1
+            if self.done == 4:
+                raise OSError(5, "the disk hiccuped")
+            return super().write(fd, buffers, offset)
+
+    with ThreadPoolExecutor(2) as pool:
+        with using(Breaks()), pytest.raises(OSError, match="hiccuped"):
+            reshard(source, tmp_path / "r", **LAYOUT, client=pool, threads=2, memory_limit=1 << 20)
+        assert (tmp_path / "r.part").exists()
+        report = reshard(source, tmp_path / "r", **LAYOUT, client=pool, threads=2, memory_limit=1 << 20)
+    assert report.resumed > 0
+    reshard(source, tmp_path / "here", **LAYOUT)
+    assert files(tmp_path / "r") == files(tmp_path / "here")
+
+
+def test_a_cluster_cannot_upload(source, client):
+    pytest.importorskip("obstore")
+    with pytest.raises(errors.CheckpointError, match="leave out client="):
+        reshard(source, "memory://spread/x", **LAYOUT, client=client)
+
+
+@pytest.mark.parametrize("executor", [False, True])
+def test_nothing_is_begun_after_an_error(executor):
+    begun = []
+
+    def work(i):
+        begun.append(i)
+        if i == 2:
+            raise ValueError("two")
+        return i
+
+    with ThreadPoolExecutor(1) as pool:
+        spread = Spread(1, pool) if executor else Spread(2)
+        with pytest.raises(ValueError, match="two"):
+            list(spread.over(work, list(range(100)), lambda i: (i,)))
+    assert len(begun) < 10
