@@ -157,6 +157,7 @@ from .manipulation import (
     unstack,
 )
 from .norms import layer_norm, rms_norm
+from .prefetch import Prefetcher, prefetch
 from .products import matmul, tensordot, vecdot
 from .program import Const, Entry, Program, ShapeDtype
 from .quantiles import median, percentile, quantile

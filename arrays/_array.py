@@ -322,10 +322,16 @@ class Array(Methods):
                 return
         if not isinstance(value, Array | bool | int | float | complex):
             value = asarray(value)
-        if state.recorders or not isinstance(self._buf, np.ndarray):
-            new = masked_write("setitem", indexing.INDEX_SET, self, key, value)
-            if new is not None:
+        if not isinstance(value, Array) or not value.ndim:
+            mask = indexing.mask_alone(self, key)
+            if mask is not None and (state.recorders or not isinstance(self._buf, np.ndarray)):
+                new = masked_write("setitem", indexing.INDEX_SET, self, mask, value)
                 self._buf, self._id = new._buf, new._id
+                return
+            if mask is not None and type(mask._buf) is np.ndarray and not hasattr(value, "device"):
+                indexing.check_value_dtype("setitem", value, self.dtype)
+                self._writable()[mask._buf] = value
+                self._id = 0
                 return
         template, arrays = indexing.parse(self, key)
         target = indexing.result_shape(template, self.shape, [a.shape for a in arrays])

@@ -7,7 +7,8 @@ there; ``cupy`` is imported when the first CUDA device is used, never at import 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,22 @@ import numpy as np
 
 from ._op import Op
 from .devices import CPU, Device, device
-from .errors import BackendError, DeviceError
+from .errors import BackendError, DeviceError, OutOfMemory
+
+
+def memory_text(error: Any, free: int, total: int, held: int, used: int) -> str:
+    """What CuPy said, and what there is, in bytes for people.
+
+    >>> memory_text("Out of memory allocating 2,147,483,648 bytes", 2**28, 2**33, 2**32, 2**31)
+    'Out of memory allocating 2,147,483,648 bytes; 256.0 MiB of 8.0 GiB are free, CuPy holds 4.0 GiB, of which 2.0 GiB are in use'
+    """
+    from .display import human_bytes
+
+    sizes = [human_bytes(n) for n in (free, total, held, used)]
+    return "{}; {} of {} are free, CuPy holds {}, of which {} are in use".format(error, *sizes)
+
+
+_FIRST_USER_DTYPE = 256
 
 
 class NumPyBackend:
@@ -30,6 +46,9 @@ class NumPyBackend:
 
     def device_of(self, buf: np.ndarray) -> Device:
         return CPU
+
+    def filled(self, shape: tuple[int, ...], value: Any, dtype: np.dtype, where: Device) -> np.ndarray:
+        return np.full(shape, value, dtype)
 
     def from_host(self, host: np.ndarray, where: Device) -> np.ndarray:
         return host
@@ -52,11 +71,8 @@ class CuPyBackend:
     def run(self, op: Op, bufs: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, ...]:
         cp = self.xp
         where = next((b.device for b in bufs if isinstance(b, cp.ndarray)), None)
-        if where is None:
+        with where or nullcontext(), self.memory():
             out = op.bind(cp)(*bufs, **params)
-        else:
-            with where:
-                out = op.bind(cp)(*bufs, **params)
         return (cp.asarray(out),) if op.nout == 1 else tuple(map(cp.asarray, out))
 
     def device_of(self, buf: Any) -> Device:
@@ -65,8 +81,25 @@ class CuPyBackend:
     def from_host(self, host: np.ndarray, where: Device) -> Any:
         if where.index >= self.device_count():
             raise DeviceError(f"there is no {where}: this machine has {self.device_count()} CUDA device(s)")
-        with self.xp.cuda.Device(where.index):
+        with self.xp.cuda.Device(where.index), self.memory():
             return self.xp.asarray(host)
+
+    def filled(self, shape: tuple[int, ...], value: Any, dtype: np.dtype, where: Device) -> Any:
+        """A buffer of one repeated value, made on the device."""
+        if dtype.num >= _FIRST_USER_DTYPE:  # CuPy does not fill the dtypes that others register
+            return self.from_host(np.full(shape, value, dtype), where)
+        with self.xp.cuda.Device(where.index), self.memory():
+            return self.xp.full(shape, value, dtype)
+
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """What CuPy says when the memory of the current device is used up becomes our error, with the sizes."""
+        try:
+            yield
+        except self.xp.cuda.memory.OutOfMemoryError as e:
+            pool = self.xp.get_default_memory_pool()
+            free, total = self.xp.cuda.runtime.memGetInfo()
+            raise OutOfMemory(memory_text(e, free, total, pool.total_bytes(), pool.used_bytes())) from e
 
     def to_host(self, buf: Any) -> np.ndarray:
         return self.xp.asnumpy(buf)

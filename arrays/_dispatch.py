@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ._op import NO_PARAMS, Op, state
-from .errors import DeviceError, DTypeError, GradientError, LinAlgError, MeshtapeError
+from .errors import DeviceError, DTypeError, GradientError, LinAlgError, MeshtapeError, OutOfMemory
 from .program import Const, Program, ShapeDtype, Site
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
     try:
         # The empty mapping is a proxy, which NumPy's calls would first have to copy.
         out = op.numpy(*bufs) if params is NO_PARAMS else op.numpy(*bufs, **params)
-    except (ValueError, TypeError, OverflowError) as e:
+    except (ValueError, TypeError, OverflowError, MemoryError) as e:
         _explain(op, args, params, e)
         raise
     if type(out) is ndarray:
@@ -183,7 +183,7 @@ def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> 
             outs = backend_of(arrays[0]._buf if arrays else None).run(
                 op, [a._buf if type(a) is _array_type else a for a in args], params
             )
-        except (ValueError, TypeError, OverflowError) as e:
+        except (ValueError, TypeError, OverflowError, MemoryError) as e:
             _explain(op, args, params, e)
             raise
     wrapped = tuple(wrap(o) for o in outs)
@@ -219,8 +219,10 @@ def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Ex
 
     What depends on the values the rule cannot know: it keeps its text, and gets the op and the arguments.
     """
-    if isinstance(error, MeshtapeError):
+    if isinstance(error, MeshtapeError) and not isinstance(error, MemoryError):
         return
+    if isinstance(error, MemoryError):
+        raise OutOfMemory(f"[{op.name}] {error} (of {', '.join(map(str, argument_avals(args)))})") from None
     avals = argument_avals(args)
     try:
         op.avals(avals, params)

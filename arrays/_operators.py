@@ -48,7 +48,7 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
             return operate(op, other, self) if reflected else operate(op, self, other)
         try:
             buf = fn(y, x) if reflected else fn(x, y)
-        except (ValueError, TypeError, OverflowError):
+        except (ValueError, TypeError, OverflowError, MemoryError):
             buf = None
         if buf is None:
             return operate(op, other, self) if reflected else operate(op, self, other)

@@ -111,7 +111,7 @@ class AtIndex:
 
         if self._key is _NO_KEY:
             raise TypeError("[index_multiply] x.at needs an index before it writes: x.at[...]")
-        if isinstance(v, int | float | complex) or not np.ndim(v):
+        if isinstance(v, int | float | complex) or getattr(v, "ndim", 1) == 0:
             masked = masked_write("index_multiply", MULTIPLY, self._x, self._key, v)
             if masked is not None:
                 return masked
@@ -147,13 +147,14 @@ def masked_write(name: str, op: Op, x: Array, key: Any, value: Any) -> Array | N
     from ._array import Array
     from .creation import asarray, beside
     from .elementwise import where
-    from .manipulation import astype
+    from .manipulation import astype, reshape
 
     if isinstance(value, Array) and value.ndim:
         return None
     mask = mask_alone(x, key)
     if mask is None:
         return None
+    mask = reshape(mask, (*mask.shape, *(1,) * (x.ndim - mask.ndim)))
     value = value if isinstance(value, Array | int | float | complex) else asarray(value)
     check_value_dtype(name, value, x.dtype)
     if op is INDEX_SET:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,35 @@ from ._dlpack import read
 from ._infer import as_shape
 from .devices import CPU, Device, default_device, device
 from .dtypes import DTYPES, as_dtype, check_cast, float64
-from .errors import DTypeError, ShapeError
+from .errors import DTypeError, OutOfMemory, ShapeError
 
 
 def _place(host: np.ndarray, where: Device | str | None) -> Array:
     target = default_device() if where is None else device(where)
     return wrap(host) if target is CPU else wrap(backend_for(target).from_host(host, target))
+
+
+def _filled(
+    name: str, shape: tuple[int, ...], value: Any, dtype: np.dtype, where: Device | str | None, host: Callable[..., Any]
+) -> Array:
+    """One repeated value, made where it will live; on a CPU by ``host(shape, value, dtype)``."""
+    target = default_device() if where is None else device(where)
+    try:
+        return wrap(
+            host(shape, value, dtype) if target is CPU else backend_for(target).filled(shape, value, dtype, target)
+        )
+    except (MemoryError, ValueError) as e:
+        if isinstance(e, ValueError) and "too big" not in str(e):
+            raise
+        raise OutOfMemory(f"[{name}] {e}") from None
+
+
+def _zeros(shape: tuple[int, ...], value: Any, dtype: np.dtype) -> np.ndarray:
+    return np.zeros(shape, dtype)  # which the system hands out as zeros, without writing them
+
+
+def _empty(shape: tuple[int, ...], value: Any, dtype: np.dtype) -> np.ndarray:
+    return np.empty(shape, dtype)
 
 
 def _dtype(name: str, dtype: Any) -> np.dtype:
@@ -149,7 +172,7 @@ def full(
     wanted = found if dtype is None else as_dtype(dtype, "full")
     check_cast("full", np.dtype(complex) if isinstance(value, complex) else found or wanted, wanted)
     try:
-        return _place(np.full(as_shape("full", shape), value, wanted), device)
+        return _filled("full", as_shape("full", shape), value, wanted, device, np.full)
     except ValueError as e:
         if not number and "broadcast" in str(e):
             raise ShapeError(f"[full] a value of shape {value.shape} does not fill an array of shape {shape}") from None
@@ -164,7 +187,7 @@ def zeros(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str
     Array([[0., 0.],
            [0., 0.]], dtype=float64)
     """
-    return _place(np.zeros(as_shape("zeros", shape), _dtype("zeros", dtype)), device)
+    return _filled("zeros", as_shape("zeros", shape), 0, _dtype("zeros", dtype), device, _zeros)
 
 
 def ones(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
@@ -174,7 +197,7 @@ def ones(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str 
     >>> mt.ones(3, dtype=mt.int8)
     Array([1, 1, 1], dtype=int8)
     """
-    return _place(np.ones(as_shape("ones", shape), _dtype("ones", dtype)), device)
+    return _filled("ones", as_shape("ones", shape), 1, _dtype("ones", dtype), device, np.full)
 
 
 def empty(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
@@ -184,7 +207,7 @@ def empty(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str
     >>> mt.empty((2, 3), dtype=mt.float32).shape
     (2, 3)
     """
-    return _place(np.empty(as_shape("empty", shape), _dtype("empty", dtype)), device)
+    return _filled("empty", as_shape("empty", shape), 0, _dtype("empty", dtype), device, _empty)
 
 
 def arange(

@@ -33,6 +33,10 @@ class NumberRangeError(MeshtapeError, OverflowError):
     """A Python number does not fit the dtype of the array that it meets; the message names both."""
 
 
+class OutOfMemory(MeshtapeError, MemoryError):
+    """Memory of the host or of a device is used up; says who wanted how much, and what there is."""
+
+
 class LinAlgError(MeshtapeError, np.linalg.LinAlgError):
     """A matrix has no inverse or no factorization of the kind, or an iteration does not converge; names op and shapes."""
 

@@ -218,10 +218,8 @@ def _check_range(buf: Any, axis: int, n: int) -> None:
 
 
 def mask_alone(x: Array, key: Any) -> Array | None:
-    """The mask where ``key`` is nothing but one boolean array over the first dimensions of ``x``, with a dimension of one for
-    each of the others; else None."""
+    """The mask where ``key`` is nothing but one boolean array over the first dimensions of ``x``; else None."""
     from ._array import Array
-    from .manipulation import reshape
 
     if isinstance(key, tuple) and len(key) == 1:
         (key,) = key
@@ -232,7 +230,7 @@ def mask_alone(x: Array, key: Any) -> Array | None:
         key = asarray(host) if host.dtype == np.bool_ else key
     if not isinstance(key, Array) or key.dtype != np.bool_ or not key.ndim or key.shape != x.shape[: key.ndim]:
         return None
-    return key if key.ndim == x.ndim else reshape(key, (*key.shape, *(1,) * (x.ndim - key.ndim)))
+    return key
 
 
 def numpy_key(template: Template, arrays: Sequence[Any]) -> tuple[Any, ...]:

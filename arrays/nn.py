@@ -13,9 +13,9 @@ from .attention import scaled_dot_product_attention
 from .batch_norms import batch_norm
 from .channel_norms import group_norm, instance_norm
 from .convolution import conv1d, conv2d, pool
-from .creation import arange, asarray, beside, wrap_same
-from .dtypes import as_dtype, iinfo
+from .creation import arange, asarray, beside
 from .dropout import dropout, dropout_add
+from .dtypes import as_dtype, iinfo
 from .elementwise import relu, sigmoid, stop_gradient, tanh
 from .elementwise import where as where_
 from .errors import DTypeError

@@ -92,8 +92,39 @@ def _infer_arg(op: Op, args: tuple[Any, ...], params: Any) -> _infer.ShapeDtype:
     )
 
 
-ARGMAX = Op("argmax", ("x",), _arg("argmax"), _infer_arg, nondifferentiable="integer result")
-ARGMIN = Op("argmin", ("x",), _arg("argmin"), _infer_arg, nondifferentiable="integer result")
+def _decompose_arg(extremum: Op) -> Callable[..., Any]:
+    def decompose(x: Any, axis: int, keepdims: bool) -> Any:
+        """The smallest of the places, along the whole dimension, that hold the extremum; NaN, where there is one, is that."""
+        from .cross_entropy import POSITIONS
+        from .elementwise import isnan, where
+
+        n = x.shape[axis]
+        best = apply(extremum, (x,), {"axis": (axis,), "keepdims": True})
+        hit = x == best
+        if x.dtype.kind in "fcV":
+            hit = hit | isnan(x)
+        places = apply(POSITIONS, (x,), {"axis": axis, "start": 0})
+        return apply(MIN, (where(hit, places, n),), {"axis": (axis,), "keepdims": keepdims})
+
+    return decompose
+
+
+ARGMAX = Op(
+    "argmax",
+    ("x",),
+    _arg("argmax"),
+    _infer_arg,
+    nondifferentiable="integer result",
+    decompose=_decompose_arg(MAX),
+)
+ARGMIN = Op(
+    "argmin",
+    ("x",),
+    _arg("argmin"),
+    _infer_arg,
+    nondifferentiable="integer result",
+    decompose=_decompose_arg(MIN),
+)
 
 
 def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:

@@ -133,15 +133,26 @@ class RowSum(Deferred):
 
     def plus(self, other: Any) -> Any:
         """The sum with another buffer: a :class:`RowSum` where both are, with the same rows."""
+        from .indexsum import IndexSum
+
+        if type(other) is IndexSum:
+            return other.plus(self)
         if isinstance(other, RowSum):
             if other.lead != self.lead:
                 return self.concrete() + other.concrete()
             ids = np.concatenate([self.ids, other.ids])
             distinct, sums = sum_rows(ids, np.concatenate([self.rows, other.rows]), self._n)
             return RowSum(distinct, sums, self.shape, self.lead)
-        out = np.array(other)
-        out.reshape(self._n, -1)[self.ids] += self.rows
+        return self.add_to(np.array(other))
+
+    def add_to(self, out: np.ndarray) -> np.ndarray:
+        """``out``, with the rows added in place."""
+        out[self._key()] += self.rows.reshape(-1, *self.shape[self.lead :])
         return out
+
+    def _key(self) -> Any:
+        """The key of the rows. (A reshaped array may be a copy, where the columns come first in memory.)"""
+        return self.ids if self.lead == 1 else np.unravel_index(self.ids, self.shape[: self.lead])
 
 
 def _in_rows(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
@@ -165,9 +176,8 @@ def _in_rows(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
     if op in (ADD, SUBTRACT) and type(other) is np.ndarray and other.shape == g.shape and other.dtype == g.dtype:
         if y is not g and op is SUBTRACT:
             return None
-        out = np.array(other)
-        flat = out.reshape(g._n, -1)
-        flat[g.ids] = op.numpy(flat[g.ids], g.rows)
+        out, key = np.array(other), g._key()
+        out[key] = op.numpy(out[key], g.rows.reshape(-1, *g.shape[g.lead :]))
         return out
     return None
 

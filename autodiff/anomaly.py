@@ -14,6 +14,7 @@ from ..arrays._backends import backend_of
 from ..arrays._dispatch import Deferred
 from ..arrays._op import Op, not_recording, recording
 from ..arrays.errors import AnomalyError
+from ..arrays.indexsum import IndexSum
 from ..arrays.program import Site, site_text
 from ..arrays.rowsum import RowSum
 
@@ -90,6 +91,8 @@ def _values(x: Any) -> Any:
     if isinstance(x, bool | int | float | complex):
         return np.asarray(x)
     buf = x._buf if isinstance(x, Array) else x
+    if type(buf) is IndexSum:
+        return buf.concrete()
     if type(buf) is RowSum:
         return buf.rows
     if not isinstance(buf, Deferred):

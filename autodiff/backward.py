@@ -18,8 +18,8 @@ from ..arrays._dispatch import apply, wrap
 from ..arrays._op import state
 from ..arrays.elementwise import ALIAS
 from ..arrays.errors import NonDifferentiableError, ShapeError
+from ..arrays.indexsum import IndexSum, is_sparse
 from ..arrays.program import Const, Entry, ShapeDtype, Site, site_text
-from ..arrays.rowsum import RowSum
 from . import anomaly
 from .recipe import Recipe
 from .rules._registry import same
@@ -108,7 +108,7 @@ def walk(
                 g = cots.get(v) if v in keep else cots.pop(v, None)
                 if g is None:
                     continue
-                if type(g) is RowSum:
+                if is_sparse(g):
                     g = g.concrete()
                 if owned:
                     owned.discard(v)
@@ -147,8 +147,13 @@ def walk(
                 before = cots.get(var)
                 if before is None:
                     cots[var] = gx
-                elif type(gx) is RowSum or type(before) is RowSum:
-                    cots[var] = gx.plus(before) if type(gx) is RowSum else before.plus(gx)
+                elif is_sparse(before):
+                    total = cots[var] = before.plus(gx)
+                    if not is_sparse(total):
+                        owned.add(var)
+                elif is_sparse(gx):
+                    cots[var] = gx.add_to(before) if var in owned else gx.plus(before)
+                    owned.add(var)
                 elif var in owned:
                     before += gx
                 else:
@@ -179,7 +184,7 @@ def _found(
         g = cots.get(v) if v in keep else cots.pop(v, None)
         if g is None:
             return None, None
-        if type(g) is RowSum:
+        if is_sparse(g):
             g = g.concrete()
         owned.discard(v)
     elif hasattr(recipe.op, "expand"):
@@ -204,6 +209,8 @@ def _call_hooks(v: int, cots: dict[int, Any], hooks: dict[int, list[Hook]], owne
     fns = hooks.pop(v, ())
     if g is None:
         return
+    if type(g) is IndexSum:  # the hook may keep it
+        g = g.concrete()
     for fn in fns:
         given = g if wrapped else wrap(np.asarray(g) if isinstance(g, np.generic) else g)
         found = fn(given)
@@ -237,7 +244,7 @@ def _cotangents_of(r: Recorded, cots: dict[int, Any], keep: frozenset[int], owne
         if v not in keep:
             cots.pop(v, None)
             owned.discard(v)
-    gs = [g.concrete() if type(g) is RowSum else g for g in gs]
+    gs = [g.concrete() if is_sparse(g) else g for g in gs]
     return tuple(
         c if c is not None else xp.zeros(a.shape, dtype=a.dtype) for c, a in zip(gs, r.out_avals or (), strict=True)
     )
@@ -306,7 +313,7 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
 
     Rules leave both to this one place. The cotangent of a real value is real.
     """
-    if type(g) is RowSum:
+    if is_sparse(g):
         g = g.concrete()
     if g.shape != shape:
         lead = len(g.shape) - len(shape)

@@ -24,6 +24,7 @@ from ..arrays._op import NO_PARAMS, Op, not_recording, state
 from ..arrays.creation import asarray, ones
 from ..arrays.devices import Device
 from ..arrays.errors import GradientError
+from ..arrays.indexsum import IndexSum
 from ..arrays.program import Const, Entry, Site
 from ..arrays.rowsum import RowSum
 from .anomaly import is_checker
@@ -354,7 +355,7 @@ class Tape:
             walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent, hooks=self._hooks)
         finally:
             now.recorders = before
-        kept = {v: cots[v] for v in keep if v in cots}
+        kept = {v: cots[v].concrete() if type(cots[v]) is IndexSum else cots[v] for v in keep if v in cots}
         return {
             v: g if wrapped else wrap(np.asarray(g) if xp is np and type(g) is not RowSum else g)
             for v, g in kept.items()

@@ -14,12 +14,13 @@ from ..arrays.creation import asarray
 from ..arrays.errors import MeshError, ReshardError
 from ..arrays.program import ShapeDtype
 from ..arrays.rowsum import densify
-from ..autodiff.compile import compile
+from ..autodiff.compile import Tracer, compile
 from .mesh import Mesh
 from .ops import RESHARD
 from .placement import Placement, Sharding
 from .runtime import HostValue
 from .sharded import ShardedBuffer, sharded_array
+from .transfer import moved_to_mesh
 
 
 def distribute(tree: Any, target: Mesh | Sharding, /, **placements: Placement) -> Any:
@@ -81,6 +82,14 @@ def _sharding(target: Any, placements: dict[str, Placement]) -> Sharding:
 def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement) -> Array:
     """The same values in another sharding; axes that are left out stay as they are. Differentiable.
 
+    A ``target`` may be of another mesh: a part of this one, a larger one, one beside it. The blocks then go from worker to worker,
+    at once, and not through this process.
+
+    Raises
+    ------
+    ReshardError
+        For a pending reduction that would have to become another one, and for meshes of different clusters.
+
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"data": 2, "model": 2})
     >>> x = mt.distribute(mt.ones((4, 4)), mesh, data=mt.Shard(0))
@@ -94,10 +103,11 @@ def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement
     wanted = now if target is None else target
     wanted = (wanted.with_placements(**placements) if placements else wanted).check(x.shape, x.dtype)
     if wanted.mesh is not now.mesh:
-        raise ReshardError(
-            f"[reshard] from {now.mesh} to {wanted.mesh}: an array stays on its mesh; save and load it, or use "
-            "mt.distribute(np.asarray(x), mesh, …)"
-        )
+        if isinstance(x._buf, Tracer):
+            raise ReshardError(
+                f"[reshard] from {now.mesh} to {wanted.mesh}: a compiled function stays on one mesh; move the array outside"
+            )
+        return moved_to_mesh(x, wanted)
     if wanted.layout == now.layout:
         return x
     for axis, op in wanted.layout.partials:

@@ -17,19 +17,25 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import dask
+from distributed import SchedulerPlugin
 from distributed.http.utils import RequestHandler
 
 from ..storage.browse.frame import Shown, facts, href, notice, page, section, table
-from ..storage.browse.handlers import POLICY, Access, host_of, routes as _browse_routes
+from ..storage.browse.handlers import POLICY, Access, host_of
+from ..storage.browse.handlers import routes as _browse_routes
 from ..storage.browse.html import Markup, join, tag
 from ..storage.browse.site import Site
 from ..storage.browse.text import count, human_bytes, plain, visible
 
 PREFIX = "meshtape-"
+MOVES = ("blocks", "fetch")  # to and from the client: no programs
 _HEX = 32
+_PROGRAMS = 200
 _EVENTS = 12
 EVERY = 1000  # milliseconds between two looks
 
@@ -56,6 +62,44 @@ def program_of(key: Any) -> str | None:
     return head if head and len(tail) == _HEX else text[len(PREFIX) :]
 
 
+@dataclass
+class Count:
+    """Tasks of one program that are done, and the seconds that they took."""
+
+    done: int = 0
+    seconds: float = 0.0
+
+
+class Programs(SchedulerPlugin):
+    """Counts the gang tasks of each program. Dask's own groups go by the letters of a name alone, and would mix programs."""
+
+    name = "meshtape-programs"
+
+    def __init__(self) -> None:
+        self.counts: OrderedDict[str, Count] = OrderedDict()
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        program = program_of(key) if start in ("waiting", "processing", "queued", "no-worker") else None
+        if program is None or program in MOVES:
+            return
+        count = self.counts.setdefault(program, Count())
+        while len(self.counts) > _PROGRAMS:
+            self.counts.popitem(last=False)
+        if start == "processing" and finish == "memory":
+            times = [t["stop"] - t["start"] for t in kwargs.get("startstops", ()) if t.get("action") == "compute"]
+            count.done += 1
+            count.seconds += sum(times)
+
+
+def programs_of(scheduler: Any) -> dict[str, Count]:
+    """Counts since a page was first asked for; the plugin that counts is added then."""
+    plugin = scheduler.plugins.get(Programs.name)
+    if plugin is None:
+        plugin = Programs()
+        scheduler.add_plugin(plugin)
+    return dict(plugin.counts)
+
+
 def state_of(scheduler: Any) -> dict[str, Any]:
     """What the scheduler knows about meshes and their programs, as plain data."""
     plugin = scheduler.plugins.get("meshtape")
@@ -71,19 +115,23 @@ def state_of(scheduler: Any) -> dict[str, Any]:
                 "workers": seats,
             }
         )
-    programs: dict[str, dict[str, Any]] = {}
-    for name, prefix in scheduler.task_prefixes.items():
-        if not name.startswith(PREFIX) or name.startswith((f"{PREFIX}blocks", f"{PREFIX}fetch")):  # moves to and from the client
-            continue
-        now, ever = prefix.states, prefix.state_counts
-        programs[name[len(PREFIX) :]] = {
-            "running": now.get("processing", 0),
-            "waiting": now.get("waiting", 0) + now.get("queued", 0) + now.get("no-worker", 0),
-            "done": ever.get("memory", 0),
-            "seconds": prefix.duration_average if prefix.duration_average >= 0 else None,
-        }
+    counts = programs_of(scheduler)
+    programs = {
+        name: {"running": 0, "waiting": 0, "done": c.done, "seconds": c.seconds / c.done if c.done else None}
+        for name, c in counts.items()
+    }
+    for ts in [ts for w in list(scheduler.workers.values()) for ts in w.processing]:
+        if (name := program_of(ts.key)) in programs:
+            programs[name]["running"] += 1
+    for ts in [*scheduler.unrunnable, *scheduler.queued]:
+        if (name := program_of(ts.key)) in programs:
+            programs[name]["waiting"] += 1
     events = [
-        {"ago": time.time() - when, "program": str(e.get("failed", "")).rpartition("/")[2], "error": str(e.get("error", ""))}
+        {
+            "ago": time.time() - when,
+            "program": str(e.get("failed", "")).partition("/")[2],
+            "error": str(e.get("error", "")),
+        }
         for when, e in list(scheduler.get_events("meshtape"))[-_EVENTS:]
         if isinstance(e, dict)
     ]
@@ -117,15 +165,29 @@ def _mesh(m: dict[str, Any]) -> Markup:
     rows = []
     for k, w in enumerate(m["workers"]):
         if not w["alive"]:
-            rows.append((str(k), visible(w["address"]), tag("span", "left the cluster", class_="mt-wrong"), "", "", "", ""))
+            rows.append(
+                (str(k), visible(w["address"]), tag("span", "left the cluster", class_="mt-wrong"), "", "", "", "")
+            )
             continue
         silent = f"{w['silent']:.0f} s ago" if w["silent"] > 5 else "now"
         doing = tag("strong", visible(w["program"], 60)) if w["program"] else tag("span", "idle", class_="mt-quiet")
         more = f" and {w['queued']} queued" if w["queued"] else ""
         last = visible(w["collective"], 100) if w["collective"] else tag("span", "none reported", class_="mt-quiet")
-        rows.append((str(k), visible(w["address"]), join([doing, more]), "–" if w["run"] is None else f"{w['run']:,}", last, human_bytes(w["blocks"]), silent))
+        rows.append(
+            (
+                str(k),
+                visible(w["address"]),
+                join([doing, more]),
+                "–" if w["run"] is None else f"{w['run']:,}",
+                last,
+                human_bytes(w["blocks"]),
+                silent,
+            )
+        )
     lease = "its client has the workers" if m["leased"] else "no run under way"
-    note = f"client {visible(m['client'], 60)}; {lease}" + (f"; {count(m['waiting'], 'other client')} waiting" if m["waiting"] else "")
+    note = f"client {visible(m['client'], 60)}; {lease}" + (
+        f"; {count(m['waiting'], 'other client')} waiting" if m["waiting"] else ""
+    )
     head = ("Process", "Worker", "Program", "Run", "Last collective", "Blocks", "Seen")
     return section(f"Mesh {m['mesh']}", table(head, rows, numeric=(3, 5)), note=note)
 
@@ -142,13 +204,27 @@ def body_of(state: dict[str, Any]) -> Markup:
             ]
         )
     ]
-    out += [_mesh(m) for m in meshes] or [notice("note", "No mesh is open.", tag("p", "mt.Mesh({…}, client=client) opens one."))]
+    out += [_mesh(m) for m in meshes] or [
+        notice("note", "No mesh is open.", tag("p", "mt.Mesh({…}, client=client) opens one."))
+    ]
     if programs:
         rows = [
-            (visible(n, 60), f"{p['running']:,}", f"{p['waiting']:,}", f"{p['done']:,}", "–" if p["seconds"] is None else f"{1000 * p['seconds']:.1f} ms")
+            (
+                visible(n, 60),
+                f"{p['running']:,}",
+                f"{p['waiting']:,}",
+                f"{p['done']:,}",
+                "–" if p["seconds"] is None else f"{1000 * p['seconds']:.1f} ms",
+            )
             for n, p in sorted(programs.items())
         ]
-        out.append(section("Programs", table(("Program", "Running", "Waiting", "Done", "Mean"), rows, numeric=(1, 2, 3, 4)), note="in tasks, one a worker for each run; saves and loads are among them"))
+        out.append(
+            section(
+                "Programs",
+                table(("Program", "Running", "Waiting", "Done", "Mean"), rows, numeric=(1, 2, 3, 4)),
+                note="tasks, one a worker for each run, since this page was first opened; saves and loads are among them",
+            )
+        )
     if failures:
         rows = [(f"{f['ago']:.0f} s ago", visible(f["program"], 60), visible(f["error"], 400)) for f in failures]
         out.append(section("Failures", table(("When", "Program", "What"), rows)))
@@ -176,13 +252,24 @@ class Live(RequestHandler):
         if self.get_argument("fragment", ""):
             self.finish(str(live))
             return
-        browse = tag("p", tag("a", "Checkpoints", href="browse/"), " ", tag("a", "Dask's own pages", href="../status"), class_="mt-zoom")
+        browse = tag(
+            "p",
+            tag("a", "Checkpoints", href="browse/"),
+            " ",
+            tag("a", "Dask's own pages", href="../status"),
+            class_="mt-zoom",
+        )
         limits = (
             "What workers report arrives with their heartbeats: a collective that took less than half a second may never be seen here. "
             "Bytes of collectives go from worker to worker and are not known to the scheduler; mt.explain says them beforehand."
         )
         head = tag("div", tag("h1", "Meshes"), browse, class_="mt-head")
-        self.finish(page(Shown("Meshes", join([head, live, tag("p", limits, class_="mt-quiet")]), crumbs=[("meshes", None)]), prefix="browse/"))
+        self.finish(
+            page(
+                Shown("Meshes", join([head, live, tag("p", limits, class_="mt-quiet")]), crumbs=[("meshes", None)]),
+                prefix="browse/",
+            )
+        )
 
 
 class _Slash(RequestHandler):

@@ -26,7 +26,7 @@ from ..arrays.errors import ClusterError, MeshError, WorkerMismatch
 from . import gang, settings
 from .flight import IN_FLIGHT, Flight, Gang
 from .lease import lease_of
-from .partition import RankProgram
+from .rank_program import RankProgram
 from .runtime import HostValue, Turns
 from .scheduler import MeshtapeScheduler
 
@@ -165,8 +165,7 @@ class DaskRuntime:
             return self.client.submit(
                 fn,
                 *args,
-                # Dask groups tasks in its pages by the words before the first that is not of letters alone.
-                key=f"meshtape-{name.replace('_', '-')}-{uuid.uuid4().hex}",
+                key=f"meshtape-{name}-{uuid.uuid4().hex}",
                 workers=[address],
                 # A task that is pinned to a worker that left waits for ever; elsewhere it raises at once.
                 allow_other_workers=True,

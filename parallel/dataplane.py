@@ -24,7 +24,8 @@ from typing import Any
 from ..arrays.errors import ClusterError, CollectiveTimeout, RankLost
 from .transports import comms, memory
 from .transports.group import Group
-from .transports.links import Link, SlotLink, StreamLink
+from .transports.links import Link, StreamLink
+from .transports.slots import SlotLink
 from .transports.streams import SocketStream, Stream, TlsStream
 
 Address = tuple[str, int] | str

@@ -19,9 +19,9 @@ from ..arrays.errors import MeshtapeError, RankLost
 from ..arrays.reductions import _is_low_precision as is_low_precision
 from .factors import RankView
 from .overlap import Start, Wait, schedule
-from .partition import Local, Move, Moves, RankProgram
 from .placement import block_box, identity_of
 from .pool import POOL, SMALLEST
+from .rank_program import Local, Move, Moves, RankProgram
 from .rounds import MoveRounds, Running, plan_rounds
 from .transports.group import Transport
 

@@ -81,6 +81,8 @@ class FactorRule:
     localize: Localize | None = None
     made: bool = False
     part: PartCall | None = None
+    valueless: bool = False
+    """The op reads shapes, and no values: operands may stay pending."""
 
 
 Maker = Callable[[Op, Sequence[ShapeDtype | Any], Sequence[ShapeDtype], Mapping[str, Any]], FactorRule]
@@ -123,6 +125,7 @@ class Letters:
         localize: Localize | None = None,
         made: bool = False,
         part: PartCall | None = None,
+        valueless: bool = False,
     ) -> FactorRule:
         return FactorRule(
             tuple(self.factors),
@@ -132,6 +135,7 @@ class Letters:
             localize,
             made,
             part,
+            valueless,
         )
 
 

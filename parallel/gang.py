@@ -24,8 +24,8 @@ from distributed import WorkerPlugin, get_worker
 from ..arrays.errors import RankLost
 from .dataplane import Address, DataPlane, interface_of
 from .executor import Prepared
-from .partition import RankProgram
 from .pool import POOL
+from .rank_program import RankProgram
 
 EXECUTOR = "meshtape"
 TOPIC = "meshtape"

@@ -77,11 +77,15 @@ def _spread(here: Any, template: ix.Template, arrays: Sequence[Any], ndim: int) 
 
 def _read(xp: Any, x: Any, *arrays: Any, template: ix.Template, parts: Sequence[Part | None]) -> Any:
     inner, own, here = _answers(template, arrays, parts)
-    shape = ix.result_shape(template, tuple(p[2] if p else n for p, n in zip(parts, x.shape, strict=True)), [np.shape(a) for a in arrays])
+    shape = ix.result_shape(
+        template, tuple(p[2] if p else n for p, n in zip(parts, x.shape, strict=True)), [np.shape(a) for a in arrays]
+    )
     if here is False or (x.size == 0 and math.prod(shape)):
         return np.zeros(shape, x.dtype)
     value = ix.GETITEM.numpy(x, *own, template=inner)
-    return value if here is True else np.where(_spread(here, template, arrays, value.ndim), value, np.zeros((), x.dtype))
+    return (
+        value if here is True else np.where(_spread(here, template, arrays, value.ndim), value, np.zeros((), x.dtype))
+    )
 
 
 def _add_to_zeros(
@@ -95,9 +99,7 @@ def _add_to_zeros(
     return ix.SCATTER.numpy(g, *own, template=inner, shape=shape)
 
 
-def _write(
-    xp: Any, x: Any, v: Any, *arrays: Any, template: ix.Template, parts: Sequence[Part | None], op: str
-) -> Any:
+def _write(xp: Any, x: Any, v: Any, *arrays: Any, template: ix.Template, parts: Sequence[Part | None], op: str) -> Any:
     inner, own, here = _answers(template, arrays, parts)
     if here is False or not x.size:
         return x
@@ -135,7 +137,9 @@ WRITE_PART = part_op("write_part", ("x", "v", "*arrays"), _write)
 # ----- parameters of one rank -------------------------------------------------------------------------------------------
 
 
-def _parts(template: ix.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> tuple[Part | None, ...]:
+def _parts(
+    template: ix.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+) -> tuple[Part | None, ...]:
     """The rank's part of each dimension that is looked up and split."""
     out: list[Part | None] = []
     for p in template:

@@ -79,6 +79,7 @@ class Mesh:
 
             self.runtime = DaskRuntime(self.size, self.names, client, workers)
         self.pending = Pending(self)
+        self._parts: dict[tuple[tuple[str, int], ...], Mesh] = {}
 
     # ----- the grid ---------------------------------------------------------------------------------------------------
 
@@ -93,12 +94,41 @@ class Mesh:
         """Position of a rank along each axis."""
         return tuple(int(c) for c in np.unravel_index(rank, self.sizes)) if self.sizes else ()
 
+    def submesh(self, **places: int) -> Mesh:
+        """The part of the mesh at these places along the named axes, with the axes that are left, on the workers of its ranks.
+
+        It is the same object each time, and closed with this mesh.
+
+        >>> import meshtape as mt
+        >>> mt.Mesh({"pipe": 2, "data": 3}).submesh(pipe=1)
+        Mesh(data=3)
+        """
+        for name, i in places.items():
+            n = self.sizes[self.axis(name)]
+            if not -n <= i < n:
+                raise MeshError(f"{self} has places 0 to {n - 1} along axis {name!r}, got {i}")
+        key = tuple(sorted((name, i % self.sizes[self.axis(name)]) for name, i in places.items()))
+        found = self._parts.get(key)
+        if found is None:
+            fixed = {self.axis(name): i for name, i in key}
+            ranks = [r for r in range(self.size) if all(self.coordinates(r)[a] == i for a, i in fixed.items())]
+            axes = {n: s for a, (n, s) in enumerate(zip(self.names, self.sizes, strict=True)) if a not in fixed}
+            if isinstance(self.runtime, LocalRuntime):
+                found = Mesh(axes)
+            else:
+                workers = list(dict.fromkeys(self.runtime.addresses[self.runtime.homes[r]] for r in ranks))
+                found = Mesh(axes, client=self.runtime.client, workers=workers)
+            self._parts[key] = found
+        return found
+
     def describe(self) -> dict[str, int]:
         """Axis names and lengths, in order."""
         return dict(zip(self.names, self.sizes, strict=True))
 
     def close(self) -> None:
         """Give back what the mesh holds on its workers. Arrays on it cannot be used afterwards."""
+        for part in self._parts.values():
+            part.close()
         self.runtime.close()
 
     def __enter__(self) -> Mesh:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from . import settings
-from .partition import Move, Moves, RankProgram, Step
+from .rank_program import Move, Moves, RankProgram, Step
 
 
 class Start(NamedTuple):

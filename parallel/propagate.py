@@ -99,6 +99,8 @@ def _propagate(
     arrays = [i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)]
     result_bytes = sum(a.nbytes for a in out_avals)
     now = {i: layouts[i] or REPLICATED for i in arrays}
+    if rule.valueless:  # what is pending is no concern here
+        now = {i: Layout(lay.shards) for i, lay in now.items()}
     chosen: dict[int, Any] = {}  # mesh axis → factor (int), set of partial operands, or nothing
     split: dict[int, list[int]] = {}  # factor → mesh axes
     lost = 0.0
@@ -136,6 +138,12 @@ def _propagate(
     for factor, axes in split.items():
         split[factor] = _nesting(rule, now, factor, axes)
     operands = tuple(_operand(rule, i, split, chosen) if i in now else None for i in range(len(avals)))
+    if rule.valueless:
+        pending = [dict(lay.partials) if lay else {} for lay in layouts]
+        operands = tuple(
+            lay and make_layout(dict(lay.shards), {a: op for a, op in p.items() if not _splits(lay, a)})
+            for lay, p in zip(operands, pending, strict=True)
+        )
     results = tuple(_result(rule, r, split, chosen) for r in rule.results)
     return Placed(operands, results, rule, int(lost), frozenset(split))
 
@@ -176,6 +184,10 @@ class Hints:
         split = found.split | {dims[d].factor for d in fresh}  # type: ignore[union-attr]
         layout = make_layout({**dict(now.shards), **fresh}, dict(now.partials))
         return found._replace(results=(layout,), split=split)
+
+
+def _splits(layout: Layout, axis: int) -> bool:
+    return any(axis in axes for _, axes in layout.shards)
 
 
 def _shard_order(layouts: Iterable[Layout], axes: int) -> dict[int, int]:

@@ -43,6 +43,11 @@ if TYPE_CHECKING:
 RANK_OPS: dict[str, RankOp] = {}
 
 
+def rank_op_named(name: str) -> Op:
+    """The op of per-rank code called ``name``: how it comes back in another process."""
+    return RANK_OPS[name]
+
+
 class RankOp(Op):
     """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program."""
 
@@ -59,7 +64,7 @@ class RankOp(Op):
         RANK_OPS[name] = self
 
     def __reduce__(self) -> Any:
-        return RANK_OPS.__getitem__, (self.name,)
+        return rank_op_named, (self.name,)
 
 
 def _together(xp: Any, *args: Any, **params: Any) -> Any:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from .executor import Prepared
-from .partition import RankProgram
 from .placement import Layout, block_box
+from .rank_program import RankProgram
 
 
 @dataclass(frozen=True, eq=False)

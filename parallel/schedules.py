@@ -191,7 +191,9 @@ def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1, release: bo
     else:
         rows = [make(s, ranks, micros) for s in range(ranks)]
     if release:
-        rows = [[x for a in row for x in ([a, Action("R", a.stage, a.micro)] if a.kind == "F" else [a])] for row in rows]
+        rows = [
+            [x for a in row for x in ([a, Action("R", a.stage, a.micro)] if a.kind == "F" else [a])] for row in rows
+        ]
     return Schedule(kind, ranks * chunks, micros, tuple(map(tuple, rows)))
 
 

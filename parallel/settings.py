@@ -12,6 +12,8 @@
 ``overlap``               the least bytes for which a collective runs beside the computation; 0: never
 ``pool``                  bytes of unused memory that a worker keeps for its blocks
 ``loop``                  turns of ``mt.scan`` that one task runs
+``browse.roots``          what the pages in the dashboard may show: see `meshtape.parallel.dashboard`
+``browse.hosts``          host names under which alone those pages answer; any where it is not set
 ========================  ==========================================================================================
 
 Like all of Dask's configuration it is read from files, from the environment (``DASK_MESHTAPE__TRANSPORT=comms``) and set by
@@ -20,7 +22,6 @@ Like all of Dask's configuration it is read from files, from the environment (``
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ..arrays.errors import MeshError
@@ -39,12 +40,13 @@ DEFAULTS: dict[str, Any] = {
 TRANSPORTS = ("auto", "sockets", "comms")
 
 
-@functools.cache
 def register() -> None:
     """Tell Dask the defaults. Not when this module is imported: a virtual mesh needs no Dask."""
     import dask
 
-    dask.config.update_defaults(DEFAULTS)
+    # Again where they are gone: the end of a ``dask.config.set`` that was the first to name ``meshtape`` takes all of it away.
+    if not DEFAULTS["meshtape"].keys() <= dask.config.get("meshtape", {}).keys():
+        dask.config.update_defaults(DEFAULTS)
 
 
 def number(name: str) -> float:

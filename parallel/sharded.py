@@ -26,6 +26,7 @@ from .partition import partition
 from .placement import REPLICATED, Layout, Sharding
 from .propagate import Hints, propagate
 from .runtime import HostValue
+from .transfer import TRANSFER, transfer
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -63,6 +64,8 @@ class ShardedBuffer(Deferred):
         return self.mesh
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShardedBuffer, ...]:
+        if op is TRANSFER:
+            return (transfer(self, params["target"]),)
         return self.mesh.pending.emit(op, args, params)
 
     def computed(self) -> ShardedBuffer:

@@ -12,6 +12,7 @@ bytes are percent-escaped, so any string is a legal, bounded, unreserved file na
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -89,6 +90,8 @@ def inside(root: str, relative: object, source: str) -> str:
         raise CorruptCheckpoint(f"{source}: file name {relative!r} leaves the checkpoint or is malformed; refused")
     path = stores.join(root, relative)
     if stores.is_url(root):  # no links there
+        return path
+    if not any(os.path.islink(os.path.join(root, *parts[: i + 1])) for i in range(len(parts))):
         return path
     real, home = Path(path).resolve(), Path(root).resolve()
     allowed = [home]

@@ -310,6 +310,7 @@ class ObjectStore(Store):
 
     readers: ClassVar[int] = 16
     job: ClassVar[int] = 8 << 20
+    batch: ClassVar[int] = 8 << 20
     gap: ClassVar[int] = 1 << 20  # a request costs as much as a megabyte
     row: ClassVar[int] = 1 << 20
 

@@ -155,7 +155,10 @@ class ChunkedTensor:
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
         present = grid.present(coord)
         with opened(path, f"part of {self.name!r}") as reader:
-            slots = max(1, min(_BATCH // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
+            # Chunks that are rows of the target are read where they belong; others are copied there, a few at a time.
+            direct = target.flags.c_contiguous and target.shape[1:] == grid.chunk[1:]
+            batch = _BATCH if direct else stores.at(self.root).batch
+            slots = max(1, min(batch // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
             staging = None
             total = 0
             for group in _consecutive(chunks, present, slots):
@@ -163,15 +166,13 @@ class ChunkedTensor:
                 copies: list[tuple[np.ndarray, np.ndarray]] = []
                 sums = np.empty((len(group), 4), np.uint8)
                 for k, index in enumerate(group):
-                    box = Box(tuple(i * c for i, c in zip(index, grid.chunk, strict=True)), grid.chunk)
-                    common = box.intersect(local)
-                    place = _view(target, common.within(local))
-                    if common == box and place.flags.c_contiguous:
+                    place, inner, whole = _overlap(index, grid.chunk, local, target)
+                    if whole and place.flags.c_contiguous:
                         buffers += [_bytes_of(place), sums[k]]
                         continue
                     if staging is None:
                         staging = np.empty((slots, *grid.chunk), self.dtype)
-                    copies.append((place, _view(staging[k, ...], common.within(box))))
+                    copies.append((place, staging[(k, *inner, ...)]))
                     buffers += [_bytes_of(staging[k, ...]), sums[k]]
                 number = _ravel(group[0], present)
                 done = reader.readv(buffers, number * (nbytes + 4))
@@ -192,6 +193,20 @@ class ChunkedTensor:
                 for place, source in copies:
                     place[...] = source
             return total
+
+
+def _overlap(
+    index: tuple[int, ...], chunk: tuple[int, ...], local: Box, target: np.ndarray
+) -> tuple[np.ndarray, list[slice], bool]:
+    """(the part of ``target``, the memory of the box ``local``, that a chunk fills; what fills it; whether that is all of the chunk)."""
+    outer, inner, whole = [], [], True
+    for i, c, start, n in zip(index, chunk, local.offset, local.shape, strict=True):
+        a = i * c
+        lo, hi = max(a, start), min(a + c, start + n)
+        whole = whole and hi - lo == c
+        outer.append(slice(lo - start, hi - start))
+        inner.append(slice(lo - a, hi - a))
+    return target[(*outer, ...)], inner, whole
 
 
 def _ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:

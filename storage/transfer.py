@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..arrays.blocks import Box
@@ -206,12 +207,16 @@ def transfer(
                     reached += sizes[unit]
                     if progress is not None:
                         progress(reached, total)
-                sink.sync(part, kept)
-                for unit, same in spread.over(_whole, units, lambda u: (writers[u.array], part, u.box, kept[u])):
-                    if not same:
-                        raise CorruptCheckpoint(
-                            f"{target}: window {numbers[unit]} does not read back as it was written; nothing was committed"
-                        )
+                # While the disk is busy, what was written is read back.
+                with ThreadPoolExecutor(1, thread_name_prefix="meshtape-sync") as pool:
+                    synced = pool.submit(sink.sync, part, kept)
+                    for unit, same in spread.over(_whole, units, lambda u: (writers[u.array], part, u.box, kept[u])):
+                        if not same:
+                            raise CorruptCheckpoint(
+                                f"{target}: window {numbers[unit]} does not read back as it was written; "
+                                "nothing was committed"
+                            )
+                    synced.result()
                 nbytes = sink.finish(commit.Folder(part), target)
                 commit.check_target(target, overwrite, ours)
                 commit.adopt(part, target, without=JOURNAL)

@@ -96,9 +96,7 @@ def group_norm(x: Any, weight: Any, bias: Any, *, num_groups: int, axis: int, ep
     return y.astype(out_dtype, copy=False)
 
 
-def group_norm_backward(
-    g: Any, x: Any, weight: Any, *, num_groups: int, axis: int, eps: float
-) -> tuple[Any, Any, Any]:
+def group_norm_backward(g: Any, x: Any, weight: Any, *, num_groups: int, axis: int, eps: float) -> tuple[Any, Any, Any]:
     """See :data:`meshtape.arrays.channel_norms.GROUP_NORM_BACKWARD`."""
     r = runner()
     d, o = dtypes_of(x.dtype, g.dtype, weight.dtype)
@@ -161,9 +159,7 @@ def _normalized(x: Any, mean: Any, var: Any, weight: Any, bias: Any, lay: Layout
     r, a = runner(), wide(x.dtype)
     factors = r.xp.empty((3, lay.channels), a)
     arrays = _as(a, mean, var, weight, bias)
-    _a_channel_each(
-        named("forward_factors", a), lay.channels, *arrays, factors, i64(lay.channels), np.float64(eps)
-    )
+    _a_channel_each(named("forward_factors", a), lay.channels, *arrays, factors, i64(lay.channels), np.float64(eps))
     y = r.xp.empty(x.shape, o)
     _linear(x, None, factors, y, lay)
     return y
@@ -183,9 +179,7 @@ def batch_norm(x: Any, weight: Any, bias: Any, *, axis: int, eps: float) -> tupl
     return y.astype(out_dtype, copy=False), mean.astype(stats, copy=False), var.astype(stats, copy=False)
 
 
-def batch_norm_inference(
-    x: Any, mean: Any, var: Any, weight: Any, bias: Any, *, axis: int, eps: float
-) -> Any:
+def batch_norm_inference(x: Any, mean: Any, var: Any, weight: Any, bias: Any, *, axis: int, eps: float) -> Any:
     """See :data:`meshtape.arrays.batch_norms.BATCH_NORM_INFERENCE`."""
     out_dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     d, o = dtypes_of(x.dtype, weight.dtype, bias.dtype)

@@ -97,7 +97,7 @@ __device__ inline Scale<Wide<T>> group_scale(const T* x, const Group& g, double 
 }
 
 template <bool LAST, class T, class G, class W, int VEC>
-__global__ void __launch_bounds__(THREADS, sizeof(Wide<T>) == 8 ? 1 : 3) group_norm_forward(const T* x, const W* weight, const W* bias, G* y,
+__global__ void __launch_bounds__(THREADS, sizeof(Wide<T>) == 8 ? 1 : LAST ? 2 : 3) group_norm_forward(const T* x, const W* weight, const W* bias, G* y,
                                                                 i64 samples, i64 groups, i64 inside, i64 spatial,
                                                                 double eps)
 {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Wide<T>) == 8 ? 1 : 3) group_n
 
 // dx, and partial[sample][which][channel] of what weight and bias get.
 template <bool LAST, class T, class G, class W, int VEC>
-__global__ void __launch_bounds__(THREADS, sizeof(Wide<T>) == 8 ? 1 : 3)
+__global__ void __launch_bounds__(THREADS, sizeof(Wide<T>) == 8 ? 1 : LAST ? 2 : 3)
     group_norm_backward(const G* g, const T* x, const W* weight, T* dx, Wide<T>* partial, i64 samples, i64 groups,
                         i64 inside, i64 spatial, double eps)
 {

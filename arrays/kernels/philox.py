@@ -63,5 +63,3 @@ def dropout_run(key: Any, x: Any, y: Any, out: Any, start: int, stream: int, thr
     numbers = (i64(start), i64(count), np.uint64(stream), np.uint64(threshold), np.float64(keep))
     arguments = (contiguous(key), x, x if y is None else y, out, *numbers)
     runner().launch(FILE, kernel, _grid(start, count, 8), (_THREADS, 1, 1), arguments)
-
-

@@ -143,14 +143,3 @@ def rms_norm_backward(g: Any, x: Any, weight: Any, *, naxes: int, eps: float) ->
     """See :data:`meshtape.arrays.norms.RMS_NORM_BACKWARD`."""
     dx, dw = _backward(False, g, x, weight, naxes, eps)
     return dx, dw
-
-
-__all__ = [
-    "LONGEST_ROW",
-    "dtypes_of",
-    "layer_norm",
-    "layer_norm_backward",
-    "rms_norm",
-    "rms_norm_backward",
-    "sum_parts",
-]

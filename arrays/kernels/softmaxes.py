@@ -26,7 +26,9 @@ def variants() -> Iterator[tuple[str, str]]:
             yield from ((FILE, named(f"cross_entropy_{kind}", d, *s)) for s in sizes)
 
 
-def _rows(kernel: str, before: tuple[Any, ...], rows: int, width: int, vectors: list[Any], arguments: list[Any]) -> None:
+def _rows(
+    kernel: str, before: tuple[Any, ...], rows: int, width: int, vectors: list[Any], arguments: list[Any]
+) -> None:
     """Start a kernel of rows in its form for rows of this width; ``vectors`` are the arrays that it reads in vectors."""
     r = runner()
     d = vectors[0].dtype

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ...arrays import batch_norms, channel_norms, norms, products, rowsum
+from ...arrays import batch_norms, channel_norms, indexsum, norms, products, rowsum
 from ...arrays import indexing as ix
 from ...arrays import manipulation as m
 from ._registry import call, conj, defvjp, defvjp_all, same
@@ -69,6 +69,8 @@ def _read(xp, g, arrays, x_like, template):
             if width > 1:
                 distinct, sums = rowsum.sum_rows(ids, np.reshape(g, (len(ids), width)), n)
                 return rowsum.RowSum(distinct, sums, x_like.shape, lead)
+        if 2 * g.size <= math.prod(x_like.shape):
+            return indexsum.IndexSum(template, arrays, np.asarray(g), x_like.shape)
     return call(xp, ix.SCATTER, g, *arrays, template=template, shape=x_like.shape)
 
 

@@ -35,7 +35,8 @@ Made by `docs/generate/derivatives.py` from the tables that the engine reads. Of
   (0-d, empty, broadcast, not contiguous, repeated indices); to the fourth along lines against the plain formula, for the fused ops.
 
 Derivatives of any order exist wherever the first does. The cotangent of a read of whole rows (`getitem` with index arrays for the leading
-dimensions) is kept as ids and summed rows until something needs it dense, see {py:func}`meshtape.gradient_rows`; that of all other reads is dense.
+dimensions) is kept as ids and summed rows until something needs it dense, see {py:func}`meshtape.gradient_rows`; those of other reads of large arrays are
+collected, and added into one dense array.
 """
 
 

@@ -51,9 +51,7 @@ def _conv_part(xp: Any, x: Any, w: Any, shape: tuple[int, ...], **params: Any) -
     return c.CONV.numpy(x, w, **params) if all(shape) else np.zeros(shape, np.result_type(x.dtype, w.dtype))
 
 
-def _image_part(
-    xp: Any, g: Any, w: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any
-) -> Any:
+def _image_part(xp: Any, g: Any, w: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
     """The cotangent of part of an image, from those places of the result that saw it. ``starts``: where it starts, counted from
     the first place that the first of them saw."""
     out = np.zeros(shape, np.result_type(g.dtype, w.dtype))

@@ -63,7 +63,7 @@ def _elementwise(
             continue
         lead = len(shape) - len(a.shape)
         operands.append(tuple(out[lead + i] if n == shape[lead + i] else None for i, n in enumerate(a.shape)))
-    return letters.rule(operands, [out], _linear(op, avals, out_avals))
+    return letters.rule(operands, [out], _linear(op, avals, out_avals), valueless=op.name == "full_like")
 
 
 ELEMENTWISE = tuple(

@@ -72,8 +72,8 @@ def _dims(
                 d = letters.new(n)
                 array.append(d)
                 out.append(d)
-            elif not m:
-                array.append(letters.new(n, whole=True) if reading else letters.new(n))
+            elif not m and not reading:
+                array.append(letters.new(n))
                 out.append(None)
             elif reading:
                 d = letters.new(m)
@@ -149,9 +149,7 @@ def _index_write(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: 
     for d in found.common:
         letters.factors[d.factor] = Factor(letters.factors[d.factor].size, True)
     value = avals[1]
-    part = PartCall(
-        found.looked_up | found.sliced, WRITE_PART, functools.partial(local_write, tuple(shape), op.name)
-    )
+    part = PartCall(found.looked_up | found.sliced, WRITE_PART, functools.partial(local_write, tuple(shape), op.name))
     if not isinstance(value, ShapeDtype):
         linear = [(0,)] if value == 0 and op in _ADDING else []
         return letters.rule([found.array, (), *found.indices], [found.array], linear, part=part)

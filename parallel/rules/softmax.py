@@ -44,4 +44,4 @@ def _local_start(params: Params, view: RankView) -> Params:
 def _positions(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     letters = Letters()
     dims = letters.many(avals[0].shape)
-    return letters.rule([dims], [dims], localize=_local_start)
+    return letters.rule([dims], [dims], localize=_local_start, valueless=True)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...arrays import manipulation as m
 from ...arrays import batch_norms, channel_norms, norms, products
+from ...arrays import manipulation as m
 from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
 from ..factors import Dim, FactorRule, Letters, PartCall, RankView, rule
@@ -93,7 +93,10 @@ def _flip(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params)
     letters = Letters()
     shape, axes = avals[0].shape, [d % len(avals[0].shape) for d in params["axis"]]
     out = letters.many(shape)
-    dims = [Dim(d.factor, 1, Window("slice", (n - 1, -1))) if i in axes else d for i, (d, n) in enumerate(zip(out, shape, strict=True))]
+    dims = [
+        Dim(d.factor, 1, Window("slice", (n - 1, -1))) if i in axes else d
+        for i, (d, n) in enumerate(zip(out, shape, strict=True))
+    ]
     part = PartCall(frozenset(out[i].factor for i in axes), op, _as_it_is)
     return letters.rule([dims], [out], [(0,)], part=part)
 

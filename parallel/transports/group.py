@@ -137,18 +137,22 @@ class Group:
         self._expect = {}
         for p in {**sends, **receives}:
             link = self.links[p]
-            batches = [b if isinstance(b, tuple) else (b,) for b in sends.get(p, ())]
+            batches: list[Batch] = []
             head = None
-            size = nbytes(batches)
             if p in sends:
                 sending[p] = link
+                batches = [b if isinstance(b, tuple) else (b,) for b in sends[p]]
+                size = nbytes(batches)
                 head = frames.pack(frames.DATA, self._epoch, self._group, self._place, self._process, size, what)
-            sinks = None
+                if size <= SMALL:
+                    head, batches = b"".join([head, *(a.tobytes() for b in batches for a in b)]), []
+            sinks, small = None, None
             if p in receives:
                 receiving[p] = link
                 sinks = [Target(s) if isinstance(s, np.ndarray) else s for s in receives[p]]
-                self._expect[p] = expected(sinks)
-            link.start(head, batches, sinks, (size <= SMALL, self._expect.get(p, 0) <= SMALL))
+                self._expect[p] = size = expected(sinks)
+                small = size if size <= SMALL else None
+            link.start(head, batches, sinks, small)
         deadline = time.monotonic() + self._timeout
         for link in {**sending, **receiving}.values():
             self._serve(link, sending, receiving)
@@ -231,9 +235,9 @@ class Group:
         """A send failed. The peer may have said why before it closed: what it sent is read first."""
         deadline = time.monotonic() + 1.0
         with contextlib.suppress(OSError, CollectiveMismatch):
+            link.start(None, (), (), 0)
+            self._expect[link.peer] = -1
             while time.monotonic() < deadline:
-                link.start(None, (), [_Nothing()], (True, True))
-                self._expect[link.peer] = -1
                 if link.pull(self._check):
                     break
                 poll = select.poll()
@@ -257,15 +261,3 @@ class Group:
                 f"{self._ranks[self._process]} is in {self._place}{mine} ({self._what}, {want} bytes), "
                 f"{self._ranks[p]} in {head.place}{theirs} ({head.what}, {head.length} bytes)"
             )
-
-
-class _Nothing:
-    """A sink of no bytes: only the head of the message is wanted."""
-
-    shape, dtype, width = (0,), np.dtype(np.uint8), 1
-
-    def place(self, k: int, j: int) -> np.ndarray | None:
-        return None
-
-    def accept(self, k: int, j: int, chunk: np.ndarray | None) -> bool:
-        return True

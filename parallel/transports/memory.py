@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .links import _shaped
+from .links import shaped
 from .pieces import QUANTUM, Sink
 
 ROOT = Path("/dev/shm")
@@ -62,7 +62,7 @@ class SharedSlots:
         np.copyto(memory.view(chunk.dtype).reshape(chunk.shape), chunk)
 
     def view(self, slot: int, sink: Sink, k: int) -> np.ndarray:
-        return _shaped(self._slots[slot], sink, k)
+        return shaped(self._slots[slot], sink, k)
 
     def taken(self, slot: int) -> None:
         pass

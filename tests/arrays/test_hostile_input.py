@@ -318,3 +318,19 @@ def test_an_index_out_of_range_is_refused_even_where_nothing_is_read() -> None:
     x = mt.ones((2, 0))
     with pytest.raises(IndexError, match="index 6 is out of bounds for axis 0 with size 2"):
         x[[6], mt.zeros(0, dtype=mt.int64)]
+
+
+def test_memory_that_is_not_there_is_an_error_with_the_sizes() -> None:
+    huge = (2**20, 2**30)
+    for name, make in (
+        ("zeros", lambda: mt.zeros(huge)),
+        ("full", lambda: mt.full(huge, 1.5)),
+        ("empty", lambda: mt.empty(huge)),
+        ("add", lambda: mt.broadcast_to(mt.asarray(1.0), huge) + 1.0),
+        ("exp", lambda: mt.exp(mt.broadcast_to(mt.asarray(1.0), huge))),
+    ):
+        with pytest.raises(mt.errors.OutOfMemory, match=rf"^\[{name}\] Unable to allocate 8\.0+ PiB") as e:
+            make()
+        assert isinstance(e.value, MemoryError)
+    with pytest.raises(mt.errors.OutOfMemory, match=r"^\[zeros\]"):
+        mt.zeros((2**30, 2**30))

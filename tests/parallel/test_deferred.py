@@ -11,7 +11,7 @@ import pytest
 import meshtape as mt
 from meshtape.arrays import OPS
 from meshtape.parallel import sharded
-from meshtape.parallel.partition import Local
+from meshtape.parallel.rank_program import Local
 
 
 class Runs:

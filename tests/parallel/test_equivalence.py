@@ -25,7 +25,7 @@ from meshtape.arrays.indexing import Slot, Span
 from meshtape.autodiff.tape import is_differentiable
 from meshtape.parallel.factors import RULES
 
-MESHES = [(1,), (2,), (3,), (4,), (8,), (2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2), (2, 2, 2)]
+MESHES = [(n,) for n in range(1, 9)] + [(2, 2), (2, 3), (3, 2), (1, 4), (4, 2), (2, 1, 2), (2, 2, 2), (1, 3, 2)]
 NAMES = ("a", "b", "c")
 
 
@@ -617,6 +617,28 @@ def test_split_equals_unsplit(name, data):
         operands = [place(data, mesh, x, rng, f"operand {i}") for i, x in enumerate(values)]
         compiled = data.draw(st.booleans(), label="compiled")
         equivalent(name, fn, values, operands, lambda n: draw_sharding(data, mesh, n), rng, compiled=compiled)
+
+
+ON_PROCESSES = ("matmul", "getitem", "index_set", "concat", "sum", "max", "layer_norm", "softmax", "conv", "sort", "argmax", "where")
+
+
+@pytest.mark.timeout(300)
+def test_split_equals_unsplit_on_processes(processes):
+    """A sample of the same on real worker processes: blocks travel, programs are pickled."""
+    with mt.Mesh({"a": 2, "b": 2}, client=processes) as mesh:
+
+        @settings(bounded, max_examples=24)
+        @given(data=st.data())
+        def sample(data):
+            name = data.draw(st.sampled_from(ON_PROCESSES), label="op")
+            fn, specs = data.draw(st.sampled_from(SAMPLES[name]), label="sample")
+            rng = np.random.default_rng(data.draw(st.integers(0, 1000), label="seed"))
+            with np.errstate(all="ignore"):
+                values = [s.make(rng) for s in specs]
+                operands = [place(data, mesh, x, rng, f"operand {i}") for i, x in enumerate(values)]
+                equivalent(name, fn, values, operands, lambda n: draw_sharding(data, mesh, n), rng, compiled=True)
+
+        sample()
 
 
 @pytest.mark.parametrize("name", sorted(set(OPS) & set(SAMPLES)))

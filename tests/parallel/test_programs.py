@@ -9,7 +9,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays import tree as trees
-from meshtape.parallel.partition import Moves, RankProgram
+from meshtape.parallel.rank_program import Moves, RankProgram
 from meshtape.parallel.reshard import plan_reshard
 
 rng = np.random.default_rng(5)

@@ -24,9 +24,9 @@ from meshtape.parallel import rounds
 from meshtape.parallel.dataplane import DataPlane
 from meshtape.parallel.executor import Prepared
 from meshtape.parallel.overlap import Start, Wait, schedule
-from meshtape.parallel.partition import Move, Moves, RankProgram
 from meshtape.parallel.placement import Layout, block_box, make_layout
 from meshtape.parallel.pool import POOL, Pool
+from meshtape.parallel.rank_program import Move, Moves, RankProgram
 
 MESH, SECRET = b"r" * 16, b"s" * 32
 

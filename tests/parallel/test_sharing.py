@@ -48,7 +48,7 @@ def kinds(client: Client) -> set[tuple[str, str, str]]:
     def look(dask_worker: Any) -> list[tuple[str, str, str]]:
         groups = gang._STATES[dask_worker.address].plane._groups.values()
         return [
-            (type(x).__name__, type(x.stream).__name__, type(getattr(x, "_outbox", None)).__name__)
+            (type(x).__name__, type(x.stream).__name__, type(getattr(x, "outbox", None)).__name__)
             for g in groups
             for x in g.links.values()
         ]

@@ -22,8 +22,9 @@ from meshtape.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from meshtape.parallel.dataplane import DataPlane
 from meshtape.parallel.transports import memory
 from meshtape.parallel.transports.group import SMALL, Group
-from meshtape.parallel.transports.links import Link, SlotLink, StreamLink
+from meshtape.parallel.transports.links import Link, StreamLink
 from meshtape.parallel.transports.pieces import QUANTUM, Fold, chunks
+from meshtape.parallel.transports.slots import SlotLink
 
 MESH, SECRET = b"m" * 16, b"s" * 32
 RANKS = {0: "rank 0", 1: "rank 1", 2: "rank 2"}
@@ -309,7 +310,7 @@ class TestSharedMemory(Contract):
         yield from opened(*[DataPlane("127.0.0.1") for _ in range(3)])
 
     def test_it_is_shared_memory(self, pair):
-        assert {type(x._outbox) for g in pair for x in g.links.values()} == {memory.SharedSlots}
+        assert {type(x.outbox) for g in pair for x in g.links.values()} == {memory.SharedSlots}
 
     def test_where_there_is_no_room_the_socket_serves(self, planes, monkeypatch):
         def full(*args: Any) -> None:

@@ -25,7 +25,10 @@ HEADER = Path(__file__).with_name("emulation.h")
 COMPILER = shutil.which("g++")
 FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing"),
-    *("-fsanitize=alignment,shift,integer-divide-by-zero,signed-integer-overflow", "-fsanitize-undefined-trap-on-error"),
+    *(
+        "-fsanitize=alignment,shift,integer-divide-by-zero,signed-integer-overflow",
+        "-fsanitize-undefined-trap-on-error",
+    ),
 )
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -133,7 +136,7 @@ class Emulator:
         shared: int = 0,
     ) -> None:
         self.launched.append((file, kernel, tuple(grid), tuple(block)))
-        if not all(0 < n for n in (*grid, *block)) or block[0] * block[1] * block[2] > 1024:
+        if not all(n > 0 for n in (*grid, *block)) or block[0] * block[1] * block[2] > 1024:
             raise KernelError(f"{kernel}: a grid of {grid} blocks of {block} threads")
         if max(grid[1:]) > 65535 or grid[0] >= 2**31 or shared > self.device.shared_memory:
             raise KernelError(f"{kernel}: a grid of {grid} blocks, {shared} bytes of shared memory")
@@ -142,9 +145,16 @@ class Emulator:
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
         count = grid[0] * grid[1] * grid[2]
         part = range(count) if self.blocks is None else self.blocks
-        sizes = (ctypes.c_uint * 3)
-        if fn(pointers, sizes(*grid), sizes(*block), ctypes.c_size_t(shared), ctypes.c_longlong(part.start),
-              ctypes.c_longlong(min(part.stop, count)), int(self.descending)):
+        sizes = ctypes.c_uint * 3
+        if fn(
+            pointers,
+            sizes(*grid),
+            sizes(*block),
+            ctypes.c_size_t(shared),
+            ctypes.c_longlong(part.start),
+            ctypes.c_longlong(min(part.stop, count)),
+            int(self.descending),
+        ):
             raise KernelError(f"{kernel}: {text().decode()}")
 
     def _argument(self, a: Any) -> Any:

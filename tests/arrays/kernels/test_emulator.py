@@ -78,7 +78,11 @@ def test_mistakes_are_errors(run: Any, emulation: ModuleType, which: str, line: 
 
 def test_a_launch_is_checked_as_a_driver_would(emulation: ModuleType, library_cache: Path) -> None:
     e = emulation.Emulator(library_cache)
-    for grid, block, shared in (((0, 1, 1), (32, 1, 1), 0), ((1, 1, 1), (32, 33, 1), 0), ((1, 70000, 1), (32, 1, 1), 0)):
+    for grid, block, shared in (
+        ((0, 1, 1), (32, 1, 1), 0),
+        ((1, 1, 1), (32, 33, 1), 0),
+        ((1, 70000, 1), (32, 1, 1), 0),
+    ):
         with pytest.raises(emulation.KernelError, match="a grid of"):
             e.launch("row_norm.cu", "none", grid, block, (), shared)
     x = np.zeros((4, 4), np.float32)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from meshtape.arrays import _philox, _recipes
+from meshtape.arrays import OPS, _philox, _recipes
 from meshtape.arrays.kernels import compact, philox
 
 FLOATS = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
@@ -48,7 +48,11 @@ def test_fills_have_the_bits_of_the_cpu(emulator: Any, place: Any, name: str) ->
 
 def test_blocks_of_a_matrix(emulator: Any, place: Any) -> None:
     recipe, dtype = _recipes.uniform(FLOATS[0], -1.0, 1.0), FLOATS[0]
-    for shape, offset, whole in (((3, 5), (2, 1), (9, 7)), ((4, 300), (0, 300), (8, 600)), ((2, 3, 4), (1, 0, 0), (4, 3, 4))):
+    for shape, offset, whole in (
+        ((3, 5), (2, 1), (9, 7)),
+        ((4, 300), (0, 300), (8, 600)),
+        ((2, 3, 4), (1, 0, 0), (4, 3, 4)),
+    ):
         got = _philox.draw(emulator.xp, place(KEY), recipe, dtype, shape, offset, whole, 1)
         np.testing.assert_array_equal(got, _philox.draw(np, KEY, recipe, dtype, shape, offset, whole, 1))
 
@@ -69,6 +73,29 @@ def test_dropout_is_its_composition(emulator: Any, place: Any, dtype: np.dtype, 
         philox.dropout_run(place(KEY), x, other, out, start, 0, threshold, keep)
         expected = (kept if other is None else kept + y.astype(wide)).astype(dtype)
         np.testing.assert_array_equal(out.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "whole"),
+    [
+        ((4, 6), (0, 0), (4, 6)),
+        ((2, 6), (2, 0), (5, 6)),
+        ((1, 3), (2, 2), (5, 6)),
+        ((2, 3), (1, 3), (5, 6)),
+        ((0, 6), (0, 0), (0, 6)),
+    ],
+)
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.name)
+def test_dropout_of_any_block(emulator: Any, place: Any, dtype: np.dtype, shape: Any, offset: Any, whole: Any) -> None:
+    rng = np.random.default_rng(0)
+    x, y = (place(rng.normal(size=shape), dtype) for _ in range(2))
+    for rate in (0.3, 1.0):
+        params = {"rate": rate, "offset": offset, "global_shape": whole}
+        for name, args in (("dropout", (x,)), ("dropout_add", (x, y))):
+            got = OPS[name].overrides["cupy"](*args, place(KEY), **params)
+            expected = OPS[name].numpy(*args, KEY, **params)
+            assert got.dtype == dtype
+            np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
 
 
 @pytest.mark.parametrize("shape", [(1,), (31,), (4096,), (4097,), (5, 7), (3, 2000, 2), (0,), (2, 0), (0, 3)])

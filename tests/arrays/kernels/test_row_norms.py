@@ -41,7 +41,10 @@ def operands(place: Any, shape: tuple[int, ...], dtype: Any, naxes: int = 1, mix
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_values_and_gradients(emulator: Any, place: Any, close: Any, kind: str, shape: Any, dtype: Any) -> None:
     x, w, b, g = operands(place, shape, dtype)
-    for name, args in ((f"{kind}_norm", (x, w, b)[: 3 if kind == "layer" else 2]), (f"{kind}_norm_backward", (g, x, w))):
+    for name, args in (
+        (f"{kind}_norm", (x, w, b)[: 3 if kind == "layer" else 2]),
+        (f"{kind}_norm_backward", (g, x, w)),
+    ):
         got, expected = run(name, *args, **PARAMS)
         for a, e in zip(got, expected, strict=True):
             assert a.dtype == dtype
@@ -93,7 +96,7 @@ def test_several_normalised_dimensions_and_views(emulator: Any, place: Any, clos
 
 
 def test_pointers_that_no_vector_fits(emulator: Any, place: Any, close: Any) -> None:
-    x, w, b, g = operands(place, (4, 64), np.float32)
+    x, w, _, g = operands(place, (4, 64), np.float32)
     off = place(np.concatenate([[0], x.reshape(-1), [0]]).astype(np.float32))[1:-1].reshape(4, 64)
     for a, e in zip(*run("layer_norm_backward", g, off, w, **PARAMS), strict=True):
         close(a, e)
@@ -169,5 +172,3 @@ def test_a_persistent_grid_is_never_larger_than_the_work() -> None:
             n = persistent_grid(blocks, 132, 256, shared, 227 << 10)
             assert 1 <= n <= blocks
             assert n <= 132 * 4
-
-

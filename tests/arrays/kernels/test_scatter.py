@@ -105,7 +105,14 @@ def test_values_broadcast(emulator: Any, place: Any, mode: bool) -> None:
     shape = (4, 3, 2)
     template, (ids,) = parsed(shape, (np.array([3, 0, 3]),))
     x, at = place(np.arange(24.0).reshape(shape)), place(ids)
-    for v in (2.0, np.array(2.0), np.array([5.0]), np.arange(2.0), np.arange(9.0).reshape(3, 3, 1), np.ones((1, 1, 3, 1, 2))):
+    for v in (
+        2.0,
+        np.array(2.0),
+        np.array([5.0]),
+        np.arange(2.0),
+        np.arange(9.0).reshape(3, 3, 1),
+        np.ones((1, 1, 3, 1, 2)),
+    ):
         for name in ("index_set", "index_add"):
             expected = cpu(name, x, v, ids, template=template)
             np.testing.assert_array_equal(cuda(name, x, v, at, template=template), expected)

@@ -66,7 +66,7 @@ def test_cached_gradients_are_those_of_the_whole_batch(chunk):
     v, g = mt.value_and_grad(lambda p: cached(p, data, None))(params)
     assert abs(float(v) - float(value)) < 1e-6
     for a, b in zip(mt.tree.flatten(grads)[0], mt.tree.flatten(g)[0], strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-5)
 
 
 def test_dropout_is_the_same_when_a_chunk_is_computed_again():
@@ -84,7 +84,7 @@ def test_dropout_is_the_same_when_a_chunk_is_computed_again():
     v, g = mt.value_and_grad(lambda p: cached(p, data, key))(params)
     assert abs(float(v) - float(value)) < 1e-6
     for a, b in zip(mt.tree.flatten(grads)[0], mt.tree.flatten(g)[0], strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 4}, {"data": 2, "model": 2}])
@@ -97,7 +97,7 @@ def test_negatives_of_other_ranks_count(axes):
     v, g = mt.compile(fn)(plan.distribute(params, mesh), mt.distribute(sentences(), plan.batch(mesh)))
     assert abs(float(v) - float(value)) < 1e-6
     for a, b in zip(mt.tree.flatten(grads)[0], mt.tree.flatten(g)[0], strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused():

@@ -1,0 +1,143 @@
+"""The program that every rank of a mesh runs: plain data, which the partitioner writes and the executor reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..arrays._op import Op
+from ..arrays.blocks import Box
+from ..arrays.program import Const, Entry, ShapeDtype
+from .collective_plans import Collective, plan_collective
+from .factors import FactorRule, RankView
+from .placement import Layout, block_box
+from .reshard import Plan, plan_reshard, reshard_text
+from .windows import Fetch
+
+
+class Local(NamedTuple):
+    """An op on the blocks of one rank. Variables are those of the rank program.
+
+    Where ``by_rank`` is given, only the ranks it names run the call, each with parameters of its own.
+    """
+
+    op: Op
+    inputs: tuple[int | Const, ...]
+    outputs: tuple[int, ...]
+    params: Mapping[str, Any]
+    rule: FactorRule
+    origin: str | None
+    site: str
+    by_rank: Mapping[int, Mapping[str, Any]] | None = None
+
+
+class Move(NamedTuple):
+    """A reshard of one variable into another, or a collective of per-rank code, which says by itself what goes where."""
+
+    source: int
+    target: int
+    origin: str | None
+    collective: Collective | Fetch | None = None
+
+
+class Moves(NamedTuple):
+    """Reshards that are carried out together, in one round of messages."""
+
+    moves: tuple[Move, ...]
+
+
+Step = Local | Moves
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The partitioned form of a program: the same text for every rank of a mesh with these axis lengths.
+
+    ``avals`` are those of the whole arrays; ``layouts`` say what a rank holds of each variable.
+    """
+
+    sizes: tuple[int, ...]
+    inputs: tuple[int, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    avals: Mapping[int, ShapeDtype]
+    layouts: Mapping[int, Layout]
+    constants: tuple[int, ...] = ()
+    name: str = "program"
+    frees: tuple[tuple[int, ...], ...] = field(default=())
+    inner: frozenset[int] = frozenset()
+    """Variables of per-rank code: their avals are those of one rank's block."""
+
+    def plan(self, m: Move, homes: tuple[int, ...] | None = None) -> Plan:
+        """What goes where in a move."""
+        if isinstance(m.collective, Fetch):
+            return m.collective.plan(self.sizes, homes)
+        if m.collective is not None:
+            return plan_collective(math.prod(self.sizes), m.collective)
+        return plan_reshard(
+            self.avals[m.source].shape, self.sizes, self.layouts[m.source], self.layouts[m.target], homes
+        )
+
+    def move_text(self, m: Move, names: Sequence[str]) -> str:
+        """A move in the field's words."""
+        if m.collective is not None:
+            return m.collective.text(names)
+        return reshard_text(self.layouts[m.source], self.layouts[m.target], names)
+
+    def view(self, step: Local, rank: int) -> RankView:
+        """The blocks of a call's operands and results on one rank."""
+
+        def box(v: int) -> Box:
+            return block_box(self.layouts[v], self.sizes, self.avals[v].shape, rank)
+
+        return RankView(
+            tuple(box(v) if isinstance(v, int) else None for v in step.inputs), tuple(map(box, step.outputs))
+        )
+
+    def moved_bytes(self) -> int:
+        """Bytes that cross between ranks in one run."""
+        total = 0
+        for s in self.steps:
+            if isinstance(s, Moves):
+                for m in s.moves:
+                    total += self.plan(m).bytes_received(self.avals[m.source].dtype.itemsize)
+        return total
+
+    def text(self, names: Sequence[str]) -> str:
+        """One line a step: the op, the block that a rank holds of its result, and the collectives with their bytes."""
+        lines = []
+
+        def typed(v: int) -> str:
+            aval, layout = self.avals[v], self.layouts[v]
+            dims = [
+                f"{n}@{'+'.join(names[a] for a in layout.axes_of(i))}" if layout.axes_of(i) else str(n)
+                for i, n in enumerate(aval.shape)
+            ]
+            partial = ",".join(f"{op}:{names[a]}" for a, op in layout.partials)
+            mark = " a rank" if v in self.inner else ""
+            return f"{aval.dtype.name}[{','.join(dims)}]" + (f"{{{partial}}}" if partial else "") + mark
+
+        for s in self.steps:
+            if isinstance(s, Moves):
+                for i, m in enumerate(s.moves):
+                    words = self.move_text(m, names)
+                    moved = self.plan(m).bytes_received(self.avals[m.source].dtype.itemsize)
+                    mark = (
+                        "┌"
+                        if len(s.moves) > 1 and i == 0
+                        else "└"
+                        if len(s.moves) > 1 and i == len(s.moves) - 1
+                        else "│"
+                        if len(s.moves) > 1
+                        else " "
+                    )
+                    lines.append(f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}  # {moved} bytes")
+            else:
+                entry = Entry(s.op, s.inputs, s.outputs, s.params)
+                note = f"  # {s.origin}" if s.origin and s.origin != s.op.name else ""
+                lines.append(f"  {entry}  : {', '.join(map(typed, s.outputs))}{note}")
+        head = ", ".join(f"%{v}: {typed(v)}" for v in self.inputs)
+        tail = f"  return {', '.join(f'%{v}' for v in self.outputs)}"
+        return "\n".join([f"rank program({head}):", *lines, tail])

@@ -1,0 +1,220 @@
+"""Arrays that change their mesh: to a part of it, a larger one, one beside it, or one that overlaps it.
+
+The plan is a pure value: which part of which block of the old mesh goes where in which block of the new one; every element is taken
+once, from a rank of the same worker where there is one. On a Dask cluster the parts are cut on the workers that hold them and joined
+on the workers that get them; Dask carries them from the one to the other. They do not pass through the client.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..arrays._dispatch import apply
+from ..arrays._op import Op
+from ..arrays.blocks import Box
+from ..arrays.errors import ReshardError
+from ..arrays.program import ShapeDtype
+from ..autodiff.rules import defvjp
+from .placement import Layout, Sharding, block_box
+from .rank_ops import RankOp
+from .runtime import HostValue, LocalBlocks, LocalRuntime
+
+if TYPE_CHECKING:
+    from .sharded import ShardedBuffer
+
+
+class Part(NamedTuple):
+    """Part ``source`` of the block of rank ``rank`` becomes part ``target`` of the new block (boxes within the blocks)."""
+
+    rank: int
+    source: Box
+    target: Box
+
+
+def plan_transfer(
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    layout: Layout,
+    new_sizes: tuple[int, ...],
+    new_layout: Layout,
+    homes: Sequence[Any] | None = None,
+    new_homes: Sequence[Any] | None = None,
+) -> tuple[tuple[Part, ...], ...]:
+    """For each rank of the new mesh, the parts of its block.
+
+    >>> rows = Layout(((0, (0,)),))
+    >>> [[p.rank for p in parts] for parts in plan_transfer((6,), (3,), rows, (2,), rows)]
+    [[0, 1], [1, 2]]
+    """
+    holders: dict[Box, list[int]] = {}
+    for r in range(int(np.prod(sizes, dtype=np.int64))):
+        holders.setdefault(block_box(layout, sizes, shape, r), []).append(r)
+    out = []
+    for t in range(int(np.prod(new_sizes, dtype=np.int64))):
+        want = block_box(new_layout, new_sizes, shape, t)
+        parts = []
+        for box, ranks in holders.items():
+            common = box.intersect(want) if want.size and box.size else None
+            if common is not None:
+                near = [r for r in ranks if homes is not None and new_homes is not None and homes[r] == new_homes[t]]
+                # Replicas take turns: no rank gives everything.
+                rank = near[0] if near else ranks[t % len(ranks)]
+                parts.append(Part(rank, common.within(box), common.within(want)))
+        out.append(tuple(parts))
+    return tuple(out)
+
+
+# ----- the op -----------------------------------------------------------------------------------------------------------
+
+
+def _nowhere(xp: Any, x: Any, source: Sharding, target: Sharding) -> Any:
+    return x
+
+
+def _same(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+    return args[0]
+
+
+TRANSFER = RankOp("transfer", ("x",), _nowhere, _same)
+"""The same value on another mesh. It is carried out at once."""
+
+
+def _back(xp: Any, g: Any, source: Sharding, target: Sharding) -> Any:
+    from .api import reshard
+
+    if g.sharding is None:
+        return g
+    here = g if g.sharding.mesh is not source.mesh else None
+    return reshard(g, Sharding.of(source.mesh, source.layout.reduced())) if here is not None else g
+
+
+defvjp(TRANSFER, x=_back)
+
+
+def moved_to_mesh(x: Any, target: Sharding) -> Any:
+    """``x`` on another mesh."""
+    if target.partial:
+        raise ReshardError(f"[reshard] to {target} of another mesh: no pending reduction begins there")
+    return apply(TRANSFER, (x,), {"source": x.sharding, "target": target})
+
+
+def transfer(buf: ShardedBuffer, target: Sharding) -> ShardedBuffer:
+    """The blocks of ``buf`` as blocks of another mesh."""
+    from .sharded import ShardedBuffer
+
+    old, new = buf.mesh, target.mesh
+    buf.computed()
+    if buf.layout.partials:
+        buf = old.moved(buf, buf.layout.reduced()).computed()
+    if isinstance(buf.handle, HostValue):
+        handle: Any = HostValue(buf.handle.value, target.layout, new.sizes)
+    elif isinstance(old.runtime, LocalRuntime) and isinstance(new.runtime, LocalRuntime):
+        parts = plan_transfer(buf.shape, old.sizes, buf.layout, new.sizes, target.layout)
+        blocks = buf.handle.blocks
+        handle = LocalBlocks(
+            {
+                t: _joined(
+                    block_box(target.layout, new.sizes, buf.shape, t).shape,
+                    buf.dtype,
+                    [(p.target, blocks[p.rank][p.source.slices]) for p in found],
+                )
+                for t, found in enumerate(parts)
+            }
+        )
+    else:
+        handle = _over_dask(buf, target)
+    return ShardedBuffer(new, target.layout, ShapeDtype(buf.shape, buf.dtype), handle=handle)
+
+
+def _joined(shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
+    out = np.empty(shape, dtype)
+    for box, part in parts:
+        out[box.slices] = part
+    return out
+
+
+# ----- between workers --------------------------------------------------------------------------------------------------
+
+
+def _over_dask(buf: ShardedBuffer, target: Sharding) -> Any:
+    from .dask_runtime import DaskRuntime, Gang, RemoteBlocks
+    from .gang import Call, call_on_blocks
+
+    old, new = buf.mesh.runtime, target.mesh.runtime
+    if not (isinstance(old, DaskRuntime) and isinstance(new, DaskRuntime)) or old.client is not new.client:
+        raise ReshardError(
+            f"[reshard] from {buf.mesh} to {target.mesh}: blocks go between meshes of one Dask client, or of this process; "
+            "use mt.distribute(np.asarray(x), mesh, …)"
+        )
+    parts = plan_transfer(
+        buf.shape,
+        buf.mesh.sizes,
+        buf.layout,
+        target.mesh.sizes,
+        target.layout,
+        [old.addresses[p] for p in old.homes],
+        [new.addresses[p] for p in new.homes],
+    )
+    cuts: dict[tuple[int, int], dict[int, list[tuple[Any, Box]]]] = {}
+    for t, found in enumerate(parts):
+        for k, p in enumerate(found):
+            pair = (old.homes[p.rank], new.homes[t])
+            cuts.setdefault(pair, {}).setdefault(p.rank, []).append(((t, k), p.source))
+    old._check_open()
+    new._check_open()
+    source = buf.handle
+    old._flight.settle(source.gang)
+    futures: dict[int, list[Any]] = {}
+    for (p, q), wanted in cuts.items():
+        spec = Call(uuid.uuid4().hex, old._seat(p), cut_parts, wanted, ((0, source.slot),))
+        futures.setdefault(q, []).append(old._submit(call_on_blocks, p, "cut", spec, source.gang.futures[p]))
+    run, made = uuid.uuid4().hex, []
+    for q in range(len(new.addresses)):
+        payload = {
+            t: (
+                block_box(target.layout, target.mesh.sizes, buf.shape, t).shape,
+                buf.dtype,
+                [(k, p.target) for k, p in enumerate(parts[t])],
+            )
+            for t, home in enumerate(new.homes)
+            if home == q
+        }
+        spec = Call(run, new._seat(q), join_parts, payload, ())
+        made.append(new._submit(join_blocks, q, "transfer", spec, *futures.get(q, ())))
+    this = Gang(run, "transfer", made)
+    new._flight.settle(this)
+    return RemoteBlocks(this, 0, new._dead)
+
+
+def cut_parts(
+    payloads: Mapping[int, Sequence[tuple[Any, Box]]], blocks: Mapping[int, Sequence[np.ndarray]]
+) -> dict[Any, np.ndarray]:
+    """On a worker of the old mesh: the parts that one worker of the new mesh gets, as bytes."""
+    return {
+        key: np.ascontiguousarray(blocks[rank][0][box.slices]).reshape(-1).view(np.uint8)
+        for rank, wanted in payloads.items()
+        for key, box in wanted
+    }
+
+
+def join_parts(payloads: Mapping[int, Any], pieces: Mapping[Any, np.ndarray]) -> dict[int, np.ndarray]:
+    """On a worker of the new mesh: the blocks of its ranks."""
+    return {
+        t: _joined(shape, dtype, [(box, pieces[t, k].view(dtype).reshape(box.shape)) for k, box in wanted])
+        for t, (shape, dtype, wanted) in payloads.items()
+    }
+
+
+def join_blocks(spec: Any, *cuts: Mapping[Any, np.ndarray]) -> Any:
+    """The task of a worker of the new mesh."""
+    from .gang import Bundle
+
+    state = spec.seat.take()
+    pieces = {key: part for cut in cuts for key, part in cut.items()}
+    bundle = Bundle(spec.run, {0: spec.fn(spec.payloads, pieces)})
+    state.bundles[spec.run] = bundle
+    return bundle

@@ -1,0 +1,219 @@
+"""Links whose large messages go through slots of memory that both processes see (``memory``). The stream carries heads and small
+messages as they are, and one byte for each chunk that was put in a slot or taken out of one; it also tells when the other process
+ends. What is in memory is ordered by the stream: no byte is read before the byte about it has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from . import frames
+from .links import Check, Link, Small, send
+from .pieces import Batch, Sink, chunk_of, incoming, outgoing
+from .streams import Stream
+
+
+class Slots(Protocol):
+    """Memory for chunks that one process writes and another reads; ``count`` of them."""
+
+    count: int
+    by_reference: bool
+    """Whether a slot only refers to the sender's memory, which must then stay as it is until the chunk was taken."""
+
+    def put(self, slot: int, chunk: np.ndarray) -> None: ...
+
+    def view(self, slot: int, sink: Sink, k: int) -> np.ndarray:
+        """The chunk in a slot, in the shape of the ``k``-th chunk of the sink."""
+
+    def taken(self, slot: int) -> None:
+        """The chunk in the slot was taken."""
+
+    def close(self) -> None: ...
+
+
+_CHUNK, _TAKEN = ord("c"), ord("k")
+_HEAD_BYTE = ord("M")
+_HERE, _GONE = memoryview(b"c"), memoryview(b"k")
+_READ = 1 << 17
+
+
+class SlotLink(Link):
+    """See the module. What this process puts goes in ``outbox``, what the other puts comes in ``inbox``."""
+
+    def __init__(self, peer: int, stream: Stream, outbox: Slots, inbox: Slots) -> None:
+        super().__init__(peer, stream)
+        self.outbox, self.inbox = outbox, inbox
+        self._views: deque[memoryview] = deque()
+        self._out = outgoing(())
+        self._in = incoming(())
+        self._message: Small | None = None
+        self._receiving = self._checked = False
+        self._free = outbox.count
+        self._put = self._take = 0  # the next slots
+        self._buffer = memoryview(bytearray(_READ))
+        self._start = self._end = 0
+
+    def start(
+        self, head: bytes | None, batches: Sequence[Batch], sinks: Sequence[Sink] | None, small: int | None
+    ) -> None:
+        if head is not None:
+            self._views.append(memoryview(head))
+            self._out = outgoing(batches)
+        self._receiving = sinks is not None
+        if sinks is not None:
+            self._in = incoming(sinks if small is None else ())
+            self._message, self._checked = Small(sinks if small is not None else (), small or 0), False
+
+    @property
+    def at_boundary(self) -> bool:
+        return not self._views
+
+    def interest(self) -> int:
+        waits = self._waits_for_slots or (self._receiving and not self.stalled)
+        return self.stream.events(waits, bool(self._views))
+
+    @property
+    def _waits_for_slots(self) -> bool:
+        return not self._out.done or (self.outbox.by_reference and self._free < self.outbox.count)
+
+    def push(self) -> bool:
+        out = self._out
+        try:
+            while True:
+                while self._views:
+                    send(self.stream, self._views)
+                if out.done and not self._waits_for_slots:
+                    return True
+                if self._free and not out.done:
+                    self.outbox.put(self._put, chunk_of(*out.current()))
+                    self._put = (self._put + 1) % self.outbox.count
+                    self._free -= 1
+                    self.moved += 1
+                    out.next()
+                    self._views.append(_HERE)
+                else:
+                    self._count_freed()
+                    if not self._free or (out.done and self._waits_for_slots):
+                        return False
+        except BlockingIOError:
+            return False
+
+    def _fill(self) -> None:
+        """More bytes from the stream; raises ``BlockingIOError`` where there are none."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == len(self._buffer):
+            rest = bytes(self._buffer[self._start : self._end])
+            self._buffer[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        n = self.stream.recv_into(self._buffer[self._end :])
+        if n == 0:
+            raise ConnectionError("closed")
+        self._end += n
+        self.moved += 1
+
+    def _count_freed(self) -> None:
+        """Count the slots that became free, as far as that is what comes next."""
+        while True:
+            while self._start < self._end and self._buffer[self._start] == _TAKEN:
+                self._free += 1
+                self._start += 1
+            if self._start < self._end:
+                if not self._receiving and self._buffer[self._start] == _HEAD_BYTE:
+                    raise ConnectionError("it stopped before it had all")  # whoever goes on has taken everything first
+                return
+            try:
+                self._fill()
+            except BlockingIOError:
+                return
+
+    def pull(self, check: Check) -> bool:
+        if not self._receiving:
+            return True
+        self.stalled = False
+        message, steps = self._message, self._in
+        assert message is not None
+        try:
+            while True:
+                if 0 < message.got < len(message.raw):
+                    self._read_message(message, check)
+                if self._checked and message.got == len(message.raw):
+                    if not message.deliver():
+                        self.stalled = True
+                        return False
+                    if steps.done:
+                        break
+                if self._start == self._end:
+                    self._fill()
+                byte = self._buffer[self._start]
+                if byte == _TAKEN:
+                    self._free += 1
+                    self._start += 1
+                elif byte == _CHUNK and self._checked:
+                    sink, k, j = steps.current()
+                    if not sink.accept(k, j, self.inbox.view(self._take, sink, k)):
+                        self.stalled = True
+                        return False
+                    self.inbox.taken(self._take)
+                    self._take = (self._take + 1) % self.inbox.count
+                    self._start += 1
+                    self.moved += 1
+                    steps.next()
+                    self._say_taken()
+                elif byte == _HEAD_BYTE and not self._checked:
+                    self._read_message(message, check)
+                elif byte == _HEAD_BYTE:  # within a message only an abort may come
+                    while self._end - self._start < frames.SIZE:
+                        self._fill()
+                    head = frames.unpack(self._buffer[self._start : self._start + frames.SIZE])
+                    self._start += frames.SIZE
+                    message.got = 0  # the reason is not in there
+                    check(self, None if head and head.kind == frames.DATA else head)
+                else:
+                    check(self, None)
+        except BlockingIOError:
+            return False
+        self.moved += 1
+        self._receiving = False
+        return True
+
+    def _read_message(self, message: Small, check: Check) -> None:
+        """The head, and the whole message if it is small, as far as it is here."""
+        while message.got < len(message.raw):
+            if self._start == self._end:
+                self._fill()
+            n = min(len(message.raw) - message.got, self._end - self._start)
+            message.raw[message.got : message.got + n] = self._buffer[self._start : self._start + n]
+            message.got += n
+            self._start += n
+            if not self._checked and message.got >= frames.SIZE:
+                self._checked = True
+                check(self, frames.unpack(message.raw[: frames.SIZE]))
+
+    def _say_taken(self) -> None:
+        """Bytes about slots go between whole frames."""
+        self._views.append(_GONE)
+        # A peer that has all it needs may have left; where it still owes something, reading tells.
+        with contextlib.suppress(OSError):
+            while self._views:
+                send(self.stream, self._views)
+
+    def reason(self, length: int) -> str:
+        message = self._message
+        got = message.got if message is not None else 0
+        here = bytes(message.raw[frames.SIZE : min(got, frames.SIZE + length)]) if message is not None else b""
+        more = bytes(self._buffer[self._start : min(self._end, self._start + length - len(here))])
+        self._start += len(more)
+        here += more
+        rest = self.stream.read(length - len(here), 1.0) if len(here) < length else b""
+        return (here + rest).decode(errors="replace")
+
+    def close(self) -> None:
+        super().close()
+        self.outbox.close()
+        self.inbox.close()

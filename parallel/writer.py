@@ -1,0 +1,180 @@
+"""What the partitioner writes with: the steps of a rank program so far, and where its variables are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..arrays._op import Op
+from ..arrays.blocks import Box
+from ..arrays.program import Const, Program, ShapeDtype
+from .collective_plans import Collective
+from .factors import FactorRule, RankView
+from .placement import REPLICATED, Layout, Replicate, block_box, make_layout
+from .propagate import Hints
+from .rank_program import Local, Move, Moves, Step
+from .windows import Fetch
+
+
+class Writer:
+    """State of one pass of the partitioner."""
+
+    def __init__(self, program: Program, layouts: Mapping[int, Layout], sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.avals: dict[int, ShapeDtype] = dict(program.avals)
+        self.layouts: dict[int, Layout] = dict(layouts)
+        self.steps: list[Step] = []
+        self.due: list[Move] = []  # moves whose results nothing has used yet
+        self.due_targets: set[int] = set()
+        self.moved: dict[tuple[int, Layout], int] = {}
+        self.seen: dict[Any, tuple[int, ...]] = {}
+        self.made: dict[int, Local] = {}  # results any block of which a rank can make by itself
+        self.next_var = max(program.avals, default=-1) + 1
+        self.inners: set[int] = set()
+        self.hints = Hints()
+
+    def new(self, aval: ShapeDtype, layout: Layout) -> int:
+        v = self.next_var
+        self.next_var += 1
+        self.avals[v], self.layouts[v] = aval, layout
+        return v
+
+    def moved_to(self, var: int, layout: Layout, origin: str | None) -> int:
+        """The variable with another layout; the same move is written once."""
+        now = self.layouts[var]
+        if now == layout or _same_blocks(now, layout, self.avals[var].shape, self.sizes):
+            return var
+        key = (var, layout)
+        found = self.moved.get(key)
+        if found is None and var in self.made and not layout.partials:
+            made = self.made[var]
+            if made.rule.made:
+                found = self.moved[key] = self.new(self.avals[var], layout)
+                self.steps.append(made._replace(outputs=(found,)))
+            elif (part := self.part_of(made, var, layout)) is not None:
+                found = self.moved[key] = self.moved_to(part, layout, origin)
+        if found is None:
+            if dict(now.partials).keys() - dict(layout.partials).keys() and len({o for _, o in now.partials}) > 1:
+                # Different pending reductions are not one: do the innermost axis first.
+                axis = now.partials[-1][0]
+                step = Layout(now.shards, tuple(p for p in now.partials if p[0] != axis))
+                return self.moved_to(self.moved_to(var, step, origin), layout, origin)
+            found = self.moved[key] = self.new(self.avals[var], layout)
+            if var in self.due_targets:
+                self.flush()
+            if _is_local(now, layout):
+                # Nothing is sent: no reason to carry out the reductions that can still wait.
+                self.steps.append(Moves((Move(var, found, origin),)))
+            else:
+                self.due.append(Move(var, found, origin))
+                self.due_targets.add(found)
+        return found
+
+    def part_of(self, made: Local, var: int, layout: Layout) -> int | None:
+        """A result that was made replicated made again in the parts that ``layout`` wants, where the op can; pending sums stay."""
+        rule, now = made.rule, self.layouts[var]
+        assert rule.part is not None
+        fresh = {
+            d: axes
+            for d, axes in layout.shards
+            if not now.axes_of(d)
+            and all(isinstance(now.placement(a), Replicate) for a in axes)
+            and (x := rule.results[0][d]) is not None
+            and x.factor in rule.part.makes
+        }
+        if not fresh:
+            return None
+        between = make_layout({**dict(now.shards), **fresh}, dict(now.partials))
+        shape = self.avals[var].shape
+        by_rank = {}
+        for r in range(math.prod(self.sizes)):
+            view = RankView(_made_view(self, made, r), (block_box(between, self.sizes, shape, r),))
+            by_rank[r] = rule.part.localize(made.params, view)
+        out = self.new(self.avals[var], between)
+        self.steps.append(made._replace(op=rule.part.op, outputs=(out,), rule=AS_IT_IS, by_rank=by_rank))
+        return out
+
+    def new_inner(self, aval: ShapeDtype) -> int:
+        """A variable of per-rank code, with the aval of a block."""
+        v = self.new(aval, REPLICATED)
+        self.inners.add(v)
+        return v
+
+    def inner(
+        self,
+        op: Op,
+        inputs: tuple[int | Const, ...],
+        outputs: tuple[int, ...],
+        params: Mapping[str, Any],
+        by_rank: Mapping[int, Mapping[str, Any]] | None,
+        origin: str | None,
+        site: str,
+    ) -> None:
+        """A call of per-rank code, on blocks as they are."""
+        self.use(inputs)
+        self.steps.append(Local(op, inputs, outputs, params, AS_IT_IS, origin, site, by_rank))
+
+    def collective(self, source: int, target: int, origin: str | None, what: Collective) -> None:
+        """A collective of per-rank code; it is carried out with others, when its result is needed."""
+        if source in self.due_targets:
+            self.flush()
+        self.due.append(Move(source, target, origin, what))
+        self.due_targets.add(target)
+
+    def fetched(self, var: int, layout: Layout, boxes: tuple[Box, ...], origin: str | None) -> int:
+        """The parts of a variable that ranks need, which overlap or are elsewhere."""
+        now = self.layouts[var]
+        kept = dict(layout.partials)
+        if any(a not in kept for a, _ in now.partials):
+            var = self.moved_to(var, Layout(now.shards, layout.partials), origin)
+            now = self.layouts[var]
+        shape = self.avals[var].shape
+        key = ("fetch", var, layout, boxes)
+        found = self.seen.get(key)
+        if found is None:
+            found = self.seen[key] = (self.new_inner(ShapeDtype(boxes[0].shape, self.avals[var].dtype)),)
+            what = Fetch(shape, now, layout, boxes)
+            if var in self.due_targets:
+                self.flush()
+            if what.plan(self.sizes, None).bytes_received(1):
+                self.due.append(Move(var, found[0], origin, what))
+                self.due_targets.add(found[0])
+            else:
+                self.steps.append(Moves((Move(var, found[0], origin, what),)))
+        return found[0]
+
+    def flush(self) -> None:
+        if self.due:
+            self.steps.append(Moves(tuple(self.due)))
+            self.due, self.due_targets = [], set()
+
+    def use(self, variables: Sequence[int | Const]) -> None:
+        """Before these are read: carry out the moves that are due, if one of them is among them."""
+        if not self.due_targets.isdisjoint(v for v in variables if isinstance(v, int)):
+            self.flush()
+
+
+def _made_view(w: Writer, made: Local, rank: int) -> tuple[Box | None, ...]:
+    """The blocks of a call's operands on one rank."""
+    return tuple(
+        block_box(w.layouts[v], w.sizes, w.avals[v].shape, rank) if isinstance(v, int) else None for v in made.inputs
+    )
+
+
+AS_IT_IS = FactorRule((), (), ())
+
+
+def _is_local(now: Layout, then: Layout) -> bool:
+    """Whether each rank can cut its new block from its old one: nothing is reduced or gathered, and what is split was whole."""
+    return now.partials == then.partials and all(then.axes_of(d) == axes for d, axes in now.shards)
+
+
+def _same_blocks(a: Layout, b: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether two layouts differ in axes of length one alone."""
+
+    def strip(x: Layout) -> tuple[object, ...]:
+        shards = tuple((d, tuple(i for i in axes if sizes[i] > 1)) for d, axes in x.shards)
+        return tuple(s for s in shards if s[1]), tuple(p for p in x.partials if sizes[p[0]] > 1)
+
+    return strip(a) == strip(b)

@@ -1,0 +1,236 @@
+"""The fused kernels on a GPU: values, gradients, order, streams, and more elements than an int counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.arrays.kernels import launch
+
+DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
+TOLERANCE = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
+RNG = np.random.default_rng(0)
+
+
+def cp() -> Any:
+    return launch.runner().xp
+
+
+def close(got: mt.Array, expected: Any, factor: float = 1.0) -> None:
+    wide, expected = got.numpy().astype(np.float64), np.asarray(expected, np.float64)
+    assert str(got.device) == "cuda:0"
+    assert wide.shape == expected.shape
+    scale = np.max(np.abs(expected[np.isfinite(expected)]), initial=1e-3)
+    np.testing.assert_allclose(wide, expected, rtol=0, atol=factor * TOLERANCE[got.dtype.name] * scale)
+
+
+def both(fn: Callable[..., mt.Array], dtype: np.dtype, *hosts: np.ndarray, factor: float = 1.0) -> None:
+    """The function and its gradients, in ``dtype`` on the GPU and in float64 of the same numbers on the CPU."""
+    short = [h.astype(dtype) for h in hosts]
+
+    def results(where: str, operands: list[np.ndarray]) -> list[mt.Array]:
+        with mt.use_device(where):
+            y, pull = mt.vjp(fn, *map(mt.asarray, operands))
+            seed = np.random.default_rng(1).normal(size=y.shape).astype(y.dtype)
+            return [y, *pull(mt.asarray(seed))]
+
+    exact = results("cpu", [s.astype(np.float64) for s in short])
+    for a, e in zip(results("cuda:0", short), exact, strict=True):
+        assert a.dtype in (dtype, launch.wide(dtype))
+        close(a, e.numpy(), factor)
+
+
+def used(kernel: str) -> bool:
+    """Whether a kernel of this name has been started in this process."""
+    return any(name.startswith(kernel) for _, _, name in launch.runner()._kernels)
+
+
+SHAPES = [(5, 7), (33, 200), (64, 1024), (9, 3001), (4, 16384), (3, 20001), (0, 8), (1, 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_of_rows(shape: tuple[int, int], dtype: np.dtype) -> None:
+    x, w, b = RNG.normal(2, 3, shape), RNG.normal(size=shape[1]), RNG.normal(size=shape[1])
+    both(lambda x, w, b: mt.layer_norm(x, w.shape, w, b), dtype, x, w, b, factor=2)
+    both(lambda x, w: mt.rms_norm(x, w.shape, w), dtype, x, w, factor=2)
+    if x.size:
+        assert used("norm_forward")
+        assert used("norm_backward")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_softmax_and_cross_entropy(shape: tuple[int, int], dtype: np.dtype) -> None:
+    x = RNG.normal(scale=3, size=shape)
+    both(lambda x: mt.nn.softmax(x), dtype, x, factor=2)
+    both(lambda x: mt.nn.log_softmax(x), dtype, x, factor=2)
+    both(lambda x: mt.nn.softmax(x, axis=0), dtype, x, factor=2)
+    labels = RNG.integers(0, shape[1], shape[0])
+    both(lambda x: mt.nn.cross_entropy(x, mt.asarray(labels), reduction="sum"), dtype, x, factor=2)
+    both(
+        lambda x: mt.nn.cross_entropy(x, mt.asarray(labels), label_smoothing=0.2, reduction="none"), dtype, x, factor=2
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((3, 8, 5, 5), 1), ((2, 5, 5, 8), 3), ((4, 32, 64), 1), ((70, 40), 1), ((2, 8, 4000), 1), ((0, 8, 2), 1)],
+)
+def test_norms_of_images(shape: tuple[int, ...], axis: int, dtype: np.dtype) -> None:
+    c = shape[axis]
+    x, w, b = RNG.normal(2, 3, shape), RNG.normal(size=c), RNG.normal(size=c)
+    both(lambda x, w, b: mt.group_norm(x, 4, w, b, channel_axis=axis), dtype, x, w, b, factor=3)
+    if len(shape) > 2:
+        both(lambda x, w, b: mt.instance_norm(x, w, b, channel_axis=axis), dtype, x, w, b, factor=3)
+
+    def batch(training: bool) -> Callable[..., mt.Array]:
+        return lambda x, w, b: mt.batch_norm(x, mt.zeros(c), mt.ones(c), w, b, training=training, channel_axis=axis).out
+
+    both(batch(True), dtype, x, w, b, factor=3)
+    both(batch(False), dtype, x, w, b, factor=3)
+
+
+def test_short_floats_beside_float32_parameters() -> None:
+    x = mt.asarray(RNG.normal(size=(6, 96)).astype(np.float16))
+    w, b = (mt.asarray(RNG.normal(size=96).astype(np.float32)) for _ in range(2))
+    y, pull = mt.vjp(lambda x, w, b: mt.layer_norm(x, 96, w, b), x, w, b)
+    assert y.dtype == np.float32
+    assert [g.dtype for g in pull(y)] == [np.float16, np.float32, np.float32]
+
+
+def test_random_bits_are_those_of_the_cpu() -> None:
+    key = mt.random.key(3)
+    draws = [lambda k: mt.random.bits(k, (1001,)), lambda k: mt.random.bernoulli(k, 0.3, (1001,))]
+    draws += [lambda k, d=d: mt.random.uniform(k, (1001,), d, -2.0, 3.0) for d in DTYPES]
+    x = np.linspace(-1, 1, 1001)
+    draws += [
+        lambda k: mt.nn.dropout(mt.asarray(x), 0.3, key=k),
+        lambda k: mt.nn.dropout_add(mt.asarray(x.astype(np.float16)), mt.asarray(x.astype(np.float16)), 0.3, key=k),
+    ]
+    for draw in draws:
+        gpu = draw(key).numpy()
+        with mt.use_device("cpu"):
+            cpu = draw(mt.random.key(3)).numpy()
+        np.testing.assert_array_equal(gpu.view(np.uint8), cpu.view(np.uint8))
+    assert used("philox_fill<Uniform")
+    assert used("dropout")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("ids", ["uniform", "repeated", "one"])
+def test_gradients_of_reading_rows(ids: str, deterministic: bool) -> None:
+    n, k, width = 500, 20_000, 33
+    at = {"uniform": RNG.integers(0, n, k), "repeated": RNG.integers(0, 3, k), "one": np.full(k, 7)}[ids]
+    table, g = RNG.normal(size=(n, width)).astype(np.float32), RNG.normal(size=(k, width)).astype(np.float32)
+    expected = np.zeros((n, width))
+    np.add.at(expected, at, g.astype(np.float64))
+    with mt.use_deterministic(deterministic):
+        runs = []
+        for _ in range(10):
+            _, pull = mt.vjp(lambda t: mt.nn.embedding(mt.asarray(at), t), mt.asarray(table))
+            runs.append(pull(mt.asarray(g))[0].numpy())
+    np.testing.assert_allclose(runs[0], expected, rtol=0, atol=2e-4 * np.abs(expected).max())
+    if deterministic:
+        assert all(r.tobytes() == runs[0].tobytes() for r in runs)
+    assert used("add_in_order" if deterministic else "add_atomically")
+
+
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES, *map(np.dtype, ("int8", "int64", "bool", "complex64", "complex128"))], ids=str
+)
+def test_the_last_write_stays(dtype: np.dtype) -> None:
+    at = RNG.integers(0, 50, 10_000)
+    x, v = (RNG.integers(0, 100, s).astype(dtype) for s in ((50, 3), (10_000, 3)))
+    expected = x.copy()
+    expected[at] = v
+    for _ in range(5):
+        got = mt.asarray(x).at[mt.asarray(at)].set(mt.asarray(v))
+        np.testing.assert_array_equal(got.numpy(), expected)
+    y = mt.asarray(x)
+    y[mt.asarray(at)] = mt.asarray(v)
+    np.testing.assert_array_equal(y.numpy(), expected)
+
+
+def test_masks() -> None:
+    for shape in ((10_000_001,), (300, 1001), (0, 4)):
+        host = RNG.random(shape) < 0.3
+        x = RNG.normal(size=shape)
+        np.testing.assert_array_equal(mt.asarray(x)[mt.asarray(host)].numpy(), x[host])
+        for a, e in zip(mt.nonzero(mt.asarray(host)), np.nonzero(host), strict=True):
+            np.testing.assert_array_equal(a.numpy(), e)
+    assert used("write_true")
+
+
+def test_kernels_run_on_the_current_stream() -> None:
+    """What comes before on the stream is done before: a kernel on another stream would read the old numbers."""
+    stream = cp().cuda.Stream(non_blocking=True)
+    x = mt.zeros((4096, 4096), dtype=mt.float32)
+    w = mt.ones(4096, dtype=mt.float32)
+    cp().cuda.Device().synchronize()
+    with stream:
+        y = x
+        for _ in range(50):  # long enough that a kernel that does not wait overtakes it
+            y = y + mt.asarray(np.float32(1))
+        out = mt.layer_norm(y * mt.arange(4096, dtype=mt.float32), 4096, w)
+    stream.synchronize()
+    row = np.arange(4096) * 50.0
+    expected = (row - row.mean()) / np.sqrt(row.var() + 1e-5)
+    np.testing.assert_allclose(out[:3].numpy(), np.broadcast_to(expected, (3, 4096)), atol=1e-4)
+
+
+def needs_memory(bytes_: int) -> None:
+    free, _ = cp().cuda.runtime.memGetInfo()
+    if free < bytes_:
+        pytest.skip(f"needs {bytes_ >> 30} GiB of GPU memory, {free >> 30} are free")
+
+
+def test_norm_of_more_elements_than_an_int_counts() -> None:
+    rows, width = (1 << 21) + 3, 1024
+    needs_memory(5 * rows * width * 2)
+    x = mt.zeros((rows, width), dtype=mt.float16)
+    tail = RNG.normal(size=(2, width)).astype(np.float16)
+    x[-2:] = mt.asarray(tail)
+    for fn in (lambda x: mt.layer_norm(x, width), mt.nn.softmax):
+        got = fn(x)[-2:].numpy()
+        with mt.use_device("cpu"):
+            expected = fn(mt.asarray(tail)).numpy()
+        np.testing.assert_allclose(got.astype(float), expected.astype(float), atol=5e-3)
+
+
+def test_indexing_of_more_elements_than_an_int_counts() -> None:
+    n = (1 << 31) + 8
+    needs_memory(4 * n)
+    x = mt.zeros(n, dtype=mt.int8)
+    x[n - 1] = 7
+    x[(1 << 31) - 2 : (1 << 31) + 2] = 3
+    assert x[(1 << 31) - 3 : (1 << 31) + 3].tolist() == [0, 3, 3, 3, 3, 0]
+    x[mt.asarray([n - 2, 5, n - 2])] = mt.asarray(np.array([1, 2, 3], np.int8))
+    assert (int(x[n - 2]), int(x[5]), int(x[n - 1])) == (3, 2, 7)
+    (dx,) = mt.vjp(lambda x: x[n - 4 :], mt.zeros(n, dtype=mt.float16))[1](mt.ones(4, dtype=mt.float16))
+    assert dx.shape == (n,)
+    assert dx[n - 5 :].tolist() == [0, 1, 1, 1, 1]
+
+
+def test_errors_have_the_words_of_the_cpu() -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: mt.layer_norm(mt.ones((2, 3)), 4),
+        lambda: mt.group_norm(mt.ones((2, 4, 3)), 3),
+        lambda: mt.batch_norm(mt.ones((2, 4)), mt.zeros(3), mt.ones(4), training=True),
+        lambda: mt.ones((2, 3)).at[mt.asarray([0, 5])].add(1.0),
+        lambda: mt.nn.cross_entropy(mt.ones((2, 3)), mt.asarray([0, 3])),
+        lambda: mt.nn.dropout(mt.ones(3), 1.5, key=mt.random.key(0)),
+    ]
+    for call in calls:
+        texts = []
+        for where in ("cpu", "cuda:0"):
+            with mt.use_device(where), pytest.raises((ValueError, IndexError)) as e:
+                call()
+            texts.append((type(e.value), str(e.value)))
+        assert texts[0] == texts[1]
