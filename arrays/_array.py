@@ -279,6 +279,44 @@ class Array(Methods):
 
         return array_html(self)
 
+    # ----- Dask: an array on a mesh is a collection of blocks, another one is none -------------------------------------
+
+    def to_dask(self) -> Any:
+        """The array as a ``dask.array``: of the blocks where they are, one chunk a block, where it is split over a mesh.
+
+        >>> import meshtape as mt
+        >>> x = mt.distribute(mt.arange(5), mt.Mesh({"data": 2}), data=mt.Shard(0))
+        >>> x.to_dask().chunks
+        ((3, 2),)
+        """
+        if isinstance(self._buf, Deferred):
+            return self._buf.dask()
+        import dask.array as da
+
+        return da.from_array(np.asarray(self._concrete()))
+
+    def __dask_graph__(self) -> Any:
+        return self._buf.dask().__dask_graph__() if hasattr(self._buf, "dask") and self._buf.host is not None else None
+
+    def __dask_keys__(self) -> Any:
+        return self._buf.dask().__dask_keys__()
+
+    def __dask_postcompute__(self) -> Any:
+        return self._buf.dask().__dask_postcompute__()
+
+    def __dask_postpersist__(self) -> Any:
+        return self._buf.dask_persisted()
+
+    def __dask_tokenize__(self) -> Any:
+        dask = getattr(self._buf, "dask", None)
+        return ("meshtape", dask().name) if dask is not None else ("meshtape", np.asarray(self._concrete()))
+
+    @staticmethod
+    def __dask_scheduler__(*args: Any, **kwargs: Any) -> Any:
+        from dask.threaded import get
+
+        return get(*args, **kwargs)
+
     def __format__(self, spec: str) -> str:
         return format(self._concrete().item(), spec) if spec and self.ndim == 0 else format(str(self), spec)
 
@@ -307,19 +345,23 @@ class Array(Methods):
     def __setitem__(self, key: Any, value: Any) -> None:
         from .creation import asarray
 
+        buf = self._buf
         if (
             type(value) in _REAL_NUMBERS
-            and type(self._buf) is np.ndarray
-            and not state.recorders
-            and indexing.is_plain(key)
+            and type(buf) is np.ndarray
+            and not state.now.recorders
+            and (type(key) is int or indexing.is_plain(key))
         ):
+            if buf.base is not None or sys.getrefcount(buf) > _SOLE_HOLDER or not buf.flags.writeable:
+                buf = self._buf = buf.copy()
             try:
-                self._writable()[key] = value
+                buf[key] = value
             except (IndexError, TypeError, ValueError):
                 pass  # said again below, in our words
             else:
                 self._id = 0
                 return
+        del buf  # which would count as a holder
         if not isinstance(value, Array | bool | int | float | complex):
             value = asarray(value)
         if not isinstance(value, Array) or not value.ndim:

@@ -97,9 +97,14 @@ def normalize_axis(op_name: str, axis: int | Sequence[int] | None, ndim: int) ->
     repeated."""
     if axis is None:
         return tuple(range(ndim))
-    axes = axis if isinstance(axis, Iterable) and np.ndim(axis) else (axis,)
+    if type(axis) is int and -ndim <= axis < ndim:
+        return (axis % ndim,)
+    axes = axis if type(axis) is tuple or (isinstance(axis, Iterable) and np.ndim(axis)) else (axis,)
     out = []
     for a in axes:
+        if type(a) is int and -ndim <= a < ndim:
+            out.append(a % ndim)
+            continue
         try:
             i = operator.index(a)
         except TypeError:
@@ -116,7 +121,7 @@ def normalize_axis(op_name: str, axis: int | Sequence[int] | None, ndim: int) ->
 
 def one_axis(op_name: str, axis: int, ndim: int) -> int:
     """One axis as a non-negative int, where several or none make no sense. Raises as :func:`normalize_axis` does."""
-    if isinstance(axis, Iterable) and np.ndim(axis):
+    if type(axis) is not int and isinstance(axis, Iterable) and np.ndim(axis):
         raise TypeError(f"[{op_name}] takes one axis, an int: got {axis!r}")
     (one,) = normalize_axis(op_name, (axis,), ndim)
     return one

@@ -54,7 +54,7 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
             return operate(op, other, self) if reflected else operate(op, self, other)
         if type(buf) is not _ndarray:
             buf = np.asarray(buf)
-        result = _blank(kind if y is not other else type(self))
+        result = _blank(type(self))
         result._buf = buf
         result._id = 0
         now = state.now

@@ -69,3 +69,15 @@ def row_dots(xp: Any, x: Any, y: Any) -> Any:
     if xp is np and x.ndim == 2:
         return np.vecdot(x, y)[:, None]
     return (x * y).sum(axis=1, keepdims=True)
+
+
+def add_outer(xp: Any, out: Any, column: Any, row: Any) -> None:
+    """``out += column * row`` in place, for a block of two dimensions: what broadcasts cost NumPy three passes is one of BLAS."""
+    if xp is np and out.dtype.char in "fd" and out.size:
+        from scipy.linalg import blas
+
+        # The transposed block has the memory order that BLAS knows, and is written to in place.
+        ger = blas.sger if out.dtype.char == "f" else blas.dger
+        ger(1.0, row, column, a=out.T, overwrite_y=False, overwrite_a=True)
+    else:
+        out += column[:, None] * row

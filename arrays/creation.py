@@ -12,6 +12,7 @@ from ._backends import backend_for
 from ._dispatch import Deferred, wrap
 from ._dlpack import read
 from ._infer import as_shape
+from ._op import state
 from .devices import CPU, Device, default_device, device
 from .dtypes import DTYPES, as_dtype, check_cast, float64
 from .errors import DTypeError, OutOfMemory, ShapeError
@@ -43,6 +44,9 @@ def _zeros(shape: tuple[int, ...], value: Any, dtype: np.dtype) -> np.ndarray:
 
 def _empty(shape: tuple[int, ...], value: Any, dtype: np.dtype) -> np.ndarray:
     return np.empty(shape, dtype)
+
+
+_KNOWN = frozenset(DTYPES.values())
 
 
 def _dtype(name: str, dtype: Any) -> np.dtype:
@@ -81,6 +85,11 @@ def asarray(obj: Any, /, *, dtype: Any = None, device: Device | str | None = Non
     """
     if type(obj) is Array and dtype is None and device is None and not copy:
         return obj  # the way of most calls: the operands of other functions
+    if dtype is None and device is None:  # the common calls
+        if type(obj) is Array and not copy:
+            return obj
+        if type(obj) is np.ndarray and state.device is None and obj.dtype in _KNOWN:
+            return wrap(obj if copy is False else obj.copy())
     from .manipulation import astype
 
     wanted = None if dtype is None else as_dtype(dtype, "asarray")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
-from ._dispatch import apply
+from ._dispatch import apply, as_array
 from ._op import Op
 from .dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype
 from .elementwise import ASTYPE, clip
@@ -76,12 +76,6 @@ CONCAT = Op("concat", ("*xs",), _concat, _infer_concat)
 # ----- functions ------------------------------------------------------------------------------------------------------
 
 
-def _asarray(x: Any) -> Array:
-    from .creation import asarray
-
-    return asarray(x)
-
-
 def astype(
     x: Any, dtype: Any, /, *, copy: bool = True, device: Device | str | None = None, saturate: bool = False
 ) -> Array:
@@ -105,7 +99,7 @@ def astype(
     >>> mt.astype(x, mt.float8_e4m3fn).tolist(), mt.astype(x, mt.float8_e4m3fn, saturate=True).tolist()
     ([448.0, nan, nan], [448.0, 448.0, 448.0])
     """
-    x = _asarray(x)
+    x = as_array(x)
     dtype = as_dtype(dtype, "astype")
     check_cast("astype", x.dtype, dtype)
     if device is not None:
@@ -130,14 +124,15 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
     >>> mt.reshape(mt.arange(6), (2, -1)).shape
     (2, 3)
     """
-    x = _asarray(x)
+    x = as_array(x)
     wanted = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
-    known = math.prod(n for n in wanted if n != -1)
-    full = wanted
-    if wanted.count(-1) == 1 and known > 0 and x.size % known == 0:
-        full = tuple(x.size // known if n == -1 else n for n in wanted)
-    if -1 in full or math.prod(full) != x.size or any(n < 0 for n in full):
-        raise ShapeError(f"[reshape] cannot view shape {x.shape} ({x.size} elements) as {wanted}")
+    full, size = wanted, x.size
+    if -1 in wanted:
+        known = math.prod(n for n in wanted if n != -1)
+        if wanted.count(-1) == 1 and known > 0 and size % known == 0:
+            full = tuple(size // known if n == -1 else n for n in wanted)
+    if math.prod(full) != size or (full and min(full) < 0):
+        raise ShapeError(f"[reshape] cannot view shape {x.shape} ({size} elements) as {wanted}")
     return apply(RESHAPE, (x,), {"shape": full})
 
 
@@ -148,10 +143,11 @@ def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
     >>> mt.permute_dims(mt.ones((2, 3, 4)), (2, 0, 1)).shape
     (4, 2, 3)
     """
-    x = _asarray(x)
-    if len(axes) != x.ndim or len(_infer.normalize_axis("permute_dims", axes, x.ndim)) != x.ndim:
-        raise ShapeError(f"[permute_dims] axes {tuple(axes)} are no order of the {x.ndim} dimensions of {x.shape}")
-    return apply(PERMUTE_DIMS, (x,), {"axes": tuple(int(a) % x.ndim for a in axes)})
+    x = as_array(x)
+    ndim = x.ndim
+    if len(axes) != ndim or len(_infer.normalize_axis("permute_dims", axes, ndim)) != ndim:
+        raise ShapeError(f"[permute_dims] axes {tuple(axes)} are no order of the {ndim} dimensions of {x.shape}")
+    return apply(PERMUTE_DIMS, (x,), {"axes": tuple([int(a) % ndim for a in axes])})
 
 
 def matrix_transpose(x: Any, /) -> Array:
@@ -162,7 +158,7 @@ def matrix_transpose(x: Any, /) -> Array:
     Array([[1, 3],
            [2, 4]])
     """
-    x = _asarray(x)
+    x = as_array(x)
     if x.ndim < 2:
         raise ShapeError(f"[matrix_transpose] needs at least two dimensions, got shape {x.shape}")
     return permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
@@ -175,7 +171,7 @@ def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[in
     >>> mt.moveaxis(mt.ones((2, 3, 4)), 0, -1).shape
     (3, 4, 2)
     """
-    x = _asarray(x)
+    x = as_array(x)
     src = [source] if isinstance(source, int) else list(source)
     dst = [destination] if isinstance(destination, int) else list(destination)
     _infer.normalize_axis("moveaxis", src, x.ndim)
@@ -196,7 +192,7 @@ def broadcast_to(x: Any, /, shape: Sequence[int]) -> Array:
     Array([[1, 2],
            [1, 2]])
     """
-    x = _asarray(x)
+    x = as_array(x)
     shape = tuple(map(operator.index, shape))
     if _infer.broadcast_shapes(BROADCAST_TO, [x.shape, shape]) != shape:
         raise ShapeError(f"[broadcast_to] shape {x.shape} does not broadcast to {shape}")
@@ -211,7 +207,7 @@ def broadcast_arrays(*arrays: Any) -> tuple[Array, ...]:
     >>> [x.shape for x in mt.broadcast_arrays(mt.ones((3, 1)), mt.ones(4))]
     [(3, 4), (3, 4)]
     """
-    xs = [_asarray(a) for a in arrays]
+    xs = [as_array(a) for a in arrays]
     shape = _infer.broadcast_shapes(BROADCAST_TO, [x.shape for x in xs])
     return tuple(broadcast_to(x, shape) for x in xs)
 
@@ -239,7 +235,7 @@ def expand_dims(x: Any, /, axis: int | Sequence[int] = 0) -> Array:
     >>> mt.expand_dims(mt.ones(3), axis=(0, -1)).shape
     (1, 3, 1)
     """
-    x = _asarray(x)
+    x = as_array(x)
     ndim = x.ndim + (1 if isinstance(axis, int | np.integer) else len(axis))
     axes = _infer.normalize_axis("expand_dims", axis, ndim)
     lengths = iter(x.shape)
@@ -253,7 +249,7 @@ def squeeze(x: Any, /, axis: int | Sequence[int]) -> Array:
     >>> mt.squeeze(mt.ones((1, 3, 1)), axis=(0, 2)).shape
     (3,)
     """
-    x = _asarray(x)
+    x = as_array(x)
     axes = _infer.normalize_axis("squeeze", axis, x.ndim)
     if any(x.shape[a] != 1 for a in axes):
         raise ShapeError(f"[squeeze] axis {axis} of shape {x.shape} has not length 1")
@@ -268,7 +264,7 @@ def flip(x: Any, /, *, axis: int | Sequence[int] | None = None) -> Array:
     Array([[2, 1],
            [4, 3]])
     """
-    x = _asarray(x)
+    x = as_array(x)
     return apply(FLIP, (x,), {"axis": _infer.normalize_axis("flip", axis, x.ndim)})
 
 
@@ -279,7 +275,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Array:
     >>> mt.concat([mt.asarray([1, 2]), mt.asarray([3])])
     Array([1, 2, 3])
     """
-    xs = [_asarray(a) for a in arrays]
+    xs = [as_array(a) for a in arrays]
     if not xs:
         raise ShapeError("[concat] needs at least one array")
     if axis is None:
@@ -307,7 +303,7 @@ def unstack(x: Any, /, *, axis: int = 0) -> tuple[Array, ...]:
     >>> [x.tolist() for x in mt.unstack(mt.asarray([[1, 2], [3, 4]]))]
     [[1, 2], [3, 4]]
     """
-    x = _asarray(x)
+    x = as_array(x)
     axis = _infer.one_axis("unstack", axis, x.ndim)
     lead = (slice(None),) * axis
     return tuple(x[(*lead, i)] for i in range(x.shape[axis]))
@@ -322,7 +318,7 @@ def roll(x: Any, /, shift: int | Sequence[int], *, axis: int | Sequence[int] | N
     >>> mt.roll(mt.arange(4), 1)
     Array([3, 0, 1, 2])
     """
-    x = _asarray(x)
+    x = as_array(x)
     if axis is None:
         if not isinstance(shift, int | np.integer):
             raise ShapeError("[roll] several shifts need as many axes")
@@ -350,7 +346,7 @@ def tile(x: Any, repetitions: Sequence[int], /) -> Array:
     Array([[0, 1, 0, 1],
            [0, 1, 0, 1]])
     """
-    x = _asarray(x)
+    x = as_array(x)
     reps = tuple(map(operator.index, repetitions))
     if any(n < 0 for n in reps):
         raise ShapeError(f"[tile] repetitions must not be negative, got {reps}")
@@ -370,7 +366,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Array:
     >>> mt.repeat(mt.asarray([1, 2]), mt.asarray([1, 3]))
     Array([1, 2, 2, 2])
     """
-    x = _asarray(x)
+    x = as_array(x)
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
     axis = _infer.one_axis("repeat", axis, x.ndim)
@@ -415,7 +411,7 @@ def pad(x: Any, pad_width: Any, /, *, mode: str = "constant", constant_values: A
     """
     from .creation import beside, full
 
-    x = _asarray(x)
+    x = as_array(x)
     if mode not in _PAD_MODES:
         raise ValueError(f"[pad] mode must be one of {', '.join(_PAD_MODES)}, got {mode!r}")
     try:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ._dispatch import apply
 from ._op import Op, composite
-from ._rows import row_blocks, row_dots, row_sums
+from ._rows import add_outer, row_blocks, row_dots, row_sums
 from ._rows import wide as _wide
 from .errors import DTypeError, ShapeError
 from .kernels import row_norms
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def _normalized(xp: Any, x: Any, eps: float, out: Any) -> Any:
     """``out = (x - mean) / deviation`` of the rows of a block; returns one over the deviation."""
     width = x.shape[1]
-    xp.subtract(x, row_sums(xp, x) / width, out=out)
+    xp.copyto(out, x)
+    add_outer(xp, out, row_sums(xp, x)[:, 0] / -width, xp.ones(width, x.dtype))
     inverse = 1 / xp.sqrt(row_dots(xp, out, out) / width + x.dtype.type(eps))
     out *= inverse
     return inverse
@@ -47,7 +48,7 @@ def _layer_norm(xp: Any, x: Any, weight: Any, bias: Any, naxes: int, eps: float)
             _normalized(xp, r, eps, n)
             if out.dtype == wide:
                 n *= w
-                n += b
+                add_outer(xp, n, xp.ones(len(n), wide), b.astype(wide, copy=False))
             else:
                 out[key] = n * w + b
     return out.reshape(x.shape)
@@ -73,14 +74,13 @@ def _layer_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: 
             dw += one @ t
             db += one @ gi
             n *= ((t @ w) / width)[:, None]
-            n += ((gi @ w) / width)[:, None]
-            xp.multiply(gi, w, out=t)
-            t -= n
-            o = dx[key]
-            if o.dtype == wide:
-                xp.multiply(t, inverse, out=o)
-            else:
-                o[...] = t * inverse
+            o = dx[key] if dx.dtype == wide else t
+            xp.multiply(gi, w, out=o)
+            o -= n
+            add_outer(xp, o, (gi @ w) / -width, xp.ones(width, wide))
+            o *= inverse
+            if o is t:
+                dx[key] = t
     return (
         dx.reshape(x.shape),
         dw.reshape(weight.shape).astype(weight.dtype),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
-from ._dispatch import apply
+from ._dispatch import apply, as_array
 from ._op import Op
 from .errors import ShapeError
 from .program import ShapeDtype
@@ -32,7 +32,12 @@ def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     return ShapeDtype((*batch, *rows, *cols), np.result_type(x.dtype, y.dtype))
 
 
+_OWN_PRODUCTS = frozenset(np.dtype(t).num for t in "fdFD")
+
+
 def _matmul(xp: Any, x: Any, y: Any) -> Any:
+    if xp is np and x.dtype == y.dtype and x.dtype.num in _OWN_PRODUCTS:
+        return np.matmul(x, y)
     # NumPy has no product of its own for floats of one or two bytes; they are summed in float32 and rounded once.
     dtype = xp.result_type(x.dtype, y.dtype)
     if xp is np and _is_low_precision(dtype):
@@ -55,9 +60,7 @@ def matmul(x1: Any, x2: Any, /) -> Array:
     ShapeError
         When the contracted lengths differ, the leading dimensions do not broadcast, or an operand is 0-d.
     """
-    from .creation import asarray
-
-    x1, x2 = asarray(x1), asarray(x2)
+    x1, x2 = as_array(x1), as_array(x2)
     # NumPy's own message names neither shape; the rule is cheap beside the product.
     if x1.ndim == 0 or x2.ndim == 0 or x1.shape[-1] != x2.shape[-2 if x2.ndim > 1 else 0]:
         _infer_matmul(MATMUL, (ShapeDtype(x1.shape, x1.dtype), ShapeDtype(x2.shape, x2.dtype)), {})

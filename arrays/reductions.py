@@ -24,14 +24,22 @@ def _is_low_precision(dtype: np.dtype) -> bool:
     return dtype.itemsize <= 2 and dtype.kind not in "biu"
 
 
+_UFUNCS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+def _reduced(xp: Any, name: str, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+    if xp is np:  # what the method does, without the Python code that it passes through on its way
+        return _UFUNCS[name].reduce(x, axis=axis, keepdims=keepdims)
+    return getattr(x, name)(axis=axis, keepdims=keepdims)
+
+
 def _accumulated(name: str) -> Callable[..., Any]:
     """``xp.name`` that sums low-precision floats in float32 and rounds once."""
 
     def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
         if _is_low_precision(x.dtype):
             return getattr(x, name)(axis=axis, keepdims=keepdims, dtype=np.float32).astype(x.dtype)
-        # The method, not the function: NumPy's functions ask first who else might want the call.
-        return getattr(x, name)(axis=axis, keepdims=keepdims)
+        return _reduced(xp, name, x, axis, keepdims)
 
     return impl
 
@@ -56,7 +64,7 @@ def _extremum(name: str) -> Callable[..., Any]:
     def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
         if x.size == 0 and _nothing_to_choose(name, x.shape, axis):
             return xp.empty(_infer.reduced_shape(x.shape, axis, keepdims), x.dtype)
-        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+        return _reduced(xp, name, x, axis, keepdims)
 
     return impl
 
@@ -200,10 +208,9 @@ def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
 
 
 def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
-    from .creation import asarray
     from .manipulation import reshape
 
-    x = asarray(x)
+    x = as_array(x)
     if axis is None:
         out = apply(op, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
         return reshape(out, (1,) * x.ndim) if keepdims else out

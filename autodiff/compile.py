@@ -226,12 +226,13 @@ class _Trace:
 class Compiled(Wrapper):
     """A compiled function; see :func:`compile`."""
 
-    def __init__(self, fn: Callable[..., Any], cache_size: int) -> None:
+    def __init__(self, fn: Callable[..., Any], cache_size: int, cuda_graph: bool = False) -> None:
         if cache_size < 1:
             raise ValueError(f"[compile] cache_size must be at least 1, got {cache_size}")
         self._fn = fn
         self._cache: OrderedDict[Any, _Ready] = OrderedDict()  # the last used at the end
         self._cache_size = cache_size
+        self._cuda_graph = cuda_graph
         self._lock = threading.Lock()  # threads may call one compiled function
         self._traced = 0
         functools.update_wrapper(self, fn, updated=())  # not the attributes of another such object
@@ -286,7 +287,7 @@ class Compiled(Wrapper):
                 self._cache.move_to_end(key)
                 return ready
         # Traced outside the lock: the code of the function is the user's, and may call this very function.
-        ready = _trace(self._fn, arrays, treedef)
+        ready = _trace(self._fn, arrays, treedef, self._cuda_graph)
         with self._lock:
             self._traced += 1
             self._cache[key] = ready
@@ -298,7 +299,7 @@ class Compiled(Wrapper):
         return f"compile({getattr(self._fn, '__name__', self._fn)!s}, {self.signatures} signature(s))"
 
 
-def compile(fn: Callable[..., Any], *, cache_size: int = 128) -> Compiled:
+def compile(fn: Callable[..., Any], *, cache_size: int = 128, cuda_graph: bool = False) -> Compiled:
     """A function that is traced once for each signature and then replayed as a program.
 
     Arguments and results are trees. Arrays (NumPy's too) are inputs; everything else in the arguments is static: a new value
@@ -314,9 +315,15 @@ def compile(fn: Callable[..., Any], *, cache_size: int = 128) -> Compiled:
         The function. One that is compiled already is returned as it is.
     cache_size
         How many programs are kept; beyond, the one that was not used for the longest time makes room, with the arrays that it holds.
+    cuda_graph
+        Record what the program tells the GPU and replay it, so that a step of many small kernels costs the host one call for each
+        stretch between those calls that CuPy cannot record (cuBLAS and the like). Its memory is kept between calls, and calls
+        follow each other on the device.
 
     Raises
     ------
+    DeviceError
+        With ``cuda_graph``, for arrays that are not on one CUDA device.
     TracedValueError
         When the function asks for a value (``if x > 0``, ``float(x)``) or for a shape that depends on values.
 
@@ -327,7 +334,7 @@ def compile(fn: Callable[..., Any], *, cache_size: int = 128) -> Compiled:
     >>> double(mt.asarray([1, 2]))
     Array([2, 4])
     """
-    return fn if isinstance(fn, Compiled) else Compiled(fn, cache_size)
+    return fn if isinstance(fn, Compiled) else Compiled(fn, cache_size, cuda_graph)
 
 
 class _Ready:
@@ -380,8 +387,10 @@ class _Ready:
             functools.update_wrapper(code, fn, updated=())
             pull = compile(lambda inputs, seeds: vjp(code, *inputs)[1](seeds))
 
+            run = self.run  # and not self, which would hold itself
+
             def forward(*inputs: Array) -> tuple[list[Array], Any]:
-                return [wrap(b) for b in self.run([a._buf for a in inputs])], inputs
+                return [wrap(b) for b in run([a._buf for a in inputs])], inputs
 
             self._differentiable = custom_vjp(code)
             self._differentiable.defvjp(forward, pull)
@@ -428,7 +437,7 @@ def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
 register_tracer(_traced)
 
 
-def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef) -> _Ready:
+def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef, cuda_graph: bool = False) -> _Ready:
     trace = _Trace(x for v in outside(fn) for x in arrays_in(v))
     stand_ins = [trace.input(a) if isinstance(a, Array) else a for a in arrays]
     args, kwargs = trees.unflatten(treedef, stand_ins)
@@ -445,6 +454,11 @@ def _trace(fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
     inputs = [a for a in arrays if isinstance(a, Array)]
     buffers = [a._buf for a in inputs] + list(program.constants.values())
     host = next((b.host for b in buffers if isinstance(b, Deferred)), None)
+    if cuda_graph:
+        from .cuda_graphs import graphed
+
+        where = inputs[0].device if inputs else "no device"
+        return _Ready(program, graphed(program, where if host is None else host), out_def, statics, trace)
     if host is not None:
         name = getattr(fn, "__name__", "")
         run = host.prepare(program, [a.sharding for a in inputs], name if name.isidentifier() else "compiled")

@@ -24,7 +24,7 @@ Part = Entry | Group
 Values = dict[int, Any]
 
 
-class CaptureRefused(Exception):  # noqa: N818  it is an answer, which never leaves this module
+class CaptureRefused(Exception):
     """Some call cannot be captured."""
 
 

@@ -7,12 +7,12 @@ block by block, on a GPU by one kernel, and single ones write into the memory of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays._backends import cupy_backend
 from ..arrays.program import Entry, Program
 from .fusion import Group, fuse
 
@@ -109,7 +109,10 @@ def _on_their_device(run: Callable[[Sequence[Any]], list[Any]], xp: Any) -> Call
     """Kernels start on the current device: that of the buffers."""
 
     def there(buffers: Sequence[Any]) -> list[Any]:
-        with next((b.device for b in buffers if hasattr(b.device, "id")), nullcontext()):
+        where = next((b.device for b in buffers if hasattr(b.device, "id")), None)
+        if where is None:
+            return run(buffers)
+        with where, cupy_backend().memory():
             return run(buffers)
 
     return there

@@ -196,7 +196,7 @@ class Tape:
             saved = (a, b) if keeps == 3 else (a,) if keeps == 1 else (b,) if keeps == 2 else ()
         elif len(args) == 1:
             x = args[0]
-            if x._id not in live:
+            if type(x) is not Array or x._id not in live:
                 return
             a = x._buf
             try:

@@ -1,7 +1,7 @@
-"""Arrays against NumPy, on one thread: ``python benchmarks/arrays.py``.
+"""Arrays against NumPy and PyTorch, on one thread: ``python benchmarks/arrays.py``.
 
-Small arrays show what a call costs beside the work; large ones, that the work is NumPy's own. Where there is a CUDA device and
-CuPy, the large rows run there too, against CuPy.
+Small arrays show what a call costs beside the work; large ones, that the work is NumPy's own. The row of NumPy against itself says
+how far two equal runs differ on this machine. Where there is a CUDA device and CuPy, the large rows run there too, against CuPy.
 """
 
 from __future__ import annotations
@@ -27,25 +27,47 @@ SMALL: dict[str, Callable[..., Any]] = {
 }
 
 
+LARGE: dict[str, Any] = {"rounds": 15, "seconds": 1.5}
+"""Many rounds, because each of them may meet another process on its way through memory."""
+
+
 def small_rows(report: timing.Report) -> None:
     """Eight elements: nothing but overhead."""
     x, y = np.linspace(0.1, 0.9, 8), np.linspace(1.0, 2.0, 8)
     a, b = mt.asarray(x), mt.asarray(y)
+    torch = timing.peer("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+        s, t = torch.from_numpy(x), torch.from_numpy(y)
     for name, fn in SMALL.items():
         # x += y is bounded by adding zeros.
         z, c = (np.zeros(8), mt.zeros(8)) if name == "x += y" else (y, b)
+        u = None if torch is None else torch.zeros(8, dtype=torch.float64) if name == "x += y" else t
         report.row(
             f"{name}, 8 elements",
             lambda fn=fn, c=c: fn(a, c),
-            {"NumPy": (lambda fn=fn, z=z: fn(x, z), None)},
+            {
+                "NumPy": (lambda fn=fn, z=z: fn(x, z), None),
+                "PyTorch": (None if torch is None else lambda fn=fn, u=u: fn(s, u), 1.0),
+            },
             unit="us",
         )
-    for name, ours, theirs in (
-        ("exp", mt.exp, np.exp),
-        ("sum", mt.sum, np.sum),
-        ("reshape", lambda x: mt.reshape(x, (2, 4)), lambda x: np.reshape(x, (2, 4))),
+    for name, ours, theirs, torchs in (
+        ("exp", mt.exp, np.exp, "exp"),
+        ("sum", mt.sum, np.sum, "sum"),
+        ("reshape", lambda x: mt.reshape(x, (2, 4)), lambda x: np.reshape(x, (2, 4)), "reshape"),
     ):
-        report.row(f"{name}, 8 elements", lambda f=ours: f(a), {"NumPy": (lambda f=theirs: f(x), None)}, unit="us")
+        of_torch = None if torch is None else getattr(torch, torchs)
+        args = ((2, 4),) if name == "reshape" else ()
+        report.row(
+            f"{name}, 8 elements",
+            lambda f=ours: f(a),
+            {
+                "NumPy": (lambda f=theirs: f(x), None),
+                "PyTorch": (None if torch is None else lambda f=of_torch, args=args: f(s, *args), 1.0),
+            },
+            unit="us",
+        )
 
 
 def large_rows(report: timing.Report, xp: Any, where: str, label: str) -> None:
@@ -70,9 +92,12 @@ def large_rows(report: timing.Report, xp: Any, where: str, label: str) -> None:
         ("x at 1e6 indices", lambda: a[ai], lambda: x[i]),
         ("matmul 1500 x 1500", lambda: q @ q, lambda: s @ s),
     ]
+    report.row(
+        f"x + x by {xp.__name__}, {label}", lambda: done(x + x), {xp.__name__: (lambda: done(x + x), None)}, **LARGE
+    )
     for name, ours, theirs in rows:
         report.row(
-            f"{name}, {label}", lambda f=ours: done(f()), {xp.__name__: (lambda f=theirs: done(f()), None)}, rounds=3
+            f"{name}, {label}", lambda f=ours: done(f()), {xp.__name__: (lambda f=theirs: done(f()), 1.05)}, **LARGE
         )
 
 

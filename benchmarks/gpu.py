@@ -173,9 +173,9 @@ def row_norm_rows(m: Maker, t: Torch | None, jax: Any, shape: tuple[int, int], d
     yield Row(
         f"layer_norm backward, {label}",
         3 * size,
-        lambda: (x(), x(), w()),
-        op("layer_norm_backward", **params),
-        {} if t is None else t.backward(lambda x, w: F.layer_norm(x, (width,), w, w, EPS), (0, 1)),
+        lambda: (x(), x(), w(), w()),
+        without_bias(op("layer_norm_backward", **params)),
+        {} if t is None else t.backward(layer, (0, 1, 2)),
         target,
     )
     yield Row(
@@ -196,10 +196,24 @@ def row_norm_rows(m: Maker, t: Torch | None, jax: Any, shape: tuple[int, int], d
     )
 
 
+def without_bias(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward op of ours, which needs no bias, where the peers have one."""
+    return lambda g, x, w, b: fn(g, x, w)
+
+
 def _jax_layer_norm(jax: Any, x: Any, w: Any, b: Any) -> Any:
     f = x.astype("float32")
     d = f - f.mean(-1, keepdims=True)
     return (d * jax.lax.rsqrt((d * d).mean(-1, keepdims=True) + EPS) * w + b).astype(x.dtype)
+
+
+def with_result(fn: Callable[..., Any], g: Any, x: Any) -> tuple[Any, Any, Any]:
+    """A cotangent, an input, and the result for it: our backward ops start from that, the peers from the input."""
+    return g, x, fn(x)
+
+
+def from_result(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda g, x, y: fn(g, y)
 
 
 def softmax_rows(m: Maker, t: Torch | None, jax: Any, shape: tuple[int, int], d: np.dtype) -> Iterator[Row]:
@@ -207,7 +221,8 @@ def softmax_rows(m: Maker, t: Torch | None, jax: Any, shape: tuple[int, int], d:
     size, label = rows * width * d.itemsize, f"{rows} x {width} {d.name}"
     target = 0.9 if width >= 1024 else None
     F = None if t is None else t.torch.nn.functional
-    for name, masked in (("softmax", False), ("log_softmax", False)):
+    masked = False
+    for name in ("softmax", "log_softmax"):
         peer = None if t is None else (lambda x, f=name: getattr(F, f)(x, -1))
         jitted = {} if jax is None else {"jax": jax_peer(jax, lambda x, f=name: getattr(jax.nn, f)(x))}
         yield Row(
@@ -221,9 +236,9 @@ def softmax_rows(m: Maker, t: Torch | None, jax: Any, shape: tuple[int, int], d:
         yield Row(
             f"{name} backward, {label}",
             3 * size,
-            lambda: (m.normal(shape, d), m.normal(shape, d)),
-            op(f"{name}_backward", axis=1),
-            {} if t is None else t.backward(peer, (0,)),
+            lambda f=name: with_result(op(f, axis=1, masked=masked), m.normal(shape, d), m.normal(shape, d)),
+            from_result(op(f"{name}_backward", axis=1)),
+            {} if t is None else t.backward(lambda x, y, f=peer: f(x), (0,)),
             target,
         )
     params = {"ignore_index": None, "label_smoothing": 0.0}
@@ -267,14 +282,14 @@ def image_rows(m: Maker, t: Torch | None, shape: tuple[int, ...], d: np.dtype, l
         def of_batch(x: Any, w: Any, b: Any) -> Any:
             return F.batch_norm(nchw(x), None, None, w, b, True, 0.1, EPS)
 
-        def twice(fn: Callable[..., Any]) -> Callable[..., Any]:  # the cotangent comes in our layout too
-            return lambda x, w: fn(x, w, w).permute(0, 2, 3, 1) if last else fn(x, w, w)
+        def ours_back(fn: Callable[..., Any]) -> Callable[..., Any]:  # the cotangent comes in our layout too
+            return lambda x, w, b: fn(x, w, b).permute(0, 2, 3, 1) if last else fn(x, w, b)
 
         peers = {
             "group_norm": t.pair(of_groups),
-            "group_norm backward": t.backward(twice(of_groups), (0, 1)),
+            "group_norm backward": t.backward(ours_back(of_groups), (0, 1, 2)),
             "batch_norm": t.pair(of_batch),
-            "batch_norm backward": t.backward(twice(of_batch), (0, 1)),
+            "batch_norm backward": t.backward(ours_back(of_batch), (0, 1, 2)),
         }
 
     def x() -> Any:
@@ -294,8 +309,8 @@ def image_rows(m: Maker, t: Torch | None, shape: tuple[int, ...], d: np.dtype, l
     yield Row(
         f"group_norm backward, {label}",
         3 * size,
-        lambda: (x(), x(), p()),
-        op("group_norm_backward", **group),
+        lambda: (x(), x(), p(), p()),
+        without_bias(op("group_norm_backward", **group)),
         peers.get("group_norm backward", {}),
     )
     yield Row(
@@ -303,14 +318,14 @@ def image_rows(m: Maker, t: Torch | None, shape: tuple[int, ...], d: np.dtype, l
     )
     backward = mt.OPS["batch_norm_backward"].overrides["cupy"]
 
-    def with_no_cotangent_of_statistics(g: Any, x: Any, w: Any) -> Any:
+    def with_no_cotangent_of_statistics(g: Any, x: Any, w: Any, b: Any) -> Any:
         zero = launch.runner().xp.zeros(c, statistic)
         return backward(g, zero, zero, x, w, **one)
 
     yield Row(
         f"batch_norm backward, {label}",
         5 * size,
-        lambda: (x(), x(), p()),
+        lambda: (x(), x(), p(), p()),
         with_no_cotangent_of_statistics,
         peers.get("batch_norm backward", {}),
     )

@@ -17,9 +17,11 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ SAFE = timing.peer("safetensors")
 ZARR = timing.peer("zarr")
 DCP = timing.peer("torch.distributed.checkpoint")
 ORBAX = timing.peer("orbax.checkpoint")
+TENSORSTORE = timing.peer("tensorstore")
 
 Candidate = Callable[[], Any] | None
 
@@ -185,6 +188,42 @@ def orbax_save(path: Path, tree: dict[str, np.ndarray]) -> None:
     sync(path)
 
 
+def dcp_load(path: Path, tree: dict[str, np.ndarray]) -> Any:
+    import torch
+
+    out = {n: torch.empty(a.shape, dtype=torch.float32) for n, a in tree.items()}
+    DCP.load(out, checkpoint_id=str(path))
+    return out
+
+
+def orbax_load(path: Path) -> Any:
+    with ORBAX.StandardCheckpointer() as loader:
+        return loader.restore(path)
+
+
+def tensorstore_spec(path: Path, name: str) -> dict[str, Any]:
+    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path / name)}}
+
+
+def tensorstore_save(path: Path, tree: dict[str, np.ndarray]) -> None:
+    """One chunk an array, uncompressed, all at once; it syncs its files itself."""
+    jobs = []
+    for name, a in tree.items():
+        store = TENSORSTORE.open(
+            tensorstore_spec(path, name), create=True, dtype=TENSORSTORE.float32, shape=list(a.shape),
+            chunk_layout=TENSORSTORE.ChunkLayout(chunk_shape=list(a.shape)),
+        ).result()  # fmt: skip
+        jobs.append(store.write(a))
+    for job in jobs:
+        job.result()
+    sync(path)
+
+
+def tensorstore_load(path: Path, tree: dict[str, np.ndarray]) -> Any:
+    jobs = {n: TENSORSTORE.open(tensorstore_spec(path, n)).result().read() for n in tree}
+    return {n: job.result() for n, job in jobs.items()}
+
+
 def zarr_save(path: Path, tree: dict[str, np.ndarray]) -> None:
     group = ZARR.create_group(str(path))
     for name, a in tree.items():
@@ -213,6 +252,7 @@ def saving(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
         "zarr-python, defaults": (None if ZARR is None else lambda: zarr_save(out / "z", tree), 1.0),
         "PyTorch DCP": (None if DCP is None else lambda: dcp_save(out / "d", tree), 1.0),
         "orbax": (None if ORBAX is None else lambda: orbax_save(out / "o", tree), 1.0),
+        "tensorstore, zarr3": (None if TENSORSTORE is None else lambda: tensorstore_save(out / "t", tree), 1.0),
     }
     bench.row("save, synced", lambda: storage.save(out / "c", tree), peers, clear)
 
@@ -239,6 +279,12 @@ def loading(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
         st_save(st, tree)
     if ZARR is not None:
         zarr_save(z, tree)
+    if DCP is not None:
+        dcp_save(home / "dcp", tree)
+    if ORBAX is not None:
+        orbax_save(home / "orbax", tree)
+    if TENSORSTORE is not None:
+        tensorstore_save(home / "ts", tree)
 
     def zarr_load() -> Any:
         group = ZARR.open_group(str(z), mode="r")
@@ -248,10 +294,13 @@ def loading(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
         "raw preadv, one thread": (lambda: raw_read(raw, tree), 1.15),
         "safetensors load_file": (None if ST is None else lambda: ST.load_file(st), 1.0),
         "zarr-python, defaults": (None if ZARR is None else zarr_load, 1.0),
+        "PyTorch DCP": (None if DCP is None else lambda: dcp_load(home / "dcp", tree), 1.0),
+        "orbax": (None if ORBAX is None else lambda: orbax_load(home / "orbax"), 1.0),
+        "tensorstore, zarr3": (None if TENSORSTORE is None else lambda: tensorstore_load(home / "ts", tree), 1.0),
     }
 
     def cold() -> None:
-        for p in (ours, raw, st, z):
+        for p in (ours, raw, st, z, home / "dcp", home / "orbax", home / "ts"):
             if p.exists():
                 drop(p)
 
@@ -314,18 +363,140 @@ def converting(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
         clear,
     )
     bench.row("merge TP 4 → safetensors, synced, verified, warm", lambda: storage.merge(four, out / "m"), peers, clear)
+    limit = 256
+    grown = subprocess.run(
+        [sys.executable, "-c", _GROWTH, str(four), str(out / "grown"), str(limit)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    bench.note(
+        f"reshard with memory_limit {limit} MiB: memory grows by", f"{int(grown.stdout)} MiB", f"≤ {limit + 150} MiB"
+    )
     shutil.rmtree(out)
+
+
+_GROWTH = """
+import resource, sys, tempfile, numpy as np
+from meshtape import storage
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+home = tempfile.mkdtemp()
+storage.save(home + "/a", {"w": np.ones((4, 4))})
+storage.reshard(home + "/a", home + "/b", mesh={"m": 2}, shardings={"w": {"m": 0}})
+before = peak()
+storage.reshard(sys.argv[1], sys.argv[2], mesh={"model": 2}, shardings={"*.weight": {"model": 1}}, memory_limit=int(sys.argv[3]) << 20)
+print(peak() - before)
+"""
+
+
+def contents(bench: Bench, home: Path, chunks: int = 1_000_000, ranks: int = 1000) -> None:
+    """The table of contents of a checkpoint that a thousand ranks have written: listed, and planned for one of them."""
+    from meshtape.arrays.blocks import Box
+    from meshtape.storage import manifest
+    from meshtape.storage.grid import Grid
+
+    grid = Grid((64 * ranks, 512), (64, 512), (64, 512))
+    nbytes = grid.object_nbytes((0, 0), 4)
+    rows = [[grid.key(c), [64 * c[0], 0], [64, 512], nbytes, "01234567"] for c in grid.shards()]
+    entries = [
+        manifest.ArrayEntry((f"layers.{i}.weight",), f"layers.{i}.weight", grid, np.dtype("f4"), 0, ["Shard(0)"], rows)
+        for i in range(chunks // ranks)
+    ]
+    tree = {"dict": [[f"layers.{i}.weight", {"array": i}] for i in range(len(entries))]}
+    (home / "many").mkdir()
+    data = manifest.Manifest(entries, tree, 1, {}, [{"rank": ranks}]).dumps()
+    (home / "many" / manifest.FILE).write_bytes(data)
+    start = time.perf_counter()
+    ckpt = storage.open_checkpoint(home / "many")
+    opened = time.perf_counter()
+    plan = [a.tensor.only(Box((64 * 17, 0), (64, 512))) for a in ckpt.values()]
+    planned = time.perf_counter()
+    assert all(len(t.objects) == 1 for t in plan)
+    bench.note(f"ls of {chunks} chunks, {ranks} ranks", f"{opened - start:.2f} s", "≤ 5 s")
+    bench.note("plan of one rank of it", f"{planned - opened:.2f} s", "≤ 5 s")
+    bench.note("metadata", f"{len(data) / chunks:.0f} bytes a chunk", "≤ 200")
+
+
+def objects(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
+    """The same arrays in an object store on this machine, against the client's own calls with the same bytes."""
+    server = timing.peer("moto.server")
+    obstore = timing.peer("obstore")
+    if server is None or obstore is None:
+        bench.note("object store", "moto or obstore is missing")
+        return
+    import socket
+    import urllib.request
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    address = f"http://127.0.0.1:{port}"
+    os.environ |= {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_REGION": "us-east-1",
+    }
+    try:
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(urllib.request.Request(f"{address}/bench", method="PUT")).read()
+                break
+            except OSError:
+                time.sleep(0.1)
+        raw = obstore.store.S3Store("bench", client_options={"allow_http": True})
+        few = dict(list(tree.items())[:20])
+
+        def raw_put() -> None:
+            with ThreadPoolExecutor(8) as pool:
+                list(
+                    pool.map(
+                        lambda item: obstore.put(raw, f"raw/{item[0]}", memoryview(item[1]).cast("B")), few.items()
+                    )
+                )
+
+        def raw_get() -> Any:
+            with ThreadPoolExecutor(16) as pool:
+                found = pool.map(lambda n: obstore.get(raw, f"raw/{n}").bytes(), few)
+                return [np.frombuffer(memoryview(b), np.uint8).copy() for b in found]
+
+        size = sum(a.nbytes for a in few.values()) / 1e6
+        bench.row(
+            f"s3:// save, {size:.0f} MB, local server",
+            lambda: storage.save("s3://bench/ours", few, overwrite=True),
+            {"obstore put, 8 threads": (raw_put, None)},
+        )
+        bench.row(
+            f"s3:// load, verified, {size:.0f} MB",
+            lambda: storage.load("s3://bench/ours"),
+            {"obstore get, 16 threads": (raw_get, None)},
+        )
+    finally:
+        process.terminate()
+        process.wait()
+
+
+PARTS = {
+    "save": saving,
+    "load": loading,
+    "convert": converting,
+    "contents": lambda bench, home, tree: contents(bench, home),
+    "objects": objects,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=["save", "load", "convert"], action="append")
+    parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--directory", help="where to write; a temporary directory by default")
     options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="meshtape-bench-", dir=options.directory))
-    only = options.only or ["save", "load", "convert"]
+    only = options.only or list(PARTS)
     try:
         tree = arrays(options.megabytes)
         size = sum(a.nbytes for a in tree.values())
@@ -335,7 +506,7 @@ def main() -> None:
         )
         if "save" not in only:
             storage.save(home / "template", tree)
-        for name, work in (("save", saving), ("load", loading), ("convert", converting)):
+        for name, work in PARTS.items():
             if name in only:
                 work(bench, home, tree)
         bench.show()

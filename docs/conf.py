@@ -16,7 +16,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
 # Headings of generated pages start where their subject does.
 suppress_warnings = ["myst.header"]
-exclude_patterns = ["_build", "_ext"]
+exclude_patterns = ["_build", "_ext", "pictures"]
 
 # A name in single backticks is a link where it is known, and code where it is not.
 default_role = "py:obj"

@@ -21,7 +21,9 @@ from .collectives import (
     reduce_scatter,
 )
 from .loops import scan
+from .dask_collections import from_dask
 from .mesh import Mesh
+from .pipeline import pipeline
 from .placement import Partial, Placement, Replicate, Shard, Sharding, parse_placement
 from .shard_map import shard_map
 from .visualize import visualize
@@ -42,8 +44,10 @@ __all__ = [
     "compute",
     "distribute",
     "explain",
+    "from_dask",
     "parse_placement",
     "permute",
+    "pipeline",
     "reduce_scatter",
     "reshard",
     "scan",

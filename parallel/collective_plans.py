@@ -33,6 +33,7 @@ class Collective(NamedTuple):
     ``all_to_all``      ``split_dim``, ``concat_dim``, ``sizes`` (row: what a rank sends to each)
     ``permute``         ``pairs`` (from, to); who gets nothing has zeros
     ``broadcast``       ``source``
+    ``message``         nothing: the first rank of the group sends, the second one gets
     ==================  ===============================================================================
     """
 
@@ -45,6 +46,8 @@ class Collective(NamedTuple):
 
     def text(self, names: Sequence[str]) -> str:
         """As in ``all_reduce(model)``."""
+        if self.kind == "message":
+            return f"message({self.groups[0][0]} to {self.groups[0][1]})"
         return f"{self.kind}({'+'.join(names[a] for a in self.axes)})"
 
 
@@ -76,6 +79,8 @@ def plan_collective(n: int, c: Collective) -> Plan:
     ranks: list[RankPlan | None] = [None] * n
     for group in c.groups:
         for me, rank in enumerate(group):
+            if c.kind == "message" and me == 0:
+                continue  # who sends gets nothing
             box = Box.whole(wanted(rank))
             pieces = tuple(
                 Piece(q, s, t, term) for q, s, t, term in _pieces(c.kind, params, group, me, given, box) if s.size
@@ -94,6 +99,8 @@ def _pieces(
     if kind == "broadcast":
         q = group[params["source"]]
         return [(q, Box.whole(given(q)), box, 0)]
+    if kind == "message":
+        return [(group[0], Box.whole(given(group[0])), box, 0)]
     if kind == "permute":
         return [(group[s], Box.whole(given(group[s])), box, 0) for s, d in params["pairs"] if d == me]
     if kind == "all_gather":

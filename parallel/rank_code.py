@@ -17,8 +17,8 @@ from ..arrays._array import Array
 from ..arrays._dispatch import Deferred, apply, wrap
 from ..arrays._op import Op, state
 from ..arrays.elementwise import where
-from ..arrays.errors import GradientError, ShardingConflict
-from ..arrays.program import Entry, Program, ShapeDtype, simplify
+from ..arrays.errors import GradientError, NonDifferentiableError, ShardingConflict
+from ..arrays.program import Entry, Program, ShapeDtype, freeze, simplify
 from ..autodiff.compile import Lifted
 from ..autodiff.rules import defvjp_all
 from ..autodiff.tape import Tape, is_differentiable
@@ -182,6 +182,11 @@ class RankCode:
         # What a derivative reads beside its arguments are the constants of rules, which nobody else knows.
         known = self.in_avals[: self.count] if self.is_derivative else self.in_avals
         smooth_in = tuple(i for i, a in enumerate(known) if is_differentiable(a.dtype))
+        if any(e.op in ops.MESSAGES for p in self.programs for e in p.entries):
+            raise NonDifferentiableError(
+                f"[{self.name}] sends messages from rank to rank, and has its own derivative, to the first order: it cannot be "
+                "differentiated again"
+            )
         smooth_out = tuple(i for i, a in enumerate(self.out_avals) if is_differentiable(a.dtype))
         for i in smooth_out:
             for axis, op in self.out_layouts[i].partials:
@@ -337,6 +342,7 @@ def _without_dead(programs: Sequence[Program]) -> list[Program]:
     Collectives stay, as other ranks take part in them; so does each ``vary`` that some rank needs, as all take part in its
     derivative.
     """
+    programs = [_shared(p) for p in programs]
     counts = {sum(_meets_backward(p, e) for e in p.entries) for p in programs}
     kept = frozenset(range(max(counts))) if len(counts) > 1 else frozenset[int]()
     while True:
@@ -345,6 +351,23 @@ def _without_dead(programs: Sequence[Program]) -> list[Program]:
         if needed == kept:
             return [p for p, _ in found]
         kept = needed
+
+
+def _shared(p: Program) -> Program:
+    """The program with equal calls made once, but for those in which other ranks take part."""
+    seen: dict[Any, tuple[int, ...]] = {}
+    names: dict[int, int] = {}
+    entries: list[Entry] = []
+    for e in p.entries:
+        inputs = tuple(names.get(v, v) if isinstance(v, int) else v for v in e.inputs)
+        key = (e.op, tuple(v if isinstance(v, int) else freeze(v.value) for v in inputs), freeze(e.params))
+        if not isinstance(e.op, ops.RankOp):
+            first = seen.setdefault(key, e.outputs)
+            if first is not e.outputs:
+                names.update(zip(e.outputs, first, strict=True))
+                continue
+        entries.append(e._replace(inputs=inputs))
+    return Program(p.inputs, tuple(entries), tuple(names.get(v, v) for v in p.outputs), p.avals)
 
 
 def _meets_backward(p: Program, e: Entry) -> bool:
@@ -362,7 +385,7 @@ def _live(p: Program, kept: frozenset[int]) -> tuple[Program, frozenset[int]]:
         own = not needed.isdisjoint(e.outputs)
         if own and _meets_backward(p, e):
             numbers.add(number)
-        if own or e.op in ops.COLLECTIVES or (_meets_backward(p, e) and number in kept):
+        if own or e.op in ops.COLLECTIVES or e.op in ops.MESSAGES or (_meets_backward(p, e) and number in kept):
             needed.update(v for v in e.inputs if isinstance(v, int))
             entries.append(e)
     return Program(p.inputs, tuple(reversed(entries)), p.outputs, p.avals), frozenset(numbers)

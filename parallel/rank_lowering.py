@@ -6,6 +6,7 @@ steps of single ranks, in waves from collective to collective.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,17 +78,16 @@ def _lower_uneven(w: Any, e: Entry, code: RankCode, inputs: Sequence[int]) -> li
     ]
     at = [0] * n
     waiting: dict[int, Entry] = {}
+    mail: dict[tuple[int, int], deque[int]] = {}
     while True:
-        for r, p in enumerate(code.programs):
-            while r not in waiting and at[r] < len(p.entries):
-                x = p.entries[at[r]]
-                at[r] += 1
-                if x.op in (ops.VARY, ops.TIE):
-                    envs[r][x.outputs[0]] = envs[r][x.inputs[0]]  # type: ignore[index]
-                elif x.op in ops.COLLECTIVES:
-                    waiting[r] = x
-                else:
-                    _lower_one(w, e, code, r, x, envs[r])
+        moving = True
+        while moving:
+            # Each in turn, as far as its next message: so that whoever waits for one goes on beside who sent it.
+            before = sum(at)
+            for r in range(n):
+                if r not in waiting:
+                    at[r] = _advance(w, e, code, r, at[r], envs[r], waiting, mail)
+            moving = sum(at) > before
         if not waiting:
             break
         _lower_wave(w, e, code, waiting, envs)
@@ -98,6 +98,46 @@ def _lower_uneven(w: Any, e: Entry, code: RankCode, inputs: Sequence[int]) -> li
             w.inner(ALIAS, (envs[r][p.outputs[i]],), (out,), {}, {r: {}}, code.name, "")
         outs.append(out)
     return outs
+
+
+def _advance(
+    w: Any,
+    e: Entry,
+    code: RankCode,
+    rank: int,
+    at: int,
+    env: dict[int, int],
+    waiting: dict[int, Entry],
+    mail: dict[tuple[int, int], deque[int]],
+) -> int:
+    """Write what a rank does up to its next collective, after its next message, or up to one that was not sent yet; where it is
+    then."""
+    entries = code.programs[rank].entries
+    while at < len(entries):
+        x = entries[at]
+        if x.op is ops.RECEIVE:
+            box = mail.get((x.params["peer"], rank))
+            if not box:
+                return at
+            env[x.outputs[0]] = box.popleft()
+        elif x.op is ops.SEND:
+            source, peer = env[x.inputs[0]], x.params["peer"]  # type: ignore[index]
+            aval = code.programs[rank].avals[x.inputs[0]]  # type: ignore[index]
+            target = w.new_inner(aval)
+            everywhere = (aval.shape,) * code.mesh.size
+            pair = Collective("message", (), ((rank, peer),), everywhere, everywhere, ())
+            w.message(source, target, f"{e.origin or code.name}: a message", pair)
+            mail.setdefault((rank, peer), deque()).append(target)
+            return at + 1
+        elif x.op in (ops.VARY, ops.TIE):
+            env[x.outputs[0]] = env[x.inputs[0]]  # type: ignore[index]
+        elif x.op in ops.COLLECTIVES:
+            waiting[rank] = x
+            return at + 1
+        else:
+            _lower_one(w, e, code, rank, x, env)
+        at += 1
+    return at
 
 
 def _lower_one(w: Any, e: Entry, code: RankCode, rank: int, x: Entry, env: dict[int, int]) -> None:

@@ -41,6 +41,8 @@ class Meeting:
         self.count = count
         self.waiting: dict[int, Waiting] = {}
         self.answers: dict[int, Any] = {}
+        self.mail: dict[tuple[int, int], deque[Any]] = {}
+        self.expecting: dict[int, int] = {}
         self.runnable: deque[int] = deque(range(count))
         self.done: set[int] = set()
         self.meetings = 0
@@ -115,8 +117,27 @@ class Meeting:
             raise _Stopped
         return self.answers.pop(rank)
 
+    def post(self, rank: int, to: int, what: Any) -> None:
+        """Something for another rank, which may come for it later; nobody waits. Called by the thread of ``rank``."""
+        self.mail.setdefault((rank, to), deque()).append(what)
+        if self.expecting.get(to) == rank:
+            del self.expecting[to]
+            self.runnable.append(to)
+
+    def take(self, rank: int, source: int) -> Any:
+        """What another rank posted, in its order. Called by the thread of ``rank``."""
+        box = self.mail.setdefault((source, rank), deque())
+        if not box:
+            self.expecting[rank] = source
+            self._back.release()
+            self._go[rank].acquire()
+            if self.stopped:
+                raise _Stopped
+        return box.popleft()
+
     def _mismatch(self) -> CollectiveMismatch:
         lines = [f"rank {r} waits in {_text(w)} for ranks {list(w.group)}" for r, w in sorted(self.waiting.items())]
+        lines += [f"rank {r} waits for what rank {s} sends" for r, s in sorted(self.expecting.items())]
         lines += [f"rank {r} has returned" for r in sorted(self.done)]
         return CollectiveMismatch(f"the ranks would wait for each other for ever: {'; '.join(lines)}")
 

@@ -95,10 +95,17 @@ ALL_TO_ALL = RankOp("all_to_all", ("x",), _together, _shaped)
 PERMUTE = RankOp("permute", ("x",), _together, _shaped)
 BROADCAST = RankOp("broadcast", ("x",), _together, _shaped)
 
+SEND = RankOp("send", ("x",), _together, lambda op, a, p: ())
+RECEIVE = RankOp("receive", (), _together, lambda op, a, p: ShapeDtype(p["shape"], p["dtype"]))
+SEND.nout = 0
+
 COLLECTIVES = {
     op: op.name for op in (ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, REDUCE_SCATTER, SLICE, ALL_TO_ALL, PERMUTE, BROADCAST)
 } | {ALL_REDUCE_BY: "all_reduce", ALL_GATHER_VARYING: "all_gather"}
 """Ops that are carried out as collectives, with the kind of each."""
+
+MESSAGES = frozenset({SEND, RECEIVE})
+"""What two ranks do, whose derivative is up to the code that uses them (the pipeline)."""
 
 INVARIANT_RESULT = frozenset({ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, BROADCAST})
 

@@ -155,6 +155,23 @@ class RankTrace:
         out._buf.index_of = axes
         return out
 
+    def send(self, x: Array, axes: tuple[int, ...], to: int) -> None:
+        """A value for the rank at place ``to`` of the group, which takes it by :meth:`receive`; this one goes on."""
+        assert self.meeting is not None
+        assert self.rank is not None
+        x = self.varied(x, axes)
+        peer = self.group(axes)[to]
+        self.builder.add(ops.SEND, (x._buf.var,), {"peer": peer}, [], state.origin, call_site())
+        self.meeting.post(self.rank, peer, (x.shape, x.dtype, x._buf.varying))
+
+    def receive(self, axes: tuple[int, ...], source: int) -> Array:
+        """What the rank at place ``source`` of the group sent, in its order."""
+        assert self.meeting is not None
+        assert self.rank is not None
+        peer = self.group(axes)[source]
+        shape, dtype, varying = self.meeting.take(self.rank, peer)
+        return self._emit(ops.RECEIVE, (), {"peer": peer, "shape": shape, "dtype": dtype}, varying)[0]
+
     def look(self, axes: tuple[int, ...]) -> int:
         """The place itself: from here on Python code may go different ways on different ranks."""
         place = self.place(axes)

@@ -41,7 +41,7 @@ PENDING_LIMIT = 5000
 class ShardedBuffer(Deferred):
     """Blocks of an array: held by the ranks of a mesh (``handle``), or still to be computed (``var``)."""
 
-    __slots__ = ("__weakref__", "dtype", "failure", "handle", "layout", "mesh", "shape", "var")
+    __slots__ = ("__weakref__", "collection", "dtype", "failure", "handle", "layout", "mesh", "shape", "var")
     priority = 1
 
     def __init__(
@@ -50,6 +50,7 @@ class ShardedBuffer(Deferred):
         self.mesh, self.layout, self.handle, self.var = mesh, layout, handle, var
         self.shape, self.dtype = aval
         self.failure: str | None = None  # why there is neither
+        self.collection: Any = None  # the dask.array of the blocks, once it was asked for
 
     @property
     def sharding(self) -> Sharding:
@@ -98,6 +99,18 @@ class ShardedBuffer(Deferred):
         for box, rank in first.items():
             out[box.slices] = blocks[rank]
         return out
+
+    def dask(self) -> Any:
+        """The ``dask.array`` of the blocks."""
+        from .dask_collections import as_collection
+
+        return as_collection(self)
+
+    def dask_persisted(self) -> tuple[Any, tuple[Any, ...]]:
+        """See ``__dask_postpersist__``."""
+        from .dask_collections import persisted
+
+        return persisted(self)
 
     def blocks_html(self) -> str:
         """The blocks drawn over the mesh, for notebooks."""

@@ -16,6 +16,7 @@ from ..arrays.errors import CheckpointError, CheckpointKeyError
 from . import dtypes, manifest, names, stores
 from .derived import Converted
 from .documents import Documents
+from .finishing import Item, is_checkpoint
 from .fitting import prune, select
 from .grid import choose_grid
 from .layouts import Choice, Chooser
@@ -24,7 +25,6 @@ from .names import leaf_name
 from .opened import Checkpoint, fill
 from .opening import HF_INDEX, HF_SINGLE, open_checkpoint
 from .rules import Rules
-from .saving import Item, is_checkpoint
 from .sink_safetensors import HuggingFaceSink
 from .sink_zarr import ZarrSink
 from .sinks import Sink

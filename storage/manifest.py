@@ -82,30 +82,9 @@ class ArrayEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @cached_property
-    def objects(self) -> dict[tuple[int, ...], StoredObject]:
-        """Stored objects by grid coordinate. Checked on first use: a large manifest opens quickly."""
-        where = f"{self.source}: array {self.name!r}"
-        found: dict[tuple[int, ...], StoredObject] = {}
-        expected = {self.grid.key(c): c for c in self.grid.shards()}
-        for row in self.raw_objects:
-            try:
-                file, offset, shape, nbytes, crc = row
-                box = Box(tuple(offset), tuple(shape))
-                value = int(crc, 16)
-            except (TypeError, ValueError):
-                raise CorruptCheckpoint(f"{where}: malformed object {str(row)[:120]}") from None
-            coord = expected.get(file) if isinstance(file, str) else None
-            if coord is None:
-                raise CorruptCheckpoint(f"{where}: file {file!r} is not one of its shards; refused")
-            if coord in found:
-                raise CorruptCheckpoint(f"{where}: file {file!r} is listed twice")
-            if box != self.grid.shard_box(coord) or nbytes != self.grid.object_nbytes(coord, self.dtype.itemsize):
-                raise CorruptCheckpoint(f"{where}: file {file!r} does not have the place or length of its shard")
-            found[coord] = StoredObject(f"{self.directory}/{file}", box, nbytes, value)
-        if len(found) != len(expected):
-            lost = [key for key, c in expected.items() if c not in found]
-            raise IncompleteCheckpoint(f"{where}: {len(lost)} of {len(expected)} shards are not listed: {lost[:5]}")
-        return found
+    def objects(self) -> StoredObjects:
+        """Stored objects by grid coordinate. Each is checked when it is used: a large manifest opens quickly."""
+        return StoredObjects(self)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -120,6 +99,66 @@ class ArrayEntry:
             "sharding": self.sharding,
             "objects": self.raw_objects,
         }
+
+
+class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
+    """Rows of an array of the manifest as objects, by grid coordinate.
+
+    A row is looked at when it is asked for: who reads a few blocks of a million pays for those. Rows lie in the order of coordinates; where
+    one does not, all are looked through once.
+    """
+
+    def __init__(self, entry: ArrayEntry) -> None:
+        self._entry = entry
+        self._where = f"{entry.source}: array {entry.name!r}"
+        self._elsewhere: dict[str, int] | None = None
+
+    def __len__(self) -> int:
+        return math.prod(self._entry.grid.counts)
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return self._entry.grid.shards()
+
+    def __getitem__(self, coord: tuple[int, ...]) -> StoredObject:
+        entry, grid = self._entry, self._entry.grid
+        counts = grid.counts
+        if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):
+            raise KeyError(coord)
+        number = 0
+        for i, n in zip(coord, counts, strict=True):
+            number = number * n + i
+        key = grid.key(coord)
+        file, box, nbytes, value = self._row(number)
+        if file != key:
+            file, box, nbytes, value = self._row(self._find(key))
+        if box != grid.shard_box(coord) or nbytes != grid.object_nbytes(coord, entry.dtype.itemsize):
+            raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
+        return StoredObject(f"{entry.directory}/{file}", box, nbytes, value)
+
+    def _row(self, number: int) -> tuple[str, Box, int, int]:
+        row = self._entry.raw_objects[number] if number < len(self._entry.raw_objects) else None
+        try:
+            file, offset, shape, nbytes, crc = row  # type: ignore[misc]
+            return file, Box(tuple(offset), tuple(shape)), nbytes, int(crc, 16)
+        except (TypeError, ValueError):
+            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
+
+    def _find(self, key: str) -> int:
+        """The number of the row of a shard, in a list of another order."""
+        if self._elsewhere is None:
+            expected = {self._entry.grid.key(c) for c in self}
+            found: dict[str, int] = {}
+            for number in range(len(self._entry.raw_objects)):
+                file = self._row(number)[0]
+                if not isinstance(file, str) or file not in expected:
+                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is not one of its shards; refused")
+                if file in found:
+                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is listed twice")
+                found[file] = number
+            self._elsewhere = found
+        if key not in self._elsewhere:
+            raise IncompleteCheckpoint(f"{self._where}: its shard {key} is not listed")
+        return self._elsewhere[key]
 
 
 @dataclass

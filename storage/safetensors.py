@@ -14,6 +14,7 @@ arrays that are not contiguous with other values (https://github.com/safetensors
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -319,7 +320,7 @@ def build_header(
 
 
 def save_safetensors(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | BinaryIO,
     tensors: Mapping[str, Any],
     *,
     metadata: Mapping[str, str] | None = None,
@@ -330,7 +331,8 @@ def save_safetensors(
     Parameters
     ----------
     path
-        The file: a path or a URL.
+        The file: a path, a URL, or a binary stream, which need not seek (a pipe will do) and is not closed. At most a few megabytes are
+        copied at a time, whatever the layout of the arrays.
     tensors
         Names and arrays (anything that `numpy.asarray` takes); any layout and byte order.
     metadata
@@ -346,16 +348,25 @@ def save_safetensors(
     >>> read_header(where).tensors["w"]
     TensorInfo(dtype='F32', shape=(2, 3), begin=0, end=24)
     """
-    store, file = stores.holding(where := stores.location(path))
-    store.refuse_writes()
-    if not overwrite and store.size(file) is not None:
-        raise CheckpointExists(f"{where} exists; pass overwrite=True to replace it")
     arrays = {name: np.asarray(x) for name, x in tensors.items()}
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata)
-    size = len(head) + sum(t.nbytes for t in place.values())
-    with commit.room_for(size, where):
-        store.put(file, itertools.chain([head], *(_pieces(arrays[name]) for name in place)))
+    body = itertools.chain([head], itertools.chain.from_iterable(_pieces(arrays[name]) for name in place))
+    if isinstance(path, (str, os.PathLike)):
+        store, file = stores.holding(where := stores.location(path))
+        store.refuse_writes()
+        if not overwrite and store.size(file) is not None:
+            raise CheckpointExists(f"{where} exists; pass overwrite=True to replace it")
+        with commit.room_for(len(head) + sum(t.nbytes for t in place.values()), where):
+            store.put(file, body)
+        return
+    for piece in body:
+        view = memoryview(piece).cast("B")
+        while len(view):
+            n = path.write(view)  # a raw stream may take less
+            if not n:
+                raise BlockingIOError(errno.EAGAIN, "the stream takes no more bytes")
+            view = view[n:]
 
 
 def _pieces(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:

@@ -22,12 +22,11 @@ from ..arrays.blocks import BlockSharding, Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
 from ..arrays.tree import Path, flatten_with_path
 from . import commit, dtypes, manifest, names, stores
-from .checksums import crc32c
-from .documents import encode, marked
+from .documents import encode
+from .finishing import Item, finish_directory, is_checkpoint
 from .grid import Grid, choose_grid
 from .inflight import SaveHandle, finish_earlier, start
-from .writing import Record, Task, in_threads, write_blocks
-from .zarr_format import array_metadata, group_metadata
+from .writing import Record, Task, write_blocks
 
 _SCALARS = (bool, int, float, str)
 
@@ -44,24 +43,6 @@ class SaveReport:
 
 
 # ----- in the process that saves --------------------------------------------------------------------------------------
-
-
-@dataclass
-class Item:
-    """One array of the tree on its way to disk."""
-
-    path: Path
-    array: Any
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: BlockSharding | None
-    grid: Grid
-    directory: str = ""
-    mesh: int | None = None
-
-    @property
-    def stored_nbytes(self) -> int:
-        return sum(self.grid.object_nbytes(c, self.dtype.itemsize) for c in self.grid.shards())
 
 
 def _classify(tree: Any) -> tuple[Any, list[Item]]:
@@ -391,78 +372,3 @@ class _Save:
             nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
             folder.commit()
         return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, len(records))
-
-
-def finish_directory(
-    folder: commit.Folder,
-    target: str,
-    head: manifest.Manifest,
-    items: list[Item],
-    records: Sequence[Record],
-    documents: Mapping[str, bytes],
-) -> int:
-    """Write what makes shards a checkpoint: documents, Zarr's metadata, then the manifest. Returns the bytes of the directory."""
-    head.arrays = _entries(items, records)
-    head.documents = {name: (crc32c(data), marked(name, folder.suffix)) for name, data in documents.items()}
-    for name, data in documents.items():
-        folder.put(marked(name, folder.suffix), data)
-    nbytes = sum(r.nbytes for r in records) + sum(map(len, documents.values())) + _write_metadata(folder, items)
-    data = head.dumps()
-    manifest.loads(data, stores.join(target, manifest.FILE))  # never commit what could not be read again
-    folder.put(manifest.FILE, data)
-    folder.settle()
-    return nbytes + len(data)
-
-
-def is_checkpoint(path: str) -> bool:
-    """Whether a directory is one that `save` wrote, complete or not: what ``overwrite=True`` may replace."""
-    if stores.is_url(path):
-        from .object_commit import is_ours
-
-        return is_ours(path)
-    entries = os.listdir(path)
-    if manifest.FILE in entries:
-        return True
-    return "zarr.json" in entries and any(os.path.exists(os.path.join(path, e, "zarr.json")) for e in entries)
-
-
-def _entries(items: list[Item], records: list[Record]) -> list[manifest.ArrayEntry]:
-    """Manifest rows, after the check that every shard was written once, at its full length."""
-    written: dict[str, Record] = {}
-    for r in records:
-        if r.file in written:
-            raise CheckpointError(f"shard {r.file} was written twice; the hosts of the mesh disagree about its blocks")
-        written[r.file] = r
-    entries, lost = [], []
-    for item in items:
-        rows: list[Any] = []
-        for coord in item.grid.shards():
-            key = item.grid.key(coord)
-            record = written.pop(f"{item.directory}/{key}", None)
-            if record is None or record.nbytes != item.grid.object_nbytes(coord, item.dtype.itemsize):
-                lost.append(f"{names.leaf_name(item.path)} {key}")
-                continue
-            box = item.grid.shard_box(coord)
-            rows.append([key, list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}"])
-        sharding = None if item.sharding is None else [str(t) for t in item.sharding.describe()]
-        entries.append(manifest.ArrayEntry(item.path, item.directory, item.grid, item.dtype, item.mesh, sharding, rows))
-    if lost or written:
-        raise CheckpointError(
-            f"the ranks did not write {lost[:8]}, and wrote {sorted(written)[:8]} unasked; nothing was saved"
-        )
-    return entries
-
-
-def _write_metadata(folder: commit.Folder, items: list[Item]) -> int:
-    """Zarr's own files, and the sync of every directory."""
-    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path)) for i in items}
-
-    def write(directory: str) -> None:
-        folder.put(f"{directory}/zarr.json", texts[directory])
-        folder.settle(directory)
-
-    in_threads(write, list(texts), stores.at(folder.root).readers)
-    group = group_metadata(manifest.VERSION, texts)
-    folder.put("zarr.json", group)
-    folder.settle()
-    return len(group) + sum(map(len, texts.values()))

@@ -18,8 +18,8 @@ from . import dtypes, manifest
 from .checksums import combine, crc32c
 from .commit import Folder
 from .files import IOV_MAX, active
+from .finishing import Item, finish_directory
 from .grid import Grid, windows
-from .saving import Item, finish_directory
 from .sinks import BATCH, Stream, Unit, clear, read, read_file, sums, touch
 from .writing import Record, in_threads
 from .zarr_format import ShardBytes, chunk_coords, shard_index

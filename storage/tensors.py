@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +85,7 @@ class ChunkedTensor:
     name: str
     dtype: np.dtype
     grid: Grid
-    objects: dict[tuple[int, ...], StoredObject]
+    objects: Mapping[tuple[int, ...], StoredObject]
 
     @property
     def readers(self) -> int:

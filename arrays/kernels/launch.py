@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 HERE = Path(__file__).parent
-OPTIONS = ("--std=c++17",)
+OPTIONS = ("-std=c++17",)
 """What NVRTC is told beside the architecture. Contraction into fused multiply-adds stays on: a kernel whose bits are promised
 uses the intrinsics that are never contracted."""
 
@@ -86,13 +86,12 @@ class CudaRunner:
         self._lock = threading.Lock()
 
     def properties(self) -> Properties:
-        device = self.xp.cuda.Device()
-        found = self._properties.get(device.id)
+        runtime = self.xp.cuda.runtime
+        device = runtime.getDevice()
+        found = self._properties.get(device)
         if found is None:
-            a = device.attributes
-            found = self._properties[device.id] = Properties(
-                a["MultiProcessorCount"], a["MaxSharedMemoryPerBlockOptin"]
-            )
+            wanted = (runtime.cudaDevAttrMultiProcessorCount, runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
+            found = self._properties[device] = Properties(*(runtime.deviceGetAttribute(a, device) for a in wanted))
         return found
 
     def address(self, array: Any) -> int:
@@ -169,6 +168,8 @@ def source(file: str) -> str:
     return text(file)
 
 
+# Names are asked for at every launch. True and 1 are different arguments.
+@functools.lru_cache(maxsize=4096, typed=True)
 def named(kernel: str, *arguments: Any) -> str:
     """The name of an instance of a template: dtypes, truths and numbers become C++.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from .layers import (
     check_recompute,
     dense,
     join_heads,
+    linear,
     maybe_dropout,
     residual_std,
     rotary_tables,
@@ -242,7 +245,7 @@ def blocks(
 def project(params: Any, x: Array, config: Config, *, plan: Plan | None = None) -> Array:
     """The last stage: norm and head, to logits."""
     x = _constrain(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "region")
-    return x @ (matrix_transpose(params["embed"]) if config.tied else params["head"])
+    return linear(x, matrix_transpose(params["embed"]) if config.tied else params["head"])
 
 
 def _block_key(key: Array, i: int) -> Array:
@@ -272,7 +275,7 @@ def _block(
     aux: Any = asarray(np.float32(0))
     if c.experts is None:
         f = p["ffn"]
-        out = (nn.silu(h @ f["gate"]) * (h @ f["up"])) @ f["down"]
+        out = linear(nn.silu(linear(h, f["gate"])) * linear(h, f["up"]), f["down"])
     else:
         out, aux = moe.apply(p["ffn"], h, c.experts, plan=plan)
     return x + _constrain(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux
@@ -283,9 +286,9 @@ def _attention(
 ) -> Array:
     # Queries as (b, kv_heads, group, s, d): keys and values of one head serve its group by broadcasting.
     cosines, sines = (asarray(t) for t in tables)
-    q = rotate(split_heads(h @ p["q"], c.kv_heads, c.heads // c.kv_heads), cosines, sines)
-    k = rotate(split_heads(h @ p["k"], c.kv_heads), cosines, sines)
-    v = split_heads(h @ p["v"], c.kv_heads)
+    q = rotate(split_heads(linear(h, p["q"]), c.kv_heads, c.heads // c.kv_heads), cosines, sines)
+    k = rotate(split_heads(linear(h, p["k"]), c.kv_heads), cosines, sines)
+    v = split_heads(linear(h, p["v"]), c.kv_heads)
     here = q.sharding
     if plan is not None and "cp" in plan.parts and here is not None and AXES["cp"] in here.mesh.names:
         from ..attention import ring_attention
@@ -294,7 +297,7 @@ def _attention(
     else:
         attend = partial(nn.scaled_dot_product_attention, is_causal=True)
         out = (checkpoint(attend) if recompute == "attention" else attend)(q, k, v)
-    return join_heads(out) @ p["o"]
+    return linear(join_heads(out), p["o"])
 
 
 def loss(
@@ -312,13 +315,58 @@ def loss(
     With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
     """
     logits, aux = apply(params, batch["ids"], config, key=key, plan=plan, recompute=recompute, with_aux=True)
-    labels = asarray(batch["labels"])
-    wide = logits if logits.dtype.itemsize > 2 else astype(logits, np.float32)
-    total = nn.cross_entropy(wide, labels, reduction="sum", ignore_index=-100)
-    weight = sum_(astype(labels != -100, total.dtype))
+    total, weight = _token_loss(logits, batch["labels"])
     if config.experts is not None:
         total = total + config.experts.aux_weight * aux * weight
     return total, weight
+
+
+def _token_loss(logits: Array, labels: Any) -> tuple[Array, Array]:
+    labels = asarray(labels)
+    wide = logits if logits.dtype.itemsize > 2 else astype(logits, np.float32)
+    total = nn.cross_entropy(wide, labels, reduction="sum", ignore_index=-100)
+    return total, sum_(astype(labels != -100, total.dtype))
+
+
+def stages(config: Config, count: int, *, plan: Plan | None = None) -> list[Callable[[Any, Any, Any], Any]]:
+    """The decoder cut into stages of a pipeline, for ``mt.training.Pipeline``; the last gives total and weight of the loss.
+
+    Blocks are dealt evenly, the first stages getting one more. Balance losses of experts are left out.
+    """
+    cuts = _cuts(config, count)
+
+    def stage(number: int) -> Callable[[Any, Any, Any], Any]:
+        def run(params: Any, x: Any, batch: Any) -> Any:
+            if number == 0:
+                x = embed(params, check_ids("decoder", batch["ids"], config.max_length), config, plan=plan)
+            x, _ = blocks(params["layers"], x, config, first=cuts[number], plan=plan)
+            if number < count - 1:
+                return x
+            return _token_loss(project(params, x, config, plan=plan), batch["labels"])
+
+        return run
+
+    return [stage(i) for i in range(count)]
+
+
+def split_stages(params: Any, config: Config, count: int) -> tuple[list[Any], list[Any]]:
+    """Parameters of the stages, and which are tied (the embedding, where the head is its transpose), for ``mt.training.Pipeline``."""
+    cuts = _cuts(config, count)
+    out: list[Any] = [{"layers": params["layers"][a:b]} for a, b in itertools.pairwise(cuts)]
+    out[0]["embed"] = params["embed"]
+    out[-1]["norm"] = params["norm"]
+    if not config.tied:
+        out[-1]["head"] = params["head"]
+        return out, []
+    out[-1]["embed"] = params["embed"]
+    return out, [((0, "embed"), (count - 1, "embed"))] if count > 1 else []
+
+
+def _cuts(config: Config, count: int) -> list[int]:
+    if not 1 <= count <= config.layers:
+        raise ShapeError(f"[decoder] {config.layers} blocks cannot be cut into {count} stages")
+    small, more = divmod(config.layers, count)
+    return [i * small + min(i, more) for i in range(count + 1)]
 
 
 def generate(params: Any, ids: Any, config: Config, steps: int) -> Array:

@@ -19,7 +19,18 @@ from ...arrays.linalg import vector_norm
 from ...arrays.manipulation import astype, expand_dims
 from ...arrays.reductions import sum as sum_
 from ...autodiff import checkpoint
-from .layers import Keys, Recompute, check_ids, check_recompute, dense, expected, join_heads, maybe_dropout, split_heads
+from .layers import (
+    Keys,
+    Recompute,
+    check_ids,
+    check_recompute,
+    dense,
+    expected,
+    join_heads,
+    linear,
+    maybe_dropout,
+    split_heads,
+)
 from .plans import Plan, parse
 
 if TYPE_CHECKING:
@@ -194,7 +205,7 @@ def _constrain(plan: Plan | None, x: Array, name: str) -> Array:
 
 
 def _linear(x: Array, p: Any) -> Array:
-    return x @ p["weight"] + p["bias"]
+    return linear(x, p["weight"]) + p["bias"]
 
 
 def _norm(x: Array, p: Any, c: Config) -> Array:

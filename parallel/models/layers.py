@@ -66,6 +66,23 @@ def dense(key: Array, inputs: int, outputs: int, std: float, dtype: Any) -> Arra
     return astype(random.normal(key, (inputs, outputs), dtype=np.float32) * std, dtype, copy=False)
 
 
+def linear(x: Array, w: Array) -> Array:
+    """``x @ w`` for ``x`` of shape ``(b, s, inputs)``, as one product of matrices.
+
+    As a product of stacks the gradient of ``w`` would be one matrix a row of the batch, and their sum. Where rows of the flattened
+    ``x`` would not lie as those of ``x`` do (a split sequence, an uneven split of the batch) it stays a stack.
+    """
+    here = x.sharding
+    if here is not None:
+        parts = 1
+        for axis in here.layout.axes_of(0):
+            parts *= here.mesh.sizes[axis]
+        if here.layout.axes_of(1) or x.shape[0] % parts:
+            return x @ w
+    b, s, inputs = x.shape
+    return reshape(reshape(x, (b * s, inputs)) @ w, (b, s, w.shape[1]))
+
+
 def maybe_dropout(x: Array, rate: float, key: Callable[[], Array] | None) -> Array:
     """Dropout where a key is given (in training)."""
     return nn.dropout(x, rate, key=key()) if rate and key is not None else x

@@ -12,6 +12,7 @@ from .contrastive import contrastive_loss, grad_cache
 from .elastic import Elastic
 from .jobs import cluster_mesh
 from .loading import Batch, Loader
+from .pipeline import Pipeline
 from .precision import Precision
 from .sampling import Sampler
 from .sources import ArraySource, DaskSource, ParquetSource, Source, TokenSource, ZarrSource
@@ -27,6 +28,7 @@ __all__ = [
     "Elastic",
     "Loader",
     "ParquetSource",
+    "Pipeline",
     "Precision",
     "Sampler",
     "Source",

@@ -124,7 +124,7 @@ class Fold:
 
     def _room(self, k: int) -> np.ndarray:
         part = self.out[self._chunks[k]]
-        return np.empty(part.shape, np.float32) if self._wide else part
+        return np.empty_like(part, dtype=np.float32) if self._wide else part
 
     def _join(self, k: int, term: np.ndarray) -> None:
         if self._sum is None:

@@ -119,12 +119,13 @@ class SlotLink(Link):
 
     def _count_freed(self) -> None:
         """Count the slots that became free, as far as that is what comes next."""
+        before = self._free
         while True:
             while self._start < self._end and self._buffer[self._start] == _TAKEN:
                 self._free += 1
                 self._start += 1
             if self._start < self._end:
-                if not self._receiving and self._buffer[self._start] == _HEAD_BYTE:
+                if self._free == before and not self._receiving and self._buffer[self._start] == _HEAD_BYTE:
                     raise ConnectionError("it stopped before it had all")  # whoever goes on has taken everything first
                 return
             try:

@@ -130,6 +130,7 @@ def samples() -> dict[str, list[Sample]]:
         drop = slice(None, 2) if name == "layer_norm" else slice(None)
         table[name.replace("layer", "rms")] = [(args[drop], params) for args, params in table[name]]
     table |= channel_norm_samples()
+    table |= softmax_samples()
 
     table |= along_axis_samples() | linalg_samples() | convolution_samples()
 
@@ -244,6 +245,29 @@ def linalg_samples() -> dict[str, list[Sample]]:
     table["svdvals"] = [((x,), {}) for x in shapes]
     table["qr"] = [((x,), {"mode": m}) for x in shapes for m in ("reduced", "complete")]
     table["pinv"] = [((x,), {"rtol": 1e-6}) for x in shapes]
+    return table
+
+
+def softmax_samples() -> dict[str, list[Any]]:
+    table: dict[str, list[Any]] = {}
+    shapes = [((2, 3, 4), 1), ((4,), 0), ((0, 3), 1), ((2, 0), 1)]
+    dtypes = (np.float64, np.float32, np.float16, BF16)
+    for name in ("softmax", "log_softmax"):
+        table[name] = [
+            ((f(*s, dtype=d),), {"axis": a, "masked": m}) for s, a in shapes for d in dtypes for m in (False, True)
+        ]
+        table[f"{name}_backward"] = [((f(*s, dtype=d), f(*s, dtype=d)), {"axis": a}) for s, a in shapes for d in dtypes]
+    table["cross_entropy"] = [
+        ((f(*n, 4, dtype=d), i(*n)), {"ignore_index": g, "label_smoothing": s})
+        for n in ((2, 3), (), (0,))
+        for d in dtypes
+        for g, s in ((None, 0.0), (2, 0.25))
+    ]
+    table["cross_entropy_backward"] = [
+        ((f(*labels.shape, dtype=float if x.dtype.itemsize == 8 else np.float32), x, labels), params)
+        for (x, labels), params in table["cross_entropy"]
+    ]
+    table["positions"] = [((f(2, 3),), {"axis": 1, "start": 5}), ((f(0, 3),), {"axis": 0, "start": 0})]
     return table
 
 

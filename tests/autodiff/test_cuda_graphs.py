@@ -191,8 +191,8 @@ def test_an_error_in_the_first_run_leaves_it_usable() -> None:
     program = mt.compile(lambda a: a * 2.0 + 1.0).program(mt.ones(3))
     graphs = HostGraphs()
     run = made(program, graphs)
-    with pytest.raises(ValueError, match="broadcast"):
-        run([np.ones((2, 2))])
+    with pytest.raises(ValueError, match="shorter"):
+        run([])
     np.testing.assert_array_equal(run([np.ones(3)])[0], np.full(3, 3.0))
 
 

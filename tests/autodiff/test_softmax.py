@@ -159,6 +159,7 @@ def test_label_types_and_shapes():
     assert float(mt.nn.cross_entropy(mt.asarray([1, 1]), mt.asarray(0))) == pytest.approx(math.log(2))
     assert mt.nn.cross_entropy(mt.zeros((0, 3)), mt.zeros(0, dtype=mt.int64), reduction="sum").tolist() == 0
     assert mt.nn.softmax(mt.zeros((2, 0))).shape == (2, 0)
+    assert mt.nn.logsumexp(mt.zeros((2, 0)), axis=1).tolist() == [-inf, -inf]
     assert mt.nn.softmax(mt.asarray([1, 1])).tolist() == [0.5, 0.5]
     for fn in (mt.nn.softmax, mt.nn.log_softmax):
         with pytest.raises(mt.errors.DTypeError, match="must be real"):

@@ -486,3 +486,48 @@ def test_micro_batches_add_up_to_the_batch():
     # Uneven ones count by their number of samples.
     uneven = mt.grad(loss)(w, x[:6], y[:6]) * (6 / 8) + mt.grad(loss)(w, x[6:], y[6:]) * (2 / 8)
     np.testing.assert_allclose(np.asarray(uneven), np.asarray(whole), rtol=1e-12)
+
+
+def test_calls_on_numbers_alone_are_passed_over():
+    x = arr(1, 2)
+    with mt.Tape() as tape:
+        tape.watch(x)
+        y = x * mt.exp(0.0) + mt.add(1.0, 2.0) + mt.where(True, 1.0, 2.0) + mt.sum(mt.maximum(1, 2))
+    assert [e.op.name for e in tape.entries] == ["multiply", "add", "add", "add"]
+    assert tape.gradient(y, x, mt.ones(2)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("number", [2, 2.5, True, 1.5 + 0.5j])
+def test_numbers_in_entries_and_in_the_backward_pass(number):
+    """A number is recorded as it is, on either side, and differentiated through in one and two orders."""
+    x = arr(1, 2)
+    with mt.Tape() as tape:
+        tape.watch(x)
+        y = number * x / (x * number)
+    recorded = tape.entries[0].inputs[0].value
+    assert recorded == number
+    assert type(recorded) is type(number)
+    g = tape.gradient(y, x, mt.ones(2, dtype=y.dtype))
+    assert (g.dtype, g.shape) == (x.dtype, x.shape)
+    np.testing.assert_allclose(np.asarray(g), 0, atol=1e-15)
+    cube = lambda x: mt.real(number * x * x * x).sum()  # noqa: E731
+    np.testing.assert_allclose(np.asarray(mt.grad(cube)(x)), np.real(number) * np.asarray([3.0, 12.0]))
+    np.testing.assert_allclose(np.asarray(mt.hvp(cube, x, arr(1, 1))), np.real(number) * np.asarray([6.0, 12.0]))
+
+
+@pytest.mark.parametrize("dtype", [mt.float16, mt.bfloat16, mt.float32, mt.float64])
+def test_cotangents_have_the_dtype_of_their_values(dtype):
+    """Also along calls on one array and a number, whose cotangents are not looked at one by one."""
+    x = mt.asarray([0.5, 1.0], dtype=dtype)
+    chain = lambda x: mt.tanh(mt.erf(mt.log2(2.0 * x + 1.0) / 3.0) ** 2) - 1.0  # noqa: E731
+    with mt.Tape(persistent=True) as tape:
+        tape.watch(x)
+        a = 2.0 * x + 1.0
+        b = mt.erf(mt.log2(a) / 3.0)
+        c = mt.nn.gelu(mt.nn.sigmoid(b**2 - 1.0))
+    for source in (x, a, b):
+        g = tape.gradient(c, source, mt.ones(2, dtype=dtype))
+        assert (g.dtype, g.shape) == (dtype, (2,))
+    value, pull = mt.vjp(chain, x)
+    assert pull(mt.ones_like(value))[0].dtype == dtype
+    assert mt.hvp(lambda x: mt.sum(chain(x)), x, x).dtype == dtype

@@ -216,3 +216,57 @@ def test_a_running_save_of_another_process_is_left_alone(kit, tmp_path):
     os.write(release, b"x")
     assert os.waitpid(pid, 0)[1] == 0
     assert CheckpointManager(tmp_path).steps() == [1]
+
+
+@pytest.mark.parametrize("kills", [15, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_a_run_that_is_killed_again_and_again(kit, tmp_path, kills):
+    """Save, rotate, merge over the last export; die anywhere; start again: what was complete stays, and steps never go back."""
+    rng = np.random.default_rng(kills)
+    run, export = tmp_path / "run", tmp_path / "export"
+
+    def train(first):
+        manager = CheckpointManager(run, keep=2, best="loss")
+        for step in range(first, first + 3):
+            manager.save(step, tree(step), metrics={"loss": 1 / step}, overwrite=True)
+            merge(manager.latest(), export, overwrite=True)
+
+    train(1)
+    died, newest, exported = 0, 3, 3
+    while died < kills:
+        died += kit.die_at(int(rng.integers(1, 260)), lambda first=newest + 1: train(first), bool(rng.integers(2)))
+        manager = CheckpointManager(run, keep=2, best="loss")
+        steps = manager.steps()
+        assert 2 <= len(steps) <= 4, steps
+        assert steps[-1] >= newest
+        newest = steps[-1]
+        for step in steps:
+            assert generation(manager.path(step)) == step
+        got = load(export)
+        (now,) = {int(np.asarray(got[n]).max()) for n in ("a", "b.0")}
+        assert exported <= now <= newest
+        exported = now
+        odd = [e.name for e in run.iterdir() if "." in e.name]
+        assert odd == []  # whatever was half done is collected when a manager starts
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EDQUOT])
+def test_a_directory_that_cannot_be_written_to(tmp_path, code):
+    """Even where this process may write anything, as root may."""
+    save(tmp_path / "c", tree(1))
+
+    class ReadOnly(Files):
+        def mkdir(self, path):
+            raise OSError(code, os.strerror(code), path)
+
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    with using(ReadOnly()):
+        for act in (
+            lambda: save(tmp_path / "d", tree(2)),
+            lambda: save(tmp_path / "c", tree(2), overwrite=True),
+            lambda: merge(tmp_path / "c", tmp_path / "m"),
+            lambda: CheckpointManager(tmp_path / "new"),
+        ):
+            with pytest.raises(OSError, match=os.strerror(code)):  # StorageFull, of a full quota, is one too
+                act()
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+    assert generation(tmp_path / "c") == 1

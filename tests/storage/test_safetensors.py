@@ -1,8 +1,13 @@
 """Our safetensors against the reference's vectors, and against the reference itself."""
 
 import contextlib
+import io
 import json
+import os
 import struct
+import subprocess
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +16,7 @@ from hypothesis import strategies as st
 
 from meshtape import errors
 from meshtape.storage import load_safetensors, read_header, save_safetensors
+from meshtape.storage.files import Files, using
 from meshtape.storage.safetensors import MAX_HEADER, build_header, parse_header
 
 
@@ -244,3 +250,89 @@ def test_a_hundred_thousand_overlapping_entries_are_refused_quickly():
     with pytest.raises(errors.CorruptCheckpoint, match="InvalidOffset"):
         parse_header(data, len(data))
     assert time.perf_counter() - started < 10
+
+
+# ----- streams --------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_will_do(kit, tmp_path):
+    """No seeking, short writes, and views that lie in memory in another order."""
+    a = kit.random(np.dtype("f4"), (300, 400))
+    arrays = {"a": a[::2].T, "b": kit.random(np.dtype("u1"), (70_001,)), "s": np.float64(1), "e": np.zeros((0, 3))}
+    reader, writer = os.pipe()
+    got = []
+
+    def drain():
+        with open(reader, "rb") as stream:
+            got.append(stream.read())
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    with open(writer, "wb", buffering=0) as stream:
+        save_safetensors(stream, arrays, metadata={"format": "pt"})
+    thread.join()
+    save_safetensors(tmp_path / "x.safetensors", arrays, metadata={"format": "pt"})
+    assert got[0] == (tmp_path / "x.safetensors").read_bytes()
+    memory = io.BytesIO()
+    save_safetensors(memory, arrays, metadata={"format": "pt"})
+    assert memory.getvalue() == got[0]
+
+
+@pytest.mark.parametrize("at", [0, 5, 100, 5000])
+def test_a_stream_that_breaks_is_an_error(at):
+    class Breaks(io.RawIOBase):
+        n = 0
+
+        def writable(self):
+            return True
+
+        def write(self, data):
+            self.n += len(data)
+            if self.n > at:
+                raise OSError(28, "no space")
+            return len(data)
+
+    with pytest.raises(OSError, match="no space"):
+        save_safetensors(Breaks(), {"a": np.zeros(1000)})
+
+
+def test_a_writer_that_breaks_leaves_the_file_of_before(tmp_path):
+    class Breaks(Files):
+        def write(self, fd, buffers, offset):
+            if offset > 0:
+                raise OSError(28, "no space")
+            return super().write(fd, buffers, offset)
+
+    path = tmp_path / "x.safetensors"
+    with using(Breaks()), pytest.raises(errors.StorageFull):
+        save_safetensors(path, {"a": np.zeros(10)})
+    assert list(tmp_path.iterdir()) == []
+    save_safetensors(path, {"a": np.ones(10)})
+    with using(Breaks()), pytest.raises(errors.StorageFull):
+        save_safetensors(path, {"a": np.zeros(10)}, overwrite=True)
+    assert load_safetensors(path)["a"].tolist() == [1] * 10
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+_MEMORY = """
+import numpy as np, resource, sys, os
+from meshtape.storage import save_safetensors
+a = np.ones((int(sys.argv[1]) << 20) // 8 // 1024 * 1024).reshape(-1, 1024)
+save_safetensors(sys.argv[2], {"a": np.ones((2, 3)).T})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with open(os.devnull, "wb", buffering=0) as f:
+    save_safetensors(f, {"a": a.T, "b": a[::2]})
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.parametrize("megabytes", [192, pytest.param(1024, marks=pytest.mark.slow)])
+def test_memory_grows_by_less_than_64_megabytes(tmp_path, megabytes):
+    out = subprocess.run(
+        [sys.executable, "-c", _MEMORY, str(megabytes), str(tmp_path / "x")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert out.returncode == 0, out.stderr
+    assert int(out.stdout) < 64

@@ -247,10 +247,29 @@ void call(void (*kernel)(P...), void** a, std::index_sequence<I...>)
 {
     kernel(*static_cast<std::remove_reference_t<P>*>(a[I])...);
 }
+// What a parameter is, for the check of what is passed: a letter and its size.
+template <class P>
+constexpr char kind_of()
+{
+    if (std::is_pointer_v<P>) return 'p';
+    if (std::is_same_v<P, bool>) return 'b';
+    if (std::is_floating_point_v<P>) return 'f';
+    return std::is_signed_v<P> ? 'i' : 'u';
+}
 template <auto kernel>
 struct Entry;
 template <class... P, void (*kernel)(P...)>
 struct Entry<kernel> {
+    static const char* signature()
+    {
+        static const char text[] = {kind_of<P>()..., 0};
+        return text;
+    }
+    static const unsigned char* sizes()
+    {
+        static const unsigned char found[] = {(unsigned char)sizeof(P)...};
+        return found;
+    }
     static void run(void* a) { call(kernel, (void**)a, std::index_sequence_for<P...>()); }
 };
 
@@ -261,12 +280,15 @@ struct Entry<kernel> {
     auto* name = static_cast<type*>(name##_store.get(sizeof(type) * (count)))
 #define DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(emulation::dynamic.get(emulation::dynamic_size))
 
-#define KERNEL(number, ...)                                                                                      \
-    extern "C" int launch_##number(void** a, const unsigned* grid, const unsigned* block, size_t shared,         \
-                                   long long first, long long last, int descending)                              \
-    {                                                                                                            \
+#define KERNEL(number, ...)                                                                                             \
+    extern "C" int launch_##number(void** a, const unsigned* grid, const unsigned* block, size_t shared, long long first, \
+                                   long long last, int descending)                                                      \
+    {                                                                                                                   \
         return emulation::launch(emulation::Entry<&__VA_ARGS__>::run, a, grid, block, shared, first, last, descending); \
-    }
+    }                                                                                                                   \
+    extern "C" const char* signature_##number() { return emulation::Entry<&__VA_ARGS__>::signature(); }                 \
+    extern "C" const unsigned char* sizes_##number() { return emulation::Entry<&__VA_ARGS__>::sizes(); }
+
 extern "C" const char* launch_message() { return emulation::message; }
 
 inline void __syncthreads()

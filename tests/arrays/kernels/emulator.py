@@ -140,8 +140,13 @@ class Emulator:
             raise KernelError(f"{kernel}: a grid of {grid} blocks of {block} threads")
         if max(grid[1:]) > 65535 or grid[0] >= 2**31 or shared > self.device.shared_memory:
             raise KernelError(f"{kernel}: a grid of {grid} blocks, {shared} bytes of shared memory")
-        fn, text = self._function(file, kernel)
+        fn, text, parameters = self._function(file, kernel)
         held = [self._argument(a) for a in arguments]
+        given = [("p", 8) if isinstance(a, np.ndarray) else (a.dtype.kind, a.itemsize) for a in arguments]
+        # An address may come as a number.
+        fits = [g == p or (p[0] == "p" and g == ("u", 8)) for g, p in zip(given, parameters, strict=False)]
+        if len(given) != len(parameters) or not all(fits):
+            raise KernelError(f"{kernel} takes {parameters}, got {given}")
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
         count = grid[0] * grid[1] * grid[2]
         part = range(count) if self.blocks is None else self.blocks
@@ -166,14 +171,14 @@ class Emulator:
             raise KernelError(f"a kernel's argument of no exact type: {a!r}")
         return (ctypes.c_char * a.itemsize).from_buffer_copy(a.tobytes())
 
-    def _function(self, file: str, kernel: str) -> tuple[Any, Any]:
+    def _function(self, file: str, kernel: str) -> tuple[Any, Any, list[tuple[str, int]]]:
         if (file, kernel) not in _LOADED:
             alike = _like(kernel)
             _compile(self.cache, file, sorted({kernel, *(k for f, k in variants() if f == file and _like(k) == alike)}))
         return _LOADED[file, kernel]
 
 
-_LOADED: dict[tuple[str, str], tuple[Any, Any]] = {}
+_LOADED: dict[tuple[str, str], tuple[Any, Any, list[tuple[str, int]]]] = {}
 
 
 def _like(kernel: str) -> tuple[str, ...]:
@@ -200,7 +205,11 @@ def _compile(cache: Path, file: str, kernels: Sequence[str]) -> None:
     loaded = ctypes.CDLL(str(library))
     loaded.launch_message.restype = ctypes.c_char_p
     for i, k in enumerate(kernels):
-        _LOADED[file, k] = getattr(loaded, f"launch_{i}"), loaded.launch_message
+        signature, sizes = getattr(loaded, f"signature_{i}"), getattr(loaded, f"sizes_{i}")
+        signature.restype, sizes.restype = ctypes.c_char_p, ctypes.POINTER(ctypes.c_ubyte)
+        letters = signature().decode()
+        parameters = list(zip(letters, sizes()[: len(letters)], strict=True))
+        _LOADED[file, k] = getattr(loaded, f"launch_{i}"), loaded.launch_message, parameters
 
 
 __all__ = ["COMPILER", "Emulator", "KernelError", "guarded"]

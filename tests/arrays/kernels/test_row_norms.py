@@ -111,6 +111,15 @@ def test_many_rows_a_block_and_many_blocks(emulator: Any, place: Any, close: Any
     assert emulator.launched[0][2][0] < -(-203 // 8)
 
 
+def test_rows_whose_sums_no_shared_memory_holds(emulator: Any, place: Any, close: Any) -> None:
+    """On a small device the sums of the parameters' gradients are made column by column."""
+    emulator.device = emulator.device._replace(shared_memory=48 << 10)
+    x, w, _, g = operands(place, (3, 8192), np.float32)
+    for a, e in zip(*run("layer_norm_backward", g, x, w, **PARAMS), strict=True):
+        close(a, e)
+    assert any("norm_columns" in k for _, k, _, _ in emulator.launched)
+
+
 def test_large_means_do_not_cancel(emulator: Any, place: Any) -> None:
     for width in (64, 20000):
         x = place(1e4 + np.random.default_rng(0).normal(size=(2, width)), np.float32)

@@ -48,6 +48,26 @@ def unbroken():
     return losses(trainer(mt.Mesh({"data": 2})).fit())
 
 
+@pytest.fixture(scope="module")
+def nannies():
+    with local_cluster(2) as client:
+        yield client
+
+
+@pytest.fixture
+def cluster(nannies):
+    """Two workers whose nannies start new ones in their place."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        nannies.wait_for_workers(2, timeout=LIMIT)
+        # A worker that the test before killed may still be listed; only one that answers is there.
+        answers = nannies.run(os.getpid, on_error="return")
+        if sum(isinstance(a, int) for a in answers.values()) == len(answers) == 2:
+            return nannies
+        time.sleep(0.2)
+    raise AssertionError("the nannies brought no new workers")
+
+
 class Kill(tr.Callback):
     """Kills a worker of the run at each of some steps, once."""
 
@@ -67,17 +87,16 @@ class Kill(tr.Callback):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_killed_worker_comes_back_and_the_run_loses_only_steps_since_the_snapshot(tmp_path, unbroken):
+def test_a_killed_worker_comes_back_and_the_run_loses_only_steps_since_the_snapshot(cluster, tmp_path, unbroken):
     """kill -9 twice; a nanny starts new workers, the mesh is the same, and so are the numbers, to the bit."""
-    with local_cluster(2) as client:
-        t = trainer(
-            mt.Mesh({"data": 2}, client=client),
-            directory=tmp_path,
-            save_every=5,
-            callbacks=[Kill([8, 23])],
-            elastic=Elastic(rejoin=LIMIT),
-        )
-        result = t.fit()
+    t = trainer(
+        mt.Mesh({"data": 2}, client=cluster),
+        directory=tmp_path,
+        save_every=5,
+        callbacks=[Kill([8, 23])],
+        elastic=Elastic(rejoin=LIMIT),
+    )
+    result = t.fit()
     assert (result.reason, result.restarts) == ("steps", 2)
     assert losses(result) == unbroken
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 41))
@@ -113,35 +132,33 @@ def test_without_its_worker_the_run_goes_on_with_fewer_ranks_and_grows_again(tmp
     np.testing.assert_allclose(losses(result), unbroken, rtol=1e-4)
 
 
-def test_a_snapshot_in_memory_serves_where_nothing_was_saved(unbroken):
-    with local_cluster(2) as client:
-        result = trainer(
-            mt.Mesh({"data": 2}, client=client),
-            callbacks=[Kill([9])],
-            elastic=Elastic(rejoin=0.0, on_loss="keep"),
-            snapshot_every=4,
-        ).fit()
+def test_a_snapshot_in_memory_serves_where_nothing_was_saved(cluster, unbroken):
+    result = trainer(
+        mt.Mesh({"data": 2}, client=cluster),
+        callbacks=[Kill([9])],
+        elastic=Elastic(rejoin=0.0, on_loss="keep"),
+        snapshot_every=4,
+    ).fit()
     assert (result.reason, result.restarts) == ("steps", 1)
     assert losses(result) == unbroken  # the same axes on fewer workers: the same numbers
 
 
-def test_more_losses_than_allowed_end_the_run(tmp_path):
-    with local_cluster(2) as client:
-        t = trainer(
-            mt.Mesh({"data": 2}, client=client),
-            directory=tmp_path,
-            save_every=2,
-            callbacks=[Kill([4])],
-            elastic=Elastic(max_restarts=0),
-        )
-        with pytest.raises(mt.errors.RestartsExhausted, match="max_restarts is 0"):
-            t.fit()
+def test_more_losses_than_allowed_end_the_run(cluster, tmp_path):
+    t = trainer(
+        mt.Mesh({"data": 2}, client=cluster),
+        directory=tmp_path,
+        save_every=2,
+        callbacks=[Kill([4])],
+        elastic=Elastic(max_restarts=0),
+    )
+    with pytest.raises(mt.errors.RestartsExhausted, match="max_restarts is 0"):
+        t.fit()
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
 
 
-def test_without_elastic_a_loss_is_the_error_it_is():
-    with local_cluster(2) as client, pytest.raises(mt.errors.RankLost):
-        trainer(mt.Mesh({"data": 2}, client=client), callbacks=[Kill([4])]).fit()
+def test_without_elastic_a_loss_is_the_error_it_is(cluster):
+    with pytest.raises(mt.errors.RankLost):
+        trainer(mt.Mesh({"data": 2}, client=cluster), callbacks=[Kill([4])]).fit()
 
 
 @pytest.mark.slow

@@ -1,0 +1,197 @@
+"""Between Dask's arrays and ours, without a detour through the client.
+
+An array on a mesh is a Dask collection: its blocks are futures on the workers that hold them. ``x.to_dask()`` gives the
+``dask.array`` of these blocks, ``mt.from_dask(d, mesh)`` puts the chunks of one on a mesh, and what takes Dask collections
+(``dask.compute``, ``distributed.progress``, ``distributed.wait``) takes our arrays.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays._array import Array
+from ..arrays._dispatch import wrap
+from ..arrays.blocks import ceil_blocks
+from ..arrays.errors import MeshError, ShapeError
+from ..arrays.program import ShapeDtype
+from .mesh import Mesh
+from .placement import Layout, Placement, Sharding, block_box
+from .runtime import HostValue, LocalBlocks, LocalRuntime
+from .sharded import ShardedBuffer, sharded_array
+
+if TYPE_CHECKING:
+    import dask.array as da
+
+
+def to_dask(buf: ShardedBuffer) -> da.Array:
+    """The blocks of a split array as a ``dask.array``: one chunk a block, where the blocks are."""
+    import dask.array as da
+
+    buf.computed()
+    if buf.layout.partials:
+        buf = buf.mesh.moved(buf, buf.layout.reduced()).computed()
+    mesh, layout = buf.mesh, buf.layout
+    chunks = _chunks(buf.shape, layout, mesh.sizes)
+    if isinstance(buf.handle, HostValue):
+        return da.from_array(buf.handle.value, chunks=chunks)
+    owners: dict[tuple[int, ...], int] = {}
+    for rank in range(mesh.size):
+        owners.setdefault(_place(rank, layout, mesh, buf.shape), rank)
+    name = f"meshtape-{uuid.uuid4().hex}"
+    if isinstance(mesh.runtime, LocalRuntime):
+        graph = {(name, *place): buf.handle.blocks[rank] for place, rank in owners.items()}
+    else:
+        graph = {(name, *place): _future(buf, rank) for place, rank in owners.items()}
+    return da.Array(graph, name, chunks, dtype=buf.dtype)
+
+
+def _chunks(shape: tuple[int, ...], layout: Layout, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    out = []
+    for d, n in enumerate(shape):
+        parts = math.prod(sizes[a] for a in layout.axes_of(d))
+        out.append(tuple(length for _, length in ceil_blocks(n, parts)))
+    return tuple(out)
+
+
+def _place(rank: int, layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Position of a rank's block in the grid of chunks."""
+    coords = mesh.coordinates(rank)
+    out = []
+    for d in range(len(shape)):
+        at = 0
+        for a in layout.axes_of(d):
+            at = at * mesh.sizes[a] + coords[a]
+        out.append(at)
+    return tuple(out)
+
+
+def _future(buf: ShardedBuffer, rank: int) -> Any:
+    from .gang import Call, call_on_blocks
+
+    runtime: Any = buf.mesh.runtime
+    runtime._check_open()
+    p = runtime.homes[rank]
+    spec = Call(uuid.uuid4().hex, runtime._seat(p), only_block, {rank: None}, ((0, buf.handle.slot),))
+    return runtime._submit(call_on_blocks, p, "block", spec, buf.handle.gang.futures[p])
+
+
+def only_block(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.ndarray]]) -> np.ndarray:
+    """On a worker: the block of the rank that is asked for."""
+    (rank,) = payloads
+    return blocks[rank][0]
+
+
+def from_dask(d: da.Array, mesh: Mesh, /, **placements: Placement) -> Array:
+    """A ``dask.array`` as an array on a mesh. Each block is put together on the worker that will hold it.
+
+    Parameters
+    ----------
+    d
+        Of known chunk sizes.
+    mesh
+        On a Dask cluster: of the client that will compute ``d``.
+    placements
+        By axis name, as in :func:`meshtape.distribute`.
+
+    Raises
+    ------
+    ShapeError
+        Where chunk sizes are unknown: call ``d.compute_chunk_sizes()`` first.
+    MeshError
+        For an unknown axis, or anything but a ``dask.array``.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> import meshtape as mt
+    >>> mesh = mt.Mesh({"data": 2})
+    >>> mt.from_dask(da.arange(6, chunks=2), mesh, data=mt.Shard(0)) * 2
+    Array([ 0,  2,  4,  6,  8, 10], sharding=Sharding(data=Shard(0)))
+    """
+    import dask.array as da
+
+    if not isinstance(d, da.Array):
+        raise MeshError(f"[from_dask] takes a dask.array, got {type(d).__module__}.{type(d).__qualname__}")
+    if any(math.isnan(n) for n in d.shape):
+        raise ShapeError(f"[from_dask] the chunk sizes of {d} are unknown: call d.compute_chunk_sizes() first")
+    shape = tuple(map(int, d.shape))
+    sharding = Sharding(mesh, **placements).check(shape, d.dtype)
+    if sharding.partial:
+        raise MeshError("[from_dask] makes no pending reductions: use Shard(dim) or Replicate()")
+    layout = sharding.layout
+    if isinstance(mesh.runtime, LocalRuntime):
+        handle: Any = _local(d, shape, layout, mesh)
+    else:
+        handle = _remote(d, shape, layout, mesh)
+    return sharded_array(mesh, layout, ShapeDtype(shape, np.dtype(d.dtype)), handle)
+
+
+def _local(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Any:
+    import dask
+
+    boxes = [block_box(layout, mesh.sizes, shape, r) for r in range(mesh.size)]
+    distinct = list(dict.fromkeys(boxes))
+    found = dict(zip(distinct, dask.compute(*(d[b.slices] for b in distinct)), strict=True))
+    return LocalBlocks({r: np.asarray(found[b], d.dtype) for r, b in enumerate(boxes)})
+
+
+def _remote(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Any:
+    from .dask_runtime import Gang, RemoteBlocks
+    from .gang import Call
+
+    runtime: Any = mesh.runtime
+    runtime._check_open()
+    run = uuid.uuid4().hex
+    # Once, on the workers: parts of chunks are cut where the chunks are.
+    held = runtime.client.persist(d)
+    made = []
+    for p, address in enumerate(runtime.addresses):
+        mine = runtime._hosted(p)
+        boxes = {r: block_box(layout, mesh.sizes, shape, r) for r in mine}
+        distinct = list(dict.fromkeys(boxes.values()))
+        parts = [
+            runtime.client.compute(held[b.slices], workers=[address], allow_other_workers=True, priority=1_000_000)
+            for b in distinct
+        ]
+        payload = {r: (distinct.index(b), b.shape, np.dtype(d.dtype)) for r, b in boxes.items()}
+        made.append(runtime._submit(adopt, p, "from_dask", Call(run, runtime._seat(p), adopt, payload, ()), *parts))
+    this = Gang(run, "from_dask", made)
+    runtime._flight.settle(this)
+    return RemoteBlocks(this, 0, runtime._dead)
+
+
+def adopt(spec: Any, *parts: np.ndarray) -> Any:
+    """On a worker: blocks that Dask has put together, as blocks of the mesh."""
+    from .gang import Bundle
+
+    state = spec.seat.take()
+    blocks = {
+        r: np.asarray(parts[k], dtype, order="C").reshape(shape) for r, (k, shape, dtype) in spec.payloads.items()
+    }
+    bundle = Bundle(spec.run, {0: blocks})
+    state.bundles[spec.run] = bundle
+    return bundle
+
+
+# ----- the collection protocol ------------------------------------------------------------------------------------------
+
+
+def as_collection(buf: ShardedBuffer) -> da.Array:
+    """The Dask array behind a split array, the same one each time it is asked for."""
+    if buf.collection is None:
+        buf.collection = to_dask(buf)
+    return buf.collection
+
+
+def persisted(buf: ShardedBuffer) -> tuple[Any, tuple[Any, ...]]:
+    """What Dask calls after it has persisted an array: its blocks have been on the workers all the time."""
+    return _the_same, (buf,)
+
+
+def _the_same(graph: Any, buf: ShardedBuffer, *, rename: Any = None) -> Array:
+    return wrap(buf)

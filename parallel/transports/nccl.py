@@ -1,0 +1,175 @@
+"""Blocks of GPUs: messages from device to device through NCCL, as CuPy binds it (``cupy.cuda.nccl``).
+
+Where a process and its peers are in their programs is compared over the host's own connections first, sizes included. NCCL itself
+would wait for ever where they differ; so it is only called when all have agreed, and what fails is told by the same errors. The
+messages of one exchange are one group of sends and receives, which NCCL carries out together; contributions are then joined on the
+device in their fixed order, as on the host.
+
+This code has never run: it was written on machines without a GPU, from the documentation of NCCL 2 and of CuPy 14. ``tests/gpu`` runs
+it where there are two devices. The executor's blocks are NumPy's so far; a mesh does not choose this transport by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...arrays.errors import BackendError, CollectiveTimeout, RankLost
+from .group import Group, Receives, Sends
+from .pieces import Sink, Target, chunks
+
+
+def nccl() -> Any:
+    """CuPy's binding. Raises :class:`BackendError` where it or NCCL is missing."""
+    try:
+        from cupy.cuda import nccl as binding
+    except ImportError as e:
+        raise BackendError(f"NCCL needs CuPy: install meshtape[cuda13] or meshtape[cuda12] ({e})") from e
+    if not binding.available:
+        raise BackendError("CuPy found no NCCL library: install nvidia-nccl-cu13, or nvidia-nccl-cu12")
+    return binding
+
+
+class NcclGroup:
+    """A ``Transport`` for arrays of one GPU a process.
+
+    Parameters
+    ----------
+    host
+        The connections of the same processes; the two share epoch, sequence and fate.
+    process, count
+        Number of this process, and of all.
+    timeout
+        Seconds in which all have to arrive when the communicator is made.
+
+    Raises
+    ------
+    BackendError
+        Without CuPy or NCCL.
+    CollectiveTimeout
+        Where not all processes came.
+    """
+
+    def __init__(self, host: Group, process: int, count: int, timeout: float = 60.0) -> None:
+        import cupy
+
+        self._cupy, self._nccl = cupy, nccl()
+        self._host, self._process, self._timeout = host, process, timeout
+        others = [p for p in range(count) if p != process]
+        ident = np.zeros(128, np.uint8)
+        if process == 0:
+            ident[:] = np.frombuffer(np.array(self._nccl.get_unique_id(), np.int8).tobytes(), np.uint8)
+            host.exchange(0, "nccl id", {p: [ident] for p in others}, {})
+        else:
+            host.exchange(0, "nccl id", {}, {0: [ident]})
+        name = tuple(int(b) for b in ident.view(np.int8))
+        device = cupy.cuda.Device()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        made: list[Any] = []
+
+        def make() -> None:  # it waits for all others, and knows no time limit
+            with device:
+                made.append(self._nccl.NcclCommunicator(count, name, process))
+
+        thread = threading.Thread(target=make, name="meshtape-nccl", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if not made:
+            raise CollectiveTimeout(f"not all processes joined NCCL within {timeout:.0f} s")
+        self._comm = made[0]
+
+    def begin(self, run: int, timeout: float) -> None:
+        self._timeout = timeout
+        self._host.begin(run, timeout)
+
+    def turn(self, number: int) -> None:
+        self._host.turn(number)
+
+    def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
+        batches = {p: [b if isinstance(b, tuple) else (b,) for b in found] for p, found in sends.items()}
+        sinks: dict[int, list[Sink]] = {
+            p: [s if hasattr(s, "accept") else Target(s) for s in found]  # type: ignore[arg-type]
+            for p, found in receives.items()
+        }
+        self._agree(step, what, batches, sinks)
+        self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
+        came: list[tuple[Sink, list[Any]]] = []
+        held = []  # packed copies, until they are sent
+        with self._stream:
+            self._nccl.groupStart()
+            for p in sorted({*batches, *sinks}):
+                for batch in batches.get(p, ()):
+                    for a in batch:
+                        packed = self._cupy.ascontiguousarray(a)
+                        held.append(packed)
+                        if packed.nbytes:
+                            self._comm.send(packed.data.ptr, packed.nbytes, self._nccl.NCCL_UINT8, p, self._stream.ptr)
+                for sink in sinks.get(p, ()):
+                    arrays = [self._cupy.empty(sink.shape, sink.dtype) for _ in range(sink.width)]
+                    came.append((sink, arrays))
+                    for a in arrays:
+                        if a.nbytes:
+                            self._comm.recv(a.data.ptr, a.nbytes, self._nccl.NCCL_UINT8, p, self._stream.ptr)
+            self._nccl.groupEnd()
+        self._wait(what)
+        self._hand_out(came)
+
+    def _agree(self, step: int, what: str, batches: Mapping[int, Any], sinks: Mapping[int, list[Sink]]) -> None:
+        """Compare place and sizes with everyone that takes part, and that they are there."""
+        mine = {p: [np.array([a.nbytes for b in found for a in b], np.int64)] for p, found in batches.items()}
+        want = {p: np.array([_size(s) for s in found for _ in range(s.width)], np.int64) for p, found in sinks.items()}
+        theirs = {p: np.full(len(w), -1, np.int64) for p, w in want.items()}
+        self._host.exchange(step, what, mine, {p: [t] for p, t in theirs.items()})
+        for p, w in want.items():
+            if not np.array_equal(w, theirs[p]):
+                raise RankLost(f"{what}: process {p} sends {theirs[p].tolist()} bytes where {w.tolist()} are expected")
+
+    def _wait(self, what: str) -> None:
+        """Until the device is done: the communicator is asked meanwhile whether a peer failed."""
+        done = self._stream.record()
+        deadline = time.monotonic() + self._timeout
+        while not done.done:
+            error = self._comm.check_async_error()
+            if error:
+                raise RankLost(f"{what}: NCCL reports error {error}: a process or its GPU failed")
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(f"{what}: not done on the device within {self._timeout:.0f} s")
+            time.sleep(1e-4)
+
+    @staticmethod
+    def _hand_out(came: list[tuple[Sink, list[Any]]]) -> None:
+        """Give the chunks to their sinks; contributions wait for their turn."""
+        todo: list[Callable[[], bool]] = [
+            (lambda s=sink, k=k, j=j, c=a[index]: s.accept(k, j, c))  # type: ignore[misc]
+            for sink, arrays in came
+            for k, index in enumerate(chunks(sink.shape, sink.dtype.itemsize))
+            for j, a in enumerate(arrays)
+        ]
+        while todo:
+            left = [accept for accept in todo if not accept()]
+            if len(left) == len(todo):
+                raise RankLost("contributions are missing")
+            todo = left
+
+    def abort(self, reason: str) -> None:
+        self._comm.abort()
+        self._host.abort(reason)
+
+    def shutdown(self) -> None:
+        self._comm.abort()
+        self._host.shutdown()
+
+    def close(self) -> None:
+        self._comm.destroy()
+        self._host.close()
+
+
+def _size(sink: Sink) -> int:
+    n = sink.dtype.itemsize
+    for k in sink.shape:
+        n *= k
+    return n

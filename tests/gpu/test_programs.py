@@ -1,0 +1,150 @@
+"""Compiled programs on a GPU: fused chains, CUDA graphs, and steps in which the host waits nowhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+
+RNG = np.random.default_rng(1)
+
+
+def host_of(fn: Any, *arrays: np.ndarray) -> Any:
+    """What the same function gives on the CPU."""
+    with mt.use_device("cpu"):
+        return mt.tree_map(lambda a: a.numpy(), fn(*map(mt.asarray, arrays)))
+
+
+def check(fn: Any, *arrays: np.ndarray, rtol: float = 1e-5) -> None:
+    got, want = fn(*map(mt.asarray, arrays)), host_of(fn, *arrays)
+    for g, w in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, want)), strict=True):
+        assert g.dtype == w.dtype
+        np.testing.assert_allclose(g.numpy().astype(np.float64), w.astype(np.float64), rtol=rtol, atol=rtol)
+
+
+def chain(x: Any, y: Any) -> Any:
+    a = x * y + 1.5
+    b = mt.maximum(a - x, -y) * 0.1
+    return mt.where(b > 0, b, a), mt.exp(-mt.square(b)), mt.isfinite(b) & (a > 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "other"), [((1000, 37), (1000, 37)), ((64, 33), (33,)), ((64, 33), (64, 1)), ((7,), ())]
+)
+def test_fused_chains_agree_with_the_cpu(dtype: str, shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+    d = mt.arrays.dtypes.parse(dtype)
+    x, y = RNG.standard_normal(shape).astype(d), RNG.standard_normal(other).astype(d)
+    check(mt.compile(chain), x, y, rtol={8: 1e-12, 4: 1e-5, 2: 2e-2}[d.itemsize])
+
+
+def test_a_fused_chain_is_the_unfused_one_to_the_bit() -> None:
+    x, y = (
+        mt.asarray(RNG.standard_normal(100_003).astype(np.float32)),
+        mt.asarray(RNG.standard_normal(100_003).astype(np.float32)),
+    )
+    for fused, plain in zip(mt.compile(chain)(x, y), chain(x, y), strict=True):
+        if plain.dtype != mt.bool:
+            np.testing.assert_allclose(fused.numpy(), plain.numpy(), rtol=3e-7)
+    a, b = mt.compile(lambda x, y: (x * y + x, mt.maximum(x - y, 0.1 * x)))(x, y)
+    np.testing.assert_array_equal(a.numpy(), (x * y + x).numpy())
+    np.testing.assert_array_equal(b.numpy(), mt.maximum(x - y, 0.1 * x).numpy())
+
+
+def test_views_are_read_where_they_are() -> None:
+    x = RNG.standard_normal((50, 60)).astype(np.float32)
+    f = mt.compile(lambda a, b: a * b + 1.0)
+    for view in (lambda a: mt.permute_dims(a, (1, 0)), lambda a: a[::2, ::-1], lambda a: a[1:, 1:]):
+        v = view(mt.asarray(x))
+        w = mt.asarray(np.ones(v.shape, np.float32))
+        np.testing.assert_array_equal(f(v, w).numpy(), v.numpy() + 1)
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    n = 2**31 + 8
+    x = mt.zeros(n, dtype=mt.int8)
+    x[-1] = 5
+    y = mt.compile(lambda a: (a + 1) * 2)(x)
+    assert y[-3:].tolist() == [2, 2, 12]
+
+
+# ----- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+def step(w: Any, x: Any, t: Any) -> Any:
+    def loss(w: Any) -> Any:
+        h = mt.layer_norm(mt.tanh(x @ w[0] + 1.0), w[0].shape[1])
+        return mt.mean((mt.nn.gelu(h @ w[1]) - t) ** 2)
+
+    value, grads = mt.value_and_grad(loss)(w)
+    return value, [a - 0.1 * g for a, g in zip(w, grads, strict=True)]
+
+
+def batch() -> tuple[Any, Any, Any]:
+    sizes = [(16, 32), (32, 8)]
+    w = [mt.asarray(RNG.standard_normal(s).astype(np.float32)) for s in sizes]
+    return (
+        w,
+        mt.asarray(RNG.standard_normal((64, 16)).astype(np.float32)),
+        mt.asarray(RNG.standard_normal((64, 8)).astype(np.float32)),
+    )
+
+
+def test_a_graphed_step_gives_the_numbers_of_its_code() -> None:
+    graphed = mt.compile(step, cuda_graph=True)
+    kept = []
+    for _ in range(4):
+        args = batch()
+        (value, new), (want, wants) = graphed(*args), step(*args)
+        for g, w in zip((value, *new), (want, *wants), strict=True):
+            np.testing.assert_allclose(g.numpy(), w.numpy(), rtol=2e-5, atol=1e-6)
+        kept.append((value, want))
+    for value, want in kept:  # results are their callers', whatever ran since
+        np.testing.assert_allclose(float(value), float(want), rtol=2e-5)
+
+
+def test_graphed_results_survive_other_work_on_the_device() -> None:
+    graphed = mt.compile(lambda a: (mt.exp(a) * 2.0, (a @ a) + 1.0), cuda_graph=True)
+    x = mt.asarray(RNG.standard_normal((128, 128)).astype(np.float32))
+    first = [r.numpy() for r in graphed(x)]
+    for _ in range(20):
+        noise = [mt.asarray(RNG.standard_normal((128, 128)).astype(np.float32)) + 1.0 for _ in range(8)]
+        del noise
+        for r, f in zip(graphed(x), first, strict=True):
+            np.testing.assert_array_equal(r.numpy(), f)
+
+
+# ----- waits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_waits_nowhere() -> None:
+    import cupy
+
+    args = batch()
+    compiled = mt.compile(step)
+    compiled(*args)
+    cupy.cuda.get_current_stream().synchronize()
+    with mt.host_waits() as waits:
+        for _ in range(3):
+            value, _ = compiled(*args)
+        x = mt.asarray(np.ones(5))
+        x[x > 0] = 3.0
+        x = x.at[x > 1].add(1.0)
+    assert waits == []
+    assert x.tolist() == [4.0] * 5
+    assert np.isfinite(float(value))
+
+
+def test_unchecked_indices_wrap_around() -> None:
+    x = mt.asarray(np.arange(5.0))
+    with mt.index_checks(False), mt.host_waits() as waits:
+        y = x[mt.asarray([5, -6, 2])]
+        z = x.at[mt.asarray([7])].add(1.0)
+    assert waits == []
+    assert y.tolist() == [0.0, 4.0, 2.0]
+    assert z.tolist() == [0, 1, 3, 3, 4]
+    with pytest.raises(IndexError, match="index 5 is out of bounds for axis 0 with size 5"):
+        x[mt.asarray([5])]

@@ -1,0 +1,127 @@
+"""Our arrays as Dask collections, and Dask's arrays on meshes: values, places, and no way through the client."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import ml_dtypes
+import numpy as np
+import pytest
+from dask.base import is_dask_collection
+from distributed import progress, wait
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import meshtape as mt
+from meshtape import errors
+
+SHAPES = [(), (5,), (0,), (1,), (6, 4), (3, 5, 2)]
+bounded = settings(deadline=None, derandomize=True, max_examples=40, database=None, suppress_health_check=list(HealthCheck))
+
+
+def draw_sharding(data, mesh, ndim):
+    order = data.draw(st.permutations(mesh.names))
+    choices = [mt.Replicate(), *(mt.Shard(d) for d in range(ndim))]
+    return mt.Sharding(mesh, **{n: data.draw(st.sampled_from(choices)) for n in order})
+
+
+@bounded
+@given(data=st.data())
+def test_there_and_back(data):
+    sizes = data.draw(st.sampled_from([{"a": 1}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}]))
+    mesh, shape = mt.Mesh(sizes), data.draw(st.sampled_from(SHAPES))
+    x = np.random.default_rng(0).normal(size=shape)
+    y = mt.distribute(x, draw_sharding(data, mesh, len(shape))) + 1
+    d = y.to_dask()
+    assert (d.shape, d.dtype) == (y.shape, y.dtype)
+    np.testing.assert_array_equal(d.compute(scheduler="sync"), x + 1)
+    placements = draw_sharding(data, mesh, len(shape)).placements
+    with dask.config.set(scheduler="sync"):
+        back = mt.from_dask(d * 2, mesh, **placements)
+    np.testing.assert_array_equal(np.asarray(back), 2 * (x + 1))
+    np.testing.assert_array_equal(np.asarray(back - 1), 2 * (x + 1) - 1)
+
+
+def test_chunks_are_blocks():
+    mesh = mt.Mesh({"a": 4, "b": 2})
+    x = mt.distribute(np.ones((5, 6)), mesh, a=mt.Shard(0), b=mt.Shard(1)) * 1
+    assert x.to_dask().chunks == ((2, 2, 1, 0), (3, 3))
+
+
+def test_a_local_array_is_no_collection():
+    assert not is_dask_collection(mt.ones(3))
+    assert mt.ones(3).to_dask().sum().compute(scheduler="sync") == 3
+
+
+def test_a_pending_sum_is_made():
+    mesh = mt.Mesh({"a": 2})
+    x = mt.sum(mt.distribute(np.ones((4, 3)), mesh, a=mt.Shard(0)), axis=0)
+    assert x.to_dask().compute(scheduler="sync").tolist() == [4, 4, 4]
+
+
+def test_the_collection_protocol():
+    mesh = mt.Mesh({"a": 2})
+    x = mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0)) * 2
+    assert is_dask_collection(x)
+    (value,) = dask.compute(x, scheduler="sync")
+    np.testing.assert_array_equal(value, 2 * np.arange(6.0))
+    (again,) = dask.persist(x, scheduler="sync")
+    assert again.sharding == x.sharding
+    assert dask.base.tokenize(x) == dask.base.tokenize(x)
+    assert dask.base.tokenize(x) != dask.base.tokenize(x + 1)
+
+
+def test_what_is_refused():
+    mesh = mt.Mesh({"a": 2})
+    with pytest.raises(errors.MeshError, match=r"takes a dask\.array, got numpy\.ndarray"):
+        mt.from_dask(np.ones(3), mesh)
+    unknown = da.arange(6, chunks=3)
+    with pytest.raises(errors.ShapeError, match="compute_chunk_sizes"):
+        mt.from_dask(unknown[unknown > 2], mesh)
+    with pytest.raises(errors.ShardingConflict, match="splits dimension 1"):
+        mt.from_dask(unknown, mesh, a=mt.Shard(1))
+    with pytest.raises(errors.MeshError, match="no pending reductions"):
+        mt.from_dask(unknown, mesh, a=mt.Partial())
+
+
+@pytest.mark.timeout(180)
+def test_on_a_cluster(processes):
+    rng = np.random.default_rng(0)
+    host = rng.normal(size=(40, 7))
+    with mt.Mesh({"a": 3}, client=processes) as mesh:
+        d = da.from_array(host, chunks=(9, 4))
+        x = mt.from_dask(d, mesh, a=mt.Shard(0))
+        np.testing.assert_allclose(np.asarray(mt.sum(x * x, axis=0)), (host * host).sum(axis=0))
+        y = x + 1
+        wait(y)
+        progress(y, notebook=False)
+        back = y.to_dask()
+        assert back.chunks == ((14, 14, 12), (7,))
+        np.testing.assert_allclose(processes.compute(back.mean(axis=0)).result(), (host + 1).mean(axis=0))
+        (value,) = processes.compute([y])
+        np.testing.assert_array_equal(value.result(), host + 1)
+        whole = mt.from_dask(d.T, mesh)
+        np.testing.assert_array_equal(np.asarray(whole), host.T)
+
+
+@pytest.mark.timeout(180)
+def test_blocks_do_not_come_through_the_client(processes, monkeypatch):
+    """What the client itself sends and gets is counted; eight megabytes are not among it."""
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        d = da.ones((1000, 1000), chunks=(100, 1000))
+        gathered: list[object] = []
+        original = type(processes).gather
+        monkeypatch.setattr(type(processes), "gather", lambda self, *a, **k: gathered.append(a) or original(self, *a, **k))
+        x = mt.from_dask(d, mesh, a=mt.Shard(1)) + 1
+        mt.compute(x)
+        total = x.to_dask().sum()
+        assert not gathered
+        assert processes.compute(total).result() == 2e6
+
+
+@pytest.mark.timeout(180)
+def test_low_precision_on_a_cluster(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.arange(6).astype(ml_dtypes.bfloat16), mesh, a=mt.Shard(0)) * 2
+        value = processes.compute(x.to_dask().astype("f4")).result()
+        assert value.tolist() == [0, 2, 4, 6, 8, 10]
