@@ -312,6 +312,10 @@ class Array(Methods):
         return ("meshtape", dask().name) if dask is not None else ("meshtape", np.asarray(self._concrete()))
 
     @staticmethod
+    def __dask_optimize__(graph: Any, keys: Any, **kwargs: Any) -> Any:
+        return graph
+
+    @staticmethod
     def __dask_scheduler__(*args: Any, **kwargs: Any) -> Any:
         from dask.threaded import get
 

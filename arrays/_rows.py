@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,13 +72,17 @@ def row_dots(xp: Any, x: Any, y: Any) -> Any:
     return (x * y).sum(axis=1, keepdims=True)
 
 
-def add_outer(xp: Any, out: Any, column: Any, row: Any) -> None:
-    """``out += column * row`` in place, for a block of two dimensions: what broadcasts cost NumPy three passes is one of BLAS."""
-    if xp is np and out.dtype.char in "fd" and out.size:
-        from scipy.linalg import blas
+@functools.cache
+def _rank_one_update(char: str) -> Callable[..., Any]:
+    from scipy.linalg import blas
 
+    return blas.sger if char == "f" else blas.dger
+
+
+def add_outer(xp: Any, out: Any, column: Any, row: Any) -> None:
+    """``out += column * row`` in place, for a block of two dimensions: what broadcasting costs NumPy three passes is one of BLAS."""
+    if xp is np and out.dtype.char in "fd" and out.size:
         # The transposed block has the memory order that BLAS knows, and is written to in place.
-        ger = blas.sger if out.dtype.char == "f" else blas.dger
-        ger(1.0, row, column, a=out.T, overwrite_y=False, overwrite_a=True)
+        _rank_one_update(out.dtype.char)(1.0, row, column, a=out.T, overwrite_a=True)
     else:
         out += column[:, None] * row

@@ -224,8 +224,6 @@ def graphed(program: Program, device: Any) -> GraphedProgram:
     if getattr(device, "kind", None) != "cuda":
         raise DeviceError(f"[compile] cuda_graph=True needs arrays on one CUDA device, these are on {device}")
     from . import fusion_cuda
-    from .cuda_text import expressible
-    from .fusion import fuse
 
     graphs = CudaGraphs(device.index)
     xp = graphs.xp
@@ -238,7 +236,7 @@ def graphed(program: Program, device: Any) -> GraphedProgram:
             return lambda *a: [xp.asarray(fn(*a, **params))]
         return lambda *a: [xp.asarray(r) for r in fn(*a, **params)]
 
-    return GraphedProgram(program, fuse(program, expressible), bind, graphs)
+    return GraphedProgram(program, fusion_cuda.chains(program), bind, graphs)
 
 
 __all__ = ["CaptureRefused", "CudaGraphs", "GraphedProgram", "Graphs", "graphed"]

@@ -35,13 +35,11 @@ def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], lis
     on_cuda = xp.__name__ == "cupy"
     if on_cuda:
         # Here, because most programs never see a GPU.
-        from .cuda_text import expressible
+        from .fusion_cuda import chains
         from .fusion_cuda import executable as fused
     else:
         from .fusion import executable as fused
-    parts: list[Entry | Group] = (
-        fuse(program, expressible) if on_cuda else fuse(program) if xp is np else list(program.entries)
-    )
+    parts: list[Entry | Group] = chains(program) if on_cuda else fuse(program) if xp is np else list(program.entries)
     slots: dict[Any, int] = {}
     initial: list[Any] = []
 

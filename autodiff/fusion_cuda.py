@@ -15,15 +15,18 @@ from typing import Any
 import numpy as np
 
 from ..arrays.kernels import launch
-from ..arrays.program import Program
+from ..arrays.program import Entry, Program
 from . import cuda_text
-from .fusion import Group
+from .fusion import Group, fuse
 
 THREADS = 256
 LANES = 4
 """Elements that a thread has in hand at once."""
 BLOCKS_EACH = 16
 """Blocks for each multiprocessor: enough to hide the latency of memory, few enough that starting them costs nothing."""
+
+PARAMETER_BYTES = 4000
+"""A kernel's parameters take 4096 bytes at most on every device."""
 
 FULL, ONE, STRIDED = "full", "one", "strided"
 """How an operand lies: like the result, as a single element, or in any other way."""
@@ -46,6 +49,30 @@ def strides_of(array: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     lead = len(shape) - array.ndim
     own = tuple(0 if n == 1 else s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
     return (0,) * lead + own
+
+
+def chains(program: Program) -> list[Entry | Group]:
+    """The entries in order, with runs of two or more that one kernel can compute made into groups."""
+    return [p for part in fuse(program, cuda_text.expressible) for p in _narrow(part)]
+
+
+def _narrow(part: Entry | Group) -> list[Entry | Group]:
+    """The part, or its halves where its kernel would take more parameters than CUDA allows."""
+    if not isinstance(part, Group):
+        return [part]
+    ndim = len(part.shape)
+    if 8 * (ndim + len(part.outputs) + (1 + ndim) * len(part.inputs)) <= PARAMETER_BYTES:
+        return [part]
+    if len(part.entries) == 1:
+        return list(part.entries)
+    middle = len(part.entries) // 2
+    out: list[Entry | Group] = []
+    for entries, rest in ((part.entries[:middle], part.entries[middle:]), (part.entries[middle:], ())):
+        made = {e.outputs[0] for e in entries}
+        inputs = dict.fromkeys(v for e in entries for v in e.inputs if isinstance(v, int) and v not in made)
+        read = set(part.outputs).union(v for e in rest for v in e.inputs if isinstance(v, int))
+        out += _narrow(Group(entries, tuple(inputs), tuple(sorted(made & read)), part.shape))
+    return out
 
 
 def source(group: Group, program: Program, layouts: Sequence[str]) -> str:
@@ -172,4 +199,4 @@ def executable(group: Group, program: Program) -> Callable[..., list[Any]]:
     return run
 
 
-__all__ = ["executable", "layout_of", "source"]
+__all__ = ["chains", "executable", "layout_of", "source"]

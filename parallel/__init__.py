@@ -20,8 +20,8 @@ from .collectives import (
     permute,
     reduce_scatter,
 )
-from .loops import scan
 from .dask_collections import from_dask
+from .loops import scan
 from .mesh import Mesh
 from .pipeline import pipeline
 from .placement import Partial, Placement, Replicate, Shard, Sharding, parse_placement

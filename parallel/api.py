@@ -140,7 +140,10 @@ def compute(*trees_in: Any) -> Any:
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What every rank runs for ``fn(*args)``: each entry with its blocks, the collectives put in, and their bytes.
+    """What every rank runs for ``fn(*args)``: each entry with its blocks, the collectives put in, their bytes, and why they are there.
+
+    Collectives that travel in one round are bracketed. In ``float64[2,4@model]`` the second dimension is split along an axis, and
+    ``{sum:model}`` says that a sum along that axis is still to be made.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"model": 2})
@@ -148,7 +151,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     >>> print(mt.explain(lambda x: x.sum(axis=1), x))
     rank program(%0: float64[2,4@model]):
       %1 = sum(%0, axis=(1,), keepdims=False)  : float64[2]{sum:model}
-      %2 = all_reduce(model) %1  : float64[2]  # 32 bytes
+      %2 = all_reduce(model) %1  : float64[2]  # 32 bytes, as results are whole
       return %2
     """
     program = compile(fn).program(*args, **kwargs)

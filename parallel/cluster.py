@@ -9,9 +9,16 @@ from typing import Any
 
 from ..arrays.errors import ClusterError, SchedulerUnreachable
 
-# A Dask nanny starts workers with a malloc that gives every freed temporary back to the system; each new NumPy array is then
-# page-faulted in again, which costs up to three times the work itself. Both settings are needed: one freezes the other.
-MALLOC_ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": "268435456", "MALLOC_MMAP_THRESHOLD_": "268435456"}
+MALLOC_ENVIRONMENT = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_ARENA_MAX": "1",
+}
+"""Environment of worker processes. A Dask nanny starts workers with a malloc that gives every freed temporary back to the system; each
+new NumPy array is then mapped and page-faulted in again, which costs up to three times the work itself. The first two are needed
+together, as one freezes the other; the third because programs run in a thread, whose own arena of glibc's cannot hold blocks of more
+than 32 MB. They must be there when the process starts: ``dask worker`` processes of other clusters need them in
+``distributed.nanny.pre-spawn-environ`` of Dask's configuration."""
 
 
 @contextmanager

@@ -41,7 +41,9 @@ def to_dask(buf: ShardedBuffer) -> da.Array:
         return da.from_array(buf.handle.value, chunks=chunks)
     owners: dict[tuple[int, ...], int] = {}
     for rank in range(mesh.size):
-        owners.setdefault(_place(rank, layout, mesh, buf.shape), rank)
+        place = _place(rank, layout, mesh, buf.shape)
+        if all(i < len(c) for i, c in zip(place, chunks, strict=True)):
+            owners.setdefault(place, rank)
     name = f"meshtape-{uuid.uuid4().hex}"
     if isinstance(mesh.runtime, LocalRuntime):
         graph = {(name, *place): buf.handle.blocks[rank] for place, rank in owners.items()}
@@ -54,7 +56,8 @@ def _chunks(shape: tuple[int, ...], layout: Layout, sizes: Sequence[int]) -> tup
     out = []
     for d, n in enumerate(shape):
         parts = math.prod(sizes[a] for a in layout.axes_of(d))
-        out.append(tuple(length for _, length in ceil_blocks(n, parts)))
+        # Empty blocks are left out: some of Dask's functions go wrong beside chunks of no length.
+        out.append(tuple(length for _, length in ceil_blocks(n, parts) if length) or (0,))
     return tuple(out)
 
 

@@ -8,6 +8,7 @@ computed. All processes start their buckets in one order, as they run one progra
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from . import settings
@@ -78,7 +79,16 @@ def schedule(program: RankProgram) -> list[Action]:
 
 
 def _bytes(program: RankProgram, m: Move) -> int:
-    return program.plan(m).bytes_received(program.avals[m.source].dtype.itemsize)
+    """Bytes that a rank has in a move, about; 0 where each can cut its new block from its own. (The plan, which knows exactly, is
+    a long list on many ranks.)"""
+    now, then = program.layouts[m.source], program.layouts[m.target]
+    aval = program.avals[m.source]
+    if m.collective is not None:
+        return aval.nbytes
+    if now.partials == then.partials and all(then.axes_of(d) == axes for d, axes in now.shards):
+        return 0
+    parts = math.prod(program.sizes[a] for _, axes in now.shards for a in axes)
+    return aval.nbytes // parts
 
 
 def _buckets(program: RankProgram, s: Moves, made: dict[int, int], limit: float) -> list[tuple[Move, ...]]:

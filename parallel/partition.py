@@ -20,7 +20,7 @@ from .factors import rule_for
 from .ops import RESHARD
 from .parts import place_part
 from .placement import REPLICATED, Layout
-from .propagate import propagate
+from .propagate import propagate, reason
 from .rank_code import ShardMapOp
 from .rank_lowering import lower
 from .rank_program import Local, Moves, RankProgram, Step
@@ -55,15 +55,15 @@ def partition(
         for v in e.outputs:
             r = renamed.get(v, v)
             if v in reduce_early and w.layouts[r].partials:
-                pending[v], renamed[v] = r, w.moved_to(r, w.layouts[r].reduced(), e.origin)
+                pending[v], renamed[v] = r, w.moved_to(r, w.layouts[r].reduced(), e.origin, _reduced_for(v, program))
     outputs = []
     for i, v in enumerate(program.outputs):
         r = renamed.get(v, v)
         if wanted is not None:
             before = pending.get(v, r)
-            r = before if w.layouts[before] == wanted[i] else w.moved_to(r, wanted[i], None)
+            r = before if w.layouts[before] == wanted[i] else w.moved_to(r, wanted[i], None, "as the result was to be")
         elif settle and w.layouts[r].partials:
-            r = w.moved_to(r, w.layouts[r].reduced(), None)
+            r = w.moved_to(r, w.layouts[r].reduced(), None, "results are whole")
         outputs.append(r)
     w.use(outputs)
     result = RankProgram(
@@ -102,14 +102,27 @@ def _reduced_anyway(program: Program) -> set[int]:
     return out
 
 
+def _reduced_for(var: int, program: Program) -> str:
+    """Who wants a pending value whole: the first call that cannot take it pending, or the caller."""
+    for e in program.entries:
+        if e.op is RESHARD or isinstance(e.op, ShardMapOp) or var not in e.inputs:
+            continue
+        avals = tuple(program.avals[v] if isinstance(v, int) else v.value for v in e.inputs)
+        rule = rule_for(e.op, avals, tuple(program.avals[v] for v in e.outputs), e.params)
+        if not rule.valueless and not any(e.inputs.index(var) in g for g in rule.linear):
+            return f"as {e.origin or e.op.name} is not linear in it"
+    return "as results are whole"
+
+
 def _place_entry(w: Writer, e: Entry, renamed: dict[int, int]) -> None:
     if e.op is RESHARD:
         target = e.params["layout"]
-        renamed[e.outputs[0]] = w.moved_to(e.inputs[0], target, e.origin)
+        renamed[e.outputs[0]] = w.moved_to(e.inputs[0], target, e.origin, "as reshard asks")
         return
     if isinstance(e.op, ShardMapOp):
         code = e.params["code"]
-        inputs = [w.moved_to(v, layout, e.origin) for v, layout in zip(e.inputs, code.in_layouts, strict=False)]
+        why = f"as the placements of {code.name} say"
+        inputs = [w.moved_to(v, layout, e.origin, why) for v, layout in zip(e.inputs, code.in_layouts, strict=False)]
         w.use(inputs)
         for v, found, layout in zip(e.outputs, lower(w, e, inputs), code.out_layouts, strict=True):
             w.inner(ALIAS, (found,), (v,), {}, {r: {} for r in range(math.prod(w.sizes))}, code.name, "")
@@ -126,8 +139,8 @@ def _place_entry(w: Writer, e: Entry, renamed: dict[int, int]) -> None:
         place_part(w, e, placed)
         return
     inputs = tuple(
-        w.moved_to(v, layout, e.origin) if isinstance(v, int) else v
-        for v, layout in zip(e.inputs, placed.operands, strict=True)
+        w.moved_to(v, layout, e.origin, reason(e, placed, i, w.layouts[v])) if isinstance(v, int) else v
+        for i, (v, layout) in enumerate(zip(e.inputs, placed.operands, strict=True))
     )
     # Decompositions repeat what the program has: the statistics of a norm, forward and backward.
     key = (e.op, tuple(v if isinstance(v, int) else freeze(v.value) for v in inputs), freeze(e.params))

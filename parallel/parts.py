@@ -9,7 +9,7 @@ from ..arrays.blocks import Box
 from ..arrays.program import Const, Entry, site_text
 from .factors import Dim, FactorRule, RankView
 from .placement import REPLICATED, Layout, block_box
-from .propagate import Placed
+from .propagate import Placed, reason
 from .rank_program import Local
 from .writer import AS_IT_IS, Writer
 
@@ -44,7 +44,7 @@ def place_part(w: Writer, e: Entry, placed: Placed) -> None:
             boxes = [_seen(box, dims, layout, rule, results[r], steps[r]) for r, box in enumerate(boxes)]
             inputs.append(w.fetched(v, layout, tuple(boxes), e.origin))
         else:
-            inputs.append(w.moved_to(v, layout, e.origin))
+            inputs.append(w.moved_to(v, layout, e.origin, reason(e, placed, len(inputs), w.layouts[v])))
         for view, box in zip(views, boxes, strict=True):
             view.append(box)
     by_rank = {r: rule.part.localize(e.params, RankView(tuple(views[r]), results[r])) for r in ranks}

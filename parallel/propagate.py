@@ -148,6 +148,25 @@ def _propagate(
     return Placed(operands, results, rule, int(lost), frozenset(split))
 
 
+def reason(e: Entry, placed: Placed, i: int, now: Layout) -> str | None:
+    """Why operand ``i`` of a call, which is as ``now``, has to become as ``placed`` says; None where it stays."""
+    then = placed.operands[i]
+    if then is None or then == now:
+        return None
+    name = e.origin or e.op.name
+    gone = [a for a, _ in now.partials if a not in dict(then.partials)]
+    if gone:
+        linear = any(i in g for g in placed.rule.linear)
+        return f"as {name} " + ("has other operands that are not pending" if linear else "is not linear in it")
+    for d, axes in now.shards:
+        if set(axes) - set(then.axes_of(d)):
+            dim = placed.rule.operands[i][d] if d < len(placed.rule.operands[i]) else None
+            if dim is None or placed.rule.factors[dim.factor].whole:
+                return f"as {name} needs dimension {d} whole"
+            return f"as {name} then moves the fewest bytes"
+    return f"beside what else {name} has"
+
+
 class Hints:
     """What one pass over a program remembers of tables that were looked up: their gradients are to be split as they are.
 

@@ -40,6 +40,8 @@ class Move(NamedTuple):
     target: int
     origin: str | None
     collective: Collective | Fetch | None = None
+    why: str | None = None
+    """What it is needed for, in words."""
 
 
 class Moves(NamedTuple):
@@ -119,8 +121,12 @@ class RankProgram:
             mark = " a rank" if v in self.inner else ""
             return f"{aval.dtype.name}[{','.join(dims)}]" + (f"{{{partial}}}" if partial else "") + mark
 
-        for s in self.steps:
-            if isinstance(s, Moves):
+        from .overlap import Start, Wait, schedule  # which reads programs
+
+        for s in (a.what for a in schedule(self)):
+            if isinstance(s, Start):
+                lines.append(f"» start {', '.join(f'%{m.target}' for m in s.moves)}, beside what follows")
+            elif isinstance(s, Moves | Wait):
                 for i, m in enumerate(s.moves):
                     words = self.move_text(m, names)
                     moved = self.plan(m).bytes_received(self.avals[m.source].dtype.itemsize)
@@ -133,7 +139,11 @@ class RankProgram:
                         if len(s.moves) > 1
                         else " "
                     )
-                    lines.append(f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}  # {moved} bytes")
+                    lines.append(
+                        f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}  # {moved} bytes"
+                        + (f", {m.why}" if m.why else "")
+                        + (", started above" if isinstance(s, Wait) else "")
+                    )
             else:
                 entry = Entry(s.op, s.inputs, s.outputs, s.params)
                 note = f"  # {s.origin}" if s.origin and s.origin != s.op.name else ""

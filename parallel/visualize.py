@@ -10,18 +10,8 @@ from ..arrays._array import Array
 from ..arrays.blocks import Box
 from .placement import Sharding
 
-_COLOURS = (
-    "#8dd3c7",
-    "#ffffb3",
-    "#bebada",
-    "#fb8072",
-    "#80b1d3",
-    "#fdb462",
-    "#b3de69",
-    "#fccde5",
-    "#d9d9d9",
-    "#bc80bd",
-)
+# Tints of one colour, neighbours apart: the page of a checkpoint draws its blocks in the same ones.
+_COLOURS = ("#ddebed", "#a5cfd4", "#eef4f5", "#c5dfe2", "#7cb8bf", "#ddebed", "#a5cfd4", "#eef4f5")
 
 
 def _holders(shape: tuple[int, ...], sharding: Sharding) -> dict[Box, list[int]]:

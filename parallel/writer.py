@@ -40,7 +40,7 @@ class Writer:
         self.avals[v], self.layouts[v] = aval, layout
         return v
 
-    def moved_to(self, var: int, layout: Layout, origin: str | None) -> int:
+    def moved_to(self, var: int, layout: Layout, origin: str | None, why: str | None = None) -> int:
         """The variable with another layout; the same move is written once."""
         now = self.layouts[var]
         if now == layout or _same_blocks(now, layout, self.avals[var].shape, self.sizes):
@@ -53,21 +53,21 @@ class Writer:
                 found = self.moved[key] = self.new(self.avals[var], layout)
                 self.steps.append(made._replace(outputs=(found,)))
             elif (part := self.part_of(made, var, layout)) is not None:
-                found = self.moved[key] = self.moved_to(part, layout, origin)
+                found = self.moved[key] = self.moved_to(part, layout, origin, why)
         if found is None:
             if dict(now.partials).keys() - dict(layout.partials).keys() and len({o for _, o in now.partials}) > 1:
                 # Different pending reductions are not one: do the innermost axis first.
                 axis = now.partials[-1][0]
                 step = Layout(now.shards, tuple(p for p in now.partials if p[0] != axis))
-                return self.moved_to(self.moved_to(var, step, origin), layout, origin)
+                return self.moved_to(self.moved_to(var, step, origin, why), layout, origin, why)
             found = self.moved[key] = self.new(self.avals[var], layout)
             if var in self.due_targets:
                 self.flush()
             if _is_local(now, layout):
                 # Nothing is sent: no reason to carry out the reductions that can still wait.
-                self.steps.append(Moves((Move(var, found, origin),)))
+                self.steps.append(Moves((Move(var, found, origin, None, why),)))
             else:
-                self.due.append(Move(var, found, origin))
+                self.due.append(Move(var, found, origin, None, why))
                 self.due_targets.add(found)
         return found
 
@@ -132,7 +132,7 @@ class Writer:
         now = self.layouts[var]
         kept = dict(layout.partials)
         if any(a not in kept for a, _ in now.partials):
-            var = self.moved_to(var, Layout(now.shards, layout.partials), origin)
+            var = self.moved_to(var, Layout(now.shards, layout.partials), origin, "its parts are fetched")
             now = self.layouts[var]
         shape = self.avals[var].shape
         key = ("fetch", var, layout, boxes)

@@ -2,7 +2,8 @@
 
 `save` writes a tree of arrays as a Zarr v3 group with a manifest, every rank its own blocks; `load` reads it onto any other
 mesh; `open_checkpoint` shows it without reading it; `merge` turns it into Hugging Face safetensors; `verify` checks every
-byte; `CheckpointManager` keeps the last few. Importing this package imports neither zarr nor dask.
+byte; `CheckpointManager` keeps the last few. A place is a path, or a URL of an object store (``s3://``, ``gs://``, ``az://``; ``http://`` to
+read). Importing this package imports neither zarr nor dask nor a client of a cloud.
 
 >>> import numpy as np, tempfile, os
 >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")

@@ -106,8 +106,9 @@ class Selection:
             every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure)}
             picked = (every if picked is None else picked) - (select(ckpt, drop) or set())
         arrays = {n: a.tensor for n, a in ckpt.arrays.items() if picked is None or a.path in picked}
-        for n in arrays:
-            ckpt.arrays[n].check()
+        with stores.listed_once():
+            for n in arrays:
+                ckpt.arrays[n].check()
         if dtype is not None:
             wanted = _float(dtype)
             arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}

@@ -7,7 +7,6 @@ other tools find them where they look (``config.json``, ``generation_config.json
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -103,20 +102,10 @@ class Documents(Mapping[str, Any]):
 def beside(root: str) -> Documents:
     """The documents in a directory without a manifest: its small files of a kind that readers of models know."""
     store = stores.at(root)
-    if not stores.is_url(root):
-        with os.scandir(root) as entries:
-            found = {e.name: e.stat().st_size for e in entries if e.is_file()}
-    elif store.lists:
-        found = {e.name: e.nbytes for e in store.entries() if "/" not in e.name}
-    else:
-        found = {
-            n: n_bytes for n in ("config.json", "generation_config.json") if (n_bytes := store.size(n)) is not None
-        }
+    names_ = store.files() if store.lists else ["config.json", "generation_config.json"]
+    likely = [n for n in names_ if n.endswith(SUFFIXES) and not n.startswith(".") and n not in _OURS]
+    found = {n: size for n in likely if (size := store.size(n)) is not None}
     return Documents(
         root,
-        {
-            n: (None, n)
-            for n, nbytes in sorted(found.items())
-            if n.endswith(SUFFIXES) and not n.startswith(".") and n not in _OURS and nbytes <= MAX_NBYTES
-        },
+        {n: (None, n) for n, nbytes in sorted(found.items()) if nbytes <= MAX_NBYTES},
     )

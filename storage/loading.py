@@ -25,6 +25,7 @@ from .opened import fill
 from .opening import open_checkpoint
 from .reporting import LoadReport
 from .rules import Rules
+from .stores import listed_once
 from .tensors import StoredTensor, run
 
 # ----- in the processes that will hold the blocks ---------------------------------------------------------------------
@@ -221,8 +222,9 @@ def load(
     else:
         targets = match_like(ckpt, like, picked, cast, strict, ignored, kept)
     check_shardings(targets)
-    for t in targets.values():
-        t.source.check()
+    with listed_once():
+        for t in targets.values():
+            t.source.check()
     kept.arrays = len(targets)
     if report is not None:
         kept.resharded = resharded(targets)

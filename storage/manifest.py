@@ -11,6 +11,8 @@ A manifest is read as hostile text: every type, range and file name is checked b
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
 import re
@@ -363,6 +365,23 @@ def loads(data: bytes, source: str) -> Manifest:
     CorruptCheckpoint
         It is damaged, or not a manifest at all; says where.
     """
+    with _no_collections():
+        return _loads(data, source)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Let the garbage collector rest: it would walk the millions of small lists of a large manifest again and again while they are made."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _loads(data: bytes, source: str) -> Manifest:
     found = _TAIL.search(data)
     body = data[: found.start()] + b"}" if found else data
     try:

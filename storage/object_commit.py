@@ -107,7 +107,7 @@ def _delete(store: ObjectStore, names: list[str]) -> None:
 
 def is_begun(root: str) -> bool:
     """Whether a writer has begun there and not finished."""
-    return any(e.name.startswith(CLAIM) for e in ObjectStore(root).entries())
+    return any(name.startswith(CLAIM) for name in ObjectStore(root).files())
 
 
 def is_ours(root: str) -> bool:
@@ -121,6 +121,8 @@ def is_ours(root: str) -> bool:
 def recover(root: str) -> list[str]:
     """Delete what dead writers and half a deletion left below a target; returns the names."""
     store = ObjectStore(root)
+    if not any(name == TRASH or name.startswith(CLAIM) for name in store.files()):
+        return []  # as nearly always: without a look into the folders
     entries = list(store.entries())
     held = {e.name for e in entries}
     claims = [e for e in entries if e.name.startswith(CLAIM)]

@@ -400,10 +400,15 @@ class ObjectStore(Store):
         return iter(sorted(found, key=lambda e: e.name))
 
     def folders(self) -> list[str]:
+        return sorted(p.rstrip("/").rpartition("/")[2] for p in self._children()["common_prefixes"])
+
+    def files(self) -> list[str]:
+        return sorted(m["path"].rpartition("/")[2] for m in self._children()["objects"])
+
+    def _children(self) -> Any:
         self._refuse_lists()
         held, prefix, where = self._at("")
-        found = _repeated(lambda: _obstore().list_with_delimiter(held, prefix=prefix or None), where)
-        return sorted(p.rstrip("/").rpartition("/")[2] for p in found["common_prefixes"])
+        return _repeated(lambda: _obstore().list_with_delimiter(held, prefix=prefix or None), where)
 
     def _refuse_lists(self) -> None:
         if not self.lists:

@@ -113,13 +113,13 @@ def _refusal(store: stores.Store) -> CheckpointError:
         return IncompleteCheckpoint(
             f"{root} has arrays but no {manifest.FILE}: its save did not finish. Load another checkpoint"
         )
-    held = [e.name for e in store.entries()]
-    shards = [n for n in held if "/" not in n and n.endswith(".safetensors")]
+    held = store.files()
+    shards = [n for n in held if n.endswith(".safetensors")]
     if shards:
         return IncompleteCheckpoint(
             f"{root} has {len(shards)} safetensors files but no {HF_INDEX}; restore it, or open one file"
         )
-    if not held and stores.is_url(root):
+    if not held and not folders and stores.is_url(root):
         return NotACheckpoint(f"{root}: nothing is there")
     return NotACheckpoint(f"{root} is not a checkpoint")
 

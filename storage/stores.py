@@ -22,6 +22,7 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
@@ -157,6 +158,10 @@ class Store(ABC):
     def folders(self) -> list[str]:
         """Names of the folders directly below the root, sorted."""
 
+    @abstractmethod
+    def files(self) -> list[str]:
+        """Names of the objects directly below the root, sorted; what lies in folders is not looked at."""
+
     def get(self, name: str) -> bytes:
         """A whole object."""
         with contextlib.closing(self.reader(name)) as r:
@@ -193,13 +198,30 @@ def holding(where: str) -> tuple[Store, str]:
     return at(head), name
 
 
+_listings: ContextVar[dict[str, set[str]] | None] = ContextVar("listings", default=None)
+
+
+@contextlib.contextmanager
+def listed_once() -> Iterator[None]:
+    """Ask an object store for its names once, however many arrays are checked with `missing` meanwhile."""
+    token = _listings.set({})
+    try:
+        yield
+    finally:
+        _listings.reset(token)
+
+
 def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
     """Those of the files of one folder of a checkpoint that do not exist."""
     if not is_url(root):
         return [f for f in files if not os.path.exists(os.path.join(root, f))]
     store = at(root)
     if store.lists:  # one request for all
-        held = {e.name for e in store.entries(folder)}
+        known = _listings.get()
+        if known is None:
+            held = {e.name for e in store.entries(folder)}
+        else:
+            held = known[root] if root in known else known.setdefault(root, {e.name for e in store.entries()})
         return [f for f in files if f not in held]
     return [f for f in files if store.size(f) is None]
 
@@ -283,8 +305,14 @@ class LocalStore(Store):
         return iter(sorted(found, key=lambda e: e.name))
 
     def folders(self) -> list[str]:
+        return self._children(lambda e: e.is_dir())
+
+    def files(self) -> list[str]:
+        return self._children(lambda e: e.is_file())
+
+    def _children(self, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
         try:
             with os.scandir(self.root) as entries:
-                return sorted(e.name for e in entries if e.is_dir())
+                return sorted(e.name for e in entries if wanted(e))
         except (FileNotFoundError, NotADirectoryError):
             return []

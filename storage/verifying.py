@@ -63,8 +63,9 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     if ckpt.kind != "meshtape":
         raise CheckpointError(f"{ckpt.path} is a {ckpt.kind} checkpoint, which has no checksums to verify")
     tensors = [a.tensor.whole() for a in ckpt.arrays.values()]
-    for t in tensors:
-        t.check()
+    with stores.listed_once():
+        for t in tensors:
+            t.check()
     faults: list[str] = []
     jobs = [lambda t=t, c=c: _check_object(t, c, faults) for t in tensors for c in t.objects]
     nbytes = run(jobs, max((t.readers for t in tensors), default=1))

@@ -13,10 +13,12 @@ struct Walk {
 
     __device__ Walk(i64 length) : length(length)
     {
-        outer = threadIdx.x / length;
-        inner = threadIdx.x % length;
-        step_outer = THREADS / length;
-        step_inner = THREADS % length;
+        // Divisions of 32 bits: both dividends are small.
+        const u32 by = length > THREADS ? THREADS + 1 : (u32)length;
+        outer = threadIdx.x / by;
+        inner = threadIdx.x % by;
+        step_outer = THREADS / by;
+        step_inner = THREADS % by;
     }
     __device__ void next()
     {
@@ -30,15 +32,16 @@ struct Walk {
 };
 
 struct Group {
-    i64 base, first_channel;        // where it starts, and its first channel
-    i64 channels, inside, spatial;  // channels of an array, of a group; positions of a channel
+    i64 sample, base, first_channel;  // which it belongs to, where it starts, and its first channel
+    i64 channels, inside, spatial;    // channels of an array, of a group; positions of a channel
     __device__ i64 size() const { return inside * spatial; }
 };
 
 __device__ inline Group group_of(i64 index, i64 groups, i64 inside, i64 spatial, bool last)
 {
-    const i64 channels = groups * inside, sample = index / groups, first = index % groups * inside;
-    return Group{sample * channels * spatial + (last ? first : first * spatial), first, channels, inside, spatial};
+    const i64 channels = groups * inside, sample = index / groups, first = (index - sample * groups) * inside;
+    const i64 base = sample * channels * spatial + (last ? first : first * spatial);
+    return Group{sample, base, first, channels, inside, spatial};
 }
 
 // f(offset from the group's base, channel within the group) for each vector of the group.
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Wide<T>) == 8 ? 1 : LAST ? 2 :
         const T* xs = x + o.base;
         const G* gs = g + o.base;
         const Scale<A> s = group_scale<LAST, VEC>(xs, o, eps);
-        A* sums = partial + index / groups * 2 * o.channels + o.first_channel;
+        A* sums = partial + o.sample * 2 * o.channels + o.first_channel;
         A along_one = A(0), along_n = A(0);
         // The sums of a channel, by one thread.
         const auto found = [&](i64 c, A one, A n) {

@@ -18,7 +18,7 @@ import meshtape as mt
 from meshtape.storage.browse import Server
 
 mpl.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 OUT = Path(__file__).resolve().parents[1] / "_static"
 INK = "#1c2529"
@@ -73,7 +73,11 @@ def gradient(params: Any, x: Any, t: Any) -> None:
 def saved(params: Any, home: Path) -> Path:
     """The parameters, saved from a mesh of eight ranks."""
     mesh = mt.Mesh({"data": 2, "model": 4})
-    plan = {"embed": {"model": mt.Shard(1)}, "middle": {"data": mt.Shard(0), "model": mt.Shard(1)}, "head": {"model": mt.Shard(0)}}
+    plan = {
+        "embed": {"model": mt.Shard(1)},
+        "middle": {"data": mt.Shard(0), "model": mt.Shard(1)},
+        "head": {"model": mt.Shard(0)},
+    }
     tree = {k: {"w": mt.distribute(v["w"], mesh, **plan[k])} for k, v in params.items()}
     mt.save(home / "digits" / "step-00000060", {"params": tree}, step=60)
     return home / "digits"
@@ -88,8 +92,19 @@ def photographs(params: Any, run: Path) -> None:
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     with tempfile.TemporaryDirectory() as profile:
-        for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-                     "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--window-size=1240,1130", f"--user-data-dir={profile}"):
+        for flag in (
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--hide-scrollbars",
+            "--window-size=1240,1330",
+            f"--user-data-dir={profile}",
+        ):
             options.add_argument(flag)
         browser = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
         try:
@@ -98,9 +113,13 @@ def photographs(params: Any, run: Path) -> None:
                 WebDriverWait(browser, 60).until(lambda b: b.find_elements("css selector", "#distribution svg"))
                 browser.save_screenshot(str(OUT / "array-page.png"))
             mesh = mt.Mesh({"data": 2, "model": 4})
-            split = mt.distribute(np.asarray(params["middle"]["w"])[:8, :12].round(2), mesh, data=mt.Shard(0), model=mt.Shard(1))
+            split = mt.distribute(
+                np.asarray(params["middle"]["w"])[:8, :12].round(2), mesh, data=mt.Shard(0), model=mt.Shard(1)
+            )
             page = Path(profile) / "split.html"
-            page.write_text(f"<meta charset=utf-8><body style='font: 14px system-ui; margin: 12px; color: {INK}'>{split._repr_html_()}")
+            page.write_text(
+                f"<meta charset=utf-8><body style='font: 14px system-ui; margin: 12px; color: {INK}'>{split._repr_html_()}"
+            )
             browser.set_window_size(640, 520)
             browser.get(page.as_uri())
             browser.find_element("css selector", "body > div").screenshot(str(OUT / "split.png"))

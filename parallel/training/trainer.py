@@ -362,14 +362,16 @@ class Trainer:
                 self._advance(batch)
                 self.display.step(at.step)
                 reason = self._done()
-                if at.step % self.log_every == 0 or reason or self._signals.received is not None:
+                save = self.save_every is not None and at.step % self.save_every == 0
+                # The loss is looked at before a checkpoint is written: none holds a run that has come to NaN.
+                if at.step % self.log_every == 0 or reason or save or self._signals.received is not None:
                     self._log(meter.read(at.step))
                 if self.held_out is not None and self.eval_every and at.step % self.eval_every == 0:
                     self._evaluate()
                 reason = reason or self._interrupted()
                 if reason:
                     return reason
-                if self.save_every is not None and at.step % self.save_every == 0:
+                if save:
                     self._save()
                     if self._recovery.grow():
                         return self._run()
@@ -409,10 +411,11 @@ class Trainer:
             and not (last["step"] == at.step and "eval_loss" in last)
         ):
             self._evaluate()
-        if self.checkpoints is not None and self.saved_at != at.step:
-            self._save()
         if self.checkpoints is not None:
             self.checkpoints.wait()
+            if self.saved_at != at.step:
+                self._save()
+                self.checkpoints.wait()
         for c in self.callbacks:
             c.on_stop(self, reason)
 
@@ -487,9 +490,11 @@ class Trainer:
         at = self.position()
         last = self.history[-1] if self.history else {}
         metrics = {n: v for n, v in last.items() if n != "step" and isinstance(v, int | float)}
-        self.checkpoints.save(
+        done = self.checkpoints.save(
             at.step, self.state, {METADATA_KEY: dataclasses.asdict(at)}, metrics=metrics, overwrite=True
         )
+        if done is None:  # left out, as the one before is still being written
+            return
         self.saved_at = at.step
         self.note("running")
         for c in self.callbacks:

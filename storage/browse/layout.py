@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...arrays.blocks import Box, ceil_blocks
 from ...arrays.errors import CheckpointError
@@ -18,7 +19,7 @@ from ..opened import StoredArray
 from ..tensors import RawTensor, ZarrTensor, read_box
 
 MAP = 40  # chunks shown along each side of the map
-_MOST_RANKS = 1 << 14
+_MOST_RANKS = 1 << 11  # of more, no picture tells anything
 CHECK = 256 << 20  # bytes that a page checks at once
 
 
@@ -144,6 +145,7 @@ def chunk_map(
         return range(start, min(start + MAP, counts[d]))
 
     lengths: dict[str, int | None] = {}
+    file_of = _zarr_names(tensor) if isinstance(tensor, ZarrTensor) else None
     out, read = [], 0
     item = array.dtype.itemsize
     for i, j in itertools.product(span(rows), span(columns)):
@@ -154,7 +156,7 @@ def chunk_map(
             index[columns] = j
         offset = tuple(k * c for k, c in zip(index, chunk, strict=True))
         box = Box(offset, tuple(min(c, n - o) for c, n, o in zip(chunk, array.shape, offset, strict=True)))
-        file, nbytes, state, note = _state(whole, tuple(index), box, item, lengths)
+        file, nbytes, state, note = _state(whole, tuple(index), box, item, lengths, file_of)
         if check and state in ("recorded", "plain") and read + math.prod(chunk) * item <= CHECK:
             read += math.prod(chunk) * item
             try:
@@ -169,11 +171,16 @@ def chunk_map(
 
 
 def _state(
-    tensor: object, index: tuple[int, ...], box: Box, item: int, lengths: dict[str, int | None]
+    tensor: Any,
+    index: tuple[int, ...],
+    box: Box,
+    item: int,
+    lengths: dict[str, int | None],
+    file_of: Callable[[tuple[int, ...]], str] | None,
 ) -> tuple[str, int | None, str, str]:
     """(file, stored bytes, state, note) of a chunk, by asking for the length of its file once."""
-    if isinstance(tensor, ZarrTensor):
-        file = _zarr_file(tensor, index)
+    if file_of is not None:
+        file = file_of(index)
         size = _length(os.path.join(tensor.root, file), lengths) if file and os.path.isabs(tensor.root) else None
         if file and os.path.isabs(tensor.root) and size is None:
             return file, None, "absent", "never written: it reads as the fill value"
@@ -201,12 +208,12 @@ def _length(path: str, known: dict[str, int | None]) -> int | None:
     return known[path]
 
 
-def _zarr_file(tensor: ZarrTensor, index: tuple[int, ...]) -> str:
+def _zarr_names(tensor: ZarrTensor) -> Callable[[tuple[int, ...]], str]:
+    """The file of each chunk, by the names that its array's metadata gives them."""
     import zarr
 
     try:
-        meta = zarr.open_array(tensor.root, path=tensor.node, mode="r").metadata
-        name = meta.encode_chunk_key(index)
-    except Exception:  # zarr raises nearly anything; the map then lacks a name, the array's page still shows
-        return ""
-    return f"{tensor.node}/{name}" if tensor.node else name
+        encode = zarr.open_array(tensor.root, path=tensor.node, mode="r").metadata.encode_chunk_key
+    except Exception:  # zarr raises nearly anything; the map then lacks names, the array's page still shows
+        return lambda index: ""
+    return lambda index: f"{tensor.node}/{encode(index)}" if tensor.node else encode(index)

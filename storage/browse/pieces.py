@@ -6,11 +6,23 @@ import math
 from collections.abc import Iterator
 
 from ...arrays.blocks import Box
+from ...arrays.errors import CheckpointError
 from ..opened import StoredArray
-from ..tensors import RawTensor
+from ..tensors import RawTensor, ZarrTensor
 
 PIECE = 1 << 20  # bytes of one piece, where chunks allow it
 _LARGEST = 64 << 20  # bytes: chunks above are read in parts, whatever their codec makes of that
+_DECODED = 4 << 30  # bytes: a foreign chunk that unpacks to more is not opened for a page
+
+
+def refuse_giants(array: StoredArray) -> None:
+    """Raise `CheckpointError` where reading one element means to unpack gigabytes: a small hostile file could ask for all memory."""
+    if isinstance(array.tensor, ZarrTensor):
+        nbytes = math.prod(array.tensor.chunk) * array.dtype.itemsize
+        if nbytes > _DECODED:
+            raise CheckpointError(
+                f"{array.name}: one of its chunks has {nbytes:,} bytes unpacked, which is not read for a page"
+            )
 
 
 class Pieces:
@@ -44,6 +56,7 @@ class Pieces:
     @classmethod
     def of(cls, array: StoredArray, limit: int = PIECE) -> Pieces:
         """The pieces of a stored array. A row of a file is no chunk: it is cut where that suits."""
+        refuse_giants(array)
         chunk = (1,) * array.ndim if isinstance(array.tensor, RawTensor) else tuple(array.tensor.chunk)
         return cls(array.shape, chunk, array.dtype.itemsize, limit)
 

@@ -14,6 +14,7 @@ import numpy as np
 from ...arrays.blocks import Box
 from ...arrays.errors import ArrayIndexError
 from ..opened import StoredArray
+from .pieces import refuse_giants
 
 CELLS = 64  # rows and columns of a window
 BUDGET = 64 << 20  # bytes that one window may read
@@ -124,6 +125,7 @@ def window(array: StoredArray, view: View, budget: int = BUDGET) -> Window:
     """
     if 0 in array.shape:
         return Window(view, np.empty((0, 0), array.dtype), 0, array.shape)
+    refuse_giants(array)
     if view.rows is not None and view.columns is not None and view.rows > view.columns:
         # Along the slower dimension as rows, as the file lies; the picture is turned afterwards.
         turned = window(array, View(view.columns, view.rows, view.at, view.steps[::-1]), budget)

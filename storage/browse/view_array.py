@@ -73,14 +73,16 @@ def array(site: Site, at: str, name: str, view: dict[str, Any], check: bool = Fa
             head,
             tag(
                 "div",
-                values,
-                section(
-                    "Distribution",
-                    tag("p", tag("a", "Compute statistics", href=load), class_="mt-quiet"),
-                    data_load=load,
+                tag("div", values, _storage(opened, a, look, to, check)),
+                tag(
+                    "div",
+                    section(
+                        "Distribution",
+                        tag("p", tag("a", "Compute statistics", href=load), class_="mt-quiet"),
+                        data_load=load,
+                    ),
+                    _placement(a, look),
                 ),
-                _placement(a, look),
-                _storage(opened, a, look, to, check),
                 class_="mt-grid",
             ),
         ]

@@ -14,6 +14,7 @@ from .site import Site
 from .text import human_bytes, number, plain, visible
 from .view_checkpoint import checkpoint
 
+_ROWS = 500
 _KIND = {"checkpoint": "checkpoint", "run": "run", "directory": "directory"}
 
 
@@ -82,7 +83,11 @@ def run(site: Site, at: str, metric: str = "", best_is: Literal["lowest", "highe
                 class_="mt-head",
             ),
             _metrics(at, r),
-            section("Checkpoints", _steps(at, r), note="newest first"),
+            section(
+                "Checkpoints",
+                _steps(at, r),
+                note="newest first" if len(r.steps) <= _ROWS else f"the newest {_ROWS} of {len(r.steps):,}",
+            ),
             notice(
                 "note",
                 "Remains of interrupted saves",
@@ -159,7 +164,7 @@ def _steps(at: str, r: Run) -> Any:
     best, latest = r.best, r.latest
     before: dict[str, Step] = dict(zip((s.name for s in r.complete[1:]), r.complete, strict=False))
     rows = []
-    for s in reversed(r.steps):
+    for s in reversed(r.steps[-_ROWS:]):
         here = f"{at}/{s.name}"
         marks = [tag("span", w, class_="mt-badge") for w, m in (("latest", latest), ("best", best)) if m is s]
         name = tag("a", f"{s.step:,}", href=href("checkpoint", at=here))

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 import meshtape as mt
 
-DTYPES = "? i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16".split()
+DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 
 
 @st.composite
@@ -247,7 +247,12 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_dtype_arguments(name: str) -> None:
-    for spelled, meant in ((">f4", mt.float32), (float, mt.float64), ("bfloat16", mt.bfloat16), (np.longlong, mt.int64)):
+    for spelled, meant in (
+        (">f4", mt.float32),
+        (float, mt.float64),
+        ("bfloat16", mt.bfloat16),
+        (np.longlong, mt.int64),
+    ):
         if not (name == "linspace" and meant == mt.bfloat16):
             assert MAKERS[name](spelled).dtype is meant
     for bad in (object, "S3", np.longdouble, "int4", "nope", "M8[D]", 7):

@@ -20,10 +20,21 @@ numbers = st.floats(-10, 10, allow_subnormal=False) | st.just(np.nan)
 some = hnp.arrays("float64", hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=4), elements=numbers)
 
 
-METHODS = (
-    "linear lower higher midpoint nearest inverted_cdf averaged_inverted_cdf closest_observation interpolated_inverted_cdf "
-    "hazen weibull median_unbiased normal_unbiased"
-).split()
+METHODS = [
+    "linear",
+    "lower",
+    "higher",
+    "midpoint",
+    "nearest",
+    "inverted_cdf",
+    "averaged_inverted_cdf",
+    "closest_observation",
+    "interpolated_inverted_cdf",
+    "hazen",
+    "weibull",
+    "median_unbiased",
+    "normal_unbiased",
+]
 
 
 def n(x):

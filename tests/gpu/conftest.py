@@ -8,6 +8,13 @@ Of the kernels (``arrays/kernels``) that means: every source has been compiled t
 (``tests/arrays/kernels``), which knows barriers, shuffles, shared memory, misaligned and illegal accesses. What that cannot show,
 and nothing has shown: their speed (``benchmarks/gpu.py``), atomic operations under contention, the loading of modules through
 CuPy, streams, and the last places of CUDA's own ``exp``, ``log``, ``sqrt`` and contracted multiply-adds.
+
+Of compiled programs: the kernels that are written for elementwise chains have been compiled and emulated in the same way, operand
+by operand against NumPy. The splitting of a program into CUDA graphs and the calls between them has been run against a stand-in
+that keeps their rules (a capture computes nothing, a replay reads and writes fixed memory); capture and replay by CuPy, the pool
+that graphs have to themselves and their order among streams have not (``test_programs.py``). Of ``mt.prefetch`` the thread, its
+bounds and the book of lent memory have been run on a CPU; its stream, events and pinned memory have not, nor have errors of used-up
+device memory and the exchange protocols of CUDA (``test_transfers.py``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHOWN = {
     "tour": (("<svg", "all_reduce(model)", "model.safetensors", "rank 0", "True"), 2),
     "1-arrays-and-gradients": (("Array(",), 3),
-    "2-from-one-core-to-a-mesh": (("all_reduce", "blocks by rank"), 2),
+    "2-from-one-core-to-a-mesh": (("all_reduce", "blocks by rank", "meshtape-train_step"), 1),
     "3-a-checkpoints-life": (("mt-embed", "mt-heat", "unknown step 'transpose'", "does not fit its crc32c", "True"), 1),
     "4-a-sentence-encoder": (("Sharding(", "open_checkpoint", "found first"), 2),
     "5-larger-than-memory": (("MiB on disk", "passes over the data", "read rightly"), 3),

@@ -16,7 +16,9 @@ import meshtape as mt
 from meshtape import errors
 
 SHAPES = [(), (5,), (0,), (1,), (6, 4), (3, 5, 2)]
-bounded = settings(deadline=None, derandomize=True, max_examples=40, database=None, suppress_health_check=list(HealthCheck))
+bounded = settings(
+    deadline=None, derandomize=True, max_examples=25, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 def draw_sharding(data, mesh, ndim):
@@ -45,7 +47,7 @@ def test_there_and_back(data):
 def test_chunks_are_blocks():
     mesh = mt.Mesh({"a": 4, "b": 2})
     x = mt.distribute(np.ones((5, 6)), mesh, a=mt.Shard(0), b=mt.Shard(1)) * 1
-    assert x.to_dask().chunks == ((2, 2, 1, 0), (3, 3))
+    assert x.to_dask().chunks == ((2, 2, 1), (3, 3))
 
 
 def test_a_local_array_is_no_collection():
@@ -93,8 +95,9 @@ def test_on_a_cluster(processes):
         x = mt.from_dask(d, mesh, a=mt.Shard(0))
         np.testing.assert_allclose(np.asarray(mt.sum(x * x, axis=0)), (host * host).sum(axis=0))
         y = x + 1
-        wait(y)
-        progress(y, notebook=False)
+        with processes.as_current():
+            wait(y)
+            progress(y, notebook=False)
         back = y.to_dask()
         assert back.chunks == ((14, 14, 12), (7,))
         np.testing.assert_allclose(processes.compute(back.mean(axis=0)).result(), (host + 1).mean(axis=0))
@@ -111,7 +114,9 @@ def test_blocks_do_not_come_through_the_client(processes, monkeypatch):
         d = da.ones((1000, 1000), chunks=(100, 1000))
         gathered: list[object] = []
         original = type(processes).gather
-        monkeypatch.setattr(type(processes), "gather", lambda self, *a, **k: gathered.append(a) or original(self, *a, **k))
+        monkeypatch.setattr(
+            type(processes), "gather", lambda self, *a, **k: gathered.append(a) or original(self, *a, **k)
+        )
         x = mt.from_dask(d, mesh, a=mt.Shard(1)) + 1
         mt.compute(x)
         total = x.to_dask().sum()

@@ -236,6 +236,17 @@ def test_gradients_are_reduced_while_others_are_computed():
         assert [a.what for a in schedule(program)] == list(program.steps)
 
 
+def test_explain_shows_what_runs_beside():
+    program, _ = layers(4)
+    with dask.config.set({"meshtape.bucket": 1, "meshtape.overlap": 1}):
+        text = program.text(("data",))
+    starts = [line for line in text.splitlines() if line.startswith("» start %")]
+    assert len(starts) >= 2
+    assert text.count("started above") == len(starts)
+    with dask.config.set({"meshtape.overlap": 0}):
+        assert "»" not in program.text(("data",))
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_overlap_changes_no_bit(planes, overlap):
     program, inputs = layers(5)

@@ -301,6 +301,26 @@ def test_members_of_a_mesh_are_not_scaled_away(processes):
     assert len(processes.run_on_scheduler(candidates)) == 2
 
 
+def test_memory_of_blocks_is_used_again():
+    """A loop in its stride takes no fresh pages from the system, in ops of our own (the pool) and in NumPy's temporaries (malloc)."""
+
+    def faults() -> int:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    def step(x: Any, _: Any) -> Any:
+        return mt.tanh(x * 1.01) + 0.5 * mt.sin(x), None  # tanh makes temporaries
+
+    with local_cluster(1) as client, mt.Mesh({"a": 1}, client=client) as mesh:
+        x = mt.compute(mt.distribute(np.ones(1 << 20), mesh) + 0.0)  # 2,048 pages
+        mt.compute(mt.scan(step, x, length=10)[0])
+        (before,) = client.run(faults).values()
+        mt.compute(mt.scan(step, x, length=30)[0])
+        (after,) = client.run(faults).values()
+    assert (after - before) / 30 < 1024  # each array anew would be some 8,000
+
+
 # ----- what users of Dask expect --------------------------------------------------------------------------------------
 
 

@@ -97,7 +97,7 @@ def test_explain_shows_each_step_with_its_bytes():
     assert mt.explain(lambda x, w: mt.nn.relu(x @ w), x, w).splitlines() == [
         "rank program(%0: float64[4@data,4@model], %1: float64[4@model,2]):",
         "  %2 = matmul(%0, %1)  : float64[4@data,2]{sum:model}",
-        "  %4 = all_reduce(model) %2  : float64[4@data,2]  # 128 bytes",
+        "  %4 = all_reduce(model) %2  : float64[4@data,2]  # 128 bytes, as relu is not linear in it",
         "  %3 = relu(%4)  : float64[4@data,2]",
         "  return %3",
     ]
@@ -107,9 +107,9 @@ def test_explain_brackets_what_travels_together():
     mesh = mt.Mesh({"data": 2})
     x = mt.distribute(np.ones((4, 4)), mesh, data=mt.Shard(0))
     assert mt.explain(lambda x: (mt.sum(x), mt.max(x, axis=0), mt.prod(x)), x).splitlines()[-4:] == [
-        "┌ %4 = all_reduce(data) %1  : float64[]  # 16 bytes",
-        "│ %5 = all_reduce(data) %2  : float64[4]  # 64 bytes",
-        "└ %6 = all_reduce(data) %3  : float64[]  # 16 bytes",
+        "┌ %4 = all_reduce(data) %1  : float64[]  # 16 bytes, as results are whole",
+        "│ %5 = all_reduce(data) %2  : float64[4]  # 64 bytes, as results are whole",
+        "└ %6 = all_reduce(data) %3  : float64[]  # 16 bytes, as results are whole",
         "  return %4, %5, %6",
     ]
 
@@ -132,6 +132,21 @@ def test_explain_names_every_collective():
     text = mt.explain(all_of_them, x)
     for words in ("all_gather(a)", "all_to_all(a)", "slice(a)", "reduce_scatter(a)", "all_reduce(a)"):
         assert f"= {words} %" in text
+
+
+def test_explain_says_why():
+    mesh = mt.Mesh({"a": 2})
+    rows = mt.distribute(np.ones((4, 4)), mesh, a=mt.Shard(0))
+    cols = mt.distribute(np.ones((4, 4)), mesh, a=mt.Shard(1))
+    small = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+    for fn, args, why in (
+        (lambda x: mt.sort(x, axis=0), (rows,), "as sort needs dimension 0 whole"),
+        (lambda x, y: x + y, (rows, cols), "as add then moves the fewest bytes"),
+        (lambda x, y: mt.sum(x, axis=0) + y, (rows, small), "as add has other operands that are not pending"),
+        (lambda x: mt.reshard(x, a=mt.Shard(1)), (rows,), "as reshard asks"),
+        (lambda x: mt.exp(mt.sum(x, axis=0)), (rows,), "as exp is not linear in it"),
+    ):
+        assert why in mt.explain(fn, *args), mt.explain(fn, *args)
 
 
 def test_explain_of_arrays_on_no_mesh_is_the_program():

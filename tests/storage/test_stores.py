@@ -110,7 +110,7 @@ class Contract:
 
     def test_names_are_listed_in_order(self, store):
         assert list(store.entries()) == []
-        assert store.folders() == []
+        assert store.folders() == store.files() == []
         for name in ("b/10", "b/9", "a", "b.c/x", "b/d/e"):
             store.put(name, name.encode())
         found = list(store.entries())
@@ -119,6 +119,9 @@ class Contract:
         assert [e.name for e in store.entries("b")] == ["b/10", "b/9", "b/d/e"]
         assert list(store.entries("z")) == []
         assert store.folders() == ["b", "b.c"]
+        assert store.files() == ["a"]
+        assert stores.at(stores.join(store.root, "b")).files() == ["10", "9"]
+        assert stores.at(stores.join(store.root, "b")).folders() == ["d"]
         before = found[0].tag
         store.put("a", b"something else")
         assert next(iter(store.entries())).tag != before

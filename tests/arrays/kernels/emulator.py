@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import mmap
+import os
 import shutil
 import subprocess
 import weakref
@@ -181,9 +182,9 @@ class Emulator:
 _LOADED: dict[tuple[str, str], tuple[Any, Any, list[tuple[str, int]]]] = {}
 
 
-def _like(kernel: str) -> tuple[str, ...]:
-    """Kernels of a file that are compiled together, which costs a tenth of one by one: those of the same dtypes."""
-    return tuple(a for a in kernel.rstrip(">").partition("<")[2].split(", ") if a in _WORDS)
+def _like(kernel: str) -> str:
+    """Kernels of a file that are compiled together, which costs a tenth of one by one: those of the same first dtype."""
+    return next((a for a in kernel.rstrip(">").partition("<")[2].split(", ") if a in _WORDS), "")
 
 
 _WORDS = frozenset(NAMES.values())
@@ -196,12 +197,14 @@ def _compile(cache: Path, file: str, kernels: Sequence[str]) -> None:
     name = hashlib.sha256((text + HEADER.read_text() + " ".join(FLAGS)).encode()).hexdigest()[:32]
     library = cache / f"{name}.so"
     if not library.exists():
-        unit, made = cache / f"{name}.cpp", cache / f"{name}.tmp"
+        own = f"{name}.{os.getpid()}"  # other runs may be compiling the same
+        unit, made = cache / f"{own}.cpp", cache / f"{own}.tmp"
         unit.write_text(text)
         done = subprocess.run([COMPILER, *FLAGS, "-o", made, unit], capture_output=True, text=True)
         if done.returncode:
             raise KernelError(f"{file}, {kernels[0]}, …:\n{done.stderr[:4000]}")
         made.rename(library)
+        unit.unlink()
     loaded = ctypes.CDLL(str(library))
     loaded.launch_message.restype = ctypes.c_char_p
     for i, k in enumerate(kernels):

@@ -11,7 +11,9 @@ import pytest
 from meshtape.arrays import OPS
 from meshtape.arrays.kernels.channel_norms import layout
 
-DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
+# The kernels are the same for both short floats: by default one of them is tried.
+SHORT = [pytest.param(np.float16, marks=pytest.mark.slow), ml_dtypes.bfloat16]
+DTYPES = [np.float32, np.float64, *SHORT]
 
 
 def check(close: Any, name: str, *args: Any, factor: float = 1.0, **params: Any) -> tuple[Any, ...]:
@@ -84,7 +86,7 @@ def test_batch_norm(emulator: Any, place: Any, close: Any, shape: Any, axis: int
     check(close, "batch_norm_inference", x, gm, var, w, b, **params)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("dtype", SHORT, ids=lambda d: np.dtype(d).name)
 def test_short_floats_beside_float32(emulator: Any, place: Any, close: Any, dtype: Any) -> None:
     for shape, axis in (((2, 4, 8), 1), ((2, 3, 4), 2)):
         x, w, b, g, gm, gv = arrays(place, shape, axis, dtype, np.float32)

@@ -18,7 +18,9 @@ def blocks(seed=0, kv=2, group=2, s=12, d=4, dtype=np.float64):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("axes", [{"context": 1}, {"context": 3}, {"context": 4}, {"data": 2, "context": 2, "model": 2}])
+@pytest.mark.parametrize(
+    "axes", [{"context": 1}, {"context": 3}, {"context": 4}, {"data": 2, "context": 2, "model": 2}]
+)
 def test_values_and_gradients_equal_attention(axes, is_causal):
     q, k, v = blocks()
     g = mt.asarray(np.random.default_rng(1).normal(size=q.shape))
@@ -58,7 +60,8 @@ def test_keys_travel_from_rank_to_rank_and_are_never_gathered():
 
 
 @pytest.mark.parametrize(
-    ("name", "axes"), [("cp", {"context": 4}), ("dp+cp", {"data": 2, "context": 2}), ("cp+tp", {"context": 2, "model": 2})]
+    ("name", "axes"),
+    [("cp", {"context": 4}), ("dp+cp", {"data": 2, "context": 2}), ("cp+tp", {"context": 2, "model": 2})],
 )
 def test_a_decoder_with_a_split_sequence_equals_one_rank(name, axes):
     c = de.Config(vocab=40, width=32, layers=2, heads=4, kv_heads=2, max_length=16)

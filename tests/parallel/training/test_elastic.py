@@ -21,7 +21,7 @@ from meshtape.parallel.training.elastic import Elastic
 from meshtape.parallel.training.metrics import read_lines
 
 tr = mt.training
-LIMIT = 120.0
+LIMIT = 250.0
 X = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
 DATA = {"x": X, "y": X @ np.arange(6, dtype=np.float32)}
 

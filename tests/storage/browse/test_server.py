@@ -308,6 +308,20 @@ def test_a_huge_shape_is_shown_at_once(visit: Any, tmp_path: Path, kit: Any) -> 
     assert time.monotonic() - started < 200, "nothing that grows with the shape may be done"
 
 
+def test_a_chunk_that_unpacks_to_all_memory_is_not_opened(visit: Any, tmp_path: Path) -> None:
+    import zarr
+
+    group = zarr.create_group(tmp_path / "z")
+    group.create_array("bomb", shape=(1 << 20, 1 << 16), chunks=(1 << 20, 1 << 16), dtype="f4")
+    v = visit(tmp_path / "z")
+    r = v.get("array", at=0, name="bomb")
+    assert r.status == 200
+    assert "bytes unpacked" in r.text
+    assert v.get("statistics", at=0, name="bomb").status == 422
+    v.post("health", at="0")
+    assert v.finished("health", at=0)["counts"] == {"unreadable": 1}
+
+
 def test_damaged_files_give_plain_pages(visit: Any, tmp_path: Path, kit: Any) -> None:
     save(tmp_path / "c", {"w": np.arange(64.0), "v": np.ones(4)})
     shard = next(p for p in (tmp_path / "c" / "w").iterdir() if p.name != "zarr.json")
@@ -451,3 +465,26 @@ def test_showing_a_checkpoint_needs_no_server(formats: list[Path]) -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_object_stores_are_browsed(visit: Any, kit: Any) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed (the extra s3)")
+    manager = mt.CheckpointManager("memory://browsed/run", keep=None)
+    for step in (1, 2):
+        manager.save(step, {"w": np.arange(2000.0).reshape(40, 50) * step}, metrics={"loss": 1 / step})
+    v = visit("memory://browsed/run")
+    assert v.get("open", at=0).headers["location"] == "run?at=0"
+    data = v.get("run", at=0, format="json").json
+    assert [s["step"] for s in data["steps"]] == [1, 2]
+    assert data["best"] == 2
+    kit.Markup(v.get("run", at=0).text).check()
+    at = "0/step-00000002"
+    assert v.get("checkpoint", at=at, format="json").json["rows"][0]["shape"] == [40, 50]
+    r = v.get("array", at=at, name="w", check=1)
+    assert "its checksum fits" in kit.Markup(r.text).check().text
+    assert v.get("statistics", at=at, name="w", format="json").json["high"] == 3998.0
+    v.post("compare", a="0/step-00000001", b=at)
+    assert v.finished("compare", a="0/step-00000001", b=at)["changes"][0]["ratio"] == 1.0
+    assert v.get("compare", at=at).status == 200
+    for bad in ("0/../other", "0/..", "0/.hidden"):
+        assert v.get("checkpoint", at=bad).status == 404

@@ -1,0 +1,355 @@
+"""Arrays larger than memory: Zarr on disk, computed block by block.
+
+The idea is that of more ranks than there is memory for. Each rank's block is divided further, along the dimension that is split
+first; the program is partitioned for all these *virtual ranks*; and where it needs no collective, a rank runs them one after the
+other, reading its blocks from the store and writing its results there. What is left pending (a sum, a maximum over all) is joined as
+it comes about. Before anything is read, the memory of a block's program is worked out from its liveness and held against the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import tree as trees
+from ..arrays._array import Array
+from ..arrays._dispatch import wrap
+from ..arrays._op import not_recording, recording
+from ..arrays.creation import asarray
+from ..arrays.devices import CPU
+from ..arrays.display import human_bytes
+from ..arrays.errors import MeshError, ShardingConflict
+from ..arrays.program import Program, ShapeDtype, simplify
+from ..autodiff.compile import Tracer, _Trace
+from .executor import Prepared
+from .mesh import Mesh
+from .partition import partition
+from .placement import REDUCERS, REPLICATED, Layout, Placement, Sharding, block_box, make_layout
+from .rank_program import Local, RankProgram
+
+MOST_PARTS = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """An array in a Zarr store that is to be worked on by the ranks of a mesh; made by :func:`from_zarr` and :func:`stream`."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Sharding
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def load(self) -> Array:
+        """The array on the mesh: each rank reads its block, where it is."""
+        mesh = self.sharding.mesh
+        payloads = {r: (self.path, self.sharding.box(self.shape, r)) for r in range(mesh.size)}
+        (x,) = mesh.create(_read_blocks, payloads, [(self.shape, self.dtype, self.sharding)])
+        return x
+
+    def __repr__(self) -> str:
+        return f"Stored({self.path!r}, {self.sharding.text(self.shape, self.dtype)}, {human_bytes(self.nbytes)})"
+
+
+def _open(path: str, mode: str = "r") -> Any:
+    import zarr
+
+    from ..storage import zarr_dtypes  # noqa: F401  # the small floats are registered by the import
+
+    return zarr.open_array(path, mode=mode)
+
+
+def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
+    """An array in a Zarr store, for the ranks of a mesh. Nothing but its metadata is read yet.
+
+    Parameters
+    ----------
+    path
+        Of a Zarr array, which every worker can read.
+    mesh
+        The mesh.
+    placements
+        By axis name, as in :func:`meshtape.distribute`.
+
+    Returns
+    -------
+    Stored
+        To be loaded (``.load()``), or worked on block by block by :func:`stream`.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no Zarr array.
+
+    Examples
+    --------
+    >>> import tempfile, zarr, meshtape as mt
+    >>> where = tempfile.mkdtemp()
+    >>> zarr.create_array(where, shape=(6, 2), chunks=(2, 2), dtype="f8")[...] = 1.0
+    >>> x = mt.from_zarr(where, mt.Mesh({"data": 2}), data=mt.Shard(0))
+    >>> mt.stream(lambda x: mt.sum(x * 2, axis=0), x, memory=1000)
+    Array([12., 12.], dtype=float64)
+    """
+    found = _open(str(path))
+    shape, dtype = tuple(map(int, found.shape)), np.dtype(found.dtype)
+    sharding = Sharding(mesh, **placements).check(shape, dtype)
+    if sharding.partial:
+        raise MeshError("[from_zarr] what is stored is not pending: use Shard(dim) or Replicate()")
+    return Stored(str(path), shape, dtype, sharding)
+
+
+class _Job(NamedTuple):
+    """What a rank is told: the program, its virtual ranks, where inputs come from and results go."""
+
+    program: RankProgram
+    virtual: tuple[int, ...]
+    inputs: tuple[Any, ...]  # path of a store, or the value itself
+    outputs: tuple[str | None, ...]
+
+
+def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to: Any = None) -> Any:
+    """``fn(*args)`` on arrays larger than memory, block by block.
+
+    Parameters
+    ----------
+    fn
+        An ordinary function of whole arrays, which needs no collective but the reduction of its results: elementwise work, products
+        and normalisation along what is not split, sums and extrema over it.
+    *args
+        :class:`Stored` arrays of one mesh, arrays and numbers. Arrays that are not stored go to every rank whole.
+    memory
+        Bytes that a rank may use for the blocks that it works on: a number, or a text such as ``"1 GiB"``.
+    to
+        Path of a Zarr array to write the result to; a tree of paths, like the result, for several; None where a result is a
+        reduction, which is given back as an array.
+
+    Returns
+    -------
+    tree
+        Like ``fn``'s: :class:`Stored` for what was written, arrays for what was reduced.
+
+    Raises
+    ------
+    ShardingConflict
+        Where the function needs collectives, or a result that is split has no place to go; the message shows the step.
+    MemoryError
+        Where not even one row of a block fits the limit. Nothing was read or written then.
+    """
+    limit = _bytes(memory)
+    leaves, treedef = trees.flatten(args, is_leaf=lambda x: isinstance(x, Stored))
+    stored = [x for x in leaves if isinstance(x, Stored)]
+    if not stored:
+        raise MeshError("[stream] needs an argument from mt.from_zarr(…)")
+    mesh = stored[0].sharding.mesh
+    if any(s.sharding.mesh is not mesh for s in stored):
+        raise MeshError("[stream] arrays of two meshes")
+    leaves = [x if isinstance(x, Stored) or not isinstance(x, Array | np.ndarray) else asarray(x) for x in leaves]
+    given = [x for x in leaves if isinstance(x, Stored | Array)]
+    program, result_def, statics = _traced(fn, leaves, treedef)
+    divided, parts = _divide(program, given, mesh, limit)
+    paths = _paths(to, result_def, statics)
+    shapes = [(divided.avals[v], divided.layouts[v]) for v in divided.outputs]
+    for i, ((_, layout), path) in enumerate(zip(shapes, paths, strict=True)):
+        if layout.shards and path is None:
+            raise ShardingConflict(f"[stream] result {i} is split over the blocks: say where it goes, with to=…")
+    if parts:
+        _create(shapes, paths, divided.sizes)
+    inputs = tuple(x.path if isinstance(x, Stored) else np.asarray(x) for x in given)
+    constants = tuple(np.asarray(wrap(c)) for c in program.constants.values())
+    payloads = {
+        r: _Job(divided, tuple(range(r * parts, (r + 1) * parts)), (*inputs, *constants), tuple(paths))
+        for r in range(mesh.size)
+    }
+    found: dict[int, list[Any]] = {}
+    for part in mesh.run_on_blocks(_run_blocks, [], payloads):
+        found.update(part)
+    out: list[Any] = []
+    for i, ((aval, layout), path) in enumerate(zip(shapes, paths, strict=True)):
+        if path is not None and layout.shards:
+            kept = make_layout({d: [a for a in axes if a < len(mesh.sizes)] for d, axes in layout.shards}, {})
+            out.append(Stored(path, aval.shape, aval.dtype, Sharding.of(mesh, kept)))
+            continue
+        value = _joined([found[r][i] for r in sorted(found)], layout, aval)
+        if path is not None:
+            _open(path, "r+")[...] = value
+            out.append(Stored(path, aval.shape, aval.dtype, Sharding.of(mesh, REPLICATED)))
+        else:
+            out.append(asarray(value))
+    values = iter(out)
+    return trees.unflatten(result_def, [next(values) if s is _ARRAY else s for s in statics])
+
+
+_ARRAY = object()
+
+
+def _bytes(memory: int | str) -> int:
+    if isinstance(memory, str):
+        from dask.utils import parse_bytes
+
+        return int(parse_bytes(memory))
+    return int(memory)
+
+
+def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDef) -> tuple[Program, Any, list[Any]]:
+    """The program of a function of arrays that are not here."""
+    trace = _Trace()
+
+    def stand_in(x: Any) -> Any:
+        if not isinstance(x, Stored | Array):
+            return x
+        aval = ShapeDtype(tuple(x.shape), x.dtype)
+        return wrap(Tracer(trace, trace.builder.input(aval), aval, CPU, None, None))
+
+    with not_recording(), recording(trace):
+        result = fn(*trees.unflatten(treedef, list(map(stand_in, leaves))))
+    outs, result_def = trees.flatten(result)
+    outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
+    statics = [_ARRAY if isinstance(o, Array) else o for o in outs]
+    return simplify(trace.builder.build(outputs)), result_def, statics
+
+
+def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> tuple[RankProgram, int]:
+    """The program for as many virtual ranks as it takes to stay within the limit, and how many a rank has."""
+    longest = max((_first(x)[1] for x in given if isinstance(x, Stored)), default=1)
+    parts = 1
+    while True:
+        sizes = (*mesh.sizes, parts)
+        layouts = {
+            v: _divided(x, len(mesh.sizes)) if isinstance(x, Stored) else REPLICATED
+            for v, x in zip(program.inputs, given, strict=True)
+        }
+        found = partition(program, layouts, sizes, settle=False, name="stream")
+        _refuse_moves(found, mesh)
+        need = _peak(found)
+        if need <= limit:
+            return found, parts
+        if parts >= min(longest, MOST_PARTS):
+            raise MemoryError(
+                f"[stream] the smallest blocks need {human_bytes(need)} a rank, and {human_bytes(limit)} are allowed: allow more, "
+                "or split another dimension"
+            )
+        parts = min(parts * 2, longest, MOST_PARTS)
+
+
+def _first(x: Stored) -> tuple[int, int]:
+    """The dimension that is divided further (the first that is split, else the longest), and the length of a rank's part."""
+    if x.sharding.layout.shards:
+        d = x.sharding.layout.shards[0][0]
+    else:
+        d = max(range(len(x.shape)), key=lambda i: x.shape[i], default=0)
+    return d, x.sharding.box(x.shape, 0).shape[d] if x.shape else 1
+
+
+def _divided(x: Stored, extra: int) -> Layout:
+    if not x.shape:
+        return x.sharding.layout
+    shards = {d: list(axes) for d, axes in x.sharding.layout.shards}
+    shards.setdefault(_first(x)[0], []).append(extra)
+    return make_layout(shards, {})
+
+
+def _refuse_moves(p: RankProgram, mesh: Mesh) -> None:
+    names = (*mesh.names, "block")
+    for s in p.steps:
+        for m in () if isinstance(s, Local) else s.moves:
+            if p.plan(m).bytes_received(1):
+                raise ShardingConflict(
+                    f"[stream] the function needs {p.move_text(m, names)} ({m.why or m.origin or 'a result'}): block by block "
+                    "nothing can move between blocks; split another dimension, or load the array"
+                )
+
+
+def _peak(p: RankProgram) -> int:
+    """Bytes of the blocks that are alive together at the worst step of a virtual rank."""
+
+    def size(v: int) -> int:
+        aval = p.avals[v]
+        shape = aval.shape if v in p.inner else block_box(p.layouts[v], p.sizes, aval.shape, 0).shape
+        return math.prod(shape) * aval.dtype.itemsize
+
+    alive = set(p.inputs) | set(p.constants)
+    most = sum(map(size, alive))
+    for s, frees in zip(p.steps, p.frees, strict=True):
+        alive |= set(s.outputs if isinstance(s, Local) else [m.target for m in s.moves])
+        most = max(most, sum(map(size, alive)))
+        alive -= set(frees)
+    return most
+
+
+def _paths(to: Any, result_def: Any, statics: Sequence[Any]) -> list[str | None]:
+    count = sum(s is _ARRAY for s in statics)
+    if to is None:
+        return [None] * count
+    if count == 1 and not isinstance(to, dict | list | tuple):
+        return [str(to)]
+    flat, given = trees.flatten(to, is_leaf=lambda x: x is None)
+    if given != result_def:
+        raise MeshError(f"[stream] to= has the structure {given}, the result {result_def}")
+    return [None if p is None else str(p) for p, s in zip(flat, statics, strict=True) if s is _ARRAY]
+
+
+def _create(shapes: Sequence[tuple[ShapeDtype, Layout]], paths: Sequence[str | None], sizes: tuple[int, ...]) -> None:
+    import zarr
+
+    from ..storage import zarr_dtypes  # noqa: F401
+
+    for (aval, layout), path in zip(shapes, paths, strict=True):
+        if path is not None:
+            # One chunk a block: no two writers meet in one.
+            chunks = tuple(max(n, 1) for n in block_box(layout, sizes, aval.shape, 0).shape)
+            zarr.create_array(path, shape=aval.shape, chunks=chunks, dtype=aval.dtype)
+
+
+def _joined(parts: Sequence[np.ndarray], layout: Layout, aval: ShapeDtype) -> np.ndarray:
+    op = next((op for _, op in layout.partials), None)
+    if op is None:
+        return parts[0]
+    out = parts[0]
+    for p in parts[1:]:
+        out = REDUCERS[op](out, p)
+    return np.asarray(out, aval.dtype)
+
+
+# ----- on the workers -----------------------------------------------------------------------------------------------------
+
+
+def _read_blocks(payloads: Mapping[int, Any]) -> dict[int, list[np.ndarray]]:
+    return {r: [np.asarray(_open(path)[box.slices])] for r, (path, box) in payloads.items()}
+
+
+def _run_blocks(payloads: Mapping[int, _Job], blocks: Any) -> dict[int, list[Any]]:
+    """The virtual ranks of the ranks of one process, one after the other; what is left pending, joined."""
+    return {r: _run_rank(job) for r, job in payloads.items()}
+
+
+def _run_rank(job: _Job) -> list[Any]:
+    p = job.program
+    sources = [_open(x) if isinstance(x, str) else x for x in job.inputs]
+    targets = [_open(path, "r+") if path is not None else None for path in job.outputs]
+    n = math.prod(p.sizes)
+    kept: list[Any] = [None] * len(p.outputs)
+    for virtual in job.virtual:
+        inputs = []
+        for v, x in zip((*p.inputs, *p.constants), sources, strict=True):
+            box = block_box(p.layouts[v], p.sizes, p.avals[v].shape, virtual)
+            inputs.append({virtual: np.asarray(x[box.slices])})
+        prepared = Prepared(p, (virtual,), (0,) * n, ())
+        for i, (v, found) in enumerate(zip(p.outputs, prepared.run(inputs), strict=True)):
+            layout, block = p.layouts[v], found[virtual]
+            if layout.shards:
+                box = block_box(layout, p.sizes, p.avals[v].shape, virtual)
+                if block.size:
+                    targets[i][box.slices] = block
+            elif kept[i] is None or not layout.partials:
+                kept[i] = block if kept[i] is None else kept[i]
+            else:
+                kept[i] = np.asarray(REDUCERS[layout.partials[0][1]](kept[i], block))
+    return kept

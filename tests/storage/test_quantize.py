@@ -1,0 +1,78 @@
+"""Quantised state: the bound of its error, packing of odd rows, and one passage only."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshtape as mt
+from meshtape import errors
+from meshtape.storage import load, merge, open_checkpoint, save
+from meshtape.storage.quantizing import _pack, _unpack, dequantize, quantize
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 17), st.sampled_from([8, 4]), st.integers(0, 1000))
+def test_the_error_is_at_most_half_a_scale(rows, n, bits, seed):
+    x = np.random.default_rng(seed).standard_normal((rows, n)).astype("f4") * 10.0 ** (seed % 13 - 6)
+    x[0] = 0
+    held = quantize({"m": x}, bits=bits)
+    (back, times) = dequantize(held)
+    scale = np.asarray(held["m"]["scale"])
+    assert times == 1
+    assert (np.abs(np.asarray(back["m"]) - x) <= scale / 2 * (1 + 1e-5)).all()
+    assert held["m"]["q"].nbytes == rows * (n if bits == 8 else -(-n // 2))
+
+
+@given(st.lists(st.integers(-7, 7), min_size=1, max_size=9))
+def test_odd_rows_are_packed(values):
+    q = np.array(values, np.int8)
+    assert _unpack(_pack(q), len(q)).tolist() == values
+    assert _pack(q).nbytes == (len(q) + 1) // 2
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_through_a_checkpoint_and_only_once(tmp_path, bits):
+    rng = np.random.default_rng(0)
+    state = {
+        "params": {"w": mt.asarray(rng.standard_normal((5, 7)).astype("f4"))},
+        "opt": {
+            "m": [mt.asarray(rng.standard_normal((5, 7))), np.float32(0.9)],
+            "step": np.int64(3),
+            "e": np.zeros((0, 3)),
+        },
+    }
+    save(tmp_path / "c", quantize(state, bits=bits, keys=["opt.*"]), step=1)
+    assert open_checkpoint(tmp_path / "c")["params.w"].dtype == "f4"
+    assert open_checkpoint(tmp_path / "c")["opt.m.0.q"].dtype == ("i1" if bits == 8 else "u1")
+    got, times = dequantize(load(tmp_path / "c"))
+    assert times == 1
+    assert got["opt"]["m"][0].dtype == mt.float64
+    assert np.abs(np.asarray(got["opt"]["m"][0]) - np.asarray(state["opt"]["m"][0])).max() < (
+        0.02 if bits == 8 else 0.3
+    )
+    assert float(np.asarray(got["opt"]["m"][1])) == np.float32(0.9)
+    assert int(np.asarray(got["opt"]["step"])) == 3
+    with pytest.raises(errors.CheckpointError, match="1 times already"):
+        quantize(got, times=times)
+    assert dequantize(quantize(got, times=times, allow_again=True))[1] == 2
+    merge(tmp_path / "c", tmp_path / "m")  # plain arrays for any other tool
+
+
+def test_arrays_of_a_mesh():
+    mesh = mt.Mesh({"x": 2})
+    x = np.arange(24.0, dtype="f4").reshape(4, 6)
+    held = quantize({"m": mt.distribute(x, mesh, x=mt.Shard(0))})
+    back, _ = dequantize(held)
+    assert np.abs(np.asarray(back["m"]) - x).max() <= np.asarray(held["m"]["scale"]).max() / 2
+
+
+def test_mistakes():
+    with pytest.raises(errors.CheckpointError, match="8 or 4"):
+        quantize({}, bits=2)
+    with pytest.raises(errors.CheckpointDTypeError, match="key 'n'"):
+        quantize({"n": np.arange(3)}, keys=["n"])
+    held = quantize({"m": np.ones((2, 3))})
+    held["m"]["length"] = 9
+    with pytest.raises(errors.CorruptCheckpoint, match="incomplete"):
+        dequantize(held)
