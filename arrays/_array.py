@@ -22,6 +22,7 @@ from ._dispatch import Deferred, apply, refuse_watched, register_array_type, wra
 from ._methods import Methods
 from ._op import not_recording, state
 from ._operators import operator
+from ._protocols import Protocols
 from .at import AtIndex, masked_write
 from .devices import Device, device
 from .errors import DeviceError, DTypeError, ShapeError
@@ -31,14 +32,13 @@ if TYPE_CHECKING:
 
 _ids = itertools.count(1)
 
-_API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
 _REAL_NUMBERS = frozenset({bool, int, float})
 
 # Holders of a buffer that only one Array has: its slot, the local name in _writable, and the argument of getrefcount.
 _SOLE_HOLDER = 3
 
 
-class Array(Methods):
+class Array(Methods, Protocols):
     """A dense n-dimensional array of numbers, on a CPU, on a GPU, or split over a mesh.
 
     Made by :func:`asarray` and the creation functions, never by calling the class.
@@ -46,7 +46,6 @@ class Array(Methods):
 
     # _id names this value on tapes; 0 until a tape has seen it.
     __slots__ = ("__weakref__", "_buf", "_id")
-    __array_priority__ = 1000
     __hash__ = None  # type: ignore[assignment]  # == compares element by element
 
     def __init__(self) -> None:
@@ -125,20 +124,6 @@ class Array(Methods):
         buf = self._buf
         return buf.concrete() if isinstance(buf, Deferred) else backend_of(buf).to_host(buf)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        host = self._concrete()
-        if copy is False and (not isinstance(self._buf, np.ndarray) or (dtype is not None and host.dtype != dtype)):
-            raise ValueError(
-                f"{self.dtype.name} on {self.device} to {dtype or 'host memory'} takes a copy, and copy=False forbids it"
-            )
-        if dtype is not None and host.dtype != np.dtype(dtype):
-            return host.astype(dtype)
-        if copy:
-            return host.copy()
-        view = host.view()
-        view.flags.writeable = False
-        return view
-
     def numpy(self) -> np.ndarray:
         """A NumPy copy of the value, which belongs to the caller."""
         return np.array(self._concrete())
@@ -197,64 +182,7 @@ class Array(Methods):
 
         return wrap(backend_for(target).from_host(self._concrete(), target))
 
-    # ----- protocols --------------------------------------------------------------------------------------------------
-
-    def __array_namespace__(self, /, *, api_version: str | None = None) -> Any:
-        import meshtape.arrays as namespace
-
-        if api_version not in (None, *_API_VERSIONS):
-            raise ValueError(f"unknown version {api_version!r} of the array API: {', '.join(_API_VERSIONS)} are served")
-        return namespace
-
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[Any, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any:
-        """A capsule for ``from_dlpack`` of another library.
-
-        Nobody writes through it: consumers of DLPack 1.0 and later get the memory itself, marked read-only; older ones, whose
-        capsules cannot say so, get a copy, unless they ask for ``copy=False`` and so promise not to write. Views with negative
-        strides are copied: PyTorch (2.13) aborts the process when it meets one.
-        """
-        from ._dlpack import export
-
-        buf = self._concrete() if isinstance(self._buf, Deferred) else self._buf
-        if not isinstance(buf, np.ndarray):
-            extra = {} if copy is None else {"copy": copy}
-            return export(buf, stream=stream, max_version=max_version, dl_device=dl_device, **extra)
-        marked = max_version is not None and max_version[0] >= 1
-        backwards = any(s < 0 and n > 1 for s, n in zip(buf.strides, buf.shape, strict=True))
-        if backwards and copy is False:
-            raise BufferError(
-                "a view that runs backwards through memory is exported as a copy, and copy=False forbids it"
-            )
-        if copy or backwards or (copy is None and not marked):
-            buf, copy = buf.copy(), None
-        elif marked:
-            buf = buf.view()
-            buf.flags.writeable = False
-        elif not buf.flags.writeable:
-            buf, copy = buf.copy(), None  # a capsule without the mark cannot be made of read-only memory
-        return export(buf, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
-
-    def __dlpack_device__(self) -> tuple[Any, int]:
-        return (self._concrete() if isinstance(self._buf, Deferred) else self._buf).__dlpack_device__()
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The memory on a GPU, marked read-only, for libraries that speak this older protocol; other arrays have no such attribute."""
-        buf = self._buf
-        if isinstance(buf, np.ndarray | Deferred):
-            raise AttributeError(f"__cuda_array_interface__: the array is on {self.device}")  # noqa: TRY004  hasattr is how it is asked for
-        # The consumer holds this Array, not the buffer: a later write must not take the buffer for its own.
-        self._buf = buf.view()
-        interface = dict(self._buf.__cuda_array_interface__)
-        interface["data"] = (interface["data"][0], True)
-        return interface
+    # ----- copies -----------------------------------------------------------------------------------------------------
 
     def __copy__(self) -> Array:
         from .creation import wrap_same
@@ -477,8 +405,6 @@ class Array(Methods):
     __le__ = operator(ew.LESS_EQUAL)
     __gt__ = operator(ew.GREATER)
     __ge__ = operator(ew.GREATER_EQUAL)
-    # NumPy would otherwise take `ndarray + Array` apart element by element.
-    __array_ufunc__ = None
 
 
 _REUSING = frozenset({ew.ADD, ew.SUBTRACT, ew.MULTIPLY, ew.DIVIDE})
@@ -486,18 +412,28 @@ _REUSING = frozenset({ew.ADD, ew.SUBTRACT, ew.MULTIPLY, ew.DIVIDE})
 
 def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
     """``x op= y``. The memory of ``x`` is used again where nobody else holds it and no tape listens."""
-    if type(y) is not Array and not isinstance(y, bool | int | float | complex | np.ndarray | np.generic):
+    kind, buf = type(y), x._buf
+    if kind is not Array and not isinstance(y, bool | int | float | complex | np.ndarray | np.generic):
         return NotImplemented
-    if not state.recorders and op in _REUSING and x.dtype.kind in "fc" and x._alone():
-        if type(y) in (int, float):
+    if (
+        type(buf) is np.ndarray
+        and op in _REUSING
+        and not state.now.recorders
+        and buf.dtype.kind in "fc"
+        and buf.base is None
+        and sys.getrefcount(buf) <= _SOLE_HOLDER
+        and buf.flags.writeable
+    ):
+        other: Any = None
+        if kind is float or kind is int:
             other = y
-        elif type(y) is Array and y is not x and y.dtype == x.dtype and y.shape == x.shape:
+        elif kind is Array and y is not x:
             other = y._buf
-        else:
-            other = None
-        if type(other) in (int, float, np.ndarray):
+            if type(other) is not np.ndarray or other.dtype != buf.dtype or other.shape != buf.shape:
+                other = None
+        if other is not None:
             x._id = 0
-            op.numpy(x._buf, other, out=x._buf)
+            op.numpy(buf, other, out=buf)
             return x
     return _replace(op.name, x, apply(op, (x, y)))
 

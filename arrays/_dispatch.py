@@ -272,15 +272,17 @@ def refuse_watched(what: str, x: Array) -> None:
         )
 
 
-def call_site() -> Site | None:
+def call_site(depth: int = 2) -> Site | None:
     """The innermost line outside this package: what an error of the backward pass should name.
+
+    ``depth`` is the number of frames, this one included, that are known to be ours: each frame that is looked at has to be made first.
 
     A derivative, or a call that is made again, has the line of the call that it stands for.
     """
     site = state.now.site
     if site is not None:
         return site
-    f = sys._getframe(2)  # this function, and the one that calls it, are ours
+    f = sys._getframe(depth)
     while f is not None:
         names = f.f_globals
         ours = _OURS.get(id(names))
@@ -299,7 +301,7 @@ _OURS: dict[int, bool] = {}
 
 def _record(op: Op, args: tuple[Any, ...], result: Any, params: Mapping[str, Any]) -> None:
     outs = result if op.nout > 1 else (result,)
-    site = call_site()
+    site = call_site(3)
     now = state.now
     origin = now.origin
     for r in now.recorders:

@@ -1,4 +1,4 @@
-"""The functions that people expect as methods of ``Array``, and how NumPy's own functions take one."""
+"""The functions that people expect as methods of ``Array``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ class Methods:
     """Base of ``Array``: each method is the function of the same name in the namespace."""
 
     __slots__ = ()
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """NumPy's functions see NumPy's arrays, and give such."""
-        return func(*map(_as_numpy, args), **{k: _as_numpy(v) for k, v in kwargs.items()})
 
     # ----- elements -----------------------------------------------------------------------------------------------------
 
@@ -129,12 +125,3 @@ class Methods:
     def argmin(self, axis: int | None = None, *, keepdims: bool = False) -> Array:
         """See :func:`meshtape.argmin`."""
         return reductions.argmin(self, axis=axis, keepdims=keepdims)
-
-
-def _as_numpy(value: Any) -> Any:
-    """An argument of a function of NumPy with every Array in it as a (read-only) NumPy array."""
-    if isinstance(value, Methods):
-        return np.asarray(value)
-    if type(value) in (list, tuple):
-        return type(value)(map(_as_numpy, value))
-    return value

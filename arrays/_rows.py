@@ -81,7 +81,8 @@ def _rank_one_update(char: str) -> Callable[..., Any]:
 
 def add_outer(xp: Any, out: Any, column: Any, row: Any) -> None:
     """``out += column * row`` in place, for a block of two dimensions: what broadcasting costs NumPy three passes is one of BLAS."""
-    if xp is np and out.dtype.char in "fd" and out.size:
+    # Small blocks gain nothing, and must not load SciPy.
+    if xp is np and out.dtype.char in "fd" and out.size >= 4096:
         # The transposed block has the memory order that BLAS knows, and is written to in place.
         _rank_one_update(out.dtype.char)(1.0, row, column, a=out.T, overwrite_a=True)
     else:

@@ -35,10 +35,10 @@ def _threshold(rate: float) -> int:
 
 def _kept(xp: Any, x: Any, key: Any, rate: float, offset: tuple[int, ...], global_shape: tuple[int, ...]) -> Any:
     """What is left of ``x``, in the wide dtype."""
-    mask = draw(xp, key, recipes.bernoulli(_threshold(rate)), recipes.BOOL, x.shape, offset, global_shape)
     wide = _wide(x.dtype)
     if rate == 1:
         return xp.zeros(x.shape, wide)
+    mask = draw(xp, key, recipes.bernoulli(_threshold(rate)), recipes.BOOL, x.shape, offset, global_shape)
     with np.errstate(all="ignore"):
         return xp.where(mask, x.astype(wide, copy=False) / wide.type(1.0 - rate), wide.type(0))
 

@@ -125,7 +125,8 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
     (2, 3)
     """
     x = as_array(x)
-    wanted = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
+    several = type(shape) is tuple or isinstance(shape, Sequence)
+    wanted = tuple(map(operator.index, shape)) if several else (operator.index(shape),)
     full, size = wanted, x.size
     if -1 in wanted:
         known = math.prod(n for n in wanted if n != -1)
@@ -145,9 +146,11 @@ def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
     """
     x = as_array(x)
     ndim = x.ndim
-    if len(axes) != ndim or len(_infer.normalize_axis("permute_dims", axes, ndim)) != ndim:
-        raise ShapeError(f"[permute_dims] axes {tuple(axes)} are no order of the {ndim} dimensions of {x.shape}")
-    return apply(PERMUTE_DIMS, (x,), {"axes": tuple([int(a) % ndim for a in axes])})
+    if type(axes) is not tuple or sorted(axes) != list(range(ndim)):
+        if len(axes) != ndim or len(_infer.normalize_axis("permute_dims", axes, ndim)) != ndim:
+            raise ShapeError(f"[permute_dims] axes {tuple(axes)} are no order of the {ndim} dimensions of {x.shape}")
+        axes = tuple(int(a) % ndim for a in axes)
+    return apply(PERMUTE_DIMS, (x,), {"axes": axes})
 
 
 def matrix_transpose(x: Any, /) -> Array:

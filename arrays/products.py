@@ -60,11 +60,7 @@ def matmul(x1: Any, x2: Any, /) -> Array:
     ShapeError
         When the contracted lengths differ, the leading dimensions do not broadcast, or an operand is 0-d.
     """
-    x1, x2 = as_array(x1), as_array(x2)
-    # NumPy's own message names neither shape; the rule is cheap beside the product.
-    if x1.ndim == 0 or x2.ndim == 0 or x1.shape[-1] != x2.shape[-2 if x2.ndim > 1 else 0]:
-        _infer_matmul(MATMUL, (ShapeDtype(x1.shape, x1.dtype), ShapeDtype(x2.shape, x2.dtype)), {})
-    return apply(MATMUL, (x1, x2))
+    return apply(MATMUL, (as_array(x1), as_array(x2)))
 
 
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Array:

@@ -377,9 +377,10 @@ def converting(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
 
 
 _GROWTH = """
-import resource, sys, tempfile, numpy as np
+import sys, tempfile, numpy as np
 from meshtape import storage
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+def peak():  # in MiB; getrusage would count the process that started this one
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) >> 10
 home = tempfile.mkdtemp()
 storage.save(home + "/a", {"w": np.ones((4, 4))})
 storage.reshard(home + "/a", home + "/b", mesh={"m": 2}, shardings={"w": {"m": 0}})
@@ -406,13 +407,13 @@ def contents(bench: Bench, home: Path, chunks: int = 1_000_000, ranks: int = 100
     (home / "many").mkdir()
     data = manifest.Manifest(entries, tree, 1, {}, [{"rank": ranks}]).dumps()
     (home / "many" / manifest.FILE).write_bytes(data)
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), time.process_time()
     ckpt = storage.open_checkpoint(home / "many")
-    opened = time.perf_counter()
+    opened, worked = time.perf_counter(), time.process_time() - worked
     plan = [a.tensor.only(Box((64 * 17, 0), (64, 512))) for a in ckpt.values()]
     planned = time.perf_counter()
     assert all(len(t.objects) == 1 for t in plan)
-    bench.note(f"ls of {chunks} chunks, {ranks} ranks", f"{opened - start:.2f} s", "≤ 5 s")
+    bench.note(f"ls of {chunks} chunks, {ranks} ranks", f"{opened - start:.2f} s ({worked:.2f} s of work)", "≤ 5 s")
     bench.note("plan of one rank of it", f"{planned - opened:.2f} s", "≤ 5 s")
     bench.note("metadata", f"{len(data) / chunks:.0f} bytes a chunk", "≤ 200")
 

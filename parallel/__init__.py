@@ -23,6 +23,7 @@ from .collectives import (
 from .dask_collections import from_dask
 from .loops import scan
 from .mesh import Mesh
+from .out_of_core import Stored, from_zarr, stream
 from .pipeline import pipeline
 from .placement import Partial, Placement, Replicate, Shard, Sharding, parse_placement
 from .shard_map import shard_map
@@ -35,6 +36,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Sharding",
+    "Stored",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -45,6 +47,7 @@ __all__ = [
     "distribute",
     "explain",
     "from_dask",
+    "from_zarr",
     "parse_placement",
     "permute",
     "pipeline",
@@ -52,5 +55,6 @@ __all__ = [
     "reshard",
     "scan",
     "shard_map",
+    "stream",
     "visualize",
 ]

@@ -95,6 +95,7 @@ class DaskRuntime:
         self._flight = Flight(client, self.mesh_id, self.addresses, self._lease)
         self._numbers = itertools.count(1)
         self._dead: list[tuple[str, int]] = []
+        self._dead_programs: list[str] = []
         self._shipped: weakref.WeakKeyDictionary[HostValue, RemoteBlocks] = weakref.WeakKeyDictionary()
         self._closed = False
 
@@ -236,7 +237,7 @@ class DaskRuntime:
             resolved = self._resolve(handles)
             shipped = {i: h for i, h in enumerate(resolved) if isinstance(h, HostValue)}
             data = self._turn_data(turns)
-            self._lease.enter(self.addresses)
+            self._lease.enter(self.addresses, self._flight.check)
             try:
                 this = self._launch(program, ident, None if sent else program, names, resolved, shipped, turns, data)
             except BaseException:
@@ -253,6 +254,8 @@ class DaskRuntime:
                 self._shipped[shipped[i]] = RemoteBlocks(this, len(program.outputs) + k, self._dead)
             return outs
 
+        # Workers forget a program that no function of this process runs any more.
+        weakref.finalize(run, self._dead_programs.append, ident).atexit = False
         return run
 
     def _launch(
@@ -272,6 +275,7 @@ class DaskRuntime:
         with self._lease.order:
             number = next(self._numbers)
             drops, self._dead[:] = tuple(self._dead), []
+            forget, self._dead_programs[:] = tuple(self._dead_programs), []
             for p, address in enumerate(self.addresses):
                 gangs: list[Gang] = []
                 sources = self._sources(resolved, p, gangs, shipped)
@@ -285,6 +289,7 @@ class DaskRuntime:
                     sources,
                     tuple(shipped),
                     drops,
+                    forget,
                     self._loop(turns, p, gangs, data),
                 )
                 bundles = [g.futures[p] for g in gangs]

@@ -123,7 +123,9 @@ class DataPlane:
             self._stopped = {s for s in self._stopped if s[0] != mesh}
             self._left.pop(mesh, None)
             for key in [k for k in self._groups if k[0] == mesh]:
-                self._groups.pop(key).close()
+                group = self._groups.pop(key)
+                group.shutdown()  # wakes whoever still waits there; closing would not
+                group.close()
             for key in [k for k in self._arrived if k[0] == mesh]:
                 self._arrived.pop(key).close()
 

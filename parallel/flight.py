@@ -66,7 +66,7 @@ class Flight:
 
     def check(self) -> None:
         """Raise what went wrong in an earlier run, if anything did."""
-        while self.gangs and self.gangs[0].done:
+        while self.gangs and (self.gangs[0].done or any(map(failed, self.gangs[0].futures))):
             self.settle(self.gangs[0])
 
     def land(self) -> None:

@@ -202,6 +202,7 @@ class Run:
     sources: tuple[Source, ...]
     keep: tuple[int, ...]  # inputs that were shipped with the task and stay in its bundle, after the outputs
     drops: tuple[tuple[str, int], ...]  # (run, slot) that nobody holds any more
+    forget: tuple[str, ...]  # programs that nobody runs any more
     loop: Loop | None = None
 
     def __repr__(self) -> str:
@@ -279,6 +280,8 @@ def _run_program(spec: Run, bundles: Sequence[Bundle | Failure]) -> Bundle:
             raise RankLost(f"{seat.named(missing)} left the cluster: {e}") from e
         raise
     _drop(state, spec.drops)
+    for p in spec.forget:
+        state.programs.pop(p, None)
     slots = dict(enumerate(outputs))
     for i in spec.keep:
         slots[len(slots)] = dict(inputs[i])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from distributed import Client, Future
@@ -39,8 +39,9 @@ class Lease:
 
         client.subscribe_topic(YIELD + self._name, asked)
 
-    def enter(self, workers: Iterable[str]) -> None:
-        """Wait until these workers are this client's, and keep them until :meth:`leave`."""
+    def enter(self, workers: Iterable[str], meanwhile: Callable[[], None]) -> None:
+        """Wait until these workers are this client's, and keep them until :meth:`leave`. ``meanwhile`` looks after the gangs that
+        are on their way, and raises what went wrong with them."""
         needed = frozenset(workers)
         with self._changed:
             while True:
@@ -51,6 +52,7 @@ class Lease:
                     return
                 elif self._busy:  # what is on its way ends first
                     self._changed.wait(1.0)
+                    meanwhile()
                 else:
                     break
             self._asking = True

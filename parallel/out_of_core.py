@@ -166,7 +166,7 @@ def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to
     constants = tuple(np.asarray(wrap(c)) for c in program.constants.values())
     payloads = {
         r: _Job(divided, tuple(range(r * parts, (r + 1) * parts)), (*inputs, *constants), tuple(paths))
-        for r in range(mesh.size)
+        for r in _needed(divided, mesh)
     }
     found: dict[int, list[Any]] = {}
     for part in mesh.run_on_blocks(_run_blocks, [], payloads):
@@ -177,7 +177,7 @@ def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to
             kept = make_layout({d: [a for a in axes if a < len(mesh.sizes)] for d, axes in layout.shards}, {})
             out.append(Stored(path, aval.shape, aval.dtype, Sharding.of(mesh, kept)))
             continue
-        value = _joined([found[r][i] for r in sorted(found)], layout, aval)
+        value = _joined({r: found[r][i] for r in sorted(found)}, layout, aval, mesh)
         if path is not None:
             _open(path, "r+")[...] = value
             out.append(Stored(path, aval.shape, aval.dtype, Sharding.of(mesh, REPLICATED)))
@@ -308,13 +308,20 @@ def _create(shapes: Sequence[tuple[ShapeDtype, Layout]], paths: Sequence[str | N
             zarr.create_array(path, shape=aval.shape, chunks=chunks, dtype=aval.dtype)
 
 
-def _joined(parts: Sequence[np.ndarray], layout: Layout, aval: ShapeDtype) -> np.ndarray:
-    op = next((op for _, op in layout.partials), None)
-    if op is None:
-        return parts[0]
-    out = parts[0]
-    for p in parts[1:]:
-        out = REDUCERS[op](out, p)
+def _needed(p: RankProgram, mesh: Mesh) -> list[int]:
+    """Ranks that have something to do: along axes that nothing is split over, the first does it for all."""
+    used = {a for v in p.inputs for _, axes in p.layouts[v].shards for a in axes}
+    return [r for r in range(mesh.size) if all(c == 0 or a in used for a, c in enumerate(mesh.coordinates(r)))]
+
+
+def _joined(parts: Mapping[int, np.ndarray], layout: Layout, aval: ShapeDtype, mesh: Mesh) -> np.ndarray:
+    ops = dict(layout.partials)
+    # Along the axes that it is not pending over, ranks hold the same.
+    terms = [x for r, x in parts.items() if all(c == 0 or a in ops for a, c in enumerate(mesh.coordinates(r)))]
+    op = next((op for a, op in layout.partials if a < len(mesh.sizes)), None)
+    out = terms[0]
+    for x in terms[1:]:
+        out = REDUCERS[op](out, x)  # type: ignore[index]
     return np.asarray(out, aval.dtype)
 
 
@@ -334,22 +341,23 @@ def _run_rank(job: _Job) -> list[Any]:
     p = job.program
     sources = [_open(x) if isinstance(x, str) else x for x in job.inputs]
     targets = [_open(path, "r+") if path is not None else None for path in job.outputs]
-    n = math.prod(p.sizes)
+    homes = tuple(range(math.prod(p.sizes)))
+    last = len(p.sizes) - 1
     kept: list[Any] = [None] * len(p.outputs)
     for virtual in job.virtual:
         inputs = []
         for v, x in zip((*p.inputs, *p.constants), sources, strict=True):
             box = block_box(p.layouts[v], p.sizes, p.avals[v].shape, virtual)
             inputs.append({virtual: np.asarray(x[box.slices])})
-        prepared = Prepared(p, (virtual,), (0,) * n, ())
+        prepared = Prepared(p, (virtual,), homes, ())
         for i, (v, found) in enumerate(zip(p.outputs, prepared.run(inputs), strict=True)):
             layout, block = p.layouts[v], found[virtual]
             if layout.shards:
                 box = block_box(layout, p.sizes, p.avals[v].shape, virtual)
                 if block.size:
                     targets[i][box.slices] = block
-            elif kept[i] is None or not layout.partials:
-                kept[i] = block if kept[i] is None else kept[i]
-            else:
-                kept[i] = np.asarray(REDUCERS[layout.partials[0][1]](kept[i], block))
+            elif kept[i] is None:
+                kept[i] = block
+            elif (op := dict(layout.partials).get(last)) is not None:
+                kept[i] = np.asarray(REDUCERS[op](kept[i], block))
     return kept

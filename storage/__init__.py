@@ -24,6 +24,7 @@ from .merging import MergeReport, merge
 from .opened import Checkpoint, StoredArray
 from .opening import open_checkpoint
 from .programs import LoadedProgram, load_program, save_program
+from .quantizing import dequantize, quantize
 from .reporting import LoadReport
 from .rules import Rule, Rules
 from .safetensors import load_safetensors, read_header, save_safetensors
@@ -49,6 +50,7 @@ __all__ = [
     "StoredArray",
     "VerifyReport",
     "convert",
+    "dequantize",
     "diff",
     "estimate",
     "load",
@@ -56,6 +58,7 @@ __all__ = [
     "load_safetensors",
     "merge",
     "open_checkpoint",
+    "quantize",
     "read_header",
     "register_zarr_dtypes",
     "reshard",

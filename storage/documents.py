@@ -102,8 +102,8 @@ class Documents(Mapping[str, Any]):
 def beside(root: str) -> Documents:
     """The documents in a directory without a manifest: its small files of a kind that readers of models know."""
     store = stores.at(root)
-    names_ = store.files() if store.lists else ["config.json", "generation_config.json"]
-    likely = [n for n in names_ if n.endswith(SUFFIXES) and not n.startswith(".") and n not in _OURS]
+    files = store.files() if store.lists else ["config.json", "generation_config.json"]
+    likely = [n for n in files if n.endswith(SUFFIXES) and not n.startswith(".") and n not in _OURS]
     found = {n: size for n in likely if (size := store.size(n)) is not None}
     return Documents(
         root,

@@ -17,7 +17,7 @@ from . import commit, manifest, names, stores
 from .checksums import crc32c
 from .documents import marked
 from .grid import Grid
-from .writing import Record, in_threads
+from .writing import SYNCS, Record, in_threads
 from .zarr_format import array_metadata, group_metadata
 
 
@@ -107,7 +107,7 @@ def _write_metadata(folder: commit.Folder, items: list[Item]) -> int:
         folder.put(f"{directory}/zarr.json", texts[directory])
         folder.settle(directory)
 
-    in_threads(write, list(texts), stores.at(folder.root).readers)
+    in_threads(write, list(texts), SYNCS)
     group = group_metadata(manifest.VERSION, texts)
     folder.put("zarr.json", group)
     folder.settle()

@@ -206,7 +206,7 @@ def load(
     if like is not None and shardings is not None:
         raise CheckpointError("load takes like= or shardings=, not both")
     kept = LoadReport() if report is None else report
-    kept.__init__()  # type: ignore[misc]  # of an earlier load nothing stays
+    kept.reset()
     ckpt = open_checkpoint(path)
     kept.path = ckpt.path
     opened = time.perf_counter()

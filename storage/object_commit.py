@@ -33,7 +33,7 @@ from . import manifest
 from .commit import FOREIGN_AGE, Folder, host
 from .documents import beside
 from .objects import ObjectStore
-from .opening import HF_INDEX, read_index
+from .opening import HF_INDEX, HF_SINGLE, read_index
 from .stores import Entry, split
 from .writing import in_threads
 from .zarr_format import group_metadata
@@ -95,8 +95,8 @@ def _named(store: ObjectStore, held: set[str]) -> set[str] | None:
     if HF_INDEX in held:
         files = {file.partition("/")[0] for file in read_index(store.root)[0].values()}
         return {HF_INDEX, *files, *beside(store.root)}
-    if "model.safetensors" in held:
-        return {"model.safetensors"}
+    if HF_SINGLE in held:
+        return {HF_SINGLE, *beside(store.root)}
     return None
 
 
@@ -113,7 +113,7 @@ def is_begun(root: str) -> bool:
 def is_ours(root: str) -> bool:
     """Whether what lies there may be replaced: a checkpoint, a Hugging Face directory, or remains of one."""
     names = {e.name for e in ObjectStore(root).entries()}
-    return bool(names & {manifest.FILE, HF_INDEX, "model.safetensors", TRASH}) or any(
+    return bool(names & {*_LAST, HF_SINGLE, TRASH}) or any(
         n.startswith(CLAIM) or n.endswith("/zarr.json") for n in names
     )
 
@@ -129,7 +129,10 @@ def recover(root: str) -> list[str]:
     dead = [c for c in claims if _owner_is_gone(store, c)]
     if not dead and TRASH not in held:
         return []
-    named = _named(store, held)
+    try:
+        named = _named(store, held)
+    except CheckpointError:
+        return []  # what a damaged table of contents names cannot be told from what it does not
     alive = {_mark_of(c.name) for c in claims if c not in dead}
     gone = []
     for e in entries:
@@ -175,7 +178,7 @@ def check_target(root: str, overwrite: bool, ours: Callable[[str], bool]) -> Non
     if not split(root)[1]:
         raise CheckpointError(f"{root} is a whole bucket; name a place in it")
     held = {e.name for e in store.entries()}
-    if not overwrite and _named(store, held) is not None:
+    if not overwrite and held & {*_LAST, HF_SINGLE}:
         raise CheckpointExists(f"{root} exists; pass overwrite=True to replace it")
     if held and not ours(root):
         raise CheckpointExists(f"{root} holds something that is not a checkpoint; refused to replace it")

@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays as xp
+from ..arrays import abs as absolute
+from ..arrays import asarray, astype, clip, float32, int8, isfinite, ones_like, where
+from ..arrays import max as largest_of
+from ..arrays import round as rounded
 from ..arrays.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ..arrays.tree import map_with_path
 from . import dtypes
@@ -57,8 +60,8 @@ def quantize(
     Examples
     --------
     >>> state = quantize({"m": np.array([[1.0, -2.0, 0.5]])})
-    >>> np.asarray(state["m"]["q"]), float(state["m"]["scale"][0, 0]) == np.float32(2 / 127)
-    (array([[  64, -127,   32]], dtype=int8), True)
+    >>> np.asarray(state["m"]["q"])
+    array([[  64, -127,   32]], dtype=int8)
     >>> restored, times = dequantize(state)
     >>> bool(np.abs(np.asarray(restored["m"]) - [[1.0, -2.0, 0.5]]).max() <= 1 / 127), times
     (True, 1)
@@ -89,14 +92,14 @@ def quantize(
 
 def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
     levels = _LEVELS[bits]
-    wide = xp.astype(xp.asarray(x), xp.float32)
-    largest = xp.max(xp.abs(wide), axis=-1, keepdims=True)
+    wide = astype(asarray(x), float32)
+    largest = largest_of(absolute(wide), axis=-1, keepdims=True)
     # A row of zeros, and one that is not finite, must not divide by what it has.
-    scale = xp.where(xp.isfinite(largest) & (largest > 0), largest / levels, xp.ones_like(largest))
-    q = xp.astype(xp.clip(xp.round(wide / scale), -levels, levels), xp.int8)
+    scale = where(isfinite(largest) & (largest > 0), largest / levels, ones_like(largest))
+    q = astype(clip(rounded(wide / scale), -levels, levels), int8)
     length = int(x.shape[-1])
     if bits == 4:
-        q = xp.asarray(_pack(np.asarray(q)))
+        q = asarray(_pack(np.asarray(q)))
     return {MARK: bits, "q": q, "scale": scale, "dtype": np.dtype(x.dtype).name, "length": length, "times": times}
 
 
@@ -154,5 +157,5 @@ def _large(node: dict[str, Any]) -> Any:
             raise ValueError(f"{bits} bits, {q.shape} values and {scale.shape} scales for rows of {length}")
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CorruptCheckpoint(f"a quantised array is incomplete: {e}") from None
-    values = xp.asarray(_unpack(np.asarray(q), length)) if bits == 4 else q
-    return xp.astype(xp.astype(xp.asarray(values), xp.float32) * xp.asarray(scale), dtype)
+    values = asarray(_unpack(np.asarray(q), length)) if bits == 4 else q
+    return astype(astype(asarray(values), float32) * asarray(scale), dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])\d+(?![0-9A-Za-z])")
 MAX_LINES = 40
@@ -80,6 +80,11 @@ class LoadReport:
     resharded: list[str] = field(default_factory=list)
     mapping: list[tuple[str, int]] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget an earlier load."""
+        for f in fields(self):
+            setattr(self, f.name, f.default if f.default is not MISSING else f.default_factory())  # type: ignore[misc]
 
     @property
     def fits(self) -> bool:

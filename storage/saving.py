@@ -232,7 +232,8 @@ def save(
 
     Notes
     -----
-    Split arrays are written by the processes that hold them, so all must see the path on a shared file system.
+    Split arrays are written by the processes that hold them, so all must see the path on a shared file system, or have the credentials of
+    the object store in their environment.
 
     Examples
     --------

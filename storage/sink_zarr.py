@@ -21,7 +21,7 @@ from .files import IOV_MAX, active
 from .finishing import Item, finish_directory
 from .grid import Grid, windows
 from .sinks import BATCH, Stream, Unit, clear, read, read_file, sums, touch
-from .writing import Record, in_threads
+from .writing import SYNCS, Record, in_threads
 from .zarr_format import ShardBytes, chunk_coords, shard_index
 
 
@@ -179,7 +179,7 @@ class ZarrSink:
             for i, held in zip(self.items, table, strict=True)
             for coord in i.grid.shards()
         ]
-        self._records = in_threads(lambda job: job(), jobs)
+        self._records = in_threads(lambda job: job(), jobs, SYNCS)
 
     def _complete(
         self, root: str, item: Item, coord: tuple[int, ...], held: dict[tuple[tuple[int, ...], tuple[int, ...]], int]

@@ -20,6 +20,7 @@ from .grid import Grid
 from .zarr_format import ShardBytes
 
 THREADS = 2  # to one disk, more only wait for each other
+SYNCS = 16  # files that are synced at a time: the file system's journal commits those together that wait together
 UPLOADS = 8  # objects on their way to an object store
 _OPEN = 128  # files that are written before they are synced
 
@@ -74,7 +75,7 @@ def write_blocks(
     try:
         for first in range(0, len(jobs), _OPEN):
             written = in_threads(write, jobs[first : first + _OPEN])
-            in_threads(sync, [fd for _, fd in written])
+            in_threads(sync, [fd for _, fd in written], SYNCS)
             records += [r for r, _ in written]
     finally:
         for fd in opened:

@@ -169,7 +169,7 @@ def index_add(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
     """See :data:`meshtape.arrays.indexing.INDEX_ADD`."""
     from ..indexing import _fit, is_basic, numpy_key
 
-    out = contiguous(runner().xp.array(x))
+    out = runner().xp.array(x, order="C")
     if is_basic(template):
         out[numpy_key(template, arrays)] += _fit(v, out, template, arrays)
         return out
@@ -225,7 +225,7 @@ def index_set(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
     """See :data:`meshtape.arrays.indexing.INDEX_SET`."""
     from ..indexing import _fit, is_basic, numpy_key
 
-    out = contiguous(runner().xp.array(x))
+    out = runner().xp.array(x, order="C")
     if is_basic(template):
         out[numpy_key(template, arrays)] = _fit(v, out, template, arrays)
     else:
@@ -239,7 +239,7 @@ def last_writes(g: Any, *arrays: Any, template: Any) -> Any:
 
     r = runner()
     if is_basic(template):
-        return contiguous(r.xp.array(g[numpy_key(template, arrays)]))
+        return r.xp.array(g[numpy_key(template, arrays)], order="C")
     g = contiguous(g)
     out = r.xp.empty(result_shape(template, g.shape, [a.shape for a in arrays]), g.dtype)
     places, inner = rows_of(template, arrays, g.shape)

@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+from ...arrays.errors import CheckpointError
+from ..opened import Checkpoint
 from . import charts
 from .frame import Shown, crumbs, facts, href, notice, section, shape_text, table, tabs
 from .html import Markup, join, tag
@@ -14,6 +16,8 @@ from .site import Opened, Site
 from .text import count, human_bytes, key, natural, percent, plain, visible
 
 _VALUES = 500
+_DOCUMENTS = 20
+_LETTERS = 200_000
 _ROOM = 36  # rows within which groups are shown unfolded
 
 
@@ -412,6 +416,22 @@ def bytes_map(site: Site, at: str, inside: list[str]) -> Shown:
     return Shown(f"{opened.place.label}: map", body, data, crumbs(site, opened.place, ("map", None)), up=up)
 
 
+def _pre(value: Any) -> Markup:
+    """JSON, or lines of text, as far as a page should."""
+    text = value if isinstance(value, str) else json.dumps(plain(value), indent=2, ensure_ascii=True)
+    lines = text[:_LETTERS].split("\n")
+    more = "\n…" if len(lines) > _VALUES or len(text) > _LETTERS else ""
+    return tag("pre", Markup("\n").join(tag("span", line) for line in lines[:_VALUES]), Markup(more))
+
+
+def _document(ckpt: Checkpoint, name: str) -> Markup:
+    """A document that lies beside the arrays: configuration, generation settings, …"""
+    try:
+        return _pre(ckpt.documents[name])
+    except (CheckpointError, OSError, UnicodeDecodeError) as e:
+        return notice("bad", "It cannot be read", tag("p", visible(f"{type(e).__name__}: {e}", 600)))
+
+
 def details(site: Site, at: str) -> Shown:
     """Metadata, meshes, and the leaves of the tree that are not arrays."""
     from ..manifest import scalar_leaves
@@ -420,16 +440,14 @@ def details(site: Site, at: str) -> Shown:
     opened = site.open(at)
     ckpt = opened.ckpt
     leaves = [(leaf_name(p), v) for p, v in scalar_leaves(ckpt.structure)]
-    metadata = json.dumps(plain(ckpt.metadata), indent=2, ensure_ascii=True)
-    lines = metadata.split("\n")
-    code = Markup("\n").join(tag("span", line) for line in lines[:_VALUES])
+    documents = [section(f"Document {visible(n, 100)}", _document(ckpt, n)) for n in list(ckpt.documents)[:_DOCUMENTS]]
     body = join(
         [
             head(opened),
             tab_bar(opened, "details"),
             section(
                 "Metadata",
-                tag("pre", Markup(code)) if ckpt.metadata else tag("p", "None was saved.", class_="mt-quiet"),
+                _pre(ckpt.metadata) if ckpt.metadata else tag("p", "None was saved.", class_="mt-quiet"),
             ),
             section(
                 "Values",

@@ -6,10 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
+from meshtape.autodiff import executable
+
+
+@pytest.fixture(autouse=True, scope="module")
+def reuse_all_memory():
+    """Compiled programs write into the memory of operands however small they are."""
+    before = executable.SMALLEST_REUSED
+    executable.SMALLEST_REUSED = 0
+    yield
+    executable.SMALLEST_REUSED = before
+
 
 # Smooth functions that keep numbers of a few units in that range, so that differences of differences keep some digits.
 UNARY: dict[str, Callable[[Any], Any]] = {

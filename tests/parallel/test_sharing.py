@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -319,6 +320,34 @@ def test_memory_of_blocks_is_used_again():
         mt.compute(mt.scan(step, x, length=30)[0])
         (after,) = client.run(faults).values()
     assert (after - before) / 30 < 1024  # each array anew would be some 8,000
+
+
+def test_peak_memory_of_a_reshard():
+    """The old block, the new one, and some chunks: 64 MB blocks turned from rows to columns, and a sum that all need."""
+
+    def reset() -> int:
+        Path("/proc/self/clear_refs").write_text("5")
+        return status("VmRSS")
+
+    def status(key: str) -> int:
+        (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key)]
+        return int(line.split()[1]) * 1024
+
+    def highest() -> int:
+        return status("VmHWM")
+
+    n = 4096
+    block = n * n // 2 * 8
+    with local_cluster(2) as client, mt.Mesh({"a": 2}, client=client) as mesh:
+        x = mt.compute(mt.distribute(np.ones((n, n)), mesh, a=mt.Shard(0)) + 0.0)
+        turn = mt.compile(lambda x: mt.reshard(x, a=mt.Shard(1)))
+        mt.compute(turn(x[:64]))  # connected
+        before = client.run(reset)
+        y = mt.compute(turn(x))
+        after = client.run(highest)
+        for a in before:
+            assert after[a] - before[a] < 1.25 * block
+        del y
 
 
 # ----- what users of Dask expect --------------------------------------------------------------------------------------

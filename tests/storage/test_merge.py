@@ -1,7 +1,6 @@
 """Merging to Hugging Face files: names, sizes, bounded memory, determinism."""
 
 import json
-import resource
 import subprocess
 import sys
 
@@ -97,13 +96,15 @@ def test_safetensors_to_safetensors(kit, tmp_path):
 
 
 SCRIPT = """
-import resource, sys
+import sys
 import numpy as np
 from meshtape.storage import merge, save
 import meshtape.storage.tensors, google_crc32c
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # in kB; getrusage would count the process that started this one
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+before = peak()
 merge(sys.argv[1], sys.argv[2])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak() - before)
 """
 
 
@@ -120,5 +121,4 @@ def test_memory_is_bounded_by_the_window(kit, tmp_path):
         timeout=120,
     )
     assert int(done.stdout) < 110 << 10  # kB: the window, and what threads and imports take
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 512 << 10
     assert np.array_equal(open_checkpoint(tmp_path / "hf")["w"][2000:2100], w[2000:2100])

@@ -180,6 +180,21 @@ def test_nothing_that_is_not_ours_is_replaced(place):
             open_checkpoint(nothing)
 
 
+def test_a_damaged_checkpoint_can_be_replaced(place):
+    url = f"{place}/c"
+    save(url, {"w": np.ones(2)})
+    stores.at(url).put("meshtape.json", b"{}")
+    stores.at(url).put(f"{object_commit.CLAIM}~g01234567", b"{}")  # of nobody: what it named cannot be told now
+    assert object_commit.recover(url) == []
+    with pytest.raises(errors.CorruptCheckpoint):
+        open_checkpoint(url)
+    with pytest.raises(errors.CheckpointExists):
+        save(url, {"w": np.zeros(2)})
+    save(url, {"w": np.zeros(2)}, overwrite=True)
+    assert np.asarray(load(url)["w"]).tolist() == [0, 0]
+    assert not any(n.startswith("w/") for n in names(url))
+
+
 def test_a_whole_bucket_is_no_target(s3):
     with pytest.raises(errors.CheckpointError, match="whole bucket"):
         save("s3://bucket", {"w": np.ones(2)})

@@ -91,8 +91,8 @@ class Namespace:
     def empty_like(self, x: np.ndarray) -> np.ndarray:
         return self.empty(x.shape, x.dtype)
 
-    def array(self, x: Any, dtype: Any = None) -> np.ndarray:
-        x = np.asarray(x, dtype)
+    def array(self, x: Any, dtype: Any = None, order: str = "K") -> np.ndarray:
+        x = np.asarray(x, dtype)  # guarded memory is in C order, which is one of those that "K" allows
         return guarded(x.shape, x.dtype, self._at, x)
 
     def asnumpy(self, x: np.ndarray) -> np.ndarray:

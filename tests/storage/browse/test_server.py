@@ -411,6 +411,20 @@ def test_a_hundred_thousand_arrays(visit: Any, many: Path, kit: Any, capsys: pyt
         print("\n100,000 arrays:", *lines, sep="\n  ")
 
 
+def test_documents_beside_the_arrays_are_shown(visit: Any, tmp_path: Path, kit: Any) -> None:
+    documents = {"config": {"width": 4, "<b>": "</pre><script>"}}
+    save(tmp_path / "c", {"w": np.ones(2)}, documents=documents)
+    v = visit(tmp_path / "c")
+    shown = kit.Markup(v.get("details", at=0).text).check()
+    assert '"width": 4' in shown.text
+    assert sum(tag == "script" for tag, _ in shown.elements) == 1
+    file = tmp_path / "c" / "config.json"
+    file.write_text(file.read_text() + " ")
+    r = v.get("details", at=0)
+    assert r.status == 200
+    assert "It cannot be read" in r.text
+
+
 # ----- the other faces ------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,108 @@
+"""How ``Array`` is handed to other libraries: the protocols that they ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._dispatch import Deferred
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+_API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
+
+
+class Protocols:
+    """Base of ``Array``: the array API, NumPy's protocols, DLPack, CUDA's array interface."""
+
+    __slots__ = ()
+
+    # NumPy would otherwise take `ndarray + Array` apart element by element.
+    __array_ufunc__ = None
+    __array_priority__ = 1000
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """NumPy's functions see NumPy's arrays, and give such."""
+        return func(*map(_as_numpy, args), **{k: _as_numpy(v) for k, v in kwargs.items()})
+
+    def __array__(self: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        host = self._concrete()
+        if copy is False and (not isinstance(self._buf, np.ndarray) or (dtype is not None and host.dtype != dtype)):
+            raise ValueError(
+                f"{self.dtype.name} on {self.device} to {dtype or 'host memory'} takes a copy, and copy=False forbids it"
+            )
+        if dtype is not None and host.dtype != np.dtype(dtype):
+            return host.astype(dtype)
+        if copy:
+            return host.copy()
+        view = host.view()
+        view.flags.writeable = False
+        return view
+
+    def __array_namespace__(self: Array, /, *, api_version: str | None = None) -> Any:
+        import meshtape.arrays as namespace
+
+        if api_version not in (None, *_API_VERSIONS):
+            raise ValueError(f"unknown version {api_version!r} of the array API: {', '.join(_API_VERSIONS)} are served")
+        return namespace
+
+    def __dlpack__(
+        self: Array,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[Any, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule for ``from_dlpack`` of another library.
+
+        Nobody writes through it: consumers of DLPack 1.0 and later get the memory itself, marked read-only; older ones, whose
+        capsules cannot say so, get a copy, unless they ask for ``copy=False`` and so promise not to write. Views with negative
+        strides are copied: PyTorch (2.13) aborts the process when it meets one.
+        """
+        from ._dlpack import export
+
+        buf = self._concrete() if isinstance(self._buf, Deferred) else self._buf
+        if not isinstance(buf, np.ndarray):
+            extra = {} if copy is None else {"copy": copy}
+            return export(buf, stream=stream, max_version=max_version, dl_device=dl_device, **extra)
+        marked = max_version is not None and max_version[0] >= 1
+        backwards = any(s < 0 and n > 1 for s, n in zip(buf.strides, buf.shape, strict=True))
+        if backwards and copy is False:
+            raise BufferError(
+                "a view that runs backwards through memory is exported as a copy, and copy=False forbids it"
+            )
+        if copy or backwards or (copy is None and not marked):
+            buf, copy = buf.copy(), None
+        elif marked:
+            buf = buf.view()
+            buf.flags.writeable = False
+        elif not buf.flags.writeable:
+            buf, copy = buf.copy(), None  # a capsule without the mark cannot be made of read-only memory
+        return export(buf, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+
+    def __dlpack_device__(self: Array) -> tuple[Any, int]:
+        return (self._concrete() if isinstance(self._buf, Deferred) else self._buf).__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self: Array) -> dict[str, Any]:
+        """The memory on a GPU, marked read-only, for libraries that speak this older protocol; other arrays have no such attribute."""
+        buf = self._buf
+        if isinstance(buf, np.ndarray | Deferred):
+            raise AttributeError(f"__cuda_array_interface__: the array is on {self.device}")  # noqa: TRY004  hasattr is how it is asked for
+        # The consumer holds this Array, not the buffer: a later write must not take the buffer for its own.
+        self._buf = buf.view()
+        interface = dict(self._buf.__cuda_array_interface__)
+        interface["data"] = (interface["data"][0], True)
+        return interface
+
+
+def _as_numpy(value: Any) -> Any:
+    """An argument of a function of NumPy with every Array in it as a (read-only) NumPy array."""
+    if isinstance(value, Protocols):
+        return np.asarray(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_as_numpy, value))
+    return value
