@@ -257,16 +257,6 @@ class Array(Methods, Protocols):
     def __getitem__(self, key: Any) -> Array:
         return indexing.getitem(self, key)
 
-    def _alone(self) -> bool:
-        """Whether no other array, tape or view holds the buffer."""
-        buf = self._buf
-        return (
-            type(buf) is np.ndarray
-            and buf.base is None
-            and sys.getrefcount(buf) <= _SOLE_HOLDER
-            and buf.flags.writeable
-        )
-
     def _writable(self) -> Any:
         """The buffer of this Array alone, copied first where anybody else holds it."""
         buf = self._buf
@@ -275,8 +265,6 @@ class Array(Methods, Protocols):
         return buf
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        from .creation import asarray
-
         buf = self._buf
         if (
             type(value) in _REAL_NUMBERS
@@ -294,6 +282,8 @@ class Array(Methods, Protocols):
                 self._id = 0
                 return
         del buf  # which would count as a holder
+        from .creation import asarray
+
         if not isinstance(value, Array | bool | int | float | complex):
             value = asarray(value)
         if not isinstance(value, Array) or not value.ndim:

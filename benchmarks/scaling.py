@@ -56,7 +56,7 @@ def main() -> None:
             times.append(time.process_time() - start)
         size = len(pickle.dumps(rank_program))
         ready = "—"
-        if ranks <= 512:
+        if ranks <= 64:
             start = time.process_time()
             Prepared(rank_program, (0,), tuple(range(ranks)), small.names)
             ready = f"{time.process_time() - start:.2f}"

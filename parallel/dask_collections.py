@@ -2,11 +2,12 @@
 
 An array on a mesh is a Dask collection: its blocks are futures on the workers that hold them. ``x.to_dask()`` gives the
 ``dask.array`` of these blocks, ``mt.from_dask(d, mesh)`` puts the chunks of one on a mesh, and what takes Dask collections
-(``dask.compute``, ``distributed.progress``, ``distributed.wait``) takes our arrays.
+(``dask.compute``, and for arrays that are computed ``distributed.progress`` and ``distributed.wait``) takes our arrays.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
 from collections.abc import Mapping, Sequence
@@ -187,8 +188,21 @@ def adopt(spec: Any, *parts: np.ndarray) -> Any:
 def as_collection(buf: ShardedBuffer) -> da.Array:
     """The Dask array behind a split array, the same one each time it is asked for."""
     if buf.collection is None:
+        if (buf.handle is None or buf.layout.partials) and _on_the_clients_loop(buf.mesh):
+            # ``distributed.wait`` looks at collections there, where nothing may wait: not even for them to be computed.
+            raise MeshError(
+                "this array is still to be computed: call mt.compute(x) before distributed.wait(x) or progress(x)"
+            )
         buf.collection = to_dask(buf)
     return buf.collection
+
+
+def _on_the_clients_loop(mesh: Mesh) -> bool:
+    client = getattr(mesh.runtime, "client", None)
+    try:
+        return client is not None and asyncio.get_running_loop() is client.loop.asyncio_loop
+    except RuntimeError:  # no loop runs in this thread
+        return False
 
 
 def persisted(buf: ShardedBuffer) -> tuple[Any, tuple[Any, ...]]:

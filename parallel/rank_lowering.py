@@ -45,7 +45,7 @@ def _lower_even(w: Any, e: Entry, code: RankCode, inputs: Sequence[int]) -> list
             env[x.outputs[0]] = env[x.inputs[0]]  # type: ignore[index]
             continue
         args = tuple(env[v] if isinstance(v, int) else v for v in x.inputs)
-        origin = f"{e.origin or code.name}: {x.origin or x.op.name}"
+        origin = f"{code.name}: {x.origin or x.op.name}"
         if x.op in ops.COLLECTIVES:
             shapes = (p.avals[x.inputs[0]].shape,)  # type: ignore[index]
             c = collective_of(code, x.op, x.params, groups_of(sizes, x.params["axes"]), shapes, (x.params["shape"],))
@@ -126,7 +126,7 @@ def _advance(
             target = w.new_inner(aval)
             everywhere = (aval.shape,) * code.mesh.size
             pair = Collective("message", (), ((rank, peer),), everywhere, everywhere, ())
-            w.message(source, target, f"{e.origin or code.name}: a message", pair)
+            w.message(source, target, f"{code.name}: a message", pair)
             mail.setdefault((rank, peer), deque()).append(target)
             return at + 1
         elif x.op in (ops.VARY, ops.TIE):
@@ -147,7 +147,7 @@ def _lower_one(w: Any, e: Entry, code: RankCode, rank: int, x: Entry, env: dict[
         group = next(g for g in groups_of(code.mesh.sizes, x.params["axes"]) if rank in g)
         params = {"value": group.index(rank)}
     outs = tuple(w.new_inner(code.programs[rank].avals[v]) for v in x.outputs)
-    origin = f"{e.origin or code.name}: {x.origin or x.op.name}"
+    origin = f"{code.name}: {x.origin or x.op.name}"
     w.inner(x.op, args, outs, params, {rank: params}, origin, "" if x.site is None else site_text(x.site))
     env.update(zip(x.outputs, outs, strict=True))
 
@@ -178,7 +178,7 @@ def _lower_wave(w: Any, e: Entry, code: RankCode, waiting: dict[int, Entry], env
             results[r] = x.params["shape"]
             w.inner(ALIAS, (envs[r][x.inputs[0]],), (source,), {}, {r: {}}, code.name, "")  # type: ignore[index]
             envs[r][x.outputs[0]] = target
-        origin = f"{e.origin or code.name}: {first.origin or first.op.name}"
+        origin = f"{code.name}: {first.origin or first.op.name}"
         w.collective(
             source, target, origin, c._replace(groups=tuple(groups), shapes=tuple(shapes), results=tuple(results))
         )

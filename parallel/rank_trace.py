@@ -324,13 +324,14 @@ def tracing(trace: RankTrace) -> Iterator[None]:
     """Calls on values of ``trace`` are written down; the recorders of the code around see none of them."""
     if current.trace is not None:
         raise MeshError("[shard_map] inside another mt.shard_map: the ranks' code is per-rank code already")
-    before = state.recorders
+    before, origin = state.recorders, state.origin
     current.trace = trace
+    state.origin = None  # what is inside speaks its own words
     state.recorders = (*(Outside(r) for r in before), _Notes(trace))
     try:
         yield
     finally:
-        state.recorders = before
+        state.recorders, state.origin = before, origin
         current.trace = None
 
 

@@ -26,7 +26,7 @@ from tornado import web
 from tornado.ioloop import IOLoop
 
 from ...arrays.errors import CheckpointError, CheckpointKeyError, MeshtapeError, NotACheckpoint
-from . import view_array, view_checkpoint, view_places, view_scans
+from . import view_array, view_checkpoint, view_details, view_places, view_scans
 from .frame import Shown, asset, href, notice, page
 from .html import tag
 from .inventory import SORTS, Query
@@ -273,7 +273,7 @@ class _Map(_Handler):
 class _Details(_Handler):
     async def get(self) -> None:
         site, at = self.access.site, self.parameter("at", "0")
-        await self.show(lambda: view_checkpoint.details(site, at))
+        await self.show(lambda: view_details.details(site, at))
 
 
 class _Array(_Handler):

@@ -1,23 +1,16 @@
-"""A checkpoint as a whole: totals, the list of its arrays as a tree or as found, the map by bytes, its values and metadata."""
+"""A checkpoint as a whole: totals, the list of its arrays as a tree or as found, the map by bytes."""
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
-from ...arrays.errors import CheckpointError
-from ..opened import Checkpoint
 from . import charts
 from .frame import Shown, crumbs, facts, href, notice, section, shape_text, table, tabs
 from .html import Markup, join, tag
 from .inventory import PAGE, SORTS, Group, Query, Row
 from .site import Opened, Site
-from .text import count, human_bytes, key, natural, percent, plain, visible
+from .text import count, human_bytes, key, natural, percent, visible
 
-_VALUES = 500
-_DOCUMENTS = 20
-_LETTERS = 200_000
 _ROOM = 36  # rows within which groups are shown unfolded
 
 
@@ -366,7 +359,7 @@ def _found(opened: Opened, query: Query) -> tuple[Markup, dict[str, Any]]:
     }
 
 
-# ----- map and details ------------------------------------------------------------------------------------------------
+# ----- map ------------------------------------------------------------------------------------------------------------
 
 
 def bytes_map(site: Site, at: str, inside: list[str]) -> Shown:
@@ -414,75 +407,3 @@ def bytes_map(site: Site, at: str, inside: list[str]) -> Shown:
     up = href("map", at=at, in_=inside[:-1]) if inside else href("checkpoint", at=at)
     data = facts_of(opened) | {"largest": [row_data(r) for r in largest]}
     return Shown(f"{opened.place.label}: map", body, data, crumbs(site, opened.place, ("map", None)), up=up)
-
-
-def _pre(value: Any) -> Markup:
-    """JSON, or lines of text, as far as a page should."""
-    text = value if isinstance(value, str) else json.dumps(plain(value), indent=2, ensure_ascii=True)
-    lines = text[:_LETTERS].split("\n")
-    more = "\n…" if len(lines) > _VALUES or len(text) > _LETTERS else ""
-    return tag("pre", Markup("\n").join(tag("span", line) for line in lines[:_VALUES]), Markup(more))
-
-
-def _document(ckpt: Checkpoint, name: str) -> Markup:
-    """A document that lies beside the arrays: configuration, generation settings, …"""
-    try:
-        return _pre(ckpt.documents[name])
-    except (CheckpointError, OSError, UnicodeDecodeError) as e:
-        return notice("bad", "It cannot be read", tag("p", visible(f"{type(e).__name__}: {e}", 600)))
-
-
-def details(site: Site, at: str) -> Shown:
-    """Metadata, meshes, and the leaves of the tree that are not arrays."""
-    from ..manifest import scalar_leaves
-    from ..names import leaf_name
-
-    opened = site.open(at)
-    ckpt = opened.ckpt
-    leaves = [(leaf_name(p), v) for p, v in scalar_leaves(ckpt.structure)]
-    documents = [section(f"Document {visible(n, 100)}", _document(ckpt, n)) for n in list(ckpt.documents)[:_DOCUMENTS]]
-    body = join(
-        [
-            head(opened),
-            tab_bar(opened, "details"),
-            section(
-                "Metadata",
-                _pre(ckpt.metadata) if ckpt.metadata else tag("p", "None was saved.", class_="mt-quiet"),
-            ),
-            section(
-                "Values",
-                table(
-                    ("Name", "Value"),
-                    [(visible(n, 200), visible(json.dumps(plain(v)), 400)) for n, v in leaves[:_VALUES]],
-                )
-                if leaves
-                else tag("p", "The tree has no leaves but arrays.", class_="mt-quiet"),
-                note=f"the first {_VALUES} of {len(leaves):,}"
-                if len(leaves) > _VALUES
-                else "leaves of the tree that are not arrays",
-            ),
-            section(
-                "Meshes",
-                table(
-                    ("Mesh", "Ranks"),
-                    [(" × ".join(f"{a}={n}" for a, n in m.items()), f"{math.prod(m.values()):,}") for m in ckpt.meshes],
-                    numeric=(1,),
-                )
-                if ckpt.meshes
-                else tag("p", "All arrays were local.", class_="mt-quiet"),
-            ),
-            tag(
-                "p",
-                f"Opened in {1000 * opened.seconds:.0f} ms; only the table of contents was read.",
-                class_="mt-quiet",
-            ),
-        ]
-    )
-    data = facts_of(opened) | {"metadata": plain(ckpt.metadata), "values": {n: plain(v) for n, v in leaves[:_VALUES]}}
-    return Shown(
-        f"{opened.place.label}: details",
-        body,
-        data,
-        crumbs(site, opened.place, ("details", None)),
-        up=href("checkpoint", at=at),
-    )

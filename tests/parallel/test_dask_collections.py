@@ -96,6 +96,9 @@ def test_on_a_cluster(processes):
         np.testing.assert_allclose(np.asarray(mt.sum(x * x, axis=0)), (host * host).sum(axis=0))
         y = x + 1
         with processes.as_current():
+            with pytest.raises(errors.MeshError, match=r"call mt\.compute\(x\) before distributed\.wait"):
+                wait(y)
+            mt.compute(y)
             wait(y)
             progress(y, notebook=False)
         back = y.to_dask()

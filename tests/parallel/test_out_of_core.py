@@ -66,13 +66,13 @@ def test_two_stored_arrays_and_columns(tmp_path, stored):
 def test_what_needs_collectives_is_refused_before_anything_is_written(tmp_path, stored):
     _, path = stored
     x = mt.from_zarr(path, mt.Mesh({"a": 2}), a=mt.Shard(0))
-    with pytest.raises(errors.ShardingConflict, match="needs all_gather.*sort needs dimension 0 whole"):
+    with pytest.raises(errors.ShardingConflict, match=r"needs all_gather.*sort needs dimension 0 whole"):
         mt.stream(lambda x: mt.sort(x, axis=0), x, to=where(tmp_path))
     with pytest.raises(errors.ShardingConflict, match="needs all_reduce"):
         mt.stream(lambda x: x - mt.mean(x, axis=0), x, to=where(tmp_path))
     with pytest.raises(errors.ShardingConflict, match=r"result 0 is split over the blocks: say where"):
         mt.stream(lambda x: x * 2, x)
-    with pytest.raises(MemoryError, match="the smallest blocks need .* a rank, and 10 B are allowed"):
+    with pytest.raises(MemoryError, match=r"the smallest blocks need .* a rank, and 10 B are allowed"):
         mt.stream(lambda x: x * 2, x, memory=10, to=where(tmp_path))
     assert not (tmp_path / "out").exists()
 

@@ -364,6 +364,7 @@ def test_no_secret_is_in_any_message_repr_plan_or_log(kit, s3, monkeypatch, capl
         repr(ckpt["w"].tensor.whole()),
         repr(stores.at(url)),
         repr(objects.client(url)),
+        repr(objects._clients),
     ]
     told.append(pickle.dumps(ckpt["w"].tensor.whole()).decode("latin-1"))
     told.append(json.dumps([e.name for e in stores.at(url).entries()]))
@@ -404,3 +405,29 @@ def test_programs_say_that_they_are_local(tmp_path):
     with pytest.raises(errors.CheckpointError, match="local directory"):
         mt.save_program("s3://bucket/p", lambda x: x + x, mt.ones(2))
     assert not os.path.exists("s3:")
+
+
+def test_an_interrupted_upload_goes_on_and_another_plan_starts_anew(kit, place, tmp_path):
+    storage.save_safetensors(tmp_path / "x.safetensors", {f"k{i}": np.full(1000, i) for i in range(4)})
+
+    def stop(done, total):
+        if done > 8000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        storage.merge(tmp_path / "x.safetensors", f"{place}/m", max_shard_bytes=8000, threads=1, progress=stop)
+    assert object_commit.JOURNAL in names(f"{place}/m")
+    with pytest.raises(errors.IncompleteCheckpoint):
+        open_checkpoint(f"{place}/m")
+    seen = []
+    storage.merge(
+        tmp_path / "x.safetensors", f"{place}/m", max_shard_bytes=8000, threads=1, progress=lambda d, t: seen.append(d)
+    )
+    assert seen[0] > 8000
+    assert len(names(f"{place}/m")) == 5
+    with pytest.raises(KeyboardInterrupt):
+        storage.merge(tmp_path / "x.safetensors", f"{place}/n", max_shard_bytes=8000, threads=1, progress=stop)
+    storage.merge(tmp_path / "x.safetensors", f"{place}/n", max_shard_bytes=16000, progress=lambda d, t: seen.append(d))
+    assert 0 in seen
+    assert len(names(f"{place}/n")) == 3
+    assert sorted(load(f"{place}/n")) == sorted(load(f"{place}/m"))
