@@ -304,18 +304,27 @@ def _room(
 ) -> np.ndarray | None:
     """Memory for a result: that of an operand that nobody else sees and nothing reads again, or some of the pool's."""
     for v in dying:
+        if _references(values, v) != _ALONE:  # somebody else sees it, or a view of it
+            continue
         a = values[v]
-        # Held by the table of values, by `a`, and by the call that counts: whoever else sees it, or a view of it, counts more.
         if (
             a.shape == shape
             and a.dtype == dtype
             and not isinstance(a.base, np.ndarray)
-            and sys.getrefcount(a) == 3
             and a.flags.writeable
             and a.flags.c_contiguous
         ):
             return a
     return POOL.empty(shape, dtype) if dtype.itemsize and _size(shape) * dtype.itemsize >= SMALLEST else None
+
+
+def _references(values: Mapping[int, np.ndarray], v: int) -> int:
+    a = values[v]
+    return sys.getrefcount(a)
+
+
+_ALONE = _references({0: np.empty(0)}, 0)
+"""What is counted for an array that only a table of values holds; versions of Python differ in it."""
 
 
 def _size(shape: tuple[int, ...]) -> int:

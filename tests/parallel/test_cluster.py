@@ -21,7 +21,7 @@ import meshtape as mt
 from meshtape.parallel import dask_runtime, gang
 from meshtape.parallel.cluster import connect
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def held(client: Client) -> dict[str, int]:

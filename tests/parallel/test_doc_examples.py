@@ -9,10 +9,12 @@ import pkgutil
 import pytest
 
 import meshtape.parallel
+import meshtape.parallel.transports
 
 MODULES = [
     "meshtape.parallel",
     *(f"meshtape.parallel.{m.name}" for m in pkgutil.iter_modules(meshtape.parallel.__path__)),
+    *(f"meshtape.parallel.transports.{m.name}" for m in pkgutil.iter_modules(meshtape.parallel.transports.__path__)),
 ]
 
 

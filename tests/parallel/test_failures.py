@@ -23,7 +23,7 @@ from meshtape.arrays import OPS
 from meshtape.parallel import gang
 from meshtape.parallel.cluster import connect, local_cluster
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def failing(end: str, at: float | None = None) -> Callable[..., Any]:
 
 def works(client: Client) -> None:
     """A new mesh of this client computes."""
-    client.wait_for_workers(2, timeout=30)
+    client.wait_for_workers(2, timeout=120)
     with mt.Mesh({"a": 2}, client=client) as mesh:
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         np.testing.assert_array_equal(mt.reshard(x + 1, a=mt.Replicate()), [1, 2, 3, 4])

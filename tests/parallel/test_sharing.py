@@ -24,7 +24,7 @@ from meshtape.parallel.cluster import local_cluster
 from meshtape.parallel.lease import lease_of
 from meshtape.parallel.transports import memory
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -265,7 +265,7 @@ def test_workers_that_come_later_and_one_that_stands_still():
     with local_cluster(2) as client:
         works(client)
         client.cluster.scale(3)
-        client.wait_for_workers(3, timeout=60)
+        client.wait_for_workers(3, timeout=120)
         with mt.Mesh({"a": 3}, client=client) as mesh:
             assert len(mesh.runtime.addresses) == 3
             x = mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0))

@@ -29,7 +29,7 @@ from meshtape.parallel.transports.slots import SlotLink
 MESH, SECRET = b"m" * 16, b"s" * 32
 RANKS = {0: "rank 0", 1: "rank 1", 2: "rank 2"}
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

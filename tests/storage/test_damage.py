@@ -296,7 +296,9 @@ def test_links_out_of_the_checkpoint_are_refused(saved, tmp_path):
         load(saved)
 
 
-@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a\0b", "", 5, "link.safetensors", "a\\b"])
+@pytest.mark.parametrize(
+    "file", ["../x.safetensors", "/etc/passwd", "a\0b", "", 5, "link.safetensors", "a\\b", "9" * 300, "a/" * 600]
+)
 def test_hostile_weight_maps_are_refused(tmp_path, file):
     save_safetensors(tmp_path / "x.safetensors", {"w": np.ones(1)})
     hf = tmp_path / "hf"
