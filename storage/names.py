@@ -96,7 +96,10 @@ def inside(root: str, relative: object, source: str) -> str:
         return path
     if not any(os.path.islink(os.path.join(root, *parts[: i + 1])) for i in range(len(parts))):
         return path
-    real, home = Path(path).resolve(), Path(root).resolve()
+    try:
+        real, home = Path(path).resolve(), Path(root).resolve()
+    except (OSError, RuntimeError) as e:  # links that lead in a circle
+        raise CorruptCheckpoint(f"{source}: file {relative!r} is a link that leads nowhere: {e}") from None
     allowed = [home]
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")

@@ -72,7 +72,9 @@ def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tup
         places: Any = 0
         for p, n in zip(lead, shape, strict=False):
             a = arrays[p.n].astype(np.int64, copy=False)
-            places = places * n + xp.where(a < 0, a + n, a)
+            # The remainder counts negative indices from the end. Where nobody has looked at the indices (traced ones, or checks
+            # that are switched off) it also keeps a bad one inside the array, as CuPy's own indexing does.
+            places = places * n + a % max(n, 1)
     else:
         every = xp.arange(math.prod(shape[:kept]), dtype=np.int64).reshape(shape[:kept])
         places = every[numpy_key(tuple(lead), arrays)]

@@ -337,3 +337,14 @@ def test_incomplete_hugging_face_directories(tmp_path):
     index.write_text("{")
     with pytest.raises(errors.CorruptCheckpoint, match="not an index"):
         load(tmp_path / "hf")
+
+
+def test_links_in_a_circle_are_an_error(tmp_path):
+    save(tmp_path / "c", {"w": np.ones(3)})
+    shard = tmp_path / "c" / "w" / "c.0"
+    shard.unlink()
+    shard.symlink_to(shard)
+    with pytest.raises(errors.CheckpointError, match=r"c\.0"):
+        load(tmp_path / "c")
+    with pytest.raises(errors.CheckpointError, match=r"c\.0"):
+        open_checkpoint(tmp_path / "c")["w"][:]
