@@ -100,6 +100,13 @@ def _named(store: ObjectStore, held: set[str]) -> set[str] | None:
     return None
 
 
+def _is_written(name: str, held: set[str]) -> bool:
+    """Whether a writer of ours makes such names for arrays: beside a checkpoint that is whole, anything else belongs to its user."""
+    top = name.partition("/")[0]
+    of_an_array = f"{top}/zarr.json" in held or re.fullmatch(r"[^/]+/c([./].*)?", name) is not None
+    return bool(_mark_of(name)) or name == JOURNAL or top.endswith(".safetensors") or of_an_array
+
+
 def _delete(store: ObjectStore, names: list[str]) -> None:
     groups = [names[i : i + 1000] for i in range(0, len(names), 1000)]
     in_threads(store.delete, groups)
@@ -138,7 +145,9 @@ def recover(root: str) -> list[str]:
     for e in entries:
         if e.name in held & {*(c.name for c in claims), TRASH, *_LAST}:
             continue
-        if _mark_of(e.name) in alive or (named is not None and e.name.partition("/")[0] in named):
+        if _mark_of(e.name) in alive:
+            continue
+        if named is not None and (e.name.partition("/")[0] in named or not _is_written(e.name, held)):
             continue
         gone.append(e.name)
     _delete(store, gone)

@@ -142,6 +142,7 @@ class Loader:
         assert self.mesh is not None
         assert self.sharding is not None
         micro, coming = self._micro(ids), self._micro(then)
+        paths = [q for q, _ in trees.flatten_with_path(trees.unflatten(treedef, leaves))]
         out = []
         for k, part in enumerate(micro):
             following = micro[k + 1] if k + 1 < len(micro) else (coming[0] if coming else then)
@@ -153,7 +154,7 @@ class Loader:
                     self._packed,
                     self._rows(part, rank),
                     self._rows(following, rank),
-                    tuple(s.box(shape, rank).slices[1:] for s, shape in zip(placed, shapes, strict=True)),
+                    {q: s.box(shape, rank).slices[1:] for q, s, shape in zip(paths, placed, shapes, strict=True)},
                 )
                 for rank in range(self.mesh.size)
             }
@@ -230,7 +231,8 @@ class Wanted(NamedTuple):
     source: bytes
     ids: np.ndarray
     then: np.ndarray
-    slices: tuple[tuple[slice, ...], ...]
+    slices: dict[trees.Path, tuple[slice, ...]]
+    """Of each array behind its rows, in the order in which the blocks are wanted."""
 
 
 class _Ahead:
@@ -276,6 +278,10 @@ def read_on_worker(payloads: Mapping[int, Wanted]) -> dict[int, list[np.ndarray]
         same = w.ids.tobytes()
         if same not in read:
             read[same] = _ahead.take(rank, w)
-        leaves = trees.flatten(read[same])[0]
-        out[rank] = [np.asarray(x[(slice(None), *s)], order="C") for x, s in zip(leaves, w.slices, strict=True)]
+        # By name: a source may list its arrays in another order here than in the client, as directories do.
+        found = dict(trees.flatten_with_path(read[same]))
+        if found.keys() != w.slices.keys():
+            here, there = (", ".join(map(trees.path_name, x)) for x in (found, w.slices))
+            raise DataError(f"the source gives {here} on a worker, and {there} in the client")
+        out[rank] = [np.asarray(found[q][(slice(None), *s)], order="C") for q, s in w.slices.items()]
     return out

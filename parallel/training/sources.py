@@ -142,7 +142,7 @@ class ZarrSource:
                 missing = sorted(set(self.columns or ()) - set(found))
                 if missing or not found:
                     raise DataError(f"{self.path} has no array {missing}; it has {sorted(found)}")
-                self._open = {n: found[n] for n in self.columns or found}
+                self._open = {n: found[n] for n in self.columns or sorted(found)}
         return self._open
 
     def __len__(self) -> int:

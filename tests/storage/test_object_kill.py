@@ -248,3 +248,22 @@ def test_a_deletion_that_had_not_begun_does_not_happen(s3):
     stores.at(url).delete(["meshtape.json"])
     assert CheckpointManager(f"{s3.url}/run").steps() == []
     assert names(url) == []
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_what_a_dead_writer_leaves_goes_and_what_the_user_put_there_stays(s3, merged, tmp_path):
+    where = f"{s3.url}/beside-{merged}"
+    save(tmp_path / "c" if merged else where, {"a": np.ones(3)})
+    if merged:
+        merge(tmp_path / "c", where)
+    store = stores.at(where)
+    store.put("notes.bin", b"mine")
+    store.put("1_Pooling/config.json", b"{}")
+    claim = json.dumps({"host": object_commit.host(), "pid": 2**22 + 1, "id": "x"}).encode()
+    store.put(f"{object_commit.CLAIM}~g00000000", claim)
+    store.put("a~g00000000/c.0", b"half")
+    gone = object_commit.recover(where)
+    assert sorted(gone) == [f"{object_commit.CLAIM}~g00000000", "a~g00000000/c.0"]
+    assert store.get("notes.bin") == b"mine"
+    assert store.get("1_Pooling/config.json") == b"{}"
+    assert load(where)["a"].tolist() == [1, 1, 1]
