@@ -78,7 +78,10 @@ class Flight:
     def settle(self, this: Gang) -> None:
         """Wait until a gang has ended; raise its error, the cause before its consequences."""
         pending = list(this.futures)
+        looked_at = time.monotonic()
         failed_at: float | None = None
+        gone_at: float | None = None
+        gone: list[str] = []
         grace = settings.number("timeouts.abort")
         # Not distributed.wait: it needs a current client, and to set one changes Dask's configuration for all threads.
         ended = threading.Event()
@@ -96,21 +99,35 @@ class Flight:
                     self._stop_the_rest()
             if failed_at is not None and time.monotonic() - failed_at > grace:
                 break
+            if failed_at is None and pending and time.monotonic() - looked_at > 2:
+                # A task whose worker died before it began is not always told to have failed: the scheduler may keep it for a
+                # worker of that address to come, for ever.
+                looked_at = time.monotonic()
+                gone = self._gone()
+                gone_at = None if not gone else gone_at or looked_at
+                if gone_at is not None and looked_at - gone_at > grace:
+                    self._stop_the_rest()
+                    break
             if pending and self.client.status != "running":
                 raise ClusterError(f"the Dask client is {self.client.status}: the cluster went away during {this.what}")
         if this in self.gangs:
             self.gangs.remove(this)
-        if failed_at is None and not any(map(failed, this.futures)):
+        if not pending and not any(map(failed, this.futures)):
             return
         self.epoch += 1  # the next run connects anew
         for g in (this, *self.gangs):
             g.end()
         self.gangs.clear()
         self.lease.forget(f for f in this.futures if not f.done())
-        raise self._cause(this)
+        raise self._cause(this, gone)
 
-    def _cause(self, this: Gang) -> MeshtapeError:
-        errors: list[BaseException] = []
+    def _gone(self) -> list[str]:
+        """Addresses of the mesh that the scheduler does not know any more."""
+        alive = self.client.scheduler_info(n_workers=-1)["workers"]
+        return [a for a in self.addresses if a not in alive]
+
+    def _cause(self, this: Gang, gone: Sequence[str]) -> MeshtapeError:
+        errors: list[BaseException] = [RankLost(f"the worker {a} left the cluster during {this.what}") for a in gone]
         for f in this.futures:
             if f.status == "error":
                 errors.append(f.exception() or RankLost(f"the task {f.key} failed"))
@@ -139,8 +156,8 @@ class Flight:
 
     def _stop_the_rest(self) -> None:
         """Workers that still wait for one that failed are told; nobody waits for their answer, as one may have none."""
-        alive = set(self.client.scheduler_info(n_workers=-1)["workers"])
-        there, epoch = [a for a in self.addresses if a in alive], self.epoch
+        gone, epoch = self._gone(), self.epoch
+        there = [a for a in self.addresses if a not in gone]
 
         def tell() -> None:
             with contextlib.suppress(Exception):  # it hastens an end that timeouts would bring as well

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,26 @@ def test_the_tour_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "all_reduce" in out
     assert "Sharding(model=Shard(0))" in out
     assert out.strip().endswith("[1. 1.]")
+
+
+def test_a_newcomer_gets_from_a_clone_to_a_checkpoint_in_the_browser(tmp_path: Path) -> None:
+    block = next(b for b in blocks("console") if "cd meshtape" in b)
+    # What comes before has set up the environment that runs this test.
+    commands = [shlex.split(line)[3:] for line in block.splitlines() if line.startswith("uv run meshtape ")]
+    *before, browse = [[sys.executable, "-m", "meshtape", *c] for c in commands]
+    assert browse[3] == "browse"
+    for command in before:
+        subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=250)
+    with subprocess.Popen(browse, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = next(m[0] for line in server.stdout if (m := re.search(r"http://\S+", line)))
+            with urllib.request.urlopen(address) as page:
+                start = page.read().decode()
+            runs = re.findall(r'href="([^"]*open[^"]*|[^"]*checkpoint[^"]*)"', start)
+            assert runs, start
+        finally:
+            server.terminate()
 
 
 def test_the_commands_exist() -> None:

@@ -323,3 +323,18 @@ def test_nothing_is_left_behind(processes):
     assert set(sockets_and_threads(processes).values()) == {(0, 0)}
     now = processes.run(lambda: len(list(Path("/proc/self/fd").iterdir())))
     assert all(now[a] <= descriptors[a] + 3 for a in now)
+
+
+def test_a_task_that_waits_for_a_worker_that_is_gone_is_an_error(processes: Client) -> None:
+    from meshtape.parallel.flight import Flight, Gang
+    from meshtape.parallel.lease import lease_of
+
+    with dask.config.set({"meshtape.timeouts.abort": 1}):
+        gone = "tcp://127.0.0.1:1"
+        stuck = processes.submit(int, 1, workers=[gone], allow_other_workers=False, key="meshtape-stuck", pure=False)
+        flight = Flight(processes, b"m" * 16, [gone], lease_of(processes))
+        flight.gangs.append(Gang("r", "fit", [stuck]))
+        with within(60), pytest.raises(mt.errors.RankLost, match=f"worker {gone} left the cluster during fit"):
+            flight.check() or flight.settle(flight.gangs[0])
+        assert not flight.gangs
+        stuck.release()
