@@ -51,6 +51,11 @@ def _matmul_y(xp, g, x, y_like):
         return outer * (g if len(y_like.shape) == 1 else xp.expand_dims(g, axis=-2))
     if len(y_like.shape) == 1:
         return conj(xp, x) * xp.expand_dims(g, axis=-1)
+    if len(y_like.shape) == 2 < len(x.shape) and getattr(x, "sharding", None) is getattr(g, "sharding", None) is None:
+        # One product over all rows: a stack of matrices, one for each row of the batch, would be made only to be summed. On a mesh
+        # the dimensions stay apart, as each may be split in its own way.
+        rows = math.prod(x.shape[:-1])
+        x, g = xp.reshape(x, (rows, x.shape[-1])), xp.reshape(g, (rows, g.shape[-1]))
     return xp.matmul(xp.matrix_transpose(conj(xp, x)), g)
 
 
