@@ -56,7 +56,7 @@ def squarify(sizes: Sequence[float], place: Rectangle) -> list[Rectangle]:
         thick = row / side if side > 0 else 0.0
         at = y if w >= h else x
         for a in areas[start:end]:
-            length = a / thick if thick > 0 else 0.0
+            length = side * a / row if row > 0 else 0.0  # of the side, so that a row fills it to the last bit
             out.append(Rectangle(x, at, thick, length) if w >= h else Rectangle(at, y, length, thick))
             at += length
         if w >= h:
