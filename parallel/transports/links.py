@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -42,7 +43,7 @@ class Small:
         return True
 
 
-class Link:
+class Link(ABC):
     """See the module. A link is told what an exchange moves by :meth:`start`; then the group calls :meth:`push` and :meth:`pull`
     until both return True."""
 
@@ -53,6 +54,7 @@ class Link:
         self.moved = 0
         """Counts what changed, so that a caller knows when another attempt is worth it."""
 
+    @abstractmethod
     def start(
         self, head: bytes | None, batches: Sequence[Batch], sinks: Sequence[Sink] | None, small: int | None
     ) -> None:
@@ -61,28 +63,27 @@ class Link:
         ``head`` is what goes first (None: nothing is sent), a small message as a whole; ``batches`` follow it. ``sinks`` take what
         comes (None: nothing does); ``small`` is its size where it is a small message.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def push(self) -> bool:
         """Send what can be sent now; True when all is sent."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pull(self, check: Check) -> bool:
         """Receive what is here; True when all has come."""
-        raise NotImplementedError
 
+    @abstractmethod
     def interest(self) -> int:
         """What to poll for, of what :meth:`push` and :meth:`pull` wait for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reason(self, length: int) -> str:
         """The text of an abort, whose head has come."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def at_boundary(self) -> bool:
         """Whether a new head may be sent now."""
-        raise NotImplementedError
 
     def close(self) -> None:
         self.stream.close()
