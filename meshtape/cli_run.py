@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import runpy
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from datetime import datetime
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -197,7 +198,7 @@ def _script(script: str, args: tuple[str, ...], job: Any, summary: dict[str, Any
     sys.argv, sys.path[:0] = [script, *args], [str(Path(script).absolute().parent)]
     try:
         with running(job):
-            runpy.run_path(script, run_name="__main__")
+            _run_as_main(script)
     except SystemExit as e:
         if isinstance(e.code, str):
             click.echo(e.code, err=True)
@@ -217,6 +218,24 @@ def _script(script: str, args: tuple[str, ...], job: Any, summary: dict[str, Any
     finally:
         sys.argv[:], sys.path[:] = before
     return _stopped(job)
+
+
+def _run_as_main(script: str) -> None:
+    """Run a script as the module ``__main__``, in this process alone.
+
+    A nanny starts a worker anew through multiprocessing, whose child first imports what is ``__main__`` in its parent: the script
+    would train once more inside the worker. A main module whose spec is named like a package's ``__main__`` is left alone
+    (``multiprocessing.spawn``), which is why this is not ``runpy.run_path``.
+    """
+    module = ModuleType("__main__")
+    module.__file__ = script
+    module.__spec__ = ModuleSpec("meshtape.__main__", None)
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(Path(script).read_bytes(), script, "exec"), module.__dict__)
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _stopped(job: Any) -> int:

@@ -345,6 +345,30 @@ def test_a_job_in_this_process_and_its_exit_codes(processes_by_hand, tmp_path):
     assert "ZeroDivisionError" in json.loads((tmp_path / "run" / "summary.json").read_text())["error"]
 
 
+ONCE = """
+import os, signal, time
+from pathlib import Path
+
+with Path("runs.txt").open("a") as f:
+    print(os.getpid(), file=f)
+
+import meshtape as mt
+
+client = mt.cluster_mesh({"data": -1}).runtime.client
+(address, pid), = client.run(os.getpid).items()
+os.kill(pid, signal.SIGKILL)
+while not set(client.scheduler_info(n_workers=-1)["workers"]) - {address}:
+    time.sleep(0.1)
+"""
+
+
+def test_a_worker_that_is_started_anew_does_not_run_the_script(processes_by_hand, tmp_path):
+    (tmp_path / "job.py").write_text(ONCE)
+    job = processes_by_hand.job("once", "--local", "1")
+    assert job.wait(timeout=LIMIT) == 0, processes_by_hand.text("once")
+    assert len((tmp_path / "runs.txt").read_text().split()) == 1
+
+
 def test_wrong_calls_and_schedulers_that_are_not_there(tmp_path):
     (tmp_path / "job.py").write_text("")
     for command, code, message in (
