@@ -53,7 +53,8 @@ def squarify(sizes: Sequence[float], place: Rectangle) -> list[Rectangle]:
             if then > worst:
                 break
             row, worst, end = grown, then, end + 1
-        thick = row / side if side > 0 else 0.0
+        # What is left of the place is a difference, exact only to its first digits where it is small.
+        thick = min(row / side, max(w, h)) if side > 0 else 0.0
         at = y if w >= h else x
         for a in areas[start:end]:
             length = side * a / row if row > 0 else 0.0  # of the side, so that a row fills it to the last bit

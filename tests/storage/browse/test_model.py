@@ -278,6 +278,8 @@ def test_groups_add_up(inventory: Inventory) -> None:
     assert inventory.group(["layers", "3"]).nbytes == 4 * 4 * 4 + 32
 
 
+@example([999997.0, 0.044715], 309.0, 217.0)
+@example([460697.0, 0.01171875], 731.0, 1685.0)
 @given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=40), st.floats(10, 2000), st.floats(10, 2000))
 def test_a_treemap_fills_its_place_with_the_right_areas(sizes: list[float], width: float, height: float) -> None:
     sizes = sorted(sizes, reverse=True)
