@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .inventory import Group, Row
 
@@ -40,6 +41,7 @@ def squarify(sizes: Sequence[float], place: Rectangle) -> list[Rectangle]:
         return [Rectangle(place.x, place.y, 0, 0) for _ in sizes]
     scale = place.width * place.height / total
     areas = [s * scale for s in sizes]
+    left = [*accumulate(reversed(areas), initial=0.0)][::-1]  # the areas from each one on
     out: list[Rectangle] = []
     x, y, w, h = place.x, place.y, place.width, place.height
     start = 0
@@ -53,17 +55,18 @@ def squarify(sizes: Sequence[float], place: Rectangle) -> list[Rectangle]:
             if then > worst:
                 break
             row, worst, end = grown, then, end + 1
-        # What is left of the place is a difference, exact only to its first digits where it is small.
-        thick = min(row / side, max(w, h)) if side > 0 else 0.0
+        thick = row / side if side > 0 else 0.0
         at = y if w >= h else x
         for a in areas[start:end]:
             length = side * a / row if row > 0 else 0.0  # of the side, so that a row fills it to the last bit
             out.append(Rectangle(x, at, thick, length) if w >= h else Rectangle(at, y, length, thick))
             at += length
+        # The room that is left follows from the areas that are left: a difference of lengths would keep few digits of a thin one.
+        rest = left[end] / side if side > 0 else 0.0
         if w >= h:
-            x, w = x + thick, max(0.0, w - thick)
+            x, w = x + thick, rest
         else:
-            y, h = y + thick, max(0.0, h - thick)
+            y, h = y + thick, rest
         start = end
     return out
 

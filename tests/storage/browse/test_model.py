@@ -286,7 +286,7 @@ def test_a_treemap_fills_its_place_with_the_right_areas(sizes: list[float], widt
     tiles = squarify(sizes, Rectangle(0, 0, width, height))
     unit = width * height / sum(sizes)
     for s, t in zip(sizes, tiles, strict=True):
-        assert t.width * t.height == pytest.approx(s * unit, rel=1e-5)
+        assert t.width * t.height == pytest.approx(s * unit, rel=1e-6)
         assert t.x >= -1e-6
         assert t.x + t.width <= width * (1 + 1e-9) + 1e-6
         assert t.y + t.height <= height * (1 + 1e-9) + 1e-6
