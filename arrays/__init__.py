@@ -37,30 +37,27 @@ from .cumulative import cumulative_prod, cumulative_sum, diff
 from .curves import convolve, diag, gradient, interp, kron
 from .determinism import is_deterministic, use_deterministic
 from .devices import Device, default_device, device, devices, use_device
-from .dtypes import (
+from .dtype_objects import (
+    DType,
     bfloat16,
     bool,
-    can_cast,
     complex64,
     complex128,
-    finfo,
     float8_e4m3fn,
     float8_e5m2,
     float16,
     float32,
     float64,
-    iinfo,
     int8,
     int16,
     int32,
     int64,
-    isdtype,
-    result_type,
     uint8,
     uint16,
     uint32,
     uint64,
 )
+from .dtypes import can_cast, finfo, iinfo, isdtype, result_type
 from .elementwise import (
     abs,
     acos,

@@ -144,3 +144,8 @@ def reduction(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Shape
 def same(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
     """Like the first argument."""
     return ShapeDtype(args[0].shape, args[0].dtype)
+
+
+def same_as_second(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+    """Like the second argument."""
+    return ShapeDtype(args[1].shape, args[1].dtype)

@@ -17,7 +17,7 @@ from ._op import Op, composite
 from ._rows import BLOCK
 from .channel_norms import image, infer_affine, parameter, spread
 from .kernels import channel_norms as kernels
-from .norms import _wide
+from .norms import FAR, _wide, infer_affine_backward
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -39,10 +39,11 @@ def _blocks(xp: Any, x: Any) -> list[slice]:
     return [slice(i, i + step) for i in range(0, n, step)]
 
 
-def _moments(xp: Any, x: Any, axis: int) -> tuple[Any, Any]:
-    """Mean and biased variance of each channel, in the wide dtype; zeros of a batch of nothing."""
+def _moments(xp: Any, x: Any, axis: int) -> tuple[Any, Any, Any]:
+    """Mean and biased variance of each channel, in the wide dtype, and what the rounding of the mean left out; zeros of a batch of
+    nothing."""
     wide, channels = _wide(x.dtype), x.shape[axis]
-    mean, var = xp.zeros(channels, wide), xp.zeros(channels, wide)
+    mean, var, rest = (xp.zeros(channels, wide) for _ in range(3))
     count, axes = x.size // max(channels, 1), _rest(x.ndim, axis)
     if count:
         for b in _blocks(xp, x):
@@ -54,7 +55,14 @@ def _moments(xp: Any, x: Any, axis: int) -> tuple[Any, Any]:
             d *= d
             var += d.sum(axis=axes)
         var /= count
-    return mean, var
+        # As with rows (norms.FAR): the mean of deviations from a mean far from zero is what that was wrong by.
+        far = xp.abs(mean) > FAR * xp.sqrt(var)
+        if far.any():
+            for b in _blocks(xp, x):
+                rest += (x[b] - center).sum(axis=axes)
+            rest = xp.where(far, rest / count, 0)
+            var = xp.maximum(var - rest * rest, 0)
+    return mean, var, rest
 
 
 def _linear(xp: Any, x: Any, mean: Any, scale: Any, shift: Any, axis: int, dtype: np.dtype) -> Any:
@@ -69,22 +77,30 @@ def _linear(xp: Any, x: Any, mean: Any, scale: Any, shift: Any, axis: int, dtype
 
 
 def _batch_norm(xp: Any, x: Any, weight: Any, bias: Any, axis: int, eps: float) -> Any:
-    mean, var = _moments(xp, x, axis)
-    return _inference(xp, x, mean, var, weight, bias, axis, eps), mean, var
+    mean, var, rest = _moments(xp, x, axis)
+    return _normalized(xp, x, mean, var, rest, weight, bias, axis, eps), mean, var
 
 
 def _inference(xp: Any, x: Any, mean: Any, var: Any, weight: Any, bias: Any, axis: int, eps: float) -> Any:
+    return _normalized(xp, x, mean, var, None, weight, bias, axis, eps)
+
+
+def _normalized(
+    xp: Any, x: Any, mean: Any, var: Any, rest: Any, weight: Any, bias: Any, axis: int, eps: float
+) -> Any:
+    """With the mean ``mean + rest``, where there is a rest."""
     wide = _wide(x.dtype)
     m, v, w = (p.astype(wide, copy=False) for p in (mean, var, weight))
     with np.errstate(all="ignore"):
         scale = w / xp.sqrt(v + wide.type(eps))
-        return _linear(xp, x, m, scale, bias, axis, xp.result_type(x.dtype, weight.dtype, bias.dtype))
+        shift = bias if rest is None else bias - rest * scale
+        return _linear(xp, x, m, scale, shift, axis, xp.result_type(x.dtype, weight.dtype, bias.dtype))
 
 
 def _backward(xp: Any, g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, axis: int, eps: float) -> Any:
     """Cotangents of x, weight and bias; ``g_mean`` and ``g_var`` are those of the statistics."""
     wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
-    mean, var = _moments(xp, x, axis)
+    mean, var, rest = _moments(xp, x, axis)
     dw, db = xp.zeros(mean.shape, wide), xp.zeros(mean.shape, wide)
     count = x.size // max(x.shape[axis], 1)
     dx = xp.empty(x.shape, x.dtype)
@@ -99,9 +115,10 @@ def _backward(xp: Any, g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, axi
             d *= gi
             dw += d.sum(axis=axes)
         if count:
+            dw -= rest * inverse * db
             scale = weight.astype(wide, copy=False) * inverse
             slope = (2 * g_var.astype(wide, copy=False) - scale * inverse * dw) / count
-            level = (g_mean.astype(wide, copy=False) - scale * db) / count
+            level = (g_mean.astype(wide, copy=False) - scale * db) / count - slope * rest
             s, t, scale = (_shaped(p, x.ndim, axis) for p in (slope, level, scale))
             for b in _blocks(xp, x):
                 d = x[b] - center
@@ -163,12 +180,6 @@ def _infer(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]
     return infer_affine(op, args, params), statistic, statistic
 
 
-def _infer_backward(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x, weight = args[-2:]
-    w = ShapeDtype(weight.shape, weight.dtype)
-    return ShapeDtype(x.shape, x.dtype), w, w
-
-
 BATCH_NORM = Op(
     "batch_norm",
     ("x", "weight", "bias"),
@@ -183,7 +194,7 @@ BATCH_NORM_BACKWARD = Op(
     "batch_norm_backward",
     ("g", "g_mean", "g_var", "x", "weight"),
     _backward,
-    _infer_backward,
+    infer_affine_backward,
     nout=3,
     decompose=_decompose_backward,
     overrides={"cupy": kernels.batch_norm_backward},

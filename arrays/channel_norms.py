@@ -17,7 +17,7 @@ from ._op import Op, composite
 from ._rows import row_blocks, row_sums
 from .errors import DTypeError, ShapeError
 from .kernels import channel_norms as kernels
-from .norms import _normalized, _statistics, _wide
+from .norms import _normalized, _statistics, _wide, infer_affine_backward
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -176,12 +176,6 @@ def _decompose_backward(
     )
 
 
-def _infer_backward(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x, weight = args[-2:]
-    w = ShapeDtype(weight.shape, weight.dtype)
-    return ShapeDtype(x.shape, x.dtype), w, w
-
-
 GROUP_NORM = Op(
     "group_norm",
     ("x", "weight", "bias"),
@@ -194,7 +188,7 @@ GROUP_NORM_BACKWARD = Op(
     "group_norm_backward",
     ("g", "x", "weight"),
     _group_norm_backward,
-    _infer_backward,
+    infer_affine_backward,
     nout=3,
     decompose=_decompose_backward,
     overrides={"cupy": kernels.group_norm_backward},

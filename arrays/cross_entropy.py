@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._dispatch import apply
+from ._infer import same_as_second
 from ._op import Op
 from ._rows import BLOCK, row_sums
 from ._rows import wide as _wide
@@ -135,10 +136,6 @@ def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDty
     return ShapeDtype(args[1].shape, _wide(args[0].dtype))
 
 
-def _infer_backward(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return ShapeDtype(args[1].shape, args[1].dtype)
-
-
 CROSS_ENTROPY = Op(
     "cross_entropy",
     ("logits", "labels"),
@@ -151,7 +148,7 @@ CROSS_ENTROPY_BACKWARD = Op(
     "cross_entropy_backward",
     ("g", "logits", "labels"),
     _cross_entropy_backward,
-    _infer_backward,
+    same_as_second,
     decompose=_decompose_backward,
     overrides={"cupy": softmaxes.cross_entropy_backward},
 )

@@ -1,7 +1,8 @@
 """Dtypes: the objects, their kinds and limits, and the rules by which they combine.
 
 The standard's dtypes are NumPy's; ``float16``, ``bfloat16`` and the two ``float8`` come beside them (ml_dtypes). One table,
-``DTYPES``, names all of them; whatever asks "which dtypes are there" reads it.
+``DTYPES``, names all of them; whatever asks "which dtypes are there" reads it. Inside the package a dtype is a ``numpy.dtype``;
+the names that users write are :class:`~meshtape.arrays.dtype_objects.DType` objects, which :func:`as_dtype` turns into these.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from .dtype_objects import BY_NAME, DType
 from .errors import DTypeError
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ _FLOATS = (float8_e4m3fn, float8_e5m2, bfloat16, float16, float32, float64)
 _COMPLEX = (complex64, complex128)
 
 DTYPES: dict[str, np.dtype] = {d.name: d for d in (bool, *_SIGNED, *_UNSIGNED, *_FLOATS, *_COMPLEX)}
-"""Every dtype by name. ``str(dtype)`` is its name: ``parse(str(d)) is d``."""
+"""Every dtype by name."""
 
 KINDS: dict[str, tuple[np.dtype, ...]] = {
     "bool": (bool,),
@@ -59,14 +61,15 @@ EXTENSIONS = frozenset({float16, bfloat16, float8_e4m3fn, float8_e5m2})
 """Dtypes that the standard does not know."""
 
 
-def parse(name: str) -> np.dtype:
-    """The dtype called ``name``. Raises ``ValueError`` that lists the names there are.
+def parse(name: str) -> DType:
+    """The dtype called ``name``, as users write it. Raises ``ValueError`` that lists the names there are.
 
-    >>> parse("bfloat16") is parse(str(parse("bfloat16")))
-    True
+    >>> import meshtape as mt
+    >>> parse("bfloat16") is mt.bfloat16, parse(str(mt.int8)) is mt.int8
+    (True, True)
     """
     try:
-        return DTYPES[name]
+        return BY_NAME[name]
     except (KeyError, TypeError):
         raise ValueError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}") from None
 
@@ -90,6 +93,8 @@ def as_dtype(dtype: Any, name: str = "dtype") -> np.dtype:
     >>> as_dtype(float), as_dtype("bfloat16"), as_dtype(">i4")
     (dtype('float64'), dtype(bfloat16), dtype('int32'))
     """
+    if type(dtype) is DType:
+        return dtype.dtype
     if dtype is not None:
         try:
             found = np.dtype(dtype)

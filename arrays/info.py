@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from . import dtypes as dt
+from . import dtype_objects as dt
 from .devices import Device, default_device, device, devices
+from .dtypes import EXTENSIONS, isdtype
 
 
 class NamespaceInfo:
@@ -21,7 +20,7 @@ class NamespaceInfo:
         """Where creation functions put arrays."""
         return default_device()
 
-    def default_dtypes(self, *, device: Device | str | None = None) -> dict[str, np.dtype]:
+    def default_dtypes(self, *, device: Device | str | None = None) -> dict[str, dt.DType]:
         """The dtypes of arrays made without naming one; the same on every device."""
         _known(device)
         return {
@@ -33,13 +32,11 @@ class NamespaceInfo:
 
     def dtypes(
         self, *, device: Device | str | None = None, kind: str | tuple[str, ...] | None = None
-    ) -> dict[str, np.dtype]:
+    ) -> dict[str, dt.DType]:
         """The standard's dtypes by name (of the given kinds). Our own, such as ``bfloat16``, are not listed there."""
         _known(device)
         kinds = ("bool", "numeric") if kind is None else (kind,) if isinstance(kind, str) else kind
-        return {
-            name: d for name, d in dt.DTYPES.items() if d not in dt.EXTENSIONS and any(dt.isdtype(d, k) for k in kinds)
-        }
+        return {name: d for name, d in dt.BY_NAME.items() if d not in EXTENSIONS and any(isdtype(d, k) for k in kinds)}
 
     def devices(self) -> tuple[Device, ...]:
         """All devices that can be used here."""

@@ -103,9 +103,9 @@ def decode(value: Any, where: str) -> Any:
     if kind == "dict":
         return {k: decode(x, where) for k, x in v}
     if kind == "dtype":
-        return dtypes.parse(v)
+        return dtypes.parse(v).dtype
     if kind == "scalar":
-        return np.frombuffer(bytes.fromhex(v[1]), dtypes.parse(v[0]))[0]
+        return np.frombuffer(bytes.fromhex(v[1]), dtypes.parse(v[0]).dtype)[0]
     raise ProgramError(f"{where}: unknown kind of value {kind!r}")
 
 
@@ -200,7 +200,9 @@ def from_json(document: Any, constants: Mapping[str, np.ndarray]) -> Program:
     """
     document = current(document)
     try:
-        avals = {int(v): ShapeDtype(tuple(shape), dtypes.parse(name)) for v, (name, shape) in document["types"].items()}
+        avals = {
+            int(v): ShapeDtype(tuple(shape), dtypes.parse(name).dtype) for v, (name, shape) in document["types"].items()
+        }
         values = {int(v): _constant(constants, name, avals[int(v)]) for v, name in document["constants"].items()}
         inputs, outputs = tuple(document["inputs"]), tuple(document["outputs"])
         rows = [

@@ -9,7 +9,6 @@ ranks, whose maxima and sums then become collectives (a vocabulary-parallel mode
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from .elementwise import where as where_
 from .errors import DTypeError
 from .kernels import softmaxes
 from .manipulation import astype, squeeze
-from .program import ShapeDtype
 from .reductions import max as max_
 from .reductions import sum as sum_
 
@@ -118,10 +116,6 @@ def _decompose_log_softmax_backward(g: Array, y: Array, axis: int) -> Array:
     return astype(gw - exp(yw) * sum_(gw, axis=axis, keepdims=True), y.dtype, copy=False)
 
 
-def _infer_backward(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return ShapeDtype(args[1].shape, args[1].dtype)
-
-
 SOFTMAX = Op(
     "softmax", ("x",), _softmax, _infer.same, decompose=_decompose_softmax, overrides={"cupy": softmaxes.softmax}
 )
@@ -129,7 +123,7 @@ SOFTMAX_BACKWARD = Op(
     "softmax_backward",
     ("g", "y"),
     _softmax_backward,
-    _infer_backward,
+    _infer.same_as_second,
     decompose=_decompose_softmax_backward,
     overrides={"cupy": softmaxes.softmax_backward},
 )
@@ -145,7 +139,7 @@ LOG_SOFTMAX_BACKWARD = Op(
     "log_softmax_backward",
     ("g", "y"),
     _log_softmax_backward,
-    _infer_backward,
+    _infer.same_as_second,
     decompose=_decompose_log_softmax_backward,
     overrides={"cupy": softmaxes.log_softmax_backward},
 )

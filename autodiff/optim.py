@@ -335,22 +335,33 @@ def chain(*stages: Any) -> Optimizer:
 # ----- clipping -------------------------------------------------------------------------------------------------------
 
 
-def clip_by_global_norm(grads: Any, limit: float) -> tuple[Any, Array]:
-    """Gradients scaled down so that their common 2-norm is at most ``limit``; and the norm before.
-
-    Squares of low-precision gradients are summed in float32. A norm that is not finite makes the result NaN: nothing is hidden.
+def global_norm(grads: Any) -> Array:
+    """The common 2-norm of a tree of gradients. Squares of low-precision gradients are summed in float32.
 
     >>> import meshtape as mt
-    >>> clipped, norm = mt.optim.clip_by_global_norm([mt.asarray([3.0]), mt.asarray([4.0])], 1.0)
-    >>> float(norm), [round(float(g[0]), 5) for g in clipped]
-    (5.0, [0.6, 0.8])
+    >>> float(mt.optim.global_norm([mt.asarray([3.0]), mt.asarray([4.0])]))
+    5.0
     """
     from ..arrays.reductions import sum
 
     total: Any = 0.0
     for g in trees.flatten(grads)[0]:
         total = total + sum(square(abs(_wide(g))))
-    norm = sqrt(asarray(total))
+    return sqrt(asarray(total))
+
+
+def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) -> tuple[Any, Array]:
+    """Gradients scaled down so that their common 2-norm is at most ``limit``; and the norm before.
+
+    ``norm`` is that norm where it is known, or where ``grads`` are only a part of what it is of (a stage of a pipeline); by default it is
+    their :func:`global_norm`. One that is not finite makes the result NaN: nothing is hidden.
+
+    >>> import meshtape as mt
+    >>> clipped, norm = mt.optim.clip_by_global_norm([mt.asarray([3.0]), mt.asarray([4.0])], 1.0)
+    >>> float(norm), [round(float(g[0]), 5) for g in clipped]
+    (5.0, [0.6, 0.8])
+    """
+    norm = global_norm(grads) if norm is None else norm
     scale = minimum(1.0, limit / (norm + 1e-6))  # PyTorch's summand: no gradients, no division by zero
     return trees.tree_map(lambda g: (_wide(g) * scale.astype(_wide(g).dtype, copy=False)).astype(g.dtype), grads), norm
 
@@ -458,6 +469,7 @@ __all__ = [
     "cosine",
     "ema",
     "exponential",
+    "global_norm",
     "linear",
     "masters",
     "momentum",

@@ -11,7 +11,7 @@ project = "meshtape"
 author = "the meshtape authors"
 copyright = "2026, the meshtape authors; Apache-2.0"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "generated"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "generated"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
 # Headings of generated pages start where their subject does.
@@ -22,7 +22,6 @@ exclude_patterns = ["_build", "_ext", "pictures"]
 default_role = "py:obj"
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
-autosummary_generate = False
 napoleon_google_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False

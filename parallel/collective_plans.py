@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from .reshard import Piece, Plan, RankPlan
+from .placement import strides_of
+from .reshard import Piece, Plan
 
 Shape = tuple[int, ...]
 
@@ -51,7 +53,8 @@ class Collective(NamedTuple):
         return f"{self.kind}({'+'.join(names[a] for a in self.axes)})"
 
 
-def groups_of(sizes: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+@functools.lru_cache(maxsize=256)
+def groups_of(sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Ranks that differ along ``axes`` alone, in groups; the first axis named is the outer one.
 
     >>> groups_of((2, 2), (1,))
@@ -59,76 +62,126 @@ def groups_of(sizes: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...
     >>> groups_of((2, 2), (1, 0))
     ((0, 2, 1, 3),)
     """
-    ranks = np.arange(int(np.prod(sizes, dtype=np.int64))).reshape(tuple(sizes))
+    ranks = np.arange(math.prod(sizes)).reshape(sizes)
     others = [a for a in range(len(sizes)) if a not in axes]
-    table = ranks.transpose([*others, *axes]).reshape(-1, int(np.prod([sizes[a] for a in axes], dtype=np.int64)))
-    return tuple(tuple(map(int, row)) for row in table)
+    table = ranks.transpose([*others, *axes]).reshape(-1, math.prod(sizes[a] for a in axes))
+    return tuple(tuple(row) for row in table.tolist())
+
+
+def group_of(sizes: tuple[int, ...], axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The group of :func:`groups_of` that a rank is in.
+
+    >>> group_of((2, 3), (1,), 4)
+    (3, 4, 5)
+    """
+    strides = strides_of(sizes)
+    first = rank - sum(rank // strides[a] % sizes[a] * strides[a] for a in axes)
+    places = itertools.product(*(range(0, sizes[a] * strides[a], strides[a]) for a in axes))
+    return tuple(first + sum(p) for p in places)
+
+
+class CollectivePlan(Plan):
+    """A :class:`Collective` on a mesh of ``size`` ranks. Ranks outside its groups have no part in it."""
+
+    def __init__(self, size: int, c: Collective) -> None:
+        self.size = size
+        self._c, self._params = c, dict(c.params)
+        self._place = {r: (g, i) for g, group in enumerate(c.groups) for i, r in enumerate(group)}
+        reduces = c.kind in ("all_reduce", "reduce_scatter")
+        self.reduce = self._params.get("op", "sum") if reduces else None
+        self.terms = len(c.groups[0]) if reduces else 1
+        self.fill = "sum"
+        self._pairs = frozenset(self._params.get("pairs", ()))
+        self._reached = frozenset(d for _, d in self._pairs)
+        self._starts: dict[tuple[str, int], list[int]] = {}
+
+    def _given(self, rank: int) -> Shape:
+        return self._c.shapes[rank if len(self._c.shapes) > 1 else 0]
+
+    def takes_part(self, rank: int) -> bool:
+        # Who sends a message gets nothing.
+        return rank in self._place and not (self._c.kind == "message" and self._place[rank][1] == 0)
+
+    def box(self, rank: int) -> Box:
+        return Box.whole(self._c.results[rank if len(self._c.results) > 1 else 0])
+
+    def neutral(self, rank: int) -> bool:
+        return self._c.kind == "permute" and self._place[rank][1] not in self._reached
+
+    def lane(self, rank: int) -> Hashable:
+        return self._place[rank][0] if rank in self._place else -1 - rank
+
+    def holds(self, rank: int) -> Hashable:
+        return rank
+
+    def same(self, rank: int) -> Hashable:
+        if self._c.kind in ("all_reduce", "all_gather", "broadcast"):
+            return "group", self._place[rank][0]
+        return "rank", rank
+
+    def group(self, rank: int) -> Hashable:
+        return self._place[rank][0]
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        found = (self.piece(q, rank) for q in self._c.groups[self._place[rank][0]])
+        return tuple(p for p in found if p is not None)
+
+    def piece(self, source: int, rank: int) -> Piece | None:
+        g, me = self._place[rank]
+        where = self._part(g, self._place[source][1], me, source, rank)
+        if where is None or not where[0].size:
+            return None
+        return Piece(source, *where, self._place[source][1] if self.reduce else 0)
+
+    def _part(self, g: int, i: int, me: int, source: int, rank: int) -> tuple[Box, Box] | None:
+        """Part of the block of place ``i`` of group ``g``, and part of the new block at place ``me``."""
+        kind, params, given = self._c.kind, self._params, self._given(source)
+        if kind == "all_reduce":
+            return Box.whole(given), self.box(rank)
+        if kind in ("broadcast", "message"):
+            return (Box.whole(given), self.box(rank)) if i == params.get("source", 0) else None
+        if kind == "permute":
+            return (Box.whole(given), self.box(rank)) if (i, me) in self._pairs else None
+        if kind == "all_gather":
+            dim = params["dim"]
+            start = self._starts_of("blocks", g, lambda: [self._given(q)[dim] for q in self._c.groups[g]])[i]
+            return Box.whole(given), _part(self.box(rank).shape, dim, start, given[dim])
+        if kind in ("reduce_scatter", "slice"):
+            if kind == "slice" and source != rank:
+                return None
+            dim, lengths = params["dim"], params["lengths"]
+            start = self._starts_of("lengths", 0, lambda: lengths)[me]
+            return _part(given, dim, start, lengths[me]), self.box(rank)
+        if kind == "all_to_all":
+            split, concat, sizes = params["split_dim"], params["concat_dim"], params["sizes"]
+            start = self._starts_of("row", i, lambda: sizes[i])[me]
+            if split == concat:
+                at = self._starts_of("column", me, lambda: [row[me] for row in sizes])[i]
+            else:
+                at = self._starts_of("blocks", g, lambda: [self._given(q)[concat] for q in self._c.groups[g]])[i]
+            part = _part(given, split, start, sizes[i][me])
+            return part, _part(self.box(rank).shape, concat, at, part.shape[concat])
+        raise AssertionError(f"no collective called {kind}")
+
+    def _starts_of(self, what: str, i: int, lengths: Any) -> list[int]:
+        """Where parts of these lengths start, when they stand one after the other; worked out once."""
+        found = self._starts.get((what, i))
+        if found is None:
+            found = self._starts[what, i] = [0, *itertools.accumulate(lengths())]
+        return found
+
+    def elements_received(self, rank: int) -> int:
+        own = self.piece(rank, rank)
+        mine = 0 if own is None else own.source.size
+        if self.reduce:
+            return self.terms * self.box(rank).size - mine
+        return 0 if self.neutral(rank) else self.box(rank).size - mine
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_collective(n: int, c: Collective) -> Plan:
-    """The plan on a mesh of ``n`` ranks. Ranks outside the groups have no part in it (None)."""
-    params = dict(c.params)
-
-    def given(rank: int) -> Shape:
-        return c.shapes[rank if len(c.shapes) > 1 else 0]
-
-    def wanted(rank: int) -> Shape:
-        return c.results[rank if len(c.results) > 1 else 0]
-
-    ranks: list[RankPlan | None] = [None] * n
-    for group in c.groups:
-        for me, rank in enumerate(group):
-            if c.kind == "message" and me == 0:
-                continue  # who sends gets nothing
-            box = Box.whole(wanted(rank))
-            pieces = tuple(
-                Piece(q, s, t, term) for q, s, t, term in _pieces(c.kind, params, group, me, given, box) if s.size
-            )
-            ranks[rank] = RankPlan(box, pieces, not pieces and c.kind == "permute")
-    reduce = params.get("op", "sum") if c.kind in ("all_reduce", "reduce_scatter") else None
-    return Plan(tuple(ranks), reduce, len(c.groups[0]) if reduce else 1, "sum")
-
-
-def _pieces(
-    kind: str, params: dict[str, Any], group: tuple[int, ...], me: int, given: Any, box: Box
-) -> Iterable[tuple[int, Box, Box, int]]:
-    """(rank, part of its block, part of mine, term) of all that one rank is given."""
-    if kind == "all_reduce":
-        return [(q, Box.whole(given(q)), box, i) for i, q in enumerate(group)]
-    if kind == "broadcast":
-        q = group[params["source"]]
-        return [(q, Box.whole(given(q)), box, 0)]
-    if kind == "message":
-        return [(group[0], Box.whole(given(group[0])), box, 0)]
-    if kind == "permute":
-        return [(group[s], Box.whole(given(group[s])), box, 0) for s, d in params["pairs"] if d == me]
-    if kind == "all_gather":
-        dim = params["dim"]
-        starts = _starts([given(q)[dim] for q in group])
-        return [
-            (q, Box.whole(given(q)), _part(box.shape, dim, a, given(q)[dim]), 0)
-            for q, a in zip(group, starts, strict=True)
-        ]
-    if kind in ("reduce_scatter", "slice"):
-        dim, lengths = params["dim"], params["lengths"]
-        start = _starts(lengths)[me]
-        sources = enumerate(group) if kind == "reduce_scatter" else [(0, group[me])]
-        return [(q, _part(given(q), dim, start, lengths[me]), box, i) for i, q in sources]
-    if kind == "all_to_all":
-        split, concat, sizes = params["split_dim"], params["concat_dim"], params["sizes"]
-        out, at = [], 0
-        for i, q in enumerate(group):
-            part = _part(given(q), split, _starts(sizes[i])[me], sizes[i][me])
-            target = _part(part.shape, concat, at, part.shape[concat])
-            out.append((q, part, target, 0))
-            at += part.shape[concat]
-        return out
-    raise AssertionError(f"no collective called {kind}")
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return [0, *itertools.accumulate(lengths)][:-1]
+def plan_collective(n: int, c: Collective) -> CollectivePlan:
+    """The plan on a mesh of ``n`` ranks. Ranks outside the groups have no part in it."""
+    return CollectivePlan(n, c)
 
 
 def _part(shape: Shape, dim: int, start: int, length: int) -> Box:

@@ -376,8 +376,7 @@ class DaskRuntime:
         if self.client.status == "running":
             with contextlib.suppress(OSError):
                 self.client.sync(self.client.scheduler.meshtape_closed, mesh=self.mesh_id)
-            alive = set(self.client.scheduler_info(n_workers=-1)["workers"])
-            there = [a for a in self.addresses if a in alive]
+            there = self._flight.present()
             lost = set(self._silent(there))
             there = [a for a in there if a not in lost]
             if there:

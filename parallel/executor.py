@@ -130,7 +130,7 @@ class Prepared:
         out, texts = [], []
         for m in moves:
             aval = p.avals[m.source]
-            plan = p.plan(m, self.homes)
+            plan = p.plan(m)
             rounds = plan_rounds(plan, self.homes, process, aval.dtype, is_low_precision(aval.dtype))
             neutral = identity_of(plan.fill, aval.dtype) if any(b.neutral for b in rounds.blocks) else None
             out.append(PreparedMove(m.source, m.target, rounds, neutral))

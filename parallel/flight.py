@@ -121,10 +121,14 @@ class Flight:
         self.lease.forget(f for f in this.futures if not f.done())
         raise self._cause(this, gone)
 
-    def _gone(self) -> list[str]:
-        """Addresses of the mesh that the scheduler does not know any more."""
+    def present(self) -> list[str]:
+        """Addresses of the mesh that the scheduler still knows."""
         alive = self.client.scheduler_info(n_workers=-1)["workers"]
-        return [a for a in self.addresses if a not in alive]
+        return [a for a in self.addresses if a in alive]
+
+    def _gone(self) -> list[str]:
+        there = self.present()
+        return [a for a in self.addresses if a not in there]
 
     def _cause(self, this: Gang, gone: Sequence[str]) -> MeshtapeError:
         errors: list[BaseException] = [RankLost(f"the worker {a} left the cluster during {this.what}") for a in gone]
@@ -156,8 +160,7 @@ class Flight:
 
     def _stop_the_rest(self) -> None:
         """Workers that still wait for one that failed are told; nobody waits for their answer, as one may have none."""
-        gone, epoch = self._gone(), self.epoch
-        there = [a for a in self.addresses if a not in gone]
+        there, epoch = self.present(), self.epoch
 
         def tell() -> None:
             with contextlib.suppress(Exception):  # it hastens an end that timeouts would bring as well

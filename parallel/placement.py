@@ -7,6 +7,7 @@ all ranks that split a dimension together: 5 elements over 4 ranks are 2, 2, 1 a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -108,10 +109,6 @@ class Layout:
                 return Partial(op)
         return Replicate()
 
-    @property
-    def is_replicated(self) -> bool:
-        return not self.shards and not self.partials
-
     def reduced(self) -> Layout:
         """The same blocks with nothing left to reduce."""
         return Layout(self.shards)
@@ -128,21 +125,31 @@ def make_layout(shards: Mapping[int, Sequence[int]], partials: Mapping[int, str]
     )
 
 
-def block_box(layout: Layout, sizes: Sequence[int], shape: Sequence[int], rank: int) -> Box:
+@functools.cache
+def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """How far apart in the numbers of ranks neighbours along each mesh axis are.
+
+    >>> strides_of((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(sizes[a + 1 :]) for a in range(len(sizes)))
+
+
+def block_box(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], rank: int) -> Box:
     """The block of an array of ``shape`` that ``rank`` of a mesh of lengths ``sizes`` holds: that of ``ceil_blocks``."""
     if not layout.shards:
         return Box.whole(shape)
-    coords = np.unravel_index(rank, tuple(sizes))
+    strides = strides_of(sizes)
     offset, lengths = [0] * len(shape), list(shape)
     for dim, axes in layout.shards:
         index, parts = 0, 1
         for a in axes:
-            index = index * sizes[a] + int(coords[a])
+            index = index * sizes[a] + rank // strides[a] % sizes[a]
             parts *= sizes[a]
         n = shape[dim]
         step = -(-n // parts)
-        offset[dim] = min(index * step, n)
-        lengths[dim] = min(step, n - offset[dim])
+        offset[dim] = start = min(index * step, n)
+        lengths[dim] = min(step, n - start)
     return Box(tuple(offset), tuple(lengths))
 
 

@@ -14,7 +14,7 @@ from ..arrays._op import Op
 from ..arrays.elementwise import ALIAS
 from ..arrays.program import Entry, freeze, site_text
 from . import rank_ops as ops
-from .collective_plans import Collective, groups_of
+from .collective_plans import Collective, group_of, groups_of
 from .rank_code import RankCode
 
 
@@ -60,7 +60,7 @@ def _lower_even(w: Any, code: RankCode, inputs: Sequence[int]) -> list[int]:
         params: Mapping[str, Any] = x.params
         if x.op is ops.AXIS_INDEX:
             axes = x.params["axes"]
-            by_rank = {r: {"value": g.index(r)} for g in groups_of(sizes, axes) for r in g}
+            by_rank = {r: {"value": i} for g in groups_of(sizes, axes) for i, r in enumerate(g)}
         key = ("inner", x.op, tuple(v if isinstance(v, int) else freeze(v.value) for v in args), freeze(params))
         found = w.seen.get(key)
         if found is None:
@@ -143,7 +143,7 @@ def _lower_one(w: Any, code: RankCode, rank: int, x: Entry, env: dict[int, int])
     args = tuple(env[v] if isinstance(v, int) else v for v in x.inputs)
     params: Mapping[str, Any] = x.params
     if x.op is ops.AXIS_INDEX:
-        group = next(g for g in groups_of(code.mesh.sizes, x.params["axes"]) if rank in g)
+        group = group_of(code.mesh.sizes, x.params["axes"], rank)
         params = {"value": group.index(rank)}
     outs = tuple(w.new_inner(code.programs[rank].avals[v]) for v in x.outputs)
     origin = f"{code.name}: {x.origin or x.op.name}"
@@ -156,7 +156,7 @@ def _lower_wave(w: Any, code: RankCode, waiting: dict[int, Entry], envs: Sequenc
     sizes, n = code.mesh.sizes, code.mesh.size
     ready: dict[Any, list[tuple[int, ...]]] = {}
     for r, x in list(waiting.items()):
-        group = next(g for g in groups_of(sizes, x.params["axes"]) if r in g)
+        group = group_of(sizes, x.params["axes"], r)
         if r == group[0] and all(q in waiting and waiting[q].params["axes"] == x.params["axes"] for q in group):
             c = collective_of(code, x.op, x.params, (), (), ())
             dtype = code.programs[r].avals[x.outputs[0]].dtype

@@ -72,15 +72,13 @@ class RankProgram:
     inner: frozenset[int] = frozenset()
     """Variables of per-rank code: their avals are those of one rank's block."""
 
-    def plan(self, m: Move, homes: tuple[int, ...] | None = None) -> Plan:
+    def plan(self, m: Move) -> Plan:
         """What goes where in a move."""
         if isinstance(m.collective, Fetch):
-            return m.collective.plan(self.sizes, homes)
+            return m.collective.plan(self.sizes)
         if m.collective is not None:
             return plan_collective(math.prod(self.sizes), m.collective)
-        return plan_reshard(
-            self.avals[m.source].shape, self.sizes, self.layouts[m.source], self.layouts[m.target], homes
-        )
+        return plan_reshard(self.avals[m.source].shape, self.sizes, self.layouts[m.source], self.layouts[m.target])
 
     def move_text(self, m: Move, names: Sequence[str]) -> str:
         """A move in the field's words."""

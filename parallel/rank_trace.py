@@ -23,7 +23,7 @@ from ..arrays.program import Program, ProgramBuilder, ShapeDtype, freeze
 from ..autodiff.backward import same_value
 from ..autodiff.compile import Lifted, Tracer
 from . import rank_ops as ops
-from .collective_plans import groups_of
+from .collective_plans import group_of, groups_of
 from .rank_meeting import Meeting, Uneven
 from .rules.elementwise import ELEMENTWISE
 
@@ -130,7 +130,8 @@ class RankTrace:
 
     def group(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks of this rank's group along the axes."""
-        return next(g for g in groups_of(self.mesh.sizes, axes) if self.rank in g)
+        assert self.rank is not None
+        return group_of(self.mesh.sizes, axes, self.rank)
 
     def place(self, axes: tuple[int, ...], *, uneven: bool = True) -> int:
         """This rank's place in its group; any, where ranks are alike and it makes no difference."""

@@ -3,20 +3,23 @@
 A plan is a value that can be looked at, counted and tested without a cluster. Its rule: every element of every target block
 comes from exactly one source block, or, where contributions are pending, from exactly one block of each contribution. Any pair
 of layouts on one mesh has a plan: gather, slice, all-to-all, all-reduce and reduce-scatter are what it turns out to be.
+
+A plan is arithmetic on coordinates, and no list of pairs of ranks: it answers what one rank is given, or what one rank gives to
+another. A process asks for what concerns its own ranks, so that its work grows with the number of ranks, not with its square.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import ReshardError
-from .placement import Layout, block_box
+from .placement import Layout, block_box, strides_of
 
 
 class Piece(NamedTuple):
@@ -38,20 +41,219 @@ class RankPlan(NamedTuple):
     neutral: bool
 
 
-class Plan(NamedTuple):
-    """A reshard: one :class:`RankPlan` a rank (None for a rank that has no part in it). ``reduce`` is the operator that joins
-    terms, None where there is one term; ``fill`` that whose identity neutral blocks are filled with."""
+class Plan(ABC):
+    """Which piece of which rank's block goes where, on a mesh of ``size`` ranks.
 
-    ranks: tuple[RankPlan | None, ...]
+    ``reduce`` is the operator that joins the ``terms`` contributions to an element, None where there is one; ``fill`` that whose
+    identity neutral blocks are filled with.
+
+    Ranks come in classes, which a process uses to do nothing twice:
+
+    * those that hold the same block of the same contribution, replicas, agree in :meth:`holds`;
+    * a rank takes each piece from the one replica with its own :meth:`lane`, or from one of its own process;
+    * those whose new blocks are equal agree in :meth:`same`;
+    * those that have a collective among themselves agree in :meth:`group`.
+    """
+
+    size: int
     reduce: str | None
     terms: int
-    fill: str = "sum"
+    fill: str
+
+    @abstractmethod
+    def takes_part(self, rank: int) -> bool:
+        """Whether a rank gets a new block."""
+
+    @abstractmethod
+    def box(self, rank: int) -> Box:
+        """The new block of a rank."""
+
+    def neutral(self, rank: int) -> bool:
+        """Whether a rank's new block is filled with the identity of a pending reduction."""
+        return False
+
+    @abstractmethod
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What a rank's new block is made of: by contribution, and by place within each."""
+
+    @abstractmethod
+    def piece(self, source: int, rank: int) -> Piece | None:
+        """What a rank's new block takes of the block of ``source``, a rank of its lane; None for nothing."""
+
+    @abstractmethod
+    def lane(self, rank: int) -> Hashable: ...
+
+    @abstractmethod
+    def holds(self, rank: int) -> Hashable: ...
+
+    @abstractmethod
+    def same(self, rank: int) -> Hashable: ...
+
+    @abstractmethod
+    def group(self, rank: int) -> Hashable: ...
+
+    @abstractmethod
+    def elements_received(self, rank: int) -> int:
+        """Elements that other ranks send to a rank."""
+
+    def rank_plan(self, rank: int) -> RankPlan | None:
+        """How a rank's new block is made; None for a rank that has no part in it."""
+        if not self.takes_part(rank):
+            return None
+        return RankPlan(self.box(rank), self.pieces(rank), self.neutral(rank))
+
+    @property
+    def ranks(self) -> tuple[RankPlan | None, ...]:
+        """The plan of every rank: a list that may be as long as the square of their number."""
+        return tuple(map(self.rank_plan, range(self.size)))
+
+    @functools.cached_property
+    def _received(self) -> int:
+        return sum(self.elements_received(r) for r in range(self.size) if self.takes_part(r))
 
     def bytes_received(self, itemsize: int) -> int:
         """Bytes that cross between ranks."""
-        return itemsize * sum(
-            p.source.size for rank, plan in enumerate(self.ranks) if plan for p in plan.pieces if p.rank != rank
+        return itemsize * self._received
+
+
+class Overlap(NamedTuple):
+    """One block of a layout that meets a box: ``rank`` is the rank at that block whose other coordinates are 0."""
+
+    rank: int
+    source: Box
+    target: Box
+
+
+def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want: Box) -> list[Overlap]:
+    """The blocks of a layout that meet ``want``, in the order of their places; found by division, none is tried in vain.
+
+    >>> rows = Layout(((0, (0,)),))
+    >>> [(o.rank, o.target.offset) for o in overlaps(rows, (4,), (10,), Box((2,), (5,)))]
+    [(0, (0,)), (1, (1,)), (2, (4,))]
+    """
+    if not want.size:
+        return []
+    strides = strides_of(sizes)
+    found: list[list[tuple[int, int, int, int]]] = []  # for each dimension: (rank, start in block, start in want, length)
+    for dim, (lo, n) in enumerate(zip(want.offset, want.shape, strict=True)):
+        axes = layout.axes_of(dim)
+        if not axes:
+            found.append([(0, lo, 0, n)])
+            continue
+        step = -(-shape[dim] // math.prod(sizes[a] for a in axes))
+        here = []
+        for b in range(lo // step, (lo + n - 1) // step + 1):
+            start, stop = max(lo, b * step), min(lo + n, (b + 1) * step)
+            rank, rest = 0, b
+            for a in reversed(axes):
+                rest, at = divmod(rest, sizes[a])
+                rank += at * strides[a]
+            here.append((rank, start - b * step, start - lo, stop - start))
+        found.append(here)
+    return [
+        Overlap(
+            sum(p[0] for p in parts),
+            Box(tuple(p[1] for p in parts), tuple(p[3] for p in parts)),
+            Box(tuple(p[2] for p in parts), tuple(p[3] for p in parts)),
         )
+        for parts in itertools.product(*found)
+    ]
+
+
+class Reshard(Plan):
+    """From one layout to another; see :func:`plan_reshard`."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        sizes: tuple[int, ...],
+        source: Layout,
+        target: Layout,
+        boxes: tuple[Box, ...] | None,
+    ) -> None:
+        before, after = dict(source.partials), dict(target.partials)
+        reduced = [a for a in before if a not in after]
+        for a in after:
+            if a in before and before[a] != after[a]:
+                raise ReshardError(f"a pending {before[a]} along mesh axis {a} cannot become a pending {after[a]}")
+        ops = {before[a] for a in reduced}
+        if len(ops) > 1:
+            raise ReshardError(f"reductions {sorted(ops)} are pending together: reduce one axis after the other")
+        self.size = math.prod(sizes)
+        self.reduce = ops.pop() if ops else None
+        self.terms = math.prod(sizes[a] for a in reduced)
+        fresh = [a for a in after if a not in before]
+        self.fill = after[fresh[0]] if fresh else "sum"
+        self._shape, self._sizes, self._source, self._target, self._boxes = shape, sizes, source, target, boxes
+        self._reduced = reduced
+        self._kept = [a for a in before if a in after]
+        self._carried = [a for a in fresh if after[a] in ("sum", "prod", "any", "all")]
+        bound = {*before, *(a for _, axes in source.shards for a in axes)}
+        self._free = [a for a in range(len(sizes)) if a not in bound]
+        self._idle = [a for a in range(len(sizes)) if source.placement(a) == target.placement(a)]
+
+    def _along(self, rank: int, axes: Sequence[int]) -> int:
+        """The part of a rank's number that its coordinates along ``axes`` make."""
+        strides, sizes = strides_of(self._sizes), self._sizes
+        return sum(rank // strides[a] % sizes[a] * strides[a] for a in axes)
+
+    def takes_part(self, rank: int) -> bool:
+        return True
+
+    def box(self, rank: int) -> Box:
+        return block_box(self._target, self._sizes, self._shape, rank) if self._boxes is None else self._boxes[rank]
+
+    def neutral(self, rank: int) -> bool:
+        return bool(self._carried) and self._along(rank, self._carried) != 0
+
+    def lane(self, rank: int) -> Hashable:
+        return self._along(rank, self._free), self._along(rank, self._kept)
+
+    def holds(self, rank: int) -> Hashable:
+        return rank - self._along(rank, self._free)
+
+    def same(self, rank: int) -> Hashable:
+        return self.box(rank), self._along(rank, self._kept), self.neutral(rank)
+
+    def group(self, rank: int) -> Hashable:
+        return self._along(rank, self._idle)
+
+    @functools.cached_property
+    def _term_ranks(self) -> list[int]:
+        """For each contribution, the rank with its coordinates along the reduced axes and 0 along all others."""
+        strides = strides_of(self._sizes)
+        places = itertools.product(*(range(self._sizes[a]) for a in self._reduced))
+        return [sum(i * strides[a] for a, i in zip(self._reduced, p, strict=True)) for p in places]
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        if self.neutral(rank):
+            return ()
+        base = self._along(rank, self._free) + self._along(rank, self._kept)
+        found = overlaps(self._source, self._sizes, self._shape, self.box(rank))
+        return tuple(
+            Piece(base + first + o.rank, o.source, o.target, term)
+            for term, first in enumerate(self._term_ranks)
+            for o in found
+        )
+
+    def piece(self, source: int, rank: int) -> Piece | None:
+        if self.neutral(rank):
+            return None
+        want, have = self.box(rank), block_box(self._source, self._sizes, self._shape, source)
+        part = have.intersect(want) if want.size and have.size else None
+        if part is None:
+            return None
+        term = 0
+        strides = strides_of(self._sizes)
+        for a in self._reduced:
+            term = term * self._sizes[a] + source // strides[a] % self._sizes[a]
+        return Piece(source, part.within(have), part.within(want), term)
+
+    def elements_received(self, rank: int) -> int:
+        if self.neutral(rank):
+            return 0
+        own = self.piece(rank, rank)
+        return self.terms * self.box(rank).size - (0 if own is None else own.source.size)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -60,61 +262,26 @@ def plan_reshard(
     sizes: tuple[int, ...],
     source: Layout,
     target: Layout,
-    homes: tuple[int, ...] | None = None,
     boxes_wanted: tuple[Box, ...] | None = None,
-) -> Plan:
+) -> Reshard:
     """The plan from one layout to another, for an array of ``shape`` on a mesh of lengths ``sizes``.
 
-    ``homes`` gives the process of each rank: among equal blocks the rank's own is taken first, then one of its process. With
-    ``boxes_wanted`` each rank gets that part of the array instead of its block in ``target``.
+    With ``boxes_wanted`` each rank gets that part of the array instead of its block in ``target``.
 
     Raises
     ------
     ReshardError
         When a pending reduction would have to become another one.
+
+    Examples
+    --------
+    An all-reduce over 4,096 ranks is worked out for the one rank that asks:
+
+    >>> plan = plan_reshard((6,), (4096,), Layout((), ((0, "sum"),)), Layout())
+    >>> plan.terms, len(plan.pieces(7)), plan.bytes_received(8)
+    (4096, 4096, 805109760)
     """
-    before, after = dict(source.partials), dict(target.partials)
-    reduced = [a for a in before if a not in after]
-    for a in after:
-        if a in before and before[a] != after[a]:
-            raise ReshardError(f"a pending {before[a]} along mesh axis {a} cannot become a pending {after[a]}")
-    ops = {before[a] for a in reduced}
-    if len(ops) > 1:
-        raise ReshardError(f"reductions {sorted(ops)} are pending together: reduce one axis after the other")
-    kept = [a for a in before if a in after]
-    fresh = [a for a in after if a not in before]
-    n = math.prod(sizes)
-    coords = [tuple(int(c) for c in np.unravel_index(r, sizes)) if sizes else () for r in range(n)]
-    boxes = [block_box(source, sizes, shape, r) for r in range(n)]
-    where = homes or tuple(range(n))
-    # Ranks by contribution, and within it by block: replicas stand side by side.
-    terms = sorted({tuple(c[a] for a in reduced) for c in coords})
-    holders: list[dict[Box, list[int]]] = []
-    for term in terms:
-        by_box: dict[Box, list[int]] = {}
-        for r in range(n):
-            if tuple(coords[r][a] for a in reduced) == term and boxes[r].size:
-                by_box.setdefault(boxes[r], []).append(r)
-        holders.append(by_box)
-    out = []
-    for r in range(n):
-        want = block_box(target, sizes, shape, r) if boxes_wanted is None else boxes_wanted[r]
-        neutral = any(coords[r][a] != 0 and after[a] in ("sum", "prod", "any", "all") for a in fresh)
-        pieces: list[Piece] = []
-        if not neutral and want.size:
-            for t, by_box in enumerate(holders):
-                for box, ranks in by_box.items():
-                    part = box.intersect(want)
-                    if part is None:
-                        continue
-                    # A contribution that stays pending must come from a rank with the same coordinate there.
-                    able = [s for s in ranks if all(coords[s][a] == coords[r][a] for a in kept)]
-                    if not able:
-                        continue
-                    s = min(able, key=lambda q: (q != r, where[q] != where[r], (q - r) % n))
-                    pieces.append(Piece(s, part.within(box), part.within(want), t))
-        out.append(RankPlan(want, tuple(pieces), neutral))
-    return Plan(tuple(out), ops.pop() if ops else None, len(terms), after[fresh[0]] if fresh else "sum")
+    return Reshard(shape, sizes, source, target, boxes_wanted)
 
 
 def reshard_text(source: Layout, target: Layout, names: Sequence[str]) -> str:

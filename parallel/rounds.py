@@ -15,7 +15,8 @@ the order at another rank for each part (Thakur, Rabenseifner, Gropp: Optimizati
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +27,16 @@ from .pool import POOL
 from .reshard import Piece, Plan
 from .transports.pieces import Fold, Sink, Target
 
-SCATTER_PAIR, SCATTER_MANY = 4 << 20, 64 << 10
-"""Bytes from which a reduced block that two, or more, processes need is joined in parts: measured on one host, where for two
-processes both ways move the same bytes and the second round costs a latency."""
+
+class Limits(NamedTuple):
+    """Bytes from which a reduced block that two, or more, processes need is joined in parts."""
+
+    pair: int
+    many: int
+
+
+LIMITS = Limits(4 << 20, 64 << 10)
+"""Measured on one host, where for two processes both ways move the same bytes and the second round costs a latency."""
 
 Blocks = Mapping[int, np.ndarray]
 
@@ -102,72 +110,131 @@ def _parts(pieces: Sequence[Piece]) -> tuple[Part, ...]:
     return tuple(Part(box.slices, box.shape, tuple(s)) for box, s in by_target.items())
 
 
-def _blocks(plan: Plan, homes: Sequence[int]) -> list[Block]:
-    found: dict[Any, list[int]] = {}
-    for rank, rp in enumerate(plan.ranks):
-        if rp is None:
-            continue
-        found.setdefault((homes[rank], rp.box.shape, rp.pieces, rp.neutral), []).append(rank)
-    return [
-        Block(process, tuple(ranks), shape, () if neutral else _parts(pieces), neutral)
-        for (process, shape, pieces, neutral), ranks in found.items()
-    ]
+class _Process:
+    """Ranks of one process: those whose new blocks are equal (``makes``), and one for each block that is there (``has``)."""
+
+    def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self.has: dict[Any, int] = {}
+        self.makes: dict[Any, list[int]] = {}
+        for r in ranks:
+            self.has.setdefault(plan.holds(r), r)
+            if plan.takes_part(r):
+                self.makes.setdefault(plan.same(r), []).append(r)
 
 
-def plan_rounds(plan: Plan, homes: Sequence[int], process: int, dtype: np.dtype, low_precision: bool) -> MoveRounds:
+@functools.lru_cache(maxsize=8)
+def _processes(plan: Plan, homes: tuple[int, ...]) -> dict[int, _Process]:
+    ranks: dict[int, list[int]] = {}
+    for r, h in enumerate(homes):
+        ranks.setdefault(h, []).append(r)
+    return {h: _Process(plan, found) for h, found in ranks.items()}
+
+
+def plan_rounds(
+    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool
+) -> MoveRounds:
     """What ``process`` does in a reshard; ``homes`` gives the process of every rank."""
-    blocks = _blocks(plan, homes)
-    mine = [b for b in blocks if b.process == process]
-    index = {id(b): i for i, b in enumerate(mine)}
-    sends: list[Outgoing] = []
+    return _plan_rounds(plan, homes, process, dtype, low_precision, LIMITS)
+
+
+@functools.lru_cache(maxsize=512)
+def _plan_rounds(
+    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, limits: Limits
+) -> MoveRounds:
+    processes = _processes(plan, homes)
+    me = processes[process]
+    blocks: list[Block] = []
     joins: list[Joining] = []
-    gathers: list[Gathering] = []
-    for group in _shared(plan, blocks, dtype):
-        spans: dict[int, slice | None] = {b.process: None for b in group}
-        if len(group) > 1:
-            size = int(np.prod(group[0].shape, dtype=np.int64))
-            step = -(-size // (len(group) * 64)) * 64  # whole cache lines
-            spans = {b.process: slice(min(i * step, size), min((i + 1) * step, size)) for i, b in enumerate(group)}
-        for b in group:
-            for part in b.parts:
-                at = tuple(homes[s.rank] for s in part.sources)
-                if b.process == process:
-                    joins.append(Joining(index[id(b)], part, spans[process], at))
-                else:
-                    own = tuple(s for s, h in zip(part.sources, at, strict=True) if h == process)
-                    if own:
-                        sends.append(Outgoing(b.process, own, spans[b.process]))
-        for b in group:
-            if b.process == process and len(group) > 1:
-                others = {p: s for p, s in spans.items() if p != process and s is not None}
-                gathers.append(Gathering(index[id(b)], spans[process] or slice(0, 0), others))
+    gathers: list[tuple[int, Gathering]] = []
+    shared = _Shared(plan, processes, dtype, limits)
+    for ranks in me.makes.values():
+        first = ranks[0]
+        # A block of this process stands in for its replicas elsewhere.
+        pieces = [p._replace(rank=me.has.get(plan.holds(p.rank), p.rank)) for p in plan.pieces(first)]
+        block = Block(process, tuple(ranks), plan.box(first).shape, _parts(pieces), plan.neutral(first))
+        spans = shared.spans(first)
+        for part in block.parts:
+            at = tuple(homes[s.rank] for s in part.sources)
+            joins.append(Joining(len(blocks), part, spans and spans[process], at))
+        if spans:
+            others = {p: s for p, s in spans.items() if p != process}
+            gathers.append((shared.order(first), Gathering(len(blocks), spans[process], others)))
+        blocks.append(block)
     # More than two contributions of one or two bytes an element are joined in float32, and rounded once.
     wide = plan.terms > 2 and plan.reduce is not None and low_precision
-    return MoveRounds(tuple(mine), tuple(sends), tuple(joins), tuple(gathers), plan.reduce, wide, dtype)
+    # Two processes that share several blocks gather them in one order.
+    in_order = tuple(g for _, g in sorted(gathers, key=lambda x: x[0]))
+    sends = tuple(_sends(plan, processes, process, shared))
+    return MoveRounds(tuple(blocks), sends, tuple(joins), in_order, plan.reduce, wide, dtype)
 
 
-def _shared(plan: Plan, blocks: Sequence[Block], dtype: np.dtype) -> list[list[Block]]:
-    """Blocks in groups: those that several processes need and that are large enough to be joined in parts stand together."""
-    groups: dict[Any, list[Block]] = {}
-    for i, b in enumerate(blocks):
-        whole = len(b.parts) == 1 and b.parts[0].shape == b.shape
-        rp = plan.ranks[b.ranks[0]]
-        if rp is None or plan.reduce is None or not whole or plan.terms < 2:
-            groups[i] = [b]
-        else:
-            # The same elements of the same contributions, whichever replica each process takes them from.
-            terms = tuple(p.term for p in rp.pieces)
-            groups.setdefault((rp.box, terms, tuple(p.source.shape for p in rp.pieces)), []).append(b)
-    out: list[list[Block]] = []
-    for found in groups.values():
-        size = int(np.prod(found[0].shape, dtype=np.int64)) * dtype.itemsize
-        distinct = len({b.process for b in found}) == len(found)
-        many = SCATTER_PAIR if len(found) == 2 else SCATTER_MANY
-        if len(found) > 1 and distinct and size >= many:
-            out.append(found)
-        else:
-            out.extend([b] for b in found)
-    return out
+def _sends(plan: Plan, processes: Mapping[int, _Process], process: int, shared: _Shared) -> Iterator[Outgoing]:
+    """What each other process is sent, in the order in which it joins it: block by block, and part by part."""
+    lanes: dict[Any, list[int]] = {}
+    for r in processes[process].ranks:
+        lanes.setdefault(plan.lane(r), []).append(r)
+    for q, other in processes.items():
+        if q == process:
+            continue
+        for ranks in other.makes.values():
+            first = ranks[0]
+            found = [
+                p
+                for s in lanes.get(plan.lane(first), ())
+                if plan.holds(s) not in other.has and (p := plan.piece(s, first)) is not None
+            ]
+            parts: dict[Box, list[Piece]] = {}
+            for p in sorted(found, key=lambda p: (p.target.offset, p.term)):
+                parts.setdefault(p.target, []).append(p)
+            spans = shared.spans(first) if found else None
+            for pieces in parts.values():
+                yield Outgoing(q, tuple(Source(p.rank, p.source.slices) for p in pieces), spans and spans[q])
+
+
+class _Shared:
+    """Which reduced blocks are joined in parts by the processes that need them, and by which process which part.
+
+    Those are the processes whose ranks have the collective among themselves, where each joins the same whole block; a block must
+    have so many bytes that a second round costs less than it saves.
+    """
+
+    def __init__(self, plan: Plan, processes: Mapping[int, _Process], dtype: np.dtype, limits: Limits) -> None:
+        self._plan, self._dtype, self._limits = plan, dtype, limits
+        self._members: dict[Any, list[tuple[int, int]]] = {}  # (process, rank), in the order of processes
+        self._spans: dict[Any, dict[int, slice] | None] = {}
+        if plan.reduce is not None and plan.terms > 1:
+            for q, p in sorted(processes.items()):
+                for same, ranks in p.makes.items():
+                    self._members.setdefault((same, plan.group(ranks[0])), []).append((q, ranks[0]))
+
+    def _key(self, rank: int) -> Any:
+        return self._plan.same(rank), self._plan.group(rank)
+
+    def order(self, rank: int) -> int:
+        """A number by which the blocks that two processes share are in the same order for both."""
+        return self._members[self._key(rank)][0][1]
+
+    def spans(self, rank: int) -> dict[int, slice] | None:
+        """The part of the flat block of ``rank`` that each process joins; None where each joins all of it."""
+        if not self._members:
+            return None
+        key = self._key(rank)
+        if key not in self._spans:
+            self._spans[key] = self._divided(self._members.get(key, ()))
+        return self._spans[key]
+
+    def _divided(self, members: Sequence[tuple[int, int]]) -> dict[int, slice] | None:
+        if len(members) < 2:
+            return None
+        first = members[0][1]
+        size = self._plan.box(first).size
+        if size * self._dtype.itemsize < (self._limits.pair if len(members) == 2 else self._limits.many):
+            return None
+        if self._plan.neutral(first) or len({p.target for p in self._plan.pieces(first)}) != 1:
+            return None
+        step = -(-size // (len(members) * 64)) * 64  # whole cache lines
+        return {q: slice(min(i * step, size), min((i + 1) * step, size)) for i, (q, _) in enumerate(members)}
 
 
 # ----- carrying it out ------------------------------------------------------------------------------------------------

@@ -241,14 +241,6 @@ class Pending:
                 b.handle, b.var = handle, None
 
 
-def as_sharded(x: Any, name: str) -> ShardedBuffer:
-    """The buffer of a sharded array. Raises :class:`MeshError` for any other."""
-    if not isinstance(x, Array) or not isinstance(x._buf, ShardedBuffer):
-        kind = f"an array on {x.device}" if isinstance(x, Array) else type(x).__name__
-        raise MeshError(f"[{name}] needs an array on a mesh, got {kind}: use mt.distribute(x, mesh, …) first")
-    return x._buf
-
-
 def sharded_array(mesh: Mesh, layout: Layout, aval: ShapeDtype, handle: Any) -> Array:
     """An Array around blocks."""
     return wrap(ShardedBuffer(mesh, layout, aval, handle=handle))

@@ -7,6 +7,8 @@ on the workers that get them; Dask carries them from the one to the other. They 
 
 from __future__ import annotations
 
+import itertools
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +21,9 @@ from ..arrays.blocks import Box
 from ..arrays.errors import ReshardError
 from ..arrays.program import ShapeDtype
 from ..autodiff.rules import defvjp
-from .placement import Layout, Sharding, block_box
+from .placement import Layout, Sharding, block_box, strides_of
 from .rank_ops import RankOp
+from .reshard import overlaps
 from .runtime import HostValue, LocalBlocks, LocalRuntime
 
 if TYPE_CHECKING:
@@ -50,20 +53,23 @@ def plan_transfer(
     >>> [[p.rank for p in parts] for parts in plan_transfer((6,), (3,), rows, (2,), rows)]
     [[0, 1], [1, 2]]
     """
-    holders: dict[Box, list[int]] = {}
-    for r in range(int(np.prod(sizes, dtype=np.int64))):
-        holders.setdefault(block_box(layout, sizes, shape, r), []).append(r)
+    n = math.prod(sizes)
+    strides = strides_of(sizes)
+    split = {a for _, axes in layout.shards for a in axes}
+    free = [range(0, sizes[a] * strides[a], strides[a]) for a in range(len(sizes)) if a not in split]
+    copies = [sum(p) for p in itertools.product(*free)]  # what the numbers of the replicas of a block differ by
+    near: dict[tuple[Any, int], int] = {}
+    if homes is not None and new_homes is not None:
+        for r in reversed(range(n)):
+            near[homes[r], sum(r // strides[a] % sizes[a] * strides[a] for a in split)] = r
     out = []
-    for t in range(int(np.prod(new_sizes, dtype=np.int64))):
-        want = block_box(new_layout, new_sizes, shape, t)
+    for t in range(math.prod(new_sizes)):
+        home = None if new_homes is None else new_homes[t]
         parts = []
-        for box, ranks in holders.items():
-            common = box.intersect(want) if want.size and box.size else None
-            if common is not None:
-                near = [r for r in ranks if homes is not None and new_homes is not None and homes[r] == new_homes[t]]
-                # Replicas take turns: no rank gives everything.
-                rank = near[0] if near else ranks[t % len(ranks)]
-                parts.append(Part(rank, common.within(box), common.within(want)))
+        for o in overlaps(layout, sizes, shape, block_box(new_layout, new_sizes, shape, t)):
+            # Replicas take turns: no rank gives everything.
+            rank = near.get((home, o.rank), o.rank + copies[t % len(copies)])
+            parts.append(Part(rank, o.source, o.target))
         out.append(tuple(parts))
     return tuple(out)
 

@@ -66,8 +66,8 @@ class Fetch(NamedTuple):
     target: Layout
     boxes: tuple[Box, ...]
 
-    def plan(self, sizes: tuple[int, ...], homes: tuple[int, ...] | None) -> Plan:
-        return plan_reshard(self.shape, sizes, self.source, self.target, homes, self.boxes)
+    def plan(self, sizes: tuple[int, ...]) -> Plan:
+        return plan_reshard(self.shape, sizes, self.source, self.target, self.boxes)
 
     def text(self, names: Sequence[str]) -> str:
         """As in ``halo_exchange(data)``."""

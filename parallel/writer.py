@@ -142,7 +142,7 @@ class Writer:
             what = Fetch(shape, now, layout, boxes)
             if var in self.due_targets:
                 self.flush()
-            if what.plan(self.sizes, None).bytes_received(1):
+            if what.plan(self.sizes).bytes_received(1):
                 self.due.append(Move(var, found[0], origin, what))
                 self.due_targets.add(found[0])
             else:

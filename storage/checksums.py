@@ -7,6 +7,8 @@ True
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from functools import cache, lru_cache
 
 import numpy as np
@@ -14,14 +16,34 @@ import numpy as np
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
 
 
+_LONG = 32 << 10  # bytes for which it pays to let other threads run meanwhile
+
+
+@cache
+def _native() -> Callable[[int, int, int], int] | None:
+    """The C function behind google_crc32c, or None where its library hides it.
+
+    Called through ctypes it runs without the interpreter's lock, so threads that read also check; the package's own call holds the lock.
+    """
+    from google_crc32c import _crc32c
+
+    try:
+        call = ctypes.CDLL(_crc32c.__file__).crc32c_extend
+    except (OSError, AttributeError):
+        return None
+    call.restype, call.argtypes = ctypes.c_uint32, (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t)
+    return call
+
+
 def crc32c(data: bytes | np.ndarray, start: int = 0) -> int:
     """Checksum of ``data`` (bytes or a C-contiguous array), continuing from ``start``."""
     import google_crc32c  # loads a C library; wanted only where bytes move
 
     if isinstance(data, np.ndarray):
-        # The library takes read-only buffers alone, and it wants bytes.
         data = data.reshape(-1).view(np.uint8)
-        data.flags.writeable = False
+        if data.size >= _LONG and google_crc32c.implementation == "c" and (call := _native()) is not None:
+            return call(start, data.__array_interface__["data"][0], data.size)
+        data.flags.writeable = False  # the package takes read-only buffers alone
     return google_crc32c.extend(start, data)
 
 

@@ -58,6 +58,23 @@ def host() -> str:
     return f"{zlib.crc32(gethostname().encode()):08x}"
 
 
+def has_left(owner_host: str, pid: int, modified: float) -> bool:
+    """Whether the process that a leftover names, which this one does not hold, is no more.
+
+    Of another host's only the age tells: ``modified`` is when the leftover was last written, in seconds since the epoch.
+    """
+    if owner_host != host():
+        return time.time() - modified > FOREIGN_AGE
+    if pid == os.getpid():
+        return True  # of this process, and not being filled: an earlier process had the same number
+    import psutil
+
+    try:
+        return not psutil.pid_exists(pid)
+    except OverflowError:  # no process has such a number
+        return True
+
+
 def _new_id() -> str:
     return f"{host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
@@ -101,20 +118,10 @@ def resolve(target: str) -> str:
 def _owner_is_gone(path: str, m: re.Match[str]) -> bool:
     if path in _mine:
         return False
-    if m["host"] != host():
-        with contextlib.suppress(OSError):
-            return time.time() - os.lstat(path).st_mtime > FOREIGN_AGE
-        return False
-    pid = int(m["pid"])
-    if pid == os.getpid():
-        return True  # of this process, and not being filled: an earlier process had the same number
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
+        return has_left(m["host"], int(m["pid"]), os.lstat(path).st_mtime)
     except OSError:
         return False
-    return False
 
 
 def recover(parent: str, name: str | None = None) -> list[str]:

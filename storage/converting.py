@@ -118,7 +118,7 @@ class Selection:
 
 
 def _float(dtype: Any) -> np.dtype:
-    wanted = dtypes.by_name(dtype if isinstance(dtype, str) else np.dtype(dtype).name)
+    wanted = dtypes.by_name(dtype)
     if wanted.name not in dtypes.FLOATS:
         raise CheckpointError(
             f"dtype= converts the floating arrays, so it is one of {', '.join(dtypes.FLOATS)}, not {wanted}"

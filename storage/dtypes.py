@@ -12,6 +12,7 @@ order of safetensors' own enumeration, which its writers sort by.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -76,8 +77,23 @@ def little(dtype: np.dtype) -> np.dtype:
     return np.dtype(dtype).newbyteorder("<")
 
 
-def by_name(name: str) -> np.dtype:
-    """The dtype with a stored name; `CheckpointDTypeError` when there is none."""
+def name_of(dtype: Any) -> Any:
+    """The name by which :func:`by_name` finds what a user asked for: a name itself, or anything that NumPy takes for a dtype.
+
+    >>> name_of("bfloat16"), name_of(np.float32)
+    ('bfloat16', 'float32')
+    """
+    if isinstance(dtype, str) or dtype is None:
+        return dtype
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return dtype
+
+
+def by_name(name: Any) -> np.dtype:
+    """The dtype with a stored name, or that of a NumPy dtype or scalar type; `CheckpointDTypeError` when there is none."""
+    name = name_of(name)
     row = _BY_NAME.get(name) if isinstance(name, str) else None
     if row is None or row.dtype is None:
         raise CheckpointDTypeError(f"unknown dtype {name!r}; known are {', '.join(_BY_NAME)}")

@@ -82,7 +82,7 @@ def _shapes(source: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
             shape, dtype = leaf
             found[leaf_name(path)] = (
                 tuple(shape),
-                dtypes.by_name(dtype) if isinstance(dtype, str) else np.dtype(dtype),
+                dtypes.by_name(dtype),
             )
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             found[leaf_name(path)] = (tuple(leaf.shape), np.dtype(leaf.dtype))
@@ -141,10 +141,10 @@ def estimate(
     if shard_optimizer_over is not None and shard_optimizer_over not in choice.axes:
         raise CheckpointError(f"shard_optimizer_over: the mesh {choice.axes} has no axis {shard_optimizer_over!r}")
     size = math.prod(n for _, n in axes)
-    wide = np.dtype(optimizer_dtype) if not isinstance(optimizer_dtype, str) else dtypes.by_name(optimizer_dtype)
+    wide = dtypes.by_name(optimizer_dtype)
     held = _shapes(source)
     if dtype is not None:
-        wanted = dtypes.by_name(dtype if isinstance(dtype, str) else np.dtype(dtype).name)
+        wanted = dtypes.by_name(dtype)
         held = {n: (s, wanted if d.name in dtypes.FLOATS else d) for n, (s, d) in held.items()}
 
     zarr = 0

@@ -23,14 +23,13 @@ import contextlib
 import json
 import os
 import re
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..arrays.errors import CheckpointError, CheckpointExists, StoreError
 from . import manifest
-from .commit import FOREIGN_AGE, Folder, host
+from .commit import Folder, has_left, host
 from .documents import beside
 from .objects import ObjectStore
 from .opening import HF_INDEX, HF_SINGLE, read_index
@@ -68,17 +67,7 @@ def _owner_is_gone(store: ObjectStore, claim: Entry) -> bool:
         return False  # just finished
     except (ValueError, KeyError, TypeError):
         owner, pid = "", 0
-    if owner != host():
-        return time.time() - claim.modified > FOREIGN_AGE
-    if pid == os.getpid():
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
+    return has_left(owner, pid, claim.modified)
 
 
 def _named(store: ObjectStore, held: set[str]) -> set[str] | None:

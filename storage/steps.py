@@ -202,7 +202,7 @@ def exact(a: Any, b: Any) -> bool:
     >>> exact("bfloat16", "float32"), exact("float32", "bfloat16")
     (True, False)
     """
-    a, b = (dtypes.by_name(x) if isinstance(x, str) else np.dtype(x) for x in (a, b))
+    a, b = dtypes.by_name(a), dtypes.by_name(b)
     native = a.name not in dtypes.EXTENSIONS and b.name not in dtypes.EXTENSIONS
     return a == b or (a.name, b.name) in _EXACT or (native and np.can_cast(a, b, "safe"))
 
@@ -213,6 +213,10 @@ class Cast(Step):
 
     dtype: str
     back: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtypes.name_of(self.dtype))
+        object.__setattr__(self, "back", dtypes.name_of(self.back))
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
         dtype = dtypes.by_name(self.dtype)
@@ -412,6 +416,9 @@ class Init(Step):
     shape: tuple[int, ...]
     dtype: str
     value: float = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtypes.name_of(self.dtype))
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
         _expect(0, tensors, "init")

@@ -29,7 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...arrays._op import Op
-from ...arrays.program import ShapeDtype
 
 
 class Need(NamedTuple):
@@ -135,8 +134,3 @@ def call(xp: Any, op: Op, *args: Any, **params: Any) -> Any:
     from ...arrays._dispatch import apply
 
     return apply(op, args, params)
-
-
-def zeros_of(xp: Any, aval: ShapeDtype) -> Any:
-    """Zeros of a shape and dtype."""
-    return xp.zeros(aval.shape, dtype=aval.dtype)

@@ -60,12 +60,19 @@ def issubclass_of_error(value: Any) -> bool:
     return inspect.isclass(value) and issubclass(value, Exception)
 
 
+def _summary(module: types.ModuleType, names: list[str]) -> list[str]:
+    """A table of names and the first lines of their docstrings. ``autosummary`` would analyse every source a second time for it."""
+    lines = [".. list-table::", "   :widths: 1 3", ""]
+    for n in names:
+        lines += [f"   * - `{n}`", f"     - {inspect.getdoc(getattr(module, n)).split(chr(10))[0]}"]
+    return lines
+
+
 def _page(title: str, module: types.ModuleType, file: str, intro: str) -> str:
     lines = [title, "=" * len(title), "", intro.replace("`", "``"), "", f".. currentmodule:: {module.__name__}", ""]
     for heading, names in _documented(module, file).items():
         heading = heading.replace("`", "").replace("*", "\\*").replace("|", "\\|").replace("_", "\\_")
-        lines += [heading, "-" * max(len(heading), 3), "", ".. autosummary::", "   :nosignatures:", ""]
-        lines += [f"   {n}" for n in names] + [""]
+        lines += [heading, "-" * max(len(heading), 3), "", *_summary(module, names), ""]
         for n in names:
             if inspect.isclass(getattr(module, n)):
                 lines += [f".. autoclass:: {n}", "   :members:", ""]

@@ -7,10 +7,10 @@ themselves are the same on one device and on any mesh.
 - ``mt.models.decoder``: a GPT-style decoder (RoPE, grouped queries, RMSNorm, SwiGLU, tied head), dense or with experts.
 - ``mt.models.encoder``: a BERT-style encoder and its sentence embeddings.
 - ``mt.models.moe``: a mixture-of-experts block.
-- ``mt.models.Plan``: what a named plan is made of, for models of your own.
+- ``mt.models.Plan``: what a named plan is made of, for models of your own; ``mt.models.Stages``: how one is cut for a pipeline.
 """
 
 from . import decoder, encoder, moe
-from .plans import Plan
+from .plans import Plan, Stages
 
-__all__ = ["Plan", "decoder", "encoder", "moe"]
+__all__ = ["Plan", "Stages", "decoder", "encoder", "moe"]

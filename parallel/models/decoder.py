@@ -32,7 +32,7 @@ from .layers import (
     rotate,
     split_heads,
 )
-from .plans import AXES, Plan, parse
+from .plans import AXES, Plan, Stages, parse
 
 if TYPE_CHECKING:
     from ...storage import Rules
@@ -315,10 +315,12 @@ def loss(
     With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
     """
     logits, aux = apply(params, batch["ids"], config, key=key, plan=plan, recompute=recompute, with_aux=True)
-    total, weight = _token_loss(logits, batch["labels"])
-    if config.experts is not None:
-        total = total + config.experts.aux_weight * aux * weight
-    return total, weight
+    return _balanced(*_token_loss(logits, batch["labels"]), aux, config)
+
+
+def _balanced(total: Array, weight: Array, aux: Any, config: Config) -> tuple[Array, Array]:
+    """The loss with the balance loss of the experts, if there are any."""
+    return (total if config.experts is None else total + config.experts.aux_weight * aux * weight), weight
 
 
 def _token_loss(logits: Array, labels: Any) -> tuple[Array, Array]:
@@ -328,21 +330,30 @@ def _token_loss(logits: Array, labels: Any) -> tuple[Array, Array]:
     return total, sum_(astype(labels != -100, total.dtype))
 
 
-def stages(config: Config, count: int, *, plan: Plan | None = None) -> list[Callable[[Any, Any, Any], Any]]:
+def stages(
+    config: Config, count: int, *, plan: Plan | None = None, recompute: Recompute = "none"
+) -> list[Callable[[Any, Any, Any, Any], Any]]:
     """The decoder cut into stages of a pipeline, for ``mt.training.Pipeline``; the last gives total and weight of the loss.
 
-    Blocks are dealt evenly, the first stages getting one more. Balance losses of experts are left out.
+    Blocks are dealt evenly, the first stages getting one more. With experts the sum of their balance losses travels along.
     """
     cuts = _cuts(config, count)
 
-    def stage(number: int) -> Callable[[Any, Any, Any], Any]:
-        def run(params: Any, x: Any, batch: Any) -> Any:
+    def stage(number: int) -> Callable[[Any, Any, Any, Any], Any]:
+        def run(params: Any, x: Any, batch: Any, key: Any) -> Any:
+            before: Any = 0.0
             if number == 0:
-                x = embed(params, check_ids("decoder", batch["ids"], config.max_length), config, plan=plan)
-            x, _ = blocks(params["layers"], x, config, first=cuts[number], plan=plan)
+                ids = check_ids("decoder", batch["ids"], config.max_length)
+                x = embed(params, ids, config, key=key, plan=plan)
+            elif config.experts is not None:
+                x, before = x
+            x, aux = blocks(
+                params["layers"], x, config, first=cuts[number], key=key, plan=plan, recompute=recompute
+            )
+            aux = before + aux
             if number < count - 1:
-                return x
-            return _token_loss(project(params, x, config, plan=plan), batch["labels"])
+                return x if config.experts is None else (x, aux)
+            return _balanced(*_token_loss(project(params, x, config, plan=plan), batch["labels"]), aux, config)
 
         return run
 
@@ -362,6 +373,22 @@ def split_stages(params: Any, config: Config, count: int) -> tuple[list[Any], li
     return out, [((0, "embed"), (count - 1, "embed"))] if count > 1 else []
 
 
+def staged(config: Config, *, plan: Plan | None = None, recompute: Recompute = "none") -> Stages:
+    """How a decoder is cut into stages: what ``mt.Trainer`` takes as ``stages`` for a plan with ``pp``.
+
+    Parameters
+    ----------
+    config
+        The sizes.
+    plan, recompute
+        As :func:`apply` takes them, within a stage.
+    """
+    return Stages(
+        lambda count: stages(config, count, plan=plan, recompute=recompute),
+        lambda params, count: split_stages(params, config, count)[0],
+    )
+
+
 def _cuts(config: Config, count: int) -> list[int]:
     if not 1 <= count <= config.layers:
         raise ShapeError(f"[decoder] {config.layers} blocks cannot be cut into {count} stages")
@@ -379,7 +406,8 @@ def generate(params: Any, ids: Any, config: Config, steps: int) -> Array:
 
 
 def plan(name: str | Plan) -> Plan:
-    """The plan of that name for a decoder: ``dp``, ``fsdp``, ``tp``, ``sp``, ``vocab``, ``cp`` and ``ep``, joined by ``+``.
+    """The plan of that name for a decoder: ``dp``, ``fsdp``, ``tp``, ``sp``, ``vocab``, ``cp``, ``ep`` and ``pp``,
+    joined by ``+``.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"data": 2, "model": 2})

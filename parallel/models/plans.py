@@ -12,6 +12,7 @@ part      axis       what it splits
 ``vocab`` model      rows of the embedding and columns of the head, hence the logits
 ``cp``    context    the sequence throughout; attention goes round a ring (Liu et al., 2023)
 ``ep``    expert     experts, and the batch like ``dp``: tokens go to their experts by all-to-all
+``pp``    pipe       the layers, in stages through which micro-batches pass (Huang et al., 2019); see :class:`Stages`
 ========  =========  ==============================================================================================
 
 A part whose axis the mesh lacks does nothing, so that one plan serves a laptop and a cluster.
@@ -20,7 +21,7 @@ A part whose axis the mesh lacks does nothing, so that one plan serves a laptop 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,10 @@ from ..api import distribute, reshard
 from ..mesh import Mesh
 from ..placement import Placement, Replicate, Shard, Sharding
 
-AXES = {"dp": "data", "fsdp": "data", "tp": "model", "sp": "model", "vocab": "model", "cp": "context", "ep": "expert"}
+AXES = {"dp": "data", "fsdp": "data", "tp": "model", "sp": "model", "vocab": "model", "cp": "context"} | {
+    "ep": "expert",
+    "pp": "pipe",
+}
 """The mesh axis of each part."""
 
 BATCH_AXES = ("data", "expert")
@@ -146,6 +150,37 @@ class Plan:
             if dim is not None and AXES[part] in here.mesh.names:
                 wanted[AXES[part]] = Shard(dim) if dim >= 0 else Replicate()
         return reshard(x, **wanted) if wanted else x
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a model is cut into the stages of a pipeline, whatever their number; ``mt.models.decoder.staged`` gives one.
+
+    Parameters
+    ----------
+    functions
+        ``functions(count)``: that many functions ``stage(params, x, batch, key)``. ``x`` is what the stage before gave (None in the
+        first): an array, or a tree of them. ``batch`` is the micro-batch in the first and the last stage and None between; ``key`` is for
+        dropout, the same in all stages, and None where nothing is dropped. The last stage gives what a loss function gives:
+        ``(total, weight)``, ``(total, weight, metrics)`` or a mean.
+    split
+        ``split(params, count)``: the tree that each stage takes, put together from the leaves of the model's tree, in which those of
+        other stages may be missing (None). A leaf that stands in the trees of two stages is one parameter: it gets both gradients.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> config = mt.models.decoder.Config(vocab=8, width=4, layers=2, heads=1)
+    >>> cut = mt.models.decoder.staged(config)
+    >>> first, last = cut.split(mt.models.decoder.init(mt.random.key(0), config), 2)
+    >>> sorted(first), sorted(last)
+    (['embed', 'layers'], ['embed', 'layers', 'norm'])
+    """
+
+    functions: Callable[[int], Sequence[Callable[[Any, Any, Any, Any], Any]]]
+    split: Callable[[Any, int], Sequence[Any]]
+
+    __is_tree__ = False
 
 
 def widen(placed: Mapping[str, Placement], shape: Sequence[int], mesh: Mesh, axis: str) -> dict[str, Placement]:

@@ -1,13 +1,15 @@
 """Pipeline parallelism: the stages of a model on parts of the mesh, and micro-batches that pass through them by a schedule.
 
-A stage is a pure function ``stage(params, x, batch)``: it gets what the stage before gave (None in the first one) and gives what the next one
-gets; the last gives ``(total, weight)`` of the loss. Each stage lives on the part of the mesh at one place along the axis ``pipe``, split
-there by a plan like any other model. What a rank keeps of a micro-batch between its forward and its backward pass is the input of the
-stage; the backward pass computes the stage again.
+A stage is a pure function ``stage(params, x, batch, key)``: it gets what the stage before gave (None in the first one) and gives what the next one
+gets; the last gives what a loss function gives, such as ``(total, weight)``. The first and the last stage see the micro-batch, and all
+the key of the micro-batch. Each stage lives on the part of the mesh at one place along the axis ``pipe``, split there by a plan like any
+other model. What a rank keeps of a micro-batch between its forward and its backward pass is the input of the stage; the backward pass
+computes the stage again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from ...arrays import tree as trees
 from ...arrays._array import Array
 from ...arrays.creation import asarray
 from ...arrays.errors import MeshError, TrainingError
+from ...arrays.manipulation import astype
 from ...autodiff import compile, value_and_grad, vjp
 from ...autodiff.optim import Optimizer
 from ..api import distribute, reshard
@@ -23,8 +26,9 @@ from ..models.plans import Plan
 from ..placement import Sharding
 from ..schedules import Action, Schedule, schedule
 from .loading import fitted
+from .step import merged, weighted
 
-Stage = Callable[[Any, Any, Any], Any]
+Stage = Callable[[Any, Any, Any, Any], Any]
 Tied = tuple[tuple[int, str], tuple[int, str]]
 
 
@@ -56,11 +60,11 @@ class Pipeline:
     Examples
     --------
     >>> import meshtape as mt
-    >>> stages = [lambda w, x, b: b["x"] * w, lambda w, x, b: (((x - w) ** 2).sum(), mt.asarray(2.0))]
+    >>> stages = [lambda w, x, b, key: b["x"] * w, lambda w, x, b, key: (((x - w) ** 2).sum(), 2.0)]
     >>> pipe = mt.training.Pipeline(stages, mt.Mesh({"pipe": 2}))
     >>> params = pipe.place([mt.asarray(3.0), mt.asarray(1.0)])
-    >>> (total, weight), grads = pipe.value_and_grad(params, [{"x": mt.asarray([1.0, 2.0])}])
-    >>> float(total), [float(g) for g in grads]
+    >>> sums, grads = pipe.value_and_grad(params, [{"x": mt.asarray([1.0, 2.0])}])
+    >>> float(sums["loss"]), [float(g) for g in grads]
     (29.0, [24.0, -14.0])
     """
 
@@ -87,7 +91,8 @@ class Pipeline:
         self.tied = tuple(tied)
         self.parts = [mesh.submesh(**{axis: i % self.ranks}) for i in range(len(stages))]
         last = len(stages) - 1
-        self._forward = [compile(s) for s in stages[:-1]]
+        self._forward = [compile(_forward(s)) for s in stages[:-1]]
+        self._sums = compile(_sums(stages[last]))
         self._loss = compile(_loss_backward(stages[last], first=last == 0))
         halves = {"B": (True, True), "I": (True, False), "W": (False, True)}
         self._backward = [
@@ -104,27 +109,37 @@ class Pipeline:
             raise TrainingError(f"{len(params)} trees of parameters for {len(self.parts)} stages")
         return [self.plan.distribute(p, part) for p, part in zip(params, self.parts, strict=True)]
 
-    def _put(self, batch: Any, stage: int) -> Any:
+    def sees(self, stage: int) -> bool:
+        """Whether a stage is given the micro-batch."""
+        return stage in (0, len(self.parts) - 1)
+
+    def put(self, batch: Any, stage: int) -> Any:
+        """A micro-batch on the part of a stage: from this process, or from the part where it is."""
         part = self.parts[stage]
 
         def one(x: Any) -> Array:
             x = asarray(x)
-            return distribute(x, fitted(self.plan.batch(part), x.ndim))
+            return self._moved(x, part) if x.sharding is not None else distribute(x, fitted(self.plan.batch(part), x.ndim))
 
         return trees.tree_map(one, batch)
 
-    def _to(self, x: Any, stage: int) -> Any:
-        """A value on the part of another stage, split as it was."""
+    def to(self, x: Any, stage: int) -> Any:
+        """Values on the part of a stage, split as they were; what is local is replicated."""
         part = self.parts[stage]
 
-        def one(a: Array) -> Array:
-            here = a.sharding
-            assert here is not None
-            if here.mesh is part:
-                return a
-            return reshard(a, Sharding(part, **here.placements))
+        def one(a: Any) -> Array:
+            a = asarray(a)
+            return distribute(a, part) if a.sharding is None else self._moved(a, part)
 
         return trees.tree_map(one, x)
+
+    @staticmethod
+    def _moved(a: Array, part: Mesh) -> Array:
+        here = a.sharding
+        assert here is not None
+        if here.mesh is part:
+            return a
+        return reshard(a, Sharding.of(part, here.layout.reduced()))
 
     # ----- a step -----------------------------------------------------------------------------------------------------------
 
@@ -132,26 +147,60 @@ class Pipeline:
         """Who does what when, for so many micro-batches."""
         return schedule(self.kind, self.ranks, micros, chunks=self.chunks)
 
-    def value_and_grad(self, params: Sequence[Any], micro: Sequence[Any]) -> tuple[tuple[Array, Array], list[Any]]:
-        """Sum and weight of the loss over all micro-batches, and the gradient of that sum for each stage's parameters.
+    def value_and_grad(
+        self,
+        params: Sequence[Any],
+        micro: Sequence[Any],
+        *,
+        keys: Sequence[Any] | None = None,
+        frozen: Sequence[Any] | None = None,
+        scale: Any = None,
+    ) -> tuple[dict[str, Array], list[Any]]:
+        """Sums over all micro-batches, and the gradient of the loss's sum for each stage's parameters.
 
-        Micro-batches are trees of local arrays. The sums lie on the part of the last stage. ``peak`` then says how many inputs of stages
-        each rank held at most.
+        Parameters
+        ----------
+        params
+            Trees of the stages.
+        micro
+            Micro-batches: trees of local arrays, or of arrays on the part of the first stage.
+        keys
+            A key for each of them; by default the stages get None.
+        frozen
+            Trees of the stages with values for what is None in ``params``: parameters that are not differentiated.
+        scale
+            What the mean loss of a micro-batch is multiplied by before it is differentiated, for small floats (the gradients keep the factor).
+
+        Returns
+        -------
+        sums, grads
+            ``sums`` has ``"loss"``, ``"weight"`` and the loss's own metrics, on the part of the last stage.
+
+        Notes
+        -----
+        ``peak`` then says how many inputs of stages each rank held at most.
         """
         plan = self.schedule(len(micro))
-        run = _Run(self, params, micro)
+        run = _Run(self, params, micro, keys, frozen, scale)
         # The order of the simulated ends is one that every rank can follow; on a cluster each part works through its own by itself.
         for action in sorted(ends := plan.simulate().ends, key=lambda a: (ends[a], a.stage)):
             run.do(action)
         self.peak = tuple(run.peak)
-        return (run.total, run.weight), self._tie(run.grads)
+        return run.sums, self._tie(run.grads)
+
+    def sums(self, params: Sequence[Any], micro: Any) -> dict[str, Array]:
+        """The sums of one micro-batch without gradients; the stages get the key None."""
+        x, last = None, len(self.parts) - 1
+        for s in range(last):
+            x = self._forward[s](params[s], None, None if s == 0 else self.to(x, s), self.put(micro, s) if s == 0 else None, None)
+        return self._sums(params[last], None if last == 0 else self.to(x, last), self.put(micro, last))
 
     def _tie(self, grads: list[Any]) -> list[Any]:
         for (i, a), (j, b) in self.tied:
             mine, other = _leaf(grads[i], a), _leaf(grads[j], b)
-            total = mine + self._to(other, i)
+            total = mine + self.to(other, i)
             grads[i] = _with_leaf(grads[i], a, total)
-            grads[j] = _with_leaf(grads[j], b, reshard(self._to(total, j), other.sharding))
+            grads[j] = _with_leaf(grads[j], b, reshard(self.to(total, j), other.sharding))
         return grads
 
     def optimizer(self, optimizer: Optimizer) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -167,12 +216,12 @@ class Pipeline:
         def step(
             params: Sequence[Any], state: Sequence[Any], micro: Sequence[Any]
         ) -> tuple[list[Any], list[Any], Array]:
-            (total, weight), grads = self.value_and_grad(params, micro)
+            sums, grads = self.value_and_grad(params, micro)
             done = [
-                scaled(p, g, s, self._to(weight, i))
+                scaled(p, g, s, self.to(sums["weight"], i))
                 for i, (p, g, s) in enumerate(zip(params, grads, state, strict=True))
             ]
-            return [p for p, _ in done], [s for _, s in done], total / weight
+            return [p for p, _ in done], [s for _, s in done], sums["loss"] / sums["weight"]
 
         return init, step
 
@@ -180,41 +229,60 @@ class Pipeline:
 class _Run:
     """One pass of the micro-batches through the stages."""
 
-    def __init__(self, pipe: Pipeline, params: Sequence[Any], micro: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        pipe: Pipeline,
+        params: Sequence[Any],
+        micro: Sequence[Any],
+        keys: Sequence[Any] | None,
+        frozen: Sequence[Any] | None,
+        scale: Any,
+    ) -> None:
         self.pipe, self.params, self.micro = pipe, params, micro
+        self.keys = [None] * len(micro) if keys is None else keys
+        self.frozen = [None] * len(params) if frozen is None else frozen
+        self.scale = None if scale is None else pipe.to(scale, len(params) - 1)
         self.inputs: dict[tuple[int, int], Any] = {}  # what a stage holds until its backward pass is over
         self.arriving: dict[tuple[int, int], Any] = {}  # outputs and cotangents on their way to the next action
         self.grads: list[Any] = [None] * len(pipe.parts)
-        self.total: Any = None
-        self.weight: Any = None
+        self.sums: dict[str, Array] = {}
         self.held = [0] * pipe.ranks
         self.peak = [0] * pipe.ranks
         self.batches: dict[tuple[int, int], Any] = {}
 
-    def _batch(self, stage: int, i: int) -> Any:
+    def _given(self, stage: int, i: int) -> tuple[Any, Any]:
+        """Micro-batch and key of a stage."""
         if (stage, i) not in self.batches:
-            self.batches[stage, i] = self.pipe._put(self.micro[i], stage)
+            batch = self.pipe.put(self.micro[i], stage) if self.pipe.sees(stage) else None
+            self.batches[stage, i] = (batch, None if self.keys[i] is None else self.pipe.to(self.keys[i], stage))
         return self.batches[stage, i]
+
+    def _unit(self, i: int) -> float | None:
+        """What a gradient of micro-batch ``i`` is short of, where the loss was scaled as a mean: elements of its largest array."""
+        if self.scale is None:
+            return None
+        return float(max(math.prod(x.shape) for x in trees.flatten(self.micro[i])[0]))
 
     def do(self, action: Action) -> None:
         kind, s, i = action
         rank, last = s % self.pipe.ranks, len(self.pipe.parts) - 1
+        batch, key = self._given(s, i)
         if kind == "F":
-            x = None if s == 0 else self.pipe._to(self.arriving.pop((s, i)), s)
+            x = None if s == 0 else self.pipe.to(self.arriving.pop((s, i)), s)
             self.inputs[s, i] = x
             self.held[rank] += 1
             self.peak[rank] = max(self.peak[rank], self.held[rank])
             if s < last:
-                self.arriving[s + 1, i] = self.pipe._forward[s](self.params[s], x, self._batch(s, i))
+                self.arriving[s + 1, i] = self.pipe._forward[s](self.params[s], self.frozen[s], x, batch, key)
             return
-        x, batch = self.inputs[s, i], self._batch(s, i)
+        x = self.inputs[s, i]
         if s == last:
             if kind != "W":
-                self._loss(s, i, x, batch)
+                self._loss(s, i, x, batch, key)
         else:
             # The cotangent waits where it arrived until the last of I and W has used it.
-            g = self.pipe._to(self.arriving[s, i], s)
-            found = self.pipe._backward[s][kind](self.params[s], x, batch, g)
+            g = self.pipe.to(self.arriving[s, i], s)
+            found = self.pipe._backward[s][kind](self.params[s], self.frozen[s], x, batch, key, g, self._unit(i))
             if "x" in found and s:
                 self.arriving[s - 1, i] = found["x"]
             if "params" in found:
@@ -226,10 +294,9 @@ class _Run:
             self.batches.pop((s, i), None)
             self.held[rank] -= 1
 
-    def _loss(self, s: int, i: int, x: Any, batch: Any) -> None:
-        total, weight, gp, gx = self.pipe._loss(self.params[s], x, batch)
-        self.total = total if self.total is None else self.total + total
-        self.weight = weight if self.weight is None else self.weight + weight
+    def _loss(self, s: int, i: int, x: Any, batch: Any, key: Any) -> None:
+        sums, gp, gx = self.pipe._loss(self.params[s], self.frozen[s], x, batch, key, self.scale, self._unit(i))
+        self.sums = sums if not self.sums else {n: self.sums[n] + v for n, v in sums.items()}
         self._accumulate(s, gp)
         if s:
             self.arriving[s - 1, i] = gx
@@ -238,36 +305,59 @@ class _Run:
         self.grads[s] = g if self.grads[s] is None else self.pipe._add(self.grads[s], g)
 
 
-def _loss_backward(stage: Stage, first: bool) -> Callable[[Any, Any, Any], Any]:
-    """Loss, weight and gradients of the last stage."""
+def _whole(params: Any, frozen: Any) -> Any:
+    return params if frozen is None else merged(params, frozen)
 
-    def run(params: Any, x: Any, batch: Any) -> Any:
-        def loss(params: Any, x: Any) -> Any:
-            total, weight = stage(params, x, batch)
-            return total, asarray(weight)
 
-        if first:
-            (total, weight), gp = value_and_grad(loss, has_aux=True)(params, x)
-            return total, weight, gp, None
-        (total, weight), (gp, gx) = value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
-        return total, weight, gp, gx
+def _times(tree: Any, unit: float | None) -> Any:
+    return tree if unit is None else trees.tree_map(lambda g: g * unit, tree)
+
+
+def _forward(stage: Stage) -> Callable[..., Any]:
+    return lambda params, frozen, x, batch, key: stage(_whole(params, frozen), x, batch, key)
+
+
+def _sums(stage: Stage) -> Callable[..., dict[str, Array]]:
+    """Loss, weight and metrics of the last stage."""
+
+    def run(params: Any, x: Any, batch: Any) -> dict[str, Array]:
+        total, weight, metrics = weighted(stage(params, x, batch, None), batch)
+        return {"loss": total, "weight": weight, **metrics}
 
     return run
 
 
-def _backward(stage: Stage, first: bool, inputs: bool, weights: bool) -> Callable[[Any, Any, Any, Any], Any]:
+def _loss_backward(stage: Stage, first: bool) -> Callable[..., Any]:
+    """Sums and gradients of the last stage."""
+
+    def run(params: Any, frozen: Any, x: Any, batch: Any, key: Any, scale: Any, unit: float | None) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            total, weight, metrics = weighted(stage(_whole(params, frozen), x, batch, key), batch)
+            wanted = total if unit is None else total * astype(scale / unit, total.dtype, copy=False)
+            return wanted, {"loss": total, "weight": weight, **metrics}
+
+        if first:
+            (_, sums), gp = value_and_grad(loss, has_aux=True)(params, x)
+            return sums, _times(gp, unit), None
+        (_, sums), (gp, gx) = value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+        return sums, _times(gp, unit), gx
+
+    return run
+
+
+def _backward(stage: Stage, first: bool, inputs: bool, weights: bool) -> Callable[..., dict[str, Any]]:
     """Cotangents of a stage's input, of its parameters, or of both; the stage is computed again."""
 
-    def run(params: Any, x: Any, batch: Any, g: Any) -> dict[str, Any]:
+    def run(params: Any, frozen: Any, x: Any, batch: Any, key: Any, g: Any, unit: float | None) -> dict[str, Any]:
         out: dict[str, Any] = {}
         if first:
             if weights:
-                out["params"] = vjp(lambda p: stage(p, None, batch), params)[1](g)[0]
+                out["params"] = _times(vjp(lambda p: stage(_whole(p, frozen), None, batch, key), params)[1](g)[0], unit)
             return out
-        _, pull = vjp(lambda p, x: stage(p, x, batch), params, x)
+        _, pull = vjp(lambda p, x: stage(_whole(p, frozen), x, batch, key), params, x)
         gp, gx = pull(g)
         if weights:
-            out["params"] = gp
+            out["params"] = _times(gp, unit)
         if inputs:
             out["x"] = gx
         return out

@@ -11,6 +11,7 @@ import numpy as np
 from ...arrays import tree as trees
 from ...arrays._array import Array
 from ...arrays.creation import asarray
+from ...arrays.dtypes import as_dtype
 from ...arrays.elementwise import isfinite, logical_and, minimum, where
 from ...arrays.errors import TrainingError
 from ...arrays.manipulation import astype
@@ -24,6 +25,10 @@ DTYPES = {
 }
 
 
+def _name_of(dtype: Any) -> Any:
+    return dtype if isinstance(dtype, str) else as_dtype(dtype, "precision").name
+
+
 @dataclass(frozen=True)
 class Precision:
     """How a step computes.
@@ -31,7 +36,7 @@ class Precision:
     Parameters
     ----------
     compute
-        ``"float32"``, ``"bfloat16"`` or ``"float16"`` (or ``"float64"``): parameters are cast to it before the loss sees them.
+        ``"float32"``, ``"bfloat16"`` or ``"float16"`` (or ``"float64"``), or the dtype itself: parameters are cast to it before the loss sees them.
         The parameters themselves stay as they are: they are the masters.
     scale
         What the loss is multiplied by at first, so that small gradients survive in float16; 1 for all others.
@@ -48,14 +53,16 @@ class Precision:
     __is_tree__ = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "compute", _name_of(self.compute))
         if self.compute not in DTYPES:
             raise TrainingError(f"precision must be one of {', '.join(DTYPES)}, got {self.compute!r}")
 
     @classmethod
-    def of(cls, given: str | Precision) -> Precision:
-        """From its name. float16 begins with a scale of 2 to the 15th."""
+    def of(cls, given: Any) -> Precision:
+        """From its name (or the dtype itself). float16 begins with a scale of 2 to the 15th."""
         if isinstance(given, Precision):
             return given
+        given = _name_of(given)
         return cls(given, scale=2.0**15) if given == "float16" else cls(given)
 
     @property

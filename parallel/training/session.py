@@ -1,8 +1,12 @@
-"""What a run has on one mesh: the compiled step, the data, the state. After a loss the run makes another session."""
+"""What a run has on one mesh: the compiled step, the data, the state. After a loss the run makes another session.
+
+A session whose mesh has stages of a pipeline is a :class:`~.stages.StagedSession`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ from ...arrays.creation import asarray
 from ...arrays.errors import MeshError, TrainingError
 from ...autodiff import compile
 from ..mesh import Mesh
+from ..placement import Sharding
 from .batching import BatchSizes, batch_sizes
 from .loading import Batch, Loader
 from .sampling import Sampler
@@ -40,28 +45,28 @@ class Session:
         self.recipe, self.mesh = recipe, mesh
         rows = 1 if mesh is None else recipe.plan.rows(mesh)
         self.sizes: BatchSizes = batch_sizes(batch, ranks=rows, micro=micro, accumulation=accumulation)
-        self.sharding = None if mesh is None else recipe.plan.batch(mesh)
-        self.loader = Loader(source, self.sizes, sampler, mesh, self.sharding, ahead)
-        key = random.key(seed)
-        self.key: Array = key if mesh is None else mesh.replicate(key)
-        self._step = compile(recipe.step)
-        self._evaluate = compile(self._sums)
+        self.loader = Loader(source, self.sizes, sampler, *self._feed(), ahead)
+        self.key: Array = random.key(seed)
         self.state: Any = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        if self.mesh is not None:
+            self.key = self.mesh.replicate(self.key)
+        self._step = compile(self.recipe.step)
+        self._evaluate = compile(self._sums)
+
+    def _feed(self) -> tuple[Mesh | None, Sharding | None]:
+        """Where batches go."""
+        return self.mesh, None if self.mesh is None else self.recipe.plan.batch(self.mesh)
 
     # ----- the state ----------------------------------------------------------------------------------------------------
 
     def start(self, init: Any) -> None:
         """The state before the first step, from parameters or from a function of a key."""
         params = init(random.fold_in(self.key, 0)) if callable(init) else init
-        if not trees.flatten(params)[0]:
-            raise TrainingError("there are no parameters to train")
-        strange = [
-            f"{trees.path_name(p)} is on {x.sharding.mesh}"
-            for p, x in trees.flatten_with_path(params)
-            if isinstance(x, Array) and x.sharding is not None and x.sharding.mesh is not self.mesh
-        ]
-        if strange:
-            raise MeshError(f"the parameters lie on another mesh than {self.mesh}: {strange[0]}; pass local ones")
+        self.recipe.check(params)
+        check_meshes(params, self.mesh)
         self.state = self.recipe.init(params, self.mesh)
 
     def snapshot(self) -> Any:
@@ -84,25 +89,32 @@ class Session:
             self.state, found = self._step(self.state, batch.micro, self.key)
         return found
 
-    def _sums(self, params: Any, batch: Any, loss: Callable[..., Any]) -> dict[str, Array]:
-        held = self.recipe.precision.cast(self.recipe._gathered(params))
-        total, weight, metrics = weighted(loss(held, batch, None), batch)
+    def _sums(self, params: Any, batch: Any) -> dict[str, Array]:
+        held = self.recipe.precision.cast(self.recipe.gathered(params))
+        total, weight, metrics = weighted(self.recipe.loss(held, batch, None), batch)
         return {"loss": total, "weight": weight, **metrics}
+
+    def _judge(self, params: Any) -> Callable[[Any], dict[str, Array]]:
+        """A function that gives the sums of a micro-batch without gradients and dropout."""
+        return partial(self._evaluate, params)
+
+    def average(self) -> Any:
+        """The average of the parameters that ``ema`` keeps, in their dtypes."""
+        if self.recipe.ema is None:
+            raise TrainingError("there is no average of the parameters: give the Trainer ema=")
+        return self.recipe.ema.value(self.state["ema"], self.state["params"])
 
     def evaluate(self, source: Source, averaged: bool = False) -> dict[str, float]:
         """Loss and metrics over a whole data set, without dropout (the loss is given the key None)."""
         params = self.state["params"]
         if averaged:
-            if self.recipe.ema is None:
-                raise TrainingError("there is no average of the parameters to evaluate: give the Trainer ema=")
-            params = self.recipe.ema.value(self.state["ema"], params)
+            params = self.average()
         whole = Sampler(len(source), shuffle=False)
-        loader = Loader(source, self.sizes, whole, self.mesh, self.sharding, self.loader.ahead)
-        sums: dict[str, float] = {}
+        loader = Loader(source, self.sizes, whole, *self._feed(), self.loader.ahead)
+        judge, sums = self._judge(params), dict[str, float]()
         for batch in loader.batches(0, epochs=1):
             for micro in batch.micro:
-                found = self._evaluate(params, micro, self.recipe.loss)
-                for name, value in found.items():
+                for name, value in judge(micro).items():
                     sums[name] = sums.get(name, 0.0) + float(value)
         weight = sums.pop("weight")
         return {f"eval_{name}": value / weight if weight else float("nan") for name, value in sums.items()}
@@ -110,6 +122,15 @@ class Session:
     def close(self) -> None:
         """Drop what lies on the mesh."""
         self.state = None
+
+
+def check_meshes(params: Any, mesh: Mesh | None) -> None:
+    """Refuse parameters that lie on another mesh."""
+    for path, x in trees.flatten_with_path(params):
+        if isinstance(x, Array) and x.sharding is not None and x.sharding.mesh is not mesh:
+            raise MeshError(
+                f"the parameters lie on another mesh than {mesh}: {trees.path_name(path)} is on {x.sharding.mesh}; pass local ones"
+            )
 
 
 def scalar(x: Any) -> float:

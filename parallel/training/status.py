@@ -73,15 +73,11 @@ def read_status(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def with_life(facts: dict[str, Any]) -> dict[str, Any]:
     """The facts with ``alive``: whether the process of a run on this host is there; None for another host."""
+    import psutil
+
     alive: bool | None = None
     if facts.get("host") == socket.gethostname() and isinstance(facts.get("pid"), int):
-        try:
-            os.kill(facts["pid"], 0)
-            alive = True
-        except ProcessLookupError:
-            alive = False
-        except PermissionError:
-            alive = True
+        alive = psutil.pid_exists(facts["pid"])
     return {**facts, "alive": alive}
 
 

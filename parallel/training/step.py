@@ -11,7 +11,7 @@ are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from ...arrays.elementwise import where
 from ...arrays.errors import TrainingError
 from ...arrays.manipulation import astype
 from ...autodiff import value_and_grad
-from ...autodiff.optim import Average, Optimizer, clip_by_global_norm, masters
+from ...autodiff.optim import Average, Optimizer, clip_by_global_norm, global_norm, masters
 from ..api import distribute, reshard
 from ..mesh import Mesh
 from ..models.plans import AXES, Plan, widen
@@ -112,8 +112,20 @@ class Recipe:
 
     def init(self, params: Any, mesh: Mesh | None) -> dict[str, Any]:
         """The state before the first step. On a mesh nothing is computed before it is needed."""
+        self.check(params)
+        return self.begun(params, mesh)
+
+    def check(self, params: Any) -> None:
+        """Refuse parameters of which there is nothing to train."""
+        if not trees.flatten(params)[0]:
+            raise TrainingError("there are no parameters to train")
+        if not trees.flatten(self.masked(params))[0]:
+            raise TrainingError("no parameter is trained: trainable refuses all of them")
+
+    def begun(self, params: Any, mesh: Mesh | None) -> dict[str, Any]:
+        """:meth:`init` of any part of the parameters."""
         params = self.place({"params": params}, mesh)["params"]
-        state: dict[str, Any] = {"params": params, "optimizer": self.optimizer.init(self._masked(params))}
+        state: dict[str, Any] = {"params": params, "optimizer": self.optimizer.init(self.masked(params))}
         if self.ema is not None:
             state["ema"] = self.ema.init(masters(params, state["optimizer"]))
         if self.precision.scales:
@@ -121,22 +133,19 @@ class Recipe:
         state["step"] = asarray(np.int64(0))
         return self.place(state, mesh)
 
-    def _masked(self, params: Any) -> Any:
+    def masked(self, params: Any) -> Any:
         """The parameters with None in place of those that are not trained."""
         if self.trainable is None:
             return params
         chosen = self.trainable
-        masked = trees.map_with_path(lambda path, x: x if chosen(path) else None, params)
-        if not trees.flatten(masked)[0]:
-            raise TrainingError("no parameter is trained: trainable refuses all of them")
-        return masked
+        return trees.map_with_path(lambda path, x: x if chosen(path) else None, params)
 
     # ----- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, state: Any, micro: Sequence[Any], key: Array) -> tuple[Any, dict[str, Array]]:
         """The state after one step, and numbers about it: ``loss``, ``weight``, ``grad_norm`` and the loss's own metrics."""
         params = state["params"]
-        train = self._masked(params)
+        train = self.masked(params)
         scale = state["scaler"]["scale"] if self.precision.scales else None
         step_key = random.fold_in(key, state["step"])
         grads: Any = None
@@ -148,19 +157,37 @@ class Recipe:
                 g = trees.tree_map(lambda x, w=seen["weight"]: x * astype(w, x.dtype, copy=False), g)
             grads = g if grads is None else trees.tree_map(lambda a, b: a + b, grads, g)
             sums = seen if not sums else {n: sums[n] + v for n, v in seen.items()}
+        return self.finished(state, *self.reduced(grads), sums)
+
+    def reduced(self, grads: Any) -> tuple[Any, dict[str, Array]]:
+        """Sums of gradients where the optimizer wants them, and what must be known of all before it moves: their ``norm`` and whether
+        they are ``finite``, as far as a recipe asks for it."""
+        if self.stage >= 2:
+            grads = self._moved(grads, self._split)
+        elif self.stage == 1:
+            grads = self._moved(self._moved(grads, self._whole), self._split)
+        facts: dict[str, Array] = {}
+        if self.clip is not None:
+            facts["norm"] = global_norm(grads)
+        if self.precision.scales:
+            facts["finite"] = all_finite(grads)
+        return grads, facts
+
+    def finished(
+        self, state: Any, grads: Any, facts: Mapping[str, Array], sums: Mapping[str, Array]
+    ) -> tuple[Any, dict[str, Array]]:
+        """The state after a step with these sums of gradients and losses."""
+        scale = state["scaler"]["scale"] if self.precision.scales else None
         weight = sums["weight"]
         over = where(weight == 0, 1.0, weight)
         divisor = over if scale is None else over * scale
-        grads = self._reduced(trees.tree_map(lambda g: g / astype(divisor, g.dtype, copy=False), grads))
-        norm = None
-        if self.clip is not None:
-            grads, norm = clip_by_global_norm(grads, self.clip)
+        grads = trees.tree_map(lambda g: g / astype(divisor, g.dtype, copy=False), grads)
         found = {n: v / over for n, v in sums.items() if n != "weight"} | {"weight": weight}
-        new = self._updated(state, train, grads, found["loss"])
-        if norm is not None:
-            found["grad_norm"] = norm
+        if self.clip is not None:
+            grads, found["grad_norm"] = clip_by_global_norm(grads, self.clip, norm=facts["norm"] / divisor)
+        new = self._updated(state, self.masked(state["params"]), grads, found["loss"])
         if scale is not None:
-            good = all_finite(grads)
+            good = facts["finite"]
             new = trees.tree_map(lambda a, b: where(good, a, b), new, {k: state[k] for k in new})
             new["scaler"] = self.precision.update(state["scaler"], good)
             found["scale"] = scale
@@ -171,8 +198,8 @@ class Recipe:
         """The loss of one micro-batch as a function of what is trained: (what is differentiated, sums)."""
 
         def loss(train: Any) -> tuple[Array, dict[str, Array]]:
-            p = train if self.trainable is None else _merge(train, params)
-            total, weight, metrics = weighted(self.loss(self.precision.cast(self._gathered(p)), batch, key), batch)
+            p = train if self.trainable is None else merged(train, params)
+            total, weight, metrics = weighted(self.loss(self.precision.cast(self.gathered(p)), batch, key), batch)
             wanted = total
             if scale is not None:
                 wanted = total * astype(scale / where(weight == 0, 1.0, weight), total.dtype, copy=False)
@@ -180,19 +207,11 @@ class Recipe:
 
         return loss
 
-    def _gathered(self, params: Any) -> Any:
+    def gathered(self, params: Any) -> Any:
         """Parameters where they are computed with: stage 3 gathers them, and its gradient is a reduce-scatter."""
         if self.stage < 3:
             return params
         return self._moved(params, self._whole)
-
-    def _reduced(self, grads: Any) -> Any:
-        """Gradients where the optimizer wants them."""
-        if self.stage >= 2:
-            return self._moved(grads, self._split)
-        if self.stage == 1:
-            return self._moved(self._moved(grads, self._whole), self._split)
-        return grads
 
     def _moved(self, tree: Any, to: Callable[[trees.Path, Any, Mesh], Sharding]) -> Any:
         def move(path: trees.Path, x: Array) -> Array:
@@ -207,16 +226,16 @@ class Recipe:
         rest, slots = self.optimizer.update(rest, grads, state["optimizer"])
         new: dict[str, Any] = {"optimizer": slots}
         if self.ema is not None:
-            wide = masters(rest, slots) if self.trainable is None else _merge(masters(rest, slots), params)
+            wide = masters(rest, slots) if self.trainable is None else merged(masters(rest, slots), params)
             new["ema"] = self.ema.update(wide, state["ema"], loss)
         done = rest if self.stage in (0, 3) else self._moved(rest, self._whole)
-        new["params"] = done if self.trainable is None else _merge(done, params)
+        new["params"] = done if self.trainable is None else merged(done, params)
         mesh = next((x.sharding.mesh for x in trees.flatten(params)[0] if x.sharding is not None), None)
         # What the propagator chose may differ from where the state rests; the next step must find it there.
         return self.place(new, mesh) if mesh is not None else new
 
 
-def _merge(train: Any, params: Any) -> Any:
+def merged(train: Any, params: Any) -> Any:
     """``params`` with the trained ones from ``train``, in which the others are None."""
     chosen, treedef = trees.flatten(train, is_leaf=lambda x: x is None)
     rest, _ = trees.flatten(params, is_leaf=lambda x: x is None)

@@ -15,7 +15,7 @@ from ...arrays.errors import TrainingError
 from ...autodiff.optim import Average, Optimizer
 from ...storage import CheckpointManager, load, open_checkpoint
 from ..mesh import Mesh
-from ..models.plans import Plan
+from ..models.plans import Plan, Stages
 from .callbacks import Callback
 from .display import Display
 from .elastic import Elastic, client_of, workers_of
@@ -30,6 +30,7 @@ from .sampling import Sampler
 from .session import Session
 from .signals import StopSignals
 from .sources import as_source
+from .stages import Pipelining, session_of
 from .status import Status
 from .step import Loss, Recipe
 
@@ -61,6 +62,12 @@ class Trainer:
     plan
         Where parameters live and how batches are split: ``mt.models.decoder.plan("dp+tp")``, or a ``Plan`` of your own. By default the
         batch is split over the axis ``data`` and parameters are replicated.
+    stages
+        How the model is cut where the plan has ``pp`` and the mesh an axis ``pipe``: ``mt.models.decoder.staged(config, plan=plan)``, or a
+        ``mt.models.Stages`` of your own. Micro-batches pass through the stages; ``accumulation`` says how many there are. The stages then
+        take the place of ``loss``, which is used on all other meshes.
+    schedule, chunks
+        Of the pipeline: ``"fthenb"``, ``"1f1b"``, ``"interleaved"`` or ``"zerobubble"``, and stages a rank for the third.
     zero
         ZeRO stage (0 to 3) over the axis ``data``.
     precision
@@ -135,6 +142,9 @@ class Trainer:
         epochs: int | None = None,
         mesh: Mesh | None = None,
         plan: Plan | None = None,
+        stages: Stages | None = None,
+        schedule: str = "1f1b",
+        chunks: int = 1,
         zero: int = 0,
         precision: str | Precision = "float32",
         clip: float | None = None,
@@ -179,6 +189,7 @@ class Trainer:
         self.recipe = Recipe(
             loss, optimizer, plan or Plan(("dp",)), Precision.of(precision), zero, clip, ema, trainable
         )
+        self.pipelining = None if stages is None else Pipelining(stages, schedule, chunks)
         self.mesh = mesh
         self.source = as_source(data)
         self.held_out = None if evaluate is None else as_source(evaluate)
@@ -207,7 +218,7 @@ class Trainer:
 
     def new_session(self, mesh: Mesh | None) -> Session:
         """What the run has on a mesh."""
-        return Session(self.recipe, mesh, self.source, self.sampler, **self.sizes)
+        return session_of(self.recipe, self.pipelining, mesh, self.source, self.sampler, **self.sizes)
 
     # ----- what users read ------------------------------------------------------------------------------------------------
 
@@ -226,9 +237,7 @@ class Trainer:
     @property
     def average(self) -> Any:
         """The average of the parameters that ``ema`` keeps, in their dtypes."""
-        if self.recipe.ema is None:
-            raise TrainingError("there is no average of the parameters: give the Trainer ema=")
-        return self.recipe.ema.value(self.state["ema"], self.params)
+        return self.session.average()
 
     def stop(self, reason: str) -> None:
         """End the run after this step; for callbacks."""

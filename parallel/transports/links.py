@@ -53,8 +53,12 @@ class Link(ABC):
         """A chunk is here whose turn has not come."""
         self.moved = 0
         """Counts what changed, so that a caller knows when another attempt is worth it."""
+        self._views: deque[memoryview] = deque()  # go through the stream next
+        self._out = outgoing(())
+        self._in = incoming(())
+        self._message: Small | None = None
+        self._receiving = self._checked = False
 
-    @abstractmethod
     def start(
         self, head: bytes | None, batches: Sequence[Batch], sinks: Sequence[Sink] | None, small: int | None
     ) -> None:
@@ -63,6 +67,13 @@ class Link(ABC):
         ``head`` is what goes first (None: nothing is sent), a small message as a whole; ``batches`` follow it. ``sinks`` take what
         comes (None: nothing does); ``small`` is its size where it is a small message.
         """
+        if head is not None:
+            self._views.append(memoryview(head))
+            self._out = outgoing(batches)
+        self._receiving = sinks is not None
+        if sinks is not None:
+            self._in = incoming(sinks if small is None else ())
+            self._message, self._checked = Small(sinks if small is not None else (), small or 0), False
 
     @abstractmethod
     def push(self) -> bool:
@@ -94,26 +105,10 @@ class StreamLink(Link):
 
     def __init__(self, peer: int, stream: Stream) -> None:
         super().__init__(peer, stream)
-        self._views: deque[memoryview] = deque()
-        self._out = outgoing(())
-        self._in = incoming(())
-        self._message: Small | None = None
-        self._receiving = self._checked = False
         self._into: memoryview | None = None
         self._got = 0
         self._chunk: np.ndarray | None = None
         self._scratch: np.ndarray | None = None
-
-    def start(
-        self, head: bytes | None, batches: Sequence[Batch], sinks: Sequence[Sink] | None, small: int | None
-    ) -> None:
-        if head is not None:
-            self._views.append(memoryview(head))
-            self._out = outgoing(batches)
-        self._receiving = sinks is not None
-        if sinks is not None:
-            self._in = incoming(sinks if small is None else ())
-            self._message, self._checked = Small(sinks if small is not None else (), small or 0), False
 
     @property
     def at_boundary(self) -> bool:

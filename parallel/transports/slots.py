@@ -6,15 +6,13 @@ ends. What is in memory is ordered by the stream: no byte is read before the byt
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from . import frames
 from .links import Check, Link, Small, send
-from .pieces import Batch, Sink, chunk_of, incoming, outgoing
+from .pieces import Sink, chunk_of
 from .streams import Stream
 
 
@@ -48,26 +46,10 @@ class SlotLink(Link):
     def __init__(self, peer: int, stream: Stream, outbox: Slots, inbox: Slots) -> None:
         super().__init__(peer, stream)
         self.outbox, self.inbox = outbox, inbox
-        self._views: deque[memoryview] = deque()
-        self._out = outgoing(())
-        self._in = incoming(())
-        self._message: Small | None = None
-        self._receiving = self._checked = False
         self._free = outbox.count
         self._put = self._take = 0  # the next slots
         self._buffer = memoryview(bytearray(_READ))
         self._start = self._end = 0
-
-    def start(
-        self, head: bytes | None, batches: Sequence[Batch], sinks: Sequence[Sink] | None, small: int | None
-    ) -> None:
-        if head is not None:
-            self._views.append(memoryview(head))
-            self._out = outgoing(batches)
-        self._receiving = sinks is not None
-        if sinks is not None:
-            self._in = incoming(sinks if small is None else ())
-            self._message, self._checked = Small(sinks if small is not None else (), small or 0), False
 
     @property
     def at_boundary(self) -> bool:

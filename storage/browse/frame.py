@@ -135,6 +135,15 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> Markup:
 
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], numeric: Sequence[int] = (), cls: str = "") -> Markup:
     """A table; the columns ``numeric`` are set to the right."""
+
+    def row(cells: Sequence[Any]) -> Markup:
+        return tag("tr", [tag("td", c, class_="mt-number" if i in numeric else None) for i, c in enumerate(cells)])
+
+    return framed(head, [row(cells) for cells in rows], numeric, cls)
+
+
+def framed(head: Sequence[Any], rows: Sequence[Markup], numeric: Sequence[int] = (), cls: str = "") -> Markup:
+    """A table around rows that are ready."""
     return tag(
         "div",
         tag(
@@ -149,13 +158,7 @@ def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], numeric: Sequence[
                     ],
                 ),
             ),
-            tag(
-                "tbody",
-                [
-                    tag("tr", [tag("td", c, class_="mt-number" if i in numeric else None) for i, c in enumerate(r)])
-                    for r in rows
-                ],
-            ),
+            tag("tbody", rows),
             class_=f"mt-table {cls}".strip(),
         ),
         class_="mt-scroll",

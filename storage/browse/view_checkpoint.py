@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import charts
-from .frame import Shown, crumbs, facts, href, notice, section, shape_text, table, tabs
+from .frame import Shown, crumbs, facts, framed, href, notice, section, shape_text, table, tabs
 from .html import Markup, join, tag
 from .inventory import PAGE, SORTS, Group, Query, Row
 from .site import Opened, Site
@@ -256,23 +256,9 @@ def unfolded(site: Site, at: str, inside: list[str]) -> Shown:
     return Shown("", join(rows))
 
 
-_HEAD = ("Name", "dtype", "Shape", "Sharding", "Size")
-
-
-def _frame(rows: list[Markup]) -> Markup:
-    return tag(
-        "div",
-        tag(
-            "table",
-            tag(
-                "thead",
-                tag("tr", [tag("th", h, scope="col", class_="mt-number" if h == "Size" else None) for h in _HEAD]),
-            ),
-            tag("tbody", rows),
-            class_="mt-table mt-arrays",
-        ),
-        class_="mt-scroll",
-    )
+def _listed(rows: list[Markup]) -> Markup:
+    head = ("Name", "dtype", "Shape", "Sharding", "Size")
+    return framed(head, rows, [head.index("Size")], "mt-arrays")
 
 
 def _pager(page: int, pages: int, found: str, to: Any) -> Markup:
@@ -307,7 +293,7 @@ def _tree(opened: Opened, inside: list[str], page: int) -> tuple[Markup, dict[st
     shown = join(
         [
             trail if inside else None,
-            _frame(rows) if rows else notice("note", "This checkpoint holds no arrays."),
+            _listed(rows) if rows else notice("note", "This checkpoint holds no arrays."),
             _pager(page, pages, found, lambda p: href("checkpoint", at=at, in_=inside, page=p or None)),
         ]
     )
@@ -343,7 +329,7 @@ def _found(opened: Opened, query: Query) -> tuple[Markup, dict[str, Any]]:
     found = f"{count(listing.found, 'array')} found, {human_bytes(listing.nbytes)}"
     shown = join(
         [
-            _frame(rows)
+            _listed(rows)
             if rows
             else notice(
                 "note", "Nothing found.", tag("p", "Fewer words, another dtype or a smaller size may find more.")

@@ -15,15 +15,6 @@ from meshtape.arrays.errors import DTypeError
 FLOAT8 = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 
 
-@pytest.mark.parametrize("name", dtypes.DTYPES)
-def test_a_dtype_is_its_name(name):
-    d = dtypes.DTYPES[name]
-    assert str(d) == name
-    assert dtypes.parse(str(d)) is d
-    assert getattr(mt, name) is d
-    assert mt.zeros(1, dtype=d).dtype == d
-
-
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'float7'.*bfloat16"):
         dtypes.parse("float7")

@@ -251,10 +251,11 @@ def test_dtype_arguments(name: str) -> None:
         (">f4", mt.float32),
         (float, mt.float64),
         ("bfloat16", mt.bfloat16),
+        (mt.float16, mt.float16),
         (np.longlong, mt.int64),
     ):
         if not (name == "linspace" and meant == mt.bfloat16):
-            assert MAKERS[name](spelled).dtype is meant
+            assert MAKERS[name](spelled).dtype is meant.dtype
     for bad in (object, "S3", np.longdouble, "int4", "nope", "M8[D]", 7):
         with pytest.raises(mt.errors.DTypeError, match=rf"^\[{name}\].*choose one of bool, int8"):
             MAKERS[name](bad)
@@ -271,7 +272,7 @@ def test_imaginary_parts_are_never_dropped() -> None:
 
 
 def test_full_takes_values_that_fit() -> None:
-    assert mt.full(2, mt.asarray(3, dtype=mt.int8)).dtype is mt.int8
+    assert mt.full(2, mt.asarray(3, dtype=mt.int8)).dtype is mt.int8.dtype
     assert mt.full((2, 3), mt.asarray([1, 2, 3])).tolist() == [[1, 2, 3], [1, 2, 3]]
     with pytest.raises(OverflowError):
         mt.full(2, 300, dtype=mt.int8)

@@ -1,8 +1,11 @@
-"""Every public name says in one line what it is, and functions show how they are called."""
+"""Every public name says in one line what it is, functions show how they are called, and the examples print what they say."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import inspect
+import pkgutil
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -51,3 +54,29 @@ def test_functions_show_an_example(name: str) -> None:
 
 def test_reasons_are_for_names_that_exist() -> None:
     assert set(NO_EXAMPLE) <= set(PUBLIC)
+
+
+PACKAGES = [f"meshtape.{name}" for name in ("arrays", "autodiff", "storage", "parallel")]
+MODULES = [
+    "meshtape",
+    *PACKAGES,
+    *(m.name for p in PACKAGES for m in pkgutil.walk_packages(importlib.import_module(p).__path__, f"{p}.")),
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of(name: str) -> None:
+    # By import, not by attribute: `meshtape.autodiff.compile` is the function, and hides the module of that name.
+    out: list[str] = []
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+        runner.run(test, out=out.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(out)
+
+
+def test_there_are_examples() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for package in PACKAGES:
+        modules = [importlib.import_module(m) for m in MODULES if m.startswith(package)]
+        assert sum(len(t.examples) for m in modules for t in finder.find(m)) > 100, package

@@ -58,6 +58,15 @@ def test_import_check_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.Mo
         assert imports_of(file, "arrays") == {"parallel"}, text
 
 
+@pytest.mark.parametrize("package", [*MAY_IMPORT, "meshtape"])
+def test_files_have_one_subject_and_none_unpickles(package: str) -> None:
+    for file in sorted((ROOT / package).rglob("*.py")):
+        text = file.read_text()
+        assert text.count("\n") < 520, f"{file} grew too long for one subject"
+        names = {a.name for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import) for a in n.names}
+        assert "pickle" not in names, f"{file} imports pickle: what was loaded would be able to run code"
+
+
 def test_import_pulls_in_nothing_heavy() -> None:
     code = (
         "import sys, meshtape as mt; mt.zeros(3) + 1\n"

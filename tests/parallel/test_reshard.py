@@ -79,13 +79,13 @@ def test_a_rank_takes_its_own_block_before_another_ones():
     assert plan.bytes_received(8) == 0
 
 
-def test_among_equal_blocks_one_of_the_same_process_comes_first():
-    # Axis b replicates. Ranks 0 and 1 live in one process, 2 and 3 in another; rank 3 needs the block of ranks 0 and 1.
-    source, target = make_layout({0: [0]}), make_layout({0: [1]})
-    plan = plan_reshard((4,), (2, 2), source, target, (0, 0, 1, 1))
-    assert [p.rank for p in plan.ranks[1].pieces] == [2]
-    gathered = plan_reshard((4,), (2, 2), source, Layout(), (0, 1, 0, 1))
-    assert [sorted(p.rank for p in r.pieces) for r in gathered.ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+def test_among_equal_blocks_a_rank_takes_that_of_its_own_coordinates():
+    """Groups of a collective keep to themselves: nobody sends to another row of the mesh what that has."""
+    source = make_layout({0: [1]})
+    plan = plan_reshard((8,), (3, 4), source, Layout())
+    assert [[p.rank for p in r.pieces] for r in plan.ranks] == [
+        [4 * row + i for i in range(4)] for row in range(3) for _ in range(4)
+    ]
 
 
 @pytest.mark.parametrize(

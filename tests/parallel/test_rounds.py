@@ -20,7 +20,7 @@ import meshtape as mt
 from meshtape.arrays import dtypes  # noqa: F401  # registers the names of ml_dtypes
 from meshtape.arrays.program import ShapeDtype
 from meshtape.errors import RankLost
-from meshtape.parallel import rounds
+from meshtape.parallel import reshard, rounds
 from meshtape.parallel.dataplane import DataPlane
 from meshtape.parallel.executor import Prepared
 from meshtape.parallel.overlap import Start, Wait, schedule
@@ -132,16 +132,16 @@ def test_reshards_of_several_processes(planes, data):
     names = sorted(set(homes))
     homes = tuple(names.index(h) for h in homes)
     a = data.draw(layouts(len(shape), len(sizes), op))
-    b = data.draw(layouts(len(shape), len(sizes), None))
+    b = data.draw(layouts(len(shape), len(sizes), op))  # what is pending may stay so, or begin
     program = reshard_program(shape, dtype, sizes, a, b)
     inputs = [blocks(shape, dtype, sizes, a)]
     (want,) = in_processes(planes, program, (0,) * n, inputs)
-    before = rounds.SCATTER_PAIR, rounds.SCATTER_MANY
+    before = rounds.LIMITS
     try:
-        rounds.SCATTER_PAIR = rounds.SCATTER_MANY = data.draw(st.sampled_from([0, 1 << 30]))
+        rounds.LIMITS = rounds.Limits(*[data.draw(st.sampled_from([0, 1 << 30]))] * 2)
         (got,) = in_processes(planes, program, homes, inputs)
     finally:
-        rounds.SCATTER_PAIR, rounds.SCATTER_MANY = before
+        rounds.LIMITS = before
     assert got.keys() == want.keys()
     for rank in want:
         assert got[rank].dtype == want[rank].dtype
@@ -169,7 +169,7 @@ def moved(program: RankProgram, homes: tuple[int, ...], process: int) -> int:
     """Bytes that a process sends in the only move of a program."""
     (move,) = program.steps[0].moves
     dtype = program.avals[0].dtype
-    r = rounds.plan_rounds(program.plan(move, homes), homes, process, dtype, False)
+    r = rounds.plan_rounds(program.plan(move), homes, process, dtype, False)
     size = lambda span, n: n if span is None else span.stop - span.start  # noqa: E731
     first = sum(size(s.span, _count(s)) * len(s.sources) for s in r.sends)
     second = sum((g.own.stop - g.own.start) * len(g.spans) for g in r.gathers)
@@ -184,6 +184,34 @@ def test_an_all_reduce_sends_no_more_with_more_processes(processes):
     sent = [moved(program, homes, p) for p in range(processes)]
     assert max(sent) <= 2 * (4 << 20)
     assert max(sent) - min(sent) <= 64 * 4 * processes * 2
+
+
+@pytest.mark.parametrize("ranks", [64, 512])
+def test_the_work_of_a_process_grows_with_the_ranks_and_not_with_their_square(monkeypatch, ranks):
+    """One process of so many works out what it sends and gets: each rank is looked at a few times."""
+    calls = 0
+
+    def counted(method: Any) -> Any:
+        def call(self: Any, *args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return method(self, *args)
+
+        return call
+
+    for name in ("piece", "pieces", "box", "same"):
+        monkeypatch.setattr(reshard.Reshard, name, counted(getattr(reshard.Reshard, name)))
+    rows, columns, pending = make_layout({0: [0]}), make_layout({1: [0]}), make_layout({}, {0: "sum"})
+    for a, b in ((pending, Layout()), (rows, Layout()), (rows, columns), (pending, rows)):
+        program = reshard_program((2 * ranks, ranks), "f4", (ranks,), a, b)
+        plan = program.plan(program.steps[0].moves[0])
+        for homes, process in ((tuple(range(ranks)), 3), ((0,) * ranks, 0), (tuple(r // 8 for r in range(ranks)), 1)):
+            calls = 0
+            found = rounds.plan_rounds(plan, homes, process, np.dtype("f4"), False)
+            assert calls <= 30 * ranks
+            assert sum(len(s.sources) for s in found.sends) + len(found.joins) <= 16 * ranks * (homes != (0,) * ranks) + (
+                ranks**2 if homes == (0,) * ranks else 0
+            )
 
 
 def test_ranks_of_one_process_are_sent_a_block_once():

@@ -13,6 +13,7 @@ import pytest
 from meshtape import errors
 from meshtape.storage import (
     CheckpointManager,
+    commit,
     load,
     merge,
     object_commit,
@@ -233,7 +234,7 @@ def test_a_writer_of_another_machine_counts_as_gone_after_a_day(s3, monkeypatch)
     save(url, {"a": np.full((2, 2), 1), "b": np.ones(3)})  # under names of its own
     assert value(url) == 1
     assert "w/c.0" in names(url)
-    monkeypatch.setattr(object_commit, "FOREIGN_AGE", -60.0)
+    monkeypatch.setattr(commit, "FOREIGN_AGE", -60.0)
     assert set(object_commit.recover(url)) == {object_commit.CLAIM, "w/c.0"}
     clean(url)
 

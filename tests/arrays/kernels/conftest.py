@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshtape.arrays.kernels import launch
 from meshtape.arrays.kernels.launch import running_on
 
 
@@ -35,8 +36,39 @@ def emulation() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def library_cache(request: pytest.FixtureRequest) -> Path:
-    return Path(request.config.cache.mkdir("kernels"))
+def library_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled kernels are kept: from run to run, unless pytest keeps nothing."""
+    cache = getattr(request.config, "cache", None)
+    return tmp_path_factory.mktemp("kernels") if cache is None else Path(cache.mkdir("kernels"))
+
+
+@pytest.fixture(scope="session")
+def machine_code() -> Callable[[str, Sequence[str], int], dict[str, str]]:
+    """``machine_code(file, names, architecture)``: for each kernel what the compiler logged of it."""
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as e:
+        pytest.skip(f"NVRTC is not there: {e}")
+
+    def compiled(file: str, names: Sequence[str], architecture: int) -> dict[str, str]:
+        program = nvrtc.createProgram(launch.source(file), file, (), ())
+        try:
+            for name in names:
+                nvrtc.addNameExpression(program, name)
+            try:
+                nvrtc.compileProgram(program, (f"-arch=sm_{architecture}", *launch.OPTIONS, "--ptxas-options=-v"))
+            except nvrtc.NVRTCError:
+                raise AssertionError(nvrtc.getProgramLog(program)[:4000]) from None
+            assert nvrtc.getCUBIN(program)
+            parts = nvrtc.getProgramLog(program).split("Compiling entry function '")[1:]
+            logs = {mangled: log for mangled, _, log in (p.partition("'") for p in parts)}
+            return {name: logs.get(nvrtc.getLoweredName(program, name), "") for name in names}
+        finally:
+            nvrtc.destroyProgram(program)
+
+    return compiled
 
 
 @pytest.fixture(params=["aligned, ascending", "unaligned, descending"])

@@ -76,25 +76,11 @@ def test_balance_loss_is_one_when_all_experts_are_used_equally():
         ("dp+ep+tp", {"data": 2, "expert": 2, "model": 2}),
     ],
 )
-def test_experts_on_a_mesh_equal_one_rank(capacity, name, axes):
+def test_experts_on_a_mesh_equal_one_rank(capacity, name, axes, as_on_one_rank):
     c = de.Config(
         vocab=40, width=16, layers=1, heads=2, max_length=16, experts=moe.Config(6, 2, capacity_factor=capacity)
     )
-    params = de.init(mt.random.key(0), c)
-    ids = np.random.default_rng(0).integers(0, 40, (6, 9))
-    data = {"ids": ids[:, :-1], "labels": ids[:, 1:]}
-
-    def loss(p, b, plan=None):
-        total, weight = de.loss(p, b, c, plan=plan)
-        return total / weight
-
-    value, grads = mt.value_and_grad(loss)(params, mt.tree.tree_map(mt.asarray, data))
-    plan, mesh = de.plan(name), mt.Mesh(axes)
-    step = mt.compile(lambda p, b: mt.value_and_grad(lambda p: loss(p, b, plan))(p))
-    v, g = step(plan.distribute(params, mesh), mt.distribute(data, plan.batch(mesh)))
-    assert abs(float(v) - float(value)) < 2e-6
-    for a, b in zip(mt.tree.flatten(grads)[0], mt.tree.flatten(g)[0], strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=5e-7)
+    as_on_one_rank(c, name, axes, np.random.default_rng(0).integers(0, 40, (6, 9)))
 
 
 def test_tokens_travel_by_all_to_all():

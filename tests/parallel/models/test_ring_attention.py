@@ -63,23 +63,9 @@ def test_keys_travel_from_rank_to_rank_and_are_never_gathered():
     ("name", "axes"),
     [("cp", {"context": 4}), ("dp+cp", {"data": 2, "context": 2}), ("cp+tp", {"context": 2, "model": 2})],
 )
-def test_a_decoder_with_a_split_sequence_equals_one_rank(name, axes):
+def test_a_decoder_with_a_split_sequence_equals_one_rank(name, axes, as_on_one_rank):
     c = de.Config(vocab=40, width=32, layers=2, heads=4, kv_heads=2, max_length=16)
-    params = de.init(mt.random.key(0), c)
-    ids = np.random.default_rng(0).integers(0, 40, (4, 17))
-    data = {"ids": ids[:, :-1], "labels": ids[:, 1:]}
-
-    def loss(p, b, plan=None):
-        total, weight = de.loss(p, b, c, plan=plan)
-        return total / weight
-
-    value, grads = mt.value_and_grad(loss)(params, mt.tree.tree_map(mt.asarray, data))
-    plan, mesh = de.plan(name), mt.Mesh(axes)
-    step = mt.compile(lambda p, b: mt.value_and_grad(lambda p: loss(p, b, plan))(p))
-    v, g = step(plan.distribute(params, mesh), mt.distribute(data, plan.batch(mesh)))
-    assert abs(float(v) - float(value)) < 2e-6
-    for a, b in zip(mt.tree.flatten(grads)[0], mt.tree.flatten(g)[0], strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=5e-7)
+    as_on_one_rank(c, name, axes, np.random.default_rng(0).integers(0, 40, (4, 17)))
 
 
 def test_sequences_that_do_not_divide_are_refused():

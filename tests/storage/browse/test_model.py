@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import itertools
 import math
 import os
-import pkgutil
 from pathlib import Path
 
 import ml_dtypes
@@ -18,7 +15,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import meshtape as mt
-import meshtape.storage.browse as package
 from meshtape.storage import open_checkpoint, save
 from meshtape.storage.browse import charts, png
 from meshtape.storage.browse.compare import compare, names
@@ -33,18 +29,7 @@ from meshtape.storage.browse.statistics import QUANTILES, statistics
 from meshtape.storage.browse.text import key, natural
 from meshtape.storage.browse.treemap import Rectangle, squarify, treemap
 
-MODULES = [f"{package.__name__}.{m.name}" for m in pkgutil.iter_modules(package.__path__)]
 shapes = st.lists(st.integers(1, 90), min_size=0, max_size=4).filter(lambda s: math.prod(s) <= 20_000).map(tuple)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_run(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
-
-
-def test_files_are_short() -> None:
-    for file in Path(package.__path__[0]).glob("*.py"):
-        assert file.read_text().count("\n") < 500, file
 
 
 def stored_array(tmp: Path, values: np.ndarray, kind: str):

@@ -1,0 +1,282 @@
+"""A run whose model is in stages of a pipeline.
+
+The state has the structure that it has on any other mesh, so that checkpoints, snapshots and averages are the same; only its leaves lie on
+the parts of the mesh. Each parameter, with its slots, belongs to the first stage that takes it; another stage that takes it as well (a head
+that is the transposed embedding) is sent its value before a step, and sends its gradient back. What belongs to no parameter, such as
+the number of steps, is kept on every part alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...arrays import random
+from ...arrays import tree as trees
+from ...arrays._array import Array
+from ...arrays.elementwise import sqrt, square
+from ...arrays.errors import PlanError, TrainingError
+from ...autodiff import compile
+from ..mesh import Mesh
+from ..models.plans import AXES, Stages
+from ..placement import Sharding
+from ..schedules import schedule
+from .loading import Batch
+from .pipeline import Pipeline, Stage
+from .sampling import Sampler
+from .session import Session, check_meshes
+from .sources import Source
+from .step import Recipe, merged
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """How a model is cut into stages, and by which schedule micro-batches pass through them."""
+
+    stages: Stages
+    schedule: str = "1f1b"
+    chunks: int = 1
+
+    __is_tree__ = False
+
+    def __post_init__(self) -> None:
+        try:
+            schedule(self.schedule, 1, 1, chunks=self.chunks)
+        except ValueError as e:
+            raise TrainingError(str(e)) from None
+
+
+def session_of(
+    recipe: Recipe, pipelining: Pipelining | None, mesh: Mesh | None, source: Source, sampler: Sampler, **sizes: Any
+) -> Session:
+    """A session on this mesh: with stages where plan and mesh have them."""
+    if mesh is None or "pp" not in recipe.plan.parts or AXES["pp"] not in mesh.names:
+        return Session(recipe, mesh, source, sampler, **sizes)
+    if pipelining is None:
+        raise PlanError(
+            f"the plan {recipe.plan} has 'pp' and {mesh} the axis {AXES['pp']!r}: give the Trainer stages=, which say how the model "
+            "is cut (mt.models.decoder.staged)"
+        )
+    return StagedSession(recipe, mesh, source, sampler, pipelining=pipelining, **sizes)
+
+
+class StagedSession(Session):
+    """A session of a pipeline."""
+
+    def __init__(self, recipe: Recipe, mesh: Mesh, *args: Any, pipelining: Pipelining, **sizes: Any) -> None:
+        axis = AXES["pp"]
+        self.pipelining, self.ranks = pipelining, mesh.describe()[axis]
+        self.count = self.ranks * pipelining.chunks
+        self.parts = [mesh.submesh(**{axis: r}) for r in range(self.ranks)]
+        self.needs: list[list[int]] = []
+        super().__init__(recipe, mesh, *args, **sizes)
+        micros = self.sizes.accumulation
+        if pipelining.schedule == "interleaved" and micros % self.ranks:
+            raise TrainingError(
+                f"an interleaved schedule takes micro-batches in multiples of its {self.ranks} ranks: accumulation is {micros}"
+            )
+
+    def _feed(self) -> tuple[Mesh | None, Sharding | None]:
+        return self.parts[0], self.recipe.plan.batch(self.parts[0])
+
+    def _prepare(self) -> None:
+        recipe, p = self.recipe, self.pipelining
+        functions = [self._stage(i, fn) for i, fn in enumerate(p.stages.functions(self.count))]
+        self._pipe = Pipeline(functions, self.mesh, kind=p.schedule, axis=AXES["pp"], chunks=p.chunks, plan=recipe.plan)
+        self._reduced = [compile(recipe.reduced) for _ in self.parts]
+        self._finished = [compile(recipe.finished) for _ in self.parts]
+        self._states: list[Any] = []
+        self._steps = -1
+
+    def _stage(self, number: int, fn: Stage) -> Stage:
+        """A stage as a function of those leaves of the model's tree that it needs."""
+        recipe, split, count = self.recipe, self.pipelining.stages.split, self.count
+
+        def run(params: Any, x: Any, batch: Any, key: Any) -> Any:
+            held = recipe.precision.cast(recipe.gathered(params))
+            return fn(split(held, count)[number], x, batch, key)
+
+        return run
+
+    # ----- who has what -------------------------------------------------------------------------------------------------
+
+    def _learn(self, params: Any) -> None:
+        """Find which leaves of the parameters each stage needs, and whose they are."""
+        leaves, self._form = _leaves(params)
+        numbers = trees.unflatten(self._form, [None if x is None else _Number(k) for k, x in enumerate(leaves)])
+        self.needs = [[n.k for n in trees.flatten(t)[0]] for t in self.pipelining.stages.split(numbers, self.count)]
+        owners = [next((s for s, ks in enumerate(self.needs) if k in ks), None) for k in range(len(leaves))]
+        for (path, x), s in zip(trees.flatten_with_path(params, is_leaf=_is_none), owners, strict=True):
+            if s is None and x is not None:
+                raise TrainingError(f"no stage takes the parameter {trees.path_name(path)}: the stages' split leaves it out")
+        self.owner = [0 if s is None else s % self.ranks for s in owners]
+
+    def _pick(self, tree: Any, keep: Callable[[int], bool]) -> Any:
+        """A tree of parameters with None in place of others."""
+        return trees.unflatten(self._form, [x if keep(k) else None for k, x in enumerate(_leaves(tree)[0])])
+
+    def _walk(self, nodes: Sequence[Any], own: Callable[[int, list[Any]], Any], shared: Callable[[list[Any]], Any]) -> Any:
+        """States alike, leaf by leaf: ``own`` for the leaves of trees that look like the parameters, ``shared`` for others."""
+        first = nodes[0]
+        columns, forms = zip(*map(_leaves, nodes), strict=True)
+        if all(f == self._form for f in forms):
+            return trees.unflatten(self._form, [own(k, list(row)) for k, row in enumerate(zip(*columns, strict=True))])
+        if isinstance(first, dict):
+            return {name: self._walk([n[name] for n in nodes], own, shared) for name in first}
+        if isinstance(first, list | tuple) and not hasattr(first, "_fields"):
+            return type(first)(self._walk(row, own, shared) for row in zip(*nodes, strict=True))
+        rows = zip(*columns, strict=True)
+        return trees.unflatten(forms[0], [None if row[0] is None else shared(list(row)) for row in rows])
+
+    @property
+    def state(self) -> Any:
+        """The whole state, its leaves on the parts that have them."""
+        if not self._states:
+            return None
+        return self._walk(self._states, lambda k, row: row[self.owner[k]], lambda row: row[0])
+
+    @state.setter
+    def state(self, whole: Any) -> None:
+        if whole is None:
+            self._states, self._steps = [], -1
+            return
+        self._learn(whole["params"])
+        self._states = [
+            self._walk(
+                [whole],
+                lambda k, row, r=r: row[0] if self.owner[k] == r else None,
+                lambda row, r=r: self._pipe.to(row[0], r),
+            )
+            for r in range(self.ranks)
+        ]
+        self._steps = -1
+
+    # ----- the state ----------------------------------------------------------------------------------------------------
+
+    def start(self, init: Any) -> None:
+        """See :meth:`Session.start`. Each part makes its own parameters."""
+        made = []
+        for part in self.parts:
+            params = init(part.replicate(random.fold_in(self.key, 0))) if callable(init) else init
+            if not made:
+                self.recipe.check(params)
+                check_meshes(params, part)
+                self._learn(params)
+            made.append(self._pick(params, lambda k, r=len(made): self.owner[k] == r))
+        self._states = [self.recipe.begun(p, part) for p, part in zip(made, self.parts, strict=True)]
+        self._steps = -1
+
+    def restore(self, snapshot: Any) -> None:
+        """See :meth:`Session.restore`."""
+        self._learn(snapshot["params"])
+        self._states = [
+            self.recipe.place(
+                self._walk([snapshot], lambda k, row, r=r: row[0] if self.owner[k] == r else None, lambda row: row[0]), part
+            )
+            for r, part in enumerate(self.parts)
+        ]
+        self._steps = -1
+
+    # ----- work ---------------------------------------------------------------------------------------------------------
+
+    def _given(self, tree: Any) -> list[Any]:
+        """For each stage the leaves of the parameters (as trees like the whole) that it needs, on its part."""
+        leaves = _leaves(tree)[0]
+        out = []
+        for s, ks in enumerate(self.needs):
+            mine: list[Any] = [None] * len(leaves)
+            for k in ks:
+                mine[k] = None if leaves[k] is None else self._pipe.to(leaves[k], s)
+            out.append(trees.unflatten(self._form, mine))
+        return out
+
+    def _gathered_grads(self, grads: Sequence[Any]) -> list[Any]:
+        """For each part the gradients of its own parameters, over all stages that take them."""
+        parts: list[list[Any]] = [[None] * len(self.owner) for _ in self.parts]
+        for s, tree in enumerate(grads):
+            for k, g in enumerate(_leaves(tree)[0]):
+                if g is not None:
+                    r = self.owner[k]
+                    g, held = self._pipe.to(g, r), parts[r][k]
+                    parts[r][k] = g if held is None else held + g
+        return [trees.unflatten(self._form, leaves) for leaves in parts]
+
+    def step(self, batch: Batch) -> dict[str, Array]:
+        """See :meth:`Session.step`."""
+        with np.errstate(over="ignore", invalid="ignore") if self.recipe.precision.scales else np.errstate():
+            return self._stepped(batch)
+
+    def _stepped(self, batch: Batch) -> dict[str, Array]:
+        recipe = self.recipe
+        if self._steps < 0:
+            self._steps = int(np.asarray(self._states[0]["step"]))
+        step_key = random.fold_in(self.key, self._steps)
+        keys = [random.fold_in(step_key, i) for i in range(len(batch.micro))]
+        whole = self._walk([s["params"] for s in self._states], lambda k, row: row[self.owner[k]], lambda row: row[0])
+        trained = recipe.masked(whole)
+        last = self.ranks - 1
+        sums, grads = self._pipe.value_and_grad(
+            self._given(trained),
+            batch.micro,
+            keys=keys,
+            frozen=None if recipe.trainable is None else self._given(whole),
+            scale=self._states[last]["scaler"]["scale"] if recipe.precision.scales else None,
+        )
+        reduced = [fn(g) for fn, g in zip(self._reduced, self._gathered_grads(grads), strict=True)]
+        facts = self._agreed([f for _, f in reduced])
+        self._states, found = map(
+            list,
+            zip(
+                *(
+                    finish(state, g, self._pipe.to(facts, r), self._pipe.to(sums, r))
+                    for r, (finish, state, (g, _)) in enumerate(zip(self._finished, self._states, reduced, strict=True))
+                ),
+                strict=True,
+            ),
+        )
+        self._steps += 1
+        return found[last]
+
+    def _agreed(self, facts: Sequence[dict[str, Array]]) -> dict[str, Array]:
+        """What holds of the gradients of all parts, on the last one."""
+        held = [self._pipe.to(f, self.ranks - 1) for f in facts]
+        out: dict[str, Array] = {}
+        if "norm" in facts[0]:
+            out["norm"] = sqrt(sum((square(f["norm"]) for f in held[1:]), square(held[0]["norm"])))
+        if "finite" in facts[0]:
+            good = held[0]["finite"]
+            for f in held[1:]:
+                good = good & f["finite"]
+            out["finite"] = good
+        return out
+
+    def average(self) -> Any:
+        """See :meth:`Session.average`."""
+        if self.recipe.ema is None:
+            return super().average()
+        values = [self.recipe.ema.value(s["ema"], s["params"]) for s in self._states]
+        return self._walk(values, lambda k, row: row[self.owner[k]], lambda row: row[0])
+
+    def _judge(self, params: Any) -> Callable[[Any], dict[str, Array]]:
+        return partial(self._pipe.sums, self._given(params))
+
+
+@dataclass(frozen=True)
+class _Number:
+    """The place of a leaf in the tree of parameters, as a leaf itself."""
+
+    k: int
+
+    __is_tree__ = False
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _leaves(tree: Any) -> tuple[list[Any], trees.TreeDef]:
+    return trees.flatten(tree, is_leaf=_is_none)
