@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import elementwise as ew
-from . import indexing, manipulation, products, waits
+from . import index_keys, indexing, manipulation, products, waits
 from ._backends import backend_of
+from ._core import Value
 from ._dispatch import Deferred, apply, refuse_watched, register_array_type, wrap
 from ._methods import Methods
 from ._op import not_recording, state
@@ -38,14 +39,13 @@ _REAL_NUMBERS = frozenset({bool, int, float})
 _SOLE_HOLDER = 3
 
 
-class Array(Methods, Protocols):
+class Array(Value, Methods, Protocols):
     """A dense n-dimensional array of numbers, on a CPU, on a GPU, or split over a mesh.
 
     Made by :func:`asarray` and the creation functions, never by calling the class.
     """
 
-    # _id names this value on tapes; 0 until a tape has seen it.
-    __slots__ = ("__weakref__", "_buf", "_id")
+    __slots__ = ("__weakref__",)
     __hash__ = None  # type: ignore[assignment]  # == compares element by element
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Array(Methods, Protocols):
     @property
     def T(self) -> Array:
         """The matrix with rows and columns exchanged. Raises :class:`ShapeError` unless there are two dimensions."""
-        if self.ndim != 2:
+        if len(self._buf.shape) != 2:
             raise ShapeError(f"[T] is for two dimensions, this array has {self.ndim}: use .mT or permute_dims")
         return manipulation.permute_dims(self, (1, 0))
 
@@ -254,8 +254,7 @@ class Array(Methods, Protocols):
 
     # ----- indexing ---------------------------------------------------------------------------------------------------
 
-    def __getitem__(self, key: Any) -> Array:
-        return indexing.getitem(self, key)
+    __getitem__ = indexing.getitem
 
     def _writable(self) -> Any:
         """The buffer of this Array alone, copied first where anybody else holds it."""
@@ -266,28 +265,33 @@ class Array(Methods, Protocols):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         buf = self._buf
-        if (
-            type(value) in _REAL_NUMBERS
-            and type(buf) is np.ndarray
-            and not state.now.recorders
-            and (type(key) is int or indexing.is_plain(key))
-        ):
-            if buf.base is not None or sys.getrefcount(buf) > _SOLE_HOLDER or not buf.flags.writeable:
-                buf = self._buf = buf.copy()
-            try:
-                buf[key] = value
-            except (IndexError, TypeError, ValueError):
-                pass  # said again below, in our words
-            else:
-                self._id = 0
-                return
+        if type(buf) is np.ndarray and not state.now.recorders:
+            source = value
+            known = type(value) in _REAL_NUMBERS
+            if not known and type(value) is Array:
+                source = value._buf
+                # (Of shared memory the writer gets a copy of its own first, so that what is read is not what is written.)
+                known = type(source) is np.ndarray and (source.dtype.kind != "c" or buf.dtype.kind == "c")
+            plain = known and indexing.is_plain(key)
+            place = key if plain else indexing.one_array(self, key) if known and type(key) is Array else None
+            if plain or place is not None:
+                if buf.base is not None or sys.getrefcount(buf) > _SOLE_HOLDER or not buf.flags.writeable:
+                    buf = self._buf = buf.copy()
+                try:
+                    buf[place] = source
+                except (IndexError, TypeError, ValueError):
+                    pass  # said again below, in our words
+                else:
+                    self._id = 0
+                    return
+            del source
         del buf  # which would count as a holder
         from .creation import asarray
 
         if not isinstance(value, Array | bool | int | float | complex):
             value = asarray(value)
         if not isinstance(value, Array) or not value.ndim:
-            mask = indexing.mask_alone(self, key)
+            mask = index_keys.mask_alone(self, key)
             if mask is not None and (state.recorders or not isinstance(self._buf, np.ndarray)):
                 new = masked_write("setitem", indexing.INDEX_SET, self, mask, value)
                 self._buf, self._id = new._buf, new._id
@@ -297,8 +301,8 @@ class Array(Methods, Protocols):
                 self._writable()[mask._buf] = value
                 self._id = 0
                 return
-        template, arrays = indexing.parse(self, key)
-        target = indexing.result_shape(template, self.shape, [a.shape for a in arrays])
+        template, arrays = index_keys.parse(self, key)
+        target = index_keys.result_shape(template, self.shape, [a.shape for a in arrays])
         indexing.check_value_shape("setitem", value.shape if isinstance(value, Array) else (), target)
         indexing.check_value_dtype("setitem", value, self.dtype)
         if state.recorders or any(
@@ -325,8 +329,7 @@ class Array(Methods, Protocols):
     __mod__, __rmod__ = operator(ew.REMAINDER), operator(ew.REMAINDER, reflected=True)
     __pow__, __rpow__ = operator(ew.POW), operator(ew.POW, reflected=True)
 
-    def __matmul__(self, other: Any) -> Array:
-        return products.matmul(self, other)
+    __matmul__ = products.matmul
 
     def __rmatmul__(self, other: Any) -> Array:
         return products.matmul(other, self)
@@ -398,6 +401,7 @@ class Array(Methods, Protocols):
 
 
 _REUSING = frozenset({ew.ADD, ew.SUBTRACT, ew.MULTIPLY, ew.DIVIDE})
+_INEXACT = frozenset(np.dtype(t).num for t in "efdFD")
 
 
 def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
@@ -409,7 +413,7 @@ def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
         type(buf) is np.ndarray
         and op in _REUSING
         and not state.now.recorders
-        and buf.dtype.kind in "fc"
+        and (dtype := buf.dtype).num in _INEXACT
         and buf.base is None
         and sys.getrefcount(buf) <= _SOLE_HOLDER
         and buf.flags.writeable
@@ -419,11 +423,11 @@ def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
             other = y
         elif kind is Array and y is not x:
             other = y._buf
-            if type(other) is not np.ndarray or other.dtype != buf.dtype or other.shape != buf.shape:
+            if type(other) is not np.ndarray or other.dtype is not dtype or other.shape != buf.shape:
                 other = None
         if other is not None:
             x._id = 0
-            op.numpy(buf, other, out=buf)
+            op.numpy(buf, other, buf)
             return x
     return _replace(op.name, x, apply(op, (x, y)))
 

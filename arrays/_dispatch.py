@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ._core import COMPILED, Now, Value
 from ._op import NO_PARAMS, Op, state
 from .errors import DeviceError, DTypeError, GradientError, LinAlgError, MeshtapeError, OutOfMemory
 from .program import Const, Program, ShapeDtype, Site
@@ -95,14 +96,14 @@ _array_type: type[Array]
 
 def register_array_type(cls: type[Array]) -> None:
     """Called once by the module of ``Array``, which itself needs ``apply``."""
-    global _array_type, _new
+    global _array_type
     _array_type = cls
-    _new = cls.__new__
 
 
 def wrap(buf: Any) -> Array:
     """An ``Array`` around a buffer, without copy or check."""
-    x = _new(_array_type)
+    cls: type = _array_type
+    x: Value = cls.__new__(cls)
     x._buf = buf
     x._id = 0
     return x
@@ -127,7 +128,8 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
     for a in args:
         t = type(a)
         if t is _array_type:
-            b = a._buf
+            x: Value = a
+            b = x._buf
             if type(b) is not ndarray:
                 return _apply_general(op, args, params)
             bufs.append(b)
@@ -156,7 +158,8 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
         result = wrap(np.asarray(out))
     else:
         result = tuple(wrap(np.asarray(o)) for o in out)
-    if state.now.recorders:
+    now: Now = state.now
+    if now.recorders:
         _record(op, args, result, params)
     return result
 
@@ -276,13 +279,14 @@ def call_site(depth: int = 2) -> Site | None:
     """The innermost line outside this package: what an error of the backward pass should name.
 
     ``depth`` is the number of frames, this one included, that are known to be ours: each frame that is looked at has to be made first.
+    (The compiled core has no frames of its own, and looks from where it was called.)
 
     A derivative, or a call that is made again, has the line of the call that it stands for.
     """
-    site = state.now.site
-    if site is not None:
-        return site
-    f = sys._getframe(depth)
+    now: Now = state.now
+    if now.site is not None:
+        return now.site
+    f = sys._getframe(0 if COMPILED else depth)
     while f is not None:
         names = f.f_globals
         ours = _OURS.get(id(names))
@@ -302,7 +306,7 @@ _OURS: dict[int, bool] = {}
 def _record(op: Op, args: tuple[Any, ...], result: Any, params: Mapping[str, Any]) -> None:
     outs = result if op.nout > 1 else (result,)
     site = call_site(3)
-    now = state.now
+    now: Now = state.now
     origin = now.origin
     for r in now.recorders:
         r.record(op, args, outs, params, origin, site)

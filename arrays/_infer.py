@@ -30,10 +30,15 @@ def broadcast_shapes(op: Op, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ..
 def as_shape(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     """A shape as a tuple of ints. Raises :class:`ShapeError` that says who was given what instead."""
     try:
-        full = tuple(map(operator.index, shape)) if isinstance(shape, Iterable) else (operator.index(shape),)
+        if type(shape) is int:
+            full: tuple[int, ...] = (shape,)
+        elif type(shape) is tuple or isinstance(shape, Iterable):
+            full = tuple(map(operator.index, shape))
+        else:
+            full = (operator.index(shape),)
     except TypeError:
         raise ShapeError(f"[{name}] a shape is an int or a sequence of ints, got {shape!r}") from None
-    if any(n < 0 for n in full):
+    if full and min(full) < 0:
         raise ShapeError(f"[{name}] a shape has no negative lengths, got {full}")
     if math.prod(full) >= 2**62:
         raise ShapeError(f"[{name}] shape {full} has too many elements: places are counted in 64 bits")

@@ -61,8 +61,9 @@ class Methods:
 
     def reshape(self, *shape: Any) -> Array:
         """See :func:`meshtape.reshape`; takes a tuple or the lengths one by one."""
-        full = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | np.integer) else shape
-        return manipulation.reshape(self, full)
+        if len(shape) == 1 and type(shape[0]) is not int and not isinstance(shape[0], int | np.integer):
+            (shape,) = shape
+        return manipulation.reshape(self, shape)
 
     def flatten(self) -> Array:
         """The elements in C order, in one dimension."""

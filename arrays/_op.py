@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from ._core import Now
 from .program import ShapeDtype
 
 NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
@@ -130,18 +131,6 @@ def op_named(name: str) -> Op:
         return OPS[name]
     except KeyError:
         raise KeyError(f"unknown op {name!r}") from None
-
-
-class Now:
-    """What one thread is doing."""
-
-    __slots__ = ("device", "origin", "recorders", "site")
-
-    def __init__(self) -> None:
-        self.recorders: tuple[Any, ...] = ()
-        self.origin: str | None = None
-        self.site: Any = None  # of calls that are made in place of others: the line that called those
-        self.device: Any = None
 
 
 def _of_now(name: str) -> property:

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from . import _dispatch
+from ._core import COMPILED, FLOAT32, FLOAT64, NUMBERS32, NUMBERS64, Now, Value, number
 from ._dispatch import _FIRST_USER_DTYPE, _OURS, apply, call_site
 from ._op import NO_PARAMS, Op, state
 
 _getframe = sys._getframe
 _ndarray = np.ndarray
-_blank = object.__new__
+_CALLER = 0 if COMPILED else 1  # frames from the method to the line with the operator
 _OPERANDS = bool | int | float | complex | np.ndarray | np.generic
 
 
@@ -34,16 +35,33 @@ def operate(op: Op, x: Any, y: Any) -> Any:
 def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
     """The method of ``Array`` for a binary operator."""
     fn = op.numpy
+    plain = isinstance(fn, np.ufunc)  # which treats a number and an array of it alike
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Value, other: Any) -> Any:
         x = self._buf
         kind = type(other)
-        if kind is type(self):
-            y = other._buf
+        cls: type = type(self)
+        if kind is cls:
+            right: Value = other
+            y = right._buf
             if type(x) is not _ndarray or type(y) is not _ndarray:
                 return operate(op, other, self) if reflected else operate(op, self, other)
-        elif (kind is float or kind is int) and type(x) is _ndarray and x.dtype.num < _FIRST_USER_DTYPE:
-            y = other
+        elif (kind is float or kind is int) and type(x) is _ndarray:
+            dtype = x.dtype
+            if plain and dtype is FLOAT64:
+                try:
+                    y = NUMBERS64[other]
+                except KeyError:
+                    y = number(other, FLOAT64)
+            elif plain and dtype is FLOAT32:
+                try:
+                    y = NUMBERS32[other]
+                except KeyError:
+                    y = number(other, FLOAT32)
+            elif dtype.num < _FIRST_USER_DTYPE:
+                y = other
+            else:
+                return operate(op, other, self) if reflected else operate(op, self, other)
         else:
             return operate(op, other, self) if reflected else operate(op, self, other)
         try:
@@ -54,15 +72,15 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
             return operate(op, other, self) if reflected else operate(op, self, other)
         if type(buf) is not _ndarray:
             buf = np.asarray(buf)
-        result = _blank(type(self))
+        result: Value = cls.__new__(cls)
         result._buf = buf
         result._id = 0
-        now = state.now
+        now: Now = state.now
         recorders = now.recorders
         if recorders:
             site = now.site
             if site is None:
-                frame = _getframe(1)
+                frame = _getframe(_CALLER)
                 ours = _OURS.get(id(frame.f_globals))
                 site = (frame.f_code, frame.f_lasti) if ours is False else call_site()
             args = (other, self) if reflected else (self, other)

@@ -12,6 +12,7 @@ from ._dispatch import apply
 from ._op import Op
 from .dtypes import result_type
 from .elementwise import ADD, MAXIMUM, MINIMUM, MULTIPLY
+from .index_keys import is_basic, mask_alone, numpy_key, parse, result_shape
 from .indexing import (
     INDEX_ADD,
     INDEX_MAX,
@@ -20,11 +21,6 @@ from .indexing import (
     check_fits,
     check_value_dtype,
     check_value_shape,
-    is_basic,
-    mask_alone,
-    numpy_key,
-    parse,
-    result_shape,
 )
 
 if TYPE_CHECKING:

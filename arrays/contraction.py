@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._op import composite
+from .creation import arange, asarray, beside, wrap_same
+from .dtypes import result_type
 from .errors import ShapeError
+from .manipulation import astype, moveaxis, permute_dims, reshape, squeeze
+from .products import matmul
+from .reductions import sum
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -46,10 +51,6 @@ def einsum(formula: str, /, *operands: Any) -> Array:
     >>> mt.einsum("...ii->...", mt.asarray([[1, 2], [3, 4]]))
     Array(5)
     """
-    from .creation import asarray
-    from .dtypes import result_type
-    from .manipulation import astype
-
     xs = [asarray(x) for x in operands]
     inputs, output, steps = _plan(formula, tuple(x.shape for x in xs))
     dtypes = {x.dtype for x in xs}
@@ -63,7 +64,10 @@ def einsum(formula: str, /, *operands: Any) -> Array:
         needed = set(output).union(*(labels for _, labels in parts))
         parts.append(_product(left, rest[0], needed) if rest else left)
     ((x, labels),) = parts
-    return _arrange(*_sum_out(x, labels, set(output)), output)
+    x = _arrange(*_sum_out(x, labels, set(output)), output)
+    return (
+        wrap_same(x) if any(x is given for given in operands) else x
+    )  # never an operand itself, which may be written to
 
 
 @functools.lru_cache(maxsize=1024)
@@ -146,9 +150,6 @@ def _order(inputs: Sequence[Labels], output: Labels, sizes: dict[str, int]) -> t
 
 def _simplify(x: Array, labels: Labels) -> tuple[Array, Labels]:
     """Without dimensions that broadcast, and with the diagonals of repeated letters taken."""
-    from .creation import arange, beside
-    from .manipulation import moveaxis, squeeze
-
     ones = tuple(i for i, c in enumerate(labels) if not c)
     if ones:
         x, labels = squeeze(x, ones), tuple(c for c in labels if c)
@@ -164,8 +165,6 @@ def _simplify(x: Array, labels: Labels) -> tuple[Array, Labels]:
 
 def _sum_out(x: Array, labels: Labels, needed: set[str]) -> tuple[Array, Labels]:
     """Summed over what nobody needs. The dtype stays: a product of small integers is theirs too."""
-    from .reductions import sum
-
     gone = tuple(i for i, c in enumerate(labels) if c not in needed)
     if not gone:
         return x, labels
@@ -173,18 +172,13 @@ def _sum_out(x: Array, labels: Labels, needed: set[str]) -> tuple[Array, Labels]
 
 
 def _arrange(x: Array, labels: Labels, wanted: Sequence[str]) -> Array:
-    from .creation import wrap_same
-    from .manipulation import permute_dims
-
-    order = tuple(labels.index(c) for c in wanted)
-    return wrap_same(x) if order == tuple(range(len(order))) else permute_dims(x, order)
+    if labels == tuple(wanted):
+        return x
+    return permute_dims(x, tuple(labels.index(c) for c in wanted))
 
 
 def _product(left: tuple[Array, Labels], right: tuple[Array, Labels], needed: set[str]) -> tuple[Array, Labels]:
     """Both multiplied and summed over the letters that nobody else needs."""
-    from .manipulation import reshape
-    from .products import matmul
-
     (x, a), (y, b) = left, right
     x, a = _sum_out(x, a, needed | set(b))
     y, b = _sum_out(y, b, needed | set(a))

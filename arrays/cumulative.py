@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
-from ._dispatch import apply
+from ._direct import HALF, REFUSED, buffer, result
+from ._dispatch import apply, as_array
 from ._op import Op
+from .dtypes import as_dtype
 from .errors import ShapeError
 from .program import ShapeDtype
 from .reductions import _is_low_precision
@@ -53,16 +55,28 @@ CUMULATIVE_PROD = Op("cumulative_prod", ("x",), _running("cumprod"), _infer_runn
 
 
 def _cumulate(op: Op, x: Any, axis: int | None, dtype: Any, include_initial: bool) -> Array:
-    from .creation import asarray, beside, full
+    if dtype is None and not include_initial:
+        buf = buffer(x)
+        if (
+            buf is not None
+            and buf.dtype.num < HALF
+            and (buf.ndim == 1 if axis is None else type(axis) is int and buf.ndim)
+        ):
+            try:
+                return result((buf.cumsum if op is CUMULATIVE_SUM else buf.cumprod)(0 if axis is None else axis))
+            except REFUSED:
+                pass
+    from .creation import beside, full
     from .manipulation import astype, concat
 
-    x = asarray(x)
+    x = as_array(x)
     if axis is None:
         if x.ndim != 1:
             raise ShapeError(f"[{op.name}] an array of shape {x.shape} needs an axis")
         axis = 0
     axis = _infer.one_axis(op.name, axis, x.ndim)
     if dtype is not None:
+        dtype = as_dtype(dtype, op.name)
         x = astype(x, dtype, copy=False)
     out = apply(op, (x,), {"axis": axis})
     if dtype is not None:

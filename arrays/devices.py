@@ -68,7 +68,7 @@ def default_device() -> Device:
     >>> mt.default_device()
     Device('cpu')
     """
-    return state.device or CPU
+    return state.now.device or CPU
 
 
 @contextmanager

@@ -11,26 +11,50 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
-from ._dispatch import apply
+from ._direct import HALF, REFUSED, buffer, result
+from ._dispatch import apply, wrap
 from ._erf import erf32
 from ._examples import EXAMPLES
-from ._op import NO_PARAMS, Op
+from ._op import NO_PARAMS, Op, state
 
 if TYPE_CHECKING:
     from ._array import Array
+
+_ndarray = np.ndarray
+_NUMBERS = (float, int)
 
 # ----- making ops and functions ---------------------------------------------------------------------------------------
 
 
 def _function(op: Op, doc: str) -> Callable[..., Any]:
-    """The public function of an elementwise op: positional operands, nothing else."""
+    """The public function of an elementwise op: positional operands, nothing else.
+
+    (The short way, see :mod:`._direct`, is written out: these are the most frequent of all calls.)
+    """
+    compute = op.numpy
     if len(op.operands) == 1:
 
         def fn(x: Any, /) -> Array:
+            buf = getattr(x, "_buf", None)
+            if type(buf) is _ndarray and not state.now.recorders:
+                try:
+                    out = compute(buf)
+                except REFUSED:
+                    pass
+                else:
+                    return wrap(out if type(out) is _ndarray else np.asarray(out))
             return apply(op, (x,), NO_PARAMS)
     else:
 
         def fn(x1: Any, x2: Any, /) -> Array:
+            buf1, buf2 = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
+            if type(buf1) is _ndarray and type(buf2) is _ndarray and not state.now.recorders:
+                try:
+                    out = compute(buf1, buf2)
+                except REFUSED:
+                    pass
+                else:
+                    return wrap(out if type(out) is _ndarray else np.asarray(out))
             return apply(op, (x1, x2), NO_PARAMS)
 
     fn.__name__ = fn.__qualname__ = op.name
@@ -99,6 +123,12 @@ def _tanh(xp: Any, x: Any) -> Any:
     return out
 
 
+def _sign(xp: Any, x: Any) -> Any:
+    out = xp.sign(x)
+    # That of -0.0 is 0.0, which ml_dtypes' loops leave as it is.
+    return out + out.dtype.type(0) if x.dtype.num >= 256 else out
+
+
 def _conj(xp: Any, x: Any) -> Any:
     return xp.conj(x) if x.dtype.kind == "c" else x
 
@@ -121,7 +151,7 @@ POW, pow = _binary("pow", "``x1`` to the power ``x2``.", "power")
 NEGATIVE, negative = _unary("negative", "Minus ``x``.")
 POSITIVE, positive = _unary("positive", "``x`` itself.")
 ABS, abs = _unary("abs", "Magnitude.")
-SIGN, sign = _unary("sign", "-1, 0 or 1 (``x / abs(x)`` for complex numbers).")
+SIGN, sign = _unary("sign", "-1, 0 or 1 (``x / abs(x)`` for complex numbers).", _sign)
 RECIPROCAL, reciprocal = _unary("reciprocal", "One over ``x``.")
 SQUARE, square = _unary("square", "``x * x``.")
 SQRT, sqrt = _unary("sqrt", "Square root.")
@@ -207,7 +237,21 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Array:
     >>> mt.where(mt.asarray([True, False]), 1.0, 2.0)
     Array([1., 2.], dtype=float64)
     """
+    chosen = getattr(condition, "_buf", None)
+    if type(chosen) is _ndarray and chosen.dtype.num < HALF and not state.now.recorders:
+        x, y = getattr(x1, "_buf", x1), getattr(x2, "_buf", x2)
+        # (A number beside one of the dtypes that others register needs preparing.)
+        if (type(x) is _ndarray or (type(x) in _NUMBERS and type(y) is _ndarray and y.dtype.num < HALF)) and (
+            type(y) is _ndarray or (type(y) in _NUMBERS and x.dtype.num < HALF)
+        ):
+            try:
+                return wrap(np.where(chosen, x, y))
+            except REFUSED:
+                pass
     return apply(WHERE, (condition, x1, x2))
+
+
+_OWN_BOUNDS = frozenset(np.dtype(t).num for t in "fd")
 
 
 def clip(x: Any, /, min: Any = None, max: Any = None) -> Array:
@@ -219,6 +263,12 @@ def clip(x: Any, /, min: Any = None, max: Any = None) -> Array:
     """
     from .creation import asarray, wrap_same
 
+    buf = buffer(x)
+    if buf is not None and buf.dtype.num in _OWN_BOUNDS and type(min) in _NUMBERS and type(max) in _NUMBERS:
+        try:
+            return result(np.minimum(np.maximum(buf, min), max))
+        except REFUSED:
+            pass
     bounded = False
     for op, bound in ((MAXIMUM, min), (MINIMUM, max)):
         if bound is not None and not _bounds_nothing(op, asarray(x).dtype, bound):

@@ -7,19 +7,34 @@ value), gradients are those of functions that do not depend on the choice.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import _infer
 from ._dispatch import apply
-from ._op import Op, composite
-from .errors import DTypeError, ShapeError
+from .errors import ShapeError
+from .lapack import (
+    CHOLESKY,
+    DET,
+    EIG,
+    EIGH,
+    EIGVALS,
+    EIGVALSH,
+    INV,
+    PINV,
+    QR,
+    SLOGDET,
+    SOLVE,
+    SVD,
+    SVDVALS,
+    back,
+    matrices,
+    one,
+    several,
+)
 from .manipulation import matrix_transpose
+from .matrix_norms import matrix_norm, vector_norm
 from .products import cross, matmul, outer, tensordot, vecdot
-from .program import ShapeDtype
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -52,183 +67,6 @@ __all__ = [
     "vector_norm",
 ]
 
-# ----- shapes ---------------------------------------------------------------------------------------------------------
-
-
-def _real_of(dtype: np.dtype) -> np.dtype:
-    return np.dtype(dtype.type(0).real.dtype)
-
-
-def _complex_of(dtype: np.dtype) -> np.dtype:
-    return np.result_type(dtype, np.complex64)
-
-
-def _square(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    return ShapeDtype(args[0].shape, args[0].dtype)
-
-
-def _infer_solve(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    a, b = args
-    batch = _infer.broadcast_shapes(op, [a.shape[:-2], b.shape[:-2]])
-    return ShapeDtype((*batch, *b.shape[-2:]), np.result_type(a.dtype, b.dtype))
-
-
-def _infer_det(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    return ShapeDtype(args[0].shape[:-2], args[0].dtype)
-
-
-def _infer_slogdet(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x = args[0]
-    return ShapeDtype(x.shape[:-2], x.dtype), ShapeDtype(x.shape[:-2], _real_of(x.dtype))
-
-
-def _infer_eigh(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x = args[0]
-    return ShapeDtype(x.shape[:-1], _real_of(x.dtype)), ShapeDtype(x.shape, x.dtype)
-
-
-def _infer_eigvalsh(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    return ShapeDtype(args[0].shape[:-1], _real_of(args[0].dtype))
-
-
-def _infer_eig(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x, dtype = args[0], _complex_of(args[0].dtype)
-    return ShapeDtype(x.shape[:-1], dtype), ShapeDtype(x.shape, dtype)
-
-
-def _infer_eigvals(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    return ShapeDtype(args[0].shape[:-1], _complex_of(args[0].dtype))
-
-
-def _infer_svd(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x = args[0]
-    (*batch, m, n), k = x.shape, min(x.shape[-2:])
-    left, right = (m, n) if params["full_matrices"] else (k, k)
-    return (
-        ShapeDtype((*batch, m, left), x.dtype),
-        ShapeDtype((*batch, k), _real_of(x.dtype)),
-        ShapeDtype((*batch, right, n), x.dtype),
-    )
-
-
-def _infer_svdvals(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    x = args[0]
-    return ShapeDtype((*x.shape[:-2], min(x.shape[-2:])), _real_of(x.dtype))
-
-
-def _infer_qr(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x = args[0]
-    *batch, m, n = x.shape
-    k = m if params["mode"] == "complete" else min(m, n)
-    return ShapeDtype((*batch, m, k), x.dtype), ShapeDtype((*batch, k, n), x.dtype)
-
-
-def _infer_pinv(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    x = args[0]
-    return ShapeDtype((*x.shape[:-2], x.shape[-1], x.shape[-2]), x.dtype)
-
-
-# ----- ops ------------------------------------------------------------------------------------------------------------
-
-
-def _plain(name: str) -> Callable[..., Any]:
-    def impl(xp: Any, *args: Any, **params: Any) -> Any:
-        return getattr(xp.linalg, name)(*args, **params)
-
-    return impl
-
-
-def _solve(xp: Any, a: Any, b: Any) -> Any:
-    return xp.linalg.solve(a, b)
-
-
-def _eig(xp: Any, x: Any) -> Any:
-    w, v = xp.linalg.eig(x)
-    dtype = _complex_of(x.dtype)  # NumPy answers in real numbers where all of them happen to be
-    return w.astype(dtype, copy=False), v.astype(dtype, copy=False)
-
-
-def _eigvals(xp: Any, x: Any) -> Any:
-    return xp.linalg.eigvals(x).astype(_complex_of(x.dtype), copy=False)
-
-
-def _svdvals(xp: Any, x: Any) -> Any:
-    return xp.linalg.svd(x, compute_uv=False)
-
-
-def _adjugate(xp: Any, x: Any) -> Any:
-    """``det(x) inv(x)``, which exists for singular matrices too: from the products of all other singular values."""
-    u, s, vh = xp.linalg.svd(x)
-    n = x.shape[-1]
-    others = xp.stack([xp.prod(xp.delete(s, i, axis=-1), axis=-1) for i in range(n)], axis=-1) if n else s
-    phase = xp.linalg.det(u) * xp.linalg.det(vh)
-    vo = xp.conj(xp.swapaxes(vh, -1, -2)) * others[..., None, :]
-    return (phase[..., None, None] * (vo @ xp.conj(xp.swapaxes(u, -1, -2)))).astype(x.dtype, copy=False)
-
-
-def _pinv(xp: Any, x: Any, rtol: float) -> Any:
-    u, s, vh = xp.linalg.svd(x, full_matrices=False)
-    largest = s[..., :1] if s.shape[-1] else s
-    kept = s > rtol * largest
-    inverse = xp.where(kept, 1 / xp.where(kept, s, 1), 0).astype(s.dtype, copy=False)
-    return xp.matmul(xp.conj(xp.swapaxes(vh, -1, -2)) * inverse[..., None, :], xp.conj(xp.swapaxes(u, -1, -2)))
-
-
-CHOLESKY = Op("cholesky", ("x",), _plain("cholesky"), _square)
-INV = Op("inv", ("x",), _plain("inv"), _square)
-SOLVE = Op("solve", ("a", "b"), _solve, _infer_solve)
-DET = Op("det", ("x",), _plain("det"), _infer_det)
-ADJUGATE = Op("adjugate", ("x",), _adjugate, _square)
-SLOGDET = Op("slogdet", ("x",), _plain("slogdet"), _infer_slogdet, nout=2)
-EIGH = Op("eigh", ("x",), _plain("eigh"), _infer_eigh, nout=2)
-EIGVALSH = Op("eigvalsh", ("x",), _plain("eigvalsh"), _infer_eigvalsh)
-EIG = Op("eig", ("x",), _eig, _infer_eig, nout=2)
-EIGVALS = Op("eigvals", ("x",), _eigvals, _infer_eigvals, decompose=lambda x: apply(EIG, (x,))[0])
-SVD = Op("svd", ("x",), _plain("svd"), _infer_svd, nout=3)
-SVDVALS = Op("svdvals", ("x",), _svdvals, _infer_svdvals)
-QR = Op("qr", ("x",), _plain("qr"), _infer_qr, nout=2)
-PINV = Op("pinv", ("x",), _pinv, _infer_pinv)
-
-# ----- arguments ------------------------------------------------------------------------------------------------------
-
-
-def _matrices(name: str, x: Any, *, square: bool = False) -> tuple[Array, np.dtype | None]:
-    """``x`` in a dtype that LAPACK has, and the dtype to round results to (None: they are right)."""
-    from .creation import asarray
-    from .manipulation import astype
-
-    x = asarray(x)
-    if x.ndim < 2:
-        raise ShapeError(f"[{name}] needs matrices (at least two dimensions), got shape {x.shape}")
-    if square and x.shape[-1] != x.shape[-2]:
-        raise ShapeError(f"[{name}] needs square matrices, got shape {x.shape}")
-    if x.dtype.kind == "b":
-        raise DTypeError(f"[{name}] takes numbers, got booleans")
-    if x.dtype.kind in "iu":
-        return astype(x, np.float64), None
-    if x.dtype.itemsize <= 2:
-        return astype(x, np.float32), x.dtype
-    return x, None
-
-
-def _back(x: Array, dtype: np.dtype | None) -> Array:
-    from .manipulation import astype
-
-    if dtype is None:
-        return x
-    return astype(x, dtype) if x.dtype.kind != "c" else x
-
-
-def _one(op: Op, x: Any, *, square: bool = True, **params: Any) -> Array:
-    x, dtype = _matrices(op.name, x, square=square)
-    return _back(apply(op, (x,), params), dtype)
-
-
-def _several(op: Op, x: Any, *, square: bool = True, **params: Any) -> tuple[Array, ...]:
-    x, dtype = _matrices(op.name, x, square=square)
-    return tuple(_back(y, dtype) for y in apply(op, (x,), params))
-
-
 # ----- solving --------------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +82,7 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Array:
     """
     from .elementwise import conj
 
-    lower = _one(CHOLESKY, x)
+    lower = one(CHOLESKY, x)
     return matrix_transpose(conj(lower)) if upper else lower
 
 
@@ -256,7 +94,7 @@ def inv(x: Any, /) -> Array:
     Array([[0.5 , 0.  ],
            [0.  , 0.25]], dtype=float64)
     """
-    return _one(INV, x)
+    return one(INV, x)
 
 
 def solve(x1: Any, x2: Any, /) -> Array:
@@ -268,15 +106,15 @@ def solve(x1: Any, x2: Any, /) -> Array:
     """
     from .creation import asarray
 
-    a, dtype = _matrices("solve", x1, square=True)
+    a, dtype = matrices("solve", x1, square=True)
     b = asarray(x2)
     vector = b.ndim == 1
-    b, other = _matrices("solve", b[:, None] if vector else b)
+    b, other = matrices("solve", b[:, None] if vector else b)
     if b.shape[-2] != a.shape[-1]:
         raise ShapeError(
             f"[solve] {a.shape} times what is {asarray(x2).shape}: the lengths {a.shape[-1]} and {b.shape[-2]}"
         )
-    out = _back(apply(SOLVE, (a, b)), dtype if dtype == other else None)
+    out = back(apply(SOLVE, (a, b)), dtype if dtype == other else None)
     return out[..., 0] if vector else out
 
 
@@ -318,15 +156,15 @@ def pinv(x: Any, /, *, rtol: Any = None) -> Array:
     from .creation import asarray
     from .elementwise import conj, where
 
-    x, dtype = _matrices("pinv", x)
+    x, dtype = matrices("pinv", x)
     if rtol is None or isinstance(rtol, int | float):
         bound = _rtol(x) if rtol is None else float(rtol)
-        return _back(apply(PINV, (x,), {"rtol": bound}), dtype)
+        return back(apply(PINV, (x,), {"rtol": bound}), dtype)
     # One tolerance a matrix: an operand, not a parameter.
     u, s, vh = apply(SVD, (x,), {"full_matrices": False})
     kept = s > asarray(rtol)[..., None] * s[..., :1]
     inverse = where(kept, 1.0 / where(kept, s, 1.0), 0.0)
-    return _back(matmul(matrix_transpose(conj(vh)) * inverse[..., None, :], matrix_transpose(conj(u))), dtype)
+    return back(matmul(matrix_transpose(conj(vh)) * inverse[..., None, :], matrix_transpose(conj(u))), dtype)
 
 
 def _rtol(x: Array) -> float:
@@ -343,7 +181,7 @@ def matrix_rank(x: Any, /, *, rtol: Any = None) -> Array:
     from .creation import asarray
     from .searching import count_nonzero
 
-    x, _ = _matrices("matrix_rank", x)
+    x, _ = matrices("matrix_rank", x)
     s = apply(SVDVALS, (x,))
     bound = _rtol(x) if rtol is None else rtol if isinstance(rtol, int | float) else asarray(rtol)[..., None]
     return count_nonzero(s > bound * s[..., :1], axis=-1)
@@ -366,7 +204,7 @@ def det(x: Any, /) -> Array:
     >>> round(float(mt.linalg.det(mt.asarray([[1.0, 2.0], [3.0, 4.0]]))), 12)
     -2.0
     """
-    return _one(DET, x)
+    return one(DET, x)
 
 
 def slogdet(x: Any, /) -> SlogdetResult:
@@ -376,7 +214,7 @@ def slogdet(x: Any, /) -> SlogdetResult:
     >>> mt.linalg.slogdet(mt.asarray([[2.0, 0.0], [0.0, -1.0]]))
     SlogdetResult(sign=Array(-1., dtype=float64), logabsdet=Array(0.69314718, dtype=float64))
     """
-    return SlogdetResult(*_several(SLOGDET, x))
+    return SlogdetResult(*several(SLOGDET, x))
 
 
 # ----- decompositions -------------------------------------------------------------------------------------------------
@@ -418,7 +256,7 @@ def eigh(x: Any, /) -> EighResult:
     >>> mt.linalg.eigh(mt.asarray([[2.0, 0.0], [0.0, 1.0]])).eigenvalues
     Array([1., 2.], dtype=float64)
     """
-    return EighResult(*_several(EIGH, x))
+    return EighResult(*several(EIGH, x))
 
 
 def eigvalsh(x: Any, /) -> Array:
@@ -428,7 +266,7 @@ def eigvalsh(x: Any, /) -> Array:
     >>> mt.linalg.eigvalsh(mt.asarray([[2.0, 1.0], [1.0, 2.0]]))
     Array([1., 3.], dtype=float64)
     """
-    return _one(EIGVALSH, x)
+    return one(EIGVALSH, x)
 
 
 def eig(x: Any, /) -> EigResult:
@@ -438,7 +276,7 @@ def eig(x: Any, /) -> EigResult:
     >>> mt.linalg.eig(mt.asarray([[2.0, 0.0], [0.0, 3.0]])).eigenvalues
     Array([2.+0.j, 3.+0.j], dtype=complex128)
     """
-    return EigResult(*_several(EIG, x))
+    return EigResult(*several(EIG, x))
 
 
 def eigvals(x: Any, /) -> Array:
@@ -448,7 +286,7 @@ def eigvals(x: Any, /) -> Array:
     >>> mt.linalg.eigvals(mt.asarray([[0.0, -1.0], [1.0, 0.0]]))
     Array([0.+1.j, 0.-1.j], dtype=complex128)
     """
-    return _one(EIGVALS, x)
+    return one(EIGVALS, x)
 
 
 def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
@@ -462,9 +300,9 @@ def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
     """
     if mode not in ("reduced", "complete"):
         raise ValueError(f"[qr] mode must be 'reduced' or 'complete', got {mode!r}")
-    x, dtype = _matrices("qr", x)
+    x, dtype = matrices("qr", x)
     mode = mode if x.shape[-2] > x.shape[-1] else "reduced"  # one thing, then; and that one has a derivative
-    return QRResult(*(_back(y, dtype) for y in apply(QR, (x,), {"mode": mode})))
+    return QRResult(*(back(y, dtype) for y in apply(QR, (x,), {"mode": mode})))
 
 
 def svd(x: Any, /, *, full_matrices: bool = True) -> SVDResult:
@@ -477,9 +315,9 @@ def svd(x: Any, /, *, full_matrices: bool = True) -> SVDResult:
     >>> mt.linalg.svd(mt.ones((3, 2)), full_matrices=False).U.shape
     (3, 2)
     """
-    x, dtype = _matrices("svd", x)
+    x, dtype = matrices("svd", x)
     full = bool(full_matrices) and x.shape[-1] != x.shape[-2]
-    return SVDResult(*(_back(y, dtype) for y in apply(SVD, (x,), {"full_matrices": full})))
+    return SVDResult(*(back(y, dtype) for y in apply(SVD, (x,), {"full_matrices": full})))
 
 
 def svdvals(x: Any, /) -> Array:
@@ -489,7 +327,7 @@ def svdvals(x: Any, /) -> Array:
     >>> mt.linalg.svdvals(mt.asarray([[3.0, 0.0], [0.0, 4.0]]))
     Array([4., 3.], dtype=float64)
     """
-    return _one(SVDVALS, x, square=False)
+    return one(SVDVALS, x, square=False)
 
 
 # ----- diagonals ------------------------------------------------------------------------------------------------------
@@ -524,87 +362,3 @@ def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Array:
     from .reductions import sum
 
     return sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)
-
-
-# ----- norms ----------------------------------------------------------------------------------------------------------
-
-
-@composite("vector_norm")
-def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: float = 2) -> Array:
-    """``sum(abs(x)**ord)**(1/ord)`` over axes (all by default).
-
-    ``ord`` may be any number: ``inf`` and ``-inf`` give the largest and smallest magnitude, ``0`` counts what is not zero. The
-    gradient at a zero vector is zero.
-
-    >>> import meshtape as mt
-    >>> mt.linalg.vector_norm(mt.asarray([3.0, 4.0]))
-    Array(5., dtype=float64)
-    """
-    from .creation import asarray
-    from .elementwise import abs, real, sqrt, square, where
-    from .manipulation import astype
-    from .reductions import max, min, sum
-
-    x = asarray(x)
-    if x.dtype.kind in "biu":
-        x = astype(x, np.float64)
-    elif x.dtype.itemsize <= 2:
-        low = x.dtype
-        return astype(vector_norm(astype(x, np.float32), axis=axis, keepdims=keepdims, ord=ord), low)
-    axes = _infer.normalize_axis("vector_norm", axis, x.ndim)
-    over = {"axis": axes, "keepdims": keepdims}
-    if ord == 0:
-        return astype(sum(astype(x != 0, np.int64), **over), _real_of(x.dtype))
-    if ord == math.inf:
-        return max(abs(x), **over) if x.size else sum(abs(x), **over)
-    if ord == -math.inf:
-        return min(abs(x), **over)
-    if ord == 1:
-        return sum(abs(x), **over)
-    if ord == 2:
-        squares = square(real(x)) + square(_imag(x)) if x.dtype.kind == "c" else square(x)
-        total = sum(squares, **over)
-        # The root has no slope at zero: there the branch that is not taken must not divide by it.
-        return where(total == 0, 0.0, sqrt(where(total == 0, 1.0, total)))
-    size = abs(x)
-    if ord < 0:
-        return sum(size**ord, **over) ** (1.0 / ord)
-    total = sum(where(size == 0, 0.0, where(size == 0, 1.0, size) ** ord), **over)
-    return where(total == 0, 0.0, where(total == 0, 1.0, total) ** (1.0 / ord))
-
-
-def _imag(x: Array) -> Array:
-    from .elementwise import imag
-
-    return imag(x)
-
-
-@composite("matrix_norm")
-def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = "fro") -> Array:
-    """Norm of each matrix.
-
-    ``"fro"`` (Frobenius), ``"nuc"`` (sum of the singular values), ``2``/``-2`` (largest/smallest of them), ``1``/``-1`` (largest/
-    smallest sum of a column), ``inf``/``-inf`` (the same of a row).
-
-    >>> import meshtape as mt
-    >>> mt.linalg.matrix_norm(mt.asarray([[1.0, -2.0], [3.0, 4.0]]), ord=1)
-    Array(6., dtype=float64)
-    """
-    from .elementwise import abs
-    from .manipulation import expand_dims
-    from .reductions import max, min, sum
-
-    x, dtype = _matrices("matrix_norm", x)
-    if ord in ("fro", None):
-        return _back(vector_norm(x, axis=(-2, -1), keepdims=keepdims), dtype)
-    if ord in (1, 2, math.inf) and 0 in x.shape[-2:]:
-        return _back(sum(abs(x), axis=(-2, -1), keepdims=keepdims), dtype)  # the norm of nothing is 0
-    if ord in (1, -1, math.inf, -math.inf):
-        lines = sum(abs(x), axis=-2 if ord in (1, -1) else -1)
-        out = (max if ord > 0 else min)(lines, axis=-1)
-    elif ord in (2, -2, "nuc"):
-        s = apply(SVDVALS, (x,))
-        out = sum(s, axis=-1) if ord == "nuc" else (max if ord > 0 else min)(s, axis=-1)
-    else:
-        raise ValueError(f"[matrix_norm] ord must be 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, got {ord!r}")
-    return _back(expand_dims(out, axis=(-2, -1)) if keepdims else out, dtype)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
-from ._dispatch import apply, as_array
-from ._op import Op
+from ._direct import REFUSED
+from ._dispatch import apply, as_array, wrap
+from ._op import Op, state
 from .errors import ShapeError
 from .program import ShapeDtype
 from .reductions import _is_low_precision
@@ -60,6 +61,16 @@ def matmul(x1: Any, x2: Any, /) -> Array:
     ShapeError
         When the contracted lengths differ, the leading dimensions do not broadcast, or an operand is 0-d.
     """
+    x, y = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
+    if type(x) is np.ndarray and type(y) is np.ndarray and not state.now.recorders:
+        dtype = x.dtype
+        if dtype is y.dtype and dtype.num in _OWN_PRODUCTS:
+            try:
+                out = np.matmul(x, y)
+            except REFUSED:
+                pass
+            else:
+                return wrap(out if type(out) is np.ndarray else np.asarray(out))
     return apply(MATMUL, (as_array(x1), as_array(x2)))
 
 

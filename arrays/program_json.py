@@ -23,7 +23,7 @@ from . import dtypes
 from ._dispatch import Deferred
 from ._op import OPS
 from .errors import ProgramError, UnsupportedVersion
-from .indexing import Gap, Slot, Span, Truth
+from .index_keys import Gap, Slot, Span, Truth
 from .program import Const, Entry, Program, ShapeDtype, freeze
 
 FORMAT = "meshtape.program"

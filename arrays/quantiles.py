@@ -79,12 +79,13 @@ def _rows(name: str, x: Any, axis: Axis, picking: bool) -> tuple[Array, tuple[in
 def _quantile(name: str, x: Any, parts: np.ndarray, axis: Axis, keepdims: bool, method: str) -> Array:
     from .creation import asarray, beside, full
     from .elementwise import isnan, where
-    from .manipulation import astype, expand_dims, moveaxis
+    from .manipulation import astype, expand_dims, moveaxis, reshape
     from .reductions import any
     from .sorting import sort
 
     if parts.ndim > 1:
-        raise ShapeError(f"[{name}] q must be a number or have one dimension, got shape {parts.shape}")
+        flat = _quantile(name, x, parts.reshape(-1), axis, keepdims, method)
+        return reshape(flat, (*parts.shape, *flat.shape[1:]))
     if not ((parts >= 0) & (parts <= 1)).all():
         raise ValueError(f"[{name}] q must be between 0 and {100 if name == 'percentile' else 1}")
     if method not in _METHODS:
@@ -128,7 +129,7 @@ def quantile(x: Any, q: Any, /, *, axis: Axis = None, keepdims: bool = False, me
     x
         Real numbers.
     q
-        A number, or numbers in one dimension, which then comes first in the result.
+        A number, or an array of them, whose dimensions then come first in the result.
     axis
         One axis, several, or all (None).
     keepdims

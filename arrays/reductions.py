@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
+from ._direct import HALF, REFUSED, TAKES_ELLIPSIS, buffer, result
 from ._dispatch import apply, as_array
-from ._op import Op, composite
+from ._op import OPS, Op, composite, state
+from .dtypes import as_dtype
 from .errors import ShapeError
 
 if TYPE_CHECKING:
@@ -24,12 +26,20 @@ def _is_low_precision(dtype: np.dtype) -> bool:
     return dtype.itemsize <= 2 and dtype.kind not in "biu"
 
 
-_UFUNCS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+# What NumPy's methods do, without the Python code that they pass through on their way.
+_UFUNC_REDUCE = {
+    "sum": np.add.reduce,
+    "prod": np.multiply.reduce,
+    "max": np.maximum.reduce,
+    "min": np.minimum.reduce,
+    "any": np.logical_or.reduce,
+    "all": np.logical_and.reduce,
+}
 
 
 def _reduced(xp: Any, name: str, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
-    if xp is np:  # what the method does, without the Python code that it passes through on its way
-        return _UFUNCS[name].reduce(x, axis=axis, keepdims=keepdims)
+    if xp is np:
+        return _UFUNC_REDUCE[name](x, axis=axis, keepdims=keepdims)
     return getattr(x, name)(axis=axis, keepdims=keepdims)
 
 
@@ -46,7 +56,7 @@ def _accumulated(name: str) -> Callable[..., Any]:
 
 def _named(name: str) -> Callable[..., Any]:
     def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
-        return getattr(x, name)(axis=axis, keepdims=keepdims)
+        return _reduced(xp, name, x, axis, keepdims)
 
     return impl
 
@@ -135,7 +145,21 @@ ARGMIN = Op(
 )
 
 
+_DIRECT = {OPS[name]: reduce for name, reduce in _UFUNC_REDUCE.items()}
+
+
 def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
+    if axis is None or type(axis) is int:
+        buf = getattr(x, "_buf", None)
+        if type(buf) is np.ndarray and buf.dtype.num < HALF and not state.now.recorders and (axis is None or buf.ndim):
+            try:
+                if TAKES_ELLIPSIS:
+                    out = object.__new__(type(x))
+                    out._buf, out._id = _DIRECT[op](buf, axis, keepdims=keepdims, out=...), 0
+                    return out
+                return result(_DIRECT[op](buf, axis, None, None, keepdims))
+            except REFUSED:
+                pass
     x = as_array(x)
     return apply(op, (x,), {"axis": _infer.normalize_axis(op.name, axis, x.ndim), "keepdims": bool(keepdims)})
 
@@ -144,6 +168,7 @@ def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
     """The reduction computed, and given, in another dtype; small integers asked for are accumulated wide and cut off."""
     from .manipulation import astype
 
+    dtype = as_dtype(dtype, op.name)
     return astype(_reduce(op, astype(x, dtype, copy=False), axis, keepdims), dtype, copy=False)
 
 
@@ -208,6 +233,13 @@ def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
 
 
 def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
+    if keepdims is False and (axis is None or type(axis) is int):
+        buf = buffer(x)
+        if buf is not None and (axis is None or buf.ndim):
+            try:
+                return result(buf.argmax(axis) if op is ARGMAX else buf.argmin(axis))
+            except REFUSED:
+                pass
     from .manipulation import reshape
 
     x = as_array(x)
@@ -245,7 +277,40 @@ def _count(x: Array, axis: Axis, name: str) -> int:
     return n
 
 
-@composite("mean")
+# Of the floats that sum in themselves; others are widened first.
+_OWN_MEAN = frozenset(np.dtype(t).num for t in "fd")
+
+
+def _plain_mean(buf: Any, axis: int | None, keepdims: bool) -> Any:
+    """The mean by two calls of NumPy; None where there is nothing to divide by."""
+    n = buf.size if axis is None else buf.shape[axis]
+    return np.add.reduce(buf, axis, None, None, keepdims) / n if n else None
+
+
+def _plain_var(buf: Any, axis: int | None, correction: float, keepdims: bool) -> Any:
+    """The variance in two passes over one array of the size of ``buf``; None where there is nothing to divide by."""
+    center = _plain_mean(buf, axis, True)
+    rest = (buf.size if axis is None else buf.shape[axis]) - correction
+    if center is None or type(rest) not in (int, float) or rest <= 0:
+        return None
+    d = np.subtract(buf, center)
+    np.multiply(d, d, d)
+    return np.add.reduce(d, axis, None, None, keepdims) / rest
+
+
+def _moment(x: Any, axis: Axis, plain: Callable[..., Any], *args: Any) -> Array | None:
+    """``plain(buffer, axis, ...)`` as an Array, where ``x`` is a float array that takes the short way; else None."""
+    if axis is None or type(axis) is int:
+        buf = buffer(x)
+        if buf is not None and buf.dtype.num in _OWN_MEAN and buf.ndim:
+            try:
+                out = plain(buf, axis, *args)
+            except REFUSED:
+                return None
+            return None if out is None else result(out)
+    return None
+
+
 def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
     """Arithmetic mean; NaN for no elements. Integers give the default float.
 
@@ -253,6 +318,12 @@ def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
     >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))
     Array(3., dtype=float64)
     """
+    out = _moment(x, axis, _plain_mean, keepdims)
+    return _mean(x, axis, keepdims) if out is None else out
+
+
+@composite("mean")
+def _mean(x: Any, axis: Axis, keepdims: bool) -> Array:
     x = as_array(x)
     n = float(_count(x, axis, "mean") or "nan")
     if _is_low_precision(x.dtype):
@@ -262,7 +333,6 @@ def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
     return sum(x, axis=axis, keepdims=keepdims) / n
 
 
-@composite("var")
 def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
     """Variance, divided by ``n - correction``, in two passes (no cancellation); of complex numbers that of the plane.
 
@@ -270,21 +340,25 @@ def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
     >>> mt.var(mt.asarray([1.0, 3.0]), correction=1)
     Array(2., dtype=float64)
     """
-    from .creation import asarray
+    out = _moment(x, axis, _plain_var, correction, keepdims)
+    return _var(x, axis, correction, keepdims) if out is None else out
+
+
+@composite("var")
+def _var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Array:
     from .elementwise import abs, square
 
-    x = asarray(x)
+    x = as_array(x)
     if _is_low_precision(x.dtype):
         # A mean rounded to few digits would count as deviation.
-        return var(x.astype(np.float32), axis=axis, correction=correction, keepdims=keepdims).astype(x.dtype)
+        return _var(x.astype(np.float32), axis, correction, keepdims).astype(x.dtype)
     n = _count(x, axis, "var")
     rest = float(n - correction)
-    d = x - mean(x, axis=axis, keepdims=True)
+    d = x - _mean(x, axis, True)
     d = abs(d) if x.dtype.kind == "c" else d
     return sum(square(d), axis=axis, keepdims=keepdims) / (rest if rest > 0 else float("nan"))
 
 
-@composite("std")
 def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
     """Standard deviation: the root of :func:`var`.
 
@@ -292,6 +366,12 @@ def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
     >>> mt.std(mt.asarray([1.0, 3.0]))
     Array(1., dtype=float64)
     """
+    out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims)
+    return _std(x, axis, correction, keepdims) if out is None else out
+
+
+@composite("std")
+def _std(x: Any, axis: Axis, correction: float, keepdims: bool) -> Array:
     from .elementwise import sqrt
 
-    return sqrt(var(x, axis=axis, correction=correction, keepdims=keepdims))
+    return sqrt(_var(x, axis, correction, keepdims))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer, waits
-from ._dispatch import Deferred, apply, wrap
+from ._direct import REFUSED, buffers, result
+from ._dispatch import Deferred, apply, as_array, wrap
 from ._op import Op, composite
 from .errors import DTypeError, ShapeError
 from .kernels import compact
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
 
 
 def _indices(name: str, indices: Any) -> Array:
-    from .creation import asarray
-
-    indices = asarray(indices)
+    indices = as_array(indices)
     if indices.dtype.kind not in "iu":
         raise DTypeError(f"[{name}] indices must be integers, got {indices.dtype.name}")
     return indices
@@ -35,9 +34,20 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Array:
     >>> mt.take(mt.asarray([10, 20, 30]), mt.asarray([2, 0]))
     Array([30, 10])
     """
-    from .creation import asarray
-
-    x = asarray(x)
+    bufs = buffers((x, indices))
+    if bufs is not None:
+        buf, places = bufs
+        # (Of no elements NumPy reads nothing, and does not look at the indices.)
+        if (
+            buf.size
+            and places.dtype.kind in "iu"
+            and (buf.ndim == 1 if axis is None else type(axis) is int and buf.ndim)
+        ):
+            try:
+                return result(buf.take(places, 0 if axis is None else axis))
+            except REFUSED:
+                pass
+    x = as_array(x)
     indices = _indices("take", indices)
     if axis is None:
         if x.ndim != 1:
@@ -58,10 +68,10 @@ def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Array:
     Array([[1, 2, 3],
            [0, 4, 5]])
     """
-    from .creation import arange, asarray, beside
+    from .creation import arange, beside
     from .manipulation import broadcast_to, reshape
 
-    x = asarray(x)
+    x = as_array(x)
     indices = _indices("take_along_axis", indices)
     axis = _infer.one_axis("take_along_axis", axis, x.ndim)
     if indices.ndim != x.ndim:
@@ -91,7 +101,19 @@ _TAKE: Any = _Named("take_along_axis")
 
 def _searchsorted(xp: Any, x: Any, v: Any, side: str) -> Any:
     dtype = xp.result_type(x, v)  # a number that is wider than the table is compared, not rounded
+    if dtype.kind == "f" and x.dtype.kind in "iu" and getattr(v, "dtype", dtype).kind in "iu":
+        return _searchsorted_beyond(xp, x, v, side)
     return xp.searchsorted(x.astype(dtype, copy=False), v, side=side)
+
+
+def _searchsorted_beyond(xp: Any, x: Any, v: Any, side: str) -> Any:
+    """Of uint64 among signed integers, or the reverse: no integer dtype holds both, and in floats neighbours would be equal."""
+    if x.dtype.kind == "u":
+        inside = xp.searchsorted(x, xp.maximum(v, 0).astype(x.dtype), side=side)
+        return xp.where(v < 0, 0, inside)
+    most = np.iinfo(np.int64).max
+    inside = xp.searchsorted(x.astype(np.int64), xp.minimum(v, v.dtype.type(most)).astype(np.int64), side=side)
+    return xp.where(v > v.dtype.type(most), x.shape[0], inside)
 
 
 def _infer_searchsorted(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
@@ -122,9 +144,7 @@ def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None)
     >>> mt.searchsorted(mt.asarray([1.0, 2.0, 4.0]), mt.asarray([2.0, 3.0]), side="right")
     Array([2, 2])
     """
-    from .creation import asarray
-
-    x1 = asarray(x1)
+    x1 = as_array(x1)
     if x1.ndim != 1:
         raise ShapeError(f"[searchsorted] the table must have one dimension, got shape {x1.shape}")
     if side not in ("left", "right"):
@@ -146,9 +166,7 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
     >>> mt.nonzero(mt.asarray([[0, 1], [2, 0]]))
     (Array([0, 1]), Array([1, 0]))
     """
-    from .creation import asarray
-
-    x = asarray(x)
+    x = as_array(x)
     if x.ndim == 0:
         raise ShapeError("[nonzero] a 0-d array has no indices")
     waits.note("nonzero elements are counted")
@@ -164,8 +182,7 @@ def count_nonzero(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Arr
     >>> mt.count_nonzero(mt.asarray([[0, 1], [2, 3]]), axis=0)
     Array([1, 2])
     """
-    from .creation import asarray
     from .manipulation import astype
     from .reductions import sum
 
-    return sum(astype(asarray(x) != 0, np.int64), axis=axis, keepdims=keepdims)
+    return sum(astype(as_array(x) != 0, np.int64), axis=axis, keepdims=keepdims)

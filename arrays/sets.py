@@ -116,7 +116,10 @@ def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Array:
         x2 = asarray(x2, dtype=np.result_type(x1.dtype, x2))
     x1, x2 = asarray(x1), asarray(x2)
     dtype = np.result_type(x1.dtype, x2.dtype)
-    x1, table = astype(x1, dtype, copy=False), sort(reshape(astype(x2, dtype, copy=False), (-1,)))
+    if dtype.kind != "f" or not (x1.dtype.kind in "iu" and x2.dtype.kind in "iu"):
+        # (In floats, which uint64 and signed integers give together, neighbours would be equal.)
+        x1, x2 = astype(x1, dtype, copy=False), astype(x2, dtype, copy=False)
+    table = sort(reshape(x2, (-1,)))
     if table.size == 0:
         return full(x1.shape, bool(invert), dtype=bool, device=beside(x1))
     at = minimum(searchsorted(table, x1), table.size - 1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from . import _infer
-from ._dispatch import apply
+from ._dispatch import apply, as_array
 from ._op import Op, composite
 from .errors import ShapeError
 from .program import ShapeDtype
@@ -33,7 +33,7 @@ def _has_negative_zeros(xp: Any, x: Any) -> bool:
 def _restore_zeros(xp: Any, x: Any, ordered: Any) -> None:
     """Zeros of both signs, which an unstable sort may mix, put back in their order. They stand together: no pass over all."""
     zero = xp.asarray(0, ordered.dtype)  # of a number in another dtype a copy of the whole table would be made
-    low, high = (int(xp.searchsorted(ordered, zero, side=side)) for side in ("left", "right"))
+    low, high = int(ordered.searchsorted(zero)), int(ordered.searchsorted(zero, "right"))
     zeros = ordered[low:high]
     if zeros.size > 1 and bool(xp.signbit(zeros).any()):
         ordered[low:high] = x[x == 0]
@@ -46,7 +46,8 @@ def _sort(xp: Any, x: Any, axis: int, descending: bool, stable: bool) -> Any:
     if xp is not np:
         out = xp.sort(w, axis=axis)  # CuPy's sorts are stable, and take no word for it
     elif stable and w.ndim == 1 and w.dtype.kind == "f":
-        out = xp.sort(w)
+        out = w.copy()
+        out.sort()
         _restore_zeros(xp, w, out)
     else:
         out = xp.sort(w, axis=axis, kind="stable" if stable and _has_negative_zeros(xp, w) else None)
@@ -83,9 +84,7 @@ def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = 
     >>> mt.sort(mt.asarray([2, 3, 1]), descending=True)
     Array([3, 2, 1])
     """
-    from .creation import asarray
-
-    x = asarray(x)
+    x = as_array(x)
     return apply(SORT, (x,), _params("sort", x, axis, descending, stable))
 
 
@@ -96,9 +95,7 @@ def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool
     >>> mt.argsort(mt.asarray([2, 1, 2]), descending=True)
     Array([0, 2, 1])
     """
-    from .creation import asarray
-
-    x = asarray(x)
+    x = as_array(x)
     return apply(ARGSORT, (x,), _params("argsort", x, axis, descending, stable))
 
 
@@ -117,10 +114,9 @@ def topk(x: Any, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
     >>> mt.topk(mt.asarray([3.0, 1.0, 5.0]), 2)
     TopK(values=Array([5., 3.], dtype=float64), indices=Array([2, 0]))
     """
-    from .creation import asarray
     from .searching import take_along_axis
 
-    x = asarray(x)
+    x = as_array(x)
     axis = _infer.one_axis("topk", axis, x.ndim)
     if not 0 <= k <= x.shape[axis]:
         raise ShapeError(f"[topk] cannot take {k} of the {x.shape[axis]} elements along axis {axis} of shape {x.shape}")

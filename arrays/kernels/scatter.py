@@ -59,7 +59,7 @@ def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tup
 
     Dimensions at the end that the key takes whole make up the rows; the places are those among all rows.
     """
-    from ..indexing import Slot, Span, numpy_key
+    from ..index_keys import Slot, Span, numpy_key
 
     xp = runner().xp
     lead, inner = list(template), 1
@@ -83,7 +83,8 @@ def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tup
 
 def _values(v: Any, places: Any, inner: int, template: Any, arrays: Sequence[Any], x: Any) -> tuple[Any, bool]:
     """The written value in rows, and whether it is one number for all of them."""
-    from ..indexing import _fit, result_shape
+    from ..index_keys import result_shape
+    from ..indexing import _fit
 
     xp = runner().xp
     v = xp.asarray(v).astype(x.dtype, copy=False)
@@ -156,7 +157,7 @@ def _add_in_order(out: Any, places: Any, values: Any, inner: int, one: bool) -> 
 
 def scatter(g: Any, *arrays: Any, template: Any, shape: tuple[int, ...]) -> Any:
     """See :data:`meshtape.arrays.indexing.SCATTER`."""
-    from ..indexing import is_basic, numpy_key
+    from ..index_keys import is_basic, numpy_key
 
     xp = runner().xp
     out = xp.zeros(shape, g.dtype)
@@ -169,7 +170,8 @@ def scatter(g: Any, *arrays: Any, template: Any, shape: tuple[int, ...]) -> Any:
 
 def index_add(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
     """See :data:`meshtape.arrays.indexing.INDEX_ADD`."""
-    from ..indexing import _fit, is_basic, numpy_key
+    from ..index_keys import is_basic, numpy_key
+    from ..indexing import _fit
 
     out = runner().xp.array(x, order="C")
     if is_basic(template):
@@ -225,7 +227,8 @@ def write_rows(out: Any, v: Any, template: Any, arrays: Sequence[Any]) -> None:
 
 def index_set(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
     """See :data:`meshtape.arrays.indexing.INDEX_SET`."""
-    from ..indexing import _fit, is_basic, numpy_key
+    from ..index_keys import is_basic, numpy_key
+    from ..indexing import _fit
 
     out = runner().xp.array(x, order="C")
     if is_basic(template):
@@ -237,7 +240,7 @@ def index_set(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
 
 def last_writes(g: Any, *arrays: Any, template: Any) -> Any:
     """See :data:`meshtape.arrays.indexing.LAST_WRITES`."""
-    from ..indexing import is_basic, numpy_key, result_shape
+    from ..index_keys import is_basic, numpy_key, result_shape
 
     r = runner()
     if is_basic(template):

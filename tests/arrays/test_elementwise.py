@@ -247,3 +247,11 @@ def test_shapes_that_do_not_broadcast():
         mt.ones(2) + mt.ones(3)
     with pytest.raises(ShapeError, match=r"\[where\]"):
         OPS["where"].avals(tuple(mt.ShapeDtype((n,), mt.bool) for n in (2, 3, 4)), {})
+
+
+def test_the_sign_of_a_negative_zero_is_zero():
+    for dtype in (mt.bfloat16, mt.float8_e4m3fn, mt.float8_e5m2, mt.float16, mt.float32, mt.float64):
+        got = mt.sign(mt.asarray([-0.0, 0.0, -2.0, 3.0, math.nan], dtype=dtype))
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(got).astype(float), [0, 0, -1, 1, math.nan])
+        assert not np.signbit(np.asarray(got)[:2].astype(float)).any()

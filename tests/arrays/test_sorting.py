@@ -149,3 +149,16 @@ def test_errors():
         mt.searchsorted(mt.ones(2), 1.0, side="middle")
     with pytest.raises(ShapeError, match="0-d"):
         mt.nonzero(mt.asarray(1))
+
+
+def test_uint64_among_signed_integers_is_compared_exactly():
+    # In float64, which the two give together, these neighbours are equal.
+    far = 2**63
+    unsigned, signed = np.array([5, far - 1, far, far + 1], np.uint64), np.array([-3, 5, far - 2, far - 1], np.int64)
+    for side in ("left", "right"):
+        for table, values in ((unsigned, signed), (signed, unsigned)):
+            below = (lambda a, b: a < b) if side == "left" else (lambda a, b: a <= b)
+            expected = [sum(below(t, v) for t in table.tolist()) for v in values.tolist()]
+            assert mt.searchsorted(mt.asarray(table), mt.asarray(values), side=side).tolist() == expected
+    assert mt.isin(mt.asarray(unsigned), mt.asarray(signed)).tolist() == [True, True, False, False]
+    assert mt.isin(mt.asarray(signed), mt.asarray(unsigned), invert=True).tolist() == [True, False, True, False]

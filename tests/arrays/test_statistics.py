@@ -249,3 +249,12 @@ def test_derivatives():
         lambda a: mt.linalg.matrix_power(a[:, :3], 3),
     ):
         meshtape.check_grads(f, x)
+
+
+def test_quantiles_of_several_dimensions_of_parts():
+    x, q = np.arange(12.0).reshape(3, 4) ** 2, np.array([[0.1, 0.5], [0.25, 1.0]])
+    for axis in (None, 0, -1):
+        for keep in (False, True):
+            got = mt.quantile(mt.asarray(x), mt.asarray(q), axis=axis, keepdims=keep)
+            np.testing.assert_allclose(np.asarray(got), np.quantile(x, q, axis=axis, keepdims=keep))
+    assert mt.percentile(mt.asarray(x), 100 * q, axis=1).shape == (2, 2, 3)

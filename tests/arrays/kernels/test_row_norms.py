@@ -43,6 +43,8 @@ def operands(place: Any, shape: tuple[int, ...], dtype: Any, naxes: int = 1, mix
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_values_and_gradients(emulator: Any, place: Any, close: Any, kind: str, shape: Any, dtype: Any) -> None:
     x, w, b, g = operands(place, shape, dtype)
+    # Where a row is one element its deviation is zero: what cancels is this much larger than the cotangent.
+    factor = PARAMS["eps"] ** -0.5 if shape[-1] == 1 else 1.0
     for name, args in (
         (f"{kind}_norm", (x, w, b)[: 3 if kind == "layer" else 2]),
         (f"{kind}_norm_backward", (g, x, w)),
@@ -50,7 +52,7 @@ def test_values_and_gradients(emulator: Any, place: Any, close: Any, kind: str, 
         got, expected = run(name, *args, **PARAMS)
         for a, e in zip(got, expected, strict=True):
             assert a.dtype == dtype
-            close(a, e)
+            close(a, e, factor=factor)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda d: np.dtype(d).name)

@@ -1,0 +1,86 @@
+"""Norms of vectors and of matrices: the norms of ``mt.linalg``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _infer
+from ._dispatch import apply, as_array
+from ._op import composite
+from .elementwise import abs, imag, real, sqrt, square, where
+from .lapack import SVDVALS, back, matrices, real_of
+from .manipulation import astype, expand_dims
+from .reductions import max, min, sum
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+
+@composite("vector_norm")
+def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: float = 2) -> Array:
+    """``sum(abs(x)**ord)**(1/ord)`` over axes (all by default).
+
+    ``ord`` may be any number: ``inf`` and ``-inf`` give the largest and smallest magnitude, ``0`` counts what is not zero. The
+    gradient at a zero vector is zero.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.vector_norm(mt.asarray([3.0, 4.0]))
+    Array(5., dtype=float64)
+    """
+    x = as_array(x)
+    if x.dtype.kind in "biu":
+        x = astype(x, np.float64)
+    elif x.dtype.itemsize <= 2:
+        low = x.dtype
+        return astype(vector_norm(astype(x, np.float32), axis=axis, keepdims=keepdims, ord=ord), low)
+    axes = _infer.normalize_axis("vector_norm", axis, x.ndim)
+    over = {"axis": axes, "keepdims": keepdims}
+    if ord == 0:
+        return astype(sum(astype(x != 0, np.int64), **over), real_of(x.dtype))
+    if ord == math.inf:
+        return max(abs(x), **over) if x.size else sum(abs(x), **over)
+    if ord == -math.inf:
+        return min(abs(x), **over)
+    if ord == 1:
+        return sum(abs(x), **over)
+    if ord == 2:
+        squares = square(real(x)) + square(imag(x)) if x.dtype.kind == "c" else square(x)
+        total = sum(squares, **over)
+        # The root has no slope at zero: there the branch that is not taken must not divide by it.
+        return where(total == 0, 0.0, sqrt(where(total == 0, 1.0, total)))
+    size = abs(x)
+    if ord < 0:
+        return sum(size**ord, **over) ** (1.0 / ord)
+    total = sum(where(size == 0, 0.0, where(size == 0, 1.0, size) ** ord), **over)
+    return where(total == 0, 0.0, where(total == 0, 1.0, total) ** (1.0 / ord))
+
+
+@composite("matrix_norm")
+def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = "fro") -> Array:
+    """Norm of each matrix.
+
+    ``"fro"`` (Frobenius), ``"nuc"`` (sum of the singular values), ``2``/``-2`` (largest/smallest of them), ``1``/``-1`` (largest/
+    smallest sum of a column), ``inf``/``-inf`` (the same of a row).
+
+    >>> import meshtape as mt
+    >>> mt.linalg.matrix_norm(mt.asarray([[1.0, -2.0], [3.0, 4.0]]), ord=1)
+    Array(6., dtype=float64)
+    """
+    x, dtype = matrices("matrix_norm", x)
+    if ord in ("fro", None):
+        return back(vector_norm(x, axis=(-2, -1), keepdims=keepdims), dtype)
+    if ord in (1, 2, math.inf) and 0 in x.shape[-2:]:
+        return back(sum(abs(x), axis=(-2, -1), keepdims=keepdims), dtype)  # the norm of nothing is 0
+    if ord in (1, -1, math.inf, -math.inf):
+        lines = sum(abs(x), axis=-2 if ord in (1, -1) else -1)
+        out = (max if ord > 0 else min)(lines, axis=-1)
+    elif ord in (2, -2, "nuc"):
+        s = apply(SVDVALS, (x,))
+        out = sum(s, axis=-1) if ord == "nuc" else (max if ord > 0 else min)(s, axis=-1)
+    else:
+        raise ValueError(f"[matrix_norm] ord must be 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, got {ord!r}")
+    return back(expand_dims(out, axis=(-2, -1)) if keepdims else out, dtype)

@@ -1,0 +1,185 @@
+"""The short way of a call on small arrays gives what the general way gives: values, dtypes, errors, and memory of its own.
+
+A recorder, which hears nothing of interest, sends every call the general way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.arrays._op import recording
+
+DTYPES = ["bool", "int8", "uint64", "int64", "float16", "bfloat16", "float8_e4m3fn", "float32", "float64", "complex64"]
+SHAPES = [(), (0,), (1,), (6,), (2, 3), (0, 3), (2, 1, 3)]
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    **{
+        f"{name} over {axis}{', kept' if keep else ''}": lambda x, name=name, axis=axis, keep=keep: getattr(mt, name)(
+            x, axis=axis, keepdims=keep
+        )
+        for name in ("sum", "prod", "max", "min", "any", "all", "mean", "var", "std", "argmax", "argmin")
+        for axis in (None, 0, -1, 1, 7)
+        for keep in (False, True)
+    },
+    **{
+        f"reshape to {s}": lambda x, s=s: mt.reshape(x, s)
+        for s in ((6,), (-1,), (3, -1), (-2, 3), (-1, -1), (), (0, -1))
+    },
+    **{f"permute {a}": lambda x, a=a: mt.permute_dims(x, a) for a in ((1, 0), (0,), (), (-1, 0), (1, 1), (2, 0, 1))},
+    **{f"expand {a}": lambda x, a=a: mt.expand_dims(x, axis=a) for a in (0, -1, 2, 5)},
+    **{f"squeeze {a}": lambda x, a=a: mt.squeeze(x, axis=a) for a in (0, 1, -1, 5)},
+    **{f"flip {a}": lambda x, a=a: mt.flip(x, axis=a) for a in (None, 0, -1, 5)},
+    **{f"broadcast to {s}": lambda x, s=s: mt.broadcast_to(x, s) for s in ((6,), (2, 2, 3), (4, 6), (), (-1,))},
+    **{f"concat over {a}": lambda x, a=a: mt.concat([x, x], axis=a) for a in (None, 0, -1, 4)},
+    **{f"stack over {a}": lambda x, a=a: mt.stack((x, x), axis=a) for a in (0, -1, 1, 9)},
+    **{f"cumulative_sum over {a}": lambda x, a=a: mt.cumulative_sum(x, axis=a) for a in (None, 0, -1, 3)},
+    **{f"take over {a}": lambda x, a=a: mt.take(x, mt.asarray([0, -1]), axis=a) for a in (None, 0, -1, 3)},
+    "take beyond the end": lambda x: mt.take(x, mt.asarray([99]), axis=0),
+    "concat of two dtypes": lambda x: mt.concat([x, mt.asarray(np.zeros(x.shape, np.int16))]),
+    "stack of two shapes": lambda x: mt.stack([x, mt.expand_dims(x, axis=0)]),
+    "mT": lambda x: x.mT,
+    "matmul": lambda x: mt.matmul(x, x.mT if x.ndim > 1 else x),
+    "where": lambda x: mt.where(x == x, x, x),
+    "where with a number": lambda x: mt.where(x == x, x, 2.5),
+    "where with a number first": lambda x: mt.where(x == x, 3, x),
+    "clip": lambda x: mt.clip(x, 0.5, 2),
+    "exp": mt.exp,
+    "add": lambda x: mt.add(x, x),
+    "subtract": lambda x: mt.subtract(x, x),
+    "astype float64": lambda x: mt.astype(x, mt.float64),
+    "astype int16": lambda x: mt.astype(x, mt.int16),
+    "at an int": lambda x: x[1],
+    "at a slice": lambda x: x[::-2],
+    "at a mixture": lambda x: x[None, ..., 0:2],
+    "at a list": lambda x: x[[0, -1, 0]],
+    "at indices": lambda x: x[mt.asarray([[0, 1]])],
+    "at a 0-d index": lambda x: x[mt.asarray(1)],
+    "at a mask": lambda x: x[x != x],
+    "at a mask of the rows": lambda x: x[mt.asarray([True, False])],
+    "at a mask that does not fit": lambda x: x[mt.asarray([True] * 9)],
+    "at indices beyond the end": lambda x: x[mt.asarray([9])],
+    "einsum": lambda x: mt.einsum("...->...", x),
+}
+
+
+class _Deaf:
+    def record(self, *call: Any) -> None:
+        pass
+
+    def watches(self, x: Any) -> bool:
+        return False
+
+
+def sample(shape: tuple[int, ...], dtype: str) -> mt.Array:
+    x = np.resize(np.array([1.5, -2.0, 0.0, 3.0, 0.5, 1.0]), shape)
+    return mt.astype(mt.asarray(np.abs(x) if dtype.startswith("u") else x), getattr(mt, dtype))
+
+
+def outcome(call: Callable[[], Any]) -> tuple[Any, ...]:
+    try:
+        out = np.asarray(call())
+    except Exception as e:
+        return type(e), str(e)
+    return out.dtype, out.shape, out.tobytes()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_both_ways_agree(name: str) -> None:
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            x = sample(shape, dtype)
+            short = outcome(lambda x=x: CALLS[name](x))
+            with recording(_Deaf()):
+                general = outcome(lambda x=x: CALLS[name](x))
+            assert short == general, (dtype, shape)
+
+
+WRITES: dict[str, tuple[Any, Any]] = {
+    "a number at an int": (1, 7.0),
+    "a number at a slice": (slice(None, None, 2), 7.0),
+    "a number everywhere": (None, 7.0),
+    "a number at a mask": ("mask", 7.0),
+    "a number at a mask that does not fit": ("long mask", 7.0),
+    "a number at indices": ("indices", 7.0),
+    "an array at a slice": (slice(0, 3), "three"),
+    "an array that does not fit": (slice(0, 2), "three"),
+    "an array with ones in front": (slice(0, 3), "deep three"),
+    "an array at indices": ("indices", "three"),
+    "an array at a mask": ("mask", "three"),
+    "too many for a mask": ("mask", "six"),
+    "complex numbers": (slice(0, 3), "complex"),
+    "of another dtype": (slice(0, 3), "ints"),
+    "itself, backwards": (slice(None), "backwards"),
+    "beyond the end": ("far", 7.0),
+}
+
+
+def parts(x: mt.Array) -> dict[str, Any]:
+    return {
+        "mask": mt.asarray([True, False, True, False, True, False]),
+        "long mask": mt.asarray([True] * 7),
+        "indices": mt.asarray([5, 0, 5]),
+        "far": mt.asarray([0, 6]),
+        "three": mt.asarray([10.0, 20.0, 30.0]),
+        "deep three": mt.asarray([[[10.0, 20.0, 30.0]]]),
+        "six": mt.zeros(6),
+        "complex": mt.asarray([1j, 2j, 3j]),
+        "ints": mt.asarray([1, 2, 3], dtype=mt.int8),
+        "backwards": x[::-1],
+    }
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("view", [False, True])
+def test_both_ways_of_writing_agree(name: str, view: bool) -> None:
+    def written() -> tuple[Any, ...]:
+        base = mt.asarray(np.arange(6.0))
+        x = base[:] if view else base
+        place, value = (parts(x)[p] if isinstance(p, str) else p for p in WRITES[name])
+        seen = mt.reshape(x, (2, 3))
+        found = outcome(lambda: operator.setitem(x, place, value) or x)
+        assert seen.tolist() == [[0, 1, 2], [3, 4, 5]], "a view saw the write"
+        assert not view or base.tolist() == [0, 1, 2, 3, 4, 5], "the array behind the view was written"
+        return (*found, x.tolist())
+
+    short = written()
+    with recording(_Deaf()):
+        general = written()
+    assert short == general
+
+
+ALIASES: dict[str, Callable[[mt.Array], mt.Array]] = {
+    "reshape": lambda x: mt.reshape(x, (6,)),
+    "permute_dims": lambda x: mt.permute_dims(x, (1, 0)),
+    "mT": lambda x: x.mT,
+    "expand_dims": lambda x: mt.expand_dims(x, axis=0),
+    "squeeze": lambda x: mt.squeeze(mt.expand_dims(x, axis=1), axis=1),
+    "flip": lambda x: mt.flip(x, axis=0),
+    "broadcast_to": lambda x: mt.broadcast_to(x, (2, 2, 3)),
+    "a slice": lambda x: x[0:2],
+    "an int": lambda x: x[0],
+    "einsum": lambda x: mt.einsum("ij->ij", x),
+    "einsum, turned": lambda x: mt.einsum("ij->ji", x),
+    "concat of one": lambda x: mt.concat([x]),
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_a_write_is_never_seen_by_the_other_side(name: str) -> None:
+    first = (0,) * 3
+    x = mt.asarray(np.arange(6.0).reshape(2, 3))
+    y = ALIASES[name](x)
+    before = y.tolist()
+    x[0, 0] = 99.0
+    assert y.tolist() == before
+    x = mt.asarray(np.arange(6.0).reshape(2, 3))
+    y = ALIASES[name](x)
+    y[first[: y.ndim]] = 99.0
+    assert x.tolist() == [[0, 1, 2], [3, 4, 5]]
