@@ -85,9 +85,7 @@ def _inference(xp: Any, x: Any, mean: Any, var: Any, weight: Any, bias: Any, axi
     return _normalized(xp, x, mean, var, None, weight, bias, axis, eps)
 
 
-def _normalized(
-    xp: Any, x: Any, mean: Any, var: Any, rest: Any, weight: Any, bias: Any, axis: int, eps: float
-) -> Any:
+def _normalized(xp: Any, x: Any, mean: Any, var: Any, rest: Any, weight: Any, bias: Any, axis: int, eps: float) -> Any:
     """With the mean ``mean + rest``, where there is a rest."""
     wide = _wide(x.dtype)
     m, v, w = (p.astype(wide, copy=False) for p in (mean, var, weight))

@@ -15,7 +15,7 @@ import numpy as np
 
 from ._dispatch import apply
 from ._op import Op, composite
-from ._rows import add_outer, row_blocks, row_dots, row_sums
+from ._rows import add_outer, blocks_and_scratch, outer, row_blocks, row_dots, row_sums, with_zeros
 from ._rows import wide as _wide
 from .errors import DTypeError, ShapeError
 from .kernels import row_norms
@@ -29,41 +29,52 @@ if TYPE_CHECKING:
 FAR = 4.0
 
 
-def _normalized(xp: Any, x: Any, eps: float, out: Any) -> Any:
-    """``out = (x - mean) / deviation`` of the rows of a block; returns one over the deviation."""
+def _deviations(xp: Any, x: Any, eps: float, out: Any) -> Any:
+    """``out = x - mean`` of the rows of a block; returns one over the standard deviation of each."""
     width, one = x.shape[1], xp.ones(x.shape[1], x.dtype)
     least = x.dtype.type(eps)
     less_mean = row_sums(xp, x)[:, 0] / -width
     xp.copyto(out, x)
     add_outer(xp, out, less_mean, one)
-    inverse = 1 / xp.sqrt(row_dots(xp, out, out) / width + least)
+    inverse = 1 / xp.sqrt(row_dots(xp, out, out)[:, 0] / width + least)
     # A mean of 10⁴ is rounded by 5e-4, and all its deviations with it. The deviations themselves are nearly exact, and so is their
     # mean. Most rows are near zero, and pay for the question alone.
-    distance = less_mean * inverse[:, 0]
+    distance = less_mean * inverse
     if not distance @ distance <= FAR * FAR:
         off = xp.where(xp.abs(distance) > FAR, row_sums(xp, out)[:, 0] / -width, 0)
         add_outer(xp, out, off, one)
-        inverse = 1 / xp.sqrt(row_dots(xp, out, out) / width + least)
+        inverse = 1 / xp.sqrt(row_dots(xp, out, out)[:, 0] / width + least)
+    return inverse
+
+
+def _normalized(xp: Any, x: Any, eps: float, out: Any) -> Any:
+    """``out = (x - mean) / deviation`` of the rows of a block; returns one over the deviation, as a column."""
+    inverse = _deviations(xp, x, eps, out)[:, None]
     out *= inverse
     return inverse
+
+
+# In the two below each pass over a block counts. A factor for each row costs NumPy two passes, one for each column half as much more
+# than one; their products, made by BLAS, and multiplied with in place, are the least.
 
 
 def _layer_norm(xp: Any, x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:
     width = math.prod(x.shape[x.ndim - naxes :])
     rows = x.reshape(math.prod(x.shape[: x.ndim - naxes]), width)
-    w, b = weight.reshape(-1), bias.reshape(-1)
     wide = _wide(x.dtype)
-    out = xp.empty(rows.shape, xp.result_type(x.dtype, w.dtype, b.dtype))
+    w, b = (p.reshape(-1).astype(wide, copy=False) for p in (weight, bias))
+    out = xp.empty(rows.shape, xp.result_type(x.dtype, weight.dtype, bias.dtype))
+    row = with_zeros(xp, w)
+    keys, (product, deviation) = blocks_and_scratch(xp, rows.shape, wide, 2)
     with np.errstate(all="ignore"):
-        for key in row_blocks(xp, rows.shape, 1)[1]:
+        for key in keys:
             r = xp.ascontiguousarray(rows[key], dtype=wide)
-            n = out[key] if out.dtype == wide else xp.empty(r.shape, wide)
-            _normalized(xp, r, eps, n)
-            if out.dtype == wide:
-                n *= w
-                add_outer(xp, n, xp.ones(len(n), wide), b.astype(wide, copy=False))
-            else:
-                out[key] = n * w + b
+            n = out[key] if out.dtype == wide else deviation[: len(r)]
+            inverse = _deviations(xp, r, eps, n)
+            n *= outer(xp, inverse, row, product[: len(r)])
+            add_outer(xp, n, xp.ones(len(n), wide), b)
+            if out.dtype != wide:
+                out[key] = n
     return out.reshape(x.shape)
 
 
@@ -76,22 +87,23 @@ def _layer_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: 
     w = weight.reshape(-1).astype(wide, copy=False)
     dx = xp.empty(rows.shape, x.dtype)
     dw, db = xp.zeros(width, wide), xp.zeros(width, wide)
+    row = with_zeros(xp, w)
+    keys, scratch = blocks_and_scratch(xp, rows.shape, wide, 3)
     with np.errstate(all="ignore"):
-        for key in row_blocks(xp, rows.shape, 1)[1]:
+        for key in keys:
             r, gi = (xp.ascontiguousarray(a[key], dtype=wide) for a in (rows, gs))
-            n = xp.empty(r.shape, wide)
-            inverse = _normalized(xp, r, eps, n)
-            # The sums are products with vectors, which BLAS makes in a third of the time of a reduction.
-            one = xp.ones(len(r), wide)
-            t = gi * n
-            dw += one @ t
-            db += one @ gi
-            n *= ((t @ w) / width)[:, None]
+            p, d, t = (s[: len(r)] for s in scratch)
+            inverse = _deviations(xp, r, eps, d)
+            # dx = (g w - mean(g w) - n mean(g w n)) / deviation, with n = d / deviation, which is never formed: what is one number a
+            # row goes into the sums, which are products with vectors, a third of the time of a reduction.
+            xp.multiply(gi, d, out=t)
+            dw += inverse @ t
+            db += xp.ones(len(r), wide) @ gi
+            d *= ((t @ w) / width * inverse * inverse * inverse)[:, None]  # in this order zeros stay zeros
             o = dx[key] if dx.dtype == wide else t
-            xp.multiply(gi, w, out=o)
-            o -= n
-            add_outer(xp, o, (gi @ w) / -width, xp.ones(width, wide))
-            o *= inverse
+            xp.multiply(gi, outer(xp, inverse, row, p), out=o)
+            o -= d
+            add_outer(xp, o, (gi @ w) * inverse / -width, xp.ones(width, wide))
             if o is t:
                 dx[key] = t
     return (

@@ -17,7 +17,7 @@ from . import _infer
 from ._dispatch import apply
 from ._infer import normalize_axis
 from ._op import Op, composite
-from ._rows import by_rows, row_dots, row_sums
+from ._rows import by_rows, less, row_dots, row_sums
 from ._rows import wide as _wide
 from .creation import asarray
 from .elementwise import abs as abs_
@@ -37,7 +37,7 @@ def shifted(xp: Any, out: Any, x: Any) -> None:
     """``out = x - max``; an infinite maximum is not subtracted."""
     m = x.max(axis=1, keepdims=True, initial=-np.inf)
     m[xp.isinf(m)] = 0
-    xp.subtract(x, m, out=out)
+    less(xp, x, m, out)
 
 
 def _softmax(xp: Any, x: Any, axis: int, masked: bool) -> Any:
@@ -55,7 +55,7 @@ def _softmax(xp: Any, x: Any, axis: int, masked: bool) -> Any:
 
 def _softmax_backward(xp: Any, g: Any, y: Any, axis: int) -> Any:
     def block(xp: Any, out: Any, g: Any, y: Any) -> None:
-        xp.subtract(g, row_dots(xp, g, y), out=out)
+        less(xp, g, row_dots(xp, g, y), out)
         out *= y
 
     return by_rows(xp, block, axis, y.dtype, g, y)
