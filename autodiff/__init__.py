@@ -1,15 +1,16 @@
 """The tape, gradients to any order, compiled programs and optimizers."""
 
-from ..arrays.rowsum import gradient_rows
 from . import optim
 from .anomaly import detect_anomaly
 from .calls import checkpoint, custom_vjp, gradient_hook
 from .compile import compile
 from .jacobians import hessian, jacobian, jacobian_blocks
+from .sparse import SparseGradient, gradient_rows, sparse_gradient
 from .tape import Tape
 from .transforms import check_grads, grad, hvp, jvp, no_grad, value_and_grad, vjp
 
 __all__ = [
+    "SparseGradient",
     "Tape",
     "optim",
     "check_grads",
@@ -26,6 +27,7 @@ __all__ = [
     "jacobian_blocks",
     "jvp",
     "no_grad",
+    "sparse_gradient",
     "value_and_grad",
     "vjp",
 ]

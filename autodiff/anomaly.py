@@ -16,7 +16,6 @@ from ..arrays._op import Op, not_recording, recording
 from ..arrays.errors import AnomalyError
 from ..arrays.indexsum import IndexSum
 from ..arrays.program import Site, site_text
-from ..arrays.rowsum import RowSum
 
 if TYPE_CHECKING:
     from .backward import Recorded
@@ -92,9 +91,7 @@ def _values(x: Any) -> Any:
         return np.asarray(x)
     buf = x._buf if isinstance(x, Array) else x
     if type(buf) is IndexSum:
-        return buf.concrete()
-    if type(buf) is RowSum:
-        return buf.rows
+        return buf.summed().values
     if not isinstance(buf, Deferred):
         return buf
     if buf.host is None or buf.priority > 1:

@@ -24,6 +24,7 @@ from ..arrays.elementwise import BARRIER
 from ..arrays.errors import GradientError
 from ..arrays.program import Const, Site, site_text
 from .backward import Recorded, named, same_value
+from .recipe import Recipe
 from .signature import Wrapper
 
 
@@ -40,17 +41,14 @@ class Call(Protocol):
         """Cotangents of the watched operands, Arrays where ``wrapped``, else buffers. ``g`` has one for each result."""
 
 
-class CallRecipe:
+class CallRecipe(Recipe):
     """What the backward pass asks of the recipe of a record, for a call that brings its own derivative."""
 
-    __slots__ = ("op", "wanted")
-    single = False
-    together = None
-    quick = None
-    decomposed = True
+    __slots__ = ()
 
     def __init__(self, op: Call, wanted: tuple[int, ...]) -> None:
         self.op, self.wanted = op, wanted
+        self.single, self.together, self.quick, self.decomposed = False, None, None, True
 
 
 @contextmanager

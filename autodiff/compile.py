@@ -8,6 +8,7 @@ program a rank. As in JAX, Python code in the function runs while it is traced a
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from ..arrays._backends import backend_for, backend_of
 from ..arrays._dispatch import Deferred, ProgramHost, apply, argument_avals, call_site, program_inputs, wrap
 from ..arrays._op import Op, not_recording, recording, state
 from ..arrays.errors import DeviceError, TracedValueError
+from ..arrays.indexsum import densify
 from ..arrays.program import (
     Const,
     Program,
@@ -32,7 +34,6 @@ from ..arrays.program import (
     register_tracer,
     simplify,
 )
-from ..arrays.rowsum import densify
 from .anomaly import is_checker
 from .backward import same_value
 from .calls import custom_vjp
@@ -58,10 +59,33 @@ class Tracer(Deferred):
         return self.builder.emit(op, args, params)
 
     def concrete(self) -> np.ndarray:
+        who = _asker()
+        if who is not None:
+            raise TracedValueError(
+                f"[{who}] the result depends on the values of a {self.aval} for its shape or for Python numbers, and inside "
+                "mt.compile arrays only stand for values: call it outside, or use a function whose shape is known (mt.where)"
+            )
         raise TracedValueError(
             f"a value ({self.aval}) was asked for inside mt.compile, where arrays only stand for values: "
             "use mt.where instead of `if`, keep printing and float(...) outside, or pass the number as a Python scalar"
         )
+
+
+def _asker() -> str | None:
+    """The function of ours that the user called and that asked for a value; None where it is a conversion of the array."""
+    f, name = sys._getframe(2), ""
+    while f is not None and f.f_globals.get("__name__", "").startswith("meshtape."):
+        if f.f_globals["__name__"] == __name__:  # the user's function runs inside these
+            break
+        if f.f_code.co_name not in _WRAPPERS:
+            name = f.f_code.co_name
+        f = f.f_back
+    return None if not name or name in _CONVERSIONS or name.startswith("_") else name
+
+
+# What decorators make of a function, and conversions of an array to what is none.
+_WRAPPERS = frozenset({"inner", "wrapped", "wrapper", "method"})
+_CONVERSIONS = frozenset({"item", "tolist", "numpy", "to_device", "concrete"})
 
 
 class Lifted(NamedTuple):

@@ -6,6 +6,7 @@ block by block, on a GPU by one kernel, and single ones write into the memory of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays._backends import cupy_backend
+from ..arrays._core import FLOAT32, FLOAT64, number
 from ..arrays.program import Entry, Program
 from .fusion import Group, fuse
 
@@ -21,9 +23,8 @@ SMALLEST_REUSED = 1 << 16
 
 
 class _Step(NamedTuple):
-    fn: Callable[..., Any]
+    fn: Callable[..., Any]  # with the params
     args: Callable[[list[Any]], tuple[Any, ...]]  # from the slots
-    params: dict[str, Any]
     outputs: tuple[int, ...]  # slots
     single: bool
     free: tuple[int, ...]  # slots
@@ -63,18 +64,22 @@ def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], lis
     last.reverse()
     steps = []
     for part, free in zip(parts, last, strict=True):
-        places = [slot(v) if isinstance(v, int) else slot(("number", id(v)), v.value) for v in part.inputs]
+        places = [
+            slot(v) if isinstance(v, int) else slot(("number", id(v)), _operand(v.value, part, program, xp))
+            for v in part.inputs
+        ]
         outputs = tuple(map(slot, part.outputs))
         if isinstance(part, Group):
-            fn, params, single, into = fused(part, program), {}, False, None
+            fn, single, into = fused(part, program), False, None
         else:
-            fn, params, single = part.op.bind(xp), dict(part.params), part.op.nout == 1
+            fn, single = part.op.bind(xp), part.op.nout == 1
+            if part.params:
+                fn = functools.partial(fn, **part.params)
             into = _taken(part, program, owned, free)
         steps.append(
             _Step(
                 fn,
                 _getter(places),
-                params,
                 outputs,
                 single,
                 tuple(map(slot, free)),
@@ -88,8 +93,8 @@ def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], lis
         env = initial.copy()
         for i, b in zip(inputs, buffers, strict=True):
             env[i] = b
-        for fn, args, params, outputs, single, free, into in steps:
-            out = fn(*args(env), **params) if into is None else fn(*args(env), out=env[into])
+        for fn, args, outputs, single, free, into in steps:
+            out = fn(*args(env)) if into is None else fn(*args(env), out=env[into])
             if single:
                 env[outputs[0]] = out if type(out) is known else xp.asarray(out)
             else:
@@ -124,6 +129,15 @@ def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
         (only,) = places
         return lambda env: (env[only],)
     return lambda env: ()
+
+
+def _operand(value: Any, part: Entry, program: Program, xp: Any) -> Any:
+    """A number of an entry as it is passed: an array, which NumPy would else make of it at each run, where that changes nothing."""
+    if xp is np and _writes(part) and type(value) in (int, float):
+        dtypes = {program.avals[v].dtype for v in part.inputs if isinstance(v, int)}
+        if dtypes in ({FLOAT64}, {FLOAT32}):
+            return number(value, FLOAT64 if FLOAT64 in dtypes else FLOAT32)
+    return value
 
 
 def _writes(part: Entry | Group) -> bool:

@@ -8,6 +8,9 @@ Parameters of one or two bytes (bfloat16, float16, float8) are rounded views of 
 ``"master"``, the update happens there, and what ``update`` returns is the masters rounded. Without them a step smaller than half
 a unit in the last place would be lost. The update rules are PyTorch's.
 
+A gradient that is kept sparse (:func:`meshtape.sparse_gradient`) gives the very numbers that a dense one gives, in every optimizer,
+without being made dense unless weight decay is added to it; only :func:`lazy_adam` leaves alone what was not read.
+
 >>> import meshtape as mt
 >>> opt = mt.optim.sgd(0.25)
 >>> params = {"w": mt.asarray([1.0, 2.0])}
@@ -22,7 +25,7 @@ a unit in the last place would be lost. The update rules are PyTorch's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +34,16 @@ import numpy as np
 from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._dispatch import Deferred
-from ..arrays.creation import asarray, ones_like, zeros_like
-from ..arrays.elementwise import abs, clip, minimum, sqrt, square, where
+from ..arrays.creation import asarray, zeros_like
+from ..arrays.elementwise import sqrt, square, where
 from ..arrays.errors import DTypeError, ShapeError
+from ..arrays.indexsum import IndexSum
+from ..arrays.manipulation import moveaxis
+from .averages import Average, ema
+from .clipping import clip_by_global_norm, clip_by_value, global_norm
+from .parameters import check, counter, is_small, leaves_of, trains, wide
 from .schedules import Schedule, constant, cosine, exponential, linear, warmup_cosine, warmup_linear
-from .tape import is_differentiable
+from .sparse import sparse_gradient
 
 
 @dataclass(frozen=True)
@@ -58,40 +66,6 @@ class Optimizer:
 # ----- what the optimizers share --------------------------------------------------------------------------------------
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _leaves(tree: Any) -> tuple[list[Any], trees.TreeDef]:
-    """Leaves and structure; a None counts as a leaf."""
-    return trees.flatten(tree, is_leaf=_is_none)
-
-
-def _trains(x: Any) -> bool:
-    """Whether a leaf is a number that has a gradient."""
-    if isinstance(x, Array | np.ndarray | np.generic):
-        return is_differentiable(x.dtype)
-    return isinstance(x, float | complex)
-
-
-def _is_small(x: Any) -> bool:
-    return _trains(x) and hasattr(x, "dtype") and x.dtype.itemsize <= 2
-
-
-def _wide(x: Any) -> Any:
-    """In float32 where the dtype has one or two bytes."""
-    return x.astype(np.float32) if _is_small(x) else x
-
-
-def _counter(params: Any) -> Array:
-    """Zero, int64 and 0-d, where the parameters are: on their device, or on every rank of their mesh."""
-    arrays = [x for x in _leaves(params)[0] if isinstance(x, Array)]
-    for x in arrays:
-        if isinstance(x._buf, Deferred) and x._buf.host is not None:
-            return x._buf.host.replicate(asarray(np.int64(0)))
-    return asarray(np.int64(0), device=arrays[0].device if arrays else None)
-
-
 def _cast(scalar: Any, like: Array) -> Any:
     return scalar.astype(like.dtype, copy=False) if isinstance(scalar, Array) else scalar
 
@@ -107,34 +81,39 @@ def _optimizer(name: str, slots: tuple[str, ...], prepare: Callable[[Array], Rul
     """
 
     def init(params: Any) -> Any:
-        leaves, treedef = _leaves(params)
+        leaves, treedef = leaves_of(params)
 
         def tree(fn: Callable[[Array], Any]) -> Any:
-            return trees.unflatten(treedef, [fn(x) if _trains(x) else None for x in leaves])
+            return trees.unflatten(treedef, [fn(x) if trains(x) else None for x in leaves])
 
-        state: dict[str, Any] = {"step": _counter(params)}
+        state: dict[str, Any] = {"step": counter(params)}
         for slot in slots:
-            state[slot] = tree(lambda x: zeros_like(_wide(asarray(x))))
-        if any(map(_is_small, leaves)):
-            state["master"] = tree(lambda x: asarray(_wide(x)) if _is_small(x) else None)
+            state[slot] = tree(lambda x: zeros_like(wide(asarray(x))))
+        if any(map(is_small, leaves)):
+            state["master"] = tree(lambda x: asarray(wide(x)) if is_small(x) else None)
         return state
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        ps, treedef = _leaves(params)
+        ps, treedef = leaves_of(params)
+        if not isinstance(state, Mapping) or not {"step", *slots} <= state.keys():
+            held = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(
+                f"[{name}] the state must hold {', '.join(('step', *slots))}, it holds {held}: use init(params)"
+            )
         columns = [_column(name, what, t, treedef) for what, t in (("grads", grads), *((s, state[s]) for s in slots))]
         masters = _column(name, "master", state["master"], treedef) if "master" in state else [None] * len(ps)
         rule = prepare(state["step"])
         rows = []
         for i, (p, g, *held) in enumerate(zip(ps, *columns, strict=True)):
-            full = _wide(p) if masters[i] is None else masters[i]
-            if g is None or not _trains(p):
+            full = wide(p) if masters[i] is None else masters[i]
+            if g is None or not trains(p):
                 rows.append((p, *held, masters[i]))
                 continue
             p, full, g = asarray(p), asarray(full), asarray(g)
             if g.shape != p.shape:
                 raise ShapeError(f"[{name}] a gradient of shape {g.shape} for a parameter of shape {p.shape}")
             full, *held = rule(full, g.astype(full.dtype, copy=False), *held)
-            rows.append((full.astype(p.dtype, copy=False), *held, full if _is_small(p) else None))
+            rows.append((full.astype(p.dtype, copy=False), *held, full if is_small(p) else None))
         out = [trees.unflatten(treedef, column) for column in zip(*rows, strict=True)] or [params] * (len(slots) + 2)
         new = {"step": state["step"] + 1, **dict(zip(slots, out[1:-1], strict=True))}
         if "master" in state:
@@ -146,7 +125,7 @@ def _optimizer(name: str, slots: tuple[str, ...], prepare: Callable[[Array], Rul
 
 def _column(name: str, what: str, tree: Any, treedef: trees.TreeDef) -> list[Any]:
     """Leaves of a tree that must look like the parameters."""
-    leaves, found = _leaves(tree)
+    leaves, found = leaves_of(tree)
     if found != treedef:
         raise ValueError(f"[{name}] {what} has the structure {found}, the parameters {treedef}")
     return leaves
@@ -156,10 +135,9 @@ def _rate(lr: Schedule, step: Array) -> Any:
     return lr(step) if callable(lr) else lr
 
 
-def _check(name: str, most: float = math.inf, **numbers: float) -> None:
-    for what, value in numbers.items():
-        if not 0 <= value <= most:
-            raise ValueError(f"[{name}] {what} must be from 0 to {most}, got {value}")
+def _check_rate(name: str, lr: Schedule) -> None:
+    if not callable(lr) and not isinstance(lr, Array):
+        check(name, lr=lr)
 
 
 def masters(params: Any, state: Any) -> Any:
@@ -174,7 +152,7 @@ def masters(params: Any, state: Any) -> Any:
     """
     if "master" not in state:
         return params
-    ps, treedef = _leaves(params)
+    ps, treedef = leaves_of(params)
     held = _column("masters", "master", state["master"], treedef)
     return trees.unflatten(treedef, [p if m is None else m for p, m in zip(ps, held, strict=True)])
 
@@ -205,7 +183,8 @@ def sgd(lr: Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_d
     >>> params["w"]
     Array([0.5, 1.5], dtype=float64)
     """
-    _check("sgd", momentum=momentum, weight_decay=weight_decay)
+    _check_rate("sgd", lr)
+    check("sgd", momentum=momentum, weight_decay=weight_decay)
     if nesterov and not momentum:
         raise ValueError("[sgd] nesterov needs momentum > 0")
 
@@ -282,11 +261,46 @@ def adamw(
     return _adam("adamw", lr, b1, b2, eps, weight_decay, decoupled=True)
 
 
+def lazy_adam(lr: Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
+    """:func:`adam` that moves nothing where the gradient is zero: neither the parameter nor its two means.
+
+    For large tables of which each step reads some rows. :func:`adam` lets the means of all other rows decay and steps by what is left
+    of them, at the price of the whole table; here (as in PyTorch's ``SparseAdam``) a step costs what was read, but for the copy of the
+    table that a pure function makes. The bias of the means is corrected by the number of all steps. The result does not depend on
+    whether a gradient is kept sparse (see :func:`meshtape.sparse_gradient`).
+
+    Parameters
+    ----------
+    lr, b1, b2, eps
+        As of :func:`adam`. There is no weight decay, which would move every row.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> opt = mt.optim.lazy_adam(0.1)
+    >>> p, state = mt.zeros(2), opt.init(mt.zeros(2))
+    >>> for g in ([1.0, 1.0], [1.0, 0.0]):
+    ...     p, state = opt.update(p, mt.asarray(g), state)
+    >>> mt.round(p * 1e6) / 1e6
+    Array([-0.2, -0.1], dtype=float64)
+    """
+    return _adam("lazy_adam", lr, b1, b2, eps, 0.0, decoupled=False, lazy=True)
+
+
 def _adam(
-    name: str, lr: Schedule, b1: float, b2: float, eps: float, weight_decay: float, *, decoupled: bool
+    name: str,
+    lr: Schedule,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    *,
+    decoupled: bool,
+    lazy: bool = False,
 ) -> Optimizer:
-    _check(name, eps=eps, weight_decay=weight_decay)
-    _check(name, math.nextafter(1.0, 0.0), b1=b1, b2=b2)
+    _check_rate(name, lr)
+    check(name, eps=eps, weight_decay=weight_decay)
+    check(name, math.nextafter(1.0, 0.0), b1=b1, b2=b2)
 
     def prepare(step: Array) -> Rule:
         rate = _rate(lr, step)
@@ -305,9 +319,30 @@ def _adam(
             v = b2 * v + (1.0 - b2) * square(g)
             return p - _cast(size, p) * (m / (sqrt(v) / _cast(root, p) + eps)), m, v
 
-        return rule
+        return _lazily(rule) if lazy else rule
 
     return _optimizer(name, ("mean", "square"), prepare)
+
+
+def _lazily(rule: Rule) -> Rule:
+    """The rule where the gradient is not zero; elsewhere everything stays."""
+
+    def lazy(p: Array, g: Array, *held: Array) -> tuple[Array, ...]:
+        olds = (p, *held)
+        if type(g._buf) is not IndexSum or any(isinstance(x._buf, Deferred) for x in olds):
+            moves = g != 0
+            return tuple(where(moves, new, old) for new, old in zip(rule(p, g, *held), olds, strict=True))
+        s = sparse_gradient(g)
+        indices = iter(s.indices)
+        key = tuple(next(indices) if d in s.axes else slice(None) for d in range(p.ndim))
+        # Where NumPy puts the dimension of the places: index arrays side by side stay where they are.
+        first, last = s.axes[0], s.axes[-1]
+        values = moveaxis(s.values, 0, first if last - first + 1 == len(s.axes) else 0)
+        parts = [x[key] for x in olds]
+        news = rule(parts[0], values, *parts[1:])
+        return tuple(x.at[key].set(where(values != 0, new, old)) for x, new, old in zip(olds, news, parts, strict=True))
+
+    return lazy
 
 
 def chain(*stages: Any) -> Optimizer:
@@ -332,130 +367,6 @@ def chain(*stages: Any) -> Optimizer:
     return Optimizer(last.init, update)
 
 
-# ----- clipping -------------------------------------------------------------------------------------------------------
-
-
-def global_norm(grads: Any) -> Array:
-    """The common 2-norm of a tree of gradients. Squares of low-precision gradients are summed in float32.
-
-    >>> import meshtape as mt
-    >>> float(mt.optim.global_norm([mt.asarray([3.0]), mt.asarray([4.0])]))
-    5.0
-    """
-    from ..arrays.reductions import sum
-
-    total: Any = 0.0
-    for g in trees.flatten(grads)[0]:
-        total = total + sum(square(abs(_wide(g))))
-    return sqrt(asarray(total))
-
-
-def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) -> tuple[Any, Array]:
-    """Gradients scaled down so that their common 2-norm is at most ``limit``; and the norm before.
-
-    ``norm`` is that norm where it is known, or where ``grads`` are only a part of what it is of (a stage of a pipeline); by default it is
-    their :func:`global_norm`. One that is not finite makes the result NaN: nothing is hidden.
-
-    >>> import meshtape as mt
-    >>> clipped, norm = mt.optim.clip_by_global_norm([mt.asarray([3.0]), mt.asarray([4.0])], 1.0)
-    >>> float(norm), [round(float(g[0]), 5) for g in clipped]
-    (5.0, [0.6, 0.8])
-    """
-    norm = global_norm(grads) if norm is None else norm
-    scale = minimum(1.0, limit / (norm + 1e-6))  # PyTorch's summand: no gradients, no division by zero
-    return trees.tree_map(lambda g: (_wide(g) * scale.astype(_wide(g).dtype, copy=False)).astype(g.dtype), grads), norm
-
-
-def clip_by_value(grads: Any, limit: float) -> Any:
-    """Gradients with every element between ``-limit`` and ``limit``.
-
-    >>> import meshtape as mt
-    >>> mt.optim.clip_by_value(mt.asarray([-3.0, 0.5]), 1.0)
-    Array([-1. ,  0.5], dtype=float64)
-    """
-    if not limit >= 0:
-        raise ValueError(f"[clip_by_value] limit must not be negative, got {limit}")
-    return trees.tree_map(lambda g: clip(g, -limit, limit), grads)
-
-
-# ----- averages -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Average:
-    """Three pure functions: ``init(params)``, ``update(params, state, loss=None)`` and ``value(state, like)``."""
-
-    init: Callable[[Any], Any]
-    update: Callable[..., Any]
-    value: Callable[[Any, Any], Any]
-
-
-def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> Average:
-    """Exponential moving average of parameters: ``mean = decay * mean + (1 - decay) * params``.
-
-    It starts as a copy of the parameters, and so needs no correction of a bias towards zero. Averages of parameters of one or
-    two bytes are kept in float32.
-
-    Parameters
-    ----------
-    decay
-        From 0 (no memory) to 1.
-    interval
-        Every how many calls of ``update`` the average moves.
-    threshold
-        It moves only where the ``loss`` passed to ``update`` is smaller; a loss that is not finite never moves it. The state
-        counts such refusals under ``"skipped"``.
-
-    Returns
-    -------
-    Average
-        ``state = avg.init(params)``, ``state = avg.update(params, state, loss)``, ``averaged = avg.value(state, params)``, which
-        has the dtypes of ``params``.
-
-    Examples
-    --------
-    >>> import meshtape as mt
-    >>> avg = mt.optim.ema(0.9)
-    >>> state = avg.init(mt.asarray(1.0))
-    >>> for x in (2.0, 3.0):
-    ...     state = avg.update(mt.asarray(x), state)
-    >>> round(float(state["mean"]), 9)
-    1.29
-    """
-    _check("ema", 1.0, decay=decay)
-    if interval < 1:
-        raise ValueError(f"[ema] interval must be at least 1, got {interval}")
-
-    def init(params: Any) -> Any:
-        zero = _counter(params)
-        mean = trees.tree_map(lambda x: asarray(_wide(x), copy=True) if isinstance(x, Array) else x, params)
-        return {"step": zero, "skipped": zero, "mean": mean}
-
-    def update(params: Any, state: Any, loss: Any = None) -> Any:
-        if loss is None and threshold is not None:
-            raise ValueError("[ema] with a threshold, update needs the loss")
-        step = state["step"] + 1
-        due = step % interval == 0
-        good = ones_like(due) if loss is None else asarray(loss) < (math.inf if threshold is None else threshold)
-        moves = due & good
-
-        def moved(mean: Any, x: Any) -> Any:
-            if not isinstance(x, Array) or not is_differentiable(x.dtype):
-                return x
-            # Selected, not multiplied by 0 or 1: what a bad step made of the parameters must not leak in.
-            return where(moves, decay * mean + (1.0 - decay) * _wide(x).astype(mean.dtype, copy=False), mean)
-
-        skipped = state["skipped"] + (due & ~good).astype(np.int64)
-        return {"step": step, "skipped": skipped, "mean": trees.tree_map(moved, state["mean"], params)}
-
-    def value(state: Any, like: Any) -> Any:
-        return trees.tree_map(
-            lambda mean, x: mean.astype(x.dtype, copy=False) if isinstance(x, Array) else mean, state["mean"], like
-        )
-
-    return Average(init, update, value)
-
-
 __all__ = [
     "Average",
     "Optimizer",
@@ -470,6 +381,7 @@ __all__ = [
     "ema",
     "exponential",
     "global_norm",
+    "lazy_adam",
     "linear",
     "masters",
     "momentum",

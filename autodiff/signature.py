@@ -13,8 +13,8 @@ import numpy as np
 
 from ..arrays import tree as trees
 from ..arrays._array import Array
+from ..arrays.indexsum import densify
 from ..arrays.program import freeze
-from ..arrays.rowsum import densify
 
 _CODE = FunctionType | BuiltinFunctionType | ModuleType | type
 """What a function names that is no data."""

@@ -10,39 +10,29 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from ..arrays import tree as trees
-from ..arrays._array import Array, new_id, next_id
+from ..arrays._array import Array, new_id
 from ..arrays._backends import backend_of
 from ..arrays._dispatch import Deferred, argument_avals, wrap
-from ..arrays._op import NO_PARAMS, Op, not_recording, state
+from ..arrays._op import NO_PARAMS, not_recording, state
 from ..arrays.creation import asarray, ones
 from ..arrays.devices import Device
 from ..arrays.errors import GradientError
-from ..arrays.indexsum import IndexSum
-from ..arrays.program import Const, Entry, Site
-from ..arrays.rowsum import RowSum
+from ..arrays.indexsum import IndexSum, densify
+from ..arrays.program import Entry, Site
 from .anomaly import is_checker
 from .backward import Hook, Recorded, walk
 from .calls import CallRecipe, run_hook
-from .recipe import RECIPES, recipe_for
+from .recording import Recording, is_differentiable
 
 
-def is_differentiable(dtype: np.dtype) -> bool:
-    """Whether values of this dtype have derivatives: floats and complex numbers, ml_dtypes' included."""
-    return dtype.kind in "fc" or (dtype.kind == "V" and dtype.names is None)
-
-
-# Half the time of calling the named tuple's own constructor, for each scalar of a recorded call.
-_const = functools.partial(tuple.__new__, Const)
-
-
-class Tape:
+class Tape(Recording):
     """Records what happens to watched arrays, and gives gradients.
 
     Parameters
@@ -62,9 +52,8 @@ class Tape:
     """
 
     def __init__(self, *, persistent: bool = False) -> None:
+        super().__init__()
         self.persistent = persistent
-        self._records: list[tuple[Any, ...]] = []  # fields of Recorded
-        self._live: set[int] = set()
         # What a watched array was called when it was watched: `x[i] = v` turns the object into another value, and the
         # gradient that is asked for is that of the value that was watched.
         self._watched: dict[int, tuple[weakref.ref[Array], int]] = {}
@@ -92,10 +81,6 @@ class Tape:
             if is_differentiable(x.dtype):
                 self._live.add(new_id(x))
                 self._watched[id(x)] = weakref.ref(x), x._id
-
-    def watches(self, x: Array) -> bool:
-        """Whether a call on this array would be recorded."""
-        return x._id in self._live
 
     def hook(self, x: Array, fn: Callable[[Array], Any]) -> None:
         """Call ``fn`` with the gradient of ``x`` once it is complete; what it returns, unless None, takes its place.
@@ -139,114 +124,6 @@ class Tape:
     def entries(self) -> list[Entry]:
         """The recorded calls, in order; printing one shows it."""
         return [Recorded._make(r).entry for r in self._records]
-
-    def record(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        outs: tuple[Array, ...],
-        params: Mapping[str, Any],
-        origin: str | None,
-        site: Site | None,
-    ) -> None:
-        """Called by the dispatcher after each op call of this thread; must not call ops itself."""
-        if op.nondifferentiable:
-            return
-        live = self._live
-        # Every eager call under a tape comes through here. One and two operands are spelled out: a loop over two costs as much
-        # as the rest.
-        if len(args) == 2:
-            x, y = args
-            mask = 4
-            if type(x) is Array:
-                a = x._buf
-                if x._id in live:
-                    mask = 5
-            else:
-                a = x
-            if type(y) is Array:
-                b = y._buf
-                if y._id in live:
-                    mask += 2
-            else:
-                b = y
-            if mask == 4:
-                return
-            try:
-                recipe = RECIPES[op][mask]
-            except KeyError:
-                recipe = recipe_for(op, mask)
-            if mask == 5:
-                if recipe.floating and type(y) is not Array and a.dtype is outs[0]._buf.dtype:
-                    operands = x._id
-                else:
-                    operands = ((x._id, a.shape, a.dtype),)
-            elif mask == 6:
-                if recipe.floating and type(x) is not Array and b.dtype is outs[0]._buf.dtype:
-                    operands = y._id
-                else:
-                    operands = ((y._id, b.shape, b.dtype),)
-            else:
-                operands = ((x._id, a.shape, a.dtype), (y._id, b.shape, b.dtype))
-            inputs = (
-                x._id if type(x) is Array else x if type(x) is float else _const((x,)),
-                y._id if type(y) is Array else y if type(y) is float else _const((y,)),
-            )
-            keeps = recipe.keeps
-            saved = (a, b) if keeps == 3 else (a,) if keeps == 1 else (b,) if keeps == 2 else ()
-        elif len(args) == 1:
-            x = args[0]
-            if type(x) is not Array or x._id not in live:
-                return
-            a = x._buf
-            try:
-                recipe = RECIPES[op][3]
-            except KeyError:
-                recipe = recipe_for(op, 3)
-            operands = x._id if recipe.floating and a.dtype is outs[0]._buf.dtype else ((x._id, a.shape, a.dtype),)
-            inputs = (x._id,)
-            saved = (a,) if recipe.keeps else ()
-        else:
-            mask, bit = 0, 1
-            for z in args:
-                if type(z) is Array and z._id in live:
-                    mask |= bit
-                bit += bit
-            if not mask:
-                return
-            recipe = recipe_for(op, mask | bit)
-            operands = tuple([(args[i]._id, args[i]._buf.shape, args[i]._buf.dtype) for i in recipe.wanted])
-            inputs = tuple([z._id if type(z) is Array else z if type(z) is float else _const((z,)) for z in args])
-            saved = tuple([args[i]._buf if type(args[i]) is Array else args[i] for i in recipe.saves])
-        if recipe.single:
-            # Results are new values: what they were called before (an op may hand its operand back) is another value's name.
-            out = outs[0]
-            v = out._id = out._id or next_id()
-            buf = out._buf
-            if recipe.keeps_ans:
-                saved = (*saved, buf)
-            if recipe.floating or is_differentiable(buf.dtype):
-                live.add(v)
-            outputs = (v,)
-        else:
-            outputs = tuple([new_id(o) for o in outs])
-            if recipe.keeps_ans:
-                saved = (*saved, *[o._buf for o in outs])
-            live.update([o._id for o in outs if is_differentiable(o._buf.dtype)])
-        self._records.append(
-            (
-                recipe,
-                operands,
-                inputs,
-                outputs,
-                saved,
-                params,
-                argument_avals(args) if recipe.keeps_avals else None,
-                None if recipe.single else argument_avals(outs),
-                origin,
-                site,
-            )
-        )
 
     def record_call(
         self,
@@ -303,7 +180,7 @@ class Tape:
         Raises
         ------
         GradientError
-            For a target of several elements without a seed, an integer target, a source that was not watched, a seed of
+            For a target of several elements, or a complex one, without a seed, an integer target, a source that was not watched, a seed of
             another shape, or a tape that was used up.
         """
         if self._used:
@@ -334,6 +211,7 @@ class Tape:
     def backward(self, targets: Sequence[Any], seeds: Sequence[Any], keep: Sequence[int]) -> dict[int, Array]:
         """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""
         cots: dict[int, Any] = {}
+        densify((*targets, *seeds))
         checked = [_seed_of(t, s) for t, s in zip(targets, seeds, strict=True)]
         now = state.now
         before = now.recorders
@@ -355,9 +233,9 @@ class Tape:
             walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent, hooks=self._hooks)
         finally:
             now.recorders = before
-        kept = {v: cots[v].concrete() if type(cots[v]) is IndexSum else cots[v] for v in keep if v in cots}
+        kept = {v: cots[v].settled() if type(cots[v]) is IndexSum else cots[v] for v in keep if v in cots}
         return {
-            v: g if wrapped else wrap(np.asarray(g) if xp is np and type(g) is not RowSum else g)
+            v: g if wrapped else wrap(np.asarray(g) if xp is np and type(g) is not IndexSum else g)
             for v, g in kept.items()
         }
 
@@ -371,6 +249,11 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
         if target.size != 1:
             raise GradientError(
                 f"[gradient] the target has shape {target.shape}: reduce it to one element (y.sum()), or pass a seed"
+            )
+        if target.dtype.kind == "c":
+            raise GradientError(
+                f"[gradient] the target is {target.dtype.name}, and a gradient is that of a real number: take real(y) or abs(y), "
+                "or pass a seed"
             )
         if type(target._buf) is np.ndarray:
             return target, wrap(np.ones(target._buf.shape, target._buf.dtype))

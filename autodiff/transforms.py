@@ -18,9 +18,14 @@ from ..arrays._dispatch import apply, wrap
 from ..arrays._op import not_recording, state
 from ..arrays.creation import asarray, zeros_like
 from ..arrays.elementwise import ALIAS
-from ..arrays.errors import GradientError
+from ..arrays.errors import DTypeError, GradientError
 from .backward import same_value
 from .tape import Tape, is_differentiable
+
+
+def _check_function(who: str, fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"[{who}] takes a function, got {type(fn).__name__}")
 
 
 def no_grad() -> AbstractContextManager[None]:
@@ -62,6 +67,7 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     >>> pull(mt.asarray([1.0, 10.0]))
     (Array([ 2., 40.], dtype=float64),)
     """
+    _check_function("vjp", fn)
     fresh = _fresh(primals)
     inputs, in_def = trees.flatten(fresh)
     tape = Tape(persistent=True)
@@ -133,7 +139,10 @@ def value_and_grad(
     >>> float(value), float(grads["w"]), float(grads["b"])
     (34.0, 26.0, 16.0)
     """
+    _check_function("grad", fn)
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if any(type(i) is not int for i in positions):
+        raise TypeError(f"[grad] argnums are positions of arguments, ints, got {argnums!r}")
 
     @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -213,11 +222,24 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
     Array([ 6., 12.], dtype=float64)
     """
 
+    _check_function("hvp", fn)
+    xs, x_def = trees.flatten(x)
+    vs, v_def = trees.flatten(v)
+    if x_def != v_def:
+        raise GradientError(f"[hvp] v has structure {v_def}, x {x_def}")
+    for a, b in zip(map(_shape, xs), map(_shape, vs), strict=True):
+        if a != b:
+            raise GradientError(f"[hvp] a direction of shape {b} for an argument of shape {a}")
+
     def slope(y: Any) -> Array:
         parts = trees.tree_map(lambda g, t: (g * t).sum(), grad(fn)(y), v)
         return functools.reduce(lambda a, b: a + b, trees.flatten(parts)[0])
 
     return grad(slope)(x)
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(getattr(x, "shape", ()))
 
 
 def check_grads(
@@ -230,10 +252,18 @@ def check_grads(
     Raises
     ------
     AssertionError
-        That names the order, the mode and both numbers.
+        That names the mode and both numbers.
+    DTypeError
+        For arguments that have no derivatives. (Those of float32 have, but differences see few digits of them.)
     """
+    _check_function("check_grads", fn)
+    if order < 1:
+        raise ValueError(f"[check_grads] order must be at least 1, got {order}")
     rng = np.random.default_rng(0)
     points = [np.asarray(p, copy=True) for p in primals]
+    for i, p in enumerate(points):
+        if not is_differentiable(p.dtype):
+            raise DTypeError(f"[check_grads] argument {i} is {p.dtype.name}, which has no derivatives: close over it")
 
     def direction(like: np.ndarray) -> np.ndarray:
         v = rng.standard_normal(like.shape)

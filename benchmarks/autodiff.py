@@ -1,8 +1,17 @@
-"""Gradients against PyTorch and HIPS autograd, on one thread: ``python benchmarks/autodiff.py``."""
+"""Gradients against PyTorch and HIPS autograd, on one thread: ``python benchmarks/autodiff.py [--editable]``.
+
+What a user has who installed the package is measured, see :mod:`installed`; with ``--editable``, the sources of this checkout.
+"""
 
 from __future__ import annotations
 
 import timing  # first: it sets the number of threads
+
+# isort: split
+import installed
+
+if __name__ == "__main__":
+    installed.run_on_wheel()
 
 # isort: split
 import numpy as np
@@ -139,6 +148,25 @@ def gather_row(report: timing.Report) -> None:
     report.row(f"{work}, (ids, rows)", lambda: mt.gradient_rows(slope(mtable)), {"PyTorch": (t, 0.1)}, rounds=3)
 
 
+def column_row(report: timing.Report) -> None:
+    """Reads along another dimension than the first."""
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((64, 1_000_000)).astype(np.float32)
+    ids = rng.integers(0, 20_000, 100_000)
+    mtable, mids = mt.asarray(table), mt.asarray(ids)
+    slope = mt.grad(lambda t: mt.sum(t[:, mids]))
+    t = None
+    if torch is not None:
+        tt, ti = torch.tensor(table, requires_grad=True), torch.tensor(ids)
+
+        def t():
+            return torch.autograd.grad(tt[:, ti].sum(), tt)
+
+    work = "gather 1e5 columns of 64 x 1e6"
+    report.row(f"{work}, dense cotangent", lambda: np.asarray(slope(mtable)), {"PyTorch": (t, 0.5)}, rounds=3)
+    report.row(f"{work}, places and values", lambda: mt.sparse_gradient(slope(mtable)), {"PyTorch": (t, 0.3)}, rounds=3)
+
+
 def fusion_row(report: timing.Report) -> None:
     x = np.random.default_rng(0).standard_normal(10_000_000)
     mx = mt.asarray(x, copy=False)
@@ -154,8 +182,8 @@ def fusion_row(report: timing.Report) -> None:
 
 
 def main() -> None:
-    report = timing.Report("autodiff, one thread")
-    for rows in (chain_row, mlp_row, op_rows, gather_row, fusion_row):
+    report = timing.Report(f"autodiff, one thread, {installed.core()}")
+    for rows in (chain_row, mlp_row, op_rows, gather_row, column_row, fusion_row):
         rows(report)
     report.show()
 

@@ -37,6 +37,7 @@ def collect() -> dict[str, Any]:
     import meshtape as mt
 
     from .arrays._backends import cupy_backend
+    from .arrays._core import COMPILED
     from .errors import BackendError
 
     try:
@@ -47,6 +48,7 @@ def collect() -> dict[str, Any]:
     return {
         "meshtape": mt.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
+        "compiled core": COMPILED,
         "devices": [str(d) for d in mt.devices()],
         "cuda": cuda,
         "packages": [
@@ -57,21 +59,17 @@ def collect() -> dict[str, Any]:
 
 def show(console: Any) -> None:
     """The same as a table."""
-    from rich.table import Table
+    from .tables import Column, write
 
     facts = collect()
-    table = Table(title=f"meshtape {facts['meshtape']}", title_justify="left")
-    for column in ("package", "version", "for", "how to get it"):
-        table.add_column(column, overflow="fold")
-    for p in facts["packages"]:
-        table.add_row(
-            p["name"],
-            p["version"] or "[yellow]missing[/]",
-            p["for"],
-            "" if p["version"] else p["get"].replace("[", "\\["),
-        )
-    console.print(table)
+    rows = [
+        [p["name"], p["version"] or "missing", p["for"], "" if p["version"] else p["get"]] for p in facts["packages"]
+    ]
+    columns = [Column("package"), Column("version"), Column("for", rank=2), Column("how to get it", rank=1)]
+    write(columns, rows, title=f"meshtape {facts['meshtape']}", console=console)
     console.print(f"Python {facts['python']}", highlight=False, soft_wrap=True)
-    console.print(f"devices: {', '.join(facts['devices'])}", highlight=False)
+    core = "yes" if facts["compiled core"] else "no, the same in Python (a wheel built where a C compiler is has it)"
+    console.print(f"compiled core: {core}", highlight=False, soft_wrap=True)
+    console.print(f"devices: {', '.join(facts['devices'])}", highlight=False, soft_wrap=True)
     if facts["cuda"] != "ready":
         console.print(f"CUDA: {facts['cuda']}", highlight=False, markup=False, soft_wrap=True)

@@ -7,7 +7,7 @@ difference of two equal values are left out, which is right for every function t
 
 from __future__ import annotations
 
-from ...arrays import linalg as la
+from ...arrays import lapack as la
 from ...arrays.errors import GradientError
 from ._registry import call, conj, defvjp, defvjp_all
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ...arrays import batch_norms, channel_norms, indexsum, norms, products, rowsum
+from ...arrays import batch_norms, channel_norms, indexsum, norms, products
 from ...arrays import indexing as ix
 from ...arrays import manipulation as m
 from ._registry import call, conj, defvjp, defvjp_all, same
@@ -65,17 +65,9 @@ defvjp(products.MATMUL, x=_matmul_x, y=_matmul_y)
 
 
 def _read(xp, g, arrays, x_like, template):
-    if xp is np and math.prod(x_like.shape) >= rowsum.SMALLEST:
-        # Kept as (ids, summed rows) until somebody needs the whole: only on raw buffers, where no tape looks on.
-        read = rowsum.rows_read(template, arrays, x_like.shape)
-        if read is not None:
-            ids, lead = read
-            n, width = math.prod(x_like.shape[:lead]), math.prod(x_like.shape[lead:])
-            if width > 1:
-                distinct, sums = rowsum.sum_rows(ids, np.reshape(g, (len(ids), width)), n)
-                return rowsum.RowSum(distinct, sums, x_like.shape, lead)
-        if 2 * g.size <= math.prod(x_like.shape):
-            return indexsum.IndexSum(template, arrays, np.asarray(g), x_like.shape)
+    if xp is np and x_like.shape and math.prod(x_like.shape) >= indexsum.SMALLEST:
+        # Kept as it is until somebody needs the whole: only on raw buffers, where no tape looks on.
+        return indexsum.IndexSum.read(template, arrays, np.asarray(g), x_like.shape).settled()
     return call(xp, ix.SCATTER, g, *arrays, template=template, shape=x_like.shape)
 
 

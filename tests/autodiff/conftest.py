@@ -1,8 +1,13 @@
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import meshtape as mt
+
+# The samples of calls are read by several tests, and by the page on derivatives.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

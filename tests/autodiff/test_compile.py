@@ -576,3 +576,19 @@ def test_a_chain_between_products_takes_the_memory_of_one_result():
     finally:
         tracemalloc.stop()
     assert peak < 2.5 * x.nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "fn"),
+    {
+        "nonzero": lambda x: mt.nonzero(x),
+        "unique_values": lambda x: mt.unique_values(x),
+        "repeat": lambda x: mt.repeat(x, (x * 2).astype(mt.int64)),
+        "bincount": lambda x: mt.bincount(x.astype(mt.int64)),
+    }.items(),
+)
+def test_a_shape_that_depends_on_values_is_refused_with_the_name_of_the_function(name, fn):
+    with pytest.raises(TracedValueError, match=rf"\[{name}\].*(float64|int64)\[3\].*mt.compile"):
+        mt.compile(fn)(mt.asarray([1.0, 0.0, 2.0]))
+    with pytest.raises(TracedValueError, match=rf"\[{name}\]"):
+        mt.compile(mt.grad(lambda x: mt.sum(x * 2.0) + mt.sum(fn(x)[0] * 0.0)))(mt.asarray([1.0, 0.0, 2.0]))

@@ -93,14 +93,14 @@ def near(a: Any, b: Any, tol: float = 1e-9) -> None:
     np.testing.assert_allclose(a, b, rtol=tol, atol=tol * max(1.0, float(np.abs(b).max(initial=0))))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(steps, st.integers(0, 99))
 def test_against_differences(program, seed):
     x, y = inputs(seed)
     mt.check_grads(lambda x, y: run(program, x, y), x, y, order=2, rtol=1e-3, atol=1e-4)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(steps, st.integers(0, 99))
 def test_all_ways_to_the_same_derivative(program, seed):
     x, y = map(mt.asarray, inputs(seed))

@@ -1,0 +1,63 @@
+"""The two objects that every call touches, and the numbers that stand beside arrays.
+
+What is in this module, and in the others that ``setup.py`` lists, is the hot path of eager work. A wheel holds them compiled,
+from these very sources; ``_core.pxd`` beside this file says which fields the compiled code reads at a fixed place.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+
+
+class Value:
+    """What the hot path knows of an ``Array``: its buffer, and its name on tapes (0 until one has seen it)."""
+
+    __slots__ = ("_buf", "_id")
+
+
+class Now:
+    """What one thread is doing."""
+
+    __slots__ = ("device", "origin", "recorders", "site")
+
+    def __init__(self) -> None:
+        self.recorders: tuple[Any, ...] = ()
+        self.origin: str | None = None
+        self.site: Any = None  # of calls that are made in place of others: the line that called those
+        self.device: Any = None
+
+
+FLOAT64, FLOAT32 = np.dtype(np.float64), np.dtype(np.float32)
+
+# A Python number beside an array is what NumPy spends half of a small call on: it makes an array of it each time. Programs use
+# few numbers again and again, so that these arrays are kept. Each is right for one dtype of the other operand only.
+NUMBERS64: dict[Any, Any] = {}
+NUMBERS32: dict[Any, Any] = {}
+_MOST = 512
+
+
+def number(value: Any, dtype: np.dtype) -> Any:
+    """The int or float ``value`` as an operand beside an array of float64 or float32: an array of that dtype, kept for the next time.
+
+    ``value`` itself where that could make a difference: it does not fit the dtype.
+    """
+    if not -(2**53) <= value <= 2**53:  # NaN, which is not its own key, and what a cast would have to warn of
+        return value
+    found = np.asarray(value, dtype)
+    if value:  # 0.0 and -0.0 are one key
+        found.flags.writeable = False
+        kept = NUMBERS64 if dtype is FLOAT64 else NUMBERS32
+        if len(kept) >= _MOST:
+            kept.clear()
+        kept[value] = found
+    return found
+
+
+def _pure() -> None: ...
+
+
+COMPILED = not isinstance(_pure, types.FunctionType)
+"""Whether this is the compiled core: its calls leave no Python frames."""

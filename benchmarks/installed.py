@@ -1,0 +1,69 @@
+"""Measure what ``pip install`` gives, from a checkout: the wheel, whose core is compiled.
+
+A checkout that is installed editable runs its Python sources. :func:`run_on_wheel` builds the wheel of these sources once (a minute),
+keeps it under ``build/``, and runs the program again on it. ``--editable`` on the command line measures the sources as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("arrays", "autodiff", "meshtape", "parallel", "storage")
+FILES = ("LICENSE", "README.md", "pyproject.toml", "setup.py")
+
+
+def core() -> str:
+    """Which core runs, for the title of a table."""
+    from meshtape.arrays._core import COMPILED
+
+    return "compiled core" if COMPILED else "core in Python"
+
+
+def run_on_wheel() -> None:
+    """Start the program again on the wheel of this checkout; return where it runs on one, or cannot have one."""
+    if "--editable" in sys.argv or "MESHTAPE_WHEEL" in os.environ:
+        return
+    if not (find_spec("Cython") and find_spec("setuptools")):
+        print(
+            "the wheel cannot be built here (pip install cython setuptools): the sources are measured", file=sys.stderr
+        )
+        return
+    site = _wheel()
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "MESHTAPE_WHEEL": str(site)}
+    sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
+
+
+def _wheel() -> Path:
+    digest = hashlib.sha256(sys.version.encode())
+    files = [*(ROOT / f for f in FILES), *(p for d in FOLDERS for p in sorted((ROOT / d).rglob("*.p[xy]*")))]
+    for file in files:
+        if file.suffix in (".py", ".pxd", ".toml"):
+            digest.update(file.read_bytes())
+    site = ROOT / "build" / "benchmarks" / digest.hexdigest()[:16]
+    if not site.exists():
+        print("building the wheel …", file=sys.stderr)
+        with tempfile.TemporaryDirectory() as folder:
+            source, out = Path(folder, "source"), Path(folder, "out")
+            for name in FOLDERS:
+                shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            for name in FILES:
+                shutil.copy(ROOT / name, source)
+            code = f"from setuptools.build_meta import build_wheel; build_wheel({str(out)!r})"
+            subprocess.run([sys.executable, "-c", code], cwd=source, stdout=subprocess.DEVNULL, check=True)
+            (wheel,) = out.glob("*.whl")
+            unpacked = site.with_name(f"{site.name}.new")
+            shutil.rmtree(unpacked, ignore_errors=True)
+            with zipfile.ZipFile(wheel) as z:
+                z.extractall(unpacked)
+            unpacked.rename(site)
+    return site

@@ -1,0 +1,95 @@
+"""The derivative of every op is the same in single precision, in any memory layout, recorded, recomputed and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from derivative_samples import SAMPLES
+
+import meshtape as mt
+
+SINGLE = {"f": np.float32, "c": np.complex64}
+
+
+def calls(name: str) -> Iterator[tuple[int, Callable[..., Any], tuple[np.ndarray, ...]]]:
+    for i, (fn, args) in enumerate(SAMPLES[name]):
+        yield i, fn, args
+
+
+def pulled(fn: Callable[..., Any], *args: Any) -> tuple[list[mt.Array], list[mt.Array | None]]:
+    """Values, and cotangents of the arguments for seeds that differ from place to place."""
+    values, pull = mt.vjp(lambda *xs: [o for o in mt.tree.flatten(fn(*xs))[0] if isinstance(o, mt.Array)], *args)
+    return values, list(pull([seed(v) for v in values]))
+
+
+def seed(v: mt.Array) -> mt.Array:
+    w = np.cos(np.arange(v.size) * 0.7).reshape(v.shape)
+    return mt.asarray((w * (1 + 0.5j) if v.dtype.kind == "c" else w).astype(v.dtype))
+
+
+def near(got: Any, want: Any, tol: float, what: str) -> None:
+    assert (got is None) == (want is None), what
+    if got is not None:
+        got, want = np.asarray(got), np.asarray(want)
+        bound = tol * max(1.0, float(np.abs(want[np.isfinite(want)]).max(initial=0)))
+        np.testing.assert_allclose(got, want, rtol=tol, atol=bound, err_msg=what)
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_in_single_precision(name: str) -> None:
+    for i, fn, args in calls(name):
+        short = [mt.asarray(a.astype(SINGLE.get(a.dtype.kind, a.dtype))) for a in args]
+        wide = [
+            mt.asarray(a.astype(np.result_type(x.dtype, np.float64)) if x.dtype.kind in "fc" else a)
+            for a, x in zip(map(np.asarray, short), short, strict=True)
+        ]
+        _, found = pulled(fn, *short)
+        _, expected = pulled(fn, *wide)
+        for k, (g, e, x) in enumerate(zip(found, expected, short, strict=True)):
+            what = f"operand {k} of sample {i}"
+            near(g, e, 2e-3, what)
+            assert g is None or (g.dtype, g.shape) == (x.dtype, x.shape), what
+
+
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "columns first": lambda a: np.array(a, order="F"),
+    "backwards": lambda a: np.flip(np.array(np.flip(a))) if a.ndim else np.array(a),
+    "every second": lambda a: np.repeat(a, 2, axis=-1)[..., ::2] if a.ndim else np.array(a),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_in_any_layout_and_of_arrays_that_cannot_be_written(name: str) -> None:
+    for i, fn, args in calls(name):
+        values, expected = pulled(fn, *map(mt.asarray, args))
+        for layout, lay in LAYOUTS.items():
+            laid = [lay(a) for a in args]
+            for a in laid:
+                a.flags.writeable = False
+            got, found = pulled(fn, *(mt.asarray(a, copy=False) for a in laid))
+            for g, e in zip([*got, *found], [*values, *expected], strict=True):
+                near(g, e, 1e-9, f"{layout}, sample {i}")
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_recorded_recomputed_and_compiled(name: str) -> None:
+    for i, fn, args in calls(name):
+        xs = list(map(mt.asarray, args))
+        _, expected = pulled(fn, *xs)
+        tape = mt.Tape()
+        with tape:  # the rules run on Arrays, and are recorded
+            tape.watch(xs)
+            _, recorded = pulled(fn, *xs)
+        ways = {
+            "recorded": recorded,
+            "recomputed": pulled(mt.checkpoint(fn), *xs)[1],
+            "compiled": mt.compile(lambda *xs, fn=fn: pulled(fn, *xs)[1])(*xs),
+            "derivative of the compiled": pulled(mt.compile(fn), *xs)[1],
+        }
+        for way, found in ways.items():
+            for g, e, x in zip(found, expected, xs, strict=True):
+                near(g, e, 1e-9, f"{way}, sample {i}")
+                assert g is None or (g.dtype, g.shape) == (x.dtype, x.shape), f"{way}, sample {i}"
