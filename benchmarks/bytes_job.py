@@ -59,7 +59,9 @@ def baselines(learn: np.ndarray, held: np.ndarray, length: int) -> dict[str, flo
     known = learn[-32768:].tobytes()
 
     def deflated(data: bytes, dictionary: bytes = b"") -> int:
-        packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_DEFAULT_STRATEGY, *([dictionary] if dictionary else []))
+        packer = zlib.compressobj(
+            9, zlib.DEFLATED, -15, 9, zlib.Z_DEFAULT_STRATEGY, *([dictionary] if dictionary else [])
+        )
         return len(packer.compress(data) + packer.flush())
 
     def xz(data: bytes) -> int:
@@ -109,7 +111,9 @@ def trainer(
     """The run of a size; every ``sample``-th window of the held-out text is judged at its end."""
     config, chosen = SIZES[size], de.plan(plan)
     learn, held = sources(limit)
-    schedule = rate(peak, max(1, steps // 20) if warmup is None else warmup, steps, steps // 2 if decay is None else decay)
+    schedule = rate(
+        peak, max(1, steps // 20) if warmup is None else warmup, steps, steps // 2 if decay is None else decay
+    )
     return mt.Trainer(
         lambda p, b, key: de.loss(p, b, config, key=key, plan=chosen),
         lambda key: de.init(key, config),
@@ -119,6 +123,7 @@ def trainer(
         steps=steps,
         mesh=mesh,
         plan=chosen,
+        stages=de.staged(config, plan=chosen),
         clip=1.0,
         evaluate=mt.training.TokenSource(held, length, stride=length * sample),
         **options,
@@ -148,10 +153,9 @@ def main() -> None:
         progress=True,
         **a,
     )
-    t.fit()
-    judged = [h["eval_loss"] / math.log(2) for h in t.history if "eval_loss" in h]
-    if judged:  # a run that was stopped by a signal is not judged
-        print(f"held-out bits per byte: {judged[-1]:.3f}")
+    if not t.fit().stopped:  # a run that was stopped by a signal is not judged
+        judged = next(h["eval_loss"] for h in reversed(t.history) if "eval_loss" in h)
+        print(f"held-out bits per byte: {judged / math.log(2):.3f}")
         for name, value in baselines(*sources(), a["length"]).items():
             print(f"{value:8.3f}  {name}")
 

@@ -1,8 +1,8 @@
 """A training step of a decoder of 10.7 million parameters, against PyTorch on the same threads: ``python benchmarks/train.py``.
 
 One process against PyTorch's eager mode (the same architecture, the same numbers of rows and tokens, AdamW and clipping included), and
-two Dask workers against PyTorch's DistributedDataParallel with gloo on two processes. Rows of two processes give the scaling efficiency:
-the time of one process over twice that of two, at one global batch.
+two Dask workers against PyTorch's DistributedDataParallel and FSDP (ours: ZeRO 3) with gloo on two processes. Rows of two processes give the
+scaling efficiency: the time of one process over twice that of two, at one global batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def batch() -> dict[str, np.ndarray]:
 # ----- ours -----------------------------------------------------------------------------------------------------------
 
 
-def ours(mesh: Any = None) -> Callable[[], float]:
+def ours(mesh: Any = None, zero: int = 0) -> Callable[[], float]:
     """A function that makes a step of ``mt.Trainer`` and waits for it."""
     plan = de.plan("dp")
     trainer = mt.Trainer(
@@ -46,6 +46,7 @@ def ours(mesh: Any = None) -> Callable[[], float]:
         steps=1,
         plan=plan,
         mesh=mesh,
+        zero=zero,
         clip=1.0,
     )
     trainer.session.start(trainer.init)
@@ -122,19 +123,26 @@ def theirs(torch: Any, rank: int = 0, ranks: int = 1, wrap: Callable[[Any], Any]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
 
-def ddp_worker(rank: int, port: int, steps: int, out: Any) -> None:
-    """One process of PyTorch's DistributedDataParallel: median seconds of a step."""
+def gloo_worker(kind: str, rank: int, port: int, steps: int, out: Any) -> None:
+    """One process of PyTorch's DDP or FSDP: median seconds of a step."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    step = theirs(torch, rank, 2, torch.nn.parallel.DistributedDataParallel)
+    if kind == "DDP":
+        wrap: Callable[[Any], Any] = torch.nn.parallel.DistributedDataParallel
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        wrap = lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,)))  # noqa: E731
+    step = theirs(torch, rank, 2, wrap)
     seconds = []
     for _ in range(steps + 2):
         dist.barrier()
@@ -146,7 +154,8 @@ def ddp_worker(rank: int, port: int, steps: int, out: Any) -> None:
     dist.destroy_process_group()
 
 
-def ddp(steps: int) -> float:
+def gloo(kind: str, steps: int) -> float:
+    """Median seconds of a step of two processes."""
     import torch.multiprocessing as mp
 
     with socket.socket() as s:
@@ -154,13 +163,13 @@ def ddp(steps: int) -> float:
         port = s.getsockname()[1]
     context = mp.get_context("spawn")
     out = context.SimpleQueue()
-    processes = [context.Process(target=ddp_worker, args=(r, port, steps, out)) for r in range(2)]
+    processes = [context.Process(target=gloo_worker, args=(kind, r, port, steps, out)) for r in range(2)]
     for p in processes:
         p.start()
     for p in processes:
         p.join()
     if any(p.exitcode for p in processes):
-        raise RuntimeError("a process of PyTorch's DDP failed")
+        raise RuntimeError(f"a process of PyTorch's {kind} failed")
     return out.get()
 
 
@@ -193,17 +202,23 @@ def main() -> None:
     from meshtape.parallel.cluster import local_cluster
 
     one = median(ours(), options.steps)
-    with local_cluster(2) as client, mt.Mesh({"data": 2}, client=client) as mesh:
-        two = median(ours(mesh), options.steps)
-    print(f"two Dask workers: {two * 1e3:.0f} ms a step, scaling efficiency {one / (2 * two):.2f} (target ≥ 0.85)")
+    found = {}
+    for name, zero in (("DDP", 0), ("FSDP", 3)):
+        with local_cluster(2) as client, mt.Mesh({"data": 2}, client=client) as mesh:
+            found[name] = two = median(ours(mesh, zero), options.steps)
+        goal = " (target ≥ 0.85)" if zero == 0 else ""
+        print(
+            f"two Dask workers, ZeRO {zero}: {two * 1e3:.0f} ms a step, scaling efficiency {one / (2 * two):.2f}{goal}"
+        )
     if torch is None:
-        print("PyTorch's DDP: missing")
+        print("PyTorch's DDP and FSDP: missing")
         return
     single = median(theirs(torch), options.steps)
-    both = ddp(options.steps)
-    print(
-        f"DDP with gloo:    {both * 1e3:.0f} ms a step, scaling efficiency {single / (2 * both):.2f}; ours / theirs {two / both:.2f}"
-    )
+    for name, two in found.items():
+        both = gloo(name, options.steps)
+        print(
+            f"{name} with gloo: {both * 1e3:.0f} ms a step, scaling efficiency {single / (2 * both):.2f}; ours / theirs {two / both:.2f}"
+        )
 
 
 if __name__ == "__main__":

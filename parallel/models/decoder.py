@@ -347,9 +347,7 @@ def stages(
                 x = embed(params, ids, config, key=key, plan=plan)
             elif config.experts is not None:
                 x, before = x
-            x, aux = blocks(
-                params["layers"], x, config, first=cuts[number], key=key, plan=plan, recompute=recompute
-            )
+            x, aux = blocks(params["layers"], x, config, first=cuts[number], key=key, plan=plan, recompute=recompute)
             aux = before + aux
             if number < count - 1:
                 return x if config.experts is None else (x, aux)

@@ -139,7 +139,7 @@ def rebuild(
     """
     client = client_of(mesh)
     with contextlib.suppress(MeshtapeError, OSError, TimeoutError):  # half of it is gone
-        mesh.close()
+        mesh.close(wait=False)
     began = time.monotonic()
     while True:
         if client.status != "running":

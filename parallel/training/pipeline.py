@@ -119,7 +119,9 @@ class Pipeline:
 
         def one(x: Any) -> Array:
             x = asarray(x)
-            return self._moved(x, part) if x.sharding is not None else distribute(x, fitted(self.plan.batch(part), x.ndim))
+            return (
+                self._moved(x, part) if x.sharding is not None else distribute(x, fitted(self.plan.batch(part), x.ndim))
+            )
 
         return trees.tree_map(one, batch)
 
@@ -144,8 +146,19 @@ class Pipeline:
     # ----- a step -----------------------------------------------------------------------------------------------------------
 
     def schedule(self, micros: int) -> Schedule:
-        """Who does what when, for so many micro-batches."""
-        return schedule(self.kind, self.ranks, micros, chunks=self.chunks)
+        """Who does what when, for so many micro-batches.
+
+        A number that an interleaved schedule does not take, as the last batch of an epoch may have, goes all forward, then all backward.
+        """
+        if self.kind != "interleaved" or micros % self.ranks == 0:
+            return schedule(self.kind, self.ranks, micros, chunks=self.chunks)
+        stages = [range(r, len(self.parts), self.ranks) for r in range(self.ranks)]
+        rows = (
+            [Action("F", s, i) for s in mine for i in range(micros)]
+            + [Action("B", s, i) for s in reversed(mine) for i in range(micros)]
+            for mine in stages
+        )
+        return Schedule("fthenb", len(self.parts), micros, tuple(map(tuple, rows)))
 
     def value_and_grad(
         self,
@@ -192,7 +205,9 @@ class Pipeline:
         """The sums of one micro-batch without gradients; the stages get the key None."""
         x, last = None, len(self.parts) - 1
         for s in range(last):
-            x = self._forward[s](params[s], None, None if s == 0 else self.to(x, s), self.put(micro, s) if s == 0 else None, None)
+            x = self._forward[s](
+                params[s], None, None if s == 0 else self.to(x, s), self.put(micro, s) if s == 0 else None, None
+            )
         return self._sums(params[last], None if last == 0 else self.to(x, last), self.put(micro, last))
 
     def _tie(self, grads: list[Any]) -> list[Any]:

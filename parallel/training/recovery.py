@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...arrays.errors import BatchSizeError, MeshtapeError, RestartsExhausted
 from ..mesh import Mesh
 from ..models.plans import AXES
+from ..replicas import Replica
 from .batching import batch_sizes
 from .elastic import Elastic, alive, client_of, is_loss, rebuild, workers_of
 from .records import Progress
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+
+SNAPSHOT_LIMIT = 300.0
+"""Seconds after which a snapshot that is still on its way is given up."""
 
 
 class Recovery:
@@ -27,13 +32,23 @@ class Recovery:
         self.workers = [] if mesh is None else workers_of(mesh)
         self.per_worker = -(-math.prod(self.axes.values()) // max(1, len(self.workers)))
         self.restarts = 0
-        self.snapshot: tuple[Progress, Any] | None = None
+        self.snapshots: list[tuple[Progress, Replica]] = []  # the newest last; all but that one are complete
         self._failed_at: int | None = None
 
     def take_snapshot(self) -> None:
-        """Keep the state in this process's memory."""
+        """Begin a copy of the state in the memory of the workers; the one before is dropped when the next one begins."""
         t = self.trainer
-        self.snapshot = (dataclasses.replace(t.position()), t.session.snapshot())
+        # One copy is under way at a time: a second would hold a third state in memory.
+        complete = [(at, copy) for at, copy in self.snapshots if copy.wait(SNAPSHOT_LIMIT)]
+        for _, old in complete[:-1]:
+            old.drop()
+        self.snapshots = [*complete[-1:], (dataclasses.replace(t.position()), t.session.snapshot())]
+
+    def drop_snapshots(self) -> None:
+        """Give their memory back."""
+        for _, copy in self.snapshots:
+            copy.drop()
+        self.snapshots = []
 
     def after(self, error: Exception) -> None:
         """Go on after a loss; raise the error where it was none, or one too many."""
@@ -88,11 +103,7 @@ class Recovery:
         t.mesh = mesh
         t.session = t.new_session(mesh)
         saved = self._newest_complete()
-        if self.snapshot is not None and self.snapshot[0].step >= (saved or 0):
-            progress, state = self.snapshot
-            t.session.restore(state)
-            t.go_to(progress)
-        else:
+        if not self._from_memory(saved or 0):
             t.session.start(t.init)
             path = t.resumed_path() if saved is None else t.checkpoints.path(saved)
             if path is not None:
@@ -105,6 +116,24 @@ class Recovery:
         for c in t.callbacks:
             c.on_start(t)
         t.note("running", error=None)
+
+    def _from_memory(self, saved: int) -> bool:
+        """Go on from the newest snapshot that is not older than the checkpoint, if there is one whose workers are there."""
+        t = self.trainer
+        there = alive(client_of(t.mesh))
+        while self.snapshots:
+            progress, copy = self.snapshots[-1]
+            if progress.step >= saved and copy.available(there):
+                try:
+                    t.session.restore(copy)
+                except (MeshtapeError, OSError) as e:
+                    t.display.say(f"the snapshot of step {progress.step} cannot be used: {e}")
+                else:
+                    t.display.say(f"going on from the snapshot of step {progress.step} in memory")
+                    t.go_to(progress)
+                    return True
+            self.snapshots.pop()[1].drop()
+        return False
 
     def _newest_complete(self) -> int | None:
         """Step of the newest complete checkpoint of this run."""
@@ -128,6 +157,6 @@ class Recovery:
             return False
         t.checkpoints.wait()
         t.display.say(f"workers were added: going on with {now}")
-        self.snapshot = None
+        self.drop_snapshots()
         self._move(self._next(mesh))
         return True

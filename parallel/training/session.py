@@ -14,11 +14,11 @@ import numpy as np
 from ...arrays import random
 from ...arrays import tree as trees
 from ...arrays._array import Array
-from ...arrays.creation import asarray
 from ...arrays.errors import MeshError, TrainingError
 from ...autodiff import compile
 from ..mesh import Mesh
 from ..placement import Sharding
+from ..replicas import Replica
 from .batching import BatchSizes, batch_sizes
 from .loading import Batch, Loader
 from .sampling import Sampler
@@ -65,17 +65,22 @@ class Session:
     def start(self, init: Any) -> None:
         """The state before the first step, from parameters or from a function of a key."""
         params = init(random.fold_in(self.key, 0)) if callable(init) else init
-        self.recipe.check(params)
         check_meshes(params, self.mesh)
         self.state = self.recipe.init(params, self.mesh)
 
-    def snapshot(self) -> Any:
-        """The state as local NumPy arrays."""
-        return trees.tree_map(np.asarray, self.state)
+    def snapshot(self) -> Replica:
+        """A copy of the state in the memory of the workers; it is taken while the run goes on."""
+        return Replica(self.state)
 
-    def restore(self, snapshot: Any) -> None:
-        """Inverse of :meth:`snapshot`, on any mesh."""
-        self.state = self.recipe.place(snapshot, self.mesh)
+    def restore(self, snapshot: Replica) -> None:
+        """Inverse of :meth:`snapshot`, on any mesh. Raises :class:`RankLost` where too many of its workers are gone."""
+        self.state = snapshot.restore(self._resting(snapshot.tree)) if self.mesh is not None else snapshot.local()
+
+    def _resting(self, tree: Any) -> Any:
+        """Where each leaf of a state rests."""
+        mesh = self.mesh
+        assert mesh is not None
+        return trees.map_with_path(lambda path, x: self.recipe.sharding(path, x, mesh), tree)
 
     # ----- work ---------------------------------------------------------------------------------------------------------
 
@@ -131,8 +136,3 @@ def check_meshes(params: Any, mesh: Mesh | None) -> None:
             raise MeshError(
                 f"the parameters lie on another mesh than {mesh}: {trees.path_name(path)} is on {x.sharding.mesh}; pass local ones"
             )
-
-
-def scalar(x: Any) -> float:
-    """A 0-d array as a number."""
-    return float(np.asarray(asarray(x)))

@@ -30,7 +30,7 @@ from .pipeline import Pipeline, Stage
 from .sampling import Sampler
 from .session import Session, check_meshes
 from .sources import Source
-from .step import Recipe, merged
+from .step import Recipe
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,20 @@ class StagedSession(Session):
         owners = [next((s for s, ks in enumerate(self.needs) if k in ks), None) for k in range(len(leaves))]
         for (path, x), s in zip(trees.flatten_with_path(params, is_leaf=_is_none), owners, strict=True):
             if s is None and x is not None:
-                raise TrainingError(f"no stage takes the parameter {trees.path_name(path)}: the stages' split leaves it out")
+                raise TrainingError(
+                    f"no stage takes the parameter {trees.path_name(path)}: the stages' split leaves it out"
+                )
         self.owner = [0 if s is None else s % self.ranks for s in owners]
 
-    def _pick(self, tree: Any, keep: Callable[[int], bool]) -> Any:
-        """A tree of parameters with None in place of others."""
-        return trees.unflatten(self._form, [x if keep(k) else None for k, x in enumerate(_leaves(tree)[0])])
+    def _pick(self, tree: Any, part: int) -> Any:
+        """A tree of parameters with None in place of those of other parts."""
+        return trees.unflatten(
+            self._form, [x if self.owner[k] == part else None for k, x in enumerate(_leaves(tree)[0])]
+        )
 
-    def _walk(self, nodes: Sequence[Any], own: Callable[[int, list[Any]], Any], shared: Callable[[list[Any]], Any]) -> Any:
+    def _walk(
+        self, nodes: Sequence[Any], own: Callable[[int, list[Any]], Any], shared: Callable[[list[Any]], Any]
+    ) -> Any:
         """States alike, leaf by leaf: ``own`` for the leaves of trees that look like the parameters, ``shared`` for others."""
         first = nodes[0]
         columns, forms = zip(*map(_leaves, nodes), strict=True)
@@ -159,27 +165,25 @@ class StagedSession(Session):
 
     def start(self, init: Any) -> None:
         """See :meth:`Session.start`. Each part makes its own parameters."""
-        made = []
-        for part in self.parts:
+        made: list[Any] = []
+        for r, part in enumerate(self.parts):
             params = init(part.replicate(random.fold_in(self.key, 0))) if callable(init) else init
-            if not made:
+            if r == 0:
                 self.recipe.check(params)
                 check_meshes(params, part)
                 self._learn(params)
-            made.append(self._pick(params, lambda k, r=len(made): self.owner[k] == r))
+            made.append(self._pick(params, r))
         self._states = [self.recipe.begun(p, part) for p, part in zip(made, self.parts, strict=True)]
         self._steps = -1
 
-    def restore(self, snapshot: Any) -> None:
-        """See :meth:`Session.restore`."""
-        self._learn(snapshot["params"])
-        self._states = [
-            self.recipe.place(
-                self._walk([snapshot], lambda k, row, r=r: row[0] if self.owner[k] == r else None, lambda row: row[0]), part
-            )
-            for r, part in enumerate(self.parts)
-        ]
-        self._steps = -1
+    def _resting(self, tree: Any) -> Any:
+        self._learn(tree["params"])
+        places = trees.map_with_path(lambda path, x: _Leaf(path, x), tree)
+
+        def on(part: int, leaf: _Leaf | None) -> Any:
+            return None if leaf is None else self.recipe.sharding(leaf.path, leaf.x, self.parts[part])
+
+        return self._walk([places], lambda k, row: on(self.owner[k], row[0]), lambda row: on(0, row[0]))
 
     # ----- work ---------------------------------------------------------------------------------------------------------
 
@@ -197,7 +201,7 @@ class StagedSession(Session):
     def _gathered_grads(self, grads: Sequence[Any]) -> list[Any]:
         """For each part the gradients of its own parameters, over all stages that take them."""
         parts: list[list[Any]] = [[None] * len(self.owner) for _ in self.parts]
-        for s, tree in enumerate(grads):
+        for tree in grads:
             for k, g in enumerate(_leaves(tree)[0]):
                 if g is not None:
                     r = self.owner[k]
@@ -263,6 +267,16 @@ class StagedSession(Session):
 
     def _judge(self, params: Any) -> Callable[[Any], dict[str, Array]]:
         return partial(self._pipe.sums, self._given(params))
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf with its path, as a leaf itself."""
+
+    path: trees.Path
+    x: Any
+
+    __is_tree__ = False
 
 
 @dataclass(frozen=True)

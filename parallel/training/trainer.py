@@ -104,8 +104,9 @@ class Trainer:
     elastic
         Go on when workers are lost or come; see :class:`Elastic`. Without it a loss ends the run.
     snapshot_every
-        Steps between snapshots of the state in this process's memory, from which a run with ``elastic`` goes on when they are newer
-        than the last checkpoint.
+        Steps between copies of the state in the memory of the workers, each block on two of them, from which a run with ``elastic`` goes on
+        when they are newer than the last checkpoint. They are taken while the run computes, and cost up to twice the state's memory
+        each; while one is taken, the one before is kept.
     progress
         Show it: True, False, or None for a bar on a terminal and nothing elsewhere.
 
@@ -275,6 +276,7 @@ class Trainer:
             self.note("failed", error=f"{type(e).__name__}: {e}")
             raise
         finally:
+            self._recovery.drop_snapshots()
             self.display.close()
             for w in self._writers:
                 w.close()
@@ -361,7 +363,7 @@ class Trainer:
         meter = Meter(self.session.mesh)
         if self._done():
             return self._done() or ""
-        if self.snapshot_every is not None and self._recovery.snapshot is None:
+        if self.snapshot_every is not None:
             self._recovery.take_snapshot()
         batches = self.session.batches(at.consumed, self.epochs)
         try:

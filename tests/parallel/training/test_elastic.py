@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import dask
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import meshtape as mt
+from meshtape.cli import main
 from meshtape.parallel.cluster import local_cluster
 from meshtape.parallel.training.elastic import Elastic
 from meshtape.parallel.training.metrics import read_lines
@@ -35,7 +38,10 @@ def init(key):
     return {"w": mt.random.normal(key, (6,), dtype=mt.float32), "b": mt.zeros((), dtype=mt.float32)}
 
 
-def trainer(mesh, steps=40, **options):
+STEPS = 20
+
+
+def trainer(mesh, steps=STEPS, **options):
     options = {"log_every": 1, "seed": 3, "accumulation": 1} | options
     return mt.Trainer(loss, init, mt.optim.adam(0.05), DATA, batch=16, steps=steps, mesh=mesh, **options)
 
@@ -47,38 +53,6 @@ def losses(result):
 @pytest.fixture(scope="module")
 def unbroken():
     return losses(trainer(mt.Mesh({"data": 2})).fit())
-
-
-class Clusters:
-    """A cluster of two workers with nannies, for tests that kill some: theirs come back, or the next test gets a new cluster."""
-
-    def __init__(self) -> None:
-        self.stack, self.client = contextlib.ExitStack(), None
-
-    def whole(self):
-        end = time.monotonic() + 15.0
-        while self.client is not None and time.monotonic() < end:
-            # A worker that was killed may still be listed; only one that answers is there.
-            answers = self.client.run(os.getpid, on_error="return")
-            if sum(isinstance(a, int) for a in answers.values()) == len(answers) == 2:
-                return self.client
-            time.sleep(0.2)
-        # On a busy machine a nanny gives up starting a worker; that is not what is tested here.
-        self.stack.close()
-        self.client = self.stack.enter_context(local_cluster(2))
-        return self.client
-
-
-@pytest.fixture(scope="module")
-def clusters():
-    held = Clusters()
-    with held.stack:
-        yield held
-
-
-@pytest.fixture
-def cluster(clusters):
-    return clusters.whole()
 
 
 class Kill(tr.Callback):
@@ -101,22 +75,26 @@ class Kill(tr.Callback):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_killed_workers_cost_only_the_steps_since_the_checkpoint(cluster, tmp_path, unbroken):
-    """kill -9 twice; the axes of the mesh stay, whether new workers come in time or the others take more ranks, and so do the
-    numbers, to the bit."""
-    kill = Kill([8, 23])
+@pytest.mark.parametrize(
+    ("steps", "rejoin"),
+    [pytest.param([8], 0.0, id="once"), pytest.param([8, 17], 60.0, id="twice", marks=pytest.mark.slow)],
+)
+def test_killed_workers_cost_only_the_steps_since_the_checkpoint(mortal, tmp_path, unbroken, steps, rejoin):
+    """kill -9; the axes of the mesh stay, whether new workers come in time or the others take more ranks, and so do the numbers,
+    to the bit."""
+    kill = Kill(steps)
     t = trainer(
-        mt.Mesh({"data": 2}, client=cluster),
+        mt.Mesh({"data": 2}, client=mortal),
         directory=tmp_path,
         save_every=5,
         callbacks=[kill],
-        elastic=Elastic(rejoin=10.0, on_loss="keep"),
+        elastic=Elastic(rejoin=rejoin, on_loss="keep"),
     )
     result = t.fit()
     assert (result.reason, result.restarts) == ("steps", kill.killed)
     assert kill.killed >= 1
     assert losses(result) == unbroken
-    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 41))
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
 def test_without_its_worker_the_run_goes_on_with_fewer_ranks_and_grows_again(tmp_path, unbroken):
@@ -124,7 +102,7 @@ def test_without_its_worker_the_run_goes_on_with_fewer_ranks_and_grows_again(tmp
 
     class Add(tr.Callback):
         def on_log(self, trainer, numbers):
-            if trainer.progress.step == 20:
+            if trainer.progress.step == 12:
                 client.cluster.scale(3)  # the retired one still counts for it
                 client.wait_for_workers(2, timeout=LIMIT)
 
@@ -140,8 +118,8 @@ def test_without_its_worker_the_run_goes_on_with_fewer_ranks_and_grows_again(tmp
         result = trainer(
             mt.Mesh({"data": 2}, client=client),
             directory=tmp_path,
-            save_every=6,
-            callbacks=[Kill([8], retire=True), Add(), Sizes()],
+            save_every=4,
+            callbacks=[Kill([6], retire=True), Add(), Sizes()],
             elastic=Elastic(rejoin=0.0),
         ).fit()
     assert (result.reason, result.restarts) == ("steps", 1)
@@ -149,9 +127,9 @@ def test_without_its_worker_the_run_goes_on_with_fewer_ranks_and_grows_again(tmp
     np.testing.assert_allclose(losses(result), unbroken, rtol=1e-4)
 
 
-def test_a_snapshot_in_memory_serves_where_nothing_was_saved(cluster, unbroken):
+def test_a_snapshot_in_memory_serves_where_nothing_was_saved(mortal, unbroken):
     result = trainer(
-        mt.Mesh({"data": 2}, client=cluster),
+        mt.Mesh({"data": 2}, client=mortal),
         callbacks=[Kill([9])],
         elastic=Elastic(rejoin=0.0, on_loss="keep"),
         snapshot_every=4,
@@ -160,9 +138,9 @@ def test_a_snapshot_in_memory_serves_where_nothing_was_saved(cluster, unbroken):
     assert losses(result) == unbroken  # the same axes on fewer workers: the same numbers
 
 
-def test_more_losses_than_allowed_end_the_run(cluster, tmp_path):
+def test_more_losses_than_allowed_end_the_run(mortal, tmp_path):
     t = trainer(
-        mt.Mesh({"data": 2}, client=cluster),
+        mt.Mesh({"data": 2}, client=mortal),
         directory=tmp_path,
         save_every=2,
         callbacks=[Kill([4])],
@@ -173,9 +151,9 @@ def test_more_losses_than_allowed_end_the_run(cluster, tmp_path):
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
 
 
-def test_without_elastic_a_loss_is_the_error_it_is(cluster):
+def test_without_elastic_a_loss_is_the_error_it_is(mortal):
     with pytest.raises(mt.errors.RankLost):
-        trainer(mt.Mesh({"data": 2}, client=cluster), callbacks=[Kill([4])]).fit()
+        trainer(mt.Mesh({"data": 2}, client=mortal), callbacks=[Kill([4])]).fit()
 
 
 @pytest.mark.slow
@@ -188,10 +166,10 @@ def test_twenty_runs_with_a_worker_killed_at_a_random_step_all_arrive(tmp_path, 
                 mt.Mesh({"data": 2}, client=client),
                 directory=tmp_path / str(i),
                 save_every=5,
-                callbacks=[Kill([rng.randrange(1, 40)])],
+                callbacks=[Kill([rng.randrange(1, STEPS)])],
                 elastic=Elastic(rejoin=10.0 * (i % 2)),
             ).fit()
-        assert result.step == 40
+        assert result.step == STEPS
         np.testing.assert_allclose(losses(result)[-1], unbroken[-1], rtol=1e-3)
 
 
@@ -238,16 +216,20 @@ class Processes:
         self.all.append(p)
         return p
 
-    def scheduler(self, file: Path) -> None:
+    def scheduler(self, file: Path, *options: str) -> None:
         self.start(
             "distributed.cli.dask_scheduler", "--port", "0", "--host", "127.0.0.1", "--no-dashboard", "--scheduler-file", str(file),
-            name="scheduler",
+            *options, name="scheduler",
         )  # fmt: skip
+        end = time.monotonic() + LIMIT
+        while not file.exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
-    def worker(self, file: Path, number: int) -> subprocess.Popen:
+    def worker(self, file: Path, number: int, *options: str) -> subprocess.Popen:
         return self.start(
             "distributed.cli.dask_worker", "--scheduler-file", str(file), "--nthreads", "1", "--no-nanny", "--no-dashboard",
-            "--host", "127.0.0.1", name=f"worker{number}",
+            "--host", "127.0.0.1", *options, name=f"worker{number}",
         )  # fmt: skip
 
     def job(self, name: str, *options: str) -> subprocess.Popen:
@@ -297,10 +279,6 @@ def test_a_job_on_a_scheduler_loses_a_worker_is_stopped_and_goes_on(processes_by
     p.scheduler(file)
     workers = [p.worker(file, i) for i in range(2)]
     options = ("--scheduler-file", str(file), "--workers", "2", "--mesh", "data=2", "--", "100000")
-    end = time.monotonic() + LIMIT
-    while not file.exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
     job = p.job("first", *options)
     until(lambda: status(tmp_path)["step"] > 10, job, "the first steps")
     workers[0].kill()
@@ -327,6 +305,25 @@ def test_a_job_on_a_scheduler_loses_a_worker_is_stopped_and_goes_on(processes_by
     assert f"arrived at {more} {{'data': 1}}" in p.text("second")
     steps = [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
     assert steps == list(range(1, more + 1))
+
+
+def test_a_job_on_a_cluster_with_tls(processes_by_hand, tmp_path, certificate, monkeypatch):
+    """Everything between the processes is encrypted and asks for a certificate: one made here by hand, as a site's would be."""
+    p, file, pem = processes_by_hand, tmp_path / "scheduler.json", str(certificate)
+    tls = ("--protocol", "tls", "--tls-ca-file", pem, "--tls-cert", pem, "--tls-key", pem)
+    p.scheduler(file, *tls)
+    for i in range(2):
+        p.worker(file, i, *tls)
+    mine = ("--tls-ca", pem, "--tls-cert", pem, "--tls-key", pem)
+    job = p.job("encrypted", "--scheduler-file", str(file), "--workers", "2", "--mesh", "data=2", *mine, "--", "12")
+    monkeypatch.chdir(tmp_path)
+    address = json.loads(file.read_text())["address"]
+    assert address.startswith("tls://")
+    with dask.config.set({"meshtape.timeouts.connect": 0.5}):
+        done = CliRunner().invoke(main, ["run", "job.py", "-d", "none", "--scheduler", address, "--", "1"])
+    assert (done.exit_code, "asks for certificates" in done.output) == (1, True), done.output
+    assert job.wait(timeout=LIMIT) == 0, p.text("encrypted")
+    assert "arrived at 12 {'data': 2}" in p.text("encrypted")
 
 
 def test_a_job_in_this_process_and_its_exit_codes(processes_by_hand, tmp_path):
@@ -369,15 +366,21 @@ def test_a_worker_that_is_started_anew_does_not_run_the_script(processes_by_hand
     assert len((tmp_path / "runs.txt").read_text().split()) == 1
 
 
-def test_wrong_calls_and_schedulers_that_are_not_there(tmp_path):
+def test_wrong_calls_and_schedulers_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "job.py").write_text("")
-    for command, code, message in (
-        (("run", "job.py", "--local", "1", "--scheduler", "tcp://127.0.0.1:9"), 2, "exclude each other"),
-        (("run", "job.py", "--mesh", "data"), 2, "data=4,model=2"),
-        (("run", "job.py", "--tls-ca", "job.py"), 2, "belong together"),
-        (("run", "nothing.py"), 2, "does not exist"),
-        (("run", "job.py", "--scheduler", "tcp://127.0.0.1:9"), 1, "no Dask scheduler answers"),
-        (("status", "."), 1, "no directory of a run"),
-    ):
-        done = meshtape(tmp_path, *command)
-        assert (done.returncode, message in done.stderr) == (code, True), (command, done.stderr)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # so that nobody else gets it, and not listened at
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        for command, code, message in (
+            (("run", "job.py", "--local", "1", "--scheduler", address), 2, "exclude each other"),
+            (("run", "job.py", "--mesh", "data"), 2, "data=4,model=2"),
+            (("run", "job.py", "--tls-ca", "job.py"), 2, "belong together"),
+            (("run", "nothing.py"), 2, "does not exist"),
+            (("run", "job.py", "--scheduler", address), 1, "no Dask scheduler answers"),
+            (("status", "."), 1, "no directory of a run"),
+        ):
+            with dask.config.set({"meshtape.timeouts.connect": 0.5}):
+                done = CliRunner().invoke(main, list(command))
+            assert (done.exit_code, message in done.output) == (code, True), (command, done.output)

@@ -1,0 +1,52 @@
+"""What training holds in memory follows its formulae: a sample of the table that ``benchmarks/memory.py`` makes.
+
+The arrays are of megabytes, beside which what other threads of the process do meanwhile does not count.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshtape as mt
+
+FOLDER = Path(mt.__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def memory():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        spec = importlib.util.spec_from_file_location("benchmarks_memory", FOLDER / "memory.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(FOLDER))
+    return module
+
+
+@pytest.mark.parametrize(("kind", "more"), [("fthenb", 6), ("1f1b", 0)])
+def test_inputs_of_stages_are_held_as_the_schedule_says(memory, kind, more):
+    """Three ranks; from 3 to 6 micro-batches the two that have an input of their own hold three more each, or none."""
+    (_, few), (held, many) = (memory.held_inputs(kind, 3, m, rows=1024, width=1024) for m in (3, 6))
+    assert held == ([6, 6, 6] if kind == "fthenb" else [3, 2, 1])
+    assert abs(many - few - more) < 0.5
+
+
+def test_recomputed_attention_leaves_its_square_matrices_out(memory):
+    b, s, config = 8, 128, {"width": 16, "heads": 2, "ffn": 32}
+    grown = {
+        r: memory.kept(3, r, b, s, config) - memory.kept(1, r, b, s, config) for r in ("none", "attention", "blocks")
+    }
+    square, inputs = 4.0 * b * 2 * s * s, 4.0 * b * s * 16
+    assert grown["none"] - grown["attention"] == pytest.approx(2 * 2 * square, rel=0.1)
+    assert 2 * inputs < grown["blocks"] < grown["attention"]
+
+
+@pytest.mark.parametrize(("zero", "share"), [(0, 3.0), (1, 2.0), (3, 1.5)])
+def test_zero_splits_the_state(memory, zero, share):
+    found, params = memory.resting(zero, 2)
+    assert found == pytest.approx(share * params, rel=0.001)

@@ -1,0 +1,103 @@
+"""kill -9 of a worker of a run without checkpoints: it goes on from the copy in the memory of the others, to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+
+import meshtape as mt
+
+de, tr = mt.models.decoder, mt.training
+CONFIG = de.Config(vocab=32, width=16, layers=2, heads=2, max_length=16, dropout=0.1)
+TOKENS = np.random.default_rng(0).integers(0, 32, 700)
+LIMIT = 250.0
+
+
+class Kill(tr.Callback):
+    """Kills a worker at a step, when the last snapshot is complete; and sees where the run begins again."""
+
+    def __init__(self, step):
+        self.step, self.began = step, []
+
+    def on_start(self, trainer):
+        self.began.append(trainer.progress.step)
+
+    def on_log(self, trainer, numbers):
+        if trainer.progress.step == self.step and self.began == [0]:
+            assert trainer._recovery.snapshots[-1][1].wait(LIMIT)
+            client, victim = trainer.mesh.runtime.client, trainer.mesh.runtime.addresses[-1]
+            os.kill(client.run(os.getpid, workers=[victim])[victim], signal.SIGKILL)
+
+
+def fit(mesh, plan, **options):
+    plan = de.plan(plan)
+    return mt.Trainer(
+        lambda p, b, key: de.loss(p, b, CONFIG, key=key, plan=plan),
+        lambda key: de.init(key, CONFIG),
+        mt.optim.adamw(1e-2),
+        tr.TokenSource(TOKENS, 12),
+        batch=8,
+        accumulation=2,
+        steps=6,
+        clip=1.0,
+        log_every=1,
+        mesh=mesh,
+        plan=plan,
+        stages=de.staged(CONFIG, plan=plan),
+        **options,
+    ).fit()
+
+
+X = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
+
+
+def fit_line(mesh, **options):
+    """A model of one vector: what it costs is the cluster's work alone. Its slots are split, so that each block is on one rank."""
+    return mt.Trainer(
+        lambda p, b, key: mt.mean((b["x"] @ p["w"] - b["y"]) ** 2),
+        lambda key: {"w": mt.random.normal(key, (6,), dtype=mt.float32)},
+        mt.optim.adam(0.05),
+        {"x": X, "y": X @ np.arange(6, dtype=np.float32)},
+        batch=16,
+        steps=9,
+        log_every=1,
+        mesh=mesh,
+        zero=1,
+        **options,
+    ).fit()
+
+
+def losses(result):
+    return [h["loss"] for h in result.history]
+
+
+KEEP = tr.Elastic(rejoin=0.0, on_loss="keep")
+
+
+def test_a_killed_worker_costs_the_steps_since_the_snapshot(mortal):
+    kill = Kill(7)
+    result = fit_line(mt.Mesh({"data": 2}, client=mortal), callbacks=[kill], snapshot_every=3, elastic=KEEP)
+    assert (result.step, result.restarts, kill.began) == (9, 1, [0, 6])
+    assert losses(result) == losses(fit_line(mt.Mesh({"data": 2})))
+
+
+def test_stages_go_on_from_the_snapshot_on_the_worker_that_is_left(mortal):
+    kill = Kill(5)
+    result = fit(mt.Mesh({"pipe": 2}, client=mortal), "pp", callbacks=[kill], snapshot_every=4, elastic=KEEP)
+    assert (result.step, result.restarts, kill.began) == (6, 1, [0, 4])
+    assert losses(result) == losses(fit(mt.Mesh({"pipe": 2}), "pp"))
+
+
+def test_a_newer_checkpoint_goes_before_a_snapshot(mortal, tmp_path):
+    kill = Kill(8)
+    result = fit_line(
+        mt.Mesh({"data": 2}, client=mortal),
+        callbacks=[kill],
+        snapshot_every=3,
+        save_every=7,
+        directory=tmp_path,
+        elastic=KEEP,
+    )
+    assert (result.step, result.restarts, kill.began) == (9, 1, [0, 7])
