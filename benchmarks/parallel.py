@@ -20,6 +20,8 @@ from gloo import Gloo, gloo
 
 import meshtape as mt
 from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.executor import Prepared
+from meshtape.parallel.partition import partition
 
 
 def chain(x: Any) -> Any:
@@ -211,10 +213,33 @@ def partitioning(report: timing.Report, mesh: mt.Mesh) -> None:
     report.row("a cached call, client's time (virtual mesh)", lambda: ready(small), {}, rounds=5)
 
 
+def virtual_meshes(report: timing.Report) -> None:
+    """Partitioning, and what one process of so many plans: no worse than in proportion to the ranks."""
+    import scaling
+
+    program, layouts, small = scaling.traced()
+
+    def planned(ranks: int) -> Callable[[], Any]:
+        def run() -> Any:
+            scaling.forget()
+            found = partition(program, layouts, (ranks // 4, 4))
+            return Prepared(found, (1,), tuple(range(ranks)), small.names)
+
+        return run
+
+    for ranks in (512, 4096):
+        report.row(
+            f"{len(program.entries)} entries, partitioned and planned for one of {ranks} ranks",
+            planned(ranks),
+            {"of 64 ranks": (planned(64), ranks / 64)},
+            rounds=3,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=256, help="of the array that is turned from rows to columns")
-    parser.add_argument("--only", help="one group of rows: steps, collectives, rechunk, product, partitioning")
+    parser.add_argument("--only", help="one group of rows: steps, collectives, rechunk, product, partitioning, virtual")
     options = parser.parse_args()
     report = timing.Report("parallel, 2 worker processes of one thread")
     groups: dict[str, Callable[..., None]] = {
@@ -223,6 +248,7 @@ def main() -> None:
         "rechunk": lambda: rechunk(report, client, mesh, options.megabytes),
         "product": lambda: product(report, mesh, 4096),
         "partitioning": lambda: partitioning(report, mesh),
+        "virtual": lambda: virtual_meshes(report),
     }
     start = time.monotonic()
     with gloo() as g, local_cluster(2) as client, mt.Mesh({"ranks": 2}, client=client) as mesh:

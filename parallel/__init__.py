@@ -24,6 +24,7 @@ from .collectives import (
     reduce_scatter,
 )
 from .dask_collections import from_dask
+from .explicit import explicit_sharding
 from .loops import scan
 from .mesh import Mesh
 from .out_of_core import Stored, from_zarr, stream
@@ -49,6 +50,7 @@ __all__ = [
     "compute",
     "distribute",
     "explain",
+    "explicit_sharding",
     "from_dask",
     "from_zarr",
     "parse_placement",

@@ -12,8 +12,8 @@ from ..arrays._array import Array
 from ..arrays._dispatch import Deferred, apply, refuse_watched
 from ..arrays.creation import asarray
 from ..arrays.errors import MeshError, ReshardError
+from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype
-from ..arrays.rowsum import densify
 from ..autodiff.compile import Tracer, compile
 from .mesh import Mesh
 from .ops import RESHARD

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..arrays.errors import ClusterError, SchedulerUnreachable
+from . import settings
 
 MALLOC_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -22,8 +23,9 @@ than 32 MB. They must be there when the process starts: ``dask worker`` processe
 
 
 @contextmanager
-def connect(address: str, *, timeout: float = 10.0, security: Any = None) -> Iterator[Any]:
-    """A client of the scheduler at ``address``; ``security`` is Dask's, for TLS.
+def connect(address: str, *, timeout: float | None = None, security: Any = None) -> Iterator[Any]:
+    """A client of the scheduler at ``address``; ``security`` is Dask's, for TLS. ``timeout`` is ``meshtape.timeouts.connect`` of Dask's
+    configuration where it is not given.
 
     Raises
     ------
@@ -34,6 +36,7 @@ def connect(address: str, *, timeout: float = 10.0, security: Any = None) -> Ite
 
     from distributed import Client
 
+    timeout = settings.number("timeouts.connect") if timeout is None else timeout
     log = logging.getLogger("distributed")
     level = log.level
     log.setLevel(logging.CRITICAL)  # its own account of failed connections is a page long
@@ -42,7 +45,7 @@ def connect(address: str, *, timeout: float = 10.0, security: Any = None) -> Ite
     def start() -> None:
         try:
             found.append(Client(address, timeout=timeout, security=security, set_as_default=False))
-        except (OSError, TimeoutError, ValueError) as e:
+        except (OSError, TimeoutError, ValueError, TypeError) as e:
             found.append(e)
 
     # In a thread of its own: where something listens that never says a word, Dask's client waits for ever.
@@ -53,6 +56,10 @@ def connect(address: str, *, timeout: float = 10.0, security: Any = None) -> Ite
     finally:
         log.setLevel(level)
     client = found[0] if found else TimeoutError(f"nothing was said in {timeout:.0f} s")
+    if isinstance(client, TypeError) and address.startswith(("tls://", "wss://")):
+        raise SchedulerUnreachable(
+            f"the Dask scheduler at {address} asks for certificates: give security=Security(…), or --tls-ca, --tls-cert and --tls-key"
+        ) from client
     if isinstance(client, Exception):
         raise SchedulerUnreachable(
             f"no Dask scheduler answers at {address} (waited {timeout:.0f} s): is it running, and is the address "
@@ -72,12 +79,12 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
     import dask
     from distributed import Client, LocalCluster
 
-    settings = {
+    of_workers = {
         "distributed.nanny.pre-spawn-environ": MALLOC_ENVIRONMENT,
         "distributed.worker.memory.terminate": False,
     }
     with (
-        dask.config.set(settings),
+        dask.config.set(of_workers),
         LocalCluster(
             n_workers=workers,
             threads_per_worker=threads_per_worker,

@@ -170,7 +170,11 @@ class CollectivePlan(Plan):
             found = self._starts[what, i] = [0, *itertools.accumulate(lengths())]
         return found
 
-    def elements_received(self, rank: int) -> int:
+    @functools.cached_property
+    def elements_moved(self) -> int:
+        return sum(self._received(r) for r in self._place if self.takes_part(r))
+
+    def _received(self, rank: int) -> int:
         own = self.piece(rank, rank)
         mine = 0 if own is None else own.source.size
         if self.reduce:

@@ -31,10 +31,9 @@ from ..storage.browse.handlers import routes as _browse_routes
 from ..storage.browse.html import Markup, join, tag
 from ..storage.browse.site import Site
 from ..storage.browse.text import count, human_bytes, plain, visible
+from .scheduler import PREFIX
 
-PREFIX = "meshtape-"
-MOVES = ("blocks", "fetch")  # to and from the client: no programs
-_HEX = 32
+BLOCKS = "blocks"  # of arrays that the client sent: no program
 _PROGRAMS = 200
 _EVENTS = 12
 EVERY = 1000  # milliseconds between two looks
@@ -52,21 +51,19 @@ def access() -> Access:
 def program_of(key: Any) -> str | None:
     """The name of the program, or function of blocks, that a gang task runs; None for other tasks.
 
-    >>> program_of("meshtape-step-" + "0" * 32), program_of("sum-" + "0" * 32)
+    >>> program_of("meshtape.step-" + "0" * 32), program_of("sum-" + "0" * 32)
     ('step', None)
     """
     text = str(key)
-    if not text.startswith(PREFIX):
-        return None
-    head, _, tail = text[len(PREFIX) :].rpartition("-")
-    return head if head and len(tail) == _HEX else text[len(PREFIX) :]
+    return text.removeprefix(PREFIX).partition("-")[0] if text.startswith(PREFIX) else None
 
 
 @dataclass
 class Count:
-    """Tasks of one program that are done, and the seconds that they took."""
+    """Tasks of one program that are done, the seconds that they took, and how many failed."""
 
     done: int = 0
+    failed: int = 0
     seconds: float = 0.0
 
 
@@ -80,7 +77,7 @@ class Programs(SchedulerPlugin):
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         program = program_of(key) if start in ("waiting", "processing", "queued", "no-worker") else None
-        if program is None or program in MOVES:
+        if program is None or program == BLOCKS:
             return
         count = self.counts.setdefault(program, Count())
         while len(self.counts) > _PROGRAMS:
@@ -89,6 +86,8 @@ class Programs(SchedulerPlugin):
             times = [t["stop"] - t["start"] for t in kwargs.get("startstops", ()) if t.get("action") == "compute"]
             count.done += 1
             count.seconds += sum(times)
+        elif start == "processing" and finish == "erred":
+            count.failed += 1
 
 
 def programs_of(scheduler: Any) -> dict[str, Count]:
@@ -117,7 +116,13 @@ def state_of(scheduler: Any) -> dict[str, Any]:
         )
     counts = programs_of(scheduler)
     programs = {
-        name: {"running": 0, "waiting": 0, "done": c.done, "seconds": c.seconds / c.done if c.done else None}
+        name: {
+            "running": 0,
+            "waiting": 0,
+            "done": c.done,
+            "failed": c.failed,
+            "seconds": c.seconds / c.done if c.done else None,
+        }
         for name, c in counts.items()
     }
     for ts in [ts for w in list(scheduler.workers.values()) for ts in w.processing]:
@@ -214,6 +219,7 @@ def body_of(state: dict[str, Any]) -> Markup:
                 f"{p['running']:,}",
                 f"{p['waiting']:,}",
                 f"{p['done']:,}",
+                f"{p['failed']:,}",
                 "–" if p["seconds"] is None else f"{1000 * p['seconds']:.1f} ms",
             )
             for n, p in sorted(programs.items())
@@ -221,7 +227,7 @@ def body_of(state: dict[str, Any]) -> Markup:
         out.append(
             section(
                 "Programs",
-                table(("Program", "Running", "Waiting", "Done", "Mean"), rows, numeric=(1, 2, 3, 4)),
+                table(("Program", "Running", "Waiting", "Done", "Failed", "Mean"), rows, numeric=(1, 2, 3, 4, 5)),
                 note="tasks, one a worker for each run, since this page was first opened; saves and loads are among them",
             )
         )

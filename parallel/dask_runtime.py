@@ -20,20 +20,21 @@ from typing import Any
 
 import dask
 import numpy as np
+from dask._task_spec import Task, parse_input
 from distributed import Client, Future
 
-from ..arrays.errors import ClusterError, MeshError, WorkerMismatch
+from ..arrays.errors import ClusterError, MeshError, RankLost, WorkerMismatch
 from . import gang, settings
-from .flight import IN_FLIGHT, Flight, Gang
+from .asking import Asking
+from .flight import IN_FLIGHT, Flight, Gang, failed
 from .lease import lease_of
 from .rank_program import RankProgram
 from .runtime import HostValue, Turns
-from .scheduler import MeshtapeScheduler
+from .scheduler import PREFIX, MeshtapeScheduler, hasten
 
 settings.register()
 
 SHIP_WITH_TASK = 1 << 20  # larger inputs bypass the scheduler
-PING = 5.0
 
 
 class RemoteBlocks:
@@ -58,7 +59,13 @@ class DaskRuntime:
         if client.status != "running":
             raise ClusterError(f"the Dask client is {client.status}, not connected to a running scheduler")
         self.client = client
-        known = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        there = client.scheduler_info(n_workers=-1)["workers"]
+        self._resources = {a: dict(w.get("resources") or {}) for a, w in there.items()}
+        known = sorted(there)
+        if workers is None and (resources := dask.get_annotations().get("resources")):
+            known = [w for w in known if self._has(w, resources)]
+            if not known:
+                raise ClusterError(f"no worker of the Dask cluster has the resources {resources}: start one that has")
         silent = self._silent(known if workers is None else [w for w in workers if w in known])
         if workers is not None:
             missing = sorted(set(workers) - set(known))
@@ -86,13 +93,22 @@ class DaskRuntime:
         self.transport = settings.transport()
         self._register()
         pool = int(settings.number("pool"))
+        interval = settings.number("interval")
         planes = client.run(
-            gang.open_plane, self.mesh_id, secret, self.transport, pool, workers=self.addresses, nanny=False
+            gang.open_plane, self.mesh_id, secret, self.transport, pool, interval, workers=self.addresses, nanny=False
         )
         self._peers = {p: a if isinstance(a := planes[w], str) else tuple(a) for p, w in enumerate(self.addresses)}
-        client.sync(client.scheduler.meshtape_open, name=client.id, mesh=self.mesh_id, workers=self.addresses)
+        client.sync(
+            client.scheduler.meshtape_open,
+            name=client.id,
+            mesh=self.mesh_id,
+            workers=self.addresses,
+            interval=interval,
+        )
+        hasten(getattr(client, "scheduler_comm", None), interval)
         self._lease = lease_of(client)
-        self._flight = Flight(client, self.mesh_id, self.addresses, self._lease)
+        self._flight = Flight(client, self.mesh_id, self.addresses, self._lease, list(self._ranks.values()))
+        self._asking = Asking(self._flight)
         self._numbers = itertools.count(1)
         self._dead: list[tuple[str, int]] = []
         self._dead_programs: list[str] = []
@@ -102,13 +118,18 @@ class DaskRuntime:
     def __repr__(self) -> str:
         return f"{len(self.addresses)} Dask worker(s) of {self.client.scheduler.address}"
 
+    def _has(self, address: str, resources: Mapping[str, float]) -> bool:
+        """Whether a worker was started with these resources of Dask, as far as an annotation names them."""
+        return all(self._resources.get(address, {}).get(k, 0) >= n for k, n in resources.items())
+
     def _silent(self, addresses: Sequence[str]) -> list[str]:
         """Workers that the scheduler still counts, but that do not answer: stopped, or cut off."""
+        patience = settings.number("timeouts.silence")
 
         async def ping(address: str) -> str | None:
             call = self.client.scheduler.broadcast(msg={"op": "ping"}, workers=[address], on_error="return")
             try:
-                found = await asyncio.wait_for(call, PING)
+                found = await asyncio.wait_for(call, patience)
             except (TimeoutError, OSError):
                 return address
             return None if found.get(address) == b"pong" else address
@@ -161,20 +182,33 @@ class DaskRuntime:
         )
 
     def _submit(self, fn: Callable[..., Any], process: int, name: str, *args: Any) -> Future:
-        address = self.addresses[process]
-        with dask.annotate(executor=gang.EXECUTOR):
-            return self.client.submit(
-                fn,
-                *args,
-                key=f"meshtape-{name}-{uuid.uuid4().hex}",
-                workers=[address],
+        """One task on the worker of a process. Futures among the arguments are handed over as what they hold."""
+        return self._submit_all(fn, name, {process: args})[process]
+
+    def _submit_all(self, fn: Callable[..., Any], name: str, args: Mapping[int, Sequence[Any]]) -> dict[int, Future]:
+        """A task on the worker of each of some processes. They travel in one message: those of a gang wait for each other."""
+        if resources := dask.get_annotations().get("resources"):
+            for p in args:
+                if not self._has(self.addresses[p], resources):  # the task would wait for ever
+                    raise ClusterError(
+                        f"{self._ranks[p]} does not have the resources {resources} of the annotation: make the mesh within it"
+                    )
+        keys = {p: f"{PREFIX}{name.replace('-', '_')}-{uuid.uuid4().hex}" for p in args}
+        graph = {keys[p]: Task(keys[p], fn, *map(parse_input, a)) for p, a in args.items()}
+        where = {keys[p]: [self.addresses[p]] for p in args}
+        with dask.annotate(executor=gang.EXECUTOR, workers=where.get):
+            futures = self.client.get(
+                graph,
+                list(graph),
+                sync=False,
                 # A task that is pinned to a worker that left waits for ever; elsewhere it raises at once.
                 allow_other_workers=True,
                 # The others of the gang wait for this one: it goes before whatever is queued on its worker.
                 priority=1_000_000,
                 retries=0,
-                pure=False,
+                fifo_timeout=0,
             )
+        return dict(zip(args, futures, strict=True))
 
     def _sources(
         self, handles: Sequence[Any], process: int, gangs: list[Gang], shipped: Mapping[int, HostValue]
@@ -212,7 +246,7 @@ class DaskRuntime:
         for p, address in enumerate(self.addresses):
             hosted = self._hosted(p)
             slots = {i: {r: np.asarray(h.block(r), order="C") for r in hosted} for i, h in enumerate(values)}
-            futures.append(self._scatter_one(f"meshtape-blocks-{run}-{p}", gang.Bundle(run, slots), address))
+            futures.append(self._scatter_one(f"{PREFIX}blocks-{run}-{p}", gang.Bundle(run, slots), address))
         return RemoteBlocks(Gang(run, "distribute", futures), 0, self._dead)
 
     def _scatter_one(self, key: str, bundle: gang.Bundle, address: str) -> Future:
@@ -239,7 +273,10 @@ class DaskRuntime:
             data = self._turn_data(turns)
             self._lease.enter(self.addresses, self._flight.check)
             try:
-                this = self._launch(program, ident, None if sent else program, names, resolved, shipped, turns, data)
+                text = None if sent else program
+                this = self._launch(
+                    lambda: self._submit_run(program, ident, text, names, resolved, shipped, turns, data)
+                )
             except BaseException:
                 self._lease.leave()
                 raise
@@ -258,7 +295,17 @@ class DaskRuntime:
         weakref.finalize(run, self._dead_programs.append, ident).atexit = False
         return run
 
-    def _launch(
+    def _launch(self, submit: Callable[[], Gang]) -> Gang:
+        """Submit the tasks of one run after those of the other meshes of this client on these workers."""
+        while True:
+            with self._lease.order:
+                last = [self._lease.last[a] for a in self.addresses if a in self._lease.last]
+                others = [f for mesh, f in last if mesh != self.mesh_id and not f.done()]
+                if not others:
+                    return submit()
+            self._flight.wait_for(others[0])
+
+    def _submit_run(
         self,
         program: RankProgram,
         ident: str,
@@ -269,35 +316,35 @@ class DaskRuntime:
         turns: Turns | None,
         data: RemoteBlocks | None,
     ) -> Gang:
-        """Submit the tasks of one run."""
+        """Submit the tasks of one run, each after its predecessor of this mesh. Under the lock of the order."""
         run_id = uuid.uuid4().hex
-        futures = []
-        with self._lease.order:
-            number = next(self._numbers)
-            drops, self._dead[:] = tuple(self._dead), []
-            forget, self._dead_programs[:] = tuple(self._dead_programs), []
-            for p, address in enumerate(self.addresses):
-                gangs: list[Gang] = []
-                sources = self._sources(resolved, p, gangs, shipped)
-                spec = gang.Run(
-                    run_id,
-                    number,
-                    self._seat(p),
-                    ident,
-                    text,
-                    tuple(names),
-                    sources,
-                    tuple(shipped),
-                    drops,
-                    forget,
-                    self._loop(turns, p, gangs, data),
-                )
-                bundles = [g.futures[p] for g in gangs]
-                before = self._lease.last.get(address)
-                order = [before] if before is not None and before not in bundles and not before.cancelled() else []
-                futures.append(self._submit(_in_order, p, program.name, len(bundles), spec, *bundles, *order))
-                self._lease.last[address] = futures[-1]
-        return Gang(run_id, program.name, futures, self._lease.leave)
+        args: dict[int, tuple[Any, ...]] = {}
+        number = next(self._numbers)
+        drops, self._dead[:] = tuple(self._dead), []
+        forget, self._dead_programs[:] = tuple(self._dead_programs), []
+        for p, address in enumerate(self.addresses):
+            gangs: list[Gang] = []
+            sources = self._sources(resolved, p, gangs, shipped)
+            spec = gang.Run(
+                run_id,
+                number,
+                self._seat(p),
+                ident,
+                text,
+                tuple(names),
+                sources,
+                tuple(shipped),
+                drops,
+                forget,
+                self._loop(turns, p, gangs, data),
+            )
+            bundles = [g.futures[p] for g in gangs]
+            mesh, before = self._lease.last.get(address, (b"", None))
+            ours = before is not None and mesh == self.mesh_id and before not in bundles and not failed(before)
+            args[p] = (len(bundles), spec, *bundles, *([before] if ours else []))
+        futures = self._submit_all(_in_order, program.name, args)
+        self._lease.last.update((self.addresses[p], (self.mesh_id, f)) for p, f in futures.items())
+        return Gang(run_id, program.name, list(futures.values()), self._lease.leave)
 
     def _turn_data(self, turns: Turns | None) -> RemoteBlocks | None:
         """Host values that the turns read, sent to the workers directly where they are large."""
@@ -330,43 +377,49 @@ class DaskRuntime:
         if isinstance(handle, HostValue):
             return {r: handle.block(r) for r in ranks}
         self._check_open()
-        self._flight.settle(handle.gang)
-        tasks = []
-        for p in sorted({self.homes[r] for r in ranks}):
-            wanted = {r: None for r in ranks if self.homes[r] == p}
-            spec = gang.Call(uuid.uuid4().hex, self._seat(p), gang.take_blocks, wanted, ((0, handle.slot),))
-            tasks.append(self._submit(gang.take_blocks, p, "fetch", spec, handle.gang.futures[p]))
+        this: Gang = handle.gang
+        asked = {p: [r for r in ranks if self.homes[r] == p] for p in sorted({self.homes[r] for r in ranks})}
+        found = self.client.sync(self._asking.take, this, handle.slot, asked)
+        missing = {p: rs for p, rs in asked.items() if found[p] is None}
+        if missing:
+            self._flight.settle(this)
+            found |= self.client.sync(self._asking.take, this, handle.slot, missing)
         out: dict[int, np.ndarray] = {}
-        for part in self._flight.gather(Gang("", "fetch", tasks)):
-            out.update(part)
+        for p, blocks in found.items():
+            if blocks is None:
+                raise RankLost(f"{self._ranks[p]} lost the blocks that {this.what} left there")
+            out.update(blocks)
         return out
 
     def call(self, fn: Any, handles: Sequence[Any], payloads: Mapping[int, Any]) -> list[Any]:
         self._check_open()
         resolved = self._resolve(handles)
         shipped = {i: h for i, h in enumerate(resolved) if isinstance(h, HostValue)}
-        tasks = []
+        args: dict[int, list[Any]] = {}
         for p in sorted({self.homes[r] for r in payloads}):
             gangs: list[Gang] = []
             mine = {r: payloads[r] for r in payloads if self.homes[r] == p}
             spec = gang.Call(uuid.uuid4().hex, self._seat(p), fn, mine, self._sources(resolved, p, gangs, shipped))
             for g in gangs:
                 self._flight.settle(g)
-            name = getattr(fn, "__name__", "call").strip("_")
-            tasks.append(self._submit(gang.call_on_blocks, p, name, spec, *[g.futures[p] for g in gangs]))
-        return self._flight.gather(Gang("", "call", tasks))
+            args[p] = [spec, *[g.futures[p] for g in gangs]]
+        name = getattr(fn, "__name__", "call").strip("_")
+        return self._flight.gather(Gang("", name, list(self._submit_all(gang.call_on_blocks, name, args).values())))
 
     def create(self, fn: Any, payloads: Mapping[int, Any], count: int) -> list[Any]:
         self._check_open()
         run = uuid.uuid4().hex
-        futures = []
-        for p in range(len(self.addresses)):
-            mine = {r: payloads[r] for r in self._hosted(p)}
-            spec = gang.Call(run, self._seat(p), fn, mine, ())
-            futures.append(self._submit(gang.create_blocks, p, "create", spec))
-        this = Gang(run, "create", futures)
+        args = {
+            p: [gang.Call(run, self._seat(p), fn, {r: payloads[r] for r in self._hosted(p)}, ())]
+            for p in range(len(self.addresses))
+        }
+        this = Gang(run, "create", list(self._submit_all(gang.create_blocks, "create", args).values()))
         self._flight.settle(this)
         return [RemoteBlocks(this, i, self._dead) for i in range(count)]
+
+    def abandon(self) -> None:
+        if not self._closed:
+            self._flight.abandon()
 
     def close(self) -> None:
         if self._closed:
@@ -391,6 +444,6 @@ class DaskRuntime:
             raise ClusterError(f"the Dask client is {self.client.status}: the cluster of this mesh is gone")
 
 
-def _in_order(count: int, spec: gang.Run, *args: Any) -> gang.Bundle | gang.Failure:
+def _in_order(count: int, spec: gang.Run, *args: Any) -> gang.Bundle:
     """The gang task with its predecessor as a last argument, which only orders them."""
     return gang.run_program(spec, *args[:count])

@@ -7,8 +7,9 @@ that hosts all ranks needs none. Rounds that start early (``overlap``) run in a 
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -19,9 +20,10 @@ from ..arrays.errors import MeshtapeError, RankLost
 from ..arrays.reductions import _is_low_precision as is_low_precision
 from .factors import RankView
 from .overlap import Start, Wait, schedule
-from .placement import block_box, identity_of
+from .placement import Layout, block_box, identity_of
 from .pool import POOL, SMALLEST
 from .rank_program import Local, Move, Moves, RankProgram
+from .reshard import Plan, plan_reshard
 from .rounds import MoveRounds, Running, plan_rounds
 from .transports.group import Transport
 
@@ -81,8 +83,15 @@ class Prepared:
                 self._actions.append((step, frees))
                 continue
             if isinstance(step, Moves | Start):
-                ready: Any = self._prepare_moves(2 * rounds, step.moves)
+                by_way = {m: layout for m in step.moves if (layout := self._way(m)) is not None}
+                first = [self._planned(m, by_way.get(m)) for m in step.moves]
+                ready: Any = self._prepare_moves(2 * rounds, step.moves, first)
                 rounds += 1
+                if by_way:
+                    self._actions.append((ready, ()))
+                    ready = self._prepare_moves(2 * rounds, by_way, [self._second(m, by_way[m]) for m in by_way])
+                    rounds += 1
+                    frees = (*frees, *(_between(m) for m in by_way))
                 if isinstance(step, Start):
                     ready = (step.ticket, ready)
             else:
@@ -118,22 +127,46 @@ class Prepared:
             (v,) = s.outputs
             shapes = {r: block_box(p.layouts[v], p.sizes, p.avals[v].shape, r).shape for r in self.hosted}
             dtype = p.avals[v].dtype
-            if any(int(np.prod(x, dtype=np.int64)) * dtype.itemsize >= SMALLEST for x in shapes.values()):
+            if any(math.prod(x) * dtype.itemsize >= SMALLEST for x in set(shapes.values())):
                 room = {r: (shape, dtype) for r, shape in shapes.items()}
         inputs = [v for v in s.inputs if isinstance(v, int)]
         dying = tuple(v for v in inputs if v in frees and inputs.count(v) == 1)
         return PreparedLocal(fn, args, params, s.outputs, fills, s.origin or s.op.name, s.site, room, dying)
 
-    def _prepare_moves(self, number: int, moves: Sequence[Move]) -> PreparedMoves:
+    def _way(self, m: Move) -> Layout | None:
+        """Where this process hosts all ranks: a layout by way of which a reshard takes fewer copies. Blocks that are each made of
+        parts of all others (an all-to-all, a reduce-scatter) are joined to one array, and that is cut."""
+        if not self._all_here or m.collective is not None:
+            return None
+        now, then = self.program.layouts[m.source], self.program.layouts[m.target]
+        plan = self.program.plan(m)
+        blocks = math.prod(self.program.sizes[a] for _, axes in then.shards for a in axes)
+        sources = plan.terms * math.prod(self.program.sizes[a] for _, axes in now.shards for a in axes)
+        if blocks * len(plan.pieces(0)) <= 4 * (blocks + sources):
+            return None
+        return Layout((), tuple(p for p in then.partials if p in now.partials))
+
+    def _planned(self, m: Move, way: Layout | None) -> tuple[int, int, Plan]:
+        if way is None:
+            return m.source, m.target, self.program.plan(m)
+        p = self.program
+        return m.source, _between(m), plan_reshard(p.avals[m.source].shape, p.sizes, p.layouts[m.source], way)
+
+    def _second(self, m: Move, way: Layout) -> tuple[int, int, Plan]:
+        p = self.program
+        return _between(m), m.target, plan_reshard(p.avals[m.source].shape, p.sizes, way, p.layouts[m.target])
+
+    def _prepare_moves(
+        self, number: int, moves: Iterable[Move], plans: Sequence[tuple[int, int, Plan]]
+    ) -> PreparedMoves:
         p = self.program
         process = self.homes[self.hosted[0]]
         out, texts = [], []
-        for m in moves:
+        for m, (source, target, plan) in zip(moves, plans, strict=True):
             aval = p.avals[m.source]
-            plan = p.plan(m)
             rounds = plan_rounds(plan, self.homes, process, aval.dtype, is_low_precision(aval.dtype))
             neutral = identity_of(plan.fill, aval.dtype) if any(b.neutral for b in rounds.blocks) else None
-            out.append(PreparedMove(m.source, m.target, rounds, neutral))
+            out.append(PreparedMove(source, target, rounds, neutral))
             texts.append(f"{p.move_text(m, self.names)} of {m.origin or 'a result'}")
         remote = any(m.rounds.sends or any(h != process for j in m.rounds.joins for h in j.homes) for m in out)
         return PreparedMoves(number, tuple(out), texts[0], remote)
@@ -297,6 +330,11 @@ class Beside:
             self._failed = self._failed or error
             self._transport.shutdown()  # whoever waits here waits no longer
         self._thread.shutdown(wait=True)
+
+
+def _between(m: Move) -> int:
+    """The variable between the two halves of a reshard that goes by way of another layout: no program has one like it."""
+    return -2 - m.target
 
 
 def _room(

@@ -16,7 +16,7 @@ Where what a rank runs on its part is not the op itself (a table of which it has
 
 ``linear`` lists the sets of operands in which the op is jointly linear: when exactly those are ``Partial("sum")`` along a mesh
 axis, so is the result, and nothing needs to be reduced yet. ``made`` says that any block of the results can be made from
-operands that every rank has whole (random numbers): a part of a replicated one is then made, not cut out.
+operands that are whole along it (random numbers, broadcasts): a part of a replicated one is then made, not cut out.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from distributed import Client, Future
 
@@ -15,8 +16,13 @@ from ..arrays.errors import ClusterError, CollectiveTimeout, MeshtapeError, Rank
 from . import gang, settings
 from .lease import Lease
 
+T = TypeVar("T")
+
 IN_FLIGHT = 4
 """Runs that are submitted before the first of them is waited for."""
+
+LOOK = 2.0
+"""Seconds of a wait after which the scheduler is asked whether the workers are still there."""
 
 
 class Gang:
@@ -59,8 +65,10 @@ def failed(f: Future) -> bool:
 class Flight:
     """The runs of one mesh that were submitted and not yet waited for."""
 
-    def __init__(self, client: Client, mesh: bytes, addresses: Sequence[str], lease: Lease) -> None:
-        self.client, self.mesh, self.addresses, self.lease = client, mesh, addresses, lease
+    def __init__(
+        self, client: Client, mesh: bytes, addresses: Sequence[str], lease: Lease, names: Sequence[str]
+    ) -> None:
+        self.client, self.mesh, self.addresses, self.lease, self.names = client, mesh, addresses, lease, names
         self.gangs: deque[Gang] = deque()
         self.epoch = 0
 
@@ -90,7 +98,7 @@ class Flight:
                 f.add_done_callback(lambda _: ended.set())
         while pending:
             if not any(f.done() for f in pending):
-                ended.wait(0.2 if failed_at else 5)
+                ended.wait(0.2 if failed_at else LOOK)
             ended.clear()
             pending = [f for f in pending if not f.done()]
             if failed_at is None and any(map(failed, this.futures)):
@@ -99,7 +107,7 @@ class Flight:
                     self._stop_the_rest()
             if failed_at is not None and time.monotonic() - failed_at > grace:
                 break
-            if failed_at is None and pending and time.monotonic() - looked_at > 2:
+            if failed_at is None and pending and time.monotonic() - looked_at > LOOK:
                 # A task whose worker died before it began is not always told to have failed: the scheduler may keep it for a
                 # worker of that address to come, for ever.
                 looked_at = time.monotonic()
@@ -115,28 +123,64 @@ class Flight:
         if not pending and not any(map(failed, this.futures)):
             return
         self.epoch += 1  # the next run connects anew
-        for g in (this, *self.gangs):
+        self._give_up((this, *self.gangs))
+        raise self._cause(this, gone)
+
+    def _give_up(self, gangs: Sequence[Gang]) -> None:
+        """Wait for these no longer: neither here, nor with what comes next."""
+        for g in gangs:
             g.end()
         self.gangs.clear()
-        self.lease.forget(f for f in this.futures if not f.done())
-        raise self._cause(this, gone)
+        self.lease.forget(f for g in gangs for f in g.futures if not f.done())
+
+    def abandon(self) -> None:
+        """Give up what is on its way: with the part of it that a lost worker had, the rest may never end."""
+        gangs = list(self.gangs)
+        waiting = [f for g in gangs for f in g.futures if not f.done()]
+        if waiting and self.client.status == "running":
+            with contextlib.suppress(OSError, TimeoutError):
+                self.client.cancel(waiting, force=True)
+        self._give_up(gangs)
 
     def present(self) -> list[str]:
         """Addresses of the mesh that the scheduler still knows."""
         alive = self.client.scheduler_info(n_workers=-1)["workers"]
         return [a for a in self.addresses if a in alive]
 
+    def wait_for(self, f: Future) -> None:
+        """Wait until a task has ended, well or not. Raises :class:`RankLost` where one of the workers has left."""
+        ended = threading.Event()
+        f.add_done_callback(lambda _: ended.set())
+        while not ended.wait(LOOK) and not f.done():
+            if gone := self._gone():
+                raise RankLost(f"{self.names[self.addresses.index(gone[0])]} left the cluster")
+
+    async def while_present(self, address: str, call: Coroutine[Any, Any, T]) -> T | None:
+        """What a call of a worker gives; None where the worker leaves the cluster meanwhile, which its connections may be slow to
+        show. On the client's event loop."""
+        answer = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([answer], timeout=LOOK))[0]:
+                if address not in (await self.client.scheduler.identity(n_workers=-1))["workers"]:
+                    return None
+            return answer.result()
+        finally:
+            answer.cancel()
+
     def _gone(self) -> list[str]:
         there = self.present()
         return [a for a in self.addresses if a not in there]
 
     def _cause(self, this: Gang, gone: Sequence[str]) -> MeshtapeError:
-        errors: list[BaseException] = [RankLost(f"the worker {a} left the cluster during {this.what}") for a in gone]
+        if not gone and any(f.status in ("cancelled", "lost") for f in this.futures):
+            gone = self._gone()  # what is lost with one worker cancels the tasks of all
+        names = dict(zip(self.addresses, self.names, strict=True))
+        errors: list[BaseException] = [RankLost(f"{names[a]} left the cluster during {this.what}") for a in gone]
         for f in this.futures:
             if f.status == "error":
                 errors.append(f.exception() or RankLost(f"the task {f.key} failed"))
             elif f.status in ("cancelled", "lost"):
-                errors.append(RankLost(f"the task {f.key} was {f.status}: its worker left the cluster"))
+                errors.append(RankLost(f"the task {f.key} was {f.status}: a worker left the cluster"))
             elif failed(f):
                 errors.append(self._failure(f))
         # A rank that failed by itself explains the others, which only noticed.

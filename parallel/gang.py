@@ -1,16 +1,17 @@
 """What runs on Dask workers: one task a worker for one run of a program.
 
 The tasks of a run form a gang: they need each other. They have a thread of their own and go before all ordinary tasks that are
-queued on their worker, and each depends on the previous one of its worker, so that all workers run gangs in one order. (A worker
-of one thread ends the ordinary task it is at first: Dask counts tasks, whatever their executor.) Dask would happily run a
+queued on their worker, and each depends on the previous one of its mesh on its worker, so that all workers run gangs in one order.
+(A worker of one thread ends the ordinary task it is at first: Dask counts tasks, whatever their executor.) Dask would happily run a
 lost task again somewhere else; a gang task therefore first checks that it is where its blocks are, and fails if not.
 
-A task that fails does not raise: its result is a :class:`Failure`. An error would reach every later task of the worker, those of
-other meshes too, as they depend on this one for their order alone.
+A task that fails ends all that were submitted after it on its mesh, as they depend on it. Gangs of another mesh do not: the client
+submits them when those of the first have ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,14 @@ from typing import Any
 
 import numpy as np
 from distributed import WorkerPlugin, get_worker
+from distributed.protocol import to_serialize
 
 from ..arrays.errors import RankLost
 from .dataplane import Address, DataPlane, interface_of
 from .executor import Prepared
 from .pool import POOL
 from .rank_program import RankProgram
+from .scheduler import hasten
 
 EXECUTOR = "meshtape"
 TOPIC = "meshtape"
@@ -47,7 +50,7 @@ class Bundle:
 
 
 class Failure:
-    """The result of a gang task that failed."""
+    """The result of a task that failed, where those that depend on it are to see why and not to fail with it."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -78,6 +81,31 @@ class MeshtapeWorker(WorkerPlugin):
     name = "meshtape"
     idempotent = True
 
+    def __init__(self) -> None:
+        self._ended: dict[str, asyncio.Event] = {}
+
+    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        """A task of the worker changed its state."""
+        if self._ended and finish in ("memory", "error") and (ended := self._ended.get(key)) is not None:
+            ended.set()
+
+    async def _blocks(self, worker: Any, key: str, slot: int, ranks: Sequence[int], patience: float) -> Any:
+        """Blocks of what a task left here, as soon as it has ended; nothing where that takes more than ``patience`` seconds, or it
+        failed."""
+        if key not in worker.data:
+            ended = self._ended.setdefault(key, asyncio.Event())
+            try:
+                await asyncio.wait_for(ended.wait(), patience)
+            except TimeoutError:
+                return {}
+            finally:
+                self._ended.pop(key, None)
+        bundle = worker.data.get(key)
+        if not isinstance(bundle, Bundle):
+            return {}
+        blocks = bundle.slots[slot]
+        return {"blocks": to_serialize({r: np.asarray(blocks[r], order="C") for r in ranks})}
+
     def setup(self, worker: Any) -> None:
         if EXECUTOR not in worker.executors:
             worker.executors[EXECUTOR] = ThreadPoolExecutor(1, thread_name_prefix="meshtape-gang")
@@ -96,6 +124,10 @@ class MeshtapeWorker(WorkerPlugin):
         async def meshtape_forget(mesh: bytes) -> None:
             close_mesh(mesh, (), worker)
 
+        async def meshtape_blocks(key: str, slot: int, ranks: Sequence[int], patience: float) -> Any:
+            return await self._blocks(worker, key, slot, ranks, patience)
+
+        worker.handlers["meshtape_blocks"] = meshtape_blocks
         worker.handlers["meshtape_left"] = meshtape_left
         worker.handlers["meshtape_forget"] = meshtape_forget
 
@@ -111,9 +143,10 @@ def close_state(address: str) -> None:
         state.plane.close()
 
 
-def open_plane(mesh: bytes, secret: bytes, transport: str, pool: int, dask_worker: Any) -> Address:
+def open_plane(mesh: bytes, secret: bytes, transport: str, pool: int, interval: float, dask_worker: Any) -> Address:
     """Run on each worker (by ``Client.run``): open the data plane where there is none, admit the mesh, say the address."""
     POOL.limit = pool
+    hasten(dask_worker.batched_stream, interval)
     with _LOCK:
         state = _STATES.get(dask_worker.address)
         if state is None:
@@ -235,13 +268,13 @@ def _blocks(source: Source, bundles: Sequence[Bundle | Failure]) -> Mapping[int,
     return source
 
 
-def run_program(spec: Run, *bundles: Bundle | Failure) -> Bundle | Failure:
+def run_program(spec: Run, *bundles: Bundle | Failure) -> Bundle:
     """The gang task."""
     try:
         return _run_program(spec, bundles)
     except BaseException as e:
         get_worker().log_event(TOPIC, {"failed": spec.program_id, "error": f"{type(e).__name__}: {e}"})
-        return Failure(e)
+        raise
 
 
 def _run_program(spec: Run, bundles: Sequence[Bundle | Failure]) -> Bundle:
@@ -319,10 +352,3 @@ def create_blocks(spec: Call) -> Bundle:
     bundle = Bundle(spec.run, {i: {r: blocks[i] for r, blocks in made.items()} for i in range(count)})
     state.bundles[spec.run] = bundle
     return bundle
-
-
-def take_blocks(spec: Call, bundle: Bundle) -> dict[int, np.ndarray]:
-    """Task that hands blocks to the client."""
-    spec.seat.take()
-    blocks = _blocks(spec.sources[0], (bundle,))
-    return {r: np.asarray(blocks[r], order="C") for r in spec.payloads}

@@ -27,8 +27,8 @@ class Lease:
         self._asking = False
         self.order = threading.Lock()
         """Held while a gang is submitted: all workers get gangs in one order."""
-        self.last: dict[str, Future] = {}
-        """The last gang task of each worker: the next one comes after it."""
+        self.last: dict[str, tuple[bytes, Future]] = {}
+        """The last gang task of each worker and the mesh it is of: the next one comes after it."""
         me = weakref.ref(self)
 
         def asked(event: Any) -> None:
@@ -85,7 +85,7 @@ class Lease:
         """What comes next must not wait for these tasks: they were given up."""
         given_up = set(futures)
         with self.order:
-            for address, f in list(self.last.items()):
+            for address, (_, f) in list(self.last.items()):
                 if f in given_up or f.status in ("error", "cancelled", "lost"):
                     del self.last[address]
 

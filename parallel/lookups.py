@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import index_keys as keys
 from ..arrays import indexing as ix
 from ..arrays._op import Op
 from ..arrays.errors import ArrayIndexError
@@ -26,8 +27,8 @@ Part = tuple[int, int, int]
 
 
 def _answers(
-    template: ix.Template, arrays: Sequence[Any], parts: Sequence[Part | None]
-) -> tuple[ix.Template, list[Any], Any]:
+    template: keys.Template, arrays: Sequence[Any], parts: Sequence[Part | None]
+) -> tuple[keys.Template, list[Any], Any]:
     """Template and indices within the rank's part (0 where they are elsewhere), and which places are the rank's: an array that
     broadcasts as the index arrays do, or a bool where there are none."""
     own: list[Any] = list(arrays)
@@ -36,8 +37,8 @@ def _answers(
     dim = 0
     for p in template:
         part = parts[dim] if dim < len(parts) else None
-        consumes = not (p is None or isinstance(p, ix.Truth | ix.Gap))
-        if part is not None and isinstance(p, ix.Slot):
+        consumes = not (p is None or isinstance(p, keys.Truth | keys.Gap))
+        if part is not None and isinstance(p, keys.Slot):
             start, length, n = part
             a = np.asarray(arrays[p.n])
             if a.size and (int(a.min()) < -n or int(a.max()) >= n):
@@ -57,17 +58,17 @@ def _answers(
     return tuple(out), own, here
 
 
-def _front(template: ix.Template) -> int:
+def _front(template: keys.Template) -> int:
     """Number of dimensions of the indexed part that stand before those of the index arrays."""
-    joined = [i for i, p in enumerate(template) if isinstance(p, ix.Slot | ix.Truth | int)]
+    joined = [i for i, p in enumerate(template) if isinstance(p, keys.Slot | keys.Truth | int)]
     if joined != list(range(joined[0], joined[-1] + 1)):
         return 0
-    return sum(p is None or isinstance(p, ix.Span) for p in template[: joined[0]])
+    return sum(p is None or isinstance(p, keys.Span) for p in template[: joined[0]])
 
 
-def _spread(here: Any, template: ix.Template, arrays: Sequence[Any], ndim: int) -> Any:
+def _spread(here: Any, template: keys.Template, arrays: Sequence[Any], ndim: int) -> Any:
     """Which elements of the indexed part are the rank's, to broadcast with it."""
-    if ix.is_basic(template):
+    if keys.is_basic(template):
         return here
     count = len(np.broadcast_shapes(*(np.shape(a) for a in arrays)))
     at = _front(template)
@@ -75,9 +76,9 @@ def _spread(here: Any, template: ix.Template, arrays: Sequence[Any], ndim: int) 
     return np.reshape(here, (1,) * at + np.shape(here) + (1,) * (ndim - at - count)) if np.ndim(here) else here
 
 
-def _read(xp: Any, x: Any, *arrays: Any, template: ix.Template, parts: Sequence[Part | None]) -> Any:
+def _read(xp: Any, x: Any, *arrays: Any, template: keys.Template, parts: Sequence[Part | None]) -> Any:
     inner, own, here = _answers(template, arrays, parts)
-    shape = ix.result_shape(
+    shape = keys.result_shape(
         template, tuple(p[2] if p else n for p, n in zip(parts, x.shape, strict=True)), [np.shape(a) for a in arrays]
     )
     if here is False or (x.size == 0 and math.prod(shape)):
@@ -89,7 +90,7 @@ def _read(xp: Any, x: Any, *arrays: Any, template: ix.Template, parts: Sequence[
 
 
 def _add_to_zeros(
-    xp: Any, g: Any, *arrays: Any, template: ix.Template, parts: Sequence[Part | None], shape: tuple[int, ...]
+    xp: Any, g: Any, *arrays: Any, template: keys.Template, parts: Sequence[Part | None], shape: tuple[int, ...]
 ) -> Any:
     inner, own, here = _answers(template, arrays, parts)
     if here is False or not math.prod(shape):
@@ -99,7 +100,9 @@ def _add_to_zeros(
     return ix.SCATTER.numpy(g, *own, template=inner, shape=shape)
 
 
-def _write(xp: Any, x: Any, v: Any, *arrays: Any, template: ix.Template, parts: Sequence[Part | None], op: str) -> Any:
+def _write(
+    xp: Any, x: Any, v: Any, *arrays: Any, template: keys.Template, parts: Sequence[Part | None], op: str
+) -> Any:
     inner, own, here = _answers(template, arrays, parts)
     if here is False or not x.size:
         return x
@@ -111,7 +114,7 @@ def _write(xp: Any, x: Any, v: Any, *arrays: Any, template: ix.Template, parts: 
     here = np.broadcast_to(here, common)
     at = _front(template)
     if isinstance(v, np.ndarray):
-        full = ix.result_shape(inner, x.shape, [common])
+        full = keys.result_shape(inner, x.shape, [common])
         lead = len(full) - v.ndim
         v = np.reshape(v, (1,) * max(lead, 0) + v.shape[max(-lead, 0) :])
         v = np.broadcast_to(v, (*v.shape[:at], *common, *v.shape[at + len(common) :]))
@@ -138,33 +141,35 @@ WRITE_PART = part_op("write_part", ("x", "v", "*arrays"), _write)
 
 
 def _parts(
-    template: ix.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+    template: keys.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
 ) -> tuple[Part | None, ...]:
     """The rank's part of each dimension that is looked up and split."""
     out: list[Part | None] = []
     for p in template:
-        if p is None or isinstance(p, ix.Truth | ix.Gap):
+        if p is None or isinstance(p, keys.Truth | keys.Gap):
             continue
         d = len(out)
-        looked_up = isinstance(p, ix.Slot) or type(p) is int
+        looked_up = isinstance(p, keys.Slot) or type(p) is int
         out.append((offset[d], shape[d], whole[d]) if looked_up and shape[d] != whole[d] else None)
     return tuple(out)
 
 
-def _within(template: ix.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> ix.Template:
+def _within(
+    template: keys.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+) -> keys.Template:
     """The template with slices as they are within a block of the indexed array."""
     out: list[Any] = []
     d = 0
     for p in template:
-        if isinstance(p, ix.Span) and (offset[d], shape[d]) != (0, whole[d]):
+        if isinstance(p, keys.Span) and (offset[d], shape[d]) != (0, whole[d]):
             first, _, step = slice(*p).indices(whole[d])
             m = len(range(*slice(*p).indices(whole[d])))
             lo, count = Window("unslice", (first, step, m)).region(offset[d], shape[d])
             start = first + lo * step - offset[d]
             stop = start + count * step
-            p = ix.Span(start, stop if stop >= 0 else None, step) if count else ix.Span(0, 0, None)
+            p = keys.Span(start, stop if stop >= 0 else None, step) if count else keys.Span(0, 0, None)
         out.append(p)
-        d += not (p is None or isinstance(p, ix.Truth | ix.Gap))
+        d += not (p is None or isinstance(p, keys.Truth | keys.Gap))
     return tuple(out)
 
 
@@ -176,13 +181,13 @@ def local_read(whole: tuple[int, ...], params: Mapping[str, Any], view: RankView
     inner: list[Any] = []
     d = 0
     for p in template:
-        if isinstance(p, ix.Span) and box.shape[d] != whole[d]:
+        if isinstance(p, keys.Span) and box.shape[d] != whole[d]:
             # The rank fetched just the elements of the slice that its block of the result needs.
             step = slice(*p).indices(whole[d])[2]
-            full = p in (ix.Span(None, None, None), ix.Span(0, whole[d], 1), ix.Span(None, None, 1))
-            p = ix.Span(None, None, None if full else step)
+            full = p in (keys.Span(None, None, None), keys.Span(0, whole[d], 1), keys.Span(None, None, 1))
+            p = keys.Span(None, None, None if full else step)
         inner.append(p)
-        d += not (p is None or isinstance(p, ix.Truth | ix.Gap))
+        d += not (p is None or isinstance(p, keys.Truth | keys.Gap))
     return {"template": tuple(inner), "parts": _parts(template, whole, box.offset, box.shape)}
 
 

@@ -15,10 +15,11 @@ from ..arrays._op import Op, not_recording
 from ..arrays.errors import MeshError
 from ..arrays.program import Program, ShapeDtype
 from . import rules  # noqa: F401  # every op's factor mapping is registered by the import
+from .explicit import is_explicit, refuse_moves, refuse_moves_within
 from .ops import RESHARD
 from .partition import partition
 from .placement import REPLICATED, Layout, Sharding
-from .propagate import propagate
+from .propagate import Placed, propagate
 from .rank_code import ShardMapOp
 from .runtime import HostValue, LocalRuntime, Runtime
 from .sharded import Pending, ShardedBuffer, handles_of, sharded_array
@@ -125,11 +126,20 @@ class Mesh:
         """Axis names and lengths, in order."""
         return dict(zip(self.names, self.sizes, strict=True))
 
-    def close(self) -> None:
-        """Give back what the mesh holds on its workers. Arrays on it cannot be used afterwards."""
-        for part in self._parts.values():
-            part.close()
-        self.runtime.close()
+    def close(self, *, wait: bool = True) -> None:
+        """Give back what the mesh holds on its workers. Arrays on it cannot be used afterwards.
+
+        ``wait=False`` gives up what is still on its way, for a mesh that has lost a worker.
+        """
+        meshes = self._all_parts()
+        if not wait:  # of all parts at first, as they wait for each other
+            for m in meshes:
+                m.runtime.abandon()
+        for m in meshes:
+            m.runtime.close()
+
+    def _all_parts(self) -> list[Mesh]:
+        return [m for part in self._parts.values() for m in part._all_parts()] + [self]
 
     def __enter__(self) -> Mesh:
         return self
@@ -158,6 +168,7 @@ class Mesh:
             return params["code"].out_layouts
         placed = propagate(op, avals, out_avals, params, layouts, self.sizes)
         if not placed.lost or op.decompose is None:
+            self.check_moves(op, avals, layouts, placed)
             return placed.results
         # The op will be decomposed: what becomes of its results is found by partitioning just that.
         inputs = tuple(i for i, a in enumerate(avals) if isinstance(a, ShapeDtype))
@@ -168,7 +179,14 @@ class Mesh:
             avals=dict(enumerate([*(avals[k] for k in inputs), *out_avals])),
         )
         done = partition(program, {i: layouts[k] for i, k in enumerate(inputs)}, self.sizes, settle=False)
+        if is_explicit():
+            refuse_moves_within(op.name, done, self.names)
         return tuple(done.layouts[v] for v in done.outputs)
+
+    def check_moves(self, op: Op, avals: Sequence[Any], layouts: Sequence[Layout | None], placed: Placed) -> None:
+        """Raise :class:`ShardingConflict` where a call moves blocks and :func:`explicit_sharding` is in force."""
+        if is_explicit():
+            refuse_moves(op.name, avals, layouts, placed, self.sizes, self.names)
 
     def place(
         self, op: Op, avals: Sequence[Any], shardings: Sequence[Any], params: Mapping[str, Any]

@@ -1,9 +1,10 @@
 """Arrays larger than memory: Zarr on disk, computed block by block.
 
 The idea is that of more ranks than there is memory for. Each rank's block is divided further, along the dimension that is split
-first; the program is partitioned for all these *virtual ranks*; and where it needs no collective, a rank runs them one after the
-other, reading its blocks from the store and writing its results there. What is left pending (a sum, a maximum over all) is joined as
-it comes about. Before anything is read, the memory of a block's program is worked out from its liveness and held against the limit.
+first; the program is partitioned for all these *virtual ranks*; and a rank runs them one after the other, reading its blocks from
+the store and writing its results there. What is left pending (a sum, a maximum over all) is joined as it comes about; where later work
+needs it, the blocks are read once more (:mod:`.passes`). Before anything is read, the memory of a block's program is worked out from
+its liveness and held against the limit.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._dispatch import wrap
 from ..arrays._op import not_recording, recording
+from ..arrays.blocks import Box
 from ..arrays.creation import asarray
 from ..arrays.devices import CPU
 from ..arrays.display import human_bytes
 from ..arrays.errors import MeshError, ShardingConflict
 from ..arrays.program import Program, ShapeDtype, simplify
+from ..arrays.reductions import _is_low_precision as is_low_precision
 from ..autodiff.compile import Tracer, _Trace
 from .executor import Prepared
 from .mesh import Mesh
 from .partition import partition
+from .passes import Pass, passes_of
 from .placement import REDUCERS, REPLICATED, Layout, Placement, Sharding, block_box, make_layout
 from .rank_program import Local, RankProgram
 
@@ -121,8 +125,9 @@ def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to
     Parameters
     ----------
     fn
-        An ordinary function of whole arrays, which needs no collective but the reduction of its results: elementwise work, products
-        and normalisation along what is not split, sums and extrema over it.
+        An ordinary function of whole arrays: elementwise work, products and normalisation along what is not split, sums and
+        extrema over it. Where it goes on with what is reduced over all blocks (``x - mean(x)``, a softmax over the split
+        dimension), the arrays are read once more for each such step.
     *args
         :class:`Stored` arrays of one mesh, arrays and numbers. Arrays that are not stored go to every rank whole.
     memory
@@ -139,7 +144,8 @@ def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to
     Raises
     ------
     ShardingConflict
-        Where the function needs collectives, or a result that is split has no place to go; the message shows the step.
+        Where elements would have to move between blocks (a sort along the split dimension), or a result that is split has no
+        place to go; the message shows the step, and what to do.
     MemoryError
         Where not even one row of a block fits the limit. Nothing was read or written then.
     """
@@ -154,37 +160,56 @@ def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to
     leaves = [x if isinstance(x, Stored) or not isinstance(x, Array | np.ndarray) else asarray(x) for x in leaves]
     given = [x for x in leaves if isinstance(x, Stored | Array)]
     program, result_def, statics = _traced(fn, leaves, treedef)
-    divided, parts = _divide(program, given, mesh, limit)
+    passes, parts = _divide(program, given, mesh, limit)
     paths = _paths(to, result_def, statics)
-    shapes = [(divided.avals[v], divided.layouts[v]) for v in divided.outputs]
-    for i, ((_, layout), path) in enumerate(zip(shapes, paths, strict=True)):
-        if layout.shards and path is None:
+    last = passes[-1].program
+    shapes = [(last.avals[v], last.layouts[v]) for v in last.outputs]
+    written = [_over_blocks(layout, last.sizes) for _, layout in shapes]
+    for i, (path, (_, layout)) in enumerate(zip(paths, shapes, strict=True)):
+        if written[i] and path is None:
             raise ShardingConflict(f"[stream] result {i} is split over the blocks: say where it goes, with to=…")
-    if parts:
-        _create(shapes, paths, divided.sizes)
-    inputs = tuple(x.path if isinstance(x, Stored) else np.asarray(x) for x in given)
-    constants = tuple(np.asarray(wrap(c)) for c in program.constants.values())
-    payloads = {
-        r: _Job(divided, tuple(range(r * parts, (r + 1) * parts)), (*inputs, *constants), tuple(paths))
-        for r in _needed(divided, mesh)
+        if written[i] and layout.partials:
+            raise ShardingConflict(
+                f"[stream] result {i} is split over the blocks, and a sum over the ranks that hold other parts of a row: split "
+                "one dimension alone"
+            )
+    _create([s if w else None for s, w in zip(shapes, written, strict=True)], paths, last.sizes)
+    sources: dict[int, Any] = {
+        v: x.path if isinstance(x, Stored) else np.asarray(x) for v, x in zip(program.inputs, given, strict=True)
     }
-    found: dict[int, list[Any]] = {}
-    for part in mesh.run_on_blocks(_run_blocks, [], payloads):
-        found.update(part)
+    sources.update({v: np.asarray(wrap(c)) for v, c in program.constants.items()})
+    values: list[Any] = []
+    for p, targets in passes:
+        outputs = [path if w else None for path, w in zip(paths, written, strict=True)] if targets is None else None
+        values = _run_pass(p, mesh, parts, sources, outputs or [None] * len(p.outputs))
+        sources.update(zip(targets or (), values, strict=True) if targets is not None else ())
     out: list[Any] = []
-    for i, ((aval, layout), path) in enumerate(zip(shapes, paths, strict=True)):
-        if path is not None and layout.shards:
+    for value, (aval, layout), path, w in zip(values, shapes, paths, written, strict=True):
+        if w:
             kept = make_layout({d: [a for a in axes if a < len(mesh.sizes)] for d, axes in layout.shards}, {})
-            out.append(Stored(path, aval.shape, aval.dtype, Sharding.of(mesh, kept)))
-            continue
-        value = _joined({r: found[r][i] for r in sorted(found)}, layout, aval, mesh)
-        if path is not None:
-            _open(path, "r+")[...] = value
+            out.append(Stored(str(path), aval.shape, aval.dtype, Sharding.of(mesh, kept)))
+        elif path is not None:
+            _write(path, value)
             out.append(Stored(path, aval.shape, aval.dtype, Sharding.of(mesh, REPLICATED)))
         else:
             out.append(asarray(value))
-    values = iter(out)
-    return trees.unflatten(result_def, [next(values) if s is _ARRAY else s for s in statics])
+    rest = iter(out)
+    return trees.unflatten(result_def, [next(rest) if s is _ARRAY else s for s in statics])
+
+
+def _run_pass(
+    p: RankProgram, mesh: Mesh, parts: int, sources: Mapping[int, Any], outputs: Sequence[str | None]
+) -> list[np.ndarray | None]:
+    """One pass over the blocks: its outputs, joined; None for those that go to ``outputs``."""
+    inputs = tuple(sources[v] for v in p.inputs)
+    payloads = {r: _Job(p, tuple(range(r * parts, (r + 1) * parts)), inputs, tuple(outputs)) for r in _needed(p, mesh)}
+    found: dict[int, list[Any]] = {}
+    for part in mesh.run_on_blocks(_run_blocks, [], payloads):
+        found.update(part)
+    return [
+        None if path is not None else _joined({r: found[r][i] for r in sorted(found)}, p, v, mesh, parts)
+        for i, (v, path) in enumerate(zip(p.outputs, outputs, strict=True))
+    ]
 
 
 _ARRAY = object()
@@ -216,19 +241,19 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
     return simplify(trace.builder.build(outputs)), result_def, statics
 
 
-def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> tuple[RankProgram, int]:
-    """The program for as many virtual ranks as it takes to stay within the limit, and how many a rank has."""
+def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> tuple[list[Pass], int]:
+    """The program for as many virtual ranks as it takes to stay within the limit, in passes; and how many a rank has."""
     longest = max((_first(x)[1] for x in given if isinstance(x, Stored)), default=1)
-    parts = 1
+    parts = 2  # so that what is split over blocks is known as such
     while True:
         sizes = (*mesh.sizes, parts)
         layouts = {
             v: _divided(x, len(mesh.sizes)) if isinstance(x, Stored) else REPLICATED
             for v, x in zip(program.inputs, given, strict=True)
         }
-        found = partition(program, layouts, sizes, settle=False, name="stream")
-        _refuse_moves(found, mesh)
-        need = _peak(found)
+        whole = partition(program, layouts, sizes, settle=False, name="stream")
+        found = passes_of(whole, (*mesh.names, "block"))
+        need = max(_peak(p) for p, _ in found)
         if need <= limit:
             return found, parts
         if parts >= min(longest, MOST_PARTS):
@@ -237,6 +262,11 @@ def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> t
                 "or split another dimension"
             )
         parts = min(parts * 2, longest, MOST_PARTS)
+
+
+def _over_blocks(layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether each block gives elements of its own: what goes to a store as it comes about."""
+    return any(len(sizes) - 1 in axes for _, axes in layout.shards)
 
 
 def _first(x: Stored) -> tuple[int, int]:
@@ -254,17 +284,6 @@ def _divided(x: Stored, extra: int) -> Layout:
     shards = {d: list(axes) for d, axes in x.sharding.layout.shards}
     shards.setdefault(_first(x)[0], []).append(extra)
     return make_layout(shards, {})
-
-
-def _refuse_moves(p: RankProgram, mesh: Mesh) -> None:
-    names = (*mesh.names, "block")
-    for s in p.steps:
-        for m in () if isinstance(s, Local) else s.moves:
-            if p.plan(m).bytes_received(1):
-                raise ShardingConflict(
-                    f"[stream] the function needs {p.move_text(m, names)} ({m.why or m.origin or 'a result'}): block by block "
-                    "nothing can move between blocks; split another dimension, or load the array"
-                )
 
 
 def _peak(p: RankProgram) -> int:
@@ -296,16 +315,30 @@ def _paths(to: Any, result_def: Any, statics: Sequence[Any]) -> list[str | None]
     return [None if p is None else str(p) for p, s in zip(flat, statics, strict=True) if s is _ARRAY]
 
 
-def _create(shapes: Sequence[tuple[ShapeDtype, Layout]], paths: Sequence[str | None], sizes: tuple[int, ...]) -> None:
+def _create(
+    shapes: Sequence[tuple[ShapeDtype, Layout] | None], paths: Sequence[str | None], sizes: tuple[int, ...]
+) -> None:
     import zarr
 
     from ..storage import zarr_dtypes  # noqa: F401
 
-    for (aval, layout), path in zip(shapes, paths, strict=True):
-        if path is not None:
+    for found, path in zip(shapes, paths, strict=True):
+        if path is not None and found is not None:
             # One chunk a block: no two writers meet in one.
+            aval, layout = found
             chunks = tuple(max(n, 1) for n in block_box(layout, sizes, aval.shape, 0).shape)
             zarr.create_array(path, shape=aval.shape, chunks=chunks, dtype=aval.dtype)
+
+
+def _write(path: str, value: np.ndarray) -> None:
+    """A result that is here, whole."""
+    import zarr
+
+    from ..storage import zarr_dtypes  # noqa: F401
+
+    zarr.create_array(path, shape=value.shape, chunks=tuple(max(n, 1) for n in value.shape), dtype=value.dtype)[...] = (
+        value
+    )
 
 
 def _needed(p: RankProgram, mesh: Mesh) -> list[int]:
@@ -314,15 +347,21 @@ def _needed(p: RankProgram, mesh: Mesh) -> list[int]:
     return [r for r in range(mesh.size) if all(c == 0 or a in used for a, c in enumerate(mesh.coordinates(r)))]
 
 
-def _joined(parts: Mapping[int, np.ndarray], layout: Layout, aval: ShapeDtype, mesh: Mesh) -> np.ndarray:
-    ops = dict(layout.partials)
-    # Along the axes that it is not pending over, ranks hold the same.
-    terms = [x for r, x in parts.items() if all(c == 0 or a in ops for a, c in enumerate(mesh.coordinates(r)))]
+def _joined(parts: Mapping[int, np.ndarray], p: RankProgram, v: int, mesh: Mesh, count: int) -> np.ndarray:
+    """What ranks found of a variable: their blocks put together, and contributions to one block reduced."""
+    layout, aval = p.layouts[v], p.avals[v]
+    bound = {a for a, _ in layout.partials} | {a for _, axes in layout.shards for a in axes}
     op = next((op for a, op in layout.partials if a < len(mesh.sizes)), None)
-    out = terms[0]
-    for x in terms[1:]:
-        out = REDUCERS[op](out, x)  # type: ignore[index]
-    return np.asarray(out, aval.dtype)
+    blocks: dict[Box, np.ndarray] = {}
+    for r, x in parts.items():
+        # Along the axes that it is neither split nor pending over, ranks hold the same.
+        if all(c == 0 or a in bound for a, c in enumerate(mesh.coordinates(r))):
+            box = block_box(layout, p.sizes, aval.shape, r * count)
+            blocks[box] = x if box not in blocks or op is None else REDUCERS[op](blocks[box], x)
+    out = np.empty(aval.shape, aval.dtype)
+    for box, x in blocks.items():
+        out[box.slices] = x
+    return out
 
 
 # ----- on the workers -----------------------------------------------------------------------------------------------------
@@ -352,12 +391,16 @@ def _run_rank(job: _Job) -> list[Any]:
         prepared = Prepared(p, (virtual,), homes, ())
         for i, (v, found) in enumerate(zip(p.outputs, prepared.run(inputs), strict=True)):
             layout, block = p.layouts[v], found[virtual]
-            if layout.shards:
+            if job.outputs[i] is not None:
                 box = block_box(layout, p.sizes, p.avals[v].shape, virtual)
                 if block.size:
                     targets[i][box.slices] = block
-            elif kept[i] is None:
+                continue
+            op = dict(layout.partials).get(last)
+            if op is not None and is_low_precision(block.dtype):
+                block = block.astype(np.float32)  # many blocks are added: they are rounded once, at the end
+            if kept[i] is None:
                 kept[i] = block
-            elif (op := dict(layout.partials).get(last)) is not None:
+            elif op is not None:
                 kept[i] = np.asarray(REDUCERS[op](kept[i], block))
     return kept

@@ -77,7 +77,7 @@ def partition(
         name,
         inner=frozenset(w.inners),
     )
-    return _with_frees(result)
+    return with_frees(result)
 
 
 def _reduced_anyway(program: Program) -> set[int]:
@@ -139,7 +139,9 @@ def _place_entry(w: Writer, e: Entry, renamed: dict[int, int]) -> None:
         place_part(w, e, placed)
         return
     inputs = tuple(
-        w.moved_to(v, layout, e.origin, reason(e, placed, i, w.layouts[v])) if isinstance(v, int) else v
+        w.moved_to(v, layout, e.origin, reason(e.origin or e.op.name, placed, i, w.layouts[v], w.sizes))
+        if isinstance(v, int)
+        else v
         for i, (v, layout) in enumerate(zip(e.inputs, placed.operands, strict=True))
     )
     # Decompositions repeat what the program has: the statistics of a norm, forward and backward.
@@ -202,7 +204,7 @@ def decomposition(op: Op, avals: tuple[Any, ...], params: Mapping[str, Any], ori
     return simplify(trace.builder.build([o._buf.var for o in outs]))
 
 
-def _with_frees(p: RankProgram) -> RankProgram:
+def with_frees(p: RankProgram) -> RankProgram:
     """The variables that may be dropped after each step, and no step that nobody needs: draws that were made in parts instead."""
     needed = set(p.outputs)
     frees: list[tuple[int, ...]] = []

@@ -44,7 +44,8 @@ def place_part(w: Writer, e: Entry, placed: Placed) -> None:
             boxes = [_seen(box, dims, layout, rule, results[r], steps[r]) for r, box in enumerate(boxes)]
             inputs.append(w.fetched(v, layout, tuple(boxes), e.origin))
         else:
-            inputs.append(w.moved_to(v, layout, e.origin, reason(e, placed, len(inputs), w.layouts[v])))
+            why = reason(e.origin or e.op.name, placed, len(inputs), w.layouts[v], w.sizes)
+            inputs.append(w.moved_to(v, layout, e.origin, why))
         for view, box in zip(views, boxes, strict=True):
             view.append(box)
     by_rank = {r: rule.part.localize(e.params, RankView(tuple(views[r]), results[r])) for r in ranks}

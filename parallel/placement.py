@@ -153,6 +153,12 @@ def block_box(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], rank
     return Box(tuple(offset), tuple(lengths))
 
 
+def dims_text(shape: Sequence[int], layout: Layout, names: Sequence[str]) -> str:
+    """Lengths, each with the axes that split it: ``8@data,4``."""
+    axes = [layout.axes_of(d) for d in range(len(shape))]
+    return ",".join(f"{n}@{'+'.join(names[a] for a in s)}" if s else str(n) for n, s in zip(shape, axes, strict=True))
+
+
 class Sharding:
     """A mesh, and what an array does along each of its axes.
 
@@ -249,12 +255,9 @@ class Sharding:
 
     def text(self, shape: Sequence[int], dtype: np.dtype) -> str:
         """Shape with shardings, as in ``float32[8@data,4]{Partial('sum'):model}``."""
-        dims = []
-        for i, n in enumerate(shape):
-            axes = self.layout.axes_of(i)
-            dims.append(f"{n}@{'+'.join(self.mesh.names[a] for a in axes)}" if axes else str(n))
+        dims = dims_text(shape, self.layout, self.mesh.names)
         partial = ",".join(f"Partial({op!r}):{self.mesh.names[a]}" for a, op in self.layout.partials)
-        return f"{dtype.name}[{','.join(dims)}]" + (f"{{{partial}}}" if partial else "")
+        return f"{dtype.name}[{dims}]" + (f"{{{partial}}}" if partial else "")
 
 
 def identity_of(op: str, dtype: np.dtype) -> object:

@@ -148,12 +148,11 @@ def _propagate(
     return Placed(operands, results, rule, int(lost), frozenset(split))
 
 
-def reason(e: Entry, placed: Placed, i: int, now: Layout) -> str | None:
-    """Why operand ``i`` of a call, which is as ``now``, has to become as ``placed`` says; None where it stays."""
+def reason(name: str, placed: Placed, i: int, now: Layout, sizes: Sequence[int]) -> str | None:
+    """Why operand ``i`` of a call of ``name``, which is as ``now``, has to become as ``placed`` says; None where it stays."""
     then = placed.operands[i]
     if then is None or then == now:
         return None
-    name = e.origin or e.op.name
     gone = [a for a, _ in now.partials if a not in dict(then.partials)]
     if gone:
         linear = any(i in g for g in placed.rule.linear)
@@ -163,6 +162,10 @@ def reason(e: Entry, placed: Placed, i: int, now: Layout) -> str | None:
             dim = placed.rule.operands[i][d] if d < len(placed.rule.operands[i]) else None
             if dim is None or placed.rule.factors[dim.factor].whole:
                 return f"as {name} needs dimension {d} whole"
+            if not _even(placed.rule, dim.factor, axes, sizes):
+                n, ranks = placed.rule.factors[dim.factor].size, math.prod(sizes[a] for a in axes)
+                together = f" of {dim.inner}" if dim.inner > 1 else ""
+                return f"as {name} keeps dimension {d} in {n} blocks{together}, which {ranks} ranks do not divide"
             return f"as {name} then moves the fewest bytes"
     return f"beside what else {name} has"
 

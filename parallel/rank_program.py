@@ -12,7 +12,7 @@ from ..arrays.blocks import Box
 from ..arrays.program import Const, Entry, ShapeDtype
 from .collective_plans import Collective, plan_collective
 from .factors import FactorRule, RankView
-from .placement import Layout, block_box
+from .placement import Layout, block_box, dims_text
 from .reshard import Plan, plan_reshard, reshard_text
 from .windows import Fetch
 
@@ -111,13 +111,10 @@ class RankProgram:
 
         def typed(v: int) -> str:
             aval, layout = self.avals[v], self.layouts[v]
-            dims = [
-                f"{n}@{'+'.join(names[a] for a in layout.axes_of(i))}" if layout.axes_of(i) else str(n)
-                for i, n in enumerate(aval.shape)
-            ]
+            dims = dims_text(aval.shape, layout, names)
             partial = ",".join(f"{op}:{names[a]}" for a, op in layout.partials)
             mark = " a rank" if v in self.inner else ""
-            return f"{aval.dtype.name}[{','.join(dims)}]" + (f"{{{partial}}}" if partial else "") + mark
+            return f"{aval.dtype.name}[{dims}]" + (f"{{{partial}}}" if partial else "") + mark
 
         from .overlap import Start, Wait, schedule  # which reads programs
 

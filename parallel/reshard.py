@@ -17,6 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ..arrays.blocks import Box
 from ..arrays.errors import ReshardError
 from .placement import Layout, block_box, strides_of
@@ -92,9 +94,10 @@ class Plan(ABC):
     @abstractmethod
     def group(self, rank: int) -> Hashable: ...
 
+    @property
     @abstractmethod
-    def elements_received(self, rank: int) -> int:
-        """Elements that other ranks send to a rank."""
+    def elements_moved(self) -> int:
+        """Elements that cross between ranks."""
 
     def rank_plan(self, rank: int) -> RankPlan | None:
         """How a rank's new block is made; None for a rank that has no part in it."""
@@ -107,13 +110,9 @@ class Plan(ABC):
         """The plan of every rank: a list that may be as long as the square of their number."""
         return tuple(map(self.rank_plan, range(self.size)))
 
-    @functools.cached_property
-    def _received(self) -> int:
-        return sum(self.elements_received(r) for r in range(self.size) if self.takes_part(r))
-
     def bytes_received(self, itemsize: int) -> int:
         """Bytes that cross between ranks."""
-        return itemsize * self._received
+        return itemsize * self.elements_moved
 
 
 class Overlap(NamedTuple):
@@ -134,7 +133,9 @@ def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want:
     if not want.size:
         return []
     strides = strides_of(sizes)
-    found: list[list[tuple[int, int, int, int]]] = []  # for each dimension: (rank, start in block, start in want, length)
+    found: list[
+        list[tuple[int, int, int, int]]
+    ] = []  # for each dimension: (rank, start in block, start in want, length)
     for dim, (lo, n) in enumerate(zip(want.offset, want.shape, strict=True)):
         axes = layout.axes_of(dim)
         if not axes:
@@ -249,11 +250,39 @@ class Reshard(Plan):
             term = term * self._sizes[a] + source // strides[a] % self._sizes[a]
         return Piece(source, part.within(have), part.within(want), term)
 
-    def elements_received(self, rank: int) -> int:
-        if self.neutral(rank):
-            return 0
-        own = self.piece(rank, rank)
-        return self.terms * self.box(rank).size - (0 if own is None else own.source.size)
+    @functools.cached_property
+    def elements_moved(self) -> int:
+        # What a rank needs of all contributions, less what it has of its own: for all ranks at once.
+        need, own = np.ones(self.size, np.int64), np.ones(self.size, np.int64)
+        want = self._ends(self._target, self._boxes)
+        for (lo, hi), (start, stop) in zip(want, self._ends(self._source, None), strict=True):
+            need *= hi - lo
+            own *= np.maximum(np.minimum(hi, stop) - np.maximum(lo, start), 0)
+        taking = np.ones(self.size, bool)
+        for a in self._carried:
+            taking &= self._coordinates(a) == 0
+        return int(np.sum((self.terms * need - own)[taking]))
+
+    def _coordinates(self, axis: int) -> np.ndarray:
+        """Of all ranks along one axis."""
+        return np.arange(self.size) // strides_of(self._sizes)[axis] % self._sizes[axis]
+
+    def _ends(self, layout: Layout, boxes: Sequence[Box] | None) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Where the blocks of all ranks start and stop, by dimension."""
+        if boxes is not None:
+            return [
+                (np.array([b.offset[d] for b in boxes]), np.array([b.stop[d] for b in boxes]))
+                for d in range(len(self._shape))
+            ]
+        out = []
+        for dim, n in enumerate(self._shape):
+            index, parts = np.zeros(self.size, np.int64), 1
+            for a in layout.axes_of(dim):
+                index = index * self._sizes[a] + self._coordinates(a)
+                parts *= self._sizes[a]
+            step = -(-n // parts)
+            out.append((np.minimum(index * step, n), np.minimum((index + 1) * step, n)))
+        return out
 
 
 @functools.lru_cache(maxsize=4096)

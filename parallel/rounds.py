@@ -131,9 +131,7 @@ def _processes(plan: Plan, homes: tuple[int, ...]) -> dict[int, _Process]:
     return {h: _Process(plan, found) for h, found in ranks.items()}
 
 
-def plan_rounds(
-    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool
-) -> MoveRounds:
+def plan_rounds(plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool) -> MoveRounds:
     """What ``process`` does in a reshard; ``homes`` gives the process of every rank."""
     return _plan_rounds(plan, homes, process, dtype, low_precision, LIMITS)
 
@@ -142,7 +140,10 @@ def plan_rounds(
 def _plan_rounds(
     plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, limits: Limits
 ) -> MoveRounds:
-    processes = _processes(plan, homes)
+    if plan.elements_moved:
+        processes = _processes(plan, homes)
+    else:  # nobody else has a part in it
+        processes = {process: _Process(plan, [r for r, h in enumerate(homes) if h == process])}
     me = processes[process]
     blocks: list[Block] = []
     joins: list[Joining] = []

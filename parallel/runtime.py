@@ -27,7 +27,8 @@ class HostValue:
 
     def block(self, rank: int) -> np.ndarray:
         """The block of a rank: a view."""
-        return self.value[block_box(self.layout, self.sizes, self.value.shape, rank).slices]
+        # (The ellipsis makes an array of no dimensions a view, and not a scalar.)
+        return self.value[(*block_box(self.layout, self.sizes, self.value.shape, rank).slices, ...)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +80,9 @@ class Runtime(Protocol):
     ) -> list[Any]:
         """See ``BlockHost.create``: handles of ``count`` new arrays."""
 
+    def abandon(self) -> None:
+        """Give up what is on its way."""
+
     def close(self) -> None:
         """Give back what the runtime holds."""
 
@@ -125,6 +129,9 @@ class LocalRuntime:
     def create(self, fn: Any, payloads: Mapping[int, Any], count: int) -> list[Any]:
         made = fn(dict(payloads))
         return [LocalBlocks({r: made[r][i] for r in self.ranks}) for i in range(count)]
+
+    def abandon(self) -> None:
+        """Nothing is under way."""
 
     def close(self) -> None:
         """Nothing is held."""

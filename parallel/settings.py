@@ -4,10 +4,13 @@
 ``transport``             ``auto``: what is fastest between each two workers; ``sockets``: no shared memory;
                           ``comms``: Dask's own connections, where no further port may be opened
 ``timeouts.collective``   seconds that a rank waits for others in one collective
+``timeouts.connect``      seconds that a client waits for a scheduler to answer
 ``timeouts.silence``      seconds after which a rank asks whether those it waits for are alive at all; they have as
-                          long to answer
+                          long to answer, and so have workers when a mesh is made or closed
 ``timeouts.abort``        seconds that the client waits for the other ranks after one failed
 ``timeouts.lease``        seconds that a client which stands still may keep others from the workers
+``interval``              the least seconds between two messages about tasks that Dask's client, scheduler and
+                          workers of a mesh send each other; 0: as Dask has it, up to 0.01
 ``bucket``                bytes of gradients that are reduced together
 ``overlap``               the least bytes for which a collective runs beside the computation; 0: never
 ``pool``                  bytes of unused memory that a worker keeps for its blocks
@@ -29,7 +32,8 @@ from ..arrays.errors import MeshError
 DEFAULTS: dict[str, Any] = {
     "meshtape": {
         "transport": "auto",
-        "timeouts": {"collective": 60.0, "silence": 5.0, "abort": 10.0, "lease": 10.0},
+        "timeouts": {"connect": 10.0, "collective": 60.0, "silence": 5.0, "abort": 10.0, "lease": 10.0},
+        "interval": 0.001,
         "bucket": 4 << 20,
         "overlap": 1 << 20,
         "pool": 1 << 30,

@@ -10,8 +10,8 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._op import Op
 from ..arrays.errors import MeshError, ShardingConflict
+from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype, freeze
-from ..arrays.rowsum import densify
 from ..autodiff.signature import Wrapper, arrays_in, as_array, leaf_key, outside, outside_key
 from .mesh import Mesh
 from .placement import Layout, Partial, Placement, Replicate, Shard, Sharding

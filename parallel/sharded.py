@@ -195,6 +195,7 @@ class Pending:
         if op is GETITEM or op is SCATTER:
             entry = Entry(op, inputs, (), params)
             found = propagate(op, avals, out_avals, params, layouts, self.mesh.sizes)
+            self.mesh.check_moves(op, avals, layouts, found)
             return self._hints.placed(entry, found, layouts, self.mesh.sizes).results
         return self.mesh.place_layouts(op, avals, out_avals, layouts, params)
 

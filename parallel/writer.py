@@ -50,8 +50,8 @@ class Writer:
         if found is None and var in self.made and not layout.partials:
             made = self.made[var]
             if made.rule.made:
-                found = self.moved[key] = self.new(self.avals[var], layout)
-                self.steps.append(made._replace(outputs=(found,)))
+                if not now.partials and all(layout.axes_of(d) == axes for d, axes in now.shards):
+                    found = self.moved[key] = self._made_as(made, var, layout, origin, why)
             elif (part := self.part_of(made, var, layout)) is not None:
                 found = self.moved[key] = self.moved_to(part, layout, origin, why)
         if found is None:
@@ -69,6 +69,20 @@ class Writer:
             else:
                 self.due.append(Move(var, found, origin, None, why))
                 self.due_targets.add(found)
+        return found
+
+    def _made_as(self, made: Local, var: int, layout: Layout, origin: str | None, why: str | None) -> int:
+        """A result that any rank can make any block of, made in the blocks of ``layout``; operands are cut as it is split."""
+        split = {x.factor: axes for d, axes in layout.shards if (x := made.rule.results[0][d]) is not None}
+        inputs = []
+        for v, dims in zip(made.inputs, made.rule.operands, strict=True):
+            if isinstance(v, int):
+                shards = {d: split[x.factor] for d, x in enumerate(dims) if x is not None and x.factor in split}
+                v = self.moved_to(v, make_layout(shards), origin, why)
+            inputs.append(v)
+        self.use(inputs)
+        found = self.new(self.avals[var], layout)
+        self.steps.append(made._replace(inputs=tuple(inputs), outputs=(found,)))
         return found
 
     def part_of(self, made: Local, var: int, layout: Layout) -> int | None:

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import tables
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "derivatives.md"
 sys.path.insert(0, str(ROOT / "tests" / "autodiff"))
@@ -34,9 +36,10 @@ Made by `docs/generate/derivatives.py` from the tables that the engine reads. Of
 * **order**: to which order derivatives are tested: to the second against differences, forward and reverse, at awkward shapes
   (0-d, empty, broadcast, not contiguous, repeated indices); to the fourth along lines against the plain formula, for the fused ops.
 
-Derivatives of any order exist wherever the first does. The cotangent of a read of whole rows (`getitem` with index arrays for the leading
-dimensions) is kept as ids and summed rows until something needs it dense, see {py:func}`meshtape.gradient_rows`; those of other reads of large arrays are
-collected, and added into one dense array.
+Derivatives of any order exist wherever the first does. The cotangent of a read (`getitem`) of a large array, by whatever mixture of slices,
+masks and index arrays, is kept as places and values as long as that takes less memory than the dense array, through sums, casts and products with
+numbers, and as a gradient until something needs the whole of it: see {py:func}`meshtape.sparse_gradient`. Where it is itself recorded, traced
+or sharded it is the result of `scatter`, which is dense.
 """
 
 
@@ -86,7 +89,7 @@ def fourth_order() -> set[str]:
 
 def rows() -> list[tuple[str, ...]]:
     """One row an op, by name: op, derivative, operands, what is kept, complex, order."""
-    from test_rules import SAMPLES
+    from derivative_samples import SAMPLES
 
     fourth = fourth_order()
     out = []
@@ -104,17 +107,8 @@ def rows() -> list[tuple[str, ...]]:
 
 def page() -> str:
     """The page as Markdown."""
-    table = [("op", "derivative", "of", "keeps", "complex", "order"), ("---",) * 6, *rows()]
-    return HEAD + "\n" + "\n".join("| " + " | ".join(r) + " |" for r in table) + "\n"
-
-
-def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        return 0 if PAGE.exists() and PAGE.read_text() == text else 1
-    PAGE.write_text(text)
-    return 0
+    return HEAD + "\n" + tables.markdown(("op", "derivative", "of", "keeps", "complex", "order"), rows())
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(tables.write(PAGE, page()))

@@ -2,14 +2,14 @@
 
 A place of the result sees a few places of the image: where places are split, each rank fetches those that its own need, which are
 its own and a *halo* of its neighbours'. Splitting what is summed over (channels of the image, the batch and the places for the
-kernel's derivative) leaves a sum to be made; channels of several groups stay together.
+kernel's derivative) leaves a sum to be made. Where there are several groups of channels, ranks have whole groups.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,32 @@ Avals = Sequence[Any]
 Params = Mapping[str, Any]
 
 
-def _channels(letters: Letters, n: int, params: Params, reduce: str | None = None) -> Dim:
-    several = params["groups"] > 1
-    return letters.new(n, whole=several, reduce=None if several else reduce)
+class _Channels(NamedTuple):
+    """Dims of the image's channels, of the kernels, and of the channels that a kernel sees; and the factor of the groups."""
+
+    ins: Dim
+    outs: Dim
+    seen: Dim
+    groups: frozenset[int]
+
+
+def _channels(letters: Letters, ins: int, outs: int, params: Params, summed: str) -> _Channels:
+    """``summed`` says which channels the op sums over: ``"ins"``, ``"outs"`` or none."""
+    n = params["groups"]
+    if n == 1:
+        a = letters.new(ins, reduce="sum" if summed == "ins" else None)
+        return _Channels(a, letters.new(outs, reduce="sum" if summed == "outs" else None), a, frozenset())
+    groups, seen = letters.new(n), letters.new(ins // n, whole=True)
+    return _Channels(Dim(groups.factor, ins // n), Dim(groups.factor, outs // n), seen, frozenset({groups.factor}))
+
+
+def _own_groups(channels: _Channels, operand: int | None, params: Params, view: RankView) -> Params:
+    """``groups`` as many as a rank has: of the channels of an operand, or of the result."""
+    if not channels.groups:
+        return params
+    box = view.results[0] if operand is None else view.operands[operand]
+    assert box is not None
+    return {**params, "groups": max(box.shape[1] // max(channels.outs.inner, 1), 1)}
 
 
 def _reaches(kernel: Sequence[int], params: Params) -> list[int]:
@@ -80,16 +103,21 @@ IMAGE_PART = part_op("conv_image_part", ("g", "w"), _image_part)
 KERNEL_PART = part_op("conv_kernel_part", ("g", "x"), _kernel_part)
 
 
-def _shaped(params: Params, view: RankView) -> Params:
-    return {**params, "shape": view.results[0].shape}
+def _result_block(channels: _Channels, params: Params, view: RankView) -> Params:
+    return {**_own_groups(channels, None, params, view), "shape": view.results[0].shape}
 
 
-def _image_block(reach: tuple[int, ...], places: tuple[int, ...], params: Params, view: RankView) -> Params:
+def _kernel_block(channels: _Channels, params: Params, view: RankView) -> Params:
+    return {**_own_groups(channels, 0, params, view), "shape": view.results[0].shape}
+
+
+def _image_block(channels: _Channels, params: Params, view: RankView) -> Params:
     g, box = view.operands[0], view.results[0]
     assert g is not None
     first = [o * s for o, s in zip(g.offset[2:], params["stride"], strict=True)]
     starts = tuple(o - f for o, f in zip(box.offset[2:], first, strict=True))
-    return {**{k: v for k, v in params.items() if k != "image"}, "shape": box.shape, "starts": starts}
+    own = _own_groups(channels, 0, params, view)
+    return {**{k: v for k, v in own.items() if k != "image"}, "shape": box.shape, "starts": starts}
 
 
 # ----- rules ------------------------------------------------------------------------------------------------------------
@@ -100,14 +128,15 @@ def _conv(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params)
     letters = Letters()
     x, w, y = avals[0].shape, avals[1].shape, out_avals[0].shape
     batch = letters.new(x[0])
-    outs = _channels(letters, w[0], params)
-    ins = _channels(letters, x[1], params, "sum")
+    channels = _channels(letters, x[1], w[0], params, "ins")
     kernel, places = letters.many(w[2:], whole=True), letters.many(y[2:])
-    seen = ins if params["groups"] == 1 else letters.new(w[1], whole=True)
-    part = PartCall(_factors(places), CONV_PART, _shaped)
+    part = PartCall(_factors(places) | channels.groups, CONV_PART, functools.partial(_result_block, channels))
     image = _halo(places, w[2:], params)
     return letters.rule(
-        [(batch, ins, *image), (outs, seen, *kernel)], [(batch, outs, *places)], [(0,), (1,)], part=part
+        [(batch, channels.ins, *image), (channels.outs, channels.seen, *kernel)],
+        [(batch, channels.outs, *places)],
+        [(0,), (1,)],
+        part=part,
     )
 
 
@@ -116,18 +145,19 @@ def _image(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params
     letters = Letters()
     y, w, x = avals[0].shape, avals[1].shape, out_avals[0].shape
     batch = letters.new(y[0])
-    outs = _channels(letters, y[1], params, "sum")
-    ins = _channels(letters, x[1], params)
+    channels = _channels(letters, x[1], y[1], params, "outs")
     kernel, image = letters.many(w[2:], whole=True), letters.many(x[2:])
-    seen = ins if params["groups"] == 1 else letters.new(w[1], whole=True)
     reach = _reaches(w[2:], params)
     places = [
         Dim(d.factor, 1, Window("unconv", (s, r, n)))
         for d, s, r, n in zip(image, params["stride"], reach, y[2:], strict=True)
     ]
-    part = PartCall(_factors(image), IMAGE_PART, functools.partial(_image_block, tuple(reach), tuple(y[2:])))
+    part = PartCall(_factors(image) | channels.groups, IMAGE_PART, functools.partial(_image_block, channels))
     return letters.rule(
-        [(batch, outs, *places), (outs, seen, *kernel)], [(batch, ins, *image)], [(0,), (1,)], part=part
+        [(batch, channels.outs, *places), (channels.outs, channels.seen, *kernel)],
+        [(batch, channels.ins, *image)],
+        [(0,), (1,)],
+        part=part,
     )
 
 
@@ -136,12 +166,13 @@ def _kernel(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Param
     letters = Letters()
     y, x, w = avals[0].shape, avals[1].shape, out_avals[0].shape
     batch = letters.new(y[0], reduce="sum")
-    outs = _channels(letters, y[1], params)
-    ins = _channels(letters, x[1], params)
+    channels = _channels(letters, x[1], y[1], params, "none")
     kernel, places = letters.many(w[2:], whole=True), letters.many(y[2:], reduce="sum")
-    seen = ins if params["groups"] == 1 else letters.new(w[1], whole=True)
-    part = PartCall(_factors(places), KERNEL_PART, _shaped)
+    part = PartCall(_factors(places) | channels.groups, KERNEL_PART, functools.partial(_kernel_block, channels))
     image = _halo(places, w[2:], params)
     return letters.rule(
-        [(batch, outs, *places), (batch, ins, *image)], [(outs, seen, *kernel)], [(0,), (1,)], part=part
+        [(batch, channels.outs, *places), (batch, channels.ins, *image)],
+        [(channels.outs, channels.seen, *kernel)],
+        [(0,), (1,)],
+        part=part,
     )

@@ -9,11 +9,13 @@ own; writes of different ranks to one place have an order only where one rank se
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...arrays import index_keys as keys
 from ...arrays import indexing as ix
 from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
@@ -38,7 +40,7 @@ class _Dims(NamedTuple):
 
 def _dims(
     letters: Letters,
-    template: ix.Template,
+    template: keys.Template,
     shape: Sequence[int],
     index_shapes: Sequence[tuple[int, ...]],
     *,
@@ -50,11 +52,11 @@ def _dims(
     out: list[Dim | None] = []
     looked_up: set[int] = set()
     sliced: set[int] = set()
-    truths = [(int(p.value),) for p in template if isinstance(p, ix.Truth)]
-    advanced = not ix.is_basic(template)
+    truths = [(int(p.value),) for p in template if isinstance(p, keys.Truth)]
+    advanced = not keys.is_basic(template)
     # A boolean in the key is an index array of its own, of fixed length: the others cannot then be split beside it.
     common = letters.many(np.broadcast_shapes(*index_shapes, *truths), whole=bool(truths)) if advanced else ()
-    joined = [i for i, p in enumerate(template) if isinstance(p, ix.Slot | ix.Truth | int)]
+    joined = [i for i, p in enumerate(template) if isinstance(p, keys.Slot | keys.Truth | int)]
     together = bool(joined) and joined == list(range(joined[0], joined[-1] + 1))
     front: int | None = None
     axis = 0
@@ -62,10 +64,10 @@ def _dims(
         if p is None:
             out.append(None)
             continue
-        if isinstance(p, ix.Gap):
+        if isinstance(p, keys.Gap):
             continue
         n = shape[axis] if axis < len(shape) else 0
-        if isinstance(p, ix.Span):
+        if isinstance(p, keys.Span):
             first, stop, step = slice(*p).indices(n)
             m = len(range(first, stop, step))
             if (m, step) == (n, 1):
@@ -89,7 +91,7 @@ def _dims(
             continue
         if advanced and front is None:
             front = len(out)
-        if not isinstance(p, ix.Truth):
+        if not isinstance(p, keys.Truth):
             d = letters.new(n, whole=bool(truths))
             array.append(d)
             if not truths:
@@ -113,6 +115,15 @@ def _summed(letters: Letters, factors: frozenset[int] | set[int]) -> None:
             letters.factors[f] = Factor(letters.factors[f].size, False, "sum")
 
 
+# Places and values that are this many times smaller than the array are gathered, and not added up by rank. (The array may be split
+# along another axis, and the values not.)
+FEW = 8
+
+
+def _nbytes(aval: ShapeDtype) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
 @rule(ix.GETITEM)
 def _getitem(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     letters = Letters()
@@ -128,11 +139,17 @@ def _getitem(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Para
 
 @rule(ix.SCATTER)
 def _scatter(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    # The transpose of getitem: a split dimension of the index arrays leaves every rank with some of the additions.
+    # The transpose of getitem: a split dimension of the index arrays leaves every rank with some of the additions. To sum what they
+    # leave is to send the whole array; where few places of it were read, every rank is rather sent those, with their values.
     letters = Letters()
     shape = out_avals[0].shape
     found = _dims(letters, params["template"], shape, [a.shape for a in avals[1:]], reading=False)
-    _summed(letters, {d.factor for d in found.common})
+    common = {d.factor for d in found.common}
+    if FEW * sum(_nbytes(a) for a in avals) <= _nbytes(out_avals[0]):
+        for f in common:
+            letters.factors[f] = Factor(letters.factors[f].size, True)
+    else:
+        _summed(letters, common)
     split = found.looked_up | found.sliced | {d.factor for d in found.array if d is not None}
     part = PartCall(split, SCATTER_PART, functools.partial(local_scatter, tuple(shape)), found.looked_up)
     return letters.rule([found.part, *found.indices], [found.array], [(0,)], part=part)
@@ -153,7 +170,7 @@ def _index_write(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: 
     if not isinstance(value, ShapeDtype):
         linear = [(0,)] if value == 0 and op in _ADDING else []
         return letters.rule([found.array, (), *found.indices], [found.array], linear, part=part)
-    sizes = ix.result_shape(params["template"], shape, index_shapes)
+    sizes = keys.result_shape(params["template"], shape, index_shapes)
     lead = len(sizes) - len(value.shape)
     v = [found.part[lead + i] if lead + i >= 0 and n == sizes[lead + i] else None for i, n in enumerate(value.shape)]
     linear = [(0, 1)] if op in _ADDING else []
@@ -169,7 +186,7 @@ def _last_writes(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: 
     for f in {*(d.factor for d in found.common), *found.looked_up}:
         letters.factors[f] = Factor(letters.factors[f].size, True)
     part = PartCall(found.sliced, READ_PART, functools.partial(local_read, tuple(shape)))
-    if not ix.is_basic(params["template"]):
+    if not keys.is_basic(params["template"]):
         for f in found.sliced:
             letters.factors[f] = Factor(letters.factors[f].size, True)
         part = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...arrays import cumulative, fft, searching, sorting
-from ...arrays import linalg as la
+from ...arrays import lapack as la
 from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
 from ..factors import Dim, FactorRule, Letters, rule

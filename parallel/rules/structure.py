@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,8 +26,8 @@ def _local_shape(params: Params, view: RankView) -> Params:
 
 @rule(m.RESHAPE)
 def _reshape(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    """Dimensions are matched in groups of equal products; the leading one of a group may stay split, where the split falls on
-    whole rows of the rest of the group."""
+    """Dimensions are matched in runs of equal products; the leading one of a run may stay split, where the split falls on whole
+    rows of the rest of the run: 12 as 4×3 in four blocks of 3, 6×4 as 8×3 in two of 12."""
     letters = Letters()
     source, target = avals[0].shape, out_avals[0].shape
     src: list[Dim | None] = [None] * len(source)
@@ -38,8 +39,7 @@ def _reshape(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Para
             if lead_a is None or lead_b is None:
                 continue
             size = math.gcd(source[lead_a], target[lead_b])
-            # Splitting a dimension (12 → 4×3) or merging (4×3 → 12): the shorter leading length is the factor.
-            if size in (source[lead_a], target[lead_b]):
+            if size > 1:
                 f = letters.new(size)
                 src[lead_a] = Dim(f.factor, source[lead_a] // size)
                 dst[lead_b] = Dim(f.factor, target[lead_b] // size)
@@ -80,7 +80,7 @@ def _broadcast(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Pa
     out = letters.many(shape)
     lead = len(shape) - len(avals[0].shape)
     dims = [out[lead + i] if n == shape[lead + i] else None for i, n in enumerate(avals[0].shape)]
-    return letters.rule([dims], [out], [(0,)], _local_shape)
+    return letters.rule([dims], [out], [(0,)], _local_shape, made=True)
 
 
 def _as_it_is(params: Params, view: RankView) -> Params:
@@ -162,21 +162,31 @@ def _row_norm_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], pa
     return letters.rule([x, x, inner], [x, *[inner] * (len(out_avals) - 1)], [(0,)])
 
 
-@rule(channel_norms.GROUP_NORM)
+def _image_dims(letters: Letters, shape: Sequence[int], params: Params, reduce: str | None) -> list[Dim]:
+    """Samples, and channels in groups that stay together; the places are whole."""
+    groups, axis = params["num_groups"], params["axis"]
+    x = [letters.new(n, whole=True) if i else letters.new(n, reduce=reduce) for i, n in enumerate(shape)]
+    if shape[axis]:
+        x[axis] = Dim(letters.new(groups).factor, shape[axis] // groups)
+    return x
+
+
+def _local_groups(inside: int, params: Params, view: RankView) -> Params:
+    """The groups that a rank has; one where it has no channel."""
+    return {**params, "num_groups": max(view.results[0].shape[params["axis"]] // inside, 1)}
+
+
+@rule(channel_norms.GROUP_NORM, channel_norms.GROUP_NORM_BACKWARD)
 def _group_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     letters = Letters()
-    x = (letters.new(avals[0].shape[0]), *letters.many(avals[0].shape[1:], whole=True))
-    c = (x[params["axis"]],)
-    return letters.rule([x, c, c], [x])
-
-
-@rule(channel_norms.GROUP_NORM_BACKWARD)
-def _group_norm_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    shape = avals[1].shape
-    x = (letters.new(shape[0], reduce="sum"), *letters.many(shape[1:], whole=True))
-    c = (x[params["axis"]],)
-    return letters.rule([x, x, c], [x, c, c], [(0,)])
+    forward, axis = op is channel_norms.GROUP_NORM, params["axis"]
+    shape = out_avals[0].shape
+    x = _image_dims(letters, shape, params, None if forward else "sum")
+    c = (x[axis],)
+    local = functools.partial(_local_groups, max(shape[axis] // params["num_groups"], 1))
+    if forward:
+        return letters.rule([x, c, c], [x], localize=local)
+    return letters.rule([x, x, c], [x, c, c], [(0,)], local)
 
 
 def _by_channel(letters: Letters, shape: Sequence[int], axis: int, whole: bool) -> tuple[list[Dim], tuple[Dim, ...]]:

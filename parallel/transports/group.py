@@ -131,7 +131,8 @@ class Group:
     # ----- the exchange -----------------------------------------------------------------------------------------------
 
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
-        self._place, self._what = self._place._replace(step=step), what
+        self._place = place = Place(self._place.run, self._place.turn, step)
+        self._what = what
         sending: dict[int, Link] = {}
         receiving: dict[int, Link] = {}
         self._expect = {}
@@ -143,16 +144,17 @@ class Group:
                 sending[p] = link
                 batches = [b if isinstance(b, tuple) else (b,) for b in sends[p]]
                 size = nbytes(batches)
-                head = frames.pack(frames.DATA, self._epoch, self._group, self._place, self._process, size, what)
+                head = frames.pack(frames.DATA, self._epoch, self._group, place, self._process, size, what)
                 if size <= SMALL:
                     head, batches = b"".join([head, *(a.tobytes() for b in batches for a in b)]), []
-            sinks, small = None, None
+            sinks, small, due = None, None, b""
             if p in receives:
                 receiving[p] = link
                 sinks = [Target(s) if isinstance(s, np.ndarray) else s for s in receives[p]]
                 self._expect[p] = size = expected(sinks)
                 small = size if size <= SMALL else None
-            link.start(head, batches, sinks, small)
+                due = frames.pack(frames.DATA, self._epoch, self._group, place, p, size, what)
+            link.start(head, batches, sinks, small, due)
         deadline = time.monotonic() + self._timeout
         for link in {**sending, **receiving}.values():
             self._serve(link, sending, receiving)

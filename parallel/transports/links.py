@@ -23,6 +23,8 @@ Check = Callable[["Link", frames.Head | None], None]
 class Small:
     """A small message that is to come, head and all: read in one go, then handed out."""
 
+    __slots__ = ("_i", "_j", "_offset", "_sinks", "got", "raw")
+
     def __init__(self, sinks: Sequence[Sink], size: int) -> None:
         self.raw = memoryview(bytearray(frames.SIZE + size))
         self.got = 0
@@ -58,15 +60,23 @@ class Link(ABC):
         self._in = incoming(())
         self._message: Small | None = None
         self._receiving = self._checked = False
+        self._expected = b""
 
     def start(
-        self, head: bytes | None, batches: Sequence[Batch], sinks: Sequence[Sink] | None, small: int | None
+        self,
+        head: bytes | None,
+        batches: Sequence[Batch],
+        sinks: Sequence[Sink] | None,
+        small: int | None,
+        expected: bytes = b"",
     ) -> None:
         """What this exchange sends and receives.
 
         ``head`` is what goes first (None: nothing is sent), a small message as a whole; ``batches`` follow it. ``sinks`` take what
-        comes (None: nothing does); ``small`` is its size where it is a small message.
+        comes (None: nothing does); ``small`` is its size where it is a small message. ``expected`` is the head that comes if all is
+        well: another one is looked at.
         """
+        self._expected = expected
         if head is not None:
             self._views.append(memoryview(head))
             self._out = outgoing(batches)
@@ -74,6 +84,13 @@ class Link(ABC):
         if sinks is not None:
             self._in = incoming(sinks if small is None else ())
             self._message, self._checked = Small(sinks if small is not None else (), small or 0), False
+
+    def _look(self, message: Small, check: Check) -> None:
+        """The head is here."""
+        self._checked = True
+        raw = message.raw[: frames.SIZE]
+        if raw != self._expected:
+            check(self, frames.unpack(raw))
 
     @abstractmethod
     def push(self) -> bool:
@@ -147,8 +164,7 @@ class StreamLink(Link):
                     raise ConnectionError("closed")
                 message.got += n
                 if not self._checked and message.got >= frames.SIZE:
-                    self._checked = True
-                    check(self, frames.unpack(message.raw[: frames.SIZE]))
+                    self._look(message, check)
             if not message.deliver():
                 self.stalled = True
                 return False
@@ -191,7 +207,7 @@ class StreamLink(Link):
 
 def send(stream: Stream, views: deque[memoryview]) -> None:
     """Send some of these and take what was sent out. Raises ``BlockingIOError`` where nothing can be."""
-    n = stream.send(list(views))
+    n = stream.send(views if len(views) == 1 else list(views))
     while n:
         if n >= len(views[0]):
             n -= len(views.popleft())

@@ -113,11 +113,13 @@ class Fold:
         """One contribution to one chunk; False where others come before it."""
         if (k, t) != (self._k, self._t):
             return False
-        if t == 0:  # its memory is not ours: copied, and not held
+        if t > 0:
+            self._join(k, chunk)
+        elif len(self._terms) > 1 and self._terms[1] is not None:
+            self._first = chunk  # joined with what is here before this returns
+        else:  # its memory is not ours: copied, and not held
             self._sum = self._room(k)
             self._sum[...] = chunk
-        else:
-            self._join(k, chunk)
         self._t += 1
         self._advance()
         return True
@@ -207,13 +209,20 @@ class Steps:
                 self._skip()
 
 
+_NOTHING = Steps((), ())
+
+
 def outgoing(batches: Sequence[Batch]) -> Steps:
     """The chunks to send."""
+    if not batches:
+        return _NOTHING
     return Steps(batches, [(b[0].shape, b[0].itemsize, len(b)) if b else ((0,), 1, 0) for b in batches])
 
 
 def incoming(sinks: Sequence[Sink]) -> Steps:
     """The chunks to receive."""
+    if not sinks:
+        return _NOTHING
     return Steps(sinks, [(s.shape, s.dtype.itemsize, s.width) for s in sinks])
 
 

@@ -36,7 +36,7 @@ class Slots(Protocol):
 
 _CHUNK, _TAKEN = ord("c"), ord("k")
 _HEAD_BYTE = ord("M")
-_HERE, _GONE = memoryview(b"c"), memoryview(b"k")
+_HERE, _GONE = memoryview(b"c"), memoryview(b"k" * 64)  # 64: more than there are slots
 _READ = 1 << 17
 
 
@@ -48,6 +48,7 @@ class SlotLink(Link):
         self.outbox, self.inbox = outbox, inbox
         self._free = outbox.count
         self._put = self._take = 0  # the next slots
+        self._owed = 0  # chunks that were taken, and the other process was not told
         self._buffer = memoryview(bytearray(_READ))
         self._start = self._end = 0
 
@@ -122,6 +123,8 @@ class SlotLink(Link):
         message, steps = self._message, self._in
         assert message is not None
         try:
+            if message.got == 0 and self._start == self._end:
+                self._read_at_once(message, check)
             while True:
                 if 0 < message.got < len(message.raw):
                     self._read_message(message, check)
@@ -141,13 +144,17 @@ class SlotLink(Link):
                     sink, k, j = steps.current()
                     if not sink.accept(k, j, self.inbox.view(self._take, sink, k)):
                         self.stalled = True
+                        self._say_taken()
                         return False
                     self.inbox.taken(self._take)
                     self._take = (self._take + 1) % self.inbox.count
+                    self._owed += 1
                     self._start += 1
                     self.moved += 1
                     steps.next()
-                    self._say_taken()
+                    # Said for several at once, as each message wakes the other process; before it runs out of slots.
+                    if 2 * self._owed >= self.inbox.count or steps.done or self._start == self._end:
+                        self._say_taken()
                 elif byte == _HEAD_BYTE and not self._checked:
                     self._read_message(message, check)
                 elif byte == _HEAD_BYTE:  # within a message only an abort may come
@@ -165,6 +172,19 @@ class SlotLink(Link):
         self._receiving = False
         return True
 
+    def _read_at_once(self, message: Small, check: Check) -> None:
+        """What comes next is most often a head, or a small message as a whole, and can go where it belongs."""
+        n = self.stream.recv_into(message.raw)
+        if n == 0:
+            raise ConnectionError("closed")
+        self.moved += 1
+        if n == len(message.raw) and message.raw[0] == _HEAD_BYTE:
+            message.got = n
+            self._look(message, check)
+        else:
+            self._buffer[:n] = message.raw[:n]
+            self._start, self._end = 0, n
+
     def _read_message(self, message: Small, check: Check) -> None:
         """The head, and the whole message if it is small, as far as it is here."""
         while message.got < len(message.raw):
@@ -175,12 +195,14 @@ class SlotLink(Link):
             message.got += n
             self._start += n
             if not self._checked and message.got >= frames.SIZE:
-                self._checked = True
-                check(self, frames.unpack(message.raw[: frames.SIZE]))
+                self._look(message, check)
 
     def _say_taken(self) -> None:
         """Bytes about slots go between whole frames."""
-        self._views.append(_GONE)
+        if not self._owed:
+            return
+        self._views.append(_GONE[: self._owed])
+        self._owed = 0
         # A peer that has all it needs may have left; where it still owes something, reading tells.
         with contextlib.suppress(OSError):
             while self._views:

@@ -71,7 +71,7 @@ class SocketStream:
         pass
 
     def send(self, views: Sequence[memoryview]) -> int:
-        return self._sock.sendmsg(views[:_IOV])
+        return self._sock.send(views[0]) if len(views) == 1 else self._sock.sendmsg(views[:_IOV])
 
     def recv_into(self, view: memoryview) -> int:
         return self._sock.recv_into(view)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from distributed import Client
@@ -12,7 +17,7 @@ from meshtape.parallel.cluster import local_cluster
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Client]:
-    """A client of a cluster of two worker processes. Tests that kill workers start their own."""
+    """A client of a cluster of two worker processes. Tests that kill workers take ``mortal``."""
     with local_cluster(2) as client:
         yield client
 
@@ -22,3 +27,77 @@ def threads() -> Iterator[Client]:
     """A client of a cluster whose two workers are threads of this process."""
     with local_cluster(2, processes=False) as client:
         yield client
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], object]], None]:
+    """``eventually(condition)`` waits until something is so; a busy machine gets its time."""
+
+    def wait(condition: Callable[[], object]) -> None:
+        until = time.monotonic() + 200.0
+        while not condition():
+            assert time.monotonic() < until, "it never happened"
+            time.sleep(0.05)
+
+    return wait
+
+
+def _whole(client: Client) -> bool:
+    """Whether two workers are there and answer; one that was killed may still be listed."""
+    answers = client.run(os.getpid, on_error="return")
+    return sum(isinstance(a, int) for a in answers.values()) == len(answers) == 2
+
+
+@pytest.fixture(scope="session")
+def _mortal() -> Iterator[Callable[[], Client]]:
+    with contextlib.ExitStack() as stack:
+        held: list[Client] = []
+
+        def whole() -> Client:
+            until = time.monotonic() + 15.0
+            while held and time.monotonic() < until:
+                with contextlib.suppress(OSError):
+                    if _whole(held[0]):
+                        return held[0]
+                time.sleep(0.1)
+            # On a busy machine a nanny gives up starting a worker; that is not what is tested here.
+            stack.close()
+            held[:] = [stack.enter_context(local_cluster(2))]
+            return held[0]
+
+        yield whole
+
+
+@pytest.fixture
+def mortal(_mortal: Callable[[], Client]) -> Client:
+    """A client of a cluster of two workers that a test may kill: theirs come back, or the next test gets a new cluster."""
+    return _mortal()
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A self-signed certificate with its key."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "mesh")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("tls") / "mesh.pem"
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        + made.public_bytes(serialization.Encoding.PEM)
+    )
+    return path

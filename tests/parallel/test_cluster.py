@@ -25,13 +25,17 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def held(client: Client) -> dict[str, int]:
-    """Bytes of blocks that meshtape holds on each worker."""
+    """Bytes that each run has left on the workers."""
 
-    def count(dask_worker: Any) -> int:
-        state = gang._STATES[dask_worker.address]
-        return sum(b.nbytes for bundle in state.bundles.values() for s in bundle.slots.values() for b in s.values())
+    def count(dask_worker: Any) -> dict[str, int]:
+        bundles = list(gang._STATES[dask_worker.address].bundles.items())
+        return {run: sum(b.nbytes for s in bundle.slots.values() for b in s.values()) for run, bundle in bundles}
 
-    return client.run(count)
+    found: dict[str, int] = {}
+    for runs in client.run(count).values():
+        for run, size in runs.items():
+            found[run] = found.get(run, 0) + size
+    return found
 
 
 @pytest.fixture(params=["processes", "threads"])
@@ -126,7 +130,7 @@ def test_a_run_is_one_task_a_worker_whatever_it_computes(processes, tasks):
             for _ in range(100):
                 y = mt.tanh(y + mt.sum(y))
             mt.compute(y)
-        assert [k.rpartition("-")[0] for k in done] == ["meshtape-eager"] * 2
+        assert [k.rpartition("-")[0] for k in done] == ["meshtape.eager"] * 2
 
 
 def test_a_compiled_step_is_one_task_a_worker_each_time(processes, tasks):
@@ -140,8 +144,8 @@ def test_a_compiled_step_is_one_task_a_worker_each_time(processes, tasks):
                 w = step(w, x)
             np.asarray(w)
         names = [k.rpartition("-")[0] for k in done]
-        assert names.count("meshtape-compiled") == 20
-        assert len(names) == 21  # and one to bring the result
+        assert names.count("meshtape.compiled") == 20
+        assert len(names) == 20  # the result is brought without one
 
 
 def test_blocks_stay_on_their_workers(processes):
@@ -151,6 +155,23 @@ def test_blocks_stay_on_their_workers(processes):
         assert isinstance(handle, dask_runtime.RemoteBlocks)
         where = processes.who_has(handle.gang.futures)
         assert [list(where[f.key]) for f in handle.gang.futures] == [[a] for a in mesh.runtime.addresses]
+
+
+def test_results_come_through_the_scheduler_where_the_client_cannot_reach_the_workers(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        mesh.runtime._asking._far.update(mesh.runtime.addresses)
+        np.testing.assert_array_equal(np.asarray(mt.compute(x + 1)), [1, 2, 3, 4])
+        assert float(mt.sum(x)) == 6.0
+
+
+def test_messages_about_gangs_do_not_wait_for_others(processes):
+    def interval(dask_worker: Any) -> float:
+        return dask_worker.batched_stream.interval
+
+    with mt.Mesh({"a": 2}, client=processes):
+        assert max(processes.run(interval).values()) <= 0.001
+        assert processes.scheduler_comm.interval <= 0.001
 
 
 def test_inputs_travel_once(processes):
@@ -174,20 +195,24 @@ def test_large_inputs_bypass_the_scheduler(processes):
 
 def test_memory_is_freed_when_arrays_are_dropped(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
-        before = sum(held(processes).values())
+        others = held(processes)  # of earlier tests: Dask frees it when it pleases
+
+        def mine() -> int:
+            return sum(size for run, size in held(processes).items() if run not in others)
+
         x = mt.compute(mt.distribute(np.ones(100_000), mesh, a=mt.Shard(0)) * 2)
         y, z = mt.compute((x + 1, x + 2))  # two slots of one bundle
-        whole, small = 800_000, 1000  # of an array, and of what earlier tests and the runs below leave for a moment
-        assert abs(sum(held(processes).values()) - before - 3 * whole) < small  # what x was made of is gone already
+        whole, small = 800_000, 1000  # of an array, and of what the runs below leave for a moment
+        assert abs(mine() - 3 * whole) < small  # what x was made of is gone already
         del y
         gc.collect()
         tick = mt.distribute(np.ones(1), mesh)
         mt.compute(tick + 1)  # what was dropped is said with the next run
-        assert abs(sum(held(processes).values()) - before - 2 * whole) < small
+        assert abs(mine() - 2 * whole) < small
         del x, z
         gc.collect()
         mt.compute(tick + 2)
-        assert abs(sum(held(processes).values()) - before) < small
+        assert mine() < small
 
 
 def test_programs_that_nobody_runs_are_forgotten(processes):
@@ -243,7 +268,7 @@ def test_two_threads_share_a_mesh(processes):
         for t in threads:
             t.start()
         for t in threads:
-            t.join(60)
+            t.join()
         assert found == {k: 6.0 + 4 * 5 * k for k in range(4)}
 
 
@@ -260,16 +285,16 @@ def test_gangs_overtake_ordinary_tasks_that_wait(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
         mt.compute(x + 1)
-        busy = [processes.submit(time.sleep, 0.5, pure=False) for _ in range(12)]
+        busy = [processes.submit(time.sleep, 0.5, pure=False) for _ in range(100)]  # 25 s of work
         assert float(mt.sum(x)) == 4.0
-        assert sum(b.done() for b in busy) <= 8
+        assert not all(b.done() for b in busy)
         processes.cancel(busy)
 
 
 # ----- a cluster from the command line --------------------------------------------------------------------------------
 
 
-def test_a_scheduler_and_workers_from_the_command_line(tmp_path):
+def test_a_scheduler_and_workers_from_the_command_line(tmp_path, eventually):
     file = tmp_path / "scheduler.json"
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     started: list[subprocess.Popen[bytes]] = []
@@ -282,17 +307,18 @@ def test_a_scheduler_and_workers_from_the_command_line(tmp_path):
         start("scheduler", "--port", "0", "--no-dashboard")
         for _ in range(2):
             start("worker", "--nthreads", "1", "--no-nanny", "--no-dashboard", "--local-directory", str(tmp_path))
-        deadline = time.monotonic() + 60
-        while not file.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        eventually(file.exists)
         import json
 
         with connect(json.loads(file.read_text())["address"]) as client:
-            client.wait_for_workers(2, timeout=60)
+            client.wait_for_workers(2, timeout=200)
             with mt.Mesh({"a": 2}, client=client) as mesh:
                 x = mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0))
                 np.testing.assert_array_equal(mt.reshard(x * 2, a=mt.Replicate()), np.arange(6.0) * 2)
     finally:
         for p in reversed(started):  # workers first: one that is told twice to stop may hang in Dask
             p.terminate()
-            p.wait(20)
+            try:
+                p.wait(60)
+            except subprocess.TimeoutExpired:
+                p.kill()

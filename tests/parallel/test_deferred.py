@@ -211,3 +211,12 @@ def test_an_interrupted_run_is_not_taken_for_a_result(mesh, monkeypatch):
             mt.compute(y)
     with pytest.raises(mt.errors.MeshError, match="KeyboardInterrupt"):
         np.asarray(y)
+
+
+def test_a_constant_of_no_dimensions_is_an_array_on_every_rank():
+    """Its block was a NumPy scalar once, which no view could be made of."""
+    mesh = mt.Mesh({"a": 2})
+    x, s = mt.distribute(mt.ones(4), mesh, a=mt.Shard(0)), mt.distribute(mt.asarray(2.0), mesh)
+    g = mt.compile(mt.grad(lambda x, s: (x + s).sum(), argnums=1))(x, s)
+    assert type(g._concrete()) is np.ndarray
+    assert np.asarray(g) == 4.0

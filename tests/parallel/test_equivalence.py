@@ -21,7 +21,7 @@ import meshtape as mt
 import meshtape.parallel
 from meshtape.arrays import OPS
 from meshtape.arrays._dispatch import apply
-from meshtape.arrays.indexing import Slot, Span
+from meshtape.arrays.index_keys import Slot, Span
 from meshtape.autodiff.tape import is_differentiable
 from meshtape.parallel.factors import RULES
 
@@ -150,6 +150,10 @@ def reshapes() -> list[Sample]:
         ((), (1, 1)),
         ((1,), ()),
         ((3, 2, 2), (3, 4)),
+        ((2, 3, 12), (2, 3, 4, 3)),  # heads apart
+        ((2, 4, 3, 2), (2, 4, 6)),  # and together
+        ((5, 12), (5, 2, 3, 2)),
+        ((1, 12, 2), (4, 6)),
     ]
     return [(lambda x, t=t: mt.reshape(x, t), (In(s),)) for s, t in pairs]
 
@@ -234,10 +238,13 @@ def norm_samples() -> dict[str, list[Sample]]:
             (lambda x, w, b: mt.group_norm(x, 2, w, b, channel_axis=-1), (In((2, 3, 4)), In((4,)), In((4,)))),
             (lambda x: mt.instance_norm(x), (In((3, 4, 5)),)),
             (lambda x, w, b: mt.group_norm(x, 3, w, b), (In((5, 6, 2, 2)), In((6,)), In((6,)))),
+            (lambda x, w, b: mt.group_norm(x, 4, w, b), (In((2, 8, 3)), In((8,)), In((8,)))),
+            (lambda x: mt.instance_norm(x, channel_axis=-1), (In((2, 4, 5)),)),
         ],
         "group_norm_backward": [
             (call("group_norm_backward", num_groups=2, axis=1, eps=1e-3), (In((3, 4, 5)), In((3, 4, 5)), In((4,)))),
             (call("group_norm_backward", num_groups=2, axis=2, eps=1e-3), (In((3, 5, 4)), In((3, 5, 4)), In((4,)))),
+            (call("group_norm_backward", num_groups=3, axis=1, eps=1e-3), (In((2, 3, 4)), In((2, 3, 4)), In((3,)))),
         ],
         "batch_norm": [
             (call("batch_norm", axis=1, eps=1e-3), (In((5, 4, 3)), In((4,)), In((4,)))),
@@ -391,18 +398,23 @@ def along_axes() -> dict[str, list[Sample]]:
 def convolutions() -> dict[str, list[Sample]]:
     one = {"stride": (2,), "dilation": (1,), "groups": 1}
     two = {"stride": (1, 1), "dilation": (1, 2), "groups": 2}
+    each = {"stride": (1,), "dilation": (1,), "groups": 5}  # a kernel of its own for each channel
     return {
         "conv": [
             (call("conv", **one), (In((4, 3, 6)), In((5, 3, 2)))),
             (call("conv", **two), (In((3, 4, 3, 4)), In((2, 2, 2, 2)))),
+            (call("conv", **{**two, "groups": 4}), (In((2, 8, 3, 4)), In((4, 2, 2, 2)))),
+            (call("conv", **each), (In((2, 5, 4)), In((10, 1, 2)))),
         ],
         "conv_image": [
             (call("conv_image", image=(6,), **one), (In((4, 5, 3)), In((5, 3, 2)))),
             (call("conv_image", image=(3, 4), **two), (In((3, 2, 2, 2)), In((2, 2, 2, 2)))),
+            (call("conv_image", image=(4,), **each), (In((2, 10, 3)), In((10, 1, 2)))),
         ],
         "conv_kernel": [
             (call("conv_kernel", kernel=(2,), **one), (In((4, 5, 3)), In((4, 3, 6)))),
             (call("conv_kernel", kernel=(2, 2), **two), (In((3, 2, 2, 2)), In((3, 4, 3, 4)))),
+            (call("conv_kernel", kernel=(2,), **each), (In((2, 10, 3)), In((2, 5, 4)))),
         ],
     }
 
@@ -607,10 +619,8 @@ def test_every_op_has_a_sharding_rule_and_a_sample(name):
     assert SAMPLES.get(name) or name == "reshard", f"{name} has no sample in this table"
 
 
-@pytest.mark.parametrize("name", sorted(set(OPS) & set(SAMPLES)))
-@settings(bounded, max_examples=20)
-@given(data=st.data())
-def test_split_equals_unsplit(name, data):
+def split_equals_unsplit(name: str, data: st.DataObject) -> None:
+    """One random case."""
     fn, specs = data.draw(st.sampled_from(SAMPLES[name]), label="sample")
     mesh = draw_mesh(data)
     rng = np.random.default_rng(data.draw(st.integers(0, 1000), label="seed"))
@@ -619,6 +629,23 @@ def test_split_equals_unsplit(name, data):
         operands = [place(data, mesh, x, rng, f"operand {i}") for i, x in enumerate(values)]
         compiled = data.draw(st.booleans(), label="compiled")
         equivalent(name, fn, values, operands, lambda n: draw_sharding(data, mesh, n), rng, compiled=compiled)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPS) & set(SAMPLES)))
+@settings(bounded, max_examples=20)
+@given(data=st.data())
+def test_split_equals_unsplit(name, data):
+    split_equals_unsplit(name, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", sorted(set(OPS) & set(SAMPLES)))
+@settings(bounded, max_examples=160)
+@given(data=st.data())
+def test_split_equals_unsplit_many_times(name, data):
+    """Some 23,000 cases over the table of ops."""
+    split_equals_unsplit(name, data)
 
 
 ON_PROCESSES = (

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """The context ends in time: a guard against hanging, far above what is expected."""
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
+def found_out() -> Iterator[None]:
+    """Waits end because what happened was found out: the limits on their time are far away."""
+    far = dict.fromkeys(("collective", "abort", "silence"), 3600.0)
+    with dask.config.set({f"meshtape.timeouts.{k}": v for k, v in far.items()}):
+        yield
 
 
 @contextlib.contextmanager
@@ -90,11 +89,11 @@ def sockets_and_threads(client: Client) -> dict[str, tuple[int, int]]:
 # ----- a rank raises --------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_raises_is_named_and_the_mesh_goes_on(processes):
+def test_a_rank_that_raises_is_named_and_the_mesh_goes_on(processes, eventually):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         kept = mt.compute(x * 2)
-        with op_on(processes, mesh.runtime.addresses[1], "tanh", failing("raise")), within(30):
+        with op_on(processes, mesh.runtime.addresses[1], "tanh", failing("raise")), found_out():
             y = mt.tanh(x)
             with pytest.raises(
                 mt.errors.RankLost, match=r"rank 1 failed in tanh, called at .*test_failures.*FloatingPointError: a br"
@@ -105,7 +104,7 @@ def test_a_rank_that_raises_is_named_and_the_mesh_goes_on(processes):
         np.testing.assert_array_equal(mt.sum(kept), 12)
         np.testing.assert_allclose(mt.tanh(x), np.tanh(np.arange(4.0)))
     works(processes)
-    assert set(sockets_and_threads(processes).values()) == {(0, 0)}
+    eventually(lambda: set(sockets_and_threads(processes).values()) == {(0, 0)})
 
 
 def test_the_error_of_one_run_is_not_that_of_the_next_mesh(processes):
@@ -123,7 +122,7 @@ def test_an_error_of_a_run_in_flight_is_raised_by_the_next_call(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         step = mt.compile(lambda x: mt.cosh(x) + mt.sum(x))
         fine, bad = (mt.distribute(np.full(4, v), mesh, a=mt.Shard(0)) for v in (1.0, 7.0))
-        with op_on(processes, mesh.runtime.addresses[1], "cosh", failing("raise", at=7.0)), within(30):
+        with op_on(processes, mesh.runtime.addresses[1], "cosh", failing("raise", at=7.0)), found_out():
             step(fine)
             y = step(bad)  # returns at once
             with processes.as_current():
@@ -150,63 +149,57 @@ def test_an_error_of_the_virtual_mesh_has_the_same_words(monkeypatch):
 # ----- a worker dies --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own() -> Iterator[Client]:
-    """A cluster for one test, whose workers are started again when they die."""
-    with local_cluster(2) as client:
-        yield client
-
-
-def test_a_worker_killed_within_a_run(own):
-    with mt.Mesh({"a": 2}, client=own) as mesh:
-        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
-        mt.compute(x + 1)
-        with op_on(own, mesh.runtime.addresses[1], "tanh", failing("kill")), within(60):
-            y = mt.tanh(x)
-            with pytest.raises(mt.errors.RankLost, match="rank 1"):
-                mt.compute(y + mt.sum(y))
-    works(own)
-
-
-def test_a_worker_killed_between_runs(own):
-    with mt.Mesh({"a": 2}, client=own) as mesh:
-        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
-        y = mt.compute(x + 1)
-        pids = own.run(os.getpid)
-        os.kill(pids[mesh.runtime.addresses[1]], signal.SIGKILL)
-        with within(60), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
-            np.asarray(mt.reshard(y * 2, a=mt.Replicate()))
-        with within(60), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
-            mt.compute(x * 3)
-        with within(60), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
-            np.asarray(y)
-    works(own)
-
-
-def test_a_worker_that_stands_still(own):
+def test_a_worker_that_stands_still(mortal):
     with (
         dask.config.set({"meshtape.timeouts.collective": 2.0, "meshtape.timeouts.abort": 2.0}),
-        mt.Mesh({"a": 2}, client=own) as mesh,
+        mt.Mesh({"a": 2}, client=mortal) as mesh,
     ):
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         y = mt.compute(x + mt.sum(x))
-        pid = own.run(os.getpid)[mesh.runtime.addresses[1]]
+        pid = mortal.run(os.getpid)[mesh.runtime.addresses[1]]
         with (
-            own_stopped(pid),
-            within(60),
+            stopped(pid),
             pytest.raises(mt.errors.CollectiveTimeout, match=r"all_reduce\(a\).*no answer within 2 s from rank 1"),
         ):
             mt.compute(y + mt.sum(y * 2))
-    works(own)
+    works(mortal)
 
 
 @contextlib.contextmanager
-def own_stopped(pid: int) -> Iterator[None]:
+def stopped(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_a_worker_killed_within_a_run(mortal):
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        mt.compute(x + 1)
+        with op_on(mortal, mesh.runtime.addresses[1], "tanh", failing("kill")), found_out():
+            y = mt.tanh(x)
+            with pytest.raises(mt.errors.RankLost, match="rank 1"):
+                mt.compute(y + mt.sum(y))
+    works(mortal)
+
+
+def test_a_worker_killed_between_runs(mortal, eventually):
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        y = mt.compute(x + 1)
+        pids = mortal.run(os.getpid)
+        os.kill(pids[mesh.runtime.addresses[1]], signal.SIGKILL)
+        with found_out(), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
+            np.asarray(mt.reshard(y * 2, a=mt.Replicate()))
+        # Once the scheduler knows, it cancels the tasks of both workers for what the one had.
+        eventually(lambda: mesh.runtime.addresses[1] not in mortal.scheduler_info(n_workers=-1)["workers"])
+        with found_out(), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
+            mt.compute(x * 3)
+        with found_out(), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
+            np.asarray(y)
+    works(mortal)
 
 
 # ----- what a mesh refuses --------------------------------------------------------------------------------------------
@@ -246,13 +239,12 @@ def test_workers_of_another_version(processes, package, found, message):
 def test_no_scheduler_answers():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    with (
-        within(30),
-        pytest.raises(mt.errors.SchedulerUnreachable, match=rf"no Dask scheduler answers at {address} \(waited 1 s\)"),
-        connect(address, timeout=1),
-    ):
-        pass
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"  # bound, so that nobody else gets it, and not listened at
+        with (
+            pytest.raises(mt.errors.SchedulerUnreachable, match=rf"answers at {address} \(waited 1 s\)"),
+            connect(address, timeout=1),
+        ):
+            pass
 
 
 def test_a_port_that_listens_and_says_nothing():
@@ -260,7 +252,7 @@ def test_a_port_that_listens_and_says_nothing():
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-        with within(30), pytest.raises(mt.errors.SchedulerUnreachable, match="waited 1 s"), connect(address, timeout=1):
+        with pytest.raises(mt.errors.SchedulerUnreachable, match="waited 1 s"), connect(address, timeout=1):
             pass
 
 
@@ -305,24 +297,30 @@ def test_a_closed_mesh(processes):
             use()
 
 
-def test_nothing_is_left_behind(processes):
+def test_nothing_is_left_behind(processes, eventually):
     """Meshes that come and go leave no socket, no program and no block on the workers."""
 
-    def state(dask_worker: Any) -> tuple[int, int, int]:
+    def state(dask_worker: Any) -> tuple[int, int]:
         s = gang._STATES[dask_worker.address]
-        return len(s.programs), len(s.plane._secrets), len(s.bundles)
+        return len(s.programs), len(s.plane._secrets)
 
+    def size(dask_worker: Any) -> tuple[int, int]:
+        import gc
+
+        gc.collect()
+        return len(gang._STATES[dask_worker.address].bundles), len(list(Path("/proc/self/fd").iterdir()))
+
+    rounds = 8
     works(processes)
-    before, descriptors = processes.run(state), processes.run(lambda: len(list(Path("/proc/self/fd").iterdir())))
-    for _ in range(5):
+    before = processes.run(size)
+    for _ in range(rounds):
         works(processes)
-    after = processes.run(state)
-    for address, (programs, secrets, bundles) in after.items():
-        assert (programs, secrets) == before[address][:2] == (0, 0)
-        assert bundles <= before[address][2] + 1
-    assert set(sockets_and_threads(processes).values()) == {(0, 0)}
-    now = processes.run(lambda: len(list(Path("/proc/self/fd").iterdir())))
-    assert all(now[a] <= descriptors[a] + 3 for a in now)
+    assert set(processes.run(state).values()) == {(0, 0)}
+    eventually(lambda: set(sockets_and_threads(processes).values()) == {(0, 0)})
+    # What Dask itself has open comes and goes; what a mesh leaves would be one a round at least.
+    for address, (bundles, descriptors) in processes.run(size).items():
+        assert bundles - before[address][0] < rounds
+        assert descriptors - before[address][1] < rounds
 
 
 def test_a_task_that_waits_for_a_worker_that_is_gone_is_an_error(processes: Client) -> None:
@@ -331,10 +329,10 @@ def test_a_task_that_waits_for_a_worker_that_is_gone_is_an_error(processes: Clie
 
     with dask.config.set({"meshtape.timeouts.abort": 1}):
         gone = "tcp://127.0.0.1:1"
-        stuck = processes.submit(int, 1, workers=[gone], allow_other_workers=False, key="meshtape-stuck", pure=False)
-        flight = Flight(processes, b"m" * 16, [gone], lease_of(processes))
+        stuck = processes.submit(int, 1, workers=[gone], allow_other_workers=False, key="meshtape.stuck-0", pure=False)
+        flight = Flight(processes, b"m" * 16, [gone], lease_of(processes), ["rank 0"])
         flight.gangs.append(Gang("r", "fit", [stuck]))
-        with within(60), pytest.raises(mt.errors.RankLost, match=f"worker {gone} left the cluster during fit"):
+        with pytest.raises(mt.errors.RankLost, match="rank 0 left the cluster during fit"):
             flight.check() or flight.settle(flight.gangs[0])
         assert not flight.gangs
         stuck.release()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tracemalloc
 
+import ml_dtypes
 import numpy as np
 import pytest
 import zarr
 
 import meshtape as mt
 from meshtape import errors
+from meshtape.parallel import out_of_core
 
 
 @pytest.fixture
@@ -68,13 +70,84 @@ def test_what_needs_collectives_is_refused_before_anything_is_written(tmp_path, 
     x = mt.from_zarr(path, mt.Mesh({"a": 2}), a=mt.Shard(0))
     with pytest.raises(errors.ShardingConflict, match=r"needs all_gather.*sort needs dimension 0 whole"):
         mt.stream(lambda x: mt.sort(x, axis=0), x, to=where(tmp_path))
-    with pytest.raises(errors.ShardingConflict, match="needs all_reduce"):
-        mt.stream(lambda x: x - mt.mean(x, axis=0), x, to=where(tmp_path))
+    with pytest.raises(errors.ShardingConflict, match=r"Split a dimension that .* or load the array"):
+        mt.stream(lambda x: mt.cumulative_sum(x, axis=0), x, to=where(tmp_path))
+    both = mt.from_zarr(path, mt.Mesh({"a": 2, "b": 2}), a=mt.Shard(0), b=mt.Shard(1))
+    with pytest.raises(errors.ShardingConflict, match=r"result 0 is split over the blocks, and a sum over the ranks"):
+        mt.stream(lambda x: mt.sum(x, axis=1), both, to=where(tmp_path))
     with pytest.raises(errors.ShardingConflict, match=r"result 0 is split over the blocks: say where"):
         mt.stream(lambda x: x * 2, x)
     with pytest.raises(MemoryError, match=r"the smallest blocks need .* a rank, and 10 B are allowed"):
         mt.stream(lambda x: x * 2, x, memory=10, to=where(tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+PASSES = {
+    "centred": (lambda x: x - mt.mean(x, axis=0), 2),
+    "standardized": (lambda x: (x - mt.mean(x, axis=0)) / mt.std(x, axis=0), 3),
+    "scaled by the largest": (lambda x: x / mt.max(mt.abs(x)), 2),
+    "softmax over rows": (lambda x: mt.nn.softmax(x, axis=0), 3),
+    "one reduction of another": (lambda x: mt.sum((x - mt.mean(x, axis=0)) ** 2, axis=0), 2),
+    "of columns": (lambda x: x - mt.mean(x, axis=1, keepdims=True), 1),
+    "covariance": (lambda x: (x - mt.mean(x, axis=0)).mT @ (x - mt.mean(x, axis=0)), 2),
+    "gradient": (lambda x: mt.grad(lambda x: mt.sum(mt.tanh(x)) ** 2)(x), 2),
+}
+
+
+@pytest.mark.parametrize("sizes", [{"a": 1}, {"a": 3}, {"b": 2, "a": 2}], ids=str)
+@pytest.mark.parametrize("name", PASSES)
+def test_what_all_blocks_give_is_found_first(tmp_path, stored, sizes, name):
+    """A reduction that later work needs: the blocks are read once more, and stay within the limit."""
+    host, path = stored
+    fn, _ = PASSES[name]
+    x = mt.from_zarr(path, mt.Mesh(sizes), a=mt.Shard(0))
+    want = np.asarray(fn(mt.asarray(host)))
+    got = mt.stream(fn, x, memory=3_000, to=where(tmp_path) if want.shape[0] == 101 else None)
+    np.testing.assert_allclose(zarr.open(got.path)[...] if want.shape[0] == 101 else np.asarray(got), want, 1e-9, 1e-9)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_there_are_as_many_passes_as_reductions_that_follow_one_another(monkeypatch, tmp_path, stored, name):
+    _, path = stored
+    fn, passes = PASSES[name]
+    runs = []
+    run = out_of_core._run_pass
+    monkeypatch.setattr(out_of_core, "_run_pass", lambda *args: runs.append(args) or run(*args))
+    x = mt.from_zarr(path, mt.Mesh({"a": 2}), a=mt.Shard(0))
+    mt.stream(fn, x, to=where(tmp_path))
+    assert len(runs) == passes
+
+
+def test_columns_that_are_split_too_are_joined(tmp_path, stored):
+    """What is reduced over the blocks may be split over other ranks."""
+    host, path = stored
+    x = mt.from_zarr(path, mt.Mesh({"a": 2, "b": 2}), a=mt.Shard(0), b=mt.Shard(1))
+    np.testing.assert_allclose(np.asarray(mt.stream(lambda x: mt.sum(x, axis=0), x, memory=500)), host.sum(axis=0))
+    out = mt.stream(
+        lambda x: (x - mt.max(x, axis=0), mt.sum(x, axis=0)), x, memory=500, to=(where(tmp_path), where(tmp_path, "s"))
+    )
+    np.testing.assert_allclose(zarr.open(out[0].path)[...], host - host.max(axis=0))
+    np.testing.assert_allclose(zarr.open(out[1].path)[...], host.sum(axis=0))
+    # Sums of rows would have to be joined block by block, by ranks that take turns at them.
+    with pytest.raises(errors.ShardingConflict, match=r"needs all_reduce\(b\)"):
+        mt.stream(lambda x: x - mt.mean(x, axis=1, keepdims=True), x, to=where(tmp_path, "t"))
+    assert not (tmp_path / "t").exists()
+
+
+def test_many_small_numbers_are_added_in_float32(tmp_path):
+    """A sum over many blocks of bfloat16 is rounded once."""
+    host = np.full((512, 2), 1.0, ml_dtypes.bfloat16)
+    path = str(tmp_path / "x")
+    mt.stream(lambda x: x.astype(mt.bfloat16), _stored_ones(tmp_path), to=path)
+    x = mt.from_zarr(path, mt.Mesh({"a": 1}), a=mt.Shard(0))
+    total = mt.stream(lambda x: mt.sum(x, axis=0), x, memory=64)
+    assert total.dtype == host.dtype
+    np.testing.assert_array_equal(np.asarray(total, np.float32), [512, 512])
+
+
+def _stored_ones(tmp_path) -> mt.parallel.Stored:
+    zarr.create_array(str(tmp_path / "ones"), shape=(512, 2), chunks=(64, 2), dtype="f4")[...] = 1
+    return mt.from_zarr(tmp_path / "ones", mt.Mesh({"a": 1}), a=mt.Shard(0))
 
 
 def test_bad_input(tmp_path, stored):
@@ -113,6 +186,8 @@ def test_on_worker_processes(processes, tmp_path, stored):
     with mt.Mesh({"a": 3}, client=processes) as mesh:
         x = mt.from_zarr(path, mesh, a=mt.Shard(0))
         np.testing.assert_allclose(np.asarray(x.load()), host)
+        centred = mt.stream(lambda x: x - mt.mean(x, axis=0), x, memory=2_000, to=where(tmp_path, "centred"))
+        np.testing.assert_allclose(zarr.open(centred.path)[...], host - host.mean(axis=0))
         out = mt.stream(lambda x: (mt.exp(x), mt.sum(x)), x, memory=2_000, to=(where(tmp_path), None))
         np.testing.assert_allclose(zarr.open(out[0].path)[...], np.exp(host))
         np.testing.assert_allclose(float(out[1]), host.sum())

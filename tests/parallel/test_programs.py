@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays import tree as trees
+from meshtape.parallel.placement import block_box
 from meshtape.parallel.rank_program import Moves, RankProgram
 from meshtape.parallel.reshard import plan_reshard
 
@@ -69,6 +71,23 @@ def test_functions_over_a_split_dimension_never_gather_it(name, ranks, width):
     want, want_g = both(mt.asarray(value))
     np.testing.assert_allclose(y, want, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(g, want_g, rtol=1e-10, atol=1e-12)
+
+
+def test_the_gradient_of_a_mean_is_made_in_blocks():
+    """What is broadcast to a split array is never whole on any rank; its operand is cut where it is split with it."""
+    mesh = mt.Mesh({"a": 4})
+    x = mt.distribute(rng.normal(size=(10, 6)), mesh, a=mt.Shard(0))
+    row = mt.distribute(rng.normal(size=(10, 1)), mesh)
+    for fn, args in (
+        (lambda x: x - mt.grad(lambda x: mt.mean(mt.square(mt.mean(x, axis=0))))(x), (x,)),
+        (lambda x, r: mt.broadcast_to(r, (10, 6)) * x, (x, row)),
+    ):
+        program = rank_program(fn, *args)
+        largest = max(
+            math.prod(block_box(program.layouts[v], (4,), a.shape, 0).shape) for v, a in program.avals.items()
+        )
+        assert largest <= 3 * 6, program.text(mesh.names)
+        np.testing.assert_allclose(mt.compile(fn)(*args), fn(*(mt.asarray(np.asarray(a)) for a in args)), 1e-12)
 
 
 # ----- reductions are late, and together ------------------------------------------------------------------------------

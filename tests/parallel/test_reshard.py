@@ -11,6 +11,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.blocks import Box
+from meshtape.parallel.executor import Prepared
 from meshtape.parallel.placement import Layout, block_box, make_layout
 from meshtape.parallel.reshard import plan_reshard
 
@@ -157,6 +158,27 @@ def test_other_reductions_than_sums_are_scattered_too(op):
     pending = getattr(mt, op)(mt.distribute(value, mesh, a=mt.Shard(0)), axis=0)
     assert pending.sharding.layout.partials == ((0, op),)
     holds(mt.reshard(pending, a=mt.Shard(0)), getattr(np, op)(value, axis=0))
+
+
+@pytest.mark.parametrize(("source", "target"), [("rows", "columns"), ("pending", "rows"), ("nested", "turned")])
+def test_one_process_of_many_ranks_copies_no_pair_by_itself(source, target):
+    """Where all ranks are here, an all-to-all and a reduce-scatter join one array and cut it: 70 ranks, no 4,900 pieces."""
+    layouts = {
+        "rows": make_layout({0: [0, 1]}),
+        "columns": make_layout({1: [0, 1]}),
+        "pending": make_layout({}, {0: "sum", 1: "sum"}),
+        "nested": make_layout({0: [1, 0]}),
+        "turned": make_layout({1: [1], 0: [0]}),
+    }
+    mesh, value = mesh_of((7, 10)), np.arange(130.0 * 75).reshape(130, 75)
+    x = mt.reshard(mt.distribute(value, mesh), mt.Sharding.of(mesh, layouts[source]))
+    holds(mt.reshard(x, mt.Sharding.of(mesh, layouts[target])), value)
+    program = mesh.rank_program(
+        mt.compile(lambda x: mt.reshard(x, mt.Sharding.of(mesh, layouts[target]))).program(x), [x.sharding]
+    )
+    prepared = Prepared(program, range(70), (0,) * 70, NAMES)
+    parts = [p for step, _ in prepared._actions for m in step.moves for b in m.rounds.blocks for p in b.parts]
+    assert sum(len(p.sources) for p in parts) <= 5 * 140
 
 
 DTYPES = [

@@ -20,13 +20,14 @@ import meshtape as mt
 from meshtape.arrays import dtypes  # noqa: F401  # registers the names of ml_dtypes
 from meshtape.arrays.program import ShapeDtype
 from meshtape.errors import RankLost
-from meshtape.parallel import reshard, rounds
+from meshtape.parallel import rounds
 from meshtape.parallel.dataplane import DataPlane
 from meshtape.parallel.executor import Prepared
 from meshtape.parallel.overlap import Start, Wait, schedule
 from meshtape.parallel.placement import Layout, block_box, make_layout
 from meshtape.parallel.pool import POOL, Pool
 from meshtape.parallel.rank_program import Move, Moves, RankProgram
+from meshtape.parallel.reshard import Reshard
 
 MESH, SECRET = b"r" * 16, b"s" * 32
 
@@ -200,7 +201,7 @@ def test_the_work_of_a_process_grows_with_the_ranks_and_not_with_their_square(mo
         return call
 
     for name in ("piece", "pieces", "box", "same"):
-        monkeypatch.setattr(reshard.Reshard, name, counted(getattr(reshard.Reshard, name)))
+        monkeypatch.setattr(Reshard, name, counted(getattr(Reshard, name)))
     rows, columns, pending = make_layout({0: [0]}), make_layout({1: [0]}), make_layout({}, {0: "sum"})
     for a, b in ((pending, Layout()), (rows, Layout()), (rows, columns), (pending, rows)):
         program = reshard_program((2 * ranks, ranks), "f4", (ranks,), a, b)
@@ -209,9 +210,9 @@ def test_the_work_of_a_process_grows_with_the_ranks_and_not_with_their_square(mo
             calls = 0
             found = rounds.plan_rounds(plan, homes, process, np.dtype("f4"), False)
             assert calls <= 30 * ranks
-            assert sum(len(s.sources) for s in found.sends) + len(found.joins) <= 16 * ranks * (homes != (0,) * ranks) + (
-                ranks**2 if homes == (0,) * ranks else 0
-            )
+            assert sum(len(s.sources) for s in found.sends) + len(found.joins) <= 16 * ranks * (
+                homes != (0,) * ranks
+            ) + (ranks**2 if homes == (0,) * ranks else 0)
 
 
 def test_ranks_of_one_process_are_sent_a_block_once():

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,16 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, Security, performance_report
+from distributed import Client, LocalCluster, Security, Worker, performance_report
 
 import meshtape as mt
 from meshtape.parallel import gang
 from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.dashboard import programs_of
 from meshtape.parallel.lease import lease_of
 from meshtape.parallel.transports import memory
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until something is so; a busy machine gets its time."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
 
 
 def works(client: Client, workers: int = 2) -> None:
@@ -106,29 +98,35 @@ def test_an_unknown_transport(processes):
         mt.Mesh({"a": 2}, client=processes)
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets", "comms"])
-def test_a_cluster_with_tls(transport):
+@pytest.fixture(scope="module")
+def encrypted() -> Iterator[Client]:
+    """A client of a cluster of two worker processes that speak TLS."""
     security = Security.temporary()
     with (
-        dask.config.set({"meshtape.transport": transport}),
         LocalCluster(
             n_workers=2, threads_per_worker=1, security=security, dashboard_address=None, silence_logs=50
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
         assert cluster.scheduler_address.startswith("tls://")
-        with mt.Mesh({"a": 2}, client=client) as mesh:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"),
+    [
+        ("auto", ("SlotLink", "TlsStream", "SharedSlots")),
+        ("sockets", ("StreamLink", "TlsStream", "NoneType")),
+        ("comms", ("StreamLink", "CommStream", "NoneType")),
+    ],
+    ids=["auto", "sockets", "comms"],
+)
+def test_a_cluster_with_tls(encrypted, transport, kind):
+    with dask.config.set({"meshtape.transport": transport}):
+        with mt.Mesh({"a": 2}, client=encrypted) as mesh:
             mt.compute(mt.sum(mt.distribute(np.ones(4), mesh, a=mt.Shard(0))))
-            (kind,) = kinds(client)
-            assert (
-                kind
-                == {
-                    "auto": ("SlotLink", "TlsStream", "SharedSlots"),
-                    "sockets": ("StreamLink", "TlsStream", "NoneType"),
-                    "comms": ("StreamLink", "CommStream", "NoneType"),
-                }[transport]
-            )
-        works(client)
+            assert kinds(encrypted) == {kind}
+        works(encrypted)
 
 
 # ----- several clients ------------------------------------------------------------------------------------------------
@@ -151,7 +149,7 @@ def test_two_clients_take_turns(processes):
         for t in threads:
             t.start()
         for t in threads:
-            t.join(120)
+            t.join()
     expected = {}
     for k in (0, 1):
         x = np.arange(4.0)
@@ -161,14 +159,14 @@ def test_two_clients_take_turns(processes):
     assert found == pytest.approx(expected)
 
 
-def test_a_lease_is_kept_until_others_want_it(processes):
+def test_a_lease_is_kept_until_others_want_it(processes, eventually):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.compute(mt.distribute(np.ones(4), mesh, a=mt.Shard(0)) + 1)
         lease = lease_of(processes)
         assert lease._held == frozenset(mesh.runtime.addresses)
         with Client(processes.scheduler.address, set_as_default=False) as other:
             works(other)
-            until(lambda: lease._held == frozenset())  # given up, without a run of this client
+            eventually(lambda: lease._held == frozenset())  # given up, without a run of this client
         assert float(mt.sum(x)) == 8.0
 
 
@@ -202,26 +200,31 @@ def another_client(address: str, what: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             p.kill()
-        p.wait(30)
+        p.wait()
 
 
-@pytest.mark.parametrize("what", ["busy", "idle"])
-def test_a_client_that_is_killed_leaves_nothing(processes, what):
+def test_a_client_that_stands_still_loses_the_lease_and_one_that_is_killed_leaves_nothing(processes, eventually):
     works(processes)
     before = left_behind(processes)
-    with another_client(processes.scheduler.address, what) as p:
-        p.kill()
-        p.wait(30)
-        works(processes)
-    until(lambda: left_behind(processes) == before)
-
-
-def test_a_client_that_stands_still_loses_the_lease(processes):
     with another_client(processes.scheduler.address, "idle") as p:
         os.kill(p.pid, signal.SIGSTOP)
         with dask.config.set({"meshtape.timeouts.lease": 1.0}):
             works(processes)
         os.kill(p.pid, signal.SIGCONT)
+        p.kill()
+        p.wait()
+        works(processes)
+    eventually(lambda: left_behind(processes) == before)
+
+
+def test_a_client_that_is_killed_at_work_leaves_nothing(processes, eventually):
+    works(processes)
+    before = left_behind(processes)
+    with another_client(processes.scheduler.address, "busy") as p:
+        p.kill()
+        p.wait()
+        works(processes)
+    eventually(lambda: left_behind(processes) == before)
 
 
 def test_an_error_of_one_mesh_does_not_reach_another(processes):
@@ -265,27 +268,66 @@ def test_workers_that_come_later_and_one_that_stands_still():
     with local_cluster(2) as client:
         works(client)
         client.cluster.scale(3)
-        client.wait_for_workers(3, timeout=120)
+        client.wait_for_workers(3, timeout=200)
         with mt.Mesh({"a": 3}, client=client) as mesh:
             assert len(mesh.runtime.addresses) == 3
             x = mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0))
             x = mt.compute(x + mt.sum(x))
-            pid = client.run(os.getpid)[mesh.runtime.addresses[1]]
+            first = mesh.runtime.addresses[0]  # those who wait ask in the order of ranks
+            pid = client.run(os.getpid)[first]
             os.kill(pid, signal.SIGSTOP)
             try:
                 # Found out by asking, long before the collective's own time is over.
                 brief = {"meshtape.timeouts.silence": 1.0, "meshtape.timeouts.abort": 2.0}
                 y = x + mt.sum(x)
-                with (
-                    dask.config.set(brief),
-                    pytest.raises(mt.errors.CollectiveTimeout, match=r"no answer from rank 1 .*stopped or cut off"),
-                ):
-                    mt.compute(y)
-                works(client)  # the cluster is usable at once, on those that answer
-                with pytest.raises(mt.errors.ClusterError, match="do not answer"):
-                    mt.Mesh({"a": 1}, client=client, workers=[mesh.runtime.addresses[1]])
+                with dask.config.set(brief | {"meshtape.timeouts.collective": 3600.0}):
+                    with pytest.raises(
+                        mt.errors.CollectiveTimeout, match=r"no answer from rank 0 .*stopped or cut off"
+                    ):
+                        mt.compute(y)
+                    works(client)  # the cluster is usable at once, on those that answer
+                    with pytest.raises(mt.errors.ClusterError, match="do not answer"):
+                        mt.Mesh({"a": 1}, client=client, workers=[first])
             finally:
                 os.kill(pid, signal.SIGCONT)
+
+
+def test_workers_that_are_restarted(mortal):
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        x = mt.compute(mt.distribute(np.ones(4), mesh, a=mt.Shard(0)) + 1)
+        lost = mesh.runtime.addresses[1]
+        mortal.restart_workers([lost])  # by its nanny
+        with pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
+            mt.compute(mt.reshard(x * 2, a=mt.Replicate()))
+    mortal.wait_for_workers(2, timeout=200)
+    works(mortal)
+    assert all(gang.EXECUTOR in names for names in mortal.run(lambda dask_worker: list(dask_worker.executors)).values())
+
+
+def test_resources_choose_workers(eventually):
+    with (
+        LocalCluster(n_workers=0, dashboard_address="127.0.0.1:0", silence_logs=50, processes=False) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        cluster.worker_spec = {
+            i: {"cls": Worker, "options": {"nthreads": 1, "resources": {"disk": i}}} for i in range(3)
+        }
+        cluster.scale(3)
+        client.wait_for_workers(3, timeout=200)
+        with dask.annotate(resources={"disk": 1}), mt.Mesh({"a": 3}, client=client) as mesh:
+            assert len(mesh.runtime.addresses) == 2
+            x = mt.compute(mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0)))
+            assert float(mt.sum(x)) == 15.0
+            with (
+                dask.annotate(resources={"disk": 2}),
+                pytest.raises(mt.errors.ClusterError, match=r"rank.* does not have the resources \{'disk': 2\}"),
+            ):
+                mt.compute(x + 1)
+        with (
+            dask.annotate(resources={"GPU": 1}),
+            pytest.raises(mt.errors.ClusterError, match="no worker of the Dask cluster has the resources"),
+        ):
+            mt.Mesh({"a": 1}, client=client)
 
 
 def test_members_of_a_mesh_are_not_scaled_away(processes):
@@ -302,7 +344,7 @@ def test_members_of_a_mesh_are_not_scaled_away(processes):
     assert len(processes.run_on_scheduler(candidates)) == 2
 
 
-def test_memory_of_blocks_is_used_again():
+def test_memory_of_blocks_is_used_again(processes):
     """A loop in its stride takes no fresh pages from the system, in ops of our own (the pool) and in NumPy's temporaries (malloc)."""
 
     def faults() -> int:
@@ -313,19 +355,29 @@ def test_memory_of_blocks_is_used_again():
     def step(x: Any, _: Any) -> Any:
         return mt.tanh(x * 1.01) + 0.5 * mt.sin(x), None  # tanh makes temporaries
 
-    with local_cluster(1) as client, mt.Mesh({"a": 1}, client=client) as mesh:
+    (address, *_) = sorted(processes.scheduler_info(n_workers=-1)["workers"])
+    with mt.Mesh({"a": 1}, client=processes, workers=[address]) as mesh:
         x = mt.compute(mt.distribute(np.ones(1 << 20), mesh) + 0.0)  # 2,048 pages
         mt.compute(mt.scan(step, x, length=10)[0])
-        (before,) = client.run(faults).values()
-        mt.compute(mt.scan(step, x, length=30)[0])
-        (after,) = client.run(faults).values()
-    assert (after - before) / 30 < 1024  # each array anew would be some 8,000
+        before = processes.run(faults, workers=[address])[address]
+        mt.compute(mt.scan(step, x, length=20)[0])
+        after = processes.run(faults, workers=[address])[address]
+    assert (after - before) / 20 < 1024  # each array anew would be some 8,000
 
 
-def test_peak_memory_of_a_reshard():
+def test_peak_memory_of_a_reshard(processes):
     """The old block, the new one, and some chunks: 64 MB blocks turned from rows to columns, and a sum that all need."""
 
     def reset() -> int:
+        """What the process holds, after it gave back all that it only kept; the peak is counted from here."""
+        import ctypes
+        import gc
+
+        from meshtape.parallel.pool import POOL
+
+        gc.collect()
+        POOL.clear()
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         return status("VmRSS")
 
@@ -338,15 +390,15 @@ def test_peak_memory_of_a_reshard():
 
     n = 4096
     block = n * n // 2 * 8
-    with local_cluster(2) as client, mt.Mesh({"a": 2}, client=client) as mesh:
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.compute(mt.distribute(np.ones((n, n)), mesh, a=mt.Shard(0)) + 0.0)
         turn = mt.compile(lambda x: mt.reshard(x, a=mt.Shard(1)))
         mt.compute(turn(x[:64]))  # connected
-        before = client.run(reset)
+        before = processes.run(reset)
         y = mt.compute(turn(x))
-        after = client.run(highest)
+        after = processes.run(highest)
         for a in before:
-            assert after[a] - before[a] < 1.25 * block
+            assert 0.9 * block < after[a] - before[a] < 1.25 * block
         del y
 
 
@@ -363,11 +415,13 @@ def test_gangs_are_tasks_with_the_name_of_the_function(processes, tmp_path):
         with processes.as_current(), performance_report(filename=str(report)):
             mt.compute(mt.compile(train_step)(x))
         stream = {t["key"].rpartition("-")[0] for t in processes.get_task_stream(count=50)}
-    assert "meshtape-train_step" in report.read_text()
-    assert "meshtape-train_step" in stream
+    # What Dask's own pages group tasks by, whatever letters the name has.
+    assert "meshtape.train_step" in processes.run_on_scheduler(lambda dask_scheduler: set(dask_scheduler.task_prefixes))
+    assert "meshtape.train_step" in report.read_text()
+    assert "meshtape.train_step" in stream
 
 
-def test_progress_of_gangs(processes, capsys):
+def test_progress_of_gangs(processes, capsys, eventually):
     from distributed import progress
 
     with mt.Mesh({"a": 2}, client=processes) as mesh:
@@ -375,12 +429,12 @@ def test_progress_of_gangs(processes, capsys):
         with processes.as_current():
             progress(y._buf.handle.gang.futures, notebook=False)
             mt.compute(y)
-            until(lambda: "100% Completed" in capsys.readouterr().out)
+            eventually(lambda: "100% Completed" in capsys.readouterr().out)
 
 
 def test_annotations_reach_the_gang(processes):
     def annotations(dask_scheduler: Any) -> list[Any]:
-        tasks = [t for t in dask_scheduler.tasks.values() if str(t.key).startswith("meshtape-annotated")]
+        tasks = [t for t in dask_scheduler.tasks.values() if str(t.key).startswith("meshtape.annotated")]
         return [t.annotations for t in tasks]
 
     def annotated(x: Any) -> Any:
@@ -393,6 +447,26 @@ def test_annotations_reach_the_gang(processes):
         assert len(found) == 2
         assert all(a["project"] == "vision" and a["executor"] == gang.EXECUTOR for a in found)
         del y
+
+
+def test_a_gang_that_fails_is_an_erred_task(processes, eventually):
+    def failed(dask_scheduler: Any) -> int:
+        found = programs_of(dask_scheduler).get("breaks")
+        return found.failed if found else 0
+
+    def breaks(x: Any) -> Any:
+        return mt.acosh(x)
+
+    processes.run_on_scheduler(failed)  # counting begins
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+        processes.run(_fail_in, "acosh", True)
+        try:
+            with pytest.raises(mt.errors.RankLost, match="failed in acosh"):
+                mt.compute(mt.compile(breaks)(x))
+        finally:
+            processes.run(_fail_in, "acosh", False)
+    eventually(lambda: processes.run_on_scheduler(failed) == 2)
 
 
 def test_failures_are_events(processes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import secrets
 import ssl
@@ -46,7 +45,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     for t in threads:
         t.start()
     for t in threads:
-        t.join(60)
+        t.join(200)
     assert not any(t.is_alive() for t in threads)
     return out
 
@@ -255,15 +254,25 @@ class Contract:
     def test_who_answers_is_waited_for(self, planes, pair):
         """A process that computes for long is alive, and is told from one that is stopped."""
         pair[0].silence = 0.1
-        pair[0].begin(1, 30)
-        x = np.zeros(3)
+        pair[0].begin(1, 100)
+        x, asks, answers = np.zeros(3), pair[0]._answers, list[bool]()
+        asked = threading.Event()
+
+        def ask(p: int, seconds: float) -> bool:
+            answers.append(asks(p, 60.0))
+            if len(answers) == 2:
+                asked.set()
+            return answers[-1]
+
+        pair[0]._answers = ask
 
         def late() -> None:
-            time.sleep(1.0)
+            asked.wait(100)
             pair[1].exchange(0, "late", {0: [np.ones(3)]}, {})
 
         assert together(lambda: pair[0].exchange(0, "late", {}, {1: [x]}), late) == [None, None]
         np.testing.assert_array_equal(x, 1)
+        assert answers[:2] == [True, True]
         pair[0]._answers = lambda p, seconds: False
         with pytest.raises(
             CollectiveTimeout, match=r"sum \(run 1, step 4\): no answer from rank 1, whose process is st"
@@ -361,35 +370,6 @@ class TestSockets(Contract):
         yield from opened(*[DataPlane("127.0.0.1") for _ in range(3)])
 
 
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A self-signed certificate with its key."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "mesh")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    path = tmp_path_factory.mktemp("tls") / "mesh.pem"
-    path.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        + made.public_bytes(serialization.Encoding.PEM)
-    )
-    return path
-
-
 def contexts(certificate: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """As a cluster's ``Security`` makes them: each side shows its certificate."""
     out = []
@@ -413,7 +393,7 @@ class TestTls(Contract):
         plain = DataPlane("127.0.0.1")
         plain.admit(MESH, SECRET)
         with pytest.raises(RankLost, match="cannot be reached"):
-            plain.group(MESH, 0, 1, {0: planes[0].address}, RANKS, 3.0)
+            plain.group(MESH, 0, 1, {0: planes[0].address}, RANKS, 1.0)
         plain.close()
         assert planes[0]._arrived == {}
 

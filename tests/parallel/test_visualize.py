@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import math
+import re
+from xml.etree import ElementTree
+
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
 
 import meshtape as mt
+from meshtape.parallel.block_grid import colour_of, grid_of
 
 
 def drawn(x: mt.Array) -> list[str]:
@@ -44,6 +53,7 @@ def test_ranks_without_elements_are_named():
         "┌────────┬────────┬────────┐",
         "│ rank 0 │ rank 1 │ rank 2 │",
         "└────────┴────────┴────────┘",
+        "dimension 0 in blocks of 2, 2, 1, 0",
         "no elements on rank 3",
     ]
 
@@ -64,11 +74,102 @@ def test_an_array_of_no_elements_and_one_on_no_mesh():
     assert mt.visualize(mt.ones((2, 3))) == "float64[2,3]  on cpu"
 
 
-def test_more_than_two_dimensions_show_the_last_two():
+def test_more_than_two_dimensions_have_a_table_for_each_place_of_the_others():
     mesh = mt.Mesh({"a": 2})
-    lines = drawn(mt.distribute(np.zeros((4, 2, 2)), mesh, a=mt.Shard(0)))
-    assert lines[2] == "│ ranks 0-1 │"
+    assert drawn(mt.distribute(np.zeros((4, 2, 2)), mesh, a=mt.Shard(0)))[1:] == [
+        "[0:2, …]",
+        "┌────────┐",
+        "│ rank 0 │",
+        "└────────┘",
+        "[2:4, …]",
+        "┌────────┐",
+        "│ rank 1 │",
+        "└────────┘",
+    ]
     assert len(drawn(mt.distribute(np.zeros((4, 2, 2)), mesh, a=mt.Shard(1)))) == 6
+    many = mt.distribute(np.zeros((20, 2, 2)), mt.Mesh({"a": 10}), a=mt.Shard(0))
+    assert [line for line in drawn(many) if "…" in line] == [
+        *(f"[{i}:{i + 2}, …]" for i in (0, 2, 4, 6)),
+        "… 5 more places",
+        "[18:20, …]",
+    ]
+
+
+def test_pending_sums_are_named():
+    mesh = mt.Mesh({"a": 2, "b": 2})
+    x = mt.sum(mt.distribute(np.ones((2, 8)), mesh, a=mt.Shard(0), b=mt.Shard(1)), axis=0)
+    assert drawn(x)[-1] == "along a each rank of a block holds a part of a pending sum"
+
+
+def test_wide_tables_fit_the_width():
+    mesh = mt.Mesh({"a": 64})
+    x = mt.distribute(np.zeros((3, 64)), mesh, a=mt.Shard(1))
+    for width in (20, 60, 100, 400):
+        lines = drawn_within(x, width)
+        assert max(map(len, lines[1:])) <= width
+        assert " 63 │" in lines[2]
+        assert ("…" in lines[2]) == (width < 400)
+    tall = drawn(mt.distribute(np.zeros((64, 3)), mesh, a=mt.Shard(0)))
+    assert len(tall) == 19
+    assert tall[-3:] == ["│    …    │", "│ rank 63 │", "└─────────┘"]
+    grid = mt.Mesh({"a": 64, "b": 64})
+    drawing = drawn(mt.distribute(np.zeros((64, 64)), grid, a=mt.Shard(0), b=mt.Shard(1)))
+    assert len(drawing) < 20
+    assert max(map(len, drawing)) <= 100
+    huge = mt.Mesh({"a": 1024, "b": 4})
+    assert (
+        mt.visualize(mt.distribute(np.zeros((1024, 4)), huge, a=mt.Shard(0), b=mt.Shard(1)))
+        ._repr_html_()
+        .count("<rect")
+        == 63 * 4
+    )
+
+
+def drawn_within(x: mt.Array, width: int) -> list[str]:
+    return mt.visualize(x, width=width).splitlines()
+
+
+PLACEMENTS = st.sampled_from([mt.Replicate(), mt.Shard(0), mt.Shard(1), mt.Shard(2)])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    st.sampled_from([(1,), (4,), (2, 3), (3, 2, 2), (8, 8)]),
+    st.sampled_from([(), (0,), (5,), (1, 4), (6, 0), (3, 7), (2, 5, 3), (4, 1, 2, 3)]),
+    st.lists(PLACEMENTS, min_size=3, max_size=3),
+)
+def test_every_rank_is_in_each_drawing_as_often_as_it_holds_something(sizes, shape, placements):
+    """Text, terminal and HTML agree: they have one table, whose blocks cover the array."""
+    mesh = mt.Mesh(dict(zip("abc", sizes, strict=False)))
+    fit = [p if not isinstance(p, mt.Shard) or p.dim < len(shape) else mt.Replicate() for p in placements]
+    x = mt.distribute(np.zeros(shape), mesh, **dict(zip(mesh.names, fit, strict=False)))
+    grid = grid_of(shape, x.sharding)
+    drawing = mt.visualize(x)
+    assert drawing.__rich__().plain == drawing
+    seen = [r for slab in grid.slabs for row in slab.ranks for cell in row for r in cell]
+    assert sorted([*seen, *grid.idle]) == list(range(mesh.size))
+    cells = sum(len(row) for slab in grid.slabs for row in slab.ranks)
+    html = drawing._repr_html_()
+    assert html.count("<rect") == (cells if len(grid.slabs) <= 6 else cells // len(grid.slabs) * 5)
+    if math.prod(shape):
+        area = sum((r1 - r0) * (c1 - c0) for slab in grid.slabs for r0, r1 in slab.rows for c0, c1 in slab.columns)
+        assert area * math.prod(shape[:-2]) == math.prod(shape) * len(grid.slabs)
+        ElementTree.fromstring(html.replace("<br>", "<br/>"))
+    else:
+        assert drawing.splitlines()[1] == "no elements"
+
+
+def test_a_terminal_shows_each_rank_in_a_colour_of_its_own():
+    mesh = mt.Mesh({"a": 2, "b": 2})
+    x = mt.distribute(np.zeros((4, 4)), mesh, a=mt.Shard(0), b=mt.Shard(1))
+    out = io.StringIO()
+    Console(file=out, force_terminal=True, color_system="truecolor", width=80).print(mt.visualize(x))
+    colours = re.findall(r"\x1b\[30;48;2;([0-9;]+)m", out.getvalue())
+    assert len(colours) == len(set(colours)) == 4
+    assert len({colour_of(r) for r in range(64)}) == 64
+    plain = io.StringIO()
+    Console(file=plain, width=80).print(mt.visualize(x))
+    assert plain.getvalue() == mt.visualize(x) + "\n"
 
 
 def test_repr_says_values_and_sharding():
@@ -85,7 +186,7 @@ def test_html_computes_nothing_and_shows_the_blocks():
     html = x._repr_html_()
     assert len(mesh.pending) == 1
     assert html.count("<rect") == 2
-    assert "ranks 0: (2, 2) at (0, 0)" in html
+    assert "ranks 0: [0:2, 0:2]" in html
     assert "ranks of Mesh(a=2): a=Shard(0)" in html
     assert "<svg" not in mt.distribute(np.zeros((0, 2)), mesh)._repr_html_()
 
