@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -30,6 +30,21 @@ from .sink_zarr import ZarrSink
 from .sinks import Sink
 from .spreading import Executor
 from .transfer import MEMORY_LIMIT, THREADS, Progress, transfer
+
+
+class Options(TypedDict, total=False):
+    """What `convert`, `merge` and `reshard` share; `convert` says what each is, holds the defaults and checks them."""
+
+    rules: Any
+    keys: Iterable[str] | None
+    drop: Iterable[str] | None
+    prefix: str | None
+    dtype: Any
+    memory_limit: int
+    threads: int
+    overwrite: bool
+    progress: Progress | None
+    client: Any
 
 
 @dataclass(frozen=True)
@@ -255,21 +270,6 @@ def convert(
         sink = zarr_sink(held, Choice(mesh, shardings))
     else:
         raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
-    return run(held, sink, target, started, memory_limit, threads, overwrite, progress, client)
-
-
-def run(
-    held: Selection,
-    sink: Sink,
-    target: str,
-    started: float,
-    memory_limit: int,
-    threads: int,
-    overwrite: bool,
-    progress: Progress | None,
-    client: Any = None,
-) -> ConvertReport:
-    """Carry out a planned conversion."""
     if held.ckpt.path == target:
         raise CheckpointError(f"{target} is the source; write to another place")
     tensors = list(held.arrays.values())
@@ -305,7 +305,7 @@ def reshard(
     *,
     mesh: Mapping[str, int] | None = None,
     shardings: Mapping[str, Any] | Chooser | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> ConvertReport:
     """Write a checkpoint cut for another mesh, without that mesh: so that each rank's blocks are files of their own.
 

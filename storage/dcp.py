@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import numpy as np
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointDTypeError, CorruptCheckpoint, IncompleteCheckpoint
 from . import dtypes, names, stores
+from .grid import tiled
 from .manifest import Leaf, encode_json
 from .opened import Checkpoint, StoredArray
 from .tensors import Job, RawTensor, opened
@@ -127,6 +127,8 @@ def _described(where: str, archive: zipfile.ZipFile) -> tuple[Any, str]:
     found = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
     if len(found) != 1 or archive.getinfo(found[0]).file_size > _MAX_VALUE:
         raise CorruptCheckpoint(f"{where}: an archive without one small data.pkl")
+    if archive.getinfo(found[0]).compress_type != zipfile.ZIP_STORED:  # what unpacks it would raise errors of its own
+        raise CorruptCheckpoint(f"{where}: a compressed data.pkl")
     return read_values(archive.read(found[0]), where), found[0].removesuffix("data.pkl")
 
 
@@ -146,7 +148,7 @@ def _damage(where: str) -> Iterator[None]:
         IndexError,
         TypeError,
         struct.error,
-        NotImplementedError,
+        RuntimeError,  # an entry that says it is encrypted, or made by methods that zipfile has not
         EOFError,
     ) as e:
         if isinstance(e, (CorruptCheckpoint, IncompleteCheckpoint)):
@@ -216,7 +218,7 @@ def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any]) -> DcpTe
         if info is None:
             raise ValueError(f"{name!r}: no file for the chunk at {box.offset}")
         chunks.append(Chunk(box, *_stored(root, info)))
-    if sum(c.box.size for c in chunks) != math.prod(shape):
+    if not tiled(shape, [c.box for c in chunks]):
         raise ValueError(f"{name!r}: its chunks do not cover it once")
     return DcpTensor(root, name, shape, dtype, tuple(chunks))
 

@@ -161,17 +161,23 @@ class Files:
 
 def preadv(fd: int, buffers: list[Any], offset: int) -> int:
     """Fill all buffers from ``offset`` on, or as many as the file has bytes for; returns the number of bytes."""
+    wanted = sum(memoryview(b).nbytes for b in buffers)
+    total = os.preadv(fd, buffers, offset) if 0 < len(buffers) <= IOV_MAX else 0
+    if total == wanted:
+        return total
+    # A short read is legal, and there may be more buffers than one call takes: go on where it ended.
     views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
-    total = 0
-    while views:
+    done = total
+    while True:
+        while views and done >= len(views[0]):
+            done -= len(views.pop(0))
+        if not views:
+            break
+        views[0] = views[0][done:]
         done = os.preadv(fd, views[:IOV_MAX], offset + total)
         if done == 0:
             break
         total += done
-        while views and done >= len(views[0]):
-            done -= len(views.pop(0))
-        if done:
-            views[0] = views[0][done:]
     return total
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError
 
@@ -164,6 +166,35 @@ def windows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit
             break
     for start in itertools.product(*(range(0, n, s) for n, s in zip(shape, size, strict=True))):
         yield Box(tuple(start), tuple(min(s, n - o) for s, n, o in zip(size, shape, start, strict=True)))
+
+
+_CELLS = 1 << 22
+
+
+def tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes cover an array once: no hole, no overlap, nothing beyond it.
+
+    >>> tiled((2, 3), [Box((0, 0), (2, 1)), Box((0, 1), (2, 2))]), tiled((4,), [Box((0,), (2,)), Box((1,), (2,))])
+    (True, False)
+    """
+    held = [b for b in boxes if b.size]
+    if any(n > m for b in boxes for n, m in zip(b.stop, shape, strict=True)):
+        return False
+    if sum(b.size for b in held) != math.prod(shape):
+        return False
+    # Equal sizes: they tile unless two overlap. Between the places where boxes begin and end, all is alike.
+    cuts = [sorted({b.offset[d] for b in held} | {b.stop[d] for b in held}) for d in range(len(shape))]
+    cells = [max(len(c) - 1, 1) for c in cuts]
+    if math.prod(cells) > _CELLS:
+        return all(a.intersect(b) is None or not a.intersect(b).size for a, b in itertools.combinations(held, 2))
+    place = [{at: i for i, at in enumerate(c)} for c in cuts]
+    seen = np.zeros(cells, bool)
+    for b in held:
+        part = seen[(*(slice(p[a], p[z]) for p, a, z in zip(place, b.offset, b.stop, strict=True)), ...)]
+        if part.any():
+            return False
+        part[...] = True
+    return True
 
 
 def runs(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:

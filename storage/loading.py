@@ -140,6 +140,7 @@ def load(
     strict: bool = True,
     ignore: Iterable[str] | None = None,
     rules: Any = None,
+    verify: bool = True,
     report: LoadReport | None = None,
 ) -> Any:
     """Read a checkpoint into a tree of arrays.
@@ -168,6 +169,9 @@ def load(
     rules
         Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``prefix``, ``like`` and ``shardings`` then
         speak of what the rules give; without ``like`` the result is a flat dict. Each rank reads what its blocks need.
+    verify
+        Compare every chunk with its checksum. Without it damage goes unnoticed; it costs about a tenth of a second a gigabyte and processor,
+        and nothing where the disk is what one waits for.
     report
         A `LoadReport` to fill in.
 
@@ -207,7 +211,7 @@ def load(
         raise CheckpointError("load takes like= or shardings=, not both")
     kept = LoadReport() if report is None else report
     kept.reset()
-    ckpt = open_checkpoint(path)
+    ckpt = open_checkpoint(path, verify=verify)
     kept.path = ckpt.path
     opened = time.perf_counter()
     if rules is not None:

@@ -10,14 +10,10 @@ format is none of the frameworks that it knows, and it does not know NumPy.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
-from . import stores
-from .converting import Selection, hugging_face_sink, run
-from .transfer import MEMORY_LIMIT, THREADS, Progress
+from .converting import Options, convert
 
 
 @dataclass(frozen=True)
@@ -37,16 +33,7 @@ def merge(
     dst: str | os.PathLike[str],
     *,
     max_shard_bytes: int | None = None,
-    rules: Any = None,
-    keys: Iterable[str] | None = None,
-    drop: Iterable[str] | None = None,
-    prefix: str | None = None,
-    dtype: Any = None,
-    memory_limit: int = MEMORY_LIMIT,
-    threads: int = THREADS,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    client: Any = None,
+    **options: Unpack[Options],
 ) -> MergeReport:
     """Write a checkpoint as a Hugging Face directory, streaming; a run that was interrupted goes on where it stopped.
 
@@ -58,12 +45,8 @@ def merge(
         The directory or URL to make, all or nothing.
     max_shard_bytes
         Largest size of a file's arrays together; None puts all in one file. An array that is larger has its own file.
-    rules, keys, drop, prefix, dtype, memory_limit, threads, client
-        As in `convert`.
-    overwrite
-        Replace an existing checkpoint or Hugging Face directory.
-    progress
-        Called with (bytes done, bytes in all) at the start and after each window.
+    options
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``overwrite``, ``progress`` and ``client`` of `convert`.
 
     Returns
     -------
@@ -86,9 +69,5 @@ def merge(
     >>> merge(os.path.join(home, "ckpt"), os.path.join(home, "hf")).files
     ['model.safetensors']
     """
-    started = time.perf_counter()
-    held = Selection.of(src, rules, keys, drop, dtype, prefix)
-    sink = hugging_face_sink(held, max_shard_bytes)
-    target = stores.location(dst)
-    r = run(held, sink, target, started, memory_limit, threads, overwrite, progress, client)
+    r = convert(src, dst, format="safetensors", max_shard_bytes=max_shard_bytes, **options)
     return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
-from . import commit, dcp, documents, manifest, names, safetensors, stores
+from . import commit, dcp, dcp_safetensors, documents, manifest, names, safetensors, stores
 from .opened import Checkpoint, StoredArray
 from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
 from .zarr_format import GROUP_ATTRIBUTE
@@ -27,15 +27,18 @@ _MAX_INDEX = 1 << 30
 _ZARR = ("zarr.json", ".zgroup", ".zarray")
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     """Open a checkpoint without reading its arrays.
 
     Parameters
     ----------
     path
         A directory written by `save`, a ``.safetensors`` file, a Hugging Face directory (``model.safetensors`` or
-        ``model.safetensors.index.json``), any Zarr group or array, or a checkpoint of ``torch.distributed``: a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
+        ``model.safetensors.index.json``), any Zarr group or array, or a checkpoint of
+        ``torch.distributed`` in either of its layouts: a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
         ``http://`` or ``https://``.
+    verify
+        Compare every chunk that is read with its checksum, where the format has any. Without it damage goes unnoticed.
 
     Returns
     -------
@@ -84,7 +87,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     store = stores.at(root)
     found = manifest.read(root)
     if found is not None:
-        return _from_manifest(root, found)
+        return _from_manifest(root, found, verify)
     if store.size(HF_INDEX) is not None:
         return _open_hugging_face(root)
     if store.size(HF_SINGLE) is not None:
@@ -95,6 +98,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return _open_zarr(root)
     if dcp.is_dcp(root):
         return dcp.open_dcp(root)
+    if store.lists and (shards := dcp_safetensors.open_shards(root)) is not None:
+        return shards
     raise _refusal(store)
 
 
@@ -127,14 +132,14 @@ def _refusal(store: stores.Store) -> CheckpointError:
 # ----- ours -----------------------------------------------------------------------------------------------------------
 
 
-def _from_manifest(root: str, m: manifest.Manifest) -> Checkpoint:
+def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
     arrays = {}
     for e in m.arrays:
         text = mesh = placements = None
         if e.sharding is not None and e.mesh is not None:
             mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
             text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
-        arrays[e.name] = StoredArray(e.path, _LazyObjects(root, e), text, mesh, placements)
+        arrays[e.name] = StoredArray(e.path, _LazyObjects(root, e, verify), text, mesh, placements)
     return Checkpoint(
         root,
         "meshtape",
@@ -150,8 +155,8 @@ def _from_manifest(root: str, m: manifest.Manifest) -> Checkpoint:
 class _LazyObjects:
     """A `ChunkedTensor` that checks its list of objects only when it is read."""
 
-    def __init__(self, root: str, entry: manifest.ArrayEntry) -> None:
-        self._root, self._entry = root, entry
+    def __init__(self, root: str, entry: manifest.ArrayEntry, verify: bool) -> None:
+        self._root, self._entry, self._verify = root, entry, verify
         self.name, self.shape, self.dtype, self.chunk = entry.name, entry.shape, entry.dtype, entry.grid.chunk
 
     @property
@@ -160,7 +165,7 @@ class _LazyObjects:
 
     def whole(self) -> ChunkedTensor:
         e = self._entry
-        return ChunkedTensor(self._root, e.name, e.dtype, e.grid, e.objects)
+        return ChunkedTensor(self._root, e.name, e.dtype, e.grid, e.objects, self._verify)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("check", "only", "planned", "jobs"):

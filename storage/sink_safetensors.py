@@ -21,6 +21,7 @@ from .commit import Folder
 from .files import IOV_MAX, active
 from .grid import runs, windows
 from .opening import HF_INDEX
+from .scratch import scratch
 from .sinks import Stream, Unit, clear, read, read_file, sums, touch
 
 
@@ -57,7 +58,7 @@ class RawWriter:
         return [crc32c(data)]
 
     def check(self, root: str, window: Box, sums: list[int]) -> bool:
-        held = np.empty(window.size * self.itemsize, np.uint8)
+        held = scratch("check", window.size * self.itemsize)
         path = os.path.join(root, self.file)
         whole = all(read_file(path, pieces, place) for place, pieces in self._runs(window, held))
         return whole and sums == [crc32c(held)]

@@ -20,6 +20,7 @@ from .commit import Folder
 from .files import IOV_MAX, active
 from .finishing import Item, finish_directory
 from .grid import Grid, windows
+from .scratch import scratch
 from .sinks import BATCH, Stream, Unit, clear, read, read_file, sums, touch
 from .writing import SYNCS, Record, in_threads
 from .zarr_format import ShardBytes, chunk_coords, shard_index
@@ -72,7 +73,7 @@ class ZarrWriter:
             part = data[(*box.within(window).slices, ...)]
             if part.shape != grid.chunk or not part.flags.c_contiguous:
                 if staging is None:
-                    staging = np.zeros((slots, *grid.chunk), self.dtype)
+                    staging = scratch("write", slots * n).view(self.dtype).reshape(slots, *grid.chunk)
                 slot = staging[len(pending) // 2, ...]
                 if part.shape != grid.chunk:
                     slot[...] = 0
@@ -93,7 +94,7 @@ class ZarrWriter:
         if len(sums) != len(chunks):
             return False
         slots = max(1, min(BATCH // max(n, 1), IOV_MAX // 2, len(chunks)))
-        data, marks = np.empty((slots, n), np.uint8), np.empty((slots, 4), np.uint8)
+        data, marks = scratch("check", slots * n).reshape(slots, n), np.empty((slots, 4), np.uint8)
         first = 0
         while first < len(chunks):
             coord = chunks[first][0]

@@ -21,6 +21,7 @@ from ..arrays.blocks import Box
 from .checksums import crc32c
 from .commit import Folder
 from .files import Files, active, preadv
+from .scratch import scratch
 
 BATCH = 8 << 20  # bytes handed to the kernel in one call, and of staging memory
 
@@ -89,9 +90,14 @@ class Sink(Protocol):
         """Write what makes the directory a checkpoint, last; returns the bytes of all files."""
 
 
-def read(tensor: Any, box: Box) -> np.ndarray:
-    """The elements of a box, read in this thread: the windows themselves are spread."""
-    out = np.empty(box.shape, tensor.dtype)
+def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
+    """The elements of a box, read in this thread: the windows themselves are spread.
+
+    ``passing``: in memory that this thread's next window uses again.
+    """
+    nbytes = box.size * tensor.dtype.itemsize
+    memory = scratch("window", nbytes) if passing else np.empty(nbytes, np.uint8)
+    out = memory.view(tensor.dtype).reshape(box.shape)
     for job in tensor.jobs(box, out):
         job()
     return out

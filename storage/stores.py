@@ -130,7 +130,7 @@ class Store(ABC):
     writable: ClassVar[bool] = True
     lists: ClassVar[bool] = True
     readers: ClassVar[int] = 4  # threads that read faster than one
-    job: ClassVar[int] = 64 << 20  # bytes that one thread reads at a time
+    job: ClassVar[int] = 16 << 20  # bytes that one thread reads at a time
     batch: ClassVar[int] = 1 << 20  # bytes of one read that are copied on: they stay in a processor's cache
     gap: ClassVar[int] = 4 << 10  # bytes that are cheaper to read than to skip
     row: ClassVar[int] = 64 << 10  # rows up to this length are cheaper to read whole

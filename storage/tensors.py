@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,11 @@ from .checksums import crc32c
 from .files import IOV_MAX
 from .grid import Grid, runs
 from .manifest import StoredObject
+from .scratch import scratch
 
 Job = Callable[[], int]
 
-_BATCH = 8 << 20  # bytes of one read, and of the staging memory of one thread
+_BATCH = 8 << 20  # bytes of one read where they belong
 
 
 def run(jobs: Sequence[Job], readers: int = 4) -> int:
@@ -86,6 +87,7 @@ class ChunkedTensor:
     dtype: np.dtype
     grid: Grid
     objects: Mapping[tuple[int, ...], StoredObject]
+    verify: bool = True  # compare each chunk with its checksum
 
     @property
     def readers(self) -> int:
@@ -105,9 +107,7 @@ class ChunkedTensor:
 
     def only(self, box: Box) -> ChunkedTensor:
         """The same tensor with just the objects that ``box`` needs: what is worth sending elsewhere."""
-        return ChunkedTensor(
-            self.root, self.name, self.dtype, self.grid, {c: self.objects[c] for c in self._shards(box)}
-        )
+        return replace(self, objects={c: self.objects[c] for c in self._shards(box)})
 
     def check(self) -> None:
         """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
@@ -154,37 +154,39 @@ class ChunkedTensor:
         path = names.inside(self.root, stored.file, f"{self.root}: {self.name!r}")
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
         present = grid.present(coord)
+        overlaps = [_overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
+        # Chunks that are rows of the target are read where they belong; others are copied there, a few at a time.
+        direct = target.flags.c_contiguous and target.shape[1:] == grid.chunk[1:]
+        batch = _BATCH if direct else stores.at(self.root).batch
+        slots = max(1, min(batch // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
+        sums = np.empty((slots, 1), "<u4")
+        staging = None
+        total = 0
         with opened(path, f"part of {self.name!r}") as reader:
-            # Chunks that are rows of the target are read where they belong; others are copied there, a few at a time.
-            direct = target.flags.c_contiguous and target.shape[1:] == grid.chunk[1:]
-            batch = _BATCH if direct else stores.at(self.root).batch
-            slots = max(1, min(batch // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
-            staging = None
-            total = 0
-            for group in _consecutive(chunks, present, slots):
+            for number, group in _consecutive(chunks, present, slots):
                 buffers: list[np.ndarray] = []
                 copies: list[tuple[np.ndarray, np.ndarray]] = []
-                sums = np.empty((len(group), 4), np.uint8)
                 for k, index in enumerate(group):
-                    place, inner, whole = _overlap(index, grid.chunk, local, target)
-                    if whole and place.flags.c_contiguous:
-                        buffers += [_bytes_of(place), sums[k]]
-                        continue
-                    if staging is None:
-                        staging = np.empty((slots, *grid.chunk), self.dtype)
-                    copies.append((place, staging[(k, *inner, ...)]))
-                    buffers += [_bytes_of(staging[k, ...]), sums[k]]
-                number = _ravel(group[0], present)
+                    parts = [o[i] for o, i in zip(overlaps, index, strict=True)]
+                    place = target[(*(p[0] for p in parts), ...)]
+                    if all(p[2] for p in parts) and place.flags.c_contiguous:
+                        held = place
+                    else:
+                        if staging is None:
+                            staging = scratch("read", slots * nbytes).view(self.dtype).reshape(slots, *grid.chunk)
+                        held = staging[k, ...]
+                        copies.append((place, held[(*(p[1] for p in parts), ...)]))
+                    buffers += (_bytes_of(held), sums[k])
                 done = reader.readv(buffers, number * (nbytes + 4))
-                if reader.nbytes != stored.nbytes:
+                if not total and reader.nbytes != stored.nbytes:
                     raise CorruptCheckpoint(
                         f"{path} has {reader.nbytes} bytes, the manifest says {stored.nbytes} (key {self.name!r})"
                     )
                 if done != len(group) * (nbytes + 4):
                     raise CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
                 total += done
-                for k, index in enumerate(group):
-                    if crc32c(buffers[2 * k]).to_bytes(4, "little") != sums[k].tobytes():
+                for k, index in enumerate(group if self.verify else ()):
+                    if crc32c(buffers[2 * k]) != sums[k, 0]:
                         raise CorruptCheckpoint(
                             f"{path}: chunk {index} of key {self.name!r} does not fit its crc32c "
                             f"(bytes {(number + k) * (nbytes + 4)} to {(number + k + 1) * (nbytes + 4)}); "
@@ -192,21 +194,16 @@ class ChunkedTensor:
                         )
                 for place, source in copies:
                     place[...] = source
-            return total
+        return total
 
 
-def _overlap(
-    index: tuple[int, ...], chunk: tuple[int, ...], local: Box, target: np.ndarray
-) -> tuple[np.ndarray, list[slice], bool]:
-    """(the part of ``target``, the memory of the box ``local``, that a chunk fills; what fills it; whether that is all of the chunk)."""
-    outer, inner, whole = [], [], True
-    for i, c, start, n in zip(index, chunk, local.offset, local.shape, strict=True):
-        a = i * c
-        lo, hi = max(a, start), min(a + c, start + n)
-        whole = whole and hi - lo == c
-        outer.append(slice(lo - start, hi - start))
-        inner.append(slice(lo - a, hi - a))
-    return target[(*outer, ...)], inner, whole
+def _overlaps(chunk: int, start: int, length: int) -> dict[int, tuple[slice, slice, bool]]:
+    """Of each chunk that meets a range of a dimension: (its place in the range, the part of it that lies there, whether that is all)."""
+    out = {}
+    for i in range(start // chunk, -(-(start + length) // chunk)):
+        lo, hi = max(i * chunk, start), min((i + 1) * chunk, start + length)
+        out[i] = slice(lo - start, hi - start), slice(lo - i * chunk, hi - i * chunk), hi - lo == chunk
+    return out
 
 
 def _ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
@@ -218,19 +215,20 @@ def _ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 def _consecutive(
     chunks: list[tuple[int, ...]], present: tuple[int, ...], limit: int
-) -> Iterator[list[tuple[int, ...]]]:
-    """Groups of at most ``limit`` chunks that lie one after the other in the file."""
+) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
+    """(number of the first, all) of at most ``limit`` chunks that lie one after the other in the file."""
     group: list[tuple[int, ...]] = []
-    expected = -1
+    start = 0
     for index in chunks:
         number = _ravel(index, present)
-        if group and (number != expected or len(group) == limit):
-            yield group
+        if group and (number != start + len(group) or len(group) == limit):
+            yield start, group
             group = []
+        if not group:
+            start = number
         group.append(index)
-        expected = number + 1
     if group:
-        yield group
+        yield start, group
 
 
 # ----- safetensors ----------------------------------------------------------------------------------------------------
@@ -280,7 +278,7 @@ class RawTensor:
         axis = outer[-1] if outer else axis
         gap, store = stride - length, stores.holding(self.path)[0]
         over = gap * item <= store.gap or stride * item <= store.row
-        rows = max(1, _BATCH // (stride * item)) if over else 1
+        rows = max(1, store.batch // (stride * item)) if over else 1
         ranges = [
             range(box.offset[i], box.stop[i], rows if i == axis else 1) if i <= axis else (box.offset[i],)
             for i in range(len(self.shape))
@@ -324,7 +322,7 @@ class RawTensor:
                 place = _view(out, part.within(box))
                 offset = self.start + item * sum(o * s for o, s in zip(part.offset, strides, strict=True))
                 direct = one_run and place.flags.c_contiguous
-                buffer = _bytes_of(place) if direct else np.empty(nbytes, np.uint8)
+                buffer = _bytes_of(place) if direct else scratch("read", nbytes)
                 done = reader.readv([buffer], offset)
                 if reader.nbytes != self.file_nbytes:
                     raise CorruptCheckpoint(

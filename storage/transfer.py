@@ -24,7 +24,7 @@ from typing import Any
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint
-from . import commit, stores
+from . import commit, scratch, stores
 from .files import active
 from .sinks import Sink, Unit, Writer, read
 from .spreading import Executor, Spread
@@ -118,7 +118,7 @@ def _empty(part: str) -> None:
 
 def _write(writer: Writer, tensor: Any, root: str, box: Box) -> list[int]:
     """One window, in whatever process: from the tensor to its places."""
-    return writer.write(root, box, read(tensor, box))
+    return writer.write(root, box, read(tensor, box, passing=True))
 
 
 def _whole(writer: Writer, root: str, box: Box, sums: list[int]) -> bool:
@@ -169,7 +169,7 @@ def transfer(
     commit.recover(parent, name)
     commit.check_target(target, overwrite, ours)
     # A thread holds a window, the reader's staging memory and the writer's.
-    units = sink.units(tensors, max(_LEAST, memory_limit // (3 * threads)))
+    units = sink.units(tensors, max(_LEAST, min(memory_limit // (3 * threads), scratch.KEPT)))
     sizes = {u: u.box.size * tensors[u.array].dtype.itemsize for u in units}
     numbers = {u: i for i, u in enumerate(units)}
     total = sum(sizes.values())
@@ -225,4 +225,6 @@ def transfer(
             with contextlib.suppress(OSError):
                 fs.remove_tree(part)
             raise
+        finally:
+            scratch.release()
     return nbytes, resumed

@@ -18,6 +18,7 @@ from ..arrays.errors import CheckpointError, CorruptCheckpoint
 from . import manifest, names, stores
 from .checksums import combine, crc32c
 from .opening import open_checkpoint
+from .scratch import scratch
 from .tensors import ChunkedTensor, opened, run
 from .zarr_format import chunk_coords, shard_index
 
@@ -99,7 +100,7 @@ def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -
             faults.append(f"{path} has {size} bytes, the manifest says {stored.nbytes} (key {t.name!r})")
             return 0
         slots = max(1, _BATCH // max(nbytes, 1))
-        data, marks = np.empty((slots, nbytes), np.uint8), np.empty((slots, 4), np.uint8)
+        data, marks = scratch("check", slots * nbytes).reshape(slots, nbytes), np.empty((slots, 4), np.uint8)
         for group in _batched(chunk_coords(t.grid, coord), slots):
             position += reader.readv([b for k in range(len(group)) for b in (data[k], marks[k])], position)
             for index, held, mark in zip(group, data, marks, strict=False):

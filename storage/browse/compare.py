@@ -15,7 +15,8 @@ import numpy as np
 from ...arrays.errors import CheckpointError
 from ..comparing import differences
 from ..opened import Checkpoint, StoredArray
-from .pieces import Pieces
+from ..rules import Rules
+from .pieces import Pieces, refuse_giants
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,18 @@ class Comparison:
         low, high = math.floor(min(logs)), math.ceil(max(logs))
         counts, edges = np.histogram(logs, bins, (low, high if high > low else low + 1))
         return edges.tolist(), counts.tolist()
+
+
+def ruled(ckpt: Checkpoint, rules: str) -> Checkpoint:
+    """What key rules make of a checkpoint, still unread; the checkpoint itself where ``rules`` is blank.
+
+    Raises what `Rules` raises, and `CheckpointError` for chunks that are too large for a page.
+    """
+    if not rules.strip():
+        return ckpt
+    for array in ckpt.values():  # what the rules make of them has no chunks that would tell
+        refuse_giants(array)
+    return Rules(rules).on(ckpt)
 
 
 def names(a: Checkpoint, b: Checkpoint) -> Comparison:

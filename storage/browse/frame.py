@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -44,7 +44,6 @@ class Shown:
     crumbs: Sequence[tuple[str, str | None]] = ()
     status: int = 200
     up: str | None = None
-    extra: dict[str, str] = field(default_factory=dict)
 
 
 @lru_cache
@@ -66,6 +65,44 @@ def href(view: str, **parameters: Any) -> str:
 
 def page(shown: Shown, *, prefix: str = "") -> str:
     """The whole page around a view. ``prefix`` leads to the static files, relative to the page."""
+    return opening(shown.title, prefix) + rest(shown)
+
+
+def opening(title: str, prefix: str = "", waiting: str = "") -> str:
+    """The page down to where the view is needed. ``waiting`` is shown until `rest` has come."""
+    return "<!doctype html>" + _open(
+        tag(
+            "html",
+            tag(
+                "head",
+                tag("meta", charset="utf-8"),
+                tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+                tag("meta", name="color-scheme", content="light dark"),
+                tag("title", f"{visible(title, 120)} · meshtape"),
+                tag("link", rel="icon", href=f"{prefix}static/icon.svg", type="image/svg+xml"),
+                tag("link", rel="stylesheet", href=f"{prefix}static/browse.css"),
+                tag("script", src=f"{prefix}static/browse.js", defer=True),
+            ),
+            _open(
+                tag(
+                    "body",
+                    tag("a", "Skip to the content", href="#main", class_="mt-skip"),
+                    tag("p", waiting, class_="mt-wait", role="status") if waiting else None,
+                    class_="mt",
+                )
+            ),
+            lang="en",
+        )
+    )
+
+
+def _open(element: Markup) -> Markup:
+    """An element without its end tag."""
+    return Markup(element[: element.rindex("</")])
+
+
+def rest(shown: Shown) -> str:
+    """What follows `opening`."""
     crumbs = join(
         [
             tag("a", visible(label, 80), href=to) if to else tag("span", visible(label, 80), aria_current="page")
@@ -74,44 +111,26 @@ def page(shown: Shown, *, prefix: str = "") -> str:
         '<span class="mt-slash">/</span>',
     )
     keys = tag("dl", [join([tag("dt", tag("kbd", k)), tag("dd", what)]) for k, what in KEYS])
-    return "<!doctype html>" + tag(
-        "html",
+    parts = [
         tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", name="color-scheme", content="light dark"),
-            tag("title", f"{visible(shown.title, 120)} · meshtape"),
-            tag("link", rel="icon", href=f"{prefix}static/icon.svg", type="image/svg+xml"),
-            tag("link", rel="stylesheet", href=f"{prefix}static/browse.css"),
-            tag("script", src=f"{prefix}static/browse.js", defer=True),
+            "header",
+            tag("a", LOGO, "meshtape", href="./", class_="mt-brand"),
+            tag("nav", crumbs, class_="mt-crumbs", aria_label="Where you are"),
+            tag("button", "Keys", type="button", class_="mt-plain", data_keys=True, title="Keys (?)"),
+            tag("button", "Theme", type="button", class_="mt-plain", data_theme_button=True, title="Light or dark (t)"),
+            class_="mt-top",
         ),
+        tag("main", shown.body, id="main", data_up=shown.up),
         tag(
-            "body",
-            tag("a", "Skip to the content", href="#main", class_="mt-skip"),
-            tag(
-                "header",
-                tag("a", LOGO, "meshtape", href="./", class_="mt-brand"),
-                tag("nav", crumbs, class_="mt-crumbs", aria_label="Where you are"),
-                tag("button", "Keys", type="button", class_="mt-plain", data_keys=True, title="Keys (?)"),
-                tag(
-                    "button",
-                    "Theme",
-                    type="button",
-                    class_="mt-plain",
-                    data_theme_button=True,
-                    title="Light or dark (t)",
-                ),
-                class_="mt-top",
-            ),
-            tag("main", shown.body, id="main"),
-            tag("dialog", tag("h2", "Keys"), keys, tag("form", tag("button", "Close"), method="dialog"), id="keys"),
-            class_="mt",
-            data_up=shown.up,
-            **shown.extra,
+            "dialog",
+            tag("h2", "Keys", id="keys-title"),
+            keys,
+            tag("form", tag("button", "Close"), method="dialog"),
+            id="keys",
+            aria_labelledby="keys-title",
         ),
-        lang="en",
-    )
+    ]
+    return f"{join(parts)}</body></html>"
 
 
 def crumbs(site: Site, place: Place, *more: tuple[str, str | None]) -> list[tuple[str, str | None]]:

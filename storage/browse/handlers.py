@@ -12,6 +12,7 @@ What protects whom:
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -26,8 +27,8 @@ from tornado import web
 from tornado.ioloop import IOLoop
 
 from ...arrays.errors import CheckpointError, CheckpointKeyError, MeshtapeError, NotACheckpoint
-from . import view_array, view_checkpoint, view_details, view_places, view_scans
-from .frame import Shown, asset, href, notice, page
+from . import view_array, view_checkpoint, view_compare, view_details, view_places, view_scans
+from .frame import Shown, asset, href, notice, opening, page, rest
 from .html import tag
 from .inventory import SORTS, Query
 from .site import Site
@@ -40,6 +41,7 @@ POLICY = (
     "base-uri 'none'; frame-ancestors 'none'"
 )
 _LONGEST = 8192  # bytes of one parameter
+PATIENCE = 0.2  # seconds after which the frame of a page is sent before its view is ready
 
 
 @dataclass
@@ -157,17 +159,27 @@ class _Handler(web.RequestHandler):
         return tuple(min(int(t), 2**62) for t in parts)
 
     async def show(self, make: Callable[[], Shown]) -> None:
-        """Make a view in a thread and write it."""
-        shown = await IOLoop.current().run_in_executor(self.access.pool, _guarded, make)
-        self.set_status(shown.status)
+        """Make a view in a thread and write it; the frame of a page goes ahead where the view takes long."""
+        work = IOLoop.current().run_in_executor(self.access.pool, _guarded, make)
+        self.set_header("Content-Type", "text/html; charset=utf-8")
         if self.parameter("format") == "json":
+            shown = await work
+            self.set_status(shown.status)
             self.write_json(shown.data)
         elif self.parameter("fragment"):
-            self.set_header("Content-Type", "text/html; charset=utf-8")
+            shown = await work
+            self.set_status(shown.status)
             self.finish(str(shown.body))
-        else:
-            self.set_header("Content-Type", "text/html; charset=utf-8")
+        elif (await asyncio.wait([work], timeout=PATIENCE))[0]:
+            shown = work.result()
+            self.set_status(shown.status)
             self.finish(page(shown))
+        else:
+            # From here on the status is that of the page, whatever the view turns out to be.
+            title = self.parameter("name") or self.parameter("at").rpartition("/")[2]
+            self.write(opening(title, waiting="Reading …"))
+            await self.flush()
+            self.finish(rest(await work))
 
     def write_json(self, data: Any) -> None:
         self.set_header("Content-Type", "application/json")
@@ -331,19 +343,19 @@ class _Health(_Statistics):
 
 
 class _Compare(_Statistics):
+    def pair(self) -> tuple[str, str, str]:
+        """Both addresses, and the rules with the line ends that forms change made good."""
+        rules = self.parameter("rules").replace("\r\n", "\n")
+        return self.parameter("a") or self.parameter("at", "0"), self.parameter("b"), rules
+
     async def get(self) -> None:
-        site, part = self.access.site, bool(self.parameter("fragment"))
-        a, b = self.parameter("a") or self.parameter("at", "0"), self.parameter("b")
-        await self.show(lambda: view_scans.comparison(site, a, b, part))
+        site, part, (a, b, rules) = self.access.site, bool(self.parameter("fragment")), self.pair()
+        await self.show(lambda: view_compare.comparison(site, a, b, rules, part))
 
     async def post(self) -> None:
-        site, a, b, again = (
-            self.access.site,
-            self.parameter("a", "0"),
-            self.parameter("b"),
-            bool(self.parameter("again")),
-        )
-        await self.begin(lambda: view_scans.start_comparison(site, a, b, again), href("compare", a=a, b=b))
+        site, anew, (a, b, rules) = self.access.site, bool(self.parameter("again")), self.pair()
+        then = href("compare", a=a, b=b, rules=rules)
+        await self.begin(lambda: view_compare.start_comparison(site, a, b, rules, anew), then)
 
 
 class _Stop(_Handler):

@@ -6,15 +6,16 @@ checkpoint, so that each later view costs what it shows.
 
 from __future__ import annotations
 
+import builtins
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 from ...arrays.errors import CheckpointKeyError
-from ..opened import Checkpoint
+from ..opened import Checkpoint, StoredArray
 from .text import key, natural
 
 PAGE = 100
@@ -96,17 +97,15 @@ class Inventory:
 
     def __init__(self, ckpt: Checkpoint) -> None:
         separator = "/" if ckpt.kind == "Zarr" else "."
-        self.rows = [
-            Row(
-                name,
-                tuple(map(str, a.path)) if len(a.path) != 1 else tuple(str(a.path[0]).split(separator)),
-                a.shape,
-                a.dtype.name,
-                a.nbytes,
-                a.sharding_text,
-            )
-            for name, a in ckpt.items()
-        ]
+        dtypes: dict[Any, str] = {}  # a dtype computes its name anew each time
+
+        def row(name: str, a: StoredArray) -> Row:
+            path, shape, dtype = a.path, a.shape, a.dtype
+            text = dtypes.get(dtype) or dtypes.setdefault(dtype, dtype.name)
+            keys = tuple(map(str, path)) if len(path) != 1 else tuple(str(path[0]).split(separator))
+            return Row(name, keys, shape, text, math.prod(shape) * dtype.itemsize, a.sharding_text)
+
+        self.rows = [row(name, a) for name, a in ckpt.items()]
         self.nbytes = sum(r.nbytes for r in self.rows)
         self.elements = sum(math.prod(r.shape) for r in self.rows)
         self._odd = {k: r.name for r in self.rows if (k := key(r.name)) != r.name}
@@ -156,20 +155,25 @@ class Inventory:
 
     def list(self, query: Query) -> Listing:
         """The page of rows that ``query`` asks for; a page beyond the end is the last one."""
-        found = list(self._select(query))
-        if query.sort == "size":
-            found.sort(key=lambda r: r.nbytes)
-        elif query.sort == "dtype":
-            found.sort(key=lambda r: (r.dtype, natural(r.name)))
-        elif query.sort == "rank":
-            found.sort(key=lambda r: (len(r.shape), r.shape))
-        else:
-            found.sort(key=lambda r: natural(r.name))
-        if query.descending:
-            found.reverse()
+        found = self.ordered(self.select(query), query.sort, query.descending)
         pages = max(1, -(-len(found) // PAGE))
         page = max(0, min(query.page, pages - 1))
         return Listing(found[page * PAGE : (page + 1) * PAGE], len(found), sum(r.nbytes for r in found), page, pages)
+
+    @staticmethod
+    def ordered(rows: Iterable[Row], sort: str, descending: bool = False) -> builtins.list[Row]:
+        """Rows by one of `SORTS`."""
+        keys: dict[str, Callable[[Row], Any]] = {
+            "size": lambda r: r.nbytes,
+            "dtype": lambda r: (r.dtype, natural(r.name)),
+            "rank": lambda r: (len(r.shape), r.shape),
+        }
+        found = sorted(rows, key=keys.get(sort, lambda r: natural(r.name)))
+        return found[::-1] if descending else found
+
+    def select(self, query: Query) -> builtins.list[Row]:
+        """The rows that ``query`` selects, in the order of the checkpoint."""
+        return list(self._select(query))
 
     def _select(self, query: Query) -> Iterator[Row]:
         text = query.words.strip()

@@ -156,6 +156,15 @@ def window(array: StoredArray, view: View, budget: int = BUDGET) -> Window:
     return Window(view, np.concatenate(parts, axis=0), planned, array.shape)
 
 
+def cost(array: StoredArray, view: View) -> int:
+    """Bytes that reading a view would take."""
+    if 0 in array.shape:
+        return 0
+    if view.rows is not None and view.columns is not None and view.rows > view.columns:
+        view = View(view.columns, view.rows, view.at, view.steps[::-1])
+    return sum(array.tensor.planned(box) for box, _ in _groups(array, view))
+
+
 def _groups(array: StoredArray, view: View) -> Iterator[tuple[Box, int]]:
     """(box, distance of wanted rows in it): rows that share a chunk are read together, others alone."""
     offset, shape = list(view.at), [1] * array.ndim

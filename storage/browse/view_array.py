@@ -14,11 +14,11 @@ from . import charts, layout, png
 from .frame import Shown, crumbs, facts, href, notice, section, shape_text, table
 from .html import Markup, join, tag
 from .site import Opened, Site
-from .slices import View, Window, window
+from .slices import View, Window, cost, window
 from .statistics import LIMIT, Statistics, statistics
 from .text import count, human_bytes, key, number, percent, visible
 
-_REMOTE_LIMIT = 4 << 20  # bytes of a sample that is fetched from an object store
+_REMOTE_LIMIT = 4 << 20  # bytes of a sample, or of a first look, that are fetched from an object store
 
 
 def find(opened: Opened, name: str) -> StoredArray:
@@ -33,7 +33,7 @@ def array(site: Site, at: str, name: str, view: dict[str, Any], check: bool = Fa
     """The page of an array. Its statistics are a fragment of their own, as they read the most."""
     opened = site.open(at)
     a = find(opened, name)
-    look = View.of(a.shape, **view)
+    look = _first_look(opened, a, view)
     here = key(a.name)
     rows = opened.inventory.rows
     place = next((i for i, r in enumerate(rows) if r.name == a.name), 0)
@@ -107,6 +107,15 @@ def parameters(v: View) -> dict[str, Any]:
         "index": ",".join(map(str, v.at)) if any(v.at) else None,
         "every": "{},{}".format(*v.steps),
     }
+
+
+def _first_look(opened: Opened, a: StoredArray, view: dict[str, Any]) -> View:
+    """The view that was asked for. Where no steps were, all of the array, unless that had to be fetched: then its first corner."""
+    look = View.of(a.shape, **view)
+    asked = any(view.get("steps") or ())
+    if not asked and stores.is_url(opened.ckpt.path) and cost(a, look) > _REMOTE_LIMIT:
+        return View.of(a.shape, **{**view, "steps": (1, 1)})
+    return look
 
 
 # ----- values ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from .inventory import PAGE, SORTS, Group, Query, Row
 from .site import Opened, Site
 from .text import count, human_bytes, key, natural, percent, visible
 
+_CRUMBS = 6  # levels that are shown at each end of a long path
 _ROOM = 36  # rows within which groups are shown unfolded
 
 
@@ -275,8 +276,12 @@ def _pager(page: int, pages: int, found: str, to: Any) -> Markup:
 def _trail(view: str, at: str, group: Group, inside: list[str]) -> Markup:
     """Links from the whole checkpoint down to a group."""
     steps = [
-        tag("a", visible(name, 60), href=href(view, at=at, in_=inside[: k + 1])) for k, name in enumerate(group.path)
+        tag("a", visible(name, 60), href=href(view, at=at, in_=inside[: k + 1]))
+        for k, name in enumerate(group.path)
+        if k < _CRUMBS or k >= len(group.path) - _CRUMBS
     ]
+    if len(group.path) > 2 * _CRUMBS:
+        steps.insert(_CRUMBS, tag("span", f"… {len(group.path) - 2 * _CRUMBS:,} levels …"))
     links = [tag("a", "all", href=href(view, at=at)), *steps]
     return tag("p", join(links, '<span class="mt-slash">/</span>'), class_="mt-crumbs mt-inside")
 

@@ -1,19 +1,16 @@
-"""Views of work that reads whole checkpoints: health of one, comparison of two. They start, show and stop background jobs."""
+"""The health of a checkpoint, and what pages of work in the background share: progress, and the button that stops it."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-from . import charts
-from .compare import Change, Comparison, compare, names
-from .frame import Shown, crumbs, facts, href, notice, section, shape_text, table
+from .frame import Shown, crumbs, href, notice, section, table
 from .health import KINDS, MOST, Health, scan
 from .html import Markup, join, tag
 from .jobs import Job
 from .site import Site
-from .text import count, human_bytes, key, number, percent, visible
+from .text import count, human_bytes, key, percent, visible
 from .view_checkpoint import head, tab_bar
 
 _SHOWN = 200
@@ -56,7 +53,7 @@ def progress(job: Job, back: str) -> Markup:
 # ----- health ---------------------------------------------------------------------------------------------------------
 
 
-def start_health(site: Site, at: str, again: bool) -> Job:
+def start_health(site: Site, at: str, anew: bool) -> Job:
     """Begin the scan of a checkpoint, unless it runs or is done."""
     opened = site.open(at)
 
@@ -64,7 +61,7 @@ def start_health(site: Site, at: str, again: bool) -> Job:
         job.result = Health()
         scan(opened.ckpt, job.result, job.advance)
 
-    return site.jobs.start(("health", opened.ckpt.path), f"health of {opened.place.label}", work, again)
+    return site.jobs.start(("health", opened.ckpt.path), f"health of {opened.place.label}", work, anew)
 
 
 def health(site: Site, at: str, fragment: bool = False) -> Shown:
@@ -79,7 +76,7 @@ def health(site: Site, at: str, fragment: bool = False) -> Shown:
             [
                 progress(job, href("health", at=at)),
                 _findings(at, found) if found is not None else None,
-                _again("health", {"at": at}) if not job.running else None,
+                again(href("health", at=at)) if not job.running else None,
             ]
         )
     inner = tag("div", inner, id="scan", data_swap=True)
@@ -107,9 +104,9 @@ def _offer(at: str, nbytes: int, verifies: bool) -> Markup:
     )
 
 
-def _again(action: str, fields: dict[str, str]) -> Markup:
-    hidden = [tag("input", type="hidden", name=k, value=v) for k, v in {**fields, "again": "1"}.items()]
-    return tag("form", hidden, tag("button", "Scan again"), method="post", action=action)
+def again(to: str) -> Markup:
+    """The button that starts finished work anew, by the address that has started it."""
+    return tag("form", tag("button", "Scan again"), method="post", action=f"{to}&again=1")
 
 
 def _findings(at: str, h: Health) -> Markup:
@@ -184,167 +181,3 @@ def _health_data(job: Job | None, h: Health | None) -> dict[str, Any]:
         "verified": h.verified,
         "findings": [dataclasses.asdict(f) for f in list(h.findings)[:1000]],
     }
-
-
-# ----- comparison -----------------------------------------------------------------------------------------------------
-
-
-def start_comparison(site: Site, a: str, b: str, again: bool) -> Job:
-    """Begin to compare two checkpoints."""
-    left, right = site.open(a).ckpt, site.open(b).ckpt
-    found = names(left, right)
-
-    def work(job: Job) -> None:
-        job.result = Comparison(found.only_a, found.only_b, [], found.common)
-        compare(left, right, job.result, job.advance)
-
-    return site.jobs.start(("compare", left.path, right.path), "comparison", work, again)
-
-
-def comparison(site: Site, a: str, b: str, fragment: bool = False) -> Shown:
-    """Two checkpoints side by side; without ``b``, what can be compared with ``a``."""
-    left = site.open(a)
-    trail = crumbs(site, left.place, ("compare", None))
-    if not b:
-        body = join([head(left), tab_bar(left, "compare"), _choose(site, a)])
-        return Shown(f"{left.place.label}: compare", body, {}, trail, up=href("checkpoint", at=a))
-    right = site.open(b)
-    job = site.jobs.find(("compare", left.ckpt.path, right.ckpt.path))
-    found = job.result if job is not None and job.result is not None else names(left.ckpt, right.ckpt)
-    if job is None:
-        size = human_bytes(left.inventory.nbytes + right.inventory.nbytes)
-        start = tag(
-            "form",
-            [tag("input", type="hidden", name=k, value=v) for k, v in (("a", a), ("b", b))],
-            tag("button", "Compare values", class_="mt-main"),
-            tag("span", f" reads up to {size}", class_="mt-quiet"),
-            method="post",
-            action="compare",
-        )
-    else:
-        start = progress(job, href("compare", a=a, b=b))
-    again = _again("compare", {"a": a, "b": b}) if job is not None and not job.running else None
-    inner = tag("div", start, _comparison(a, b, found, done=job is not None), again, id="scan", data_swap=True)
-    data = {
-        "state": job.state if job else "none",
-        "only_a": found.only_a[:1000],
-        "only_b": found.only_b[:1000],
-        "common": found.common,
-        "changes": [dataclasses.asdict(c) | {"ratio": c.ratio} for c in found.ranked()[:1000]],
-    }
-    if fragment:
-        return Shown("", inner, data)
-    sides = table(
-        ("", "Checkpoint", "Format", "Step", "Arrays", "Size"),
-        [
-            (
-                side,
-                tag("a", visible(o.place.label, 120), href=href("checkpoint", at=o.place.at)),
-                o.ckpt.kind,
-                "–" if o.ckpt.step is None else f"{o.ckpt.step:,}",
-                f"{len(o.ckpt):,}",
-                human_bytes(o.inventory.nbytes),
-            )
-            for side, o in (("A", left), ("B", right))
-        ],
-        numeric=(3, 4, 5),
-    )
-    swap = tag("p", tag("a", "Swap A and B", href=href("compare", a=b, b=a)), class_="mt-zoom")
-    title = f"{left.place.label} and {right.place.label}"
-    body = join([tag("div", tag("h1", "Comparison"), class_="mt-head"), sides, swap, inner])
-    return Shown(title, body, data, trail, up=href("checkpoint", at=a))
-
-
-def _choose(site: Site, a: str) -> Markup:
-    """The other checkpoints that this site knows: roots, and what lies beside ``a``."""
-    found: dict[str, str] = {}
-    parent = a.rpartition("/")[0]
-    if parent:
-        found |= {e.at: e.name for e in site.entries(site.place(parent)) if e.kind == "checkpoint"}
-    for place in site.places():
-        if site.kind(place) == "checkpoint":
-            found.setdefault(place.at, place.label)
-        elif not parent or place.at != parent:
-            found |= {e.at: f"{place.label}/{e.name}" for e in site.entries(place) if e.kind == "checkpoint"}
-    found.pop(a, None)
-    if not found:
-        return notice(
-            "note",
-            "There is nothing to compare with.",
-            tag("p", "Give meshtape browse two checkpoints, or a directory that holds them."),
-        )
-    rows = [
-        (tag("a", visible(label, 120), href=href("compare", a=a, b=at)),) for at, label in list(found.items())[:_SHOWN]
-    ]
-    return section("Compare with", table(("Checkpoint",), rows))
-
-
-def _comparison(a: str, b: str, c: Comparison, done: bool) -> Markup:
-    out: list[Any] = [
-        facts(
-            [
-                ("In both", f"{c.common:,}"),
-                ("Only in A", f"{len(c.only_a):,}"),
-                ("Only in B", f"{len(c.only_b):,}"),
-                ("Equal", f"{c.equal:,}" if done else None),
-                ("Compared", f"{len(c.changes):,}" if done and not c.complete else None),
-            ]
-        )
-    ]
-    edges, counts = c.histogram()
-    if counts:
-        out.append(
-            section(
-                "Update ratios",
-                charts.histogram(edges, counts, x_name="decimal logarithm of the update ratio"),
-                note="log₁₀ of ‖B − A‖ / ‖A‖, one count an array",
-            )
-        )
-    ranked = [x for x in c.ranked() if x.note or x.changed or x.dtypes[0] != x.dtypes[1]]
-    if ranked:
-        out.append(
-            section(
-                "Most changed",
-                table(
-                    ("Array", "Shape", "‖A‖", "‖B‖", "‖B − A‖", "Ratio", "Largest", "Changed"),
-                    [_change(a, b, x) for x in ranked[:_SHOWN]],
-                    numeric=range(2, 8),
-                    cls="mt-changes",
-                ),
-                note=f"the first {_SHOWN} of {len(ranked):,}" if len(ranked) > _SHOWN else None,
-            )
-        )
-    for side, at, only in (("A", a, c.only_a), ("B", b, c.only_b)):
-        if only:
-            rows = [(tag("a", visible(n, 160), href=href("array", at=at, name=key(n))),) for n in only[:_SHOWN]]
-            out.append(
-                section(
-                    f"Only in {side}",
-                    table(("Array",), rows),
-                    note=f"{len(only):,}" + (f", the first {_SHOWN} shown" if len(only) > _SHOWN else ""),
-                )
-            )
-    return join(out)
-
-
-def _change(a: str, b: str, c: Change) -> list[Any]:
-    name = join(
-        [
-            tag("a", visible(c.name, 160), href=href("array", at=a, name=key(c.name))),
-            " ",
-            tag("a", "in B", href=href("array", at=b, name=key(c.name)), class_="mt-quiet"),
-        ]
-    )
-    if c.note:
-        return [name, tag("span", visible(c.note, 200), class_="mt-wrong"), "", "", "", "", "", ""]
-    dtype = "" if c.dtypes[0] == c.dtypes[1] else f" {c.dtypes[0]} → {c.dtypes[1]}"
-    share = percent(c.changed / c.size) if c.size else "–"
-    values = [
-        number(c.norms[0]),
-        number(c.norms[1]),
-        number(c.distance),
-        "–" if math.isnan(c.ratio) else number(c.ratio),
-        number(c.largest),
-        share,
-    ]
-    return [name, shape_text(c.shapes[0]) + dtype, *values]

@@ -225,7 +225,7 @@ class Proxy:
     never comes), "slow" (the answer comes in drops), "stall" (no answer for long), or a process to kill before it is passed on."""
 
     def __init__(self, upstream):
-        self.upstream, self.fault, self.count, self.log = upstream, None, 0, []
+        self.upstream, self.fault, self.count, self.sent, self.log = upstream, None, 0, 0, []
         self._lock = threading.Lock()
         proxy = self
 
@@ -264,6 +264,8 @@ class Proxy:
                 for name, value in headers.items():
                     if name.lower() not in ("connection", "transfer-encoding", "content-length"):
                         self.send_header(name, value)
+                with proxy._lock:
+                    proxy.sent += 0 if self.command == "HEAD" else len(data)
                 length = headers.get("Content-Length") if self.command == "HEAD" else len(data)
                 self.send_header("Content-Length", str(length or 0))
                 self.end_headers()
@@ -278,7 +280,7 @@ class Proxy:
                     for i in range(0, len(data), max(1, len(data) // 8)):
                         self.wfile.write(data[i : i + max(1, len(data) // 8)])
                         self.wfile.flush()
-                        time.sleep(0.03)
+                        time.sleep(0.01)
                 else:
                     self.wfile.write(data)
 
@@ -297,7 +299,7 @@ class Proxy:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def reset(self, fault=None):
-        self.count, self.log, self.fault = 0, [], fault
+        self.count, self.sent, self.log, self.fault = 0, 0, [], fault
 
     def close(self):
         self.server.shutdown()

@@ -196,8 +196,12 @@ def test_killed_at_any_operation_and_called_again(kit, source, tmp_path, format)
     convert(source, tmp_path / "expected", format=format, **options)
     expected = content(tmp_path / "expected")
     resumed = set()
-    stride = 7 if format == "zarr" else 4
-    for n in range(1, 2000, stride):
+    counting = kit.Counting(0, None)
+    with using(counting):
+        convert(source, tmp_path / "0" / "c", format=format, **options)
+    # Evenly over all of it, and the steps at its end, which are others.
+    last = counting.done
+    for n in sorted({*range(1, last, last // 12), *range(last - 5, last + 2, 2)}):
         out = tmp_path / str(n) / "c"
         killed = kit.die_at(n, lambda out=out: convert(source, out, format=format, **options))
         if out.exists():
@@ -206,9 +210,7 @@ def test_killed_at_any_operation_and_called_again(kit, source, tmp_path, format)
             resumed.add(convert(source, out, format=format, **options).resumed)
             assert content(out) == expected
         assert [e.name for e in out.parent.iterdir()] == ["c"]
-        if not killed:
-            break
-    assert not killed
+        assert killed == (n <= last)
     total = open_checkpoint(source).nbytes
     assert 0 in resumed
     assert any(0 < r < total for r in resumed)  # some went on in the middle

@@ -348,3 +348,19 @@ def test_links_in_a_circle_are_an_error(tmp_path):
         load(tmp_path / "c")
     with pytest.raises(errors.CheckpointError, match=r"c\.0"):
         open_checkpoint(tmp_path / "c")["w"][:]
+
+
+def test_without_verification_damage_goes_unnoticed_and_lengths_do_not(tmp_path):
+    where = tmp_path / "c"
+    save(where, {"w": np.arange(6.0)})
+    (file,) = (where / "w").glob("c.*")
+    held = bytearray(file.read_bytes())
+    held[7] ^= 0x40  # the exponent of the first number
+    file.write_bytes(held)
+    with pytest.raises(errors.CorruptCheckpoint, match="crc32c"):
+        load(where)
+    np.testing.assert_array_equal(np.asarray(load(where, verify=False)["w"])[1:], np.arange(1.0, 6.0))
+    assert np.asarray(load(where, verify=False)["w"])[0] != 0
+    file.write_bytes(held[:-1])
+    with pytest.raises(errors.CorruptCheckpoint, match="bytes"):
+        load(where, verify=False)

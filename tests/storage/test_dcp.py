@@ -179,6 +179,20 @@ def test_any_damage_is_an_error_or_read_as_it_stands(copy, scale):
         (copy / file).write_bytes(data)
 
 
+@pytest.mark.parametrize(("local", "central", "value"), [(6, 8, 1), (8, 10, 8), (8, 10, 12), (8, 10, 99)])
+def test_archives_that_are_encrypted_or_packed_are_refused(copy, local, central, value):
+    """In both headers of every entry of a file: the bit that says encrypted, then the method."""
+    data = bytearray((copy / "__1_0.distcp").read_bytes())
+    for signature, at in ((b"PK\x03\x04", local), (b"PK\x01\x02", central)):
+        start = data.find(signature)
+        while start >= 0:
+            data[start + at] = value
+            start = data.find(signature, start + 4)
+    (copy / "__1_0.distcp").write_bytes(data)
+    with pytest.raises(errors.CorruptCheckpoint):
+        load(copy)
+
+
 @pytest.mark.parametrize("file", ["../x", "/etc/passwd", "a\\b", ""])
 def test_files_elsewhere_are_refused(copy, file):
     data = (copy / ".metadata").read_bytes()

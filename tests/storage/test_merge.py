@@ -1,5 +1,6 @@
 """Merging to Hugging Face files: names, sizes, bounded memory, determinism."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import load, merge, open_checkpoint, read_header, save, save_safetensors
+from meshtape.storage import convert, load, merge, open_checkpoint, read_header, reshard, save, save_safetensors
+from meshtape.storage.converting import Options
 
 
 def test_layout_index_and_values(kit, tmp_path):
@@ -122,3 +124,13 @@ def test_memory_is_bounded_by_the_window(kit, tmp_path):
     )
     assert int(done.stdout) < 110 << 10  # kB: the window, and what threads and imports take
     assert np.array_equal(open_checkpoint(tmp_path / "hf")["w"][2000:2100], w[2000:2100])
+
+
+def test_merge_reshard_and_convert_share_their_options():
+    own = {"src", "dst", "format", "mesh", "shardings", "max_shard_bytes"}
+    assert set(Options.__annotations__) == set(inspect.signature(convert).parameters) - own
+    for fn, mine in ((merge, {"max_shard_bytes"}), (reshard, {"mesh", "shardings"})):
+        assert set(inspect.signature(fn).parameters) == {"src", "dst", "options"} | mine
+        assert all(f"``{name}``" in fn.__doc__ for name in Options.__annotations__)
+        with pytest.raises(TypeError, match="treads"):
+            fn("nowhere", "nothing", treads=2)

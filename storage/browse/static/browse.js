@@ -172,7 +172,7 @@
       case "ArrowDown": case "ArrowUp": if (row) { e.preventDefault(); walk(e.key === "ArrowDown" ? 1 : -1); } break;
       case "ArrowRight": if (button && button.getAttribute("aria-expanded") !== "true") { e.preventDefault(); fold(button); } break;
       case "ArrowLeft": if (button && button.getAttribute("aria-expanded") === "true") { e.preventDefault(); fold(button); } break;
-      case "u": if (body.dataset.up) location.href = body.dataset.up; break;
+      case "u": { const up = $("#main")?.dataset.up; if (up) location.href = up; break; }
       case "[": go(".mt-beside [rel=prev], .mt-pager [rel=prev]"); break;
       case "]": go(".mt-beside [rel=next], .mt-pager [rel=next]"); break;
       case "t": toggleTheme(); break;

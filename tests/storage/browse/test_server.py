@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -502,3 +504,70 @@ def test_object_stores_are_browsed(visit: Any, kit: Any) -> None:
     assert v.get("compare", at=at).status == 200
     for bad in ("0/../other", "0/..", "0/.hidden"):
         assert v.get("checkpoint", at=bad).status == 404
+
+
+def test_a_renamed_checkpoint_is_compared_through_rules(tmp_path: Path, visit: Any, kit: Any) -> None:
+    q, k = np.arange(6.0).reshape(2, 3), np.ones((2, 3))
+    save(tmp_path / "a", {"h": [{"q": q, "k": k}], "old": np.zeros(2)})
+    save(tmp_path / "b", {"layers": [{"qk": np.concatenate([q, k]) * 1.5}], "new": np.ones(4)})
+    rules = "h.{i}.q, h.{i}.k -> layers.{i}.qk, concat(axis=0)\r\nold -> _"
+    v = visit(tmp_path / "a", tmp_path / "b")
+    page = kit.Markup(v.get("compare", a="0", b="1").text).check()
+    assert ("details", {"class": "mt-ruling", "open": None}) in page.elements, "nothing in common: rules are offered"
+    assert v.get("compare", a="0", b="1", format="json").json["common"] == 0
+    asked = {"a": "0", "b": "1", "rules": rules}
+    done = v.post("compare", **asked)
+    assert done.status == 303
+    data = v.finished("compare", **asked)
+    (change,) = data["changes"]
+    assert change["name"] == "layers.0.qk"
+    assert change["ratio"] == pytest.approx(0.5)
+    assert data["only_a"] == []
+    assert data["only_b"] == ["new"]
+    assert [r["applied"] for r in data["rules"]] == [1, 1]
+    page = kit.Markup(v.get("compare", **asked).text).check()
+    links = [a["href"] for tag, a in page.elements if tag == "a" and "layers.0.qk" in (a["href"] or "")]
+    assert links == ["array?at=1&name=layers.0.qk"], "what a rule has made is no page of A"
+    assert v.get("compare", a="0", b="1", format="json").json["state"] == "none", (
+        "without rules it is another comparison"
+    )
+
+
+@pytest.mark.parametrize(
+    "rules", ["a -> b, trnspose()", "nothing.{i} -> x", "w -> x\nw -> x", "</textarea><script>alert(1)</script>"]
+)
+def test_wrong_rules_are_shown_where_they_are_wrong(rules: str, tmp_path: Path, visit: Any, kit: Any) -> None:
+    save(tmp_path / "a", {"w": np.ones(2)})
+    v = visit(tmp_path / "a")
+    answer = v.get("compare", a="0", b="0", rules=rules)
+    assert answer.status == 200
+    page = kit.Markup(answer.text).check()
+    assert "Rule" in page.text
+    assert ("button", {"class": "mt-main", "disabled": None}) in page.elements
+    assert v.get("compare", a="0", b="0", rules=rules, format="json").json["error"]
+    assert v.post("compare", a="0", b="0", rules=rules).status in (404, 422)
+
+
+@pytest.mark.parametrize("name", ["ours", "missing"])
+def test_the_frame_of_a_page_comes_before_a_slow_view(name: str, formats: list[Path], kit: Any) -> None:
+    go = threading.Event()
+    with Server([formats[0].parent]) as server:
+        read = server.site.open
+
+        def slow(at: str) -> Any:
+            go.wait(240)
+            return read(at)
+
+        server.site.open = slow
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=240)
+        connection.request("GET", f"/checkpoint?at=0/{name}", headers={"Host": f"127.0.0.1:{server.port}"})
+        answer = connection.getresponse()
+        first = answer.read1().decode()
+        assert "Reading …" in first
+        assert "<main" not in first
+        go.set()
+        page = kit.Markup(first + answer.read().decode()).check()
+        connection.close()
+    assert [t for t, _ in page.elements].count("main") == 1
+    assert ("enc" in page.text) == (name == "ours")
+    assert ("Not found" in page.text) == (name == "missing")
