@@ -77,9 +77,13 @@ class Report:
         *,
         scale: float = 1.0,
         unit: str = "ms",
+        over: Mapping[str, float] = {},
         **options: Any,
     ) -> None:
-        """Time one row. ``peers`` maps a name to a function (None: not installed) and the largest ratio that meets the target."""
+        """Time one row. ``peers`` maps a name to a function (None: not installed) and the largest ratio that meets the target.
+
+        Peers in ``over`` have a target of another kind: how much longer, in ``unit``, our call may take than theirs.
+        """
         found = timed({"": ours, **{n: f for n, (f, _) in peers.items() if f is not None}}, **options)
         factor = {"ms": 1e3, "us": 1e6}[unit] * scale
         if not peers:
@@ -91,6 +95,17 @@ class Report:
                 self.table.add_row(*head, name, "missing", "", goal)
                 continue
             ratio = found[""] / found[name]
+            if name in over:
+                more = (found[""] - found[name]) * factor
+                mark = "✓" if more <= over[name] else "✗"
+                self.table.add_row(
+                    *head,
+                    name,
+                    f"{found[name] * factor:.3g} {unit}",
+                    f"{more:+.2f} {unit} {mark}",
+                    f"≤ +{over[name]:g} {unit}",
+                )
+                continue
             mark = "" if target is None else " ✓" if ratio <= target else " ✗"
             self.table.add_row(*head, name, f"{found[name] * factor:.3g} {unit}", f"{ratio:.2f}{mark}", goal)
 

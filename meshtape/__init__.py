@@ -14,6 +14,7 @@ from . import errors
 from .arrays import *  # noqa: F403
 from .arrays import __all__ as _arrays_all
 from .autodiff import (
+    SparseGradient,
     Tape,
     check_grads,
     checkpoint,
@@ -30,6 +31,7 @@ from .autodiff import (
     jvp,
     no_grad,
     optim,
+    sparse_gradient,
     value_and_grad,
     vjp,
 )
@@ -54,6 +56,7 @@ _LAZY = {
             "compute",
             "distribute",
             "explain",
+            "explicit_sharding",
             "from_dask",
             "from_zarr",
             "permute",
@@ -99,6 +102,7 @@ __all__ = sorted(
         *_LAZY,
         *_PACKAGES,
         *_MODULES,
+        "SparseGradient",
         "Tape",
         "check_grads",
         "checkpoint",
@@ -116,6 +120,7 @@ __all__ = sorted(
         "jvp",
         "no_grad",
         "optim",
+        "sparse_gradient",
         "value_and_grad",
         "vjp",
     }

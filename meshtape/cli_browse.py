@@ -6,30 +6,35 @@ import json
 
 import click
 
+from .cli_parts import CHECKPOINT, JSON, examples
 
-@click.command()
-@click.argument("paths", nargs=-1, required=True, metavar="PATH_OR_URL…")
+
+@click.command(
+    epilog=examples(
+        "meshtape browse run/checkpoints",
+        "meshtape browse before.safetensors after.safetensors --open",
+        "meshtape browse s3://bucket/run --host 0.0.0.0 --port 8080",
+        "ssh -L 8080:localhost:8080 cluster meshtape browse run --port 8080",
+        "meshtape browse run/checkpoints/step-00000264 --json",
+    )
+)
+@click.argument("paths", nargs=-1, required=True, type=CHECKPOINT, metavar="PATH_OR_URL…")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Where to listen. Beyond loopback a token is asked for."
 )
 @click.option("--port", default=0, type=click.IntRange(0, 65535), help="0, the default, takes a free one.")
 @click.option("--token", metavar="TEXT", help="Ask for this token, on loopback as well.")
 @click.option("--open", "open_", is_flag=True, help="Open the page in the default web browser.")
-@click.option("--json", "as_json", is_flag=True, help="Print what the first page shows as JSON, and end.")
+@JSON
 def browse(paths: tuple[str, ...], host: str, port: int, token: str | None, open_: bool, as_json: bool) -> None:
-    """Serve checkpoints, runs, or directories of them to a web browser, until Ctrl-C.
+    """Look at checkpoints with a web browser.
+
+    Serves checkpoints, runs, or directories of them, until Ctrl-C.
 
     Shows the tree of arrays, where the bytes are, values as heat maps, distributions, blocks over the ranks, chunks and their
     checksums, the health of the whole, comparisons, and a run's metrics. Reads only the bytes that a page shows. Nothing
-    outside the given paths can be reached, nothing is changed, and no page loads anything from elsewhere.
-
-    \b
-    Examples:
-      meshtape browse run/checkpoints
-      meshtape browse before.safetensors after.safetensors --open
-      meshtape browse s3://bucket/run --host 0.0.0.0 --port 8080
-      ssh -L 8080:localhost:8080 cluster meshtape browse run --port 8080
-      meshtape browse run/checkpoints/step-00000264 --json
+    outside the given paths can be reached, nothing is changed, and no page loads anything from elsewhere. With --json, prints what the
+    first page of each path shows, and ends.
     """
     import webbrowser
 
@@ -37,15 +42,19 @@ def browse(paths: tuple[str, ...], host: str, port: int, token: str | None, open
     from meshtape.storage.browse.site import Site
     from meshtape.storage.browse.view_places import summary
 
-    site = Site(paths)
-    for place in site.places():
-        site.check(place)
     if as_json:
+        site = Site(paths)
         click.echo(json.dumps([summary(site, place.at) for place in site.places()], indent=2))
         site.close()
         return
-    site.close()
     server = Server(paths, host=host, port=port, token=token)
+    try:
+        # Opened before the address is printed: what cannot be shown is said here, and the first page is there at once.
+        for place in server.site.places():
+            server.site.check(place)
+    except BaseException:
+        server.close()
+        raise
     click.echo(f"{server.url}\nServing {', '.join(p.path for p in server.site.places())}. Ctrl-C ends it.")
     if open_:
         webbrowser.open(server.url)

@@ -21,12 +21,19 @@ from typing import Any
 
 import click
 
+from .cli_parts import JSON, examples
 from .errors import ClusterError, MeshtapeError
 
 SUMMARY = "summary.json"
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog=examples(
+        "meshtape run job.py --local 2 --mesh data=2 -- --epochs 3",
+        "meshtape run job.py --scheduler tcp://10.0.0.1:8786 --mesh data=-1,model=2",
+    ),
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option(
@@ -64,6 +71,7 @@ SUMMARY = "summary.json"
 )
 @click.option("--tls-cert", type=click.Path(exists=True, dir_okay=False), help="Certificate of this client.")
 @click.option("--tls-key", type=click.Path(exists=True, dir_okay=False), help="Key of this client's certificate.")
+@JSON
 def run(
     script: str,
     args: tuple[str, ...],
@@ -78,19 +86,17 @@ def run(
     tls_ca: str | None,
     tls_cert: str | None,
     tls_key: str | None,
+    as_json: bool,
 ) -> None:
-    """Run a training script as a job on a Dask cluster.
+    """Run a script as a job on a Dask cluster.
 
     The script asks for its mesh with mt.cluster_mesh() and trains with mt.Trainer, which saves, resumes and stops by itself.
     SIGINT and SIGTERM save a checkpoint after the step that is running and end the job; the same command goes on from there.
+    With --json the summary is the only thing on the standard output; what the script prints goes to the standard error.
 
     \b
     Exit codes: 0 done; 1 the script or the cluster failed; 2 wrong call;
     130 and 143 stopped by SIGINT or SIGTERM, with a checkpoint; otherwise the script's own.
-
-    \b
-    Examples:  meshtape run job.py --local 2 --mesh data=2 -- --epochs 3
-               meshtape run job.py --scheduler tcp://10.0.0.1:8786 --mesh data=-1,model=2
     """
     if sum(x is not None for x in (scheduler, scheduler_file, local)) > 1:
         raise click.UsageError("--scheduler, --scheduler-file and --local exclude each other")
@@ -119,7 +125,8 @@ def run(
                 _wait_for_workers(client, workers, wait)
                 _same_versions(client)
             job = Job(home, client, wanted, resume)
-            with collected(client, home / "logs"):
+            aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+            with collected(client, home / "logs"), aside:
                 code = _script(script, args, job, summary)
             summary |= _outcome(job)
     except MeshtapeError as e:
@@ -130,6 +137,8 @@ def run(
         beside = home / (SUMMARY + ".new")
         beside.write_text(json.dumps(summary, indent=1), encoding="utf-8")
         beside.replace(home / SUMMARY)
+        if as_json:
+            click.echo(json.dumps(summary, indent=1))
     sys.exit(code)
 
 
@@ -260,20 +269,18 @@ def _outcome(job: Any) -> dict[str, Any]:
     return out
 
 
-@click.command()
+@click.command(epilog=examples("meshtape status runs/job", "meshtape status --scheduler tcp://10.0.0.1:8786 --json"))
 @click.argument("path", required=False, type=click.Path())
 @click.option(
     "--scheduler", metavar="ADDRESS", help="Ask a Dask scheduler for its jobs instead of reading a directory."
 )
-@click.option("--json", "as_json", is_flag=True, help="Plain data instead of a table.")
+@JSON
 def status(path: str | None, scheduler: str | None, as_json: bool) -> None:
-    """Show how a job stands: step, loss, workers, last checkpoint.
+    """Show how jobs stand.
+
+    Step, loss, workers, last checkpoint.
 
     PATH is the directory of a run, or its status.json; by default all runs in ./runs are shown.
-
-    \b
-    Examples:  meshtape status runs/job
-               meshtape status --scheduler tcp://10.0.0.1:8786
     """
     from .parallel.training.status import FILE, read_status, scheduler_jobs
 
@@ -298,9 +305,8 @@ def status(path: str | None, scheduler: str | None, as_json: bool) -> None:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from .storage.browse.text import visible
+    from .tables import Column, write
 
     state = facts["state"]
     if facts["alive"] is False and state in ("starting", "running", "restarting"):
@@ -320,12 +326,8 @@ def _show(facts: dict[str, Any]) -> None:
     }
     if facts.get("error"):
         rows["error"] = facts["error"]
-    table = Table(title=escape(str(facts.get("name", "run"))), title_justify="left", show_header=False)
-    table.add_column("what")
-    table.add_column("value", overflow="fold")
-    for what, value in rows.items():
-        table.add_row(what, escape(str(value)))
-    Console().print(table)
+    lines = [[what, visible(str(value), 10**4)] for what, value in rows.items()]
+    write([Column(""), Column("")], lines, title=visible(str(facts.get("name", "run"))))
 
 
 COMMANDS = (run, status)

@@ -17,6 +17,9 @@ from typing import Any
 import click
 
 from .arrays.display import human_bytes
+from .cli_parts import CHECKPOINT, JSON, dtype_names, each, examples
+
+PATIENCE = 10.0  # seconds that a scheduler may take to answer
 
 
 def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -70,20 +73,10 @@ _TARGET = (
         type=click.IntRange(min=1),
         help="Windows that are on their way at a time.",
     ),
-    click.option("--dtype", help="Store floating arrays in this dtype."),
+    click.option("--dtype", shell_complete=dtype_names, help="Store floating arrays in this dtype."),
     click.option("--memory-limit", default=256, show_default=True, metavar="MIB", type=click.IntRange(min=1)),
     click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint."),
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Plain data instead of text.")
-
-
-def _with(options: tuple[Any, ...]) -> Callable[[Any], Any]:
-    def add(fn: Any) -> Any:
-        for option in reversed(options):
-            fn = option(fn)
-        return fn
-
-    return add
 
 
 def _selected(keys: tuple[str, ...], drop: tuple[str, ...], rules: str | None) -> dict[str, Any]:
@@ -131,7 +124,7 @@ def _cluster(address: str | None) -> Iterator[Any]:
     from .errors import SchedulerUnreachable
 
     try:
-        client = Client(address, timeout="10s")
+        client = Client(address, timeout=PATIENCE)
     except (OSError, ValueError) as e:
         raise SchedulerUnreachable(f"no Dask scheduler answered at {address}: {e}") from None
     with client:
@@ -196,11 +189,11 @@ def _tell(report: Any, as_json: bool, text: str) -> None:
     click.echo(json.dumps(dataclasses.asdict(report), indent=2, default=str) if as_json else text)
 
 
-@click.command()
-@click.argument("path")
-@_JSON
+@click.command(epilog=examples("meshtape verify run/checkpoints/step-00000264"))
+@click.argument("path", type=CHECKPOINT)
+@JSON
 def verify(path: str, as_json: bool) -> None:
-    """Check every byte of a checkpoint against its checksums.
+    """Check every byte against its checksums.
 
     The exit code is 0 when all is well, and 1 with the list of damaged files when it is not.
     """
@@ -214,13 +207,20 @@ def verify(path: str, as_json: bool) -> None:
     )
 
 
-@click.command()
-@click.argument("a")
-@click.argument("b")
-@_with(_SELECTION)
-@_JSON
+@click.command(
+    epilog=examples(
+        "meshtape diff run/checkpoints/step-00000198 run/checkpoints/step-00000264",
+        "meshtape diff run/checkpoints/step-00000264 renamed --rules names.rules",
+    )
+)
+@click.argument("a", type=CHECKPOINT)
+@click.argument("b", type=CHECKPOINT)
+@each(_SELECTION)
+@JSON
 def diff(a: str, b: str, keys: tuple[str, ...], drop: tuple[str, ...], rules: str | None, as_json: bool) -> None:
-    """Compare two checkpoints, of whatever format: names, shapes, dtypes and values.
+    """Compare two checkpoints.
+
+    Names, shapes, dtypes and values, whatever the formats. With --rules the names of A are written as in B first.
 
     The exit code is 0 when they are the same, and 1 when they differ.
     """
@@ -232,12 +232,18 @@ def diff(a: str, b: str, keys: tuple[str, ...], drop: tuple[str, ...], rules: st
         raise click.exceptions.Exit(1)
 
 
-@click.command()
-@click.argument("src")
-@click.argument("dst")
+@click.command(
+    epilog=examples(
+        "meshtape merge run/checkpoints/step-00000264 exported --keys 'params.*'",
+        "meshtape merge run/checkpoints/step-00000264 renamed --rules names.rules",
+        "meshtape merge run/checkpoints/step-00000264 half --dtype bfloat16 --max-shard-mib 512",
+    )
+)
+@click.argument("src", type=CHECKPOINT)
+@click.argument("dst", type=CHECKPOINT)
 @click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file; one file by default.")
-@_with(_TARGET)
-@_JSON
+@each(_TARGET)
+@JSON
 def merge(
     src: str,
     dst: str,
@@ -245,10 +251,9 @@ def merge(
     as_json: bool,
     **target: Any,
 ) -> None:
-    """Write a checkpoint as Hugging Face style safetensors, streaming.
+    """Write Hugging Face style safetensors.
 
-    \b
-    Example:  meshtape merge run/checkpoints/step-00000264 exported --keys 'params.*'
+    Streaming: memory is bounded by --memory-limit, whatever the size.
     """
     import meshtape as mt
 
@@ -269,14 +274,16 @@ def merge(
     )
 
 
-@click.command()
-@click.argument("src")
-@click.argument("dst")
+@click.command(
+    epilog=examples("meshtape convert model.safetensors as-zarr --format zarr --mesh model=2 --shard '*.w1:model=1'")
+)
+@click.argument("src", type=CHECKPOINT)
+@click.argument("dst", type=CHECKPOINT)
 @click.option("--format", "kind", type=click.Choice(["zarr", "safetensors"]), required=True, help="What to write.")
 @click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
-@_with(_MESH)
-@_with(_TARGET)
-@_JSON
+@each(_MESH)
+@each(_TARGET)
+@JSON
 def convert(
     src: str,
     dst: str,
@@ -287,7 +294,10 @@ def convert(
     as_json: bool,
     **target: Any,
 ) -> None:
-    """Write a checkpoint in another format, streaming. A run that was interrupted goes on where it stopped."""
+    """Write a checkpoint in another format.
+
+    Streaming. A run that was interrupted goes on where it stopped.
+    """
     import meshtape as mt
 
     report = _write(
@@ -305,12 +315,14 @@ def convert(
     _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)}")
 
 
-@click.command()
-@click.argument("src")
-@click.argument("dst")
-@_with(_MESH)
-@_with(_TARGET)
-@_JSON
+@click.command(
+    epilog=examples("meshtape reshard run/checkpoints/step-00000264 wider --mesh model=4 --shard 'params.w1:model=1'")
+)
+@click.argument("src", type=CHECKPOINT)
+@click.argument("dst", type=CHECKPOINT)
+@each(_MESH)
+@each(_TARGET)
+@JSON
 def reshard(
     src: str,
     dst: str,
@@ -319,10 +331,9 @@ def reshard(
     as_json: bool,
     **target: Any,
 ) -> None:
-    """Write a checkpoint cut for another mesh, without that mesh.
+    """Cut a checkpoint for another mesh.
 
-    \b
-    Example:  meshtape reshard old new --mesh model=4 --shard 'params.w1:model=1'
+    That mesh need not exist.
     """
     from meshtape.storage import reshard as run
 
@@ -332,15 +343,17 @@ def reshard(
     _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}")
 
 
-@click.command()
-@click.argument("path")
-@_with(_MESH)
-@click.option("--dtype", help="As if all floating arrays had this dtype.")
+@click.command(
+    epilog=examples("meshtape estimate model.safetensors --mesh model=4 --shard '*.w1:model=1' --optimizer adamw")
+)
+@click.argument("path", type=CHECKPOINT)
+@each(_MESH)
+@click.option("--dtype", shell_complete=dtype_names, help="As if all floating arrays had this dtype.")
 @click.option("--optimizer", help="Add gradients, and the state of this optimizer: sgd, momentum, adam, adamw, lion, …")
 @click.option("--optimizer-dtype", default="float32", show_default=True, help="Of the state and the master weights.")
 @click.option("--zero", "over", metavar="AXIS", help="A mesh axis over which the optimizer's state is divided.")
 @click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
-@_JSON
+@JSON
 def estimate(
     path: str,
     mesh: dict[str, int] | None,
@@ -352,10 +365,9 @@ def estimate(
     max_shard_mib: int | None,
     as_json: bool,
 ) -> None:
-    """Bytes on disk, and in the memory of each rank of a mesh. Reads the table of contents alone.
+    """Bytes on disk and in the memory of ranks.
 
-    \b
-    Example:  meshtape estimate model --mesh model=4 --shard '*.weight:model=0' --optimizer adamw
+    Reads the table of contents alone.
     """
     from meshtape.storage import estimate as run
 
@@ -372,15 +384,18 @@ def estimate(
     _tell(found, as_json, str(found))
 
 
-@click.command()
-@click.argument("path")
+@click.command(
+    epilog=examples(
+        "meshtape tree run/checkpoints/step-00000264 --depth 2", "meshtape tree s3://bucket/run/step-00001000"
+    )
+)
+@click.argument("path", type=CHECKPOINT)
 @click.option("--depth", type=click.IntRange(min=1), help="Show so many levels.")
-@_JSON
+@JSON
 def tree(path: str, depth: int | None, as_json: bool) -> None:
-    """Show the tree of a checkpoint: folders with their sizes, arrays with shape and dtype. Numbered folders that are alike are one.
+    """Show the tree of a checkpoint.
 
-    \b
-    Example:  meshtape tree s3://bucket/run/step-00001000 --depth 3
+    Folders with their sizes, arrays with shape and dtype. Numbered folders that are alike are one.
     """
     import meshtape as mt
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .arrays.display import human_bytes
+from .storage.browse.text import visible
+
+_DEEPEST = 150  # levels; below, what is left of a name is one
 
 
 @dataclass
@@ -23,16 +26,13 @@ class _Node:
         return own, tuple((name, child.shape()) for name, child in self.children.items())
 
 
-def _plain(text: str) -> str:
-    """A name from a file, with control characters written out: a terminal must not obey it."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
-
-
 def build(ckpt: Any) -> _Node:
     """The nodes of a checkpoint. Names of flat formats are parted at their dots."""
     root = _Node()
     for array in ckpt.values():
         parts = [p for key in array.path for p in str(key).split(".")] or [array.name]
+        if len(parts) > _DEEPEST:
+            parts = [*parts[:_DEEPEST], ".".join(parts[_DEEPEST:])]
         node = root
         for part in parts:
             node.count += 1
@@ -54,7 +54,7 @@ def _runs(node: _Node) -> list[tuple[str, _Node, int]]:
             out.append((f"{first}…{number}", start, n + 1))
             last = number
             continue
-        out.append((_plain(name), child, 1))
+        out.append((visible(name), child, 1))
         first = last = number if number is not None else 0
         shape = child.shape() if number is not None else None
     return out

@@ -322,19 +322,16 @@ def _near(path: Any) -> str:
 
 
 def _show(report: Report, checkpoint: Any, file: Path, console: Any) -> None:
-    from rich.table import Table
+    from .tables import Column, write
 
-    table = Table(title="meshtape demo", title_justify="left", show_header=False)
-    table.add_column("what")
-    table.add_column("value", overflow="fold")
-    for what, value in report.rows:
-        table.add_row(what, value)
-    console.print(table)
+    write(
+        [Column(""), Column("")], [[what, value] for what, value in report.rows], title="meshtape demo", console=console
+    )
     console.print("Try next:")
     for command in (
         f"meshtape ls {_near(checkpoint)}",
         f"meshtape show {_near(checkpoint)} params.w1",
         f"meshtape ls {_near(file)}",
-        "jupyter lab notebooks/tour.ipynb",
+        "jupyter lab notebooks/1-arrays-and-gradients.ipynb",
     ):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)

@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from cures import CURES
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
@@ -103,40 +104,30 @@ def write_pages(app: Sphinx) -> None:
             path.write_text(text)
 
 
+_PLAIN = (Exception, BaseException, object)
+
+
 class ErrorCatalogue(SphinxDirective):
-    """A table of every error that a user can cause, from the docstrings of ``meshtape.errors``."""
+    """Every error that a user can cause: when, from the docstrings of ``meshtape.errors``, and what to do about it."""
 
     def run(self) -> list[nodes.Node]:
         from meshtape import errors
 
-        rows = []
+        lines = []
         for name in errors.__all__:
             kind = getattr(errors, name)
-            bases = [
-                b.__name__
-                for b in kind.__mro__[1:]
-                if b.__module__ == "builtins" and b not in (Exception, BaseException, object)
-            ]
+            bases = [b for b in kind.__mro__[1:] if b.__module__ == "builtins" and b not in _PLAIN]
             ours = [b.__name__ for b in kind.__bases__ if b.__module__ != "builtins"]
-            text = " ".join((kind.__doc__ or "").split())
-            rows.append((name, ours, bases[:1], text))
-        lines = [
-            ".. list-table::",
-            "   :header-rows: 1",
-            "   :widths: 24 18 18 60",
-            "",
-            "   * - Error",
-            "     - is a",
-            "     - also a",
-            "     - when",
-        ]
-        for name, ours, bases, text in rows:
+            also = [f"a `{b}`" for b in [*ours, *(b.__name__ for b in bases[:1])]]
             lines += [
-                f"   * - ``{name}``",
-                f"     - {', '.join(f'``{b}``' for b in ours) or '–'}",
-                f"     - {', '.join(f'``{b}``' for b in bases) or '–'}",
-                f"     - {text}",
+                f":::{{py:exception}} meshtape.errors.{name}",
+                f"Is {' and '.join(also)}.\n" if also else "",
+                f"**When.** {' '.join((kind.__doc__ or '').split())}\n",
+                f"**What to do.** {CURES[name]}",
+                ":::\n",
             ]
+        # The page is Markdown, and so is what stands on it.
+        lines = "\n".join(lines).split("\n")
         node = nodes.Element()
         node.document = self.state.document
         self.state.nested_parse(StringList(lines, source="meshtape.errors"), self.content_offset, node)

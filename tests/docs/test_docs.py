@@ -67,6 +67,18 @@ def test_every_error_says_when_it_is_raised() -> None:
         assert getattr(mt.errors, name).__doc__, name
 
 
+def test_every_error_has_a_cure() -> None:
+    cures = runpy.run_path(str(DOCS / "_ext" / "cures.py"))["CURES"]
+    assert set(cures) == set(mt.errors.__all__)
+    # What a cure names in code exists.
+    for name, text in cures.items():
+        for dotted in re.findall(r"`mt\.([a-z_.]+)", text):
+            found = mt
+            for part in dotted.split("."):
+                found = getattr(found, part)
+            assert found is not None, name
+
+
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="sphinx is not installed (uv sync --group docs)")
     pytest.importorskip("myst_parser", reason="myst-parser is not installed (uv sync --group docs)")
@@ -88,4 +100,9 @@ def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     api = (tmp_path / "html" / "reference" / "api" / "nn.html").read_text()
     assert "mt.nn" in api
     assert "layer_norm" in api
-    assert "CorruptCheckpoint" in (tmp_path / "html" / "reference" / "errors.html").read_text()
+    errors = (tmp_path / "html" / "reference" / "errors.html").read_text()
+    for name in mt.errors.__all__:
+        assert f'id="meshtape.errors.{name}"' in errors, name
+    # A directive that was not understood is printed as it was written.
+    for page in (tmp_path / "html").rglob("*.html"):
+        assert not re.search(r"<p>\s*(\.\. [a-z:-]+::|:::|```\{)", page.read_text()), page

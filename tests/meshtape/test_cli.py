@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from pathlib import Path
 
+import dask
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -96,14 +96,12 @@ def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path: Path) -
 def test_a_scheduler_that_does_not_answer_is_said_so_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     monkeypatch.chdir(tmp_path)
-    started = time.monotonic()
-    result = call("demo", "--scheduler", f"tcp://127.0.0.1:{port}", "--directory", str(tmp_path / "out"))
+    with socket.socket() as s, dask.config.set({"meshtape.timeouts.connect": 0.5}):
+        s.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else can
+        port = s.getsockname()[1]
+        result = call("demo", "--scheduler", f"tcp://127.0.0.1:{port}", "--directory", str(tmp_path / "out"))
     assert_clean_error(result, "SchedulerUnreachable", str(port))
-    assert time.monotonic() - started < 60
     assert not (tmp_path / "out").exists()
 
 
@@ -114,9 +112,3 @@ def test_a_nonsense_address_is_said_so() -> None:
 def test_wrong_calls_exit_with_2() -> None:
     assert call("demo", "--epochs", "0").exit_code == 2
     assert call("nothing").exit_code == 2
-
-
-def test_help_of_every_command() -> None:
-    assert "Train a network" in call("demo", "--help").output
-    for command in ("demo", "info", "ls", "show"):
-        assert call(command, "--help").exit_code == 0

@@ -147,7 +147,8 @@ def test_json_is_json_for_every_command(deep: Path, tmp_path: Path) -> None:
         assert strict(out.stdout)
 
 
-def test_exit_codes(deep: Path, tmp_path: Path) -> None:
+def test_exit_codes(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshtape.cli_storage.PATIENCE", 0.5)
     assert call("ls", str(deep)).exit_code == 0
     assert call("ls", str(tmp_path / "nothing")).exit_code == 1
     assert call("tree", "s3://user:hush@bucket/x").exit_code == 1

@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ def test_reasons_are_for_names_that_exist() -> None:
 PACKAGES = [f"meshtape.{name}" for name in ("arrays", "autodiff", "storage", "parallel")]
 MODULES = [
     "meshtape",
+    *(f"meshtape.{f.stem}" for f in sorted(Path(mt.__file__).parent.glob("*.py")) if not f.stem.startswith("__")),
     *PACKAGES,
     *(m.name for p in PACKAGES for m in pkgutil.walk_packages(importlib.import_module(p).__path__, f"{p}.")),
 ]

@@ -34,7 +34,7 @@ def test_storage_takes_it(dtype: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", SPELLINGS, ids=repr)
 def test_key_rules_take_it_and_write_its_name(dtype: Any) -> None:
     cast = Rule("a", "b", Cast(dtype, back=mt.float32))
-    assert str(cast) == "a -> b, cast(bfloat16, back=float32)"
+    assert str(cast) == "a -> b, cast(dtype=bfloat16, back=float32)"
     assert str(Rules(str(cast))) == str(Rules([cast]))
     assert Cast(dtype) == Cast("bfloat16")
     assert Init((2,), dtype) == Init((2,), "bfloat16")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,15 +33,17 @@ def test_the_tour_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert out.strip().endswith("[1. 1.]")
 
 
-def test_a_newcomer_gets_from_a_clone_to_a_checkpoint_in_the_browser(tmp_path: Path) -> None:
+def test_a_newcomer_gets_from_a_clone_to_a_checkpoint_in_the_browser(demo_run: Any) -> None:
     block = next(b for b in blocks("console") if "cd meshtape" in b)
     # What comes before has set up the environment that runs this test.
     commands = [shlex.split(line)[3:] for line in block.splitlines() if line.startswith("uv run meshtape ")]
-    *before, browse = [[sys.executable, "-m", "meshtape", *c] for c in commands]
-    assert browse[3] == "browse"
-    for command in before:
-        subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=250)
-    with subprocess.Popen(browse, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+    demo, *between, browse = commands
+    assert demo == demo_run.command, "what was run is what the README says"
+    assert browse[0] == "browse"
+    meshtape = [sys.executable, "-m", "meshtape"]
+    for command in between:
+        subprocess.run([*meshtape, *command], cwd=demo_run.folder, check=True, stdout=subprocess.DEVNULL, timeout=250)
+    with subprocess.Popen([*meshtape, *browse], cwd=demo_run.folder, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             address = next(m[0] for line in server.stdout if (m := re.search(r"http://\S+", line)))

@@ -1,0 +1,166 @@
+"""Commands that look at a checkpoint: ``ls`` and ``show``. Both read no more than they print."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from .cli_parts import CHECKPOINT, JSON, array_names, dtype_names, examples
+
+_CORNER = (8, 6)  # rows and columns of a large array that are printed
+_WHOLE = 1 << 20  # bytes up to which an array is read for its text
+
+
+@click.command(
+    epilog=examples(
+        "meshtape ls run/checkpoints/step-00000264", "meshtape ls model.safetensors --match '*.weight' --sort size"
+    )
+)
+@click.argument("path", type=CHECKPOINT)
+@click.option("--match", metavar="PATTERN", help="Only names that fit a pattern with * and ?, or contain these words.")
+@click.option("--dtype", shell_complete=dtype_names, help="Only arrays of this dtype.")
+@click.option(
+    "--sort",
+    type=click.Choice(["stored", "name", "size", "dtype"]),
+    default="stored",
+    show_default=True,
+    help="Order; the largest come first.",
+)
+@JSON
+def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool) -> None:
+    """List the arrays of a checkpoint.
+
+    PATH is a meshtape checkpoint, a safetensors file, a Hugging Face directory, or a Zarr group. Reads its table of contents alone. On a terminal the table fits its width; in a pipe every line is whole.
+    """
+    import meshtape as mt
+
+    from .arrays.display import human_bytes
+    from .storage.browse.inventory import Inventory, Query
+    from .storage.browse.text import visible
+    from .tables import Column, write
+
+    ckpt = mt.open_checkpoint(path)
+    held = Inventory(ckpt)
+    rows = held.select(Query(match or "", dtype or ""))
+    if sort != "stored":
+        rows = held.ordered(rows, sort, sort == "size")
+    total = sum(r.nbytes for r in rows)
+    if as_json:
+        click.echo(json.dumps(_facts(ckpt, [r.name for r in rows]), indent=2))
+        return
+    step = "" if ckpt.step is None else f", step {ckpt.step}"
+    mesh = "".join(f", saved from {' × '.join(f'{n}={s}' for n, s in m.items())}" for m in ckpt.meshes)
+    write(
+        [
+            Column("name", name=True),
+            Column("dtype", rank=1),
+            Column("shape", rank=2),
+            Column("bytes", number=True),
+            Column("sharding", rank=3),
+        ],
+        [
+            [visible(r.name, 10**6), r.dtype, str(r.shape), human_bytes(r.nbytes), visible(r.sharding or "", 10**4)]
+            for r in rows
+        ],
+        title=visible(f"{ckpt.path} ({ckpt.kind}{step}{mesh})", 10**4),
+        footer=[f"{len(rows)} arrays", "", "", human_bytes(total), ""],
+    )
+
+
+@click.command(
+    epilog=examples(
+        "meshtape show run/checkpoints/step-00000264 params.w1",
+        "meshtape show run/checkpoints/step-00000264 params.w1 --exact --json",
+    )
+)
+@click.argument("path", type=CHECKPOINT)
+@click.argument("name", shell_complete=array_names)
+@click.option(
+    "--exact", is_flag=True, help="Read all of a large array for its statistics, in pieces; a sample is the default."
+)
+@JSON
+def show(path: str, name: str, exact: bool, as_json: bool) -> None:
+    """Show one array of a checkpoint.
+
+    Its facts, statistics, and first values.
+    """
+    import numpy as np
+
+    import meshtape as mt
+
+    from .storage.browse.text import visible
+    from .tables import Column, write
+
+    stored = mt.open_checkpoint(path)[name]
+    facts = _describe(stored, exact)
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    rows = [
+        [what, visible(f"{value:.6g}" if isinstance(value, float) else str(value), 10**4)]
+        for what, value in facts.items()
+        if what != "name"
+    ]
+    write([Column(""), Column("")], rows, title=visible(name, 10**4))
+    if not stored.nbytes:
+        return
+    corner, where = _corner(stored)
+    if where:
+        click.echo(f"first values, {where}:")
+    with np.printoptions(threshold=60, edgeitems=3, precision=4, suppress=True):
+        click.echo(str(corner))
+
+
+def _corner(stored: Any) -> tuple[Any, str]:
+    """The values to print, and which part of the array they are; ``""`` for all of it."""
+    if stored.nbytes <= _WHOLE:
+        return stored[...], ""
+    index = [0] * max(0, stored.ndim - 2) + [slice(0, n) for n in _CORNER[-min(2, stored.ndim) :]]
+    text = ", ".join(str(i) if isinstance(i, int) else f":{i.stop}" for i in index)
+    return stored[tuple(index)], f"[{text}]"
+
+
+def _facts(ckpt: Any, names: list[str]) -> dict[str, Any]:
+    from .storage.manifest import encode_json
+
+    return {
+        "path": ckpt.path,
+        "kind": ckpt.kind,
+        "step": ckpt.step,
+        "meshes": ckpt.meshes,
+        "metadata": encode_json(ckpt.metadata, "metadata"),  # NaN is no JSON
+        "documents": list(ckpt.documents),
+        "nbytes": ckpt.nbytes,
+        "arrays": [
+            {
+                "name": name,
+                "dtype": ckpt[name].dtype.name,
+                "shape": list(ckpt[name].shape),
+                "nbytes": ckpt[name].nbytes,
+                "sharding": ckpt[name].sharding_text,
+            }
+            for name in names
+        ],
+    }
+
+
+def _describe(stored: Any, exact: bool) -> dict[str, Any]:
+    from .storage.browse.statistics import statistics
+
+    facts: dict[str, Any] = {
+        "name": stored.name,
+        "dtype": stored.dtype.name,
+        "shape": str(stored.shape),
+        "bytes": stored.nbytes,
+        "sharding": stored.sharding_text or "-",
+    }
+    if not stored.nbytes:
+        return facts
+    s = statistics(stored, exact=exact)
+    facts |= {"statistics": s.how, "NaN": s.nan, "infinite": s.infinite, "zeros": s.zeros}
+    if s.low is not None:
+        facts |= {"min": s.low, "max": s.high, "mean": s.mean, "std": s.std, "norm": s.norm}
+        facts |= {"quantiles": {str(q): v for q, v in s.quantiles.items()}}
+    return facts
