@@ -10,7 +10,7 @@ import numpy as np
 
 from . import _infer
 from ._direct import HALF, REFUSED, TAKES_ELLIPSIS, buffer, result
-from ._dispatch import apply, as_array
+from ._dispatch import apply, as_array, wrap
 from ._op import OPS, Op, composite, state
 from .dtypes import as_dtype
 from .errors import ShapeError
@@ -154,9 +154,7 @@ def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
         if type(buf) is np.ndarray and buf.dtype.num < HALF and not state.now.recorders and (axis is None or buf.ndim):
             try:
                 if TAKES_ELLIPSIS:
-                    out = object.__new__(type(x))
-                    out._buf, out._id = _DIRECT[op](buf, axis, keepdims=keepdims, out=...), 0
-                    return out
+                    return wrap(_DIRECT[op](buf, axis, keepdims=keepdims, out=...))
                 return result(_DIRECT[op](buf, axis, None, None, keepdims))
             except REFUSED:
                 pass

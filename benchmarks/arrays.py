@@ -1,4 +1,6 @@
-"""Arrays against NumPy and PyTorch, on one thread: ``python benchmarks/arrays.py``.
+"""Arrays against NumPy and PyTorch, on one thread: ``python benchmarks/arrays.py [--editable]``.
+
+What a user has who installed the package is measured, see :mod:`installed`; with ``--editable``, the sources of this checkout.
 
 Small arrays show what a call costs beside the work; large ones, that the work is NumPy's own. The row of NumPy against itself says
 how far two equal runs differ on this machine. Where there is a CUDA device and CuPy, the large rows run there too, against CuPy.
@@ -7,6 +9,12 @@ how far two equal runs differ on this machine. Where there is a CUDA device and 
 from __future__ import annotations
 
 import timing  # first: it sets the number of threads
+
+# isort: split
+import installed
+
+if __name__ == "__main__":
+    installed.run_on_wheel()
 
 # isort: split
 import functools
@@ -124,7 +132,7 @@ def random_rows(report: timing.Report) -> None:
 
 
 def main() -> None:
-    report = timing.Report("arrays, one thread")
+    report = timing.Report(f"arrays, one thread, {installed.core()}")
     small_rows(report)
     large_rows(report, np, "1e7, CPU")
     random_rows(report)

@@ -6,6 +6,7 @@ A recorder, which hears nothing of interest, sends every call the general way.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -183,3 +184,23 @@ def test_a_write_is_never_seen_by_the_other_side(name: str) -> None:
     y = ALIASES[name](x)
     y[first[: y.ndim]] = 99.0
     assert x.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [mt.sum, mt.max, mt.mean, mt.argmax, mt.exp, lambda x: mt.sum(x, axis=0), lambda x: x @ x, lambda x: x + 1.0,
+     lambda x: mt.reshape(x, (2, 1)), lambda x: mt.concat([x, x]), lambda x: mt.where(x == x, x, x)],
+)  # fmt: skip
+def test_common_calls_take_the_short_way(call: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands in its way is an error here; elsewhere it would only cost time."""
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("the general way")
+
+    x = mt.asarray([1.0, 2.0])
+    for name, module in list(sys.modules.items()):
+        if name.startswith("meshtape.arrays") and "apply" in vars(module):
+            monkeypatch.setattr(module, "apply", refuse)
+    call(x)
+    with pytest.raises(AssertionError, match="the general way"):
+        mt.sort(x)

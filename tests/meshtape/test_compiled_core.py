@@ -146,6 +146,11 @@ def test_tape_on_the_compiled_core(site: Path) -> None:
     run_tests(site, "tests/autodiff/test_tape.py", "tests/autodiff/test_calls.py")
 
 
+@pytest.mark.timeout(600)
+def test_short_ways_on_the_compiled_core(site: Path) -> None:
+    run_tests(site, "tests/arrays/test_short_ways.py")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_all_of_autodiff_on_the_compiled_core(site: Path) -> None:
