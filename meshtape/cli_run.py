@@ -174,11 +174,13 @@ def _client(scheduler: str | None, scheduler_file: str | None, local: int | None
 
 
 def _wait_for_workers(client: Any, workers: int | None, seconds: float) -> None:
+    from .parallel.workers import known_workers
+
     wanted = workers or 1
     try:
         client.wait_for_workers(wanted, timeout=seconds)
     except TimeoutError:
-        have = len(client.scheduler_info(n_workers=-1)["workers"])
+        have = len(known_workers(client))
         raise ClusterError(
             f"the scheduler at {client.scheduler.address} has {have} worker(s) after {seconds:.0f} s, {wanted} are needed: start "
             "some with `dask worker ADDRESS --nthreads 1`"

@@ -31,6 +31,7 @@ from .lease import lease_of
 from .rank_program import RankProgram
 from .runtime import HostValue, Turns
 from .scheduler import PREFIX, MeshtapeScheduler, hasten
+from .workers import known_workers
 
 settings.register()
 
@@ -59,7 +60,7 @@ class DaskRuntime:
         if client.status != "running":
             raise ClusterError(f"the Dask client is {client.status}, not connected to a running scheduler")
         self.client = client
-        there = client.scheduler_info(n_workers=-1)["workers"]
+        there = known_workers(client)
         self._resources = {a: dict(w.get("resources") or {}) for a, w in there.items()}
         known = sorted(there)
         if workers is None and (resources := dask.get_annotations().get("resources")):

@@ -15,6 +15,7 @@ from distributed import Client, Future
 from ..arrays.errors import ClusterError, CollectiveTimeout, MeshtapeError, RankLost
 from . import gang, settings
 from .lease import Lease
+from .workers import known_workers
 
 T = TypeVar("T")
 
@@ -144,7 +145,7 @@ class Flight:
 
     def present(self) -> list[str]:
         """Addresses of the mesh that the scheduler still knows."""
-        alive = self.client.scheduler_info(n_workers=-1)["workers"]
+        alive = known_workers(self.client)
         return [a for a in self.addresses if a in alive]
 
     def wait_for(self, f: Future) -> None:

@@ -37,6 +37,7 @@ from .mesh import Mesh
 from .placement import Sharding, block_box
 from .runtime import HostValue, LocalRuntime
 from .sharded import sharded_array
+from .workers import known_workers
 
 COPIES = 2
 """Workers that have each block."""
@@ -297,7 +298,7 @@ class Replica:
             raise ReshardError(
                 f"the copy is on workers of a Dask cluster: it cannot be put on {mesh}, which is not of its client"
             )
-        there = set(new.client.scheduler_info(n_workers=-1)["workers"])
+        there = known_workers(new.client)
         parts: dict[tuple[str, int], list[tuple[Any, Key, Box]]] = {}
         blocks: dict[int, dict[tuple[int, int], tuple[tuple[int, ...], np.dtype, list[tuple[Any, Box]]]]] = {}
         slots = {i: slot for slot, i in enumerate(wanted)}

@@ -9,7 +9,6 @@ own; writes of different ranks to one place have an order only where one rank se
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -120,10 +119,6 @@ def _summed(letters: Letters, factors: frozenset[int] | set[int]) -> None:
 FEW = 8
 
 
-def _nbytes(aval: ShapeDtype) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
-
-
 @rule(ix.GETITEM)
 def _getitem(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     letters = Letters()
@@ -145,7 +140,7 @@ def _scatter(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Para
     shape = out_avals[0].shape
     found = _dims(letters, params["template"], shape, [a.shape for a in avals[1:]], reading=False)
     common = {d.factor for d in found.common}
-    if FEW * sum(_nbytes(a) for a in avals) <= _nbytes(out_avals[0]):
+    if FEW * sum(a.nbytes for a in avals) <= out_avals[0].nbytes:
         for f in common:
             letters.factors[f] = Factor(letters.factors[f].size, True)
     else:

@@ -19,6 +19,7 @@ from ...arrays.errors import ClusterError, CollectiveTimeout, MeshtapeError, Ran
 from ..mesh import Mesh
 from ..models.plans import AXES
 from ..runtime import LocalRuntime
+from ..workers import known_workers
 
 POLL = 0.2
 
@@ -102,7 +103,7 @@ def client_of(mesh: Mesh | None) -> Any:
 
 def alive(client: Any) -> list[str]:
     """Workers that the scheduler has now."""
-    return sorted(client.scheduler_info(n_workers=-1)["workers"])
+    return sorted(known_workers(client))
 
 
 def is_loss(error: BaseException, mesh: Mesh | None) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...arrays.errors import MeshError
 from ..mesh import Mesh
+from ..workers import known_workers
 
 
 @dataclass
@@ -117,7 +118,7 @@ def cluster_mesh(axes: Mapping[str, int] | None = None, *, client: Any = None) -
     if client is None:
         client = _dask_client()
     wanted = dict(axes) if axes is not None else {"data": -1}
-    workers = 1 if client is None else len(client.scheduler_info(n_workers=-1)["workers"])
+    workers = 1 if client is None else len(known_workers(client))
     mesh = Mesh(resolve_axes(wanted, workers), client=client)
     if job is not None:
         job.meshes.append(mesh)

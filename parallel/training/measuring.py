@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from ..mesh import Mesh
+from ..workers import known_workers
 from .elastic import client_of, workers_of
 
 
@@ -52,5 +53,5 @@ def memory(mesh: Mesh | None) -> int:
         import psutil
 
         return int(psutil.Process().memory_info().rss)
-    info = client.scheduler_info(n_workers=-1)["workers"]
+    info = known_workers(client)
     return sum(int(info[a]["metrics"].get("memory", 0)) for a in workers_of(mesh) if a in info)
