@@ -14,6 +14,7 @@ import numpy as np
 
 from . import settings
 from .flight import Flight, Gang, failed
+from .workers import while_present
 
 Blocks = Mapping[int, np.ndarray]
 
@@ -40,11 +41,11 @@ class Asking:
         question = {"key": task.key, "slot": slot, "ranks": list(ranks), "patience": patience}
         if address not in self._far:
             try:
-                return await self._flight.while_present(address, client.rpc(address).meshtape_blocks(**question))
+                return await while_present(client, address, client.rpc(address).meshtape_blocks(**question))
             except OSError:  # through the scheduler, then
                 self._far.add(address)
         call = client.scheduler.broadcast(
             msg={"op": "meshtape_blocks", **question}, workers=[address], on_error="return"
         )
-        found = await self._flight.while_present(address, call)
+        found = await while_present(client, address, call)
         return found and found.get(address)

@@ -36,6 +36,8 @@ def connect(address: str, *, timeout: float | None = None, security: Any = None)
 
     from distributed import Client
 
+    from .progress import follow, last_word
+
     timeout = settings.number("timeouts.connect") if timeout is None else timeout
     log = logging.getLogger("distributed")
     level = log.level
@@ -66,7 +68,9 @@ def connect(address: str, *, timeout: float | None = None, security: Any = None)
             "like tcp://host:8786?"
         ) from client
     try:
+        follow(client)
         yield client
+        last_word(client)
     finally:
         client.close()
 
@@ -79,9 +83,14 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
     import dask
     from distributed import Client, LocalCluster
 
+    from .progress import follow, last_word
+
     of_workers = {
         "distributed.nanny.pre-spawn-environ": MALLOC_ENVIRONMENT,
         "distributed.worker.memory.terminate": False,
+        # Dask's cluster looks, this long after a worker was lost, whether one of its name is there, and closes its nanny if not. Its 15 s
+        # let a worker that dies twice within them, and is just being started again, stay away for ever.
+        "distributed.deploy.lost-worker-timeout": "1 hour",
     }
     with (
         dask.config.set(of_workers),
@@ -95,4 +104,6 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
         Client(cluster, set_as_default=False) as client,
     ):
         client.wait_for_workers(workers)
+        follow(client)
         yield client
+        last_word(client)

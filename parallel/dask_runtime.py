@@ -8,7 +8,6 @@ one of them is raised by the next call.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.metadata
 import itertools
@@ -20,18 +19,22 @@ from typing import Any
 
 import dask
 import numpy as np
-from dask._task_spec import Task, parse_input
 from distributed import Client, Future
 
-from ..arrays.errors import ClusterError, MeshError, RankLost, WorkerMismatch
+from ..arrays.devices import CPU, Device
+from ..arrays.devices import device as named
+from ..arrays.errors import ClusterError, MeshError, MeshtapeError, RankLost, WorkerMismatch
 from . import gang, settings
 from .asking import Asking
+from .dask_tasks import task
 from .flight import IN_FLIGHT, Flight, Gang, failed
+from .gpus import Choice, choose, visible
 from .lease import lease_of
+from .progress import last_word
 from .rank_program import RankProgram
 from .runtime import HostValue, Turns
 from .scheduler import PREFIX, MeshtapeScheduler, hasten
-from .workers import known_workers
+from .workers import ask, give_plugin, known_workers, silent
 
 settings.register()
 
@@ -52,7 +55,16 @@ class RemoteBlocks:
 class DaskRuntime:
     """See the module; satisfies ``Runtime``."""
 
-    def __init__(self, size: int, names: Sequence[str], client: Any, workers: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        size: int,
+        names: Sequence[str],
+        client: Any,
+        workers: Sequence[str] | None,
+        device: str | Device | None = None,
+    ) -> None:
+        if device is not None:
+            named(device)  # an unknown name is refused before anybody is asked
         if not isinstance(client, Client):
             raise MeshError(f"client=… takes a distributed.Client, got {type(client).__name__}")
         if client.asynchronous:
@@ -67,17 +79,17 @@ class DaskRuntime:
             known = [w for w in known if self._has(w, resources)]
             if not known:
                 raise ClusterError(f"no worker of the Dask cluster has the resources {resources}: start one that has")
-        silent = self._silent(known if workers is None else [w for w in workers if w in known])
+        quiet = silent(client, known if workers is None else [w for w in workers if w in known])
         if workers is not None:
             missing = sorted(set(workers) - set(known))
             if missing:
                 raise MeshError(
                     f"the scheduler does not know worker(s) {', '.join(missing)}; it has {', '.join(known)}"
                 )
-            if silent:
-                raise ClusterError(f"worker(s) {', '.join(silent)} do not answer: stop them, or name others")
+            if quiet:
+                raise ClusterError(f"worker(s) {', '.join(quiet)} do not answer: stop them, or name others")
             known = list(workers)
-        known = [w for w in known if w not in silent]
+        known = [w for w in known if w not in quiet]
         if not known:
             raise ClusterError("the Dask cluster has no workers: start some, or wait with client.wait_for_workers(n)")
         count = min(len(known), size)
@@ -92,12 +104,18 @@ class DaskRuntime:
         self._check_versions()
         self.mesh_id, secret = uuid.uuid4().bytes, secrets.token_bytes(32)
         self.transport = settings.transport()
-        self._register()
+        problem = self._register()
         pool = int(settings.number("pool"))
         interval = settings.number("interval")
-        planes = client.run(
-            gang.open_plane, self.mesh_id, secret, self.transport, pool, interval, workers=self.addresses, nanny=False
+        planes = ask(
+            client, gang.open_plane, self.mesh_id, secret, self.transport, pool, interval, workers=self.addresses
         )
+        for address, answer in planes.items():
+            if isinstance(answer, MeshtapeError):
+                raise answer from problem
+            if isinstance(answer, BaseException):
+                raise WorkerMismatch(f"worker {address} cannot open a mesh: {answer}") from (problem or answer)
+        self.device, self._choice = device, self._choose(device)
         self._peers = {p: a if isinstance(a := planes[w], str) else tuple(a) for p, w in enumerate(self.addresses)}
         client.sync(
             client.scheduler.meshtape_open,
@@ -119,28 +137,26 @@ class DaskRuntime:
     def __repr__(self) -> str:
         return f"{len(self.addresses)} Dask worker(s) of {self.client.scheduler.address}"
 
+    def placed(self) -> str | None:
+        return self._choice.text
+
+    def _choose(self, device: str | Device | None) -> Choice:
+        """What each worker computes on."""
+        if device is not None and named(device) == CPU:
+            return Choice(("cpu",) * len(self.addresses))
+        found = ask(self.client, visible, workers=self.addresses)
+        if errors := [g for g in found.values() if isinstance(g, BaseException)]:
+            raise errors[0]
+        encrypted = any(a.startswith(("tls://", "wss://")) for a in self.addresses)
+        hosts = {a.partition("://")[2].rpartition(":")[0] for a in self.addresses}
+        seen = {a: found[a] for a in self.addresses}
+        return choose(device, seen, plain=not encrypted or len(hosts) == 1, ports=self.transport != "comms")
+
     def _has(self, address: str, resources: Mapping[str, float]) -> bool:
         """Whether a worker was started with these resources of Dask, as far as an annotation names them."""
         return all(self._resources.get(address, {}).get(k, 0) >= n for k, n in resources.items())
 
-    def _silent(self, addresses: Sequence[str]) -> list[str]:
-        """Workers that the scheduler still counts, but that do not answer: stopped, or cut off."""
-        patience = settings.number("timeouts.silence")
-
-        async def ping(address: str) -> str | None:
-            call = self.client.scheduler.broadcast(msg={"op": "ping"}, workers=[address], on_error="return")
-            try:
-                found = await asyncio.wait_for(call, patience)
-            except (TimeoutError, OSError):
-                return address
-            return None if found.get(address) == b"pong" else address
-
-        async def ping_all() -> list[str | None]:
-            return list(await asyncio.gather(*map(ping, addresses)))
-
-        return [a for a in self.client.sync(ping_all) if a is not None]
-
-    def _register(self) -> None:
+    def _register(self) -> Exception | None:
         """What meshtape needs on scheduler and workers; Dask gives it to workers that come later too."""
         try:
             self.client.register_plugin(MeshtapeScheduler())
@@ -149,13 +165,13 @@ class DaskRuntime:
                 f"the scheduler at {self.client.scheduler.address} cannot import meshtape: install meshtape "
                 f"{importlib.metadata.version('meshtape')} in its environment, restart it"
             ) from e
-        self.client.register_plugin(gang.MeshtapeWorker())
+        return give_plugin(self.client, gang.MeshtapeWorker())
 
     def _check_versions(self) -> None:
         """Every worker has this meshtape and this NumPy. Asked with a function of the standard library, which any worker has."""
         for package in ("meshtape", "numpy"):
             mine = importlib.metadata.version(package)
-            found = self.client.run(importlib.metadata.version, package, workers=self.addresses, on_error="return")
+            found = ask(self.client, importlib.metadata.version, package, workers=self.addresses)
             for address, theirs in found.items():
                 if isinstance(theirs, BaseException):
                     raise WorkerMismatch(
@@ -180,6 +196,8 @@ class DaskRuntime:
             settings.number("timeouts.collective"),
             settings.number("timeouts.silence"),
             self.transport == "auto",
+            self._choice.devices[process],
+            self._choice.nccl,
         )
 
     def _submit(self, fn: Callable[..., Any], process: int, name: str, *args: Any) -> Future:
@@ -195,7 +213,7 @@ class DaskRuntime:
                         f"{self._ranks[p]} does not have the resources {resources} of the annotation: make the mesh within it"
                     )
         keys = {p: f"{PREFIX}{name.replace('-', '_')}-{uuid.uuid4().hex}" for p in args}
-        graph = {keys[p]: Task(keys[p], fn, *map(parse_input, a)) for p, a in args.items()}
+        graph = {keys[p]: task(keys[p], fn, a) for p, a in args.items()}
         where = {keys[p]: [self.addresses[p]] for p in args}
         with dask.annotate(executor=gang.EXECUTOR, workers=where.get):
             futures = self.client.get(
@@ -428,13 +446,14 @@ class DaskRuntime:
         self._flight.land()  # what is on its way still needs its program
         self._closed = True
         if self.client.status == "running":
+            last_word(self.client)
             with contextlib.suppress(OSError):
                 self.client.sync(self.client.scheduler.meshtape_closed, mesh=self.mesh_id)
             there = self._flight.present()
-            lost = set(self._silent(there))
+            lost = set(silent(self.client, there))
             there = [a for a in there if a not in lost]
-            if there:
-                self.client.run(gang.close_mesh, self.mesh_id, (), workers=there, on_error="return")
+            with contextlib.suppress(ClusterError):  # one that goes now takes the mesh's state with it
+                ask(self.client, gang.close_mesh, self.mesh_id, (), workers=there)
 
     # ----- errors -----------------------------------------------------------------------------------------------------
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from distributed import Client, Future
 
 from ..arrays.errors import ClusterError, CollectiveTimeout, MeshtapeError, RankLost
 from . import gang, settings
 from .lease import Lease
-from .workers import known_workers
-
-T = TypeVar("T")
+from .workers import LOOK, known_workers
 
 IN_FLIGHT = 4
 """Runs that are submitted before the first of them is waited for."""
-
-LOOK = 2.0
-"""Seconds of a wait after which the scheduler is asked whether the workers are still there."""
 
 
 class Gang:
@@ -155,18 +149,6 @@ class Flight:
         while not ended.wait(LOOK) and not f.done():
             if gone := self._gone():
                 raise RankLost(f"{self.names[self.addresses.index(gone[0])]} left the cluster")
-
-    async def while_present(self, address: str, call: Coroutine[Any, Any, T]) -> T | None:
-        """What a call of a worker gives; None where the worker leaves the cluster meanwhile, which its connections may be slow to
-        show. On the client's event loop."""
-        answer = asyncio.ensure_future(call)
-        try:
-            while not (await asyncio.wait([answer], timeout=LOOK))[0]:
-                if address not in (await self.client.scheduler.identity(n_workers=-1))["workers"]:
-                    return None
-            return answer.result()
-        finally:
-            answer.cancel()
 
     def _gone(self) -> list[str]:
         there = self.present()

@@ -12,6 +12,7 @@ submits them when those of the first have ended.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +24,17 @@ import numpy as np
 from distributed import WorkerPlugin, get_worker
 from distributed.protocol import to_serialize
 
-from ..arrays.errors import RankLost
+from ..arrays.errors import ClusterError, RankLost
+from ..storage import activity
+from .block_memory import BlockMemory, is_on_host, memory_of, on_host, serving
 from .dataplane import Address, DataPlane, interface_of
 from .executor import Prepared
 from .pool import POOL
 from .rank_program import RankProgram
 from .scheduler import hasten
+from .transports.group import Group, Transport
+from .transports.nccl import NcclGroup
+from .transports.staged import Staged
 
 EXECUTOR = "meshtape"
 TOPIC = "meshtape"
@@ -42,11 +48,23 @@ class Bundle:
         self.run, self.slots = run, slots
 
     def __sizeof__(self) -> int:
-        # What Dask's memory accounting and dashboard show.
-        return 64 + sum(b.nbytes for blocks in self.slots.values() for b in blocks.values())
+        # What Dask's memory accounting and dashboard show: of the host.
+        return 64 + sum(b.nbytes for blocks in self.slots.values() for b in blocks.values() if is_on_host(b))
+
+    def __reduce__(self) -> Any:
+        # Dask puts values aside on disk, or moves them: blocks of a device go as host memory, and come back to it.
+        devices = {str(b.device.id) for blocks in self.slots.values() for b in blocks.values() if not is_on_host(b)}
+        host = {i: {r: on_host(b) for r, b in blocks.items()} for i, blocks in self.slots.items()}
+        return _bundle_of, (self.run, host, f"cuda:{min(devices)}" if devices else "cpu")
 
     def __repr__(self) -> str:
         return f"<Bundle of {len(self.slots)} array(s), {self.__sizeof__()} bytes>"
+
+
+def _bundle_of(run: str, slots: dict[int, dict[int, np.ndarray]], device: str) -> Bundle:
+    memory = memory_of(device)
+    with memory.using():
+        return Bundle(run, {i: {r: memory.put(b) for r, b in blocks.items()} for i, blocks in slots.items()})
 
 
 class Failure:
@@ -66,6 +84,26 @@ class WorkerState:
     plane: DataPlane
     programs: dict[str, Prepared] = field(default_factory=dict)
     bundles: weakref.WeakValueDictionary[str, Bundle] = field(default_factory=weakref.WeakValueDictionary)
+    device_groups: dict[tuple[bytes, int], Transport] = field(default_factory=dict)
+
+    def device_group(self, seat: Seat, host: Group) -> Transport:
+        """What carries blocks of devices between the processes of a mesh: made once for each of its epochs."""
+        key = (seat.mesh, seat.epoch)
+        found = self.device_groups.get(key)
+        if found is None:
+            self.drop_device_groups(seat.mesh)
+            if seat.nccl:
+                count, ended = len(seat.peers) + 1, functools.partial(self.plane.ended, *key)
+                found = NcclGroup(host, seat.process, count, seat.timeout, ended)
+            else:
+                found = Staged(host, seat.memory)
+            self.device_groups[key] = found
+        return found
+
+    def drop_device_groups(self, mesh: bytes) -> None:
+        """Forget what carried the device blocks of a mesh."""
+        for key in [k for k in self.device_groups if k[0] == mesh]:
+            self.device_groups.pop(key).close()
 
 
 _STATES: dict[str, WorkerState] = {}
@@ -103,8 +141,11 @@ class MeshtapeWorker(WorkerPlugin):
         bundle = worker.data.get(key)
         if not isinstance(bundle, Bundle):
             return {}
-        blocks = bundle.slots[slot]
-        return {"blocks": to_serialize({r: np.asarray(blocks[r], order="C") for r in ranks})}
+        blocks = {r: bundle.slots[slot][r] for r in ranks}
+        if not all(map(is_on_host, blocks.values())):
+            # The device may still compute them: nobody else is to wait for that.
+            blocks = await asyncio.to_thread(lambda: {r: on_host(b) for r, b in blocks.items()})
+        return {"blocks": to_serialize({r: np.asarray(b, order="C") for r, b in blocks.items()})}
 
     def setup(self, worker: Any) -> None:
         if EXECUTOR not in worker.executors:
@@ -114,6 +155,7 @@ class MeshtapeWorker(WorkerPlugin):
         worker.metrics["meshtape"] = lambda w: (
             state.plane.last_exchanges() if (state := _STATES.get(w.address)) is not None else {}
         )
+        worker.metrics["meshtape_written"] = lambda w: activity.written()
 
         # What the scheduler says when a client or a worker of a mesh is gone: nobody else could.
         async def meshtape_left(mesh: bytes, worker_left: str) -> None:
@@ -145,6 +187,8 @@ def close_state(address: str) -> None:
 
 def open_plane(mesh: bytes, secret: bytes, transport: str, pool: int, interval: float, dask_worker: Any) -> Address:
     """Run on each worker (by ``Client.run``): open the data plane where there is none, admit the mesh, say the address."""
+    if EXECUTOR not in dask_worker.executors:
+        raise ClusterError(f"worker {dask_worker.address} could not set up meshtape's worker plugin")
     POOL.limit = pool
     hasten(dask_worker.batched_stream, interval)
     with _LOCK:
@@ -169,6 +213,7 @@ def close_mesh(mesh: bytes, programs: Sequence[str], dask_worker: Any) -> None:
     state = _STATES.get(dask_worker.address)
     if state is not None:
         state.plane.dismiss(mesh)
+        state.drop_device_groups(mesh)
         mine = f"{mesh.hex()}/"
         for p in [p for p in state.programs if p.startswith(mine) or p in programs]:
             del state.programs[p]
@@ -195,6 +240,13 @@ class Seat:
     timeout: float
     silence: float
     share: bool
+    device: str = "cpu"
+    nccl: bool = False
+
+    @property
+    def memory(self) -> BlockMemory:
+        """Where the blocks of this process are."""
+        return memory_of(self.device)
 
     @property
     def hosted(self) -> tuple[int, ...]:
@@ -241,6 +293,10 @@ class Run:
     def __repr__(self) -> str:
         return f"<Run {self.run} of {self.program_id}>"
 
+    def __dask_tokenize__(self) -> tuple[str, int]:
+        # Dask asks each task for its identity, and would read all of this for one.
+        return self.run, self.seat.process
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -268,6 +324,18 @@ def _blocks(source: Source, bundles: Sequence[Bundle | Failure]) -> Mapping[int,
     return source
 
 
+def _landed(source: Source, bundles: Sequence[Bundle | Failure], memory: BlockMemory) -> Mapping[int, np.ndarray]:
+    """The blocks of an input where they are computed on: those that come with a task, or were sent before it, are host memory."""
+    blocks = _blocks(source, bundles)
+    if memory.name == "cpu" or not any(map(is_on_host, blocks.values())):
+        return blocks
+    with memory.using():
+        placed = {r: memory.put(b) for r, b in blocks.items()}
+    if isinstance(source, tuple):
+        bundles[source[0]].slots[source[1]] = placed  # type: ignore[union-attr]  # they travel once
+    return placed
+
+
 def run_program(spec: Run, *bundles: Bundle | Failure) -> Bundle:
     """The gang task."""
     try:
@@ -289,24 +357,31 @@ def _run_program(spec: Run, bundles: Sequence[Bundle | Failure]) -> Bundle:
         if prepared is None:
             if spec.program is None:
                 raise RankLost(f"worker {seat.address} was restarted and lost the program {spec.program_id}")
-            prepared = Prepared(spec.program, seat.hosted, seat.homes, spec.names)
+            prepared = Prepared(spec.program, seat.hosted, seat.homes, spec.names, seat.memory)
             state.programs[spec.program_id] = prepared
-        inputs = [_blocks(s, bundles) for s in spec.sources]
+        memory = prepared.memory
+        inputs = [_landed(s, bundles, memory) for s in spec.sources]
         if seat.peers:
             group = state.plane.group(
                 seat.mesh, seat.epoch, seat.process, seat.peers, seat.ranks, seat.timeout, seat.share
             )
             group.silence = seat.silence
             group.begin(spec.number, seat.timeout)
+        transport: Transport | None = group
+        if group is not None and memory.name != "cpu":
+            with memory.using():
+                transport = state.device_group(seat, group)
         if spec.loop is None:
-            outputs = prepared.run(inputs, group)
+            outputs = prepared.run(inputs, transport)
         else:
-            each = [[_blocks(s, bundles) for s in sources] for sources in spec.loop.each]
-            outputs = prepared.loop(inputs, spec.loop.turns, spec.loop.carried, each, group)
+            each = [[_landed(s, bundles, memory) for s in sources] for sources in spec.loop.each]
+            outputs = prepared.loop(inputs, spec.loop.turns, spec.loop.carried, each, transport)
     except BaseException as e:
         group = group or state.plane.current(seat.mesh, seat.epoch)
         if group is not None:
             group.abort(f"{type(e).__name__}: {e}")
+            if (carrier := state.device_groups.pop((seat.mesh, seat.epoch), None)) is not None:
+                carrier.shutdown()
             state.plane.drop(seat.mesh, seat.epoch)
         missing = state.plane.missing(seat.mesh)
         if isinstance(e, RankLost) and missing is not None:
@@ -336,12 +411,16 @@ class Call:
     def __repr__(self) -> str:
         return f"<Call {getattr(self.fn, '__name__', self.fn)}>"
 
+    def __dask_tokenize__(self) -> tuple[str, int]:
+        return self.run, self.seat.process
+
 
 def call_on_blocks(spec: Call, *bundles: Bundle) -> Any:
     """Task of ``BlockHost.run_on_blocks``."""
     spec.seat.take()
     inputs = [_blocks(s, bundles) for s in spec.sources]
-    return spec.fn(dict(spec.payloads), {r: [b[r] for b in inputs] for r in spec.payloads})
+    with serving(spec.seat.memory):
+        return spec.fn(dict(spec.payloads), {r: [on_host(b[r]) for b in inputs] for r in spec.payloads})
 
 
 def create_blocks(spec: Call) -> Bundle:
@@ -349,6 +428,14 @@ def create_blocks(spec: Call) -> Bundle:
     state = spec.seat.take()
     made = spec.fn(dict(spec.payloads))
     count = len(next(iter(made.values()))) if made else 0
-    bundle = Bundle(spec.run, {i: {r: blocks[i] for r, blocks in made.items()} for i in range(count)})
+    return kept(spec, state, {i: {r: blocks[i] for r, blocks in made.items()} for i in range(count)})
+
+
+def kept(spec: Call, state: WorkerState, slots: Mapping[int, Mapping[int, np.ndarray]]) -> Bundle:
+    """Host blocks that a task made, as the bundle of its run: where the ranks compute."""
+    memory = spec.seat.memory
+    with memory.using():
+        placed = {i: {r: memory.put(b) for r, b in blocks.items()} for i, blocks in slots.items()}
+    bundle = Bundle(spec.run, placed)
     state.bundles[spec.run] = bundle
     return bundle

@@ -1,13 +1,119 @@
-"""The workers of a Dask cluster."""
+"""The workers of a Dask cluster: who they are, whether they answer, and what they answer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..arrays.errors import ClusterError
+from . import settings
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, WorkerPlugin
+
+T = TypeVar("T")
+LOOK = 2.0
+"""Seconds of waiting for a worker after which the scheduler is asked whether it is still there."""
 
 
 def known_workers(client: Client) -> dict[str, Any]:
     """What the scheduler knows now of each of its workers, by address."""
     return client.scheduler_info(n_workers=-1)["workers"]  # unasked it tells of five alone
+
+
+def silent(client: Client, addresses: Sequence[str]) -> list[str]:
+    """Workers that the scheduler still counts, but that do not answer within ``timeouts.silence``: stopped, or cut off."""
+
+    async def ask_all() -> list[bool]:
+        return list(await asyncio.gather(*(_answers(client, a) for a in addresses)))
+
+    return [a for a, answered in zip(addresses, client.sync(ask_all), strict=True) if not answered]
+
+
+async def _answers(client: Client, address: str) -> bool:
+    call = client.scheduler.broadcast(msg={"op": "ping"}, workers=[address], on_error="return")
+    try:
+        found = await asyncio.wait_for(call, settings.number("timeouts.silence"))
+    except (TimeoutError, OSError):
+        return False
+    return found.get(address) == b"pong"
+
+
+async def while_present(client: Client, address: str, call: Coroutine[Any, Any, T]) -> T | None:
+    """What a call of a worker gives; None where the worker leaves the cluster meanwhile, which its connections may be slow to
+    show. On the client's event loop."""
+    answer = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait([answer], timeout=LOOK))[0]:
+            if address not in (await client.scheduler.identity(n_workers=-1))["workers"]:
+                return None
+        return answer.result()
+    finally:
+        answer.cancel()
+
+
+async def _while_alive(client: Client, address: str, call: Coroutine[Any, Any, T]) -> T | None:
+    """The same, of a worker that may also stop without leaving the cluster."""
+    task = asyncio.ensure_future(while_present(client, address, call))
+    try:
+        asked_at = time.monotonic()
+        while not (await asyncio.wait([task], timeout=LOOK))[0]:
+            # Seldom: one that imports a large library for the first time cannot answer, either.
+            if time.monotonic() - asked_at > 2 * settings.number("timeouts.silence"):
+                if not await _answers(client, address) and not task.done():
+                    return None
+                asked_at = time.monotonic()
+        return task.result()
+    finally:
+        task.cancel()
+
+
+def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Sequence[str]) -> dict[str, Any]:
+    """What a function gives on each of some workers; the exception, where it raised one there.
+
+    Raises
+    ------
+    ClusterError
+        Where a worker leaves the cluster meanwhile, or stops answering.
+    """
+
+    async def one(address: str) -> Any:
+        call = client.run(function, *args, workers=[address], on_error="return")
+        found = await _while_alive(client, address, call)
+        answer = None if found is None else found.get(address)
+        # An error of the connection, or one of the function that looks like it?
+        if found is None or (isinstance(answer, OSError) and not await _answers(client, address)):
+            return _GONE
+        return answer
+
+    async def ask_all() -> list[Any]:
+        return list(await asyncio.gather(*map(one, workers)))
+
+    found = dict(zip(workers, client.sync(ask_all), strict=True))
+    if gone := [a for a, v in found.items() if v is _GONE]:
+        raise ClusterError(f"worker(s) {', '.join(gone)} went away: they left the cluster, or no longer answer")
+    return found
+
+
+_GONE = object()
+
+
+def give_plugin(client: Client, plugin: WorkerPlugin) -> Exception | None:
+    """Let the scheduler give a plugin to its workers, those that come later too. Returns what went wrong on any of them, which may
+    not be one that matters; a worker that stands still is not waited for."""
+
+    async def give() -> Exception | None:
+        task = asyncio.ensure_future(client.register_plugin(plugin))
+        patience = 2 * settings.number("timeouts.silence")
+        try:
+            while not (await asyncio.wait([task], timeout=patience))[0]:
+                there = list((await client.scheduler.identity(n_workers=-1))["workers"])
+                if not all(await asyncio.gather(*(_answers(client, a) for a in there))):
+                    return None
+            return task.exception()
+        finally:
+            task.cancel()
+
+    return client.sync(give)

@@ -9,6 +9,18 @@ from typing import Any
 
 import pytest
 from distributed import Client, SchedulerPlugin
+from hypothesis import HealthCheck, settings
+
+# Whether a change passes must not depend on luck: the same examples each time, and no limit on the time of one. To look for new ones:
+# pytest --hypothesis-profile=explore.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -41,7 +53,13 @@ def _tasks(client: Client) -> Iterator[list[str]]:
     try:
         yield done
     finally:
-        time.sleep(0.1)  # a result travels to the client faster than the plugin is asked
+        # A result may reach the client before the scheduler hears that its task has ended.
+        until = time.monotonic() + 120.0
+        while client.run_on_scheduler(
+            lambda dask_scheduler: any(w.processing for w in dask_scheduler.workers.values())
+        ):
+            assert time.monotonic() < until, "tasks do not end"
+            time.sleep(0.01)
         done += client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins[name].done)
         client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.remove_plugin(name))
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import meshtape as mt
 from meshtape.arrays import OPS
 from meshtape.parallel import gang
 from meshtape.parallel.cluster import connect, local_cluster
+from meshtape.parallel.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -200,6 +202,48 @@ def test_a_worker_killed_between_runs(mortal, eventually):
         with found_out(), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
             np.asarray(y)
     works(mortal)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_worker_that_goes_while_a_mesh_is_opened(mortal, sign):
+    works(mortal)
+    victim = sorted(known_workers(mortal))[1]
+
+    def goes_at_the_next(sign: int) -> None:
+        from meshtape.parallel import gang
+
+        def goes(*args: Any, **kwargs: Any) -> None:
+            os.kill(os.getpid(), sign)
+
+        goes.true, gang.open_plane = gang.open_plane, goes
+
+    def as_before() -> None:
+        from meshtape.parallel import gang
+
+        gang.open_plane = getattr(gang.open_plane, "true", gang.open_plane)
+
+    pid = mortal.run(os.getpid, workers=[victim])[victim]
+    mortal.run(goes_at_the_next, sign, workers=[victim])
+    with (
+        dask.config.set({"meshtape.timeouts.silence": 1.0}),
+        pytest.raises(mt.errors.ClusterError, match=rf"worker\(s\) {victim} went away"),
+    ):
+        mt.Mesh({"a": 2}, client=mortal)
+    if sign == signal.SIGSTOP:
+        os.kill(pid, signal.SIGCONT)
+        mortal.run(as_before, workers=[victim])
+    works(mortal)
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_again_and_again_comes_back(eventually):
+    """For half a minute: Dask's cluster looks 15 s after a loss whether the worker is back, and it may just have died once more."""
+    with local_cluster(2) as client:
+        until = time.monotonic() + 30.0
+        while time.monotonic() < until:
+            (victim,) = (a for a, w in known_workers(client).items() if w["name"] == 1)
+            os.kill(client.run(os.getpid, workers=[victim])[victim], signal.SIGKILL)
+            eventually(lambda gone=victim: {w["name"] for a, w in known_workers(client).items() if a != gone} == {0, 1})
 
 
 # ----- what a mesh refuses --------------------------------------------------------------------------------------------
