@@ -118,7 +118,6 @@ from .elementwise import (
     real,
     reciprocal,
     remainder,
-    round,
     sign,
     signbit,
     sin,
@@ -154,6 +153,7 @@ from .manipulation import (
     unstack,
 )
 from .norms import layer_norm, rms_norm
+from .numpy_names import *  # noqa: F403
 from .prefetch import Prefetcher, prefetch
 from .products import matmul, tensordot, vecdot
 from .program import Const, Entry, Program, ShapeDtype

@@ -78,8 +78,7 @@ class Methods:
 
     def squeeze(self, axis: Any = None) -> Array:
         """See :func:`meshtape.squeeze`; without ``axis`` all dimensions of length one go."""
-        ones = tuple(i for i, n in enumerate(self.shape) if n == 1)
-        return manipulation.squeeze(self, ones if axis is None else axis)
+        return manipulation.squeeze(self, axis)
 
     # ----- reductions ---------------------------------------------------------------------------------------------------
 
@@ -95,13 +94,17 @@ class Methods:
         """See :func:`meshtape.mean`."""
         return reductions.mean(self, axis=axis, keepdims=keepdims)
 
-    def var(self, axis: Any = None, *, correction: float = 0.0, keepdims: bool = False) -> Array:
+    def var(
+        self, axis: Any = None, *, correction: float = 0.0, keepdims: bool = False, ddof: float | None = None
+    ) -> Array:
         """See :func:`meshtape.var`."""
-        return reductions.var(self, axis=axis, correction=correction, keepdims=keepdims)
+        return reductions.var(self, axis=axis, correction=correction, keepdims=keepdims, ddof=ddof)
 
-    def std(self, axis: Any = None, *, correction: float = 0.0, keepdims: bool = False) -> Array:
+    def std(
+        self, axis: Any = None, *, correction: float = 0.0, keepdims: bool = False, ddof: float | None = None
+    ) -> Array:
         """See :func:`meshtape.std`."""
-        return reductions.std(self, axis=axis, correction=correction, keepdims=keepdims)
+        return reductions.std(self, axis=axis, correction=correction, keepdims=keepdims, ddof=ddof)
 
     def max(self, axis: Any = None, *, keepdims: bool = False) -> Array:
         """See :func:`meshtape.max`."""
@@ -126,3 +129,88 @@ class Methods:
     def argmin(self, axis: int | None = None, *, keepdims: bool = False) -> Array:
         """See :func:`meshtape.argmin`."""
         return reductions.argmin(self, axis=axis, keepdims=keepdims)
+
+    # ----- NumPy's ------------------------------------------------------------------------------------------------------
+
+    conjugate = conj
+
+    def round(self, decimals: int = 0) -> Array:
+        """See :func:`meshtape.round`."""
+        from . import numpy_names as names
+
+        return names.round(self, decimals)
+
+    def cumsum(self, axis: int | None = None) -> Array:
+        """See :func:`meshtape.cumsum`."""
+        from . import numpy_names as names
+
+        return names.cumsum(self, axis)
+
+    def cumprod(self, axis: int | None = None) -> Array:
+        """See :func:`meshtape.cumprod`."""
+        from . import numpy_names as names
+
+        return names.cumprod(self, axis)
+
+    def dot(self, other: Any) -> Array:
+        """See :func:`meshtape.dot`."""
+        from . import numpy_names as names
+
+        return names.dot(self, other)
+
+    def swapaxes(self, axis1: int, axis2: int) -> Array:
+        """See :func:`meshtape.swapaxes`."""
+        from . import numpy_names as names
+
+        return names.swapaxes(self, axis1, axis2)
+
+    def diagonal(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Array:
+        """See :func:`meshtape.diagonal`."""
+        from . import numpy_names as names
+
+        return names.diagonal(self, offset, axis1, axis2)
+
+    def trace(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Array:
+        """See :func:`meshtape.trace`."""
+        from . import numpy_names as names
+
+        return names.trace(self, offset, axis1, axis2)
+
+    def sort(self, axis: int = -1, *, descending: bool = False) -> Array:
+        """See :func:`meshtape.sort`. A sorted array is returned; this one stays as it is."""
+        from . import sorting
+
+        return sorting.sort(self, axis=axis, descending=descending)
+
+    def argsort(self, axis: int = -1, *, descending: bool = False) -> Array:
+        """See :func:`meshtape.argsort`."""
+        from . import sorting
+
+        return sorting.argsort(self, axis=axis, descending=descending)
+
+    def take(self, indices: Any, axis: int | None = None) -> Array:
+        """See :func:`meshtape.take`."""
+        from . import searching
+
+        return searching.take(self, indices, axis=axis)
+
+    def repeat(self, repeats: Any, axis: int | None = None) -> Array:
+        """See :func:`meshtape.repeat`."""
+        return manipulation.repeat(self, repeats, axis=axis)
+
+    def nonzero(self) -> tuple[Array, ...]:
+        """See :func:`meshtape.nonzero`."""
+        from . import searching
+
+        return searching.nonzero(self)
+
+    def searchsorted(self, values: Any, side: str = "left") -> Array:
+        """See :func:`meshtape.searchsorted`."""
+        from . import searching
+        from .creation import asarray
+
+        return searching.searchsorted(self, asarray(values), side=side)
+
+    def tobytes(self) -> bytes:
+        """The elements in C order, as they lie in memory."""
+        return np.asarray(self).tobytes()

@@ -53,7 +53,7 @@ def _dtype(name: str, dtype: Any) -> np.dtype:
     return float64 if dtype is None else as_dtype(dtype, name)
 
 
-def asarray(obj: Any, /, *, dtype: Any = None, device: Device | str | None = None, copy: bool | None = None) -> Array:
+def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = None, copy: bool | None = None) -> Array:
     """``obj`` as an :class:`Array`.
 
     Parameters
@@ -166,7 +166,7 @@ def beside(x: Array) -> Device | None:
 
 
 def full(
-    shape: int | Sequence[int], fill_value: Any, *, dtype: Any = None, device: Device | str | None = None
+    shape: int | Sequence[int], fill_value: Any, dtype: Any = None, *, device: Device | str | None = None
 ) -> Array:
     """An array of one repeated value, whose dtype it has unless another is asked for.
 
@@ -188,7 +188,7 @@ def full(
         raise
 
 
-def zeros(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
+def zeros(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """An array of zeros (float64 by default).
 
     >>> import meshtape as mt
@@ -199,7 +199,7 @@ def zeros(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str
     return _filled("zeros", as_shape("zeros", shape), 0, _dtype("zeros", dtype), device, _zeros)
 
 
-def ones(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
+def ones(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """An array of ones (float64 by default).
 
     >>> import meshtape as mt
@@ -209,7 +209,7 @@ def ones(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str 
     return _filled("ones", as_shape("ones", shape), 1, _dtype("ones", dtype), device, np.full)
 
 
-def empty(shape: int | Sequence[int], *, dtype: Any = None, device: Device | str | None = None) -> Array:
+def empty(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """An array of arbitrary values.
 
     >>> import meshtape as mt
@@ -224,8 +224,8 @@ def arange(
     /,
     stop: float | None = None,
     step: float = 1,
-    *,
     dtype: Any = None,
+    *,
     device: Device | str | None = None,
 ) -> Array:
     """Evenly spaced values from ``start`` (0 when only one number is given) up to, not including, ``stop``.
@@ -243,7 +243,7 @@ def linspace(
     start: float,
     stop: float,
     /,
-    num: int,
+    num: int = 50,
     *,
     dtype: Any = None,
     device: Device | str | None = None,
@@ -265,9 +265,9 @@ def eye(
     n_rows: int,
     n_cols: int | None = None,
     /,
-    *,
     k: int = 0,
     dtype: Any = None,
+    *,
     device: Device | str | None = None,
 ) -> Array:
     """Ones on the ``k``-th diagonal, zeros elsewhere.
@@ -291,7 +291,7 @@ def _like(name: str, x: Any, value: float, dtype: Any, where: Device | str | Non
     return full(x.shape, value, dtype=dtype, device=x.device if where is None else where)
 
 
-def zeros_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
+def zeros_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """Zeros with the shape, dtype, device and sharding of ``x``.
 
     >>> import meshtape as mt
@@ -301,7 +301,7 @@ def zeros_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = No
     return _like("zeros_like", x, 0, dtype, device)
 
 
-def ones_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
+def ones_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """Ones with the shape, dtype, device and sharding of ``x``.
 
     >>> import meshtape as mt
@@ -311,7 +311,7 @@ def ones_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = Non
     return _like("ones_like", x, 1, dtype, device)
 
 
-def full_like(x: Any, /, fill_value: float, *, dtype: Any = None, device: Device | str | None = None) -> Array:
+def full_like(x: Any, /, fill_value: float, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """One repeated value, with the shape, dtype, device and sharding of ``x``.
 
     >>> import meshtape as mt
@@ -321,7 +321,7 @@ def full_like(x: Any, /, fill_value: float, *, dtype: Any = None, device: Device
     return _like("full_like", x, fill_value, dtype, device)
 
 
-def empty_like(x: Any, /, *, dtype: Any = None, device: Device | str | None = None) -> Array:
+def empty_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """Arbitrary values (zeros, in fact), with the shape, dtype, device and sharding of ``x``.
 
     >>> import meshtape as mt
@@ -405,7 +405,7 @@ def _triangle(name: str, x: Any, k: int, lower: bool) -> Array:
     return where(_place(kept if lower else ~kept, beside(x)), x, False if x.dtype.kind == "b" else 0)
 
 
-def tril(x: Any, /, *, k: int = 0) -> Array:
+def tril(x: Any, /, k: int = 0) -> Array:
     """The lower triangle of matrices: zeros above the ``k``-th diagonal.
 
     >>> import meshtape as mt
@@ -416,7 +416,7 @@ def tril(x: Any, /, *, k: int = 0) -> Array:
     return _triangle("tril", x, k, lower=True)
 
 
-def triu(x: Any, /, *, k: int = 0) -> Array:
+def triu(x: Any, /, k: int = 0) -> Array:
     """The upper triangle of matrices: zeros below the ``k``-th diagonal.
 
     >>> import meshtape as mt

@@ -108,7 +108,7 @@ def cumulative_prod(x: Any, /, *, axis: int | None = None, dtype: Any = None, in
     return _cumulate(CUMULATIVE_PROD, x, axis, dtype, include_initial)
 
 
-def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Array:
+def diff(x: Any, /, n: int = 1, axis: int = -1, *, prepend: Any = None, append: Any = None) -> Array:
     """Differences of neighbours along an axis, ``n`` times over; ``prepend`` and ``append`` are joined on first.
 
     For booleans: whether neighbours differ.

@@ -57,7 +57,7 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None) 
 
 
 @composite("convolve")
-def convolve(a: Any, v: Any, /, *, mode: str = "full") -> Array:
+def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     """Discrete convolution of two vectors: ``sum(a[m] * v[n - m])``.
 
     ``mode`` is ``"full"`` (every overlap), ``"same"`` (the middle, as long as the longer one) or ``"valid"`` (whole overlaps).
@@ -196,7 +196,7 @@ def kron(a: Any, b: Any, /) -> Array:
     return reshape(x * y, tuple(p * q for p, q in zip(s, t, strict=True)))
 
 
-def diag(x: Any, /, *, k: int = 0) -> Array:
+def diag(x: Any, /, k: int = 0) -> Array:
     """A matrix with the vector ``x`` on its ``k``-th diagonal, or that diagonal of a matrix.
 
     >>> import meshtape as mt

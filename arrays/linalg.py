@@ -32,6 +32,7 @@ from .lapack import (
     one,
     several,
 )
+from .least_squares import cond, lstsq, multi_dot, norm, tensorinv, tensorsolve
 from .manipulation import matrix_transpose
 from .matrix_norms import matrix_norm, vector_norm
 from .products import cross, matmul, outer, tensordot, vecdot
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "cholesky",
+    "cond",
     "cross",
     "det",
     "diagonal",
@@ -49,11 +51,14 @@ __all__ = [
     "eigvals",
     "eigvalsh",
     "inv",
+    "lstsq",
     "matmul",
     "matrix_norm",
     "matrix_power",
     "matrix_rank",
     "matrix_transpose",
+    "multi_dot",
+    "norm",
     "outer",
     "pinv",
     "qr",
@@ -62,6 +67,8 @@ __all__ = [
     "svd",
     "svdvals",
     "tensordot",
+    "tensorinv",
+    "tensorsolve",
     "trace",
     "vecdot",
     "vector_norm",
@@ -145,7 +152,7 @@ def matrix_power(x: Any, n: int, /) -> Array:
         base = matmul(base, base)
 
 
-def pinv(x: Any, /, *, rtol: Any = None) -> Array:
+def pinv(x: Any, /, rtol: Any = None) -> Array:
     """Moore-Penrose inverse; singular values up to ``rtol`` times the largest count as zero (``max(m, n) * eps`` by default).
 
     >>> import meshtape as mt
@@ -289,7 +296,7 @@ def eigvals(x: Any, /) -> Array:
     return one(EIGVALS, x)
 
 
-def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
+def qr(x: Any, /, mode: str = "reduced") -> QRResult:
     """Orthonormal columns ``Q`` times an upper triangle ``R``.
 
     ``mode="complete"`` gives a square ``Q`` (and no derivative, unless ``"reduced"`` would give the same).
@@ -305,7 +312,7 @@ def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
     return QRResult(*(back(y, dtype) for y in apply(QR, (x,), {"mode": mode})))
 
 
-def svd(x: Any, /, *, full_matrices: bool = True) -> SVDResult:
+def svd(x: Any, /, full_matrices: bool = True) -> SVDResult:
     """Singular value decomposition, values descending.
 
     With ``full_matrices`` (the standard's default) ``U`` and ``Vh`` are square; those of a matrix that is not have columns that

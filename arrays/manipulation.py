@@ -280,8 +280,8 @@ def expand_dims(x: Any, /, axis: int | Sequence[int] = 0) -> Array:
     return reshape(x, tuple(1 if i in axes else next(lengths) for i in range(ndim)))
 
 
-def squeeze(x: Any, /, axis: int | Sequence[int]) -> Array:
-    """Without the dimensions ``axis``, which must have length one.
+def squeeze(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
+    """Without the dimensions ``axis``, which must have length one; all that have, by default.
 
     >>> import meshtape as mt
     >>> mt.squeeze(mt.ones((1, 3, 1)), axis=(0, 2)).shape
@@ -294,13 +294,15 @@ def squeeze(x: Any, /, axis: int | Sequence[int]) -> Array:
         except REFUSED:
             pass
     x = as_array(x)
+    if axis is None:
+        axis = tuple(i for i, n in enumerate(x.shape) if n == 1)
     axes = _infer.normalize_axis("squeeze", axis, x.ndim)
     if any(x.shape[a] != 1 for a in axes):
         raise ShapeError(f"[squeeze] axis {axis} of shape {x.shape} has not length 1")
     return reshape(x, _infer.reduced_shape(x.shape, axes, False))
 
 
-def flip(x: Any, /, *, axis: int | Sequence[int] | None = None) -> Array:
+def flip(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
     """Elements in reverse order along the axes (all by default).
 
     >>> import meshtape as mt
@@ -316,7 +318,7 @@ def flip(x: Any, /, *, axis: int | Sequence[int] | None = None) -> Array:
     return apply(FLIP, (x,), {"axis": _infer.normalize_axis("flip", axis, x.ndim)})
 
 
-def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Array:
+def concat(arrays: Sequence[Any], /, axis: int | None = 0) -> Array:
     """Arrays joined along an axis they have (flattened first when ``axis`` is None).
 
     >>> import meshtape as mt
@@ -339,7 +341,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Array:
     return apply(CONCAT, tuple(xs), {"axis": axis})
 
 
-def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Array:
+def stack(arrays: Sequence[Any], /, axis: int = 0) -> Array:
     """Arrays of one shape joined along a new axis.
 
     >>> import meshtape as mt
@@ -362,7 +364,7 @@ def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Array:
     return concat([expand_dims(a, axis=axis) for a in arrays], axis=axis)
 
 
-def unstack(x: Any, /, *, axis: int = 0) -> tuple[Array, ...]:
+def unstack(x: Any, /, axis: int = 0) -> tuple[Array, ...]:
     """The parts of ``x`` along an axis, without that axis: the inverse of :func:`stack`.
 
     >>> import meshtape as mt
@@ -375,7 +377,7 @@ def unstack(x: Any, /, *, axis: int = 0) -> tuple[Array, ...]:
     return tuple(x[(*lead, i)] for i in range(x.shape[axis]))
 
 
-def roll(x: Any, /, shift: int | Sequence[int], *, axis: int | Sequence[int] | None = None) -> Array:
+def roll(x: Any, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
     """Elements moved along axes by ``shift`` places; what leaves at one end comes back at the other.
 
     Without ``axis`` the array is rolled as if it were flat.
@@ -423,7 +425,7 @@ def tile(x: Any, repetitions: Sequence[int], /) -> Array:
     return reshape(full, tuple(r * n for r, n in zip(reps, shape, strict=True)))
 
 
-def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Array:
+def repeat(x: Any, repeats: Any, /, axis: int | None = None) -> Array:
     """Each element (each slice along ``axis``) several times in a row; of the flattened array without ``axis``.
 
     ``repeats`` is one number for all, or an array of one number each (whose values must be known: they make the shape).
@@ -456,7 +458,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Array:
 _PAD_MODES = ("constant", "edge", "reflect", "symmetric", "wrap")
 
 
-def pad(x: Any, pad_width: Any, /, *, mode: str = "constant", constant_values: Any = 0) -> Array:
+def pad(x: Any, pad_width: Any, /, mode: str = "constant", *, constant_values: Any = 0) -> Array:
     """``x`` with elements put before and after along each axis.
 
     Parameters

@@ -9,16 +9,34 @@ import numpy as np
 
 from ._dispatch import apply
 from ._op import composite
+from .activations import (
+    celu,
+    elu,
+    glu,
+    hard_sigmoid,
+    hard_silu,
+    hard_tanh,
+    leaky_relu,
+    log_sigmoid,
+    mish,
+    relu6,
+    selu,
+    softplus,
+    softsign,
+    squared_relu,
+)
 from .attention import scaled_dot_product_attention
 from .batch_norms import batch_norm
 from .channel_norms import group_norm, instance_norm
 from .convolution import conv1d, conv2d, pool
 from .creation import arange, asarray, beside
+from .distances import binary_cross_entropy, cosine_similarity, huber_loss, l1_loss, mse_loss
 from .dropout import dropout, dropout_add
 from .dtypes import as_dtype, iinfo
 from .elementwise import relu, sigmoid, stop_gradient, tanh
 from .elementwise import where as where_
 from .errors import DTypeError
+from .experts import experts
 from .gelu import GELU
 from .losses import cross_entropy, info_nce
 from .manipulation import astype, expand_dims
@@ -30,27 +48,47 @@ if TYPE_CHECKING:
 
 __all__ = [
     "batch_norm",
+    "binary_cross_entropy",
+    "celu",
     "conv1d",
     "conv2d",
+    "cosine_similarity",
     "cross_entropy",
     "dropout",
     "dropout_add",
+    "elu",
     "embedding",
+    "experts",
     "gelu",
+    "glu",
     "group_norm",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_tanh",
+    "huber_loss",
     "info_nce",
     "instance_norm",
+    "l1_loss",
     "layer_norm",
+    "leaky_relu",
+    "log_sigmoid",
     "log_softmax",
     "logsumexp",
+    "mish",
+    "mse_loss",
     "one_hot",
     "pool",
     "relu",
+    "relu6",
     "rms_norm",
     "scaled_dot_product_attention",
+    "selu",
     "sigmoid",
     "silu",
     "softmax",
+    "softplus",
+    "softsign",
+    "squared_relu",
 ]
 
 

@@ -74,7 +74,7 @@ def matmul(x1: Any, x2: Any, /) -> Array:
     return apply(MATMUL, (as_array(x1), as_array(x2)))
 
 
-def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Array:
+def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     """Sums of products along an axis, the first operand conjugated; the other dimensions broadcast.
 
     >>> import meshtape as mt
@@ -95,7 +95,7 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Array:
     return matmul(conj(x1)[..., None, :], x2[..., :, None])[..., 0, 0]
 
 
-def tensordot(x1: Any, x2: Any, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
+def tensordot(x1: Any, x2: Any, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
     """Products summed over several axes: the last ``axes`` of ``x1`` with the first of ``x2``, or two lists of axes.
 
     >>> import meshtape as mt
@@ -142,7 +142,7 @@ def outer(x1: Any, x2: Any, /) -> Array:
     return x1[:, None] * x2[None, :]
 
 
-def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Array:
+def cross(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     """Cross product of vectors of three elements along an axis; the other dimensions broadcast.
 
     >>> import meshtape as mt

@@ -170,7 +170,7 @@ def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
     return astype(_reduce(op, astype(x, dtype, copy=False), axis, keepdims), dtype, copy=False)
 
 
-def sum(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Array:
+def sum(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
     """Sum over axes. Small integers sum in the default integer; 0 for no elements.
 
     >>> import meshtape as mt
@@ -180,7 +180,7 @@ def sum(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = Fal
     return _reduce(SUM, x, axis, keepdims) if dtype is None else _reduce_in(SUM, x, axis, keepdims, dtype)
 
 
-def prod(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Array:
+def prod(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
     """Product over axes; 1 for no elements.
 
     >>> import meshtape as mt
@@ -190,7 +190,7 @@ def prod(x: Any, /, *, axis: Axis = None, dtype: Any = None, keepdims: bool = Fa
     return _reduce(PROD, x, axis, keepdims) if dtype is None else _reduce_in(PROD, x, axis, keepdims, dtype)
 
 
-def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+def max(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Largest element; NaN if there is one. Tied elements share the gradient evenly.
 
     >>> import meshtape as mt
@@ -200,7 +200,7 @@ def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
     return _reduce(MAX, x, axis, keepdims)
 
 
-def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+def min(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Smallest element; NaN if there is one. Tied elements share the gradient evenly.
 
     >>> import meshtape as mt
@@ -210,7 +210,7 @@ def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
     return _reduce(MIN, x, axis, keepdims)
 
 
-def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Whether any element is true.
 
     >>> import meshtape as mt
@@ -220,7 +220,7 @@ def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
     return _reduce(ANY, x, axis, keepdims)
 
 
-def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Whether all elements are true.
 
     >>> import meshtape as mt
@@ -248,7 +248,7 @@ def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
     return apply(op, (x,), {"axis": axis, "keepdims": bool(keepdims)})
 
 
-def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
+def argmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
     """Index of the first largest element (along an axis, or of the flattened array).
 
     >>> import meshtape as mt
@@ -258,7 +258,7 @@ def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Arr
     return _argreduce(ARGMAX, x, axis, keepdims)
 
 
-def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
+def argmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
     """Index of the first smallest element (along an axis, or of the flattened array).
 
     >>> import meshtape as mt
@@ -309,7 +309,7 @@ def _moment(x: Any, axis: Axis, plain: Callable[..., Any], *args: Any) -> Array 
     return None
 
 
-def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+def mean(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Arithmetic mean; NaN for no elements. Integers give the default float.
 
     >>> import meshtape as mt
@@ -331,13 +331,18 @@ def _mean(x: Any, axis: Axis, keepdims: bool) -> Array:
     return sum(x, axis=axis, keepdims=keepdims) / n
 
 
-def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
+def var(
+    x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: bool = False, ddof: float | None = None
+) -> Array:
     """Variance, divided by ``n - correction``, in two passes (no cancellation); of complex numbers that of the plane.
+
+    ``ddof`` is NumPy's older name of ``correction``.
 
     >>> import meshtape as mt
     >>> mt.var(mt.asarray([1.0, 3.0]), correction=1)
     Array(2., dtype=float64)
     """
+    correction = correction if ddof is None else ddof
     out = _moment(x, axis, _plain_var, correction, keepdims)
     return _var(x, axis, correction, keepdims) if out is None else out
 
@@ -357,13 +362,16 @@ def _var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Array:
     return sum(square(d), axis=axis, keepdims=keepdims) / (rest if rest > 0 else float("nan"))
 
 
-def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
-    """Standard deviation: the root of :func:`var`.
+def std(
+    x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: bool = False, ddof: float | None = None
+) -> Array:
+    """Standard deviation: the root of :func:`var`; ``ddof`` is NumPy's older name of ``correction``.
 
     >>> import meshtape as mt
     >>> mt.std(mt.asarray([1.0, 3.0]))
     Array(1., dtype=float64)
     """
+    correction = correction if ddof is None else ddof
     out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims)
     return _std(x, axis, correction, keepdims) if out is None else out
 

@@ -27,7 +27,7 @@ def _indices(name: str, indices: Any) -> Array:
     return indices
 
 
-def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Array:
+def take(x: Any, indices: Any, /, axis: int | None = None) -> Array:
     """The slices of ``x`` at ``indices`` along an axis (which may be left out for one dimension only).
 
     >>> import meshtape as mt
@@ -57,7 +57,7 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Array:
     return x[(*(slice(None),) * axis, indices)]
 
 
-def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Array:
+def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
     """For each place of ``indices``, the element of ``x`` in the same row along ``axis``, at that index.
 
     The other dimensions broadcast. What :func:`argsort` and :func:`argmax` give can be passed.
@@ -124,7 +124,7 @@ def _infer_searchsorted(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtyp
 SEARCHSORTED = Op("searchsorted", ("x", "v"), _searchsorted, _infer_searchsorted, nondifferentiable="integer result")
 
 
-def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None) -> Array:
+def searchsorted(x1: Any, x2: Any, /, side: str = "left", *, sorter: Any = None) -> Array:
     """Where the values ``x2`` would go in the sorted array ``x1`` so that it stays sorted.
 
     Parameters
@@ -175,7 +175,7 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
 
 
 @composite("count_nonzero")
-def count_nonzero(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
     """How many elements are not zero.
 
     >>> import meshtape as mt

@@ -77,7 +77,7 @@ def _params(name: str, x: Array, axis: int, descending: bool, stable: bool) -> d
     return {"axis": axis, "descending": bool(descending), "stable": bool(stable)}
 
 
-def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+def sort(x: Any, /, axis: int = -1, *, descending: bool = False, stable: bool = True) -> Array:
     """The elements in order along an axis.
 
     >>> import meshtape as mt
@@ -88,7 +88,7 @@ def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = 
     return apply(SORT, (x,), _params("sort", x, axis, descending, stable))
 
 
-def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+def argsort(x: Any, /, axis: int = -1, *, descending: bool = False, stable: bool = True) -> Array:
     """The indices that sort ``x`` along an axis; with ``stable``, equal elements keep their order in both directions.
 
     >>> import meshtape as mt
@@ -107,7 +107,7 @@ class TopK(NamedTuple):
 
 
 @composite("topk")
-def topk(x: Any, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
+def topk(x: Any, k: int, /, axis: int = -1, *, largest: bool = True) -> TopK:
     """The ``k`` largest elements along an axis, largest first (or smallest, smallest first); of equals the first ones.
 
     >>> import meshtape as mt

@@ -34,7 +34,7 @@ def _without_nan(x: Any, fill: float) -> tuple[Array, Array]:
 
 
 @composite("nansum")
-def nansum(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+def nansum(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Sum of what is not NaN.
 
     >>> import meshtape as mt
@@ -47,7 +47,7 @@ def nansum(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
 
 
 @composite("nanprod")
-def nanprod(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+def nanprod(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Product of what is not NaN.
 
     >>> import meshtape as mt
@@ -74,7 +74,7 @@ def _nan_extremum(x: Any, axis: Axis, keepdims: bool, largest: bool) -> Array:
 
 
 @composite("nanmax")
-def nanmax(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+def nanmax(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Largest element that is not NaN; NaN where all are.
 
     >>> import meshtape as mt
@@ -85,7 +85,7 @@ def nanmax(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
 
 
 @composite("nanmin")
-def nanmin(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+def nanmin(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Smallest element that is not NaN; NaN where all are.
 
     >>> import meshtape as mt
@@ -96,7 +96,7 @@ def nanmin(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
 
 
 @composite("nanmean")
-def nanmean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
+def nanmean(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Mean of what is not NaN; NaN where all are.
 
     >>> import meshtape as mt
@@ -118,7 +118,7 @@ def nanmean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Array:
 
 
 @composite("nanvar")
-def nanvar(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
+def nanvar(x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: bool = False) -> Array:
     """Variance of what is not NaN, divided by their number less ``correction``; NaN where that is not positive.
 
     >>> import meshtape as mt
@@ -143,7 +143,7 @@ def nanvar(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: b
 
 
 @composite("nanstd")
-def nanstd(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Array:
+def nanstd(x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: bool = False) -> Array:
     """Root of :func:`nanvar`.
 
     >>> import meshtape as mt

@@ -8,6 +8,7 @@ imported when they are first used, never by the import itself.
 from __future__ import annotations
 
 import importlib as _importlib
+import sys as _sys
 from typing import Any as _Any
 
 from . import errors
@@ -94,6 +95,8 @@ _LAZY = {
     ),
 }
 _PACKAGES = ("arrays", "autodiff", "parallel", "storage")
+# NumPy's functions that write into an argument; people look for them here.
+_WRITERS = ("copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask")
 _MODULES = {"models": "parallel.models", "training": "parallel.training"}
 
 __all__ = sorted(
@@ -136,7 +139,8 @@ def __getattr__(name: str) -> _Any:
         value = getattr(_importlib.import_module(f".{_LAZY[name]}", __name__), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module 'meshtape' has no attribute {name!r}")
+    why = ": arrays are values, so write x[i] = v or x.at[i].set(v)" if name in _WRITERS else ""
+    raise AttributeError(f"module 'meshtape' has no attribute {name!r}{why}", name=name, obj=_sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

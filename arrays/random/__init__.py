@@ -37,20 +37,42 @@ from .continuous import (
 from .discrete import BERNOULLI, BITS, INTEGERS, bernoulli, bits, categorical, integers
 from .keys import FOLD_IN, SPLIT, fold_in, key, split
 from .permutations import CHOICE, PERMUTATION, choice, permutation
+from .transformed import (
+    cauchy,
+    geometric,
+    laplace,
+    logistic,
+    lognormal,
+    multivariate_normal,
+    pareto,
+    rayleigh,
+    triangular,
+    weibull,
+)
 
 __all__ = [
     "bernoulli",
     "bits",
     "categorical",
+    "cauchy",
     "choice",
     "exponential",
     "fold_in",
+    "geometric",
     "gumbel",
     "integers",
     "key",
+    "laplace",
+    "logistic",
+    "lognormal",
+    "multivariate_normal",
     "normal",
+    "pareto",
     "permutation",
+    "rayleigh",
     "split",
+    "triangular",
     "truncated_normal",
     "uniform",
+    "weibull",
 ]

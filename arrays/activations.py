@@ -1,0 +1,190 @@
+"""Activation functions beyond the common few, each stable for large arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._op import composite
+from .creation import asarray
+from .elementwise import abs, clip, expm1, logaddexp, relu, sigmoid, tanh, where
+from .errors import ShapeError
+from .manipulation import astype, moveaxis
+
+if TYPE_CHECKING:
+    from ._array import Array
+
+
+def _real(x: Any) -> Array:
+    x = asarray(x)
+    return astype(x, np.float64) if x.dtype.kind in "biu" else x
+
+
+@composite("softplus")
+def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
+    """``log(1 + exp(beta * x)) / beta``, a smooth :func:`relu`.
+
+    >>> import meshtape as mt
+    >>> mt.nn.softplus(mt.asarray([-1000.0, 0.0, 1000.0]))
+    Array([0.00000000e+00, 6.93147181e-01, 1.00000000e+03], dtype=float64)
+    """
+    if not beta > 0:
+        raise ValueError(f"[softplus] beta must be positive, got {beta}")
+    x = _real(x)
+    return logaddexp(x, 0.0) if beta == 1 else logaddexp(x * beta, 0.0) / beta
+
+
+@composite("log_sigmoid")
+def log_sigmoid(x: Any, /) -> Array:
+    """``log(sigmoid(x))``, finite wherever ``x`` is.
+
+    >>> import meshtape as mt
+    >>> mt.nn.log_sigmoid(mt.asarray([-1000.0, 1000.0]))
+    Array([-1000.,    -0.], dtype=float64)
+    """
+    return -softplus(-_real(x))
+
+
+@composite("elu")
+def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
+    """``x`` where it is positive, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al., 2016).
+
+    >>> import meshtape as mt
+    >>> mt.nn.elu(mt.asarray([-1.0, 2.0]))
+    Array([-0.63212056,  2.        ], dtype=float64)
+    """
+    x = _real(x)
+    # The branch that is not taken must not overflow: infinity times a zero cotangent is NaN.
+    return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x)))
+
+
+@composite("selu")
+def selu(x: Any, /) -> Array:
+    """A scaled :func:`elu` that keeps mean 0 and variance 1 from layer to layer (Klambauer et al., 2017).
+
+    >>> import meshtape as mt
+    >>> mt.nn.selu(mt.asarray([-1.0, 1.0]))
+    Array([-1.11133074,  1.05070099], dtype=float64)
+    """
+    return 1.0507009873554804934193349852946 * elu(x, alpha=1.6732632423543772848170429916717)
+
+
+@composite("celu")
+def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
+    """``x`` where it is positive, ``alpha * (exp(x / alpha) - 1)`` elsewhere: smooth for every ``alpha`` (Barron, 2017).
+
+    >>> import meshtape as mt
+    >>> mt.nn.celu(mt.asarray([-1.0, 2.0]), alpha=2.0)
+    Array([-0.78693868,  2.        ], dtype=float64)
+    """
+    x = _real(x)
+    return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x) / alpha))
+
+
+@composite("leaky_relu")
+def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
+    """``x`` where it is positive, ``negative_slope * x`` elsewhere (Maas et al., 2013).
+
+    >>> import meshtape as mt
+    >>> mt.nn.leaky_relu(mt.asarray([-1.0, 2.0]))
+    Array([-0.01,  2.  ], dtype=float64)
+    """
+    x = _real(x)
+    return where(x > 0, x, negative_slope * x)
+
+
+@composite("relu6")
+def relu6(x: Any, /) -> Array:
+    """``min(max(x, 0), 6)`` (Howard et al., 2017).
+
+    >>> import meshtape as mt
+    >>> mt.nn.relu6(mt.asarray([-1.0, 3.0, 9.0]))
+    Array([0., 3., 6.], dtype=float64)
+    """
+    return clip(asarray(x), 0, 6)
+
+
+@composite("hard_tanh")
+def hard_tanh(x: Any, /) -> Array:
+    """``x`` limited to -1 … 1.
+
+    >>> import meshtape as mt
+    >>> mt.nn.hard_tanh(mt.asarray([-3.0, 0.5]))
+    Array([-1. ,  0.5], dtype=float64)
+    """
+    return clip(asarray(x), -1, 1)
+
+
+@composite("hard_sigmoid")
+def hard_sigmoid(x: Any, /) -> Array:
+    """``min(max(x + 3, 0), 6) / 6``: :func:`sigmoid` of three straight lines.
+
+    >>> import meshtape as mt
+    >>> mt.nn.hard_sigmoid(mt.asarray([-4.0, 0.0]))
+    Array([0. , 0.5], dtype=float64)
+    """
+    return relu6(_real(x) + 3.0) / 6.0
+
+
+@composite("hard_silu")
+def hard_silu(x: Any, /) -> Array:
+    """``x * hard_sigmoid(x)``, also called hard swish (Howard et al., 2019).
+
+    >>> import meshtape as mt
+    >>> mt.nn.hard_silu(mt.asarray([-4.0, 3.0]))
+    Array([-0.,  3.], dtype=float64)
+    """
+    x = _real(x)
+    return x * hard_sigmoid(x)
+
+
+@composite("mish")
+def mish(x: Any, /) -> Array:
+    """``x * tanh(softplus(x))`` (Misra, 2019).
+
+    >>> import meshtape as mt
+    >>> mt.nn.mish(mt.asarray([0.0, 1.0]))
+    Array([0.        , 0.86509839], dtype=float64)
+    """
+    x = _real(x)
+    return x * tanh(softplus(x))
+
+
+@composite("softsign")
+def softsign(x: Any, /) -> Array:
+    """``x / (1 + |x|)``.
+
+    >>> import meshtape as mt
+    >>> mt.nn.softsign(mt.asarray([-1.0, 3.0]))
+    Array([-0.5 ,  0.75], dtype=float64)
+    """
+    x = _real(x)
+    return x / (1.0 + abs(x))
+
+
+@composite("glu")
+def glu(x: Any, /, *, axis: int = -1) -> Array:
+    """The first half along ``axis`` times :func:`sigmoid` of the second (Dauphin et al., 2017).
+
+    >>> import meshtape as mt
+    >>> mt.nn.glu(mt.asarray([2.0, 0.0]))
+    Array([1.], dtype=float64)
+    """
+    x = moveaxis(_real(x), axis, -1)
+    half, odd = divmod(x.shape[-1], 2)
+    if odd:
+        raise ShapeError(f"[glu] axis {axis} is cut in halves, and its length {x.shape[-1]} is odd")
+    return moveaxis(x[..., :half] * sigmoid(x[..., half:]), -1, axis)
+
+
+@composite("squared_relu")
+def squared_relu(x: Any, /) -> Array:
+    """``relu(x)**2`` (So et al., 2021).
+
+    >>> import meshtape as mt
+    >>> mt.nn.squared_relu(mt.asarray([-1.0, 3.0]))
+    Array([0., 9.], dtype=float64)
+    """
+    y = relu(asarray(x))
+    return y * y

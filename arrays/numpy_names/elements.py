@@ -1,0 +1,320 @@
+"""Functions of each element that the standard lacks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import elementwise as ew
+from .._op import composite
+from ..creation import asarray
+from ..cumulative import cumulative_sum, diff
+from ..elementwise import where
+
+if TYPE_CHECKING:
+    from .._array import Array
+
+
+def _floating(x: Any) -> Array:
+    x = asarray(x)
+    return x.astype(np.float64) if x.dtype.kind in "biu" else x
+
+
+def round(x: Any, /, decimals: int = 0) -> Array:
+    """Rounded to ``decimals`` digits behind the point (before it, where negative), halves to even.
+
+    >>> import meshtape as mt
+    >>> mt.round(mt.asarray([1.234, 2.5])), mt.round(mt.asarray([1.234, 2.5]), 1)
+    (Array([1., 2.], dtype=float64), Array([1.2, 2.5], dtype=float64))
+    """
+    if decimals == 0:
+        return ew.round(x)
+    return _round(asarray(x), decimals)
+
+
+@composite("round")
+def _round(x: Array, decimals: int) -> Array:
+    if x.dtype.kind in "biu" and decimals > 0:
+        return x
+    scale = 10.0 ** abs(decimals)
+    out = ew.round(x * scale) / scale if decimals > 0 else ew.round(x / scale) * scale
+    return out.astype(x.dtype)
+
+
+@composite("exp2")
+def exp2(x: Any, /) -> Array:
+    """Two to the power of ``x``.
+
+    >>> import meshtape as mt
+    >>> mt.exp2(mt.asarray([0.0, 3.0]))
+    Array([1., 8.], dtype=float64)
+    """
+    x = _floating(x)
+    return ew.pow(np.asarray(2, x.dtype), x)
+
+
+@composite("cbrt")
+def cbrt(x: Any, /) -> Array:
+    """Cube root, negative for negative numbers.
+
+    >>> import meshtape as mt
+    >>> mt.cbrt(mt.asarray([-8.0, 27.0]))
+    Array([-2.,  3.], dtype=float64)
+    """
+    x = _floating(x)
+    zero = x == 0
+    size = where(zero, 1, ew.abs(x))  # the slope of a power is not finite at 0
+    root = size ** (1 / 3)
+    near = root - (root**3 - size) / (3 * root**2)  # one step of Newton's: the exponent is not exactly a third
+    return where(zero | ew.isinf(x), x, ew.copysign(where(ew.isinf(x), 1, near), x))
+
+
+@composite("deg2rad")
+def deg2rad(x: Any, /) -> Array:
+    """Degrees as radians.
+
+    >>> import meshtape as mt
+    >>> mt.deg2rad(mt.asarray(180.0))
+    Array(3.14159265, dtype=float64)
+    """
+    return _floating(x) * (math.pi / 180)
+
+
+@composite("rad2deg")
+def rad2deg(x: Any, /) -> Array:
+    """Radians as degrees.
+
+    >>> import meshtape as mt
+    >>> mt.rad2deg(mt.asarray(mt.pi))
+    Array(180., dtype=float64)
+    """
+    return _floating(x) * (180 / math.pi)
+
+
+radians, degrees = deg2rad, rad2deg
+
+
+def fabs(x: Any, /) -> Array:
+    """Absolute value as a floating-point number.
+
+    >>> import meshtape as mt
+    >>> mt.fabs(mt.asarray([-1, 2]))
+    Array([1., 2.], dtype=float64)
+    """
+    return ew.abs(_floating(x))
+
+
+def float_power(x: Any, y: Any, /) -> Array:
+    """A power in at least float64, whatever the dtypes: negative powers of integers too.
+
+    >>> import meshtape as mt
+    >>> mt.float_power(mt.asarray([2, 4]), -1)
+    Array([0.5 , 0.25], dtype=float64)
+    """
+    x, y = asarray(x), asarray(y)
+    wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
+    return ew.pow(x.astype(wide), y.astype(wide))
+
+
+@composite("fmod")
+def fmod(x: Any, y: Any, /) -> Array:
+    """The remainder of a division that rounds towards zero: it has the sign of ``x``.
+
+    >>> import meshtape as mt
+    >>> mt.fmod(mt.asarray([-3.0, 3.0]), 2.0)
+    Array([-1.,  1.], dtype=float64)
+    """
+    x = asarray(x)
+    rest = ew.remainder(ew.abs(x), ew.abs(y))
+    return ew.copysign(rest, x) if rest.dtype.kind not in "biu" else where(x < 0, -rest, rest)
+
+
+@composite("modf")
+def modf(x: Any, /) -> tuple[Array, Array]:
+    """The part behind the point and the whole part, both with the sign of ``x``.
+
+    >>> import meshtape as mt
+    >>> mt.modf(mt.asarray(-1.5))
+    (Array(-0.5, dtype=float64), Array(-1., dtype=float64))
+    """
+    x = _floating(x)
+    whole = ew.trunc(x)
+    return ew.copysign(where(ew.isinf(x), 0, x - where(ew.isinf(x), 0, whole)), x), whole
+
+
+@composite("ldexp")
+def ldexp(x: Any, n: Any, /) -> Array:
+    """``x * 2**n``.
+
+    >>> import meshtape as mt
+    >>> mt.ldexp(mt.asarray([1.0, 3.0]), 2)
+    Array([ 4., 12.], dtype=float64)
+    """
+    x = _floating(x)
+    return x * exp2(asarray(n).astype(x.dtype))
+
+
+@composite("heaviside")
+def heaviside(x: Any, at_zero: Any, /) -> Array:
+    """0 below zero, 1 above, ``at_zero`` there.
+
+    >>> import meshtape as mt
+    >>> mt.heaviside(mt.asarray([-1.0, 0.0, 2.0]), 0.5)
+    Array([0. , 0.5, 1. ], dtype=float64)
+    """
+    x = _floating(x)
+    out = where(x < 0, np.asarray(0, x.dtype), where(x == 0, at_zero, np.asarray(1, x.dtype)))
+    return where(ew.isnan(x), x, out)
+
+
+@composite("sinc")
+def sinc(x: Any, /) -> Array:
+    """``sin(pi x) / (pi x)``, which is 1 at 0.
+
+    >>> import meshtape as mt
+    >>> mt.sinc(mt.asarray([0.0, 0.5]))
+    Array([1.        , 0.63661977], dtype=float64)
+    """
+    x = _floating(x)
+    zero = x == 0
+    y = math.pi * where(zero, 1, x)
+    near = 1 - (math.pi * x) ** 2 / 6  # what the slopes at zero are of
+    return where(zero, near, ew.sin(y) / y)
+
+
+@composite("logaddexp2")
+def logaddexp2(x: Any, y: Any, /) -> Array:
+    """``log2(2**x + 2**y)`` without overflow.
+
+    >>> import meshtape as mt
+    >>> mt.logaddexp2(mt.asarray(1000.0), 1000.0)
+    Array(1001., dtype=float64)
+    """
+    ln2 = math.log(2)
+    return ew.logaddexp(_floating(x) * ln2, _floating(y) * ln2) / ln2
+
+
+@composite("nan_to_num")
+def nan_to_num(x: Any, /, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Array:
+    """NaN replaced by ``nan``, infinities by the largest and smallest finite numbers or what is given.
+
+    >>> import meshtape as mt
+    >>> mt.nan_to_num(mt.asarray([mt.nan, 1.0, mt.inf]), posinf=9.0)
+    Array([0., 1., 9.], dtype=float64)
+    """
+    from ..dtypes import finfo
+
+    x = asarray(x)
+    if x.dtype.kind in "biu":
+        return x
+    if x.dtype.kind == "c":
+        return nan_to_num(ew.real(x), nan, posinf, neginf) + 1j * nan_to_num(ew.imag(x), nan, posinf, neginf)
+    limits = finfo(x.dtype)
+    x = where(ew.isnan(x), nan, x)
+    x = where(x == math.inf, limits.max if posinf is None else posinf, x)
+    return where(x == -math.inf, limits.min if neginf is None else neginf, x)
+
+
+@composite("angle")
+def angle(z: Any, /, deg: bool = False) -> Array:
+    """The angle of complex numbers in the plane, in radians or degrees.
+
+    >>> import meshtape as mt
+    >>> mt.angle(mt.asarray([1.0, 1j, -1.0]), deg=True)
+    Array([  0.,  90., 180.], dtype=float64)
+    """
+    z = _floating(z)
+    out = ew.atan2(ew.imag(z), ew.real(z)) if z.dtype.kind == "c" else ew.atan2(ew.abs(z) * 0, z)
+    return rad2deg(out) if deg else out
+
+
+@composite("unwrap")
+def unwrap(x: Any, /, discont: float | None = None, axis: int = -1, *, period: float = 2 * math.pi) -> Array:
+    """Angles along ``axis`` without jumps: where neighbours differ by more than half a ``period``, whole periods are added.
+
+    >>> import meshtape as mt
+    >>> mt.unwrap(mt.asarray([0.0, 3.0, -3.0]))
+    Array([0.        , 3.        , 3.28318531], dtype=float64)
+    """
+    from ..manipulation import concat, moveaxis
+
+    x = moveaxis(_floating(x), axis, -1)
+    step = diff(x)
+    low = -period / 2
+    turned = ew.remainder(step - low, period) + low
+    turned = where((turned == low) & (step > 0), -low, turned)
+    jump = where(ew.abs(step) < (period / 2 if discont is None else max(discont, period / 2)), 0, turned - step)
+    return moveaxis(concat([x[..., :1], x[..., 1:] + cumulative_sum(jump, axis=-1)], axis=-1), -1, axis)
+
+
+def isposinf(x: Any, /) -> Array:
+    """Where an element is plus infinity.
+
+    >>> import meshtape as mt
+    >>> mt.isposinf(mt.asarray([mt.inf, -mt.inf]))
+    Array([ True, False])
+    """
+    return asarray(x) == math.inf
+
+
+def isneginf(x: Any, /) -> Array:
+    """Where an element is minus infinity.
+
+    >>> import meshtape as mt
+    >>> mt.isneginf(mt.asarray([mt.inf, -mt.inf]))
+    Array([False,  True])
+    """
+    return asarray(x) == -math.inf
+
+
+def isreal(x: Any, /) -> Array:
+    """Where the imaginary part is zero.
+
+    >>> import meshtape as mt
+    >>> mt.isreal(mt.asarray([1j, 2.0]))
+    Array([False,  True])
+    """
+    x = asarray(x)
+    return ew.equal(ew.imag(x), 0) if x.dtype.kind == "c" else ew.equal(x, x) | True
+
+
+def iscomplex(x: Any, /) -> Array:
+    """Where the imaginary part is not zero.
+
+    >>> import meshtape as mt
+    >>> mt.iscomplex(mt.asarray([1j, 2.0]))
+    Array([ True, False])
+    """
+    return ew.logical_not(isreal(x))
+
+
+def iscomplexobj(x: Any, /) -> bool:
+    """Whether the dtype is complex.
+
+    >>> import meshtape as mt
+    >>> mt.iscomplexobj(mt.asarray([1j]))
+    True
+    """
+    return asarray(x).dtype.kind == "c"
+
+
+def isrealobj(x: Any, /) -> bool:
+    """Whether the dtype is not complex.
+
+    >>> import meshtape as mt
+    >>> mt.isrealobj(mt.asarray([1.0]))
+    True
+    """
+    return not iscomplexobj(x)
+
+
+def rint(x: Any, /) -> Array:
+    """Rounded to the nearest integer, halves to even, as a floating-point number.
+
+    >>> import meshtape as mt
+    >>> mt.rint(mt.asarray([0.5, 1.6]))
+    Array([0., 2.], dtype=float64)
+    """
+    return ew.round(_floating(x))

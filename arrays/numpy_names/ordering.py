@@ -1,0 +1,131 @@
+"""Order, and sets of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import sets
+from .._op import composite
+from ..creation import asarray
+from ..errors import ShapeError
+from ..manipulation import concat, reshape
+from ..sorting import argsort, sort
+
+if TYPE_CHECKING:
+    from .._array import Array
+
+
+def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
+    x = asarray(x)
+    if axis is None:
+        x, axis = reshape(x, (-1,)), 0
+    for k in np.atleast_1d(kth):
+        if not -x.shape[axis] <= k < x.shape[axis]:
+            raise ShapeError(f"[{name}] there is no {k}-th element along an axis of length {x.shape[axis]}")
+    return x, axis
+
+
+def partition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Array:
+    """The ``kth`` elements where sorting would put them, smaller ones before and larger ones behind. All are sorted, in fact.
+
+    >>> import meshtape as mt
+    >>> mt.partition(mt.asarray([3, 1, 2]), 1)[1]
+    Array(2)
+    """
+    x, axis = _checked("partition", x, kth, axis)
+    return sort(x, axis=axis)
+
+
+def argpartition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Array:
+    """The places of what :func:`partition` gives.
+
+    >>> import meshtape as mt
+    >>> mt.argpartition(mt.asarray([3, 1, 2]), 1)[0]
+    Array(1)
+    """
+    x, axis = _checked("argpartition", x, kth, axis)
+    return argsort(x, axis=axis)
+
+
+@composite("lexsort")
+def lexsort(keys: Any, /, axis: int = -1) -> Array:
+    """The order by several keys, the last one first.
+
+    >>> import meshtape as mt
+    >>> mt.lexsort([mt.asarray([2, 1, 0]), mt.asarray([0, 1, 0])])
+    Array([2, 0, 1])
+    """
+    from ..searching import take_along_axis
+
+    found = [asarray(k) for k in keys]
+    if not found:
+        raise ShapeError("[lexsort] needs at least one key")
+    order = argsort(found[0], axis=axis)
+    for key in found[1:]:
+        order = take_along_axis(order, argsort(take_along_axis(key, order, axis=axis), axis=axis), axis=axis)
+    return order
+
+
+def unique(
+    x: Any,
+    /,
+    return_index: bool = False,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    *,
+    sorted: bool = True,
+) -> Any:
+    """The different elements, ascending; and, where asked for, their first places, which of them each element is, how often each occurs.
+
+    >>> import meshtape as mt
+    >>> mt.unique(mt.asarray([2, 1, 2]), return_counts=True)
+    (Array([1, 2]), Array([1, 2]))
+    """
+    found = sets.unique_all(asarray(x))
+    extra = [found.indices] * return_index + [found.inverse_indices] * return_inverse + [found.counts] * return_counts
+    return (found.values, *extra) if extra else found.values
+
+
+def union1d(x: Any, y: Any, /) -> Array:
+    """The different elements of both, ascending.
+
+    >>> import meshtape as mt
+    >>> mt.union1d([1, 2], [2, 3])
+    Array([1, 2, 3])
+    """
+    return sets.unique_values(concat([asarray(x), asarray(y)], axis=None))
+
+
+def intersect1d(x: Any, y: Any, /) -> Array:
+    """The different elements that are in both, ascending.
+
+    >>> import meshtape as mt
+    >>> mt.intersect1d([1, 2], [2, 3])
+    Array([2])
+    """
+    found = sets.unique_values(asarray(x))
+    return found[sets.isin(found, asarray(y))]
+
+
+def setdiff1d(x: Any, y: Any, /) -> Array:
+    """The different elements of ``x`` that are not in ``y``, ascending.
+
+    >>> import meshtape as mt
+    >>> mt.setdiff1d([1, 2], [2, 3])
+    Array([1])
+    """
+    found = sets.unique_values(asarray(x))
+    return found[sets.isin(found, asarray(y), invert=True)]
+
+
+def setxor1d(x: Any, y: Any, /) -> Array:
+    """The different elements that are in just one of both, ascending.
+
+    >>> import meshtape as mt
+    >>> mt.setxor1d([1, 2], [2, 3])
+    Array([1, 3])
+    """
+    return union1d(setdiff1d(x, y), setdiff1d(y, x))

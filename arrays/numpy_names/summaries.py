@@ -1,0 +1,425 @@
+"""Averages, covariance, running sums, counts in bins, and NumPy's reductions that pass over NaN."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import statistics
+from .._dispatch import Deferred
+from .._op import composite
+from ..creation import asarray
+from ..cumulative import cumulative_prod, cumulative_sum
+from ..elementwise import clip, conj, floor, isnan, real, sqrt, where
+from ..errors import DTypeError, ShapeError
+from ..manipulation import broadcast_to, concat, moveaxis, reshape
+from ..products import matmul
+from ..reductions import all, argmax, argmin, max, mean, min, sum
+from ..searching import searchsorted, take_along_axis
+from ..sorting import sort
+
+if TYPE_CHECKING:
+    from .._array import Array
+
+Axis = int | Sequence[int] | None
+
+
+# ----- shapes of anything ---------------------------------------------------------------------------------------------
+
+
+def shape(x: Any, /) -> tuple[int, ...]:
+    """The shape of an array, or of what could become one.
+
+    >>> import meshtape as mt
+    >>> mt.shape([[1, 2]])
+    (1, 2)
+    """
+    return asarray(x).shape
+
+
+def ndim(x: Any, /) -> int:
+    """The number of dimensions.
+
+    >>> import meshtape as mt
+    >>> mt.ndim([[1, 2]])
+    2
+    """
+    return asarray(x).ndim
+
+
+def size(x: Any, /, axis: int | None = None) -> int:
+    """The number of elements, or the length of one dimension.
+
+    >>> import meshtape as mt
+    >>> mt.size([[1, 2]]), mt.size([[1, 2]], 0)
+    (2, 1)
+    """
+    x = asarray(x)
+    return x.size if axis is None else x.shape[axis]
+
+
+# ----- moments --------------------------------------------------------------------------------------------------------
+
+
+@composite("average")
+def average(
+    x: Any, /, axis: int | None = None, weights: Any = None, *, returned: bool = False, keepdims: bool = False
+) -> Any:
+    """The mean, each element counted by its weight: an array of the shape of ``x``, or a vector along ``axis``.
+
+    With ``returned`` the sum of the weights too. Raises `ZeroDivisionError` where they add up to zero.
+
+    >>> import meshtape as mt
+    >>> mt.average(mt.asarray([1.0, 4.0]), weights=[2, 1])
+    Array(2., dtype=float64)
+    """
+    x = asarray(x)
+    if weights is None:
+        out = mean(x, axis=axis, keepdims=keepdims)
+        return (out, out * 0 + x.size / builtins.max(out.size, 1)) if returned else out
+    w = asarray(weights)
+    if w.shape != x.shape:
+        if axis is None or w.ndim != 1 or w.shape[0] != x.shape[axis]:
+            raise ShapeError(
+                f"[average] weights of shape {w.shape} do not fit an array of shape {x.shape} along axis {axis}"
+            )
+        w = moveaxis(reshape(w, (1,) * (x.ndim - 1) + (-1,)), -1, axis)
+    total = sum(broadcast_to(w, x.shape) * 1.0, axis=axis, keepdims=keepdims)
+    if not isinstance(total._buf, Deferred) and bool((total == 0).any()):
+        raise ZeroDivisionError("[average] the weights add up to zero")
+    out = sum(x * w, axis=axis, keepdims=keepdims) / total
+    return (out, total) if returned else out
+
+
+@composite("cov")
+def cov(
+    x: Any,
+    y: Any = None,
+    /,
+    rowvar: bool = True,
+    *,
+    bias: bool = False,
+    ddof: int | None = None,
+    fweights: Any = None,
+    aweights: Any = None,
+) -> Array:
+    """The covariance matrix of variables, one a row (a column without ``rowvar``), and their observations.
+
+    Parameters
+    ----------
+    x, y
+        Observations; the variables of ``y`` come behind those of ``x``.
+    rowvar
+        Whether rows are variables.
+    bias, ddof
+        The sum is divided by ``n - ddof``, by default by ``n - 1``, by ``n`` with ``bias``.
+    fweights, aweights
+        How often each observation counts (integers), and how much.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.cov(mt.asarray([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]))
+    Array([[ 1., -1.],
+           [-1.,  1.]], dtype=float64)
+    """
+
+    def variables(v: Any) -> Array:
+        v = asarray(v)
+        if v.ndim > 2:
+            raise ShapeError(f"[cov] takes vectors and matrices, got shape {v.shape}")
+        v = v.astype(np.float64) if v.dtype.kind in "biu" else v
+        # A vector is one variable either way.
+        return reshape(v, (1, -1)) if v.ndim < 2 else v if rowvar else v.mT
+
+    x = variables(x)
+    if y is not None:
+        x = concat([x, variables(y)], axis=0)
+    n = x.shape[1]
+    ddof = (0 if bias else 1) if ddof is None else ddof
+    w: Any = None
+    for given in (fweights, aweights):
+        if given is not None:
+            given = asarray(given)
+            if given.shape != (n,):
+                raise ShapeError(f"[cov] weights of shape {given.shape} for {n} observations")
+            w = given if w is None else w * given
+    if w is None:
+        total, rest = n, n - ddof
+        centred = x - mean(x, axis=1, keepdims=True)
+        product = matmul(centred, conj(centred).mT)
+    else:
+        total = sum(w * 1.0)
+        rest = total - ddof if aweights is None else total - ddof * sum(w * asarray(aweights)) / total
+        centred = x - sum(x * w, axis=1, keepdims=True) / total
+        product = matmul(centred * w, conj(centred).mT)
+    out = product / (rest if not isinstance(rest, int) or rest > 0 else float("nan"))
+    return reshape(out, ()) if out.size == 1 else out
+
+
+@composite("corrcoef")
+def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Array:
+    """Correlation coefficients of variables, see :func:`cov`.
+
+    >>> import meshtape as mt
+    >>> mt.corrcoef(mt.asarray([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]))
+    Array([[ 1., -1.],
+           [-1.,  1.]], dtype=float64)
+    """
+    from ..linalg import diagonal
+
+    c = cov(x, y, rowvar)
+    if c.ndim == 0:
+        return c / c
+    d = sqrt(real(diagonal(c)))
+    out = c / d[:, None] / d[None, :]
+    return out if out.dtype.kind == "c" else clip(out, -1, 1)
+
+
+def ptp(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+    """The distance of the largest from the smallest element.
+
+    >>> import meshtape as mt
+    >>> mt.ptp(mt.asarray([3, 1, 9]))
+    Array(8)
+    """
+    x = asarray(x)
+    return max(x, axis=axis, keepdims=keepdims) - min(x, axis=axis, keepdims=keepdims)
+
+
+def divmod(x: Any, y: Any, /) -> tuple[Array, Array]:
+    """The rounded-down quotient and the remainder.
+
+    >>> import meshtape as mt
+    >>> mt.divmod(mt.asarray([7, -7]), 2)
+    (Array([ 3, -4]), Array([1, 1]))
+    """
+    x = asarray(x)
+    return x // y, x % y
+
+
+# ----- running --------------------------------------------------------------------------------------------------------
+
+
+def _running(function: Any, x: Any, axis: int | None, dtype: Any) -> Array:
+    x = asarray(x)
+    if axis is None:
+        x, axis = reshape(x, (-1,)), 0
+    return function(x, axis=axis, dtype=dtype)
+
+
+def cumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
+    """Running sums along ``axis``; of the flat array without one.
+
+    >>> import meshtape as mt
+    >>> mt.cumsum(mt.asarray([[1, 2], [3, 4]]))
+    Array([ 1,  3,  6, 10])
+    """
+    return _running(cumulative_sum, x, axis, dtype)
+
+
+def cumprod(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
+    """Running products along ``axis``; of the flat array without one.
+
+    >>> import meshtape as mt
+    >>> mt.cumprod(mt.asarray([1, 2, 3]))
+    Array([1, 2, 6])
+    """
+    return _running(cumulative_prod, x, axis, dtype)
+
+
+def nancumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
+    """Running sums, NaN counted as nothing.
+
+    >>> import meshtape as mt
+    >>> mt.nancumsum(mt.asarray([1.0, mt.nan, 2.0]))
+    Array([1., 1., 3.], dtype=float64)
+    """
+    x = asarray(x)
+    return cumsum(where(isnan(x), 0, x) if x.dtype.kind in "fcV" else x, axis, dtype)
+
+
+def nancumprod(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
+    """Running products, NaN counted as one.
+
+    >>> import meshtape as mt
+    >>> mt.nancumprod(mt.asarray([2.0, mt.nan, 3.0]))
+    Array([2., 2., 6.], dtype=float64)
+    """
+    x = asarray(x)
+    return cumprod(where(isnan(x), 1, x) if x.dtype.kind in "fcV" else x, axis, dtype)
+
+
+# ----- past NaN -------------------------------------------------------------------------------------------------------
+
+
+def _nan_position(name: str, x: Any, axis: int | None, keepdims: bool, find: Any, fill: float) -> Array:
+    x = asarray(x)
+    if x.dtype.kind in "biu":
+        return find(x, axis=axis, keepdims=keepdims)
+    bad = isnan(x)
+    if not isinstance(bad._buf, Deferred) and bool(all(bad, axis=axis).any()):
+        raise ValueError(f"[{name}] a slice is NaN throughout")
+    return find(where(bad, fill, x), axis=axis, keepdims=keepdims)
+
+
+@composite("nanargmax")
+def nanargmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
+    """The place of the largest element that is not NaN. Raises `ValueError` where all are.
+
+    >>> import meshtape as mt
+    >>> mt.nanargmax(mt.asarray([mt.nan, 3.0, 1.0]))
+    Array(1)
+    """
+    return _nan_position("nanargmax", x, axis, keepdims, argmax, -np.inf)
+
+
+@composite("nanargmin")
+def nanargmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
+    """The place of the smallest element that is not NaN. Raises `ValueError` where all are.
+
+    >>> import meshtape as mt
+    >>> mt.nanargmin(mt.asarray([mt.nan, 3.0, 1.0]))
+    Array(2)
+    """
+    return _nan_position("nanargmin", x, axis, keepdims, argmin, np.inf)
+
+
+@composite("nanquantile")
+def nanquantile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+    """Quantiles of what is not NaN, by straight lines between neighbours; NaN where everything is.
+
+    The dimensions of ``q`` come first.
+
+    >>> import meshtape as mt
+    >>> mt.nanquantile(mt.asarray([1.0, mt.nan, 3.0]), 0.5)
+    Array(2., dtype=float64)
+    """
+    from .. import _infer
+    from ..reductions import any
+
+    x, q = asarray(x), asarray(q)
+    x = x.astype(np.float64) if x.dtype.kind in "biu" else x
+    if x.dtype.kind == "c":
+        raise DTypeError(f"[nanquantile] complex numbers have no order, got {x.dtype}")
+    if bool(any((q < 0) | (q > 1))):
+        raise ValueError("[nanquantile] quantiles lie between 0 and 1")
+    axes = _infer.normalize_axis("nanquantile", axis, x.ndim)
+    kept = tuple(i for i in range(x.ndim) if i not in axes)
+    flat = moveaxis(x, kept, tuple(range(len(kept))))
+    flat = reshape(flat, (*(x.shape[i] for i in kept), -1))
+    ordered = sort(where(isnan(flat), np.inf, flat), axis=-1)
+    count = sum(~isnan(flat), axis=-1, keepdims=True)
+    levels = reshape(q.astype(np.float64), (1,) * len(kept) + (-1,))
+    place = clip(count - 1, 0, None) * levels
+    low = floor(place).astype(np.int64)
+    high = clip(low + 1, None, clip(count - 1, 0, None))
+    a, b = take_along_axis(ordered, low, axis=-1), take_along_axis(ordered, high, axis=-1)
+    part = (place - low).astype(x.dtype)
+    out = where(a == b, a, a + (where(a == b, a, b) - a) * part)
+    out = where(count == 0, np.nan, out)
+    out = reshape(moveaxis(out, -1, 0), (*q.shape, *(x.shape[i] for i in kept)))
+    if keepdims:
+        out = reshape(out, (*q.shape, *(1 if i in axes else n for i, n in enumerate(x.shape))))
+    return out
+
+
+def nanpercentile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+    """Quantiles of what is not NaN, in percent; see :func:`nanquantile`.
+
+    >>> import meshtape as mt
+    >>> mt.nanpercentile(mt.asarray([1.0, mt.nan, 3.0]), 100)
+    Array(3., dtype=float64)
+    """
+    return nanquantile(x, asarray(q) / 100, axis, keepdims=keepdims)
+
+
+def nanmedian(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+    """The median of what is not NaN.
+
+    >>> import meshtape as mt
+    >>> mt.nanmedian(mt.asarray([1.0, mt.nan, 3.0]))
+    Array(2., dtype=float64)
+    """
+    return nanquantile(x, 0.5, axis, keepdims=keepdims)
+
+
+# ----- bins -----------------------------------------------------------------------------------------------------------
+
+
+@composite("digitize")
+def digitize(x: Any, bins: Any, /, right: bool = False) -> Array:
+    """Which bin each element falls into: ``i`` where ``bins[i-1] <= x < bins[i]`` (the other ends with ``right``).
+
+    >>> import meshtape as mt
+    >>> mt.digitize(mt.asarray([0.5, 1.0, 5.0]), [0.0, 1.0, 2.0])
+    Array([1, 2, 3])
+    """
+    bins = asarray(bins)
+    if bins.ndim != 1:
+        raise ShapeError(f"[digitize] bins are a vector, got shape {bins.shape}")
+    edges = np.asarray(bins)
+    ascending, descending = bool((edges[1:] >= edges[:-1]).all()), bool((edges[1:] <= edges[:-1]).all())
+    if not (ascending or descending):
+        raise ValueError("[digitize] bins must ascend or descend")
+    side = "left" if right else "right"
+    if ascending:
+        return searchsorted(bins, asarray(x), side=side)
+    return edges.size - searchsorted(bins[::-1], asarray(x), side="right" if right else "left")
+
+
+def histogram_bin_edges(x: Any, /, bins: int | Sequence[float] = 10, range: tuple[float, float] | None = None) -> Array:
+    """The edges of the bins that :func:`histogram` would count in.
+
+    >>> import meshtape as mt
+    >>> mt.histogram_bin_edges(mt.asarray([0.0, 4.0]), 4)
+    Array([0., 1., 2., 3., 4.], dtype=float64)
+    """
+    return statistics.histogram(x, bins, range=range)[1]
+
+
+@composite("histogram2d")
+def histogram2d(
+    x: Any, y: Any, /, bins: Any = 10, range: Any = None, *, weights: Any = None
+) -> tuple[Array, Array, Array]:
+    """Counts of points in a grid of bins, and the edges of the bins of both coordinates.
+
+    Parameters
+    ----------
+    x, y
+        Coordinates, two vectors of one length.
+    bins
+        The number of bins of both, or the edges of both, or a pair of either.
+    range
+        The lowest and highest edge of each of both; those of the points by default.
+    weights
+        What each point counts.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.histogram2d([0.0, 1.0, 1.0], [0.0, 1.0, 1.0], 2)[0]
+    Array([[1., 0.],
+           [0., 2.]], dtype=float64)
+    """
+    x, y = asarray(x), asarray(y)
+    if x.ndim != 1 or x.shape != y.shape:
+        raise ShapeError(f"[histogram2d] coordinates are two vectors of one length, got shapes {x.shape} and {y.shape}")
+    one = isinstance(bins, int) or len(bins) not in (1, 2)
+    first, second = (bins, bins) if one else tuple(bins) * (3 - len(bins))
+    spans = (None, None) if range is None else range
+    edges = [histogram_bin_edges(v, b, s) for v, b, s in zip((x, y), (first, second), spans, strict=True)]
+    inside, places = None, []
+    for v, e in zip((x, y), edges, strict=True):
+        place = searchsorted(e, v, side="right") - 1
+        place = where(v == e[-1], e.size - 2, place)  # the last bin has both its edges
+        fits = (place >= 0) & (place < e.size - 1)
+        inside = fits if inside is None else inside & fits
+        places.append(clip(place, 0, e.size - 2))
+    rows, columns = edges[0].size - 1, edges[1].size - 1
+    counts = where(inside, 1.0 if weights is None else asarray(weights), 0.0)
+    flat = statistics.bincount(places[0] * columns + places[1], weights=counts, length=rows * columns)
+    return reshape(flat, (rows, columns)), edges[0], edges[1]
