@@ -1,7 +1,8 @@
-"""Compiles the hot path of eager work, from its Python sources, into the wheel.
+"""Compiles into the wheel the hot path of eager work, from its Python sources, and the kernels in C.
 
 Where that is not possible (no Cython, no compiler, no headers of Python), the wheel holds the sources alone, which do the same in
 more time; so does every wheel that is built with ``MESHTAPE_PURE=1``. An editable install is never compiled: edits count at once.
+``python setup.py build_ext --inplace`` adds the kernels to a checkout, and deleting ``arrays/native/_kernels.*`` takes them away.
 ``meshtape info`` says what is installed. All else about the package is in ``pyproject.toml``.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 
@@ -21,28 +23,50 @@ COMPILED = {
     "meshtape.autodiff": ("autodiff", ("recipe", "recording", "backward", "executable")),
 }
 
+KERNELS = Extension(
+    "meshtape.arrays.native._kernels",
+    ["arrays/native/module.c"],
+    depends=sorted(map(str, Path("arrays/native").glob("*.h"))),  # a source distribution needs them
+    # Last on the command line: what is asked of all compiled code must not take the vectors from this. No option lets the compiler
+    # reorder arithmetic, and products are rounded before they are added to: every processor gives the same numbers.
+    extra_compile_args=["-O3", "-g0", "-std=c11", "-ffp-contract=off"] if os.name == "posix" else ["/O2", "/std:c11"],
+    libraries=["m"] if os.name == "posix" else [],
+)
+
 
 class BuildCore(build_ext):
-    """All modules of the core are compiled, or none is."""
+    """All modules of the core are compiled, or none is; and so are the kernels."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        if self.editable_mode or self.inplace or os.environ.get("MESHTAPE_PURE"):
+        if self.editable_mode or os.environ.get("MESHTAPE_PURE"):
             self.extensions = []
+        elif self.inplace:
+            self.extensions = [e for e in self.extensions if e.name == KERNELS.name]
 
     def build_extensions(self) -> None:
+        kernels = [e for e in self.extensions if e.name == KERNELS.name]
+        core = [e for e in self.extensions if e.name != KERNELS.name]
+        built = self.attempt("the kernels are", kernels, lambda: None) + self.attempt(
+            "the core is", core, self.translate
+        )
+        self.extensions = built
+
+    def attempt(self, what: str, extensions: list[Extension], prepare: Callable[[], None]) -> list[Extension]:
+        """Build the extensions; those that there are then: all or, whatever happened, none. The package works without."""
+        self.extensions = extensions
         try:
-            self.check_compiler(Path(self.build_temp).absolute())
-            self.translate(Path(self.build_temp).absolute() / "core")
-            for ext in self.extensions:
-                ext.extra_compile_args = ["-g0"] if os.name == "posix" else []
-            self.parallel = self.parallel or os.cpu_count()
-            super().build_extensions()
-        except Exception as e:  # whatever it is: the package works without
-            self.warn(f"the core is not compiled, the wheel holds Python sources alone: {type(e).__name__}: {e}")
-            for ext in self.extensions:
+            if extensions:
+                self.check_compiler(Path(self.build_temp).absolute())
+                prepare()
+                self.parallel = self.parallel or os.cpu_count()
+                super().build_extensions()
+        except Exception as e:
+            self.warn(f"{what} not compiled, the Python sources do the same in more time: {type(e).__name__}: {e}")
+            for ext in extensions:
                 Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
-            self.extensions = []
+            return []
+        return extensions
 
     def check_compiler(self, place: Path) -> None:
         """Compile next to nothing: where that fails, the minute that translating takes is saved."""
@@ -51,10 +75,11 @@ class BuildCore(build_ext):
         source.write_text("#include <Python.h>\n")
         self.compiler.compile([str(source)], output_dir=str(place), include_dirs=self.include_dirs)
 
-    def translate(self, stage: Path) -> None:
+    def translate(self) -> None:
         """Write the C sources, from copies that lie as the installed package does: Cython looks for .pxd files by package."""
         from Cython.Build import cythonize
 
+        stage = Path(self.build_temp).absolute() / "core"
         shutil.rmtree(stage, ignore_errors=True)
         for package, (folder, names) in COMPILED.items():
             place = stage.joinpath(*package.split("."))
@@ -74,13 +99,17 @@ class BuildCore(build_ext):
             )
         for ext in self.extensions:
             ext.sources = [str(stage.joinpath(*ext.name.split(".")).with_suffix(".c"))]
+            ext.extra_compile_args = ["-g0"] if os.name == "posix" else []
 
 
 setup(
     cmdclass={"build_ext": BuildCore},
     ext_modules=[
-        Extension(f"{package}.{name}", [f"{folder}/{name}.py"])
-        for package, (folder, names) in COMPILED.items()
-        for name in names
+        KERNELS,
+        *(
+            Extension(f"{package}.{name}", [f"{folder}/{name}.py"])
+            for package, (folder, names) in COMPILED.items()
+            for name in names
+        ),
     ],
 )

@@ -128,6 +128,10 @@ class Array(Value, Methods, Protocols):
         """A NumPy copy of the value, which belongs to the caller."""
         return np.array(self._concrete())
 
+    def to_numpy(self) -> np.ndarray:
+        """The same. Matplotlib asks by this name for all values at once; without it, it would read element by element."""
+        return self.numpy()
+
     def item(self) -> Any:
         """The only element, as a Python number."""
         if self.size != 1:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ._dispatch import Deferred
 from ._op import Op
 from .devices import CPU, Device, device
 from .errors import BackendError, DeviceError, OutOfMemory
@@ -42,7 +43,9 @@ class NumPyBackend:
 
     def run(self, op: Op, bufs: Sequence[Any], params: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
         out = op.numpy(*bufs, **params)
-        return (np.asarray(out),) if op.nout == 1 else tuple(map(np.asarray, out))
+        if op.nout > 1:
+            return tuple(map(np.asarray, out))
+        return (out if isinstance(out, Deferred) else np.asarray(out),)
 
     def device_of(self, buf: np.ndarray) -> Device:
         return CPU

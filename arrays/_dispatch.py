@@ -155,7 +155,7 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
     if type(out) is ndarray:
         result = wrap(out)
     elif op.nout == 1:
-        result = wrap(np.asarray(out))
+        result = wrap(out if isinstance(out, Deferred) else np.asarray(out))
     else:
         result = tuple(wrap(np.asarray(o)) for o in out)
     now: Now = state.now

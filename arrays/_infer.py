@@ -126,6 +126,8 @@ def normalize_axis(op_name: str, axis: int | Sequence[int] | None, ndim: int) ->
 
 def one_axis(op_name: str, axis: int, ndim: int) -> int:
     """One axis as a non-negative int, where several or none make no sense. Raises as :func:`normalize_axis` does."""
+    if type(axis) is int and -ndim <= axis < ndim:
+        return axis % ndim
     if type(axis) is not int and isinstance(axis, Iterable) and np.ndim(axis):
         raise TypeError(f"[{op_name}] takes one axis, an int: got {axis!r}")
     (one,) = normalize_axis(op_name, (axis,), ndim)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ._dispatch import as_array
 from ._op import composite
-from .creation import arange, asarray, beside, wrap_same
+from .creation import arange, beside, wrap_same
 from .dtypes import result_type
+from .elementwise import multiply
 from .errors import ShapeError
 from .manipulation import astype, moveaxis, permute_dims, reshape, squeeze
 from .products import matmul
@@ -51,26 +53,148 @@ def einsum(formula: str, /, *operands: Any) -> Array:
     >>> mt.einsum("...ii->...", mt.asarray([[1, 2], [3, 4]]))
     Array(5)
     """
-    xs = [asarray(x) for x in operands]
-    inputs, output, steps = _plan(formula, tuple(x.shape for x in xs))
-    dtypes = {x.dtype for x in xs}
-    if len(dtypes) > 1:
-        dtype = result_type(*dtypes)
-        xs = [astype(x, dtype, copy=False) for x in xs]
-    parts = [_simplify(x, labels) for x, labels in zip(xs, inputs, strict=True)]
-    for chosen in steps:
-        left, *rest = (parts[i] for i in chosen)
-        parts = [p for i, p in enumerate(parts) if i not in chosen]
-        needed = set(output).union(*(labels for _, labels in parts))
-        parts.append(_product(left, rest[0], needed) if rest else left)
-    ((x, labels),) = parts
-    x = _arrange(*_sum_out(x, labels, set(output)), output)
-    return (
-        wrap_same(x) if any(x is given for given in operands) else x
-    )  # never an operand itself, which may be written to
+    env: list[Any] = [as_array(x) for x in operands]
+    shapes = tuple([x.shape for x in env])
+    try:
+        steps = _recipe(formula, shapes)
+    except TypeError:  # a formula that cannot be hashed
+        raise TypeError(f"[einsum] the formula is a text, got {type(formula).__name__}") from None
+    dtype = env[0].dtype if env else None
+    if any(x.dtype is not dtype for x in env):
+        dtype = result_type(*{x.dtype for x in env})
+        env = [astype(x, dtype, copy=False) for x in env]
+    for fn, places, args in steps:
+        env.append(fn(*[env[i] for i in places], *args))
+    x = env[-1]
+    # Never an operand itself, which may be written to.
+    return wrap_same(x) if any(x is given for given in operands) else x
+
+
+Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]
+"""A function, the values that it takes (by place: operands first, then the results of the steps), and its other arguments."""
 
 
 @functools.lru_cache(maxsize=1024)
+def _recipe(formula: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[Step, ...]:
+    """The steps for operands of these shapes, without those that would change nothing."""
+    if not isinstance(formula, str):
+        raise TypeError
+    inputs, output, order = _plan(formula, shapes)
+    made = _Steps(len(shapes))
+    parts = [made.simplified(_Part(i, labels, s)) for i, (labels, s) in enumerate(zip(inputs, shapes, strict=True))]
+    for chosen in order:
+        left, *rest = (parts[i] for i in chosen)
+        parts = [p for i, p in enumerate(parts) if i not in chosen]
+        needed = set(output).union(*(p.labels for p in parts))
+        parts.append(made.product(left, rest[0], needed) if rest else left)
+    (part,) = parts
+    made.handed_on(made.arranged(made.summed(part, set(output)), output))
+    return tuple(made.steps)
+
+
+class _Part(NamedTuple):
+    """A value on the way: its place, and the label and the length of each dimension."""
+
+    place: int
+    labels: Labels
+    shape: tuple[int, ...]
+
+
+class _Steps:
+    """Writes down what is to be done."""
+
+    def __init__(self, operands: int) -> None:
+        self.steps: list[Step] = []
+        self._count = operands
+
+    def _add(self, fn: Callable[..., Any], places: tuple[int, ...], *args: Any) -> int:
+        self.steps.append((fn, places, args))
+        self._count += 1
+        return self._count - 1
+
+    def handed_on(self, x: _Part) -> None:
+        """The result is the value of the last step."""
+        if x.place != self._count - 1 or not self.steps:
+            self._add(_same, (x.place,))
+
+    def simplified(self, x: _Part) -> _Part:
+        """Without dimensions that broadcast, and with the diagonals of repeated letters taken."""
+        place, labels, shape = x
+        ones = tuple(i for i, c in enumerate(labels) if not c)
+        if ones:
+            place = self._add(squeeze, (place,), ones)
+            shape = tuple(n for i, n in enumerate(shape) if i not in ones)
+            labels = tuple(c for c in labels if c)
+        for c in dict.fromkeys(labels):
+            while labels.count(c) > 1:
+                first = labels.index(c)
+                second = labels.index(c, first + 1)
+                place = self._add(_diagonal, (place,), first, second)
+                kept = [j for j in range(len(labels)) if j not in (first, second)]
+                shape = (shape[first], *(shape[j] for j in kept))
+                labels = (c, *(labels[j] for j in kept))
+        return _Part(place, labels, shape)
+
+    def summed(self, x: _Part, needed: set[str]) -> _Part:
+        """Summed over what nobody needs."""
+        gone = tuple(i for i, c in enumerate(x.labels) if c not in needed)
+        if not gone:
+            return x
+        kept = [i for i in range(len(x.labels)) if i not in gone]
+        place = self._add(_sum, (x.place,), gone)
+        return _Part(place, tuple(x.labels[i] for i in kept), tuple(x.shape[i] for i in kept))
+
+    def arranged(self, x: _Part, wanted: Sequence[str]) -> _Part:
+        """With its dimensions in this order."""
+        if x.labels == tuple(wanted):
+            return x
+        axes = tuple(x.labels.index(c) for c in wanted)
+        return _Part(self._add(permute_dims, (x.place,), axes), tuple(wanted), tuple(x.shape[i] for i in axes))
+
+    def shaped(self, place: int, now: Sequence[int], then: Sequence[int]) -> int:
+        return place if tuple(now) == tuple(then) else self._add(reshape, (place,), tuple(then))
+
+    def product(self, x: _Part, y: _Part, needed: set[str]) -> _Part:
+        """Both multiplied and summed over the letters that nobody else needs."""
+        x, y = self.summed(x, needed | set(y.labels)), self.summed(y, needed | set(x.labels))
+        a, b = x.labels, y.labels
+        batch = [c for c in a if c in b and c in needed]
+        summed = [c for c in a if c in b and c not in needed]
+        rows, cols = [c for c in a if c not in b], [c for c in b if c not in a]
+        size = dict(zip((*a, *b), (*x.shape, *y.shape), strict=True))
+
+        def lengths(letters: Sequence[str]) -> list[int]:
+            return [size[c] for c in letters]
+
+        labels = (*batch, *rows, *cols)
+        shape = tuple(lengths(labels))
+        if not summed:
+            x, y = self.arranged(x, (*batch, *rows)), self.arranged(y, (*batch, *cols))
+            left = self.shaped(x.place, x.shape, (*x.shape, *[1] * len(cols)))
+            right = self.shaped(y.place, y.shape, (*lengths(batch), *[1] * len(rows), *lengths(cols)))
+            return _Part(self._add(multiply, (left, right)), labels, shape)
+        n, k, m = (math.prod(lengths(g)) for g in (rows, summed, cols))
+        x, y = self.arranged(x, (*batch, *rows, *summed)), self.arranged(y, (*batch, *summed, *cols))
+        left = self.shaped(x.place, x.shape, (*lengths(batch), n, k))
+        right = self.shaped(y.place, y.shape, (*lengths(batch), k, m))
+        place = self._add(matmul, (left, right))
+        return _Part(self.shaped(place, (*lengths(batch), n, m), shape), labels, shape)
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+def _diagonal(x: Array, first: int, second: int) -> Array:
+    i = arange(x.shape[first], device=beside(x))
+    return moveaxis(x, (first, second), (0, 1))[i, i]
+
+
+def _sum(x: Array, axes: tuple[int, ...]) -> Array:
+    """The dtype stays: a product of small integers is theirs too."""
+    return sum(x, axis=axes, dtype=x.dtype if x.dtype.kind in "biu" else None)
+
+
 def _plan(
     formula: str, shapes: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[Labels, ...], Labels, tuple[tuple[int, ...], ...]]:
@@ -146,55 +270,3 @@ def _order(inputs: Sequence[Labels], output: Labels, sizes: dict[str, int]) -> t
         out.append(tuple(rest))
         count -= len(rest) - 1
     return tuple(out)
-
-
-def _simplify(x: Array, labels: Labels) -> tuple[Array, Labels]:
-    """Without dimensions that broadcast, and with the diagonals of repeated letters taken."""
-    ones = tuple(i for i, c in enumerate(labels) if not c)
-    if ones:
-        x, labels = squeeze(x, ones), tuple(c for c in labels if c)
-    for c in dict.fromkeys(labels):
-        while labels.count(c) > 1:
-            first = labels.index(c)
-            second = labels.index(c, first + 1)
-            i = arange(x.shape[first], device=beside(x))
-            x = moveaxis(x, (first, second), (0, 1))[i, i]
-            labels = (c, *(d for j, d in enumerate(labels) if j not in (first, second)))
-    return x, labels
-
-
-def _sum_out(x: Array, labels: Labels, needed: set[str]) -> tuple[Array, Labels]:
-    """Summed over what nobody needs. The dtype stays: a product of small integers is theirs too."""
-    gone = tuple(i for i, c in enumerate(labels) if c not in needed)
-    if not gone:
-        return x, labels
-    return sum(x, axis=gone, dtype=x.dtype if x.dtype.kind in "biu" else None), tuple(c for c in labels if c in needed)
-
-
-def _arrange(x: Array, labels: Labels, wanted: Sequence[str]) -> Array:
-    if labels == tuple(wanted):
-        return x
-    return permute_dims(x, tuple(labels.index(c) for c in wanted))
-
-
-def _product(left: tuple[Array, Labels], right: tuple[Array, Labels], needed: set[str]) -> tuple[Array, Labels]:
-    """Both multiplied and summed over the letters that nobody else needs."""
-    (x, a), (y, b) = left, right
-    x, a = _sum_out(x, a, needed | set(b))
-    y, b = _sum_out(y, b, needed | set(a))
-    batch = [c for c in a if c in b and c in needed]
-    summed = [c for c in a if c in b and c not in needed]
-    rows, cols = [c for c in a if c not in b], [c for c in b if c not in a]
-    size = dict(zip((*a, *b), (*x.shape, *y.shape), strict=True))
-
-    def lengths(letters: Sequence[str]) -> list[int]:
-        return [size[c] for c in letters]
-
-    if not summed:
-        x = reshape(_arrange(x, a, (*batch, *rows)), (*lengths(batch), *lengths(rows), *[1] * len(cols)))
-        y = reshape(_arrange(y, b, (*batch, *cols)), (*lengths(batch), *[1] * len(rows), *lengths(cols)))
-        return x * y, (*batch, *rows, *cols)
-    n, k, m = (math.prod(lengths(g)) for g in (rows, summed, cols))
-    x = reshape(_arrange(x, a, (*batch, *rows, *summed)), (*lengths(batch), n, k))
-    y = reshape(_arrange(y, b, (*batch, *summed, *cols)), (*lengths(batch), k, m))
-    return reshape(matmul(x, y), (*lengths(batch), *lengths(rows), *lengths(cols))), (*batch, *rows, *cols)

@@ -21,6 +21,7 @@ from ._rows import wide as _wide
 from .elementwise import where
 from .kernels import softmaxes
 from .manipulation import astype, expand_dims
+from .native import first, ops
 from .program import ShapeDtype
 from .reductions import mean
 from .reductions import sum as sum_
@@ -145,7 +146,7 @@ CROSS_ENTROPY = Op(
     _cross_entropy,
     _infer,
     decompose=_decompose,
-    overrides={"cupy": softmaxes.cross_entropy},
+    overrides={"numpy": first(ops.cross_entropy, _cross_entropy), "cupy": softmaxes.cross_entropy},
 )
 CROSS_ENTROPY_BACKWARD = Op(
     "cross_entropy_backward",
@@ -153,7 +154,10 @@ CROSS_ENTROPY_BACKWARD = Op(
     _cross_entropy_backward,
     same_as_second,
     decompose=_decompose_backward,
-    overrides={"cupy": softmaxes.cross_entropy_backward},
+    overrides={
+        "numpy": first(ops.cross_entropy_backward, _cross_entropy_backward),
+        "cupy": softmaxes.cross_entropy_backward,
+    },
 )
 
 

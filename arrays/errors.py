@@ -7,6 +7,8 @@ line prints nothing else. ``meshtape.errors`` re-exports this module.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
@@ -51,6 +53,10 @@ class ArrayIndexError(MeshtapeError, IndexError):
 
 class TracedValueError(MeshtapeError, TypeError):
     """A concrete value was asked of an array that only stands for a value (inside ``mt.compile``)."""
+
+
+class DonatedArrayError(MeshtapeError, RuntimeError):
+    """An array whose memory was given to a compiled function (``mt.compile(…, donate=…)``) is used again."""
 
 
 class BackendError(MeshtapeError, RuntimeError):
@@ -201,10 +207,16 @@ class RuleConflict(CheckpointError):
 
 
 class StoreError(CheckpointError, OSError):
-    """An object store failed, refused, or cannot do what was asked; names the location, never a credential."""
+    """A file system or an object store failed, refused, or cannot do what was asked; names the location, never a credential.
+
+    ``errno`` is the operating system's number, where it gave one.
+    """
 
     def __str__(self) -> str:
         return Exception.__str__(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, {"errno": self.errno}
 
 
 class StorageFull(MeshtapeError, OSError):

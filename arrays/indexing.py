@@ -125,7 +125,7 @@ def check_value_shape(name: str, value: tuple[int, ...], target: tuple[int, ...]
 
 def _scatter(xp: Any, g: Any, *arrays: Any, template: Template, shape: tuple[int, ...]) -> Any:
     """Zeros of ``shape`` with ``g`` added at the index: the cotangent of reading."""
-    if xp is np and not is_basic(template):
+    if xp is np:
         from .indexsum import scatter
 
         return scatter(template, arrays, g, shape)

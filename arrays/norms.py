@@ -19,6 +19,7 @@ from ._rows import add_outer, blocks_and_scratch, outer, row_blocks, row_dots, r
 from ._rows import wide as _wide
 from .errors import DTypeError, ShapeError
 from .kernels import row_norms
+from .native import first, ops
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ LAYER_NORM = Op(
     _layer_norm,
     _infer_layer_norm,
     decompose=_decompose_layer_norm,
-    overrides={"cupy": row_norms.layer_norm},
+    overrides={"numpy": first(ops.layer_norm, _layer_norm), "cupy": row_norms.layer_norm},
 )
 LAYER_NORM_BACKWARD = Op(
     "layer_norm_backward",
@@ -177,7 +178,10 @@ LAYER_NORM_BACKWARD = Op(
     infer_affine_backward,
     nout=3,
     decompose=_decompose_layer_norm_backward,
-    overrides={"cupy": row_norms.layer_norm_backward},
+    overrides={
+        "numpy": first(ops.layer_norm_backward, _layer_norm_backward),
+        "cupy": row_norms.layer_norm_backward,
+    },
 )
 
 # ----- rms_norm -------------------------------------------------------------------------------------------------------
@@ -261,7 +265,7 @@ RMS_NORM = Op(
     _rms_norm,
     lambda op, args, params: ShapeDtype(args[0].shape, np.result_type(*(a.dtype for a in args))),
     decompose=_decompose_rms_norm,
-    overrides={"cupy": row_norms.rms_norm},
+    overrides={"numpy": first(ops.rms_norm, _rms_norm), "cupy": row_norms.rms_norm},
 )
 RMS_NORM_BACKWARD = Op(
     "rms_norm_backward",
@@ -270,7 +274,10 @@ RMS_NORM_BACKWARD = Op(
     lambda op, args, params: infer_affine_backward(op, args, params)[:2],
     nout=2,
     decompose=_decompose_rms_norm_backward,
-    overrides={"cupy": row_norms.rms_norm_backward},
+    overrides={
+        "numpy": first(ops.rms_norm_backward, _rms_norm_backward),
+        "cupy": row_norms.rms_norm_backward,
+    },
 )
 
 # ----- public functions -----------------------------------------------------------------------------------------------

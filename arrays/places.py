@@ -44,27 +44,29 @@ def picked(template: Template, shape: tuple[int, ...]) -> tuple[tuple[int, ...],
     return tuple(axes), width
 
 
-def rows_of(template: Template, arrays: Sequence[np.ndarray], values: np.ndarray, shape: tuple[int, ...]) -> Rows:
-    """What was read of an array of ``shape``, or is to be added to it, by place; values in the order of the result of the read."""
+def _common(template: Template, arrays: Sequence[np.ndarray]) -> tuple[int, ...]:
+    """The shape that the index arrays of a key have together."""
+    if is_basic(template):
+        return ()
+    return np.broadcast_shapes(*(a.shape for a in arrays), *((int(p.value),) for p in template if type(p) is Truth))
+
+
+def _made(template: Template, n_common: int, shape: tuple[int, ...]) -> tuple[list[tuple[str, int]], dict[int, Any]]:
+    """What each dimension of the result of a read is, and of what: one that the index arrays have together (``"common"``, which of
+    them), a dimension read by a slice (``"part"``) or taken whole (``"whole"``), a new one (``"new"``). And where slices read."""
     advanced = not is_basic(template)
-    truths = [(int(p.value),) for p in template if type(p) is Truth]
-    common = np.broadcast_shapes(*(a.shape for a in arrays), *truths) if advanced else ()
-    # The dimensions of the result: what each is, and in the end where it is.
-    made: list[Any] = []
+    made: list[tuple[str, int]] = []
+    starts: dict[int, Any] = {}
     joined, front, d = [], 0, 0
-    lengths: list[int] = []  # of slices that are not whole
-    starts: dict[int, np.ndarray] = {}
     for i, p in enumerate(template):
         t = type(p)
         if p is None:
-            made.append("new")
+            made.append(("new", 0))
         elif t is Span:
-            if _is_whole(p, shape[d]):  # type: ignore[arg-type]
-                made.append("whole")
-            else:
-                made.append("part")
+            whole = _is_whole(p, shape[d])  # type: ignore[arg-type]
+            made.append(("whole" if whole else "part", d))
+            if not whole:
                 starts[d] = np.arange(shape[d])[slice(*p)]  # type: ignore[misc]
-                lengths.append(len(starts[d]))
         elif advanced and (t is Slot or t is Truth or t is int):
             if not joined:
                 front = len(made)
@@ -72,8 +74,16 @@ def rows_of(template: Template, arrays: Sequence[np.ndarray], values: np.ndarray
         d += t is Span or t is Slot or t is int
     if advanced:
         at = front if joined == list(range(joined[0], joined[-1] + 1)) else 0
-        made[at:at] = ["common"] * len(common)
-    order = [i for kind in ("common", "part", "new", "whole") for i, m in enumerate(made) if m == kind]
+        made[at:at] = [("common", i) for i in range(n_common)]
+    return made, starts
+
+
+def rows_of(template: Template, arrays: Sequence[np.ndarray], values: np.ndarray, shape: tuple[int, ...]) -> Rows:
+    """What was read of an array of ``shape``, or is to be added to it, by place; values in the order of the result of the read."""
+    common = _common(template, arrays)
+    made, starts = _made(template, len(common), shape)
+    order = [i for kind in ("common", "part", "new", "whole") for i, (m, _) in enumerate(made) if m == kind]
+    lengths = [len(starts[d]) for d in starts]
     count = math.prod(common) * math.prod(lengths)
     axes, width = picked(template, shape)
     rows = values.transpose(order).reshape(count, width)
@@ -124,3 +134,35 @@ def refined(part: Rows, axes: tuple[int, ...], shape: tuple[int, ...]) -> Rows:
             here = np.arange(shape[d]).reshape((-1,) + (1,) * (len(more) - 1 - more.index(d)))
         ids = ids * shape[d] + here
     return Rows(axes, np.broadcast_to(ids, (k, *(shape[d] for d in more))).reshape(count), values)
+
+
+def through(
+    template: Template, arrays: Sequence[np.ndarray], part: Rows, read: tuple[int, ...], shape: tuple[int, ...]
+) -> Rows:
+    """Of ``x`` of ``shape``, the places for those of ``x[key]``, which has the shape ``read``; one may come several times."""
+    common = _common(template, arrays)
+    made, starts = _made(template, len(common), shape)
+    axes = tuple(i for i, (kind, _) in enumerate(made) if kind != "whole" or i in part.axes)
+    part = refined(part, axes, read)
+    places = dict(zip(axes, np.unravel_index(part.ids, [read[i] for i in axes]), strict=True)) if axes else {}
+    at: dict[int, Any] = {}  # where in each dimension of x
+    for i, where in places.items():
+        kind, d = made[i]
+        if kind == "whole":
+            at[d] = where
+        elif kind == "part":
+            at[d] = starts[d][where]
+    joined = tuple(places[i] for i, (kind, _) in enumerate(made) if kind == "common")
+    d = 0
+    for p in template:
+        if type(p) is Slot:
+            a = np.broadcast_to(arrays[p.n], common)[joined].astype(np.intp)
+            at[d] = np.where(a < 0, a + shape[d], a)
+        elif type(p) is int:
+            at[d] = p
+        d += type(p) in (Span, Slot, int)
+    ids: Any = np.zeros(len(part.ids), np.intp)
+    for d in sorted(at):
+        ids = ids * shape[d] + at[d]
+    found = Rows(tuple(sorted(at)), ids, part.values)
+    return found if found.axes else refined(found, (0,), shape)

@@ -75,8 +75,38 @@ def encode(value: Any, where: str) -> Any:
     raise ProgramError(f"{where}: a {type(value).__qualname__} ({value!r}) has no form in a program file")
 
 
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, struct.error)
+"""What Python says of a document that does not have the form it should have."""
+
+
 def decode(value: Any, where: str) -> Any:
-    """Inverse of :func:`encode`."""
+    """Inverse of :func:`encode`.
+
+    Raises
+    ------
+    ProgramError
+        That says ``where`` something has not the form of a value.
+    """
+    try:
+        return _decoded(value, where)
+    except ProgramError:
+        raise
+    except _MALFORMED as e:
+        raise ProgramError(f"{where}: {_short(value)} is no value of a program file: {e}") from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{_short(value)} is no integer")
+    return value
+
+
+def _decoded(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [decode(v, where) for v in value]
     if not isinstance(value, dict):
@@ -84,17 +114,18 @@ def decode(value: Any, where: str) -> Any:
     if len(value) != 1:
         raise ProgramError(f"{where}: expected an object of one key, got {sorted(value)}")
     ((kind, v),) = value.items()
-    if kind == "float":
+    if kind == "float" and type(v) is str:
         return float(v)
     if kind == "nan":  # with its sign and payload, where they are not the usual ones
         return struct.unpack(">d", bytes.fromhex(v))[0]
     if kind == "complex":
         return complex(decode(v[0], where), decode(v[1], where))
     if kind == "span":
-        return Span(*v)
+        start, stop, step = (n if n is None else _whole(n) for n in v)
+        return Span(start, stop, step)
     if kind == "slot":
-        return Slot(v)
-    if kind == "truth":
+        return Slot(_whole(v))
+    if kind == "truth" and type(v) is bool:
         return Truth(v)
     if kind == "gap":
         return Gap()
@@ -201,36 +232,72 @@ def from_json(document: Any, constants: Mapping[str, np.ndarray]) -> Program:
     document = current(document)
     try:
         avals = {
-            int(v): ShapeDtype(tuple(shape), dtypes.parse(name).dtype) for v, (name, shape) in document["types"].items()
+            int(v): ShapeDtype(tuple(map(_whole, shape)), dtypes.parse(name).dtype)
+            for v, (name, shape) in document["types"].items()
         }
         values = {int(v): _constant(constants, name, avals[int(v)]) for v, name in document["constants"].items()}
-        inputs, outputs = tuple(document["inputs"]), tuple(document["outputs"])
+        inputs, outputs = tuple(map(_whole, document["inputs"])), tuple(map(_whole, document["outputs"]))
         rows = [
             (row["op"], row["inputs"], row["outputs"], row.get("params", {}), row.get("origin"))
             for row in document["entries"]
         ]
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except ProgramError:
+        raise
+    except _MALFORMED as e:
         raise ProgramError(f"the program is damaged: {type(e).__name__}: {e}") from e
     known = {*inputs, *values}
+    if not avals.keys() >= {*inputs, *outputs}:
+        raise ProgramError(f"the program does not say the types of {sorted({*inputs, *outputs} - avals.keys())}")
     entries = []
     for i, (name, args, outs, params, origin) in enumerate(rows):
         where = f"entry {i} ({name})"
-        op = OPS.get(name)
+        op = OPS.get(name) if isinstance(name, str) else None
         if op is None:
             raise ProgramError(
                 f"{where}: unknown op {name!r}: it was written by another version of meshtape, or with an extension"
             )
-        operands = tuple(a if isinstance(a, int) else Const(decode(a["const"], where)) for a in args)
+        try:
+            operands = tuple(a if type(a) is int else Const(_number(decode(a["const"], where))) for a in args)
+            outs = tuple(map(_whole, outs))
+            decoded = {k: decode(v, f"{where}, parameter {k}") for k, v in params.items()}
+            if not (origin is None or isinstance(origin, str)):
+                raise TypeError(f"{_short(origin)} is no name of a function")
+        except ProgramError:
+            raise
+        except _MALFORMED as e:
+            raise ProgramError(f"{where} is damaged: {type(e).__name__}: {e}") from None
         lost = [f"%{a}" for a in operands if isinstance(a, int) and a not in known]
         lost += [f"%{v}" for v in outs if v not in avals]
         if lost:
             raise ProgramError(f"{where}: {', '.join(lost)} is not defined there")
+        if not known.isdisjoint(outs) or len(set(outs)) != len(outs):
+            raise ProgramError(f"{where} defines a variable that is defined already")
         known.update(outs)
-        decoded = {k: decode(v, f"{where}, parameter {k}") for k, v in params.items()}
-        entries.append(Entry(op, operands, tuple(outs), decoded, origin))
+        entry = Entry(op, operands, outs, decoded, origin)
+        _check_types(entry, avals, where)
+        entries.append(entry)
     if not known.issuperset(outputs):
         raise ProgramError(f"the program returns variables that nothing defines: {sorted(set(outputs) - known)}")
     return Program(inputs, tuple(entries), outputs, avals, values)
+
+
+def _number(value: Any) -> bool | int | float | complex:
+    if type(value) not in (bool, int, float, complex):
+        raise TypeError(f"{_short(value)} is no number")
+    return value
+
+
+def _check_types(e: Entry, avals: Mapping[int, ShapeDtype], where: str) -> None:
+    """Refuse a call whose op would not take it, or would give another shape or dtype than the program says: it would fail, or do
+    something else, when it runs."""
+    said = tuple(avals[v] for v in e.outputs)
+    try:
+        found = e.op.avals(tuple(avals[v] if isinstance(v, int) else v.value for v in e.inputs), e.params)
+        gives = ", ".join(map(str, found))
+    except Exception as error:
+        raise ProgramError(f"{where} is no call of this op: {error}") from None
+    if found != said:
+        raise ProgramError(f"{where} gives {gives}, and the program says {', '.join(map(str, said))}")
 
 
 def _constant(constants: Mapping[str, np.ndarray], name: str, aval: ShapeDtype) -> np.ndarray:

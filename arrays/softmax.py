@@ -26,6 +26,7 @@ from .elementwise import where as where_
 from .errors import DTypeError
 from .kernels import softmaxes
 from .manipulation import astype, squeeze
+from .native import first, ops
 from .reductions import max as max_
 from .reductions import sum as sum_
 
@@ -117,7 +118,12 @@ def _decompose_log_softmax_backward(g: Array, y: Array, axis: int) -> Array:
 
 
 SOFTMAX = Op(
-    "softmax", ("x",), _softmax, _infer.same, decompose=_decompose_softmax, overrides={"cupy": softmaxes.softmax}
+    "softmax",
+    ("x",),
+    _softmax,
+    _infer.same,
+    decompose=_decompose_softmax,
+    overrides={"numpy": first(ops.softmax, _softmax), "cupy": softmaxes.softmax},
 )
 SOFTMAX_BACKWARD = Op(
     "softmax_backward",
@@ -125,7 +131,7 @@ SOFTMAX_BACKWARD = Op(
     _softmax_backward,
     _infer.same_as_second,
     decompose=_decompose_softmax_backward,
-    overrides={"cupy": softmaxes.softmax_backward},
+    overrides={"numpy": first(ops.softmax_backward, _softmax_backward), "cupy": softmaxes.softmax_backward},
 )
 LOG_SOFTMAX = Op(
     "log_softmax",
@@ -133,7 +139,7 @@ LOG_SOFTMAX = Op(
     _log_softmax,
     _infer.same,
     decompose=_decompose_log_softmax,
-    overrides={"cupy": softmaxes.log_softmax},
+    overrides={"numpy": first(ops.log_softmax, _log_softmax), "cupy": softmaxes.log_softmax},
 )
 LOG_SOFTMAX_BACKWARD = Op(
     "log_softmax_backward",
@@ -141,7 +147,10 @@ LOG_SOFTMAX_BACKWARD = Op(
     _log_softmax_backward,
     _infer.same_as_second,
     decompose=_decompose_log_softmax_backward,
-    overrides={"cupy": softmaxes.log_softmax_backward},
+    overrides={
+        "numpy": first(ops.log_softmax_backward, _log_softmax_backward),
+        "cupy": softmaxes.log_softmax_backward,
+    },
 )
 
 

@@ -19,6 +19,7 @@ from ..arrays._dispatch import apply, wrap
 from ..arrays._op import state
 from ..arrays.elementwise import ALIAS, DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT
 from ..arrays.errors import NonDifferentiableError, ShapeError
+from ..arrays.indexing import GETITEM
 from ..arrays.indexsum import IndexSum
 from ..arrays.program import Const, Entry, ShapeDtype, Site, site_text
 from . import anomaly
@@ -209,7 +210,7 @@ def _found(
         g = cots.get(v) if v in keep else cots.pop(v, None)
         if g is None:
             return None, None
-        if type(g) is IndexSum:
+        if type(g) is IndexSum and recipe.op is not GETITEM:
             g = g.concrete()
         owned.discard(v)
     elif hasattr(recipe.op, "expand"):

@@ -40,7 +40,9 @@ def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) 
         raise ValueError(f"[clip_by_global_norm] limit must not be negative, got {limit}")
     norm = global_norm(grads) if norm is None else norm
     scale = minimum(1.0, limit / (norm + 1e-6))  # PyTorch's summand: no gradients, no division by zero
-    return trees.tree_map(lambda g: (wide(g) * scale.astype(wide(g).dtype, copy=False)).astype(g.dtype), grads), norm
+    return trees.tree_map(
+        lambda g: (wide(g) * scale.astype(wide(g).dtype, copy=False)).astype(g.dtype, copy=False), grads
+    ), norm
 
 
 def clip_by_value(grads: Any, limit: float) -> Any:

@@ -2,6 +2,7 @@
 
 Values live in numbered slots. Each is freed at its last use; on a CPU, runs of elementwise entries on large arrays are computed
 block by block, on a GPU by one kernel, and single ones write into the memory of an operand that is used for the last time, where nobody else can hold it.
+What was read at a few places of a large array has a cotangent that stays sparse on a CPU (:mod:`meshtape.arrays.sparse_calls`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import sparse_calls
 from ..arrays._backends import cupy_backend
 from ..arrays._core import FLOAT32, FLOAT64, number
+from ..arrays.adam import LAZY_ADAM
+from ..arrays.index_keys import is_basic
+from ..arrays.indexing import GETITEM, SCATTER
+from ..arrays.indexsum import IndexSum
+from ..arrays.products import MATMUL
 from ..arrays.program import Entry, Program
-from .fusion import Group, fuse
+from .fusion import Group, _is_large, fuse
 
 # Below this, taking new memory costs less than saying where the result goes.
 SMALLEST_REUSED = 1 << 16
@@ -31,8 +38,24 @@ class _Step(NamedTuple):
     into: int | None  # slot whose memory takes the result
 
 
-def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], list[Any]]:
-    """The program as a function from input buffers to output buffers of the backend whose namespace is ``xp``."""
+class Executable(NamedTuple):
+    """A program that runs on buffers of one backend."""
+
+    run: Callable[[Sequence[Any]], list[Any]]
+    taken: frozenset[int]
+    """Which inputs (by place among them) are written to: the caller may not need these any more."""
+
+    def __call__(self, buffers: Sequence[Any]) -> list[Any]:
+        return self.run(buffers)
+
+
+def local_executable(
+    program: Program, xp: Any, *, sparse: Sequence[int] = (), donated: Sequence[int] = ()
+) -> Executable:
+    """The program as a function from input buffers to output buffers of the backend whose namespace is ``xp``.
+
+    ``sparse`` are inputs that are sparse cotangents, ``donated`` those whose memory results may take.
+    """
     on_cuda = xp.__name__ == "cupy"
     if on_cuda:
         # Here, because most programs never see a GPU.
@@ -40,7 +63,14 @@ def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], lis
         from .fusion_cuda import executable as fused
     else:
         from .fusion import executable as fused
-    parts: list[Entry | Group] = chains(program) if on_cuda else fuse(program) if xp is np else list(program.entries)
+    thin = sparse_calls.sparse_values(program.entries, program.avals, sparse) if xp is np else frozenset()
+
+    def joins(e: Entry, program: Program) -> bool:
+        return _is_large(e, program) and thin.isdisjoint(v for v in (*e.inputs, *e.outputs) if isinstance(v, int))
+
+    parts: list[Entry | Group] = (
+        chains(program) if on_cuda else fuse(program, joins) if xp is np else list(program.entries)
+    )
     slots: dict[Any, int] = {}
     initial: list[Any] = []
 
@@ -54,7 +84,8 @@ def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], lis
         slot(v)
     for v, c in program.constants.items():
         slot(v, c)
-    owned = _owned(parts) if xp is np else frozenset()
+    owned = _owned(parts, donated) - thin if xp is np else frozenset()
+    taken: set[int] = set()
     needed = set(program.outputs)
     last: list[tuple[int, ...]] = []  # variables that a part uses for the last time, from the back
     for part in reversed(parts):
@@ -72,10 +103,22 @@ def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], lis
         if isinstance(part, Group):
             fn, single, into = fused(part, program), False, None
         else:
-            fn, single = part.op.bind(xp), part.op.nout == 1
-            if part.params:
-                fn = functools.partial(fn, **part.params)
-            into = _taken(part, program, owned, free)
+            fn, single, into = part.op.bind(xp), part.op.nout == 1, None
+            if not thin.isdisjoint(v for v in part.inputs if isinstance(v, int)):
+                mine = [v in owned and v in free and part.inputs.count(v) == 1 for v in part.inputs]
+                mine = [m and _is_written(part, i) for i, m in enumerate(mine)]
+                taken.update(v for v, m in zip(part.inputs, mine, strict=True) if m)
+                fn = _sparse(part, mine)
+                if single and part.outputs[0] not in thin:
+                    fn = _dense(fn)
+            else:
+                if part.params:
+                    fn = functools.partial(fn, **part.params)
+                if part.op is SCATTER and xp is np and part.outputs[0] not in thin:
+                    fn = _dense(fn)
+                into = _taken(part, program, owned, free)
+                if into is not None:
+                    taken.add(into)
         steps.append(
             _Step(
                 fn,
@@ -88,6 +131,7 @@ def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], lis
         )
     inputs, results = [slots[v] for v in program.inputs], [slots[v] for v in program.outputs]
     known = np.ndarray if xp is np else None
+    as_buffer = xp.asarray if not thin else lambda x: x if type(x) is IndexSum else np.asarray(x)
 
     def run(buffers: Sequence[Any]) -> list[Any]:
         env = initial.copy()
@@ -96,7 +140,7 @@ def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], lis
         for fn, args, outputs, single, free, into in steps:
             out = fn(*args(env)) if into is None else fn(*args(env), out=env[into])
             if single:
-                env[outputs[0]] = out if type(out) is known else xp.asarray(out)
+                env[outputs[0]] = out if type(out) is known else as_buffer(out)
             else:
                 for i, o in zip(outputs, out, strict=True):
                     env[i] = o if type(o) is known else xp.asarray(o)
@@ -105,7 +149,31 @@ def local_executable(program: Program, xp: Any) -> Callable[[Sequence[Any]], lis
                 env[i] = None
         return [env[i] for i in results]
 
-    return _on_their_device(run, xp) if on_cuda else run
+    if on_cuda:
+        run = _on_their_device(run, xp)
+    return Executable(run, frozenset(i for i, v in enumerate(program.inputs) if v in taken))
+
+
+def _sparse(e: Entry, mine: Sequence[bool]) -> Callable[..., Any]:
+    """A call of which operands may be sparse; the memory of those that are ``mine`` may take its results."""
+    op, params = e.op, e.params
+
+    def run(*buffers: Any) -> Any:
+        return sparse_calls.call(op, buffers, params, mine)
+
+    return run
+
+
+def _dense(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*buffers: Any) -> Any:
+        return sparse_calls.dense(fn(*buffers))
+
+    return run
+
+
+def _is_written(e: Entry, i: int) -> bool:
+    """Whether a call of which an operand is sparse may write to its ``i``-th operand, if that is dense."""
+    return e.op in sparse_calls.ADDS or (e.op is LAZY_ADAM and i in (0, 2, 3))
 
 
 def _on_their_device(run: Callable[[Sequence[Any]], list[Any]], xp: Any) -> Callable[[Sequence[Any]], list[Any]]:
@@ -145,11 +213,18 @@ def _writes(part: Entry | Group) -> bool:
     return isinstance(part, Entry) and isinstance(part.op.numpy, np.ufunc)
 
 
-def _owned(parts: Sequence[Entry | Group]) -> frozenset[int]:
-    """Variables whose memory nothing but the program can see: made new, and read by nothing that hands out views of it."""
-    made = {v for p in parts if _writes(p) or isinstance(p, Group) for v in p.outputs}
-    seen = {v for p in parts if not (_writes(p) or isinstance(p, Group)) for v in p.inputs if isinstance(v, int)}
-    return frozenset(made - seen)
+def _owned(parts: Sequence[Entry | Group], donated: Sequence[int]) -> frozenset[int]:
+    """Variables whose memory nothing but the program can see: made new or given away, and read by nothing that hands out views."""
+    made = {v for p in parts if _copies(p) for v in p.outputs}
+    seen = {v for p in parts if not _copies(p) for v in p.inputs if isinstance(v, int)}
+    return frozenset(made.union(donated) - seen)
+
+
+def _copies(part: Entry | Group) -> bool:
+    """Whether the results are new memory, no view of an operand."""
+    if _writes(part) or isinstance(part, Group):
+        return True
+    return part.op in (MATMUL, LAZY_ADAM) or (part.op is GETITEM and not is_basic(part.params["template"]))
 
 
 def _taken(part: Entry, program: Program, owned: frozenset[int], free: Sequence[int]) -> int | None:

@@ -5,30 +5,29 @@ into: the data leave the cache between the passes, and every temporary is new me
 a run of elementwise entries of one shape is computed block after block: a block passes through all of them while it is in the
 cache, and only what is used later is ever written to memory in full. Blocks are independent, so that several threads share them.
 
-The numbers are those of the unfused run, bit for bit: the same NumPy loops run on the same operands.
+The numbers are those of the unfused run, bit for bit: the same NumPy loops run on the same operands, and what runs in C (see
+:mod:`~meshtape.arrays.native.chains`) rounds as they do.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays._infer import elementwise
 from ..arrays.elementwise import ASTYPE
+from ..arrays.native.chains import Run, run_of, takes
 from ..arrays.program import Entry, Program
+from ..arrays.threads import share
 
 # A block of float64 scratch is 128 KiB: the handful that a chain keeps alive fit into a second-level cache.
 BLOCK = 16_384
 # Below this size the arrays fit the cache anyway, and a block would cost more than it saves.
 SMALLEST = 65_536
-# Below this size a second thread costs more than it brings.
-SMALLEST_FOR_THREADS = 1 << 20
+SMALLEST_RUN = 16_384
 
 
 class Group(NamedTuple):
@@ -45,18 +44,27 @@ def _is_elementwise(e: Entry) -> bool:
 
 
 def _is_large(e: Entry, program: Program) -> bool:
-    return _is_elementwise(e) and math.prod(program.avals[e.outputs[0]].shape) >= SMALLEST
+    if not _is_elementwise(e):
+        return False
+    shape = program.avals[e.outputs[0]].shape
+    size = math.prod(shape)
+    if size >= SMALLEST:
+        return True
+    # A run in C pays earlier, where nothing is broadcast but numbers.
+    return (
+        size >= SMALLEST_RUN
+        and takes(e, program)
+        and all(program.avals[v].shape in (shape, ()) for v in e.inputs if isinstance(v, int))
+    )
 
 
 def fuse(program: Program, joins: Callable[[Entry, Program], bool] = _is_large) -> list[Entry | Group]:
     """The entries in order, with runs of two or more of one shape for which ``joins`` holds made into groups."""
     out: list[Entry | Group] = []
     run: list[Entry] = []
-    # What is read after each position, from the back.
-    read_later: list[set[int]] = [set(program.outputs)]
-    for e in reversed(program.entries):
-        read_later.append(read_later[-1] | {v for v in e.inputs if isinstance(v, int)})
-    read_later.reverse()
+    entries = late(program, joins)
+    last_read = {v: i for i, e in enumerate(entries) for v in e.inputs if isinstance(v, int)}
+    last_read.update(dict.fromkeys(program.outputs, len(entries)))
 
     def close(position: int) -> None:
         if len(run) < 2:
@@ -64,12 +72,12 @@ def fuse(program: Program, joins: Callable[[Entry, Program], bool] = _is_large) 
         else:
             made = {e.outputs[0] for e in run}
             inputs = dict.fromkeys(v for e in run for v in e.inputs if isinstance(v, int) and v not in made)
-            outputs = tuple(v for v in made if v in read_later[position])
+            outputs = tuple(v for v in made if last_read.get(v, -1) >= position)
             shape = program.avals[run[0].outputs[0]].shape
             out.append(Group(tuple(run), tuple(inputs), tuple(sorted(outputs)), shape))
         run.clear()
 
-    for i, e in enumerate(program.entries):
+    for i, e in enumerate(entries):
         shape = program.avals[e.outputs[0]].shape
         fits = joins(e, program)
         if not fits or (run and program.avals[run[0].outputs[0]].shape != shape):
@@ -78,7 +86,44 @@ def fuse(program: Program, joins: Callable[[Entry, Program], bool] = _is_large) 
             run.append(e)
         else:
             out.append(e)
-    close(len(program.entries))
+    close(len(entries))
+    return out
+
+
+def late(program: Program, joins: Callable[[Entry, Program], bool]) -> list[Entry]:
+    """The entries with those that join a run moved to where their result is first read, if that is by one of the same shape.
+
+    So gradients that are scaled, tree by tree, before an optimizer goes over them leaf by leaf, are scaled in its runs. An entry
+    waits only where what it reads takes no more memory than what it makes.
+    """
+    avals = program.avals
+    fits = {e.outputs[0] for e in program.entries if joins(e, program)}
+    reader: dict[int, Entry] = {}
+    for e in program.entries:
+        for v in e.inputs:
+            if isinstance(v, int):
+                reader.setdefault(v, e)
+
+    def waits(e: Entry) -> bool:
+        v = e.outputs[0]
+        if v not in fits or v not in reader or reader[v].outputs[0] not in fits:
+            return False
+        read = sum(avals[a].nbytes for a in dict.fromkeys(a for a in e.inputs if isinstance(a, int)) if avals[a].shape)
+        return avals[v].shape == avals[reader[v].outputs[0]].shape and read <= avals[v].nbytes
+
+    waiting: dict[int, int] = {}  # places of entries, by what they make
+    out: list[Entry] = []
+    for i, e in enumerate(program.entries):
+        if waits(e):
+            waiting[e.outputs[0]] = i
+            continue
+        # What it reads goes before it, and what that reads before that.
+        needed, found = [i], []
+        while needed:
+            found.append(needed.pop())
+            made = (waiting.pop(v, None) for v in program.entries[found[-1]].inputs if isinstance(v, int))
+            needed.extend(k for k in made if k is not None)
+        out.extend(program.entries[k] for k in sorted(found))
     return out
 
 
@@ -88,38 +133,82 @@ class _Step(NamedTuple):
     args: tuple[tuple[int, Any], ...]  # (slot, None) or (-1, scalar)
     params: Mapping[str, Any]
     target: int  # slot
-    dtype: np.dtype
+
+    def __call__(self, env: list[Any]) -> None:
+        args = [env[k] if k >= 0 else c for k, c in self.args]
+        if self.writes:
+            self.fn(*args, out=env[self.target], **self.params)
+        else:
+            env[self.target][...] = self.fn(*args, **self.params)
+
+
+class _RunStep(NamedTuple):
+    run: Run
+    args: tuple[tuple[int, Any], ...]  # (slot, None) or (-1, array)
+    targets: tuple[int, ...]
+
+    def __call__(self, env: list[Any]) -> None:
+        self.run([env[k] if k >= 0 else c for k, c in self.args], [env[k] for k in self.targets])
+
+
+def _pieces(group: Group, program: Program) -> list[Entry | Run]:
+    """The entries in order, with what the kernels in C take made into runs."""
+    out: list[Entry | Run] = []
+    run: list[Entry] = []
+    last_read = {v: i for i, e in enumerate(group.entries) for v in e.inputs if isinstance(v, int)}
+
+    def close(position: int) -> None:
+        later = {e.outputs[0] for e in run if last_read.get(e.outputs[0], -1) >= position} | set(group.outputs)
+        made = run_of(run, program, later) if len(run) > 1 else None
+        out.extend(run if made is None else [made])
+        run.clear()
+
+    for i, e in enumerate(group.entries):
+        taken = takes(e, program)
+        if not taken or (run and program.avals[run[0].outputs[0]].dtype != program.avals[e.outputs[0]].dtype):
+            close(i)
+        if taken:
+            run.append(e)
+        else:
+            out.append(e)
+    close(len(group.entries))
+    return out
 
 
 def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]]:
     """The group as a function of its input buffers (NumPy's) that returns its output buffers."""
     # Slots: inputs first, then outputs, then scratch that is reused as soon as a value has been read for the last time.
     slot_of = {v: i for i, v in enumerate((*group.inputs, *group.outputs))}
-    last_read: dict[int, int] = {}
-    for i, e in enumerate(group.entries):
-        for v in e.inputs:
-            if isinstance(v, int):
-                last_read[v] = i
+    pieces = _pieces(group, program)
+    reads = [[v for v in (p.reads if isinstance(p, Run) else p.inputs) if isinstance(v, int)] for p in pieces]
+    last_read = {v: i for i, read in enumerate(reads) for v in read}
     first_scratch = len(slot_of)
     scratch: list[np.dtype] = []
     free: list[int] = []
-    steps = []
-    for i, e in enumerate(group.entries):
-        v, aval = e.outputs[0], program.avals[e.outputs[0]]
-        args = tuple((slot_of[a], None) if isinstance(a, int) else (-1, a.value) for a in e.inputs)
+    steps: list[Callable[[list[Any]], None]] = []
+
+    def target(v: int) -> int:
         if v not in slot_of:
-            match = next((k for k in free if scratch[k - first_scratch] == aval.dtype), None)
+            dtype = program.avals[v].dtype
+            match = next((k for k in free if scratch[k - first_scratch] == dtype), None)
             if match is None:
                 match = first_scratch + len(scratch)
-                scratch.append(aval.dtype)
+                scratch.append(dtype)
             else:
                 free.remove(match)
             slot_of[v] = match
-        # Released after this entry's own target is chosen: no ufunc writes where it still reads other elements from.
-        read = dict.fromkeys(a for a in e.inputs if isinstance(a, int))
-        free.extend(slot_of[a] for a in read if last_read[a] == i and slot_of[a] >= first_scratch)
-        fn = e.op.numpy
-        steps.append(_Step(fn, isinstance(fn, np.ufunc), args, dict(e.params), slot_of[v], aval.dtype))
+        return slot_of[v]
+
+    for i, p in enumerate(pieces):
+        if isinstance(p, Run):
+            args = tuple((slot_of[a], None) if isinstance(a, int) else (-1, a) for a in p.reads)
+            steps.append(_RunStep(p, args, tuple(map(target, p.writes))))
+        else:
+            fn = p.op.numpy
+            args = tuple((slot_of[a], None) if isinstance(a, int) else (-1, a.value) for a in p.inputs)
+            steps.append(_Step(fn, isinstance(fn, np.ufunc), args, dict(p.params), target(p.outputs[0])))
+        # Released after this piece's own targets are chosen: no ufunc writes where it still reads other elements from.
+        free.extend(slot_of[a] for a in dict.fromkeys(reads[i]) if last_read[a] == i and slot_of[a] >= first_scratch)
     n_inputs, n_outputs = len(group.inputs), len(group.outputs)
     out_dtypes = [program.avals[v].dtype for v in group.outputs]
     shape = group.shape
@@ -150,33 +239,10 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
                     env[n_inputs + i] = o[lo:hi]
                 for i, b in enumerate(buffers):
                     env[first_scratch + i] = b[: hi - lo]
-                for s in steps:
-                    args = [env[k] if k >= 0 else c for k, c in s.args]
-                    if s.writes:
-                        s.fn(*args, out=env[s.target], **s.params)
-                    else:
-                        env[s.target][...] = s.fn(*args, **s.params)
+                for step in steps:
+                    step(env)
 
-        threads = _threads() if math.prod(shape) >= SMALLEST_FOR_THREADS else 1
-        if threads == 1 or rows < 2 * threads:
-            work(0, rows)
-        else:
-            share = -(-rows // threads)
-            done = [_pool().submit(work, i, min(i + share, rows)) for i in range(0, rows, share)]
-            for d in done:
-                d.result()
+        share(rows, work, size=math.prod(shape))
         return outputs
 
     return run
-
-
-def _threads() -> int:
-    """Threads that elementwise work may use: ``OMP_NUM_THREADS`` where it is set, as for BLAS, else the processors."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(int(wanted), available)) if wanted.isdecimal() else available
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_threads(), thread_name_prefix="meshtape-fused")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from ..arrays._op import state
 from ..arrays.creation import zeros, zeros_like
 from ..arrays.errors import GradientError
 from ..arrays.manipulation import concat, reshape, stack
-from .transforms import grad, vjp
+from .transforms import argument_positions, check_function, chosen_arguments, grad, vjp
 
 BLOCK_SIZE = 64
 
@@ -73,12 +74,29 @@ def _stacked(parts: Sequence[Array]) -> Array:
     return wrap(np.stack([p._buf for p in parts]))
 
 
-def jacobian(fn: Callable[[Any], Any], *, block_size: int = BLOCK_SIZE) -> Callable[[Any], Any]:
+def jacobian(
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: bool = False,
+    block_size: int = BLOCK_SIZE,
+) -> Callable[..., Any]:
     """Jacobian of a function from an array, or a tree of them, to an array, or a tree of them.
 
     The result has the structure of the value, with the structure of the argument in place of each array; its leaves have the
     shape ``(*output, *leaf)``. One pull back an output element; beside the result no more than ``block_size`` rows are kept.
     For one that is too large to be kept whole, see :func:`jacobian_blocks`.
+
+    Parameters
+    ----------
+    fn
+        Returns an array or a tree of them (with ``has_aux``: that and anything else).
+    argnums
+        Which positional arguments to differentiate; a tuple of trees takes the place of the argument's for a sequence.
+    has_aux
+        ``fn`` returns ``(value, aux)``; the result is then ``(jacobian, aux)``.
+    block_size
+        Rows that are kept beside the result.
 
     Raises
     ------
@@ -91,12 +109,26 @@ def jacobian(fn: Callable[[Any], Any], *, block_size: int = BLOCK_SIZE) -> Calla
     >>> mt.jacobian(lambda x: x * x)(mt.asarray([1.0, 2.0]))
     Array([[2., 0.],
            [0., 4.]], dtype=float64)
+    >>> by_x, by_y = mt.jacobian(lambda x, y: x * y, argnums=(0, 1))(mt.asarray([1.0, 2.0]), mt.asarray(3.0))
+    >>> by_x.tolist(), by_y.tolist()
+    ([[3.0, 0.0], [0.0, 3.0]], [1.0, 2.0])
     """
+    check_function("jacobian", fn)
+    positions = argument_positions("jacobian", argnums)
     if block_size < 1:
         raise ValueError(f"[jacobian] block_size must be at least 1, got {block_size}")
 
-    def wrapped(x: Any) -> Any:
-        value, pull = vjp(fn, x)
+    @functools.wraps(fn, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        chosen = chosen_arguments("jacobian", positions, len(args))
+
+        def of_chosen(*xs: Any) -> Any:
+            full = list(args)
+            for i, x in zip(chosen, xs, strict=True):
+                full[i] = x
+            return fn(*full, **kwargs)
+
+        value, pull, *rest = vjp(of_chosen, *(args[i] for i in chosen), has_aux=has_aux)
         outputs, out_def = trees.flatten(value)
         for y in outputs:
             if not isinstance(y, Array):
@@ -105,12 +137,14 @@ def jacobian(fn: Callable[[Any], Any], *, block_size: int = BLOCK_SIZE) -> Calla
 
         def of_output(k: int) -> Any:
             def of(seed: Array) -> Any:
-                return pull(trees.unflatten(out_def, [*zero[:k], seed, *zero[k + 1 :]]))[0]
+                found = pull(trees.unflatten(out_def, [*zero[:k], seed, *zero[k + 1 :]]))
+                return found[0] if isinstance(argnums, int) else found
 
             like = of(zero[k])
             return _joined(outputs[k].shape, like, _blocks(outputs[k], of, block_size))
 
-        return trees.unflatten(out_def, [of_output(k) for k in range(len(outputs))])
+        found = trees.unflatten(out_def, [of_output(k) for k in range(len(outputs))])
+        return (found, *rest) if has_aux else found
 
     return wrapped
 
@@ -134,11 +168,18 @@ def _joined(shape: tuple[int, ...], like: Any, blocks: Iterator[tuple[slice, Any
     return trees.unflatten(treedef, [wrap(h.reshape((*shape, *h.shape[1:]))) for h in host])
 
 
-def hessian(fn: Callable[[Any], Array], *, block_size: int = BLOCK_SIZE) -> Callable[[Any], Any]:
+def hessian(
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: bool = False,
+    block_size: int = BLOCK_SIZE,
+) -> Callable[..., Any]:
     """Hessian of a scalar function of one array (shape ``(*input, *input)``) or of a tree.
 
     Of a tree it is a tree of trees: ``hessian(fn)(params)["w"]["b"]`` has the shape ``(*w, *b)``. For products with it alone, see
-    :func:`hvp`; for its rows block after block, ``jacobian_blocks(grad(fn), x)``. ``block_size`` is as in :func:`jacobian`.
+    :func:`hvp`; for its rows block after block, ``jacobian_blocks(grad(fn), x)``. ``argnums``, ``has_aux`` and ``block_size`` are as
+    in :func:`jacobian`: of the arguments 0 and 1 it is ``h[0][1]``, with the shape ``(*first, *second)``.
 
     >>> import meshtape as mt
     >>> mt.hessian(lambda x: (x ** 3).sum())(mt.asarray([1.0, 2.0]))
@@ -148,7 +189,7 @@ def hessian(fn: Callable[[Any], Array], *, block_size: int = BLOCK_SIZE) -> Call
     >>> h["a"]["b"].tolist(), h["b"]["b"].tolist()
     ([[1.0], [1.0]], [[0.0]])
     """
-    return jacobian(grad(fn), block_size=block_size)
+    return jacobian(grad(fn, argnums, has_aux=has_aux), argnums, has_aux=has_aux, block_size=block_size)
 
 
 __all__ = ["hessian", "jacobian", "jacobian_blocks"]

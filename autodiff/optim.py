@@ -31,19 +31,18 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import elementwise
 from ..arrays import tree as trees
 from ..arrays._array import Array
-from ..arrays._dispatch import Deferred
+from ..arrays._dispatch import apply
+from ..arrays.adam import LAZY_ADAM, adam_step
 from ..arrays.creation import asarray, zeros_like
-from ..arrays.elementwise import sqrt, square, where
+from ..arrays.elementwise import sqrt
 from ..arrays.errors import DTypeError, ShapeError
-from ..arrays.indexsum import IndexSum
-from ..arrays.manipulation import moveaxis
 from .averages import Average, ema
 from .clipping import clip_by_global_norm, clip_by_value, global_norm
 from .parameters import check, counter, is_small, leaves_of, trains, wide
 from .schedules import Schedule, constant, cosine, exponential, linear, warmup_cosine, warmup_linear
-from .sparse import sparse_gradient
 
 
 @dataclass(frozen=True)
@@ -262,11 +261,11 @@ def adamw(
 
 
 def lazy_adam(lr: Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
-    """:func:`adam` that moves nothing where the gradient is zero: neither the parameter nor its two means.
+    r""":func:`adam` that moves nothing where the gradient is zero: neither the parameter nor its two means.
 
     For large tables of which each step reads some rows. :func:`adam` lets the means of all other rows decay and steps by what is left
-    of them, at the price of the whole table; here (as in PyTorch's ``SparseAdam``) a step costs what was read, but for the copy of the
-    table that a pure function makes. The bias of the means is corrected by the number of all steps. The result does not depend on
+    of them, at the price of the whole table; here (as in PyTorch's ``SparseAdam``) a step costs what was read, but for the copies of the
+    table and of its means that a pure function makes. A compiled step with ``donate=`` makes none. The bias of the means is corrected by the number of all steps. The result does not depend on
     whether a gradient is kept sparse (see :func:`meshtape.sparse_gradient`).
 
     Parameters
@@ -315,34 +314,14 @@ def _adam(
                 g = g + weight_decay * p
             if weight_decay and decoupled:
                 p = p * (1.0 - _cast(rate * weight_decay, p))
-            m = b1 * m + (1.0 - b1) * g
-            v = b2 * v + (1.0 - b2) * square(g)
-            return p - _cast(size, p) * (m / (sqrt(v) / _cast(root, p) + eps)), m, v
+            rates = _cast(size, p), _cast(root, p)
+            if lazy:
+                return apply(LAZY_ADAM, (p, g, m, v, *rates), {"b1": b1, "b2": b2, "eps": eps})
+            return adam_step(elementwise, p, g, m, v, *rates, b1=b1, b2=b2, eps=eps)
 
-        return _lazily(rule) if lazy else rule
+        return rule
 
     return _optimizer(name, ("mean", "square"), prepare)
-
-
-def _lazily(rule: Rule) -> Rule:
-    """The rule where the gradient is not zero; elsewhere everything stays."""
-
-    def lazy(p: Array, g: Array, *held: Array) -> tuple[Array, ...]:
-        olds = (p, *held)
-        if type(g._buf) is not IndexSum or any(isinstance(x._buf, Deferred) for x in olds):
-            moves = g != 0
-            return tuple(where(moves, new, old) for new, old in zip(rule(p, g, *held), olds, strict=True))
-        s = sparse_gradient(g)
-        indices = iter(s.indices)
-        key = tuple(next(indices) if d in s.axes else slice(None) for d in range(p.ndim))
-        # Where NumPy puts the dimension of the places: index arrays side by side stay where they are.
-        first, last = s.axes[0], s.axes[-1]
-        values = moveaxis(s.values, 0, first if last - first + 1 == len(s.axes) else 0)
-        parts = [x[key] for x in olds]
-        news = rule(parts[0], values, *parts[1:])
-        return tuple(x.at[key].set(where(values != 0, new, old)) for x, new, old in zip(olds, news, parts, strict=True))
-
-    return lazy
 
 
 def chain(*stages: Any) -> Optimizer:

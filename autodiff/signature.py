@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -13,7 +12,7 @@ import numpy as np
 
 from ..arrays import tree as trees
 from ..arrays._array import Array
-from ..arrays.indexsum import densify
+from ..arrays.indexsum import IndexSum, densify
 from ..arrays.program import freeze
 
 _CODE = FunctionType | BuiltinFunctionType | ModuleType | type
@@ -28,8 +27,31 @@ class Wrapper(abc.ABC):
         """The functions."""
 
 
+# Every call of a compiled function asks these of all that the function reads, and a look at the type is all that most answers take.
+_FUNCTION, _WRAPPER, _DATA = range(3)
+_kinds: dict[type, int] = {}
+
+
+def _kind(value: Any) -> int:
+    found = _kinds.get(type(value))
+    if found is None:
+        found = (
+            _WRAPPER
+            if isinstance(value, Wrapper)
+            else _FUNCTION
+            if isinstance(value, FunctionType | functools.partial)
+            else _DATA
+        )
+        if type(value).__module__ in _FAMILIAR:  # and not classes that a user makes at each call, which would be kept
+            _kinds[type(value)] = found
+    return found
+
+
+_FAMILIAR = frozenset({"builtins", "functools", "numpy", __name__, f"{__package__}.compile", Array.__module__})
+
+
 def _functions_of(value: Any) -> list[Any]:
-    return value.functions() if isinstance(value, Wrapper) else [value]
+    return value.functions() if _kind(value) == _WRAPPER else [value]
 
 
 def as_array(x: Any) -> Any:
@@ -42,7 +64,7 @@ def as_array(x: Any) -> Any:
 
 def leaf_key(x: Any) -> Any:
     if isinstance(x, Array):
-        return ("array", x.shape, x.dtype, x.device, x.sharding)
+        return ("array", x.shape, x.dtype, x.device, x.sharding, type(x._buf) is IndexSum)
     try:
         hash(x)
     except TypeError:
@@ -73,7 +95,7 @@ def outside(fn: Any) -> list[Any]:
         if id(fn) in done:
             continue
         done.add(id(fn))
-        if isinstance(fn, Wrapper):
+        if _kind(fn) == _WRAPPER:
             functions += fn.functions()
             continue
         if isinstance(fn, functools.partial):
@@ -81,22 +103,59 @@ def outside(fn: Any) -> list[Any]:
         else:
             values = [*(getattr(fn, "__defaults__", None) or ()), *(getattr(fn, "__kwdefaults__", None) or {}).values()]
             for cell in getattr(fn, "__closure__", None) or ():
-                with contextlib.suppress(ValueError):  # a variable that is not bound yet
+                try:
                     values.append(cell.cell_contents)
-        functions += [v for v in values if isinstance(v, FunctionType | functools.partial | Wrapper)]
+                except ValueError:  # a variable that is not bound yet
+                    continue
+        functions += [v for v in values if _kind(v) != _DATA]
         module = getattr(fn, "__globals__", {})
         if module.get("__package__") == __package__:
             module = {}  # what this package names is code: grad(f) reads what f reads
-        named = [module[n] for n in _names_in(getattr(fn, "__code__", None)) if n in module]
+        named = [module[n] for n in _names_in(getattr(fn, "__code__", None)) if n in module] if module else []
         functions += [v for v in named if any(getattr(f, "__globals__", None) is module for f in _functions_of(v))]
         found += values + named
     return found
 
 
-def outside_key(fn: Any) -> tuple[Any, ...]:
+class OutsideKey:
+    """A key that is compared by the identity of values, and keeps them alive: their ids stay their own."""
+
+    __slots__ = ("_held", "_key")
+
+    def __init__(self, key: tuple[Any, ...], held: list[Any]) -> None:
+        self._key, self._held = key, held
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OutsideKey) and other._key == self._key
+
+
+def outside_key(fn: Any) -> OutsideKey:
     """What the function reads beside its arguments, in a form that changes when the result may: numbers and texts count by value,
     arrays by identity and buffer (alone or in containers), everything else by identity."""
-    return tuple(map(_held_key, outside(fn)))
+    key: list[Any] = []
+    held: list[Any] = []
+    for value in outside(fn):
+        kind = type(value)
+        if kind in _BY_VALUE or isinstance(value, bool | int | float | complex | str | bytes):
+            key.append((kind, freeze(value)))
+            continue
+        held.append(value)
+        key.append(id(value))
+        if kind is not FunctionType and not isinstance(value, _CODE):
+            # Of a container only the arrays count: a list that the function appends a note to at each trace must not bring about
+            # the next.
+            arrays = arrays_in(value)
+            key.append(len(arrays))
+            for x in arrays:
+                held += (x, x._buf)
+                key += (id(x), id(x._buf))
+    return OutsideKey(tuple(key), held)
+
+
+_BY_VALUE = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,16 +167,7 @@ def _names_in(code: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
-def _held_key(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, bool | int | float | complex | str | bytes | None):
-        return type(value), freeze(value)
-    if isinstance(value, _CODE):
-        return (_ById(value),)
-    # Of a container only the arrays count: a list that the function appends a note to at each trace must not bring about the next.
-    return (_ById(value), *((_ById(x), _ById(x._buf)) for x in arrays_in(value)))
-
-
 def arrays_in(value: Any) -> list[Array]:
-    found = [x for x in trees.flatten(value)[0] if isinstance(x, Array)]
+    found = [value] if type(value) is Array else [x for x in trees.flatten(value)[0] if isinstance(x, Array)]
     densify(found)
     return found

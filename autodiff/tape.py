@@ -211,18 +211,20 @@ class Tape(Recording):
     def backward(self, targets: Sequence[Any], seeds: Sequence[Any], keep: Sequence[int]) -> dict[int, Array]:
         """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""
         cots: dict[int, Any] = {}
-        densify((*targets, *seeds))
+        densify(seeds)  # of the targets nobody reads the values
         checked = [_seed_of(t, s) for t, s in zip(targets, seeds, strict=True)]
         now = state.now
         before = now.recorders
         others = tuple([r for r in before if r is not self and not is_checker(r)])
         now.recorders = others
         try:
-            wrapped = bool(others) or any(isinstance(b, Deferred) for t, s in checked for b in (t._buf, s._buf))
+            wrapped = bool(others) or any(
+                isinstance(b, Deferred) and type(b) is not IndexSum for t, s in checked for b in (t._buf, s._buf)
+            )
             if wrapped:
                 import meshtape.arrays as xp
             else:
-                xp = backend_of(checked[0][0]._buf).xp if checked else np
+                xp = backend_of(checked[0][1]._buf).xp if checked else np
             for t, s in checked:
                 if t._id in self._live:
                     g = s if wrapped else s._buf

@@ -23,7 +23,7 @@ from .backward import same_value
 from .tape import Tape, is_differentiable
 
 
-def _check_function(who: str, fn: Any) -> None:
+def check_function(who: str, fn: Any) -> None:
     if not callable(fn):
         raise TypeError(f"[{who}] takes a function, got {type(fn).__name__}")
 
@@ -67,7 +67,7 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     >>> pull(mt.asarray([1.0, 10.0]))
     (Array([ 2., 40.], dtype=float64),)
     """
-    _check_function("vjp", fn)
+    check_function("vjp", fn)
     fresh = _fresh(primals)
     inputs, in_def = trees.flatten(fresh)
     tape = Tape(persistent=True)
@@ -117,6 +117,23 @@ def _gradient_or_zeros(x: Any, found: dict[int, Array]) -> Any:
     return zeros_like(x) if g is None else g
 
 
+def argument_positions(who: str, argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """The option ``argnums`` as positions. Raises ``TypeError`` that says who was given what instead."""
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if any(type(i) is not int for i in positions):
+        raise TypeError(f"[{who}] argnums are positions of arguments, ints, got {argnums!r}")
+    return positions
+
+
+def chosen_arguments(who: str, positions: Sequence[int], count: int) -> list[int]:
+    """The positions counted from 0, of ``count`` arguments."""
+    chosen = [i if i >= 0 else i + count for i in positions]
+    if chosen and not 0 <= min(chosen) <= max(chosen) < count:
+        wanted = positions[0] if len(positions) == 1 else tuple(positions)
+        raise GradientError(f"[{who}] argnums {wanted} for {count} positional argument(s)")
+    return chosen
+
+
 def value_and_grad(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -139,16 +156,12 @@ def value_and_grad(
     >>> float(value), float(grads["w"]), float(grads["b"])
     (34.0, 26.0, 16.0)
     """
-    _check_function("grad", fn)
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if any(type(i) is not int for i in positions):
-        raise TypeError(f"[grad] argnums are positions of arguments, ints, got {argnums!r}")
+    check_function("grad", fn)
+    positions = argument_positions("grad", argnums)
 
     @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        chosen = [i if i >= 0 else i + len(args) for i in positions]
-        if chosen and not 0 <= min(chosen) <= max(chosen) < len(args):
-            raise GradientError(f"[grad] argnums {argnums} for {len(args)} positional argument(s)")
+        chosen = chosen_arguments("grad", positions, len(args))
         full = list(args)
         for i in chosen:
             full[i] = _fresh(args[i])
@@ -222,7 +235,7 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
     Array([ 6., 12.], dtype=float64)
     """
 
-    _check_function("hvp", fn)
+    check_function("hvp", fn)
     xs, x_def = trees.flatten(x)
     vs, v_def = trees.flatten(v)
     if x_def != v_def:
@@ -231,11 +244,15 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
         if a != b:
             raise GradientError(f"[hvp] a direction of shape {b} for an argument of shape {a}")
 
-    def slope(y: Any) -> Array:
-        parts = trees.tree_map(lambda g, t: (g * t).sum(), grad(fn)(y), v)
-        return functools.reduce(lambda a, b: a + b, trees.flatten(parts)[0])
-
-    return grad(slope)(x)
+    # The Hessian is symmetric: what the gradient's own derivative pulls back is what it pushes forward.
+    (fresh,) = _fresh((x,))
+    tape = Tape()
+    with tape:
+        sources = _watch(tape, trees.flatten(fresh)[0])
+        slopes = trees.flatten(grad(fn)(fresh), is_leaf=_is_none)[0]
+    pairs = [(g, _tangent(g, t)) for g, t in zip(slopes, vs, strict=True) if g is not None]
+    found = tape.backward([g for g, _ in pairs], [t for _, t in pairs], _names(sources))
+    return trees.unflatten(x_def, [_gradient_or_zeros(s, found) for s in sources])
 
 
 def _shape(x: Any) -> tuple[int, ...]:
@@ -256,7 +273,7 @@ def check_grads(
     DTypeError
         For arguments that have no derivatives. (Those of float32 have, but differences see few digits of them.)
     """
-    _check_function("check_grads", fn)
+    check_function("check_grads", fn)
     if order < 1:
         raise ValueError(f"[check_grads] order must be at least 1, got {order}")
     rng = np.random.default_rng(0)

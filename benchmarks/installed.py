@@ -22,10 +22,11 @@ FILES = ("LICENSE", "README.md", "pyproject.toml", "setup.py")
 
 
 def core() -> str:
-    """Which core runs, for the title of a table."""
+    """Which core runs, and whether the kernels in C do, for the title of a table."""
     from meshtape.arrays._core import COMPILED
+    from meshtape.arrays.native import AVAILABLE
 
-    return "compiled core" if COMPILED else "core in Python"
+    return ("compiled core" if COMPILED else "core in Python") + (", native kernels" if AVAILABLE else "")
 
 
 def run_on_wheel() -> None:
@@ -45,9 +46,9 @@ def run_on_wheel() -> None:
 
 def _wheel() -> Path:
     digest = hashlib.sha256(sys.version.encode())
-    files = [*(ROOT / f for f in FILES), *(p for d in FOLDERS for p in sorted((ROOT / d).rglob("*.p[xy]*")))]
+    files = [*(ROOT / f for f in FILES), *(p for d in FOLDERS for p in sorted((ROOT / d).rglob("*.*")))]
     for file in files:
-        if file.suffix in (".py", ".pxd", ".toml"):
+        if file.suffix in (".py", ".pxd", ".c", ".h", ".toml"):
             digest.update(file.read_bytes())
     site = ROOT / "build" / "benchmarks" / digest.hexdigest()[:16]
     if not site.exists():
@@ -55,7 +56,7 @@ def _wheel() -> Path:
         with tempfile.TemporaryDirectory() as folder:
             source, out = Path(folder, "source"), Path(folder, "out")
             for name in FOLDERS:
-                shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
             for name in FILES:
                 shutil.copy(ROOT / name, source)
             code = f"from setuptools.build_meta import build_wheel; build_wheel({str(out)!r})"

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ...arrays import elementwise as ew
 from ...arrays import gelu
+from ...arrays.native import AVAILABLE
+from ...arrays.native import ops as native
 from ._registry import call, conj, defvjp, same
+
+
+def in_c(kernel: Callable[[Any, Any], Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule; where the kernels in C are there, buffers of NumPy go through ``kernel`` first, which needs one pass over them."""
+    if not AVAILABLE:
+        return rule
+
+    def either(xp, g, ans):
+        if xp is np and (out := kernel(g, ans)) is not NotImplemented:
+            return out
+        return rule(xp, g, ans)
+
+    return either
+
 
 # ----- arithmetic -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +124,7 @@ defvjp(
 )
 defvjp(ew.SINH, x=lambda xp, g, x: g * conj(xp, xp.cosh(x)))
 defvjp(ew.COSH, x=lambda xp, g, x: g * conj(xp, xp.sinh(x)))
-defvjp(ew.TANH, x=lambda xp, g, ans: g * conj(xp, 1.0 - ans * ans))
+defvjp(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * conj(xp, 1.0 - ans * ans)))
 defvjp(ew.ASINH, x=lambda xp, g, x: g / conj(xp, xp.sqrt(x * x + 1.0)))
 defvjp(ew.ACOSH, x=lambda xp, g, x: g / conj(xp, xp.sqrt(x - 1.0) * xp.sqrt(x + 1.0)))
 defvjp(ew.ATANH, x=lambda xp, g, x: g / conj(xp, 1.0 - x * x))
@@ -127,9 +145,9 @@ defvjp(
     x=lambda xp, g, condition: xp.where(condition, g, 0.0),
     y=lambda xp, g, condition: xp.where(condition, 0.0, g),
 )
-defvjp(ew.RELU, x=lambda xp, g, ans: xp.where(ans > 0, g, 0.0))
+defvjp(ew.RELU, x=in_c(native.relu_backward, lambda xp, g, ans: xp.where(ans > 0, g, 0.0)))
 defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * xp.exp(-x * x))
-defvjp(ew.SIGMOID, x=lambda xp, g, ans: g * ans * (1.0 - ans))
+defvjp(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * ans * (1.0 - ans)))
 
 
 def _gelu_slope(xp, g, dy, x):

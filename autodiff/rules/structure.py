@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
-from ...arrays import batch_norms, channel_norms, indexsum, norms, products
+from ...arrays import batch_norms, channel_norms, norms, products
 from ...arrays import indexing as ix
 from ...arrays import manipulation as m
 from ._registry import call, conj, defvjp, defvjp_all, same
@@ -65,9 +63,6 @@ defvjp(products.MATMUL, x=_matmul_x, y=_matmul_y)
 
 
 def _read(xp, g, arrays, x_like, template):
-    if xp is np and x_like.shape and math.prod(x_like.shape) >= indexsum.SMALLEST:
-        # Kept as it is until somebody needs the whole: only on raw buffers, where no tape looks on.
-        return indexsum.IndexSum.read(template, arrays, np.asarray(g), x_like.shape).settled()
     return call(xp, ix.SCATTER, g, *arrays, template=template, shape=x_like.shape)
 
 

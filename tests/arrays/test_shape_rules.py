@@ -118,6 +118,7 @@ def samples() -> dict[str, list[Sample]]:
     ]
     table["last_writes"] = table["getitem"]
 
+    ADAM = {"b1": 0.9, "b2": 0.99, "eps": 1e-8}
     table["layer_norm"] = [
         ((f(2, 3, 4, dtype=d), f(4, dtype=d), f(4, dtype=d)), {"naxes": 1, "eps": 1e-5})
         for d in (np.float64, np.float32, BF16)
@@ -129,6 +130,10 @@ def samples() -> dict[str, list[Sample]]:
     for name in ("layer_norm", "layer_norm_backward"):  # the same without a bias, forward, and its cotangent, backward
         drop = slice(None, 2) if name == "layer_norm" else slice(None)
         table[name.replace("layer", "rms")] = [(args[drop], params) for args, params in table[name]]
+    table["lazy_adam"] = [
+        ((f(2, 3, dtype=d), f(2, 3, dtype=d), f(2, 3, dtype=d), f(2, 3, dtype=d), d(0.1), d(0.3)), ADAM)
+        for d in (np.float64, np.float32)
+    ] + [((f(3), f(3), f(3), f(3), 0.1, 0.3), ADAM)]
     table |= channel_norm_samples()
     table |= softmax_samples()
 
@@ -267,6 +272,19 @@ def softmax_samples() -> dict[str, list[Any]]:
         ((f(*labels.shape, dtype=float if x.dtype.itemsize == 8 else np.float32), x, labels), params)
         for (x, labels), params in table["cross_entropy"]
     ]
+    rows = [
+        (
+            f(*n, 3, dtype=d),
+            i(*n, 2),
+            f(*n, 2, dtype=d),
+            *(f(2, *w, dtype=d) for w in ((3, 4), (3, 4), (4, 3))),
+            np.arange(2),
+        )
+        for n in ((2, 5), (0,), ())
+        for d in dtypes
+    ]
+    table["experts"] = [(operands, {}) for operands in rows]
+    table["experts_backward"] = [((operands[0], *operands), {}) for operands in rows]
     table["positions"] = [((f(2, 3),), {"axis": 1, "start": 5}), ((f(0, 3),), {"axis": 0, "start": 0})]
     return table
 

@@ -388,6 +388,16 @@ SAMPLES: dict[str, list[Sample]] = {
         (lambda x, w, b: mt.layer_norm(x, 3, w, b), (real(0, 3), real(3), real(3))),
         (lambda x: mt.layer_norm(x.mT, 4, None, x[:, 0]), (real(4, 3),)),
     ],
+    "lazy_adam": [
+        (
+            call("lazy_adam", b1=0.9, b2=0.99, eps=1e-3),
+            (real(2, 3), real(2, 3, low=0.5), real(2, 3), real(2, 3, low=0.5), real(low=0.1), real(low=0.3)),
+        ),
+        (
+            lambda g: call("lazy_adam", b1=0.5, b2=0.5, eps=1e-3)(g, g, g, g, 0.1, 0.5)[0],
+            (real(3, low=0.5),),
+        ),
+    ],
     "layer_norm_backward": [
         (call("layer_norm_backward", naxes=1, eps=1e-5), (real(2, 3), real(2, 3), real(3))),
         (call("layer_norm_backward", naxes=2, eps=1e-2), (real(2, 3), real(2, 3), real(2, 3))),
@@ -523,6 +533,24 @@ more(
             (call(name, axis=0), (real(0, 2), real(0, 2))),
         ]
         for name, y in (("softmax_backward", np.abs), ("log_softmax_backward", np.negative))
+    }
+)
+SENT = mt.asarray(I([[0, 2], [1, 0], [2, 7], [2, 1]]))  # expert 7 is nowhere
+
+
+def _experts(name: str) -> Callable[..., Any]:
+    def run(*operands: Any) -> Any:
+        *g, x, weights, gate, up, down = operands
+        return call(name)(*g, x, SENT, weights, gate, up, down, mt.arange(3))
+
+    return run
+
+
+STACKS = (real(4, 2), real(4, 2), real(3, 2, 3), real(3, 2, 3), real(3, 3, 2))
+more(
+    {
+        "experts": [(_experts("experts"), STACKS)],
+        "experts_backward": [(_experts("experts_backward"), (real(4, 2), *STACKS))],
     }
 )
 more(

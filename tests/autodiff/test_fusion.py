@@ -8,11 +8,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
+from meshtape.arrays import threads as shared
 from meshtape.autodiff import fusion
 from meshtape.autodiff.fusion import Group, executable, fuse
 
-UNARY = (mt.exp, mt.tanh, mt.abs, mt.nn.relu, mt.nn.sigmoid, mt.negative, mt.square, lambda x: (x > 0).astype(x.dtype))
-BINARY = (mt.add, mt.multiply, mt.maximum, mt.subtract, lambda x, y: mt.where(x > y, x, y))
+UNARY = (
+    mt.exp,
+    mt.tanh,
+    mt.abs,
+    mt.nn.relu,
+    mt.nn.sigmoid,
+    mt.negative,
+    mt.square,
+    lambda x: (x > 0).astype(x.dtype),
+    lambda x: mt.sqrt(mt.square(x)),
+    lambda x: mt.reciprocal(mt.square(x) + 1.0),
+)
+BINARY = (
+    mt.add,
+    mt.multiply,
+    mt.maximum,
+    mt.subtract,
+    lambda x, y: mt.where(x > y, x, y),
+    lambda x, y: x / (mt.square(y) + 0.5),
+    lambda x, y: 2.0 - x * 3.0 * y,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +42,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "BLOCK", 7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_fused_chains_equal_eager_ones(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
@@ -33,7 +53,11 @@ def test_fused_chains_equal_eager_ones(data: st.DataObject) -> None:
         own = tuple(n if data.draw(st.booleans()) else 1 for n in shape[lead:])
         operands.append(rng.standard_normal(own).astype(operands[0].dtype))
     recipe = data.draw(
-        st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=9)
+        st.lists(
+            st.tuples(st.integers(0, len(UNARY) + len(BINARY) - 1), st.integers(0, 6), st.integers(0, 6)),
+            min_size=2,
+            max_size=9,
+        )
     )
 
     def fn(*xs: mt.Array) -> tuple[mt.Array, ...]:
@@ -59,6 +83,34 @@ def test_a_chain_becomes_one_group_and_nothing_else_does() -> None:
     assert len(parts[0].outputs) == 1, "intermediate values are never written in full"
 
 
+def test_what_is_scaled_early_is_scaled_in_the_run_that_reads_it() -> None:
+    """All gradients are scaled before the first is used: one group a leaf, and no scaled gradient in memory."""
+
+    def step(ps: list[mt.Array], gs: list[mt.Array], s: mt.Array) -> list[mt.Array]:
+        scaled = [g / s for g in gs]
+        clipped = [g * 0.5 for g in scaled]
+        moved = [g * g * 2.0 for g in clipped]
+        return [p - m for p, m in zip(ps, moved, strict=True)]
+
+    ps, gs = [mt.ones(8 + i) * i for i in range(3)], [mt.ones(8 + i) * (i + 2.0) for i in range(3)]
+    compiled = mt.compile(step)
+    parts = fuse(compiled.program(ps, gs, mt.asarray(4.0)))
+    assert [(type(p).__name__, len(p.entries), len(p.outputs)) for p in parts] == [("Group", 5, 1)] * 3
+    for found, wanted in zip(compiled(ps, gs, mt.asarray(4.0)), step(ps, gs, mt.asarray(4.0)), strict=True):
+        np.testing.assert_array_equal(found.numpy(), wanted.numpy())
+
+
+def test_an_entry_does_not_wait_where_its_operands_take_more_memory() -> None:
+    """``x`` and ``y`` are free once their sum is made, which the product in between does not read."""
+
+    def fn(x: mt.Array, y: mt.Array, w: mt.Array) -> mt.Array:
+        total = x * 2.0 + y * 3.0
+        return (w @ w) * total
+
+    parts = fuse(mt.compile(fn).program(*[mt.ones((8, 8))] * 3))
+    assert [len(p.entries) if isinstance(p, Group) else p.op.name for p in parts] == [3, "matmul", "multiply"]
+
+
 def test_small_arrays_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "SMALLEST", 100)
     program = mt.compile(lambda x: x * 2.0 + 1.0).program(mt.ones(99))
@@ -67,8 +119,8 @@ def test_small_arrays_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_share_the_blocks(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusion, "SMALLEST_FOR_THREADS", 1)
-    monkeypatch.setattr(fusion, "_threads", lambda: threads)
+    monkeypatch.setattr(shared, "SMALLEST_SHARED", 1)
+    monkeypatch.setattr(shared, "threads", lambda: threads)
     x = np.arange(101.0)
     program = mt.compile(lambda x: mt.exp(-x) * 3.0).program(mt.asarray(x))
     (group,) = fuse(program)
@@ -83,8 +135,8 @@ def test_non_contiguous_inputs() -> None:
 
 
 def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusion, "SMALLEST_FOR_THREADS", 1)
-    monkeypatch.setattr(fusion, "_threads", lambda: 2)
+    monkeypatch.setattr(shared, "SMALLEST_SHARED", 1)
+    monkeypatch.setattr(shared, "threads", lambda: 2)
     x = np.arange(100.0)
     program = mt.compile(lambda x: x * 2.0 + 1.0).program(mt.asarray(x))
     (group,) = fuse(program)

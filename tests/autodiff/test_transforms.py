@@ -365,3 +365,34 @@ def test_check_grads_finds_wrong_derivatives():
     with pytest.raises(AssertionError, match="reverse mode against differences"):
         mt.check_grads(wrong_second, np.asarray(1.0), order=2)
     mt.check_grads(lambda z: z * mt.conj(z), np.asarray([1 + 1j]), order=3)
+
+
+def test_jacobians_and_hessians_of_several_arguments_and_with_more_results():
+    x, y = mt.asarray([1.0, 2.0]), mt.asarray([[3.0], [4.0], [5.0]])
+
+    def fn(x, y, *, scale=1.0):
+        return {"p": scale * x * y, "s": (x * x).sum()}, ("more", x)
+
+    for argnums in ((0, 1), (1, 0), (-2, -1)):
+        found, (word, same) = mt.jacobian(fn, argnums, has_aux=True)(x, y, scale=2.0)
+        assert (word, same.tolist()) == ("more", [1, 2])
+        by_x, by_y = found["p"] if argnums != (1, 0) else found["p"][::-1]
+        assert (by_x.shape, by_y.shape) == ((3, 2, 2), (3, 2, 3, 1))
+        np.testing.assert_array_equal(np.asarray(by_x)[:, 0, 0], [6, 8, 10])
+        np.testing.assert_array_equal(np.asarray(by_y)[1, :, 1, 0], [2, 4])
+        assert found["s"][argnums.index(1 if 1 in argnums else -1)].tolist() == [[0], [0], [0]]
+    assert mt.jacobian(lambda a, b: a * b, argnums=1)(2.0, mt.ones(2)).tolist() == [[2, 0], [0, 2]]
+
+    h, aux = mt.hessian(lambda x, y: ((x * x).sum() * y.sum(), 7), argnums=(0, 1), has_aux=True)(x, y)
+    assert aux == 7
+    assert (h[0][0].tolist(), h[0][1].shape, h[1][1].shape) == ([[24, 0], [0, 24]], (2, 3, 1), (3, 1, 3, 1))
+    np.testing.assert_array_equal(np.asarray(h[1][0])[2, 0], [2, 4])
+    compiled = mt.compile(mt.hessian(lambda x, y: (x * x).sum() * y.sum(), argnums=(0, 1)))(x, y)
+    np.testing.assert_array_equal(np.asarray(compiled[0][1]), np.asarray(h[0][1]))
+
+    with pytest.raises(mt.errors.GradientError, match=r"\[jacobian\] argnums 2 for 2"):
+        mt.jacobian(lambda a, b: a * b, argnums=2)(x, x)
+    with pytest.raises(TypeError, match=r"\[jacobian\] argnums"):
+        mt.jacobian(lambda a: a, argnums="0")
+    with pytest.raises(mt.errors.GradientError, match="has_aux"):
+        mt.jacobian(lambda a: a, has_aux=True)(x)

@@ -1,0 +1,104 @@
+"""Runs of elementwise steps as one call: each number is read once and written once, whatever happens to it in between.
+
+Only steps with one correctly rounded operation for each number are among them, so that the bits are those of NumPy. (It warns of
+divisions by zero and the like in its own steps; a run does not.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._core import FLOAT32, FLOAT64, number
+from .._op import OPS, Op
+from ..program import Entry, Program
+from . import AVAILABLE, _kernels
+
+MOST_LOCALS, MOST_SLOTS = 6, 24  # as in module.c
+
+_CODES: dict[Op, int] = {
+    OPS[name]: code
+    for code, name in enumerate(("add", "subtract", "multiply", "divide", "negative", "square", "sqrt", "reciprocal"))
+}
+
+
+def takes(e: Entry, program: Program) -> bool:
+    """Whether the entry can be a step of a run: a known operation, all operands of the result's dtype, or numbers that fit it."""
+    if not AVAILABLE or e.op not in _CODES or e.params:
+        return False
+    dtype = program.avals[e.outputs[0]].dtype
+    return dtype in (FLOAT32, FLOAT64) and all(
+        program.avals[v].dtype == dtype if isinstance(v, int) else _number(v.value, dtype) is not None for v in e.inputs
+    )
+
+
+def _number(value: Any, dtype: np.dtype) -> np.ndarray | None:
+    if type(value) not in (int, float):
+        return None
+    found = number(value, FLOAT64 if dtype == FLOAT64 else FLOAT32)
+    return found if isinstance(found, np.ndarray) else None
+
+
+class Run(NamedTuple):
+    """Entries as one call: ``reads`` are variables or numbers as arrays, ``writes`` the variables that others read."""
+
+    entries: tuple[Entry, ...]
+    steps: bytes
+    reads: tuple[Any, ...]
+    writes: tuple[int, ...]
+    locals: int
+
+    def __call__(self, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+        """Compute ``writes``, arrays of one shape, from ``reads``."""
+        if not _kernels.chain(self.steps, (*reads, *writes), len(reads), self.locals):
+            self._in_numpy(reads, writes)
+
+    def _in_numpy(self, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+        """Where operands are broadcast, or not contiguous."""
+        into = dict(zip(self.writes, writes, strict=True))
+        env: dict[Any, Any] = dict(zip((v if isinstance(v, int) else id(v) for v in self.reads), reads, strict=True))
+        dtype = writes[0].dtype
+        for e in self.entries:
+            (v,) = e.outputs
+            args = [env[a] if isinstance(a, int) else _number(a.value, dtype) for a in e.inputs]
+            env[v] = e.op.numpy(*args, out=into.get(v))
+
+
+def run_of(entries: Sequence[Entry], program: Program, read_later: set[int]) -> Run | None:
+    """The entries as a run; None where it would need more room than there is. ``read_later`` are variables that others read."""
+    made = {e.outputs[0] for e in entries}
+    last = {v: i for i, e in enumerate(entries) for v in e.inputs if isinstance(v, int)}
+    reads: dict[Any, Any] = {}  # by variable, or by number
+    for e in entries:
+        dtype = program.avals[e.outputs[0]].dtype
+        for v in e.inputs:
+            if not isinstance(v, int):
+                reads.setdefault(("number", float(v.value), str(v.value)), _number(v.value, dtype))
+            elif v not in made:
+                reads.setdefault(v, v)
+    writes = [v for v in dict.fromkeys(e.outputs[0] for e in entries) if v in read_later]
+    if not writes or len(reads) + len(writes) > MOST_SLOTS:
+        return None
+    slots: dict[Any, int] = {k: i for i, k in enumerate((*reads, *writes))}
+    free: list[int] = []
+    count, steps = 0, []
+    for i, e in enumerate(entries):
+        at = [slots[v if isinstance(v, int) else ("number", float(v.value), str(v.value))] for v in e.inputs]
+        v = e.outputs[0]
+        # A step may write what it reads: number by number, after having read it.
+        free += [
+            slots[a]
+            for a in dict.fromkeys(a for a in e.inputs if isinstance(a, int))
+            if a in made and a not in writes and last[a] == i
+        ]
+        if v not in slots:
+            if not free:
+                free.append(len(reads) + len(writes) + count)
+                count += 1
+            slots[v] = free.pop()
+        steps += [_CODES[e.op], slots[v], at[0], at[-1]]
+    if count > MOST_LOCALS:
+        return None
+    return Run(tuple(entries), np.asarray(steps, np.int32).tobytes(), tuple(reads.values()), tuple(writes), count)

@@ -1,0 +1,293 @@
+/* Kernels for arrays in the memory of the CPU: what NumPy needs several passes for, in one.
+
+The Python side of each is an entry of KERNELS below: its name, and a letter for each operand that says what it is. A call checks
+all of them, and answers False where the kernel does not take them; nothing is written then. The interpreter is free meanwhile.
+
+The buffers come through Python's buffer protocol, so that building needs no headers but Python's. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Compiled several times, and chosen by what the processor can when the module is loaded, where compiler and loader know how. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && defined(__GNUC__) && \
+    __GNUC__ >= 12 && !defined(__INTEL_COMPILER)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+#if defined(_MSC_VER)
+#define INLINE __forceinline
+#else
+#define INLINE inline __attribute__((always_inline))
+#endif
+
+/* Before a loop over the elements of a row: what one pass writes, no other reads. */
+#if defined(__clang__)
+#define EACH _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define EACH _Pragma("GCC ivdep")
+#else
+#define EACH
+#endif
+
+#define MOST_OPERANDS 6
+
+typedef struct {
+    void *at[MOST_OPERANDS];
+    ptrdiff_t width, chunk; /* elements of a row; rows that share a row of partial sums */
+    ptrdiff_t stride;       /* from row to row of the first operand: 0 where all are the same */
+    double value;
+    int64_t ignored;
+    int flag, repeated; /* repeated: the first operand is one number */
+} Job;
+
+typedef void (*Kernel)(const Job *job, ptrdiff_t start, ptrdiff_t stop);
+
+#define KERNEL(name) CLONES static void FN(name)(const Job *job, ptrdiff_t start, ptrdiff_t stop)
+
+#define PIECE 1024 /* elements: 8 KiB of float64, so that a handful of them are in a first cache */
+#define MOST_LOCALS 6
+#define MOST_SLOTS 24
+
+typedef struct {
+    void *at[MOST_SLOTS];
+    char one[MOST_SLOTS]; /* whether a slot is one number */
+    const int32_t *steps; /* operation, slot that is written, and two that are read */
+    int count, slots, locals;
+} Chain;
+
+#define IS_FLOAT
+#include "lanes.h"
+#include "pointwise.h"
+#include "rows.h"
+#include "chain.h"
+#include "undefine.h"
+#include "lanes.h"
+#include "pointwise.h"
+#include "rows.h"
+#include "chain.h"
+
+typedef struct {
+    const char *name;
+    /* g, s: a cotangent of every element, or of every row, or one number for all. x: every element. w: one row. l: int64, one a row.
+       Written: o, every element; r, one number a row; p, a row for each chunk of rows. */
+    const char *operands;
+    Kernel f32, f64;
+} Entry;
+
+#define ENTRY(name, operands) {#name, operands, name##_f32, name##_f64}
+
+static const Entry KERNELS[] = {
+    ENTRY(layer_norm, "xwwo"),
+    ENTRY(layer_norm_backward, "gxwopp"),
+    ENTRY(rms_norm, "xwo"),
+    ENTRY(rms_norm_backward, "gxwop"),
+    ENTRY(softmax, "xo"),
+    ENTRY(softmax_backward, "gxo"),
+    ENTRY(log_softmax, "xo"),
+    ENTRY(log_softmax_backward, "gxo"),
+    ENTRY(cross_entropy, "xlr"),
+    ENTRY(cross_entropy_backward, "sxlo"),
+    ENTRY(gelu, "xo"),
+    ENTRY(gelu_backward, "gxo"),
+    ENTRY(tanh_backward, "gxo"),
+    ENTRY(sigmoid_backward, "gxo"),
+    ENTRY(relu_backward, "gxo"),
+};
+
+#define COUNT ((Py_ssize_t)(sizeof KERNELS / sizeof *KERNELS))
+
+/* Below so many elements, handing the interpreter to others costs more than they gain. */
+#define SMALL 8192
+
+static int is_one_number(const Py_buffer *v) {
+    for (int d = 0; d < v->ndim; d++)
+        if (v->strides[d] && v->shape[d] != 1) return 0;
+    return v->len != 0;
+}
+
+static int is_format(const Py_buffer *v, char kind) {
+    const char *f = v->format;
+    if (!f || !f[0] || f[1]) return 0;
+    if (kind == 'l') return v->itemsize == 8 && (f[0] == 'l' || f[0] == 'q');
+    return f[0] == kind;
+}
+
+/* Whether the buffer is what the letter says, of `rows` rows. */
+static int fits(const Py_buffer *v, char letter, char kind, Job *job, Py_ssize_t rows) {
+    const Py_ssize_t count = v->len / v->itemsize, chunks = (rows + job->chunk - 1) / job->chunk;
+    if (!is_format(v, letter == 'l' ? 'l' : kind) || (uintptr_t)v->buf % v->itemsize) return 0;
+    switch (letter) {
+    case 'g':
+    case 's':
+        if (count != (letter == 'g' ? rows * job->width : rows)) return 0;
+        if (count > 1 && is_one_number(v)) return job->repeated = 1;
+        break;
+    case 'x':
+    case 'o':
+        if (count != rows * job->width) return 0;
+        break;
+    case 'w':
+        if (count != job->width) return 0;
+        break;
+    case 'p':
+        if (count != chunks * job->width) return 0;
+        break;
+    default:
+        if (count != rows) return 0;
+    }
+    return PyBuffer_IsContiguous(v, 'C');
+}
+
+PyDoc_STRVAR(call_doc,
+             "call(kernel, operands, rows, width, start, stop, chunk, value, flag, ignored) -> bool\n\n"
+             "Run a kernel, by its number, over rows start ... stop. False, and nothing is done, where it does not take the operands.");
+
+static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_ssize_t number, rows, width, start, stop, chunk;
+    long long ignored;
+    int flag;
+    double value;
+    PyObject *operands;
+    if (!PyArg_ParseTuple(args, "nO!nnnnndiL", &number, &PyTuple_Type, &operands, &rows, &width, &start, &stop, &chunk, &value, &flag,
+                          &ignored))
+        return NULL;
+    if (number < 0 || number >= COUNT || rows < 0 || width < 0 || chunk < 1 || start < 0 || stop > rows || start % chunk)
+        return PyErr_Format(PyExc_ValueError, "no such kernel, or no such rows");
+    const Entry *entry = &KERNELS[number];
+    const Py_ssize_t count = PyTuple_GET_SIZE(operands);
+    if (count != (Py_ssize_t)strlen(entry->operands))
+        return PyErr_Format(PyExc_TypeError, "%s takes %d operands, got %zd", entry->name, (int)strlen(entry->operands), count);
+    Job job = {.width = width, .chunk = chunk, .value = value, .ignored = ignored, .flag = flag};
+    Py_buffer views[MOST_OPERANDS];
+    int taken = 0, good = 1;
+    char kind = 0;
+    for (; good && taken < count; taken++) {
+        const char letter = entry->operands[taken];
+        const int written = letter == 'o' || letter == 'r' || letter == 'p';
+        Py_buffer *v = &views[taken];
+        if (PyObject_GetBuffer(PyTuple_GET_ITEM(operands, taken), v, written ? PyBUF_RECORDS : PyBUF_RECORDS_RO) < 0) {
+            PyErr_Clear(); /* bfloat16 has no format, and a traced value no buffer */
+            good = 0;
+            break;
+        }
+        if (!kind) kind = v->format && (is_format(v, 'f') || is_format(v, 'd')) ? v->format[0] : '?';
+        good = fits(v, letter, kind, &job, rows);
+        job.at[taken] = v->buf;
+    }
+    void *row = NULL;
+    job.stride = job.repeated ? 0 : width;
+    if (good && job.repeated && entry->operands[0] == 'g' && width > 1) { /* one row of the number, which stays in cache */
+        const Py_ssize_t bytes = views[0].itemsize;
+        row = PyMem_RawMalloc(width * bytes);
+        if (!row) {
+            while (taken--) PyBuffer_Release(&views[taken]);
+            return PyErr_NoMemory();
+        }
+        for (Py_ssize_t k = 0; k < width; k++) memcpy((char *)row + k * bytes, job.at[0], bytes);
+        job.at[0] = row;
+    }
+    if (good) {
+        const Kernel kernel = kind == 'f' ? entry->f32 : entry->f64;
+        if ((stop - start) * (width ? width : 1) < SMALL) {
+            kernel(&job, start, stop);
+        } else {
+            Py_BEGIN_ALLOW_THREADS;
+            kernel(&job, start, stop);
+            Py_END_ALLOW_THREADS;
+        }
+    }
+    PyMem_RawFree(row);
+    while (taken--) PyBuffer_Release(&views[taken]);
+    return PyBool_FromLong(good);
+}
+
+/* Whether the steps read and write slots that there are, and write none of the first `read`. */
+static int are_steps(const Chain *chain, Py_ssize_t bytes, Py_ssize_t read) {
+    const int32_t all = chain->slots + chain->locals;
+    if (bytes % (4 * sizeof(int32_t)) || (uintptr_t)chain->steps % sizeof(int32_t)) return 0;
+    for (const int32_t *s = chain->steps, *end = s + 4 * chain->count; s < end; s += 4)
+        if (s[0] < 0 || s[0] > 7 || s[1] < read || s[1] >= all || s[2] < 0 || s[2] >= all || s[3] < 0 || s[3] >= all) return 0;
+    return 1;
+}
+
+PyDoc_STRVAR(chain_doc, "chain(steps, operands, read, locals) -> bool\n\n"
+                        "Run elementwise steps on operands, of which the first `read` are read and the others written. Slots after\n"
+                        "them are scratch. False, and nothing is done, where the operands are not of one size, dtype and layout.");
+
+static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer steps, views[MOST_SLOTS];
+    PyObject *operands;
+    Py_ssize_t read;
+    Chain chain = {0};
+    if (!PyArg_ParseTuple(args, "y*O!ni", &steps, &PyTuple_Type, &operands, &read, &chain.locals)) return NULL;
+    const Py_ssize_t count = PyTuple_GET_SIZE(operands);
+    chain.steps = steps.buf, chain.count = (int)(steps.len / (4 * sizeof(int32_t))), chain.slots = (int)count;
+    if (count > MOST_SLOTS || chain.locals < 0 || chain.locals > MOST_LOCALS || read < 0 || read >= count ||
+        !are_steps(&chain, steps.len, read)) {
+        PyBuffer_Release(&steps);
+        return PyErr_Format(PyExc_ValueError, "no such steps");
+    }
+    Py_ssize_t taken = 0, size = 0;
+    int good = 1;
+    char kind = 0;
+    for (Py_ssize_t j = count; good && j--; taken++) { /* results first: they have the size */
+        Py_buffer *v = &views[j];
+        if (PyObject_GetBuffer(PyTuple_GET_ITEM(operands, j), v, j >= read ? PyBUF_RECORDS : PyBUF_RECORDS_RO) < 0) {
+            PyErr_Clear();
+            good = 0;
+            break;
+        }
+        if (!kind) kind = is_format(v, 'f') ? 'f' : 'd', size = v->len;
+        chain.one[j] = j < read && v->len == v->itemsize && v->len != size;
+        good = is_format(v, kind) && !((uintptr_t)v->buf % v->itemsize) &&
+               (chain.one[j] || (v->len == size && PyBuffer_IsContiguous(v, 'C')));
+        chain.at[j] = v->buf;
+    }
+    if (good) {
+        const Py_ssize_t n = size / (kind == 'f' ? sizeof(float) : sizeof(double));
+        PyThreadState *state = n < SMALL ? NULL : PyEval_SaveThread();
+        if (kind == 'f') chain_f32(&chain, 0, n);
+        else chain_f64(&chain, 0, n);
+        if (state) PyEval_RestoreThread(state);
+    }
+    for (Py_ssize_t j = count - taken; j < count; j++) PyBuffer_Release(&views[j]);
+    PyBuffer_Release(&steps);
+    return PyBool_FromLong(good);
+}
+
+static PyMethodDef METHODS[] = {
+    {"call", call, METH_VARARGS, call_doc}, {"chain", run_chain, METH_VARARGS, chain_doc}, {NULL, NULL, 0, NULL}};
+
+static int add_names(PyObject *module) {
+    PyObject *names = PyTuple_New(COUNT);
+    if (!names) return -1;
+    for (Py_ssize_t i = 0; i < COUNT; i++) {
+        PyObject *name = PyUnicode_FromString(KERNELS[i].name);
+        if (!name) {
+            Py_DECREF(names);
+            return -1;
+        }
+        PyTuple_SET_ITEM(names, i, name);
+    }
+    const int failed = PyModule_AddObjectRef(module, "KERNELS", names);
+    Py_DECREF(names);
+    return failed;
+}
+
+static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, (void *)add_names}, {0, NULL}};
+
+static struct PyModuleDef DEFINITION = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_kernels",
+    .m_doc = "Kernels for arrays in the memory of the CPU.",
+    .m_methods = METHODS,
+    .m_slots = SLOTS,
+};
+
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModuleDef_Init(&DEFINITION); }

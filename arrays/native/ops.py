@@ -1,0 +1,135 @@
+"""What the kernels compute, with the arguments of the ops: the results, or NotImplemented for operands that they do not take."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from . import AVAILABLE, CHUNK, run
+
+_TAKEN = frozenset("fd")
+
+# With fewer elements two or three calls of NumPy take less time than asking whether a kernel takes the operands.
+WORTH_A_CALL = 4096
+
+
+def _takes(x: Any) -> bool:
+    return AVAILABLE and type(x) is np.ndarray and x.dtype.char in _TAKEN
+
+
+def _rows(x: np.ndarray, naxes: int) -> tuple[int, int]:
+    """Rows, and elements of a row, where the last ``naxes`` dimensions are one row."""
+    cut = x.ndim - naxes
+    return math.prod(x.shape[:cut]), math.prod(x.shape[cut:])
+
+
+def layer_norm(x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:
+    if not _takes(x):
+        return NotImplemented
+    out = np.empty(x.shape, x.dtype)
+    return out if run("layer_norm", (x, weight, bias, out), *_rows(x, naxes), value=eps) else NotImplemented
+
+
+def layer_norm_backward(g: Any, x: Any, weight: Any, naxes: int, eps: float) -> Any:
+    return _norm_backward("layer_norm_backward", g, x, weight, naxes, eps, 2)
+
+
+def rms_norm(x: Any, weight: Any, naxes: int, eps: float) -> Any:
+    if not _takes(x):
+        return NotImplemented
+    out = np.empty(x.shape, x.dtype)
+    return out if run("rms_norm", (x, weight, out), *_rows(x, naxes), value=eps) else NotImplemented
+
+
+def rms_norm_backward(g: Any, x: Any, weight: Any, naxes: int, eps: float) -> Any:
+    return _norm_backward("rms_norm_backward", g, x, weight, naxes, eps, 1)
+
+
+def _norm_backward(kernel: str, g: Any, x: Any, weight: Any, naxes: int, eps: float, parameters: int) -> Any:
+    if not _takes(x):
+        return NotImplemented
+    rows, width = _rows(x, naxes)
+    out = np.empty(x.shape, x.dtype)
+    sums = [np.empty((-(-rows // CHUNK), width), x.dtype) for _ in range(parameters)]
+    if not run(kernel, (g, x, weight, out, *sums), rows, width, value=eps, chunk=CHUNK):
+        return NotImplemented
+    return out, *[np.add.reduce(s, axis=0).reshape(weight.shape) for s in sums]
+
+
+def softmax(x: Any, axis: int, masked: bool) -> Any:
+    return _by_rows("softmax", (x,), axis, masked)
+
+
+def softmax_backward(g: Any, y: Any, axis: int) -> Any:
+    return _by_rows("softmax_backward", (g, y), axis)
+
+
+def log_softmax(x: Any, axis: int, masked: bool) -> Any:
+    return _by_rows("log_softmax", (x,), axis, masked)
+
+
+def log_softmax_backward(g: Any, y: Any, axis: int) -> Any:
+    return _by_rows("log_softmax_backward", (g, y), axis)
+
+
+def _by_rows(kernel: str, operands: tuple[Any, ...], axis: int, flag: bool = False) -> Any:
+    x = operands[-1]
+    if not _takes(x) or axis != x.ndim - 1:
+        return NotImplemented
+    out = np.empty(x.shape, x.dtype)
+    return out if run(kernel, (*operands, out), *_rows(x, 1), flag=flag) else NotImplemented
+
+
+def cross_entropy(logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
+    if not _takes(logits) or labels.dtype == np.uint64:  # the largest of uint64 are no int64
+        return NotImplemented
+    out = np.empty(labels.shape, logits.dtype)
+    operands = logits, labels.astype(np.int64, copy=False), out
+    return out if _by_classes("cross_entropy", operands, logits, ignore_index, label_smoothing) else NotImplemented
+
+
+def cross_entropy_backward(g: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
+    if not _takes(logits) or labels.dtype == np.uint64:
+        return NotImplemented
+    out = np.empty(logits.shape, logits.dtype)
+    operands = g, logits, labels.astype(np.int64, copy=False), out
+    taken = _by_classes("cross_entropy_backward", operands, logits, ignore_index, label_smoothing)
+    return out if taken else NotImplemented
+
+
+def _by_classes(kernel: str, operands: tuple[Any, ...], logits: Any, ignored: int | None, smoothing: float) -> bool:
+    if ignored is not None and not -(2**63) <= ignored < 2**63:
+        return False
+    return run(kernel, operands, *_rows(logits, 1), value=smoothing, flag=ignored is not None, ignored=ignored or 0)
+
+
+def gelu(x: Any) -> Any:
+    if not _takes(x):
+        return NotImplemented
+    out = np.empty(x.shape, x.dtype)
+    return out if run("gelu", (x, out), x.size, 1) else NotImplemented
+
+
+def gelu_backward(g: Any, x: Any) -> Any:
+    return _elementwise_backward("gelu_backward", g, x)
+
+
+def tanh_backward(g: Any, y: Any) -> Any:
+    return _elementwise_backward("tanh_backward", g, y, WORTH_A_CALL)
+
+
+def sigmoid_backward(g: Any, y: Any) -> Any:
+    return _elementwise_backward("sigmoid_backward", g, y, WORTH_A_CALL)
+
+
+def relu_backward(g: Any, y: Any) -> Any:
+    return _elementwise_backward("relu_backward", g, y, WORTH_A_CALL)
+
+
+def _elementwise_backward(kernel: str, g: Any, x: Any, least: int = 0) -> Any:
+    if not _takes(x) or type(g) is not np.ndarray or g.shape != x.shape or x.size < least:
+        return NotImplemented
+    out = np.empty(x.shape, x.dtype)
+    return out if run(kernel, (g, x, out), x.size, 1) else NotImplemented

@@ -1,0 +1,187 @@
+/* Kernels over rows: norms, softmaxes and the cross-entropy. Each row passes through all its steps while it is in the first cache. */
+
+/* Mean and deviation of a row, as x - mean - off: the mean of large numbers is rounded, and all deviations from it with it; these
+   themselves are nearly exact, and so is their mean `off`. Returns one over the standard deviation. */
+static INLINE REAL FN(statistics)(const REAL *x, ptrdiff_t n, REAL eps, REAL *mean, REAL *off) {
+    SUM(total, n, x[k]);
+    const REAL m = total / (REAL)n;
+    SUM(rest, n, x[k] - m);
+    const REAL o = rest / (REAL)n;
+    SUM(squares, n, ((x[k] - m) - o) * ((x[k] - m) - o));
+    *mean = m, *off = o;
+    return 1 / SQRT(squares / (REAL)n + eps);
+}
+
+KERNEL(layer_norm) { /* x, weight, bias, out */
+    const ptrdiff_t n = job->width;
+    const REAL *w = job->at[1], *b = job->at[2];
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *x = (const REAL *)job->at[0] + i * n;
+        REAL *out = (REAL *)job->at[3] + i * n;
+        REAL m, o;
+        const REAL inverse = FN(statistics)(x, n, (REAL)job->value, &m, &o);
+        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = ((x[k] - m) - o) * inverse * w[k] + b[k];
+    }
+}
+
+KERNEL(layer_norm_backward) { /* g, x, weight, dx, partial sums of dweight and of dbias */
+    const ptrdiff_t n = job->width;
+    const REAL *w = job->at[2];
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *g = (const REAL *)job->at[0] + i * job->stride, *x = (const REAL *)job->at[1] + i * n;
+        REAL *out = (REAL *)job->at[3] + i * n;
+        REAL *dw = (REAL *)job->at[4] + i / job->chunk * n, *db = (REAL *)job->at[5] + i / job->chunk * n;
+        if (i % job->chunk == 0) memset(dw, 0, n * sizeof *dw), memset(db, 0, n * sizeof *db);
+        REAL m, o;
+        const REAL inverse = FN(statistics)(x, n, (REAL)job->value, &m, &o);
+        SUM(along, n, g[k] * w[k]);
+        SUM(across, n, g[k] * w[k] * ((x[k] - m) - o));
+        const REAL level = along / (REAL)n, slope = across / (REAL)n * inverse * inverse;
+        EACH for (ptrdiff_t k = 0; k < n; k++) {
+            const REAL d = (x[k] - m) - o, gi = g[k];
+            dw[k] += gi * (d * inverse);
+            out[k] = ((gi * w[k] - level) - d * slope) * inverse;
+        }
+        EACH for (ptrdiff_t k = 0; k < n; k++) db[k] += g[k];
+    }
+}
+
+static INLINE REAL FN(inverse_root)(const REAL *x, ptrdiff_t n, REAL eps) {
+    SUM(squares, n, x[k] * x[k]);
+    return 1 / SQRT(squares / (REAL)n + eps);
+}
+
+KERNEL(rms_norm) { /* x, weight, out */
+    const ptrdiff_t n = job->width;
+    const REAL *w = job->at[1];
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *x = (const REAL *)job->at[0] + i * n;
+        REAL *out = (REAL *)job->at[2] + i * n;
+        const REAL inverse = FN(inverse_root)(x, n, (REAL)job->value);
+        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = x[k] * inverse * w[k];
+    }
+}
+
+KERNEL(rms_norm_backward) { /* g, x, weight, dx, partial sums of dweight */
+    const ptrdiff_t n = job->width;
+    const REAL *w = job->at[2];
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *g = (const REAL *)job->at[0] + i * job->stride, *x = (const REAL *)job->at[1] + i * n;
+        REAL *out = (REAL *)job->at[3] + i * n, *dw = (REAL *)job->at[4] + i / job->chunk * n;
+        if (i % job->chunk == 0) memset(dw, 0, n * sizeof *dw);
+        const REAL inverse = FN(inverse_root)(x, n, (REAL)job->value);
+        SUM(along, n, g[k] * (x[k] * inverse) * w[k]);
+        const REAL slope = along / (REAL)n;
+        EACH for (ptrdiff_t k = 0; k < n; k++) {
+            const REAL unit = x[k] * inverse, gi = g[k];
+            dw[k] += gi * unit;
+            out[k] = (gi * w[k] - unit * slope) * inverse;
+        }
+    }
+}
+
+/* ----- softmaxes ----- */
+
+/* What is subtracted before exp: the largest number, unless it is infinite. */
+static INLINE REAL FN(level)(const REAL *x, ptrdiff_t n) {
+    const REAL m = FN(largest)(x, n);
+    return m - m == 0 ? m : 0;
+}
+
+static INLINE REAL FN(total)(REAL sum, int masked) { return masked && sum == 0 ? 1 : sum; }
+
+KERNEL(softmax) { /* x, out; flag: rows of which nothing is left are 0 */
+    const ptrdiff_t n = job->width;
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *x = (const REAL *)job->at[0] + i * n;
+        REAL *out = (REAL *)job->at[1] + i * n;
+        const REAL m = FN(level)(x, n);
+        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = FN(exponential)(x[k] - m);
+        SUM(sum, n, out[k]);
+        const REAL inverse = 1 / FN(total)(sum, job->flag);
+        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] *= inverse;
+    }
+}
+
+KERNEL(log_softmax) { /* x, out; flag as above */
+    const ptrdiff_t n = job->width;
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *x = (const REAL *)job->at[0] + i * n;
+        REAL *out = (REAL *)job->at[1] + i * n;
+        const REAL m = FN(level)(x, n);
+        SUM(sum, n, FN(exponential)(x[k] - m));
+        const REAL log_sum = LOG(FN(total)(sum, job->flag));
+        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = (x[k] - m) - log_sum;
+    }
+}
+
+KERNEL(softmax_backward) { /* g, y, out */
+    const ptrdiff_t n = job->width;
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *g = (const REAL *)job->at[0] + i * job->stride, *y = (const REAL *)job->at[1] + i * n;
+        REAL *out = (REAL *)job->at[2] + i * n;
+        SUM(sum, n, g[k] * y[k]);
+        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = (g[k] - sum) * y[k];
+    }
+}
+
+KERNEL(log_softmax_backward) { /* g, y, out */
+    const ptrdiff_t n = job->width;
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *g = (const REAL *)job->at[0] + i * job->stride, *y = (const REAL *)job->at[1] + i * n;
+        REAL *out = (REAL *)job->at[2] + i * n;
+        SUM(sum, n, g[k]);
+        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = g[k] - FN(exponential)(y[k]) * sum;
+    }
+}
+
+/* ----- cross-entropy; value: label smoothing; flag: `ignored` marks samples that do not count ----- */
+
+KERNEL(cross_entropy) { /* logits, labels, out */
+    const ptrdiff_t n = job->width;
+    const REAL smoothing = (REAL)job->value;
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *x = (const REAL *)job->at[0] + i * n;
+        REAL *out = (REAL *)job->at[2];
+        const int64_t label = ((const int64_t *)job->at[1])[i];
+        if (job->flag && label == job->ignored) {
+            out[i] = 0;
+            continue;
+        }
+        if (label < 0 || label >= n) {
+            out[i] = NAN;
+            continue;
+        }
+        const REAL m = FN(level)(x, n);
+        SUM(sum, n, FN(exponential)(x[k] - m));
+        REAL loss = -(1 - smoothing) * (x[label] - m);
+        if (smoothing != 0) {
+            SUM(all, n, x[k] - m);
+            loss -= smoothing * (all / (REAL)n);
+        }
+        out[i] = loss + LOG(sum);
+    }
+}
+
+KERNEL(cross_entropy_backward) { /* g, logits, labels, out */
+    const ptrdiff_t n = job->width;
+    const REAL smoothing = (REAL)job->value;
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL scale = ((const REAL *)job->at[0])[job->repeated ? 0 : i];
+        const REAL *x = (const REAL *)job->at[1] + i * n;
+        REAL *out = (REAL *)job->at[3] + i * n;
+        const int64_t label = ((const int64_t *)job->at[2])[i];
+        if (label < 0 || label >= n || (job->flag && label == job->ignored)) {
+            memset(out, 0, n * sizeof *out);
+            continue;
+        }
+        const REAL m = FN(level)(x, n);
+        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = FN(exponential)(x[k] - m);
+        SUM(sum, n, out[k]);
+        const REAL factor = scale / sum;
+        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] *= factor;
+        out[label] -= (1 - smoothing) * scale;
+        if (smoothing != 0)
+            EACH for (ptrdiff_t k = 0; k < n; k++) out[k] -= smoothing / (REAL)n * scale;
+    }
+}

@@ -1,0 +1,50 @@
+"""Threads for work on large arrays: how many, and one pool of them for everybody."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+# With fewer elements a second thread costs more than it brings.
+SMALLEST_SHARED = 1 << 20
+
+_here = threading.local()
+
+
+def threads() -> int:
+    """Threads that work on one array may use: ``OMP_NUM_THREADS`` where it is set, as for BLAS, else the processors."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(int(wanted), available)) if wanted.isdecimal() else available
+
+
+def _mark() -> None:
+    _here.inside = True
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads(), thread_name_prefix="meshtape-array", initializer=_mark)
+
+
+if hasattr(os, "register_at_fork"):  # a child of a fork has none of the threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def share(count: int, work: Callable[[int, int], None], *, size: int, unit: int = 1) -> None:
+    """Call ``work(start, stop)`` until ``0 … count`` is done: on several threads where ``size``, in elements, is worth it.
+
+    Shares start at multiples of ``unit``. What one of the calls raises is raised. Work that shares work again does it alone: all
+    threads could be waiting for each other else.
+    """
+    n = threads() if size >= SMALLEST_SHARED and not getattr(_here, "inside", False) else 1
+    if n == 1 or count < 2 * n * unit:
+        work(0, count)
+        return
+    step = -(-count // (n * unit)) * unit
+    done = [_pool().submit(work, i, min(i + step, count)) for i in range(0, count, step)]
+    for d in done:
+        d.result()

@@ -1,0 +1,14 @@
+"""Derivatives of networks of experts; legend in ``_registry``. The backward op is differentiated by its decomposition."""
+
+from __future__ import annotations
+
+from ...arrays import experts as e
+from ._registry import call, defvjp_all
+
+
+def _experts(xp, g, x, chosen, weights, gate, up, down, numbers):
+    dx, dweights, *matrices = call(xp, e.EXPERTS_BACKWARD, g, x, chosen, weights, gate, up, down, numbers)
+    return dx, None, dweights, *matrices, None
+
+
+defvjp_all(e.EXPERTS, _experts)

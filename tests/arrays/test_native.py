@@ -1,0 +1,259 @@
+"""Every kernel in C against the NumPy form of its op: values, NaN and infinities, and what the kernels leave to NumPy.
+
+Where the kernels are not built these tests are skipped; the tests of the wheel run them on one that has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import meshtape as mt
+from meshtape.arrays import native, threads
+from meshtape.arrays._op import OPS, Op
+from meshtape.arrays.native import ops
+
+pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason="the kernels in C are not built here")
+
+NORM = {"naxes": 1, "eps": 1e-5}
+MASKED = {"axis": "last", "masked": True}
+PLAIN = {"axis": "last", "masked": False}
+ALONG = {"axis": "last"}
+LABELS = {"ignore_index": 1, "label_smoothing": 0.1}
+SHARP = {"ignore_index": None, "label_smoothing": 0.0}
+
+# Operands: x and g are rows, y rows of probabilities, z of their logarithms; w and b are one row, s is one number a row.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "layer_norm": ("layer_norm", "xwb", NORM),
+    "layer_norm_backward": ("layer_norm_backward", "gxw", NORM),
+    "rms_norm": ("rms_norm", "xw", NORM),
+    "rms_norm_backward": ("rms_norm_backward", "gxw", NORM),
+    "softmax": ("softmax", "x", PLAIN),
+    "softmax, masked": ("softmax", "x", MASKED),
+    "softmax_backward": ("softmax_backward", "gy", ALONG),
+    "log_softmax": ("log_softmax", "x", PLAIN),
+    "log_softmax, masked": ("log_softmax", "x", MASKED),
+    "log_softmax_backward": ("log_softmax_backward", "gz", ALONG),
+    "cross_entropy": ("cross_entropy", "xl", SHARP),
+    "cross_entropy, smoothed": ("cross_entropy", "xl", LABELS),
+    "cross_entropy_backward": ("cross_entropy_backward", "sxl", SHARP),
+    "cross_entropy_backward, smoothed": ("cross_entropy_backward", "sxl", LABELS),
+    "gelu": ("gelu", "x", {}),
+    "gelu_backward": ("gelu_backward", "gx", {}),
+}
+DTYPES = [np.float32, np.float64]
+ODD = [0.0, -0.0, 1e-45, 1e-38, -1.0, 1.0, 3.5, -87.5, 88.5, 1e30, -1e30, math.inf, -math.inf, math.nan]
+
+
+def operands(
+    letters: str, rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, offset: float = 0
+) -> list[Any]:
+    made: dict[str, Callable[[], Any]] = {
+        "x": lambda: rng.standard_normal(shape) * 3 + offset,
+        "g": lambda: rng.standard_normal(shape),
+        "y": lambda: rng.uniform(0, 1, shape),
+        "z": lambda: -rng.uniform(0, 9, shape),
+        "w": lambda: rng.standard_normal(shape[-1]),
+        "b": lambda: rng.standard_normal(shape[-1]),
+        "s": lambda: rng.standard_normal(shape[:-1]),
+    }
+    # Labels that are no classes are among them.
+    return [rng.integers(-1, shape[-1] + 1, shape[:-1]) if k == "l" else np.asarray(made[k](), dtype) for k in letters]
+
+
+def placed(params: dict[str, Any], args: list[Any]) -> dict[str, Any]:
+    return params | {"axis": args[0].ndim - 1} if "axis" in params else params
+
+
+def both(op: Op, args: list[Any], params: dict[str, Any], **wide: Any) -> tuple[list[Any], list[Any]]:
+    """What the kernel gives, which must take the operands, and what the NumPy form gives, in another dtype if one is given."""
+    fn, params = getattr(ops, op.name), placed(params, args)
+    got = fn(*args, **params)
+    assert got is not NotImplemented
+    dtype = wide.get("dtype")
+    if dtype is not None:
+        args = [a.astype(dtype) if a.dtype.kind == "f" else a for a in args]
+    with np.errstate(all="ignore"):
+        expected = op.impl(np, *args, **params)
+    return (list(got), list(expected)) if op.nout > 1 else ([got], [expected])
+
+
+def check(got: np.ndarray, expected: np.ndarray, rtol: float, *beside: np.ndarray) -> None:
+    """The same to rounding: of the results, and of numbers ``beside`` them that they are differences of."""
+    assert got.shape == expected.shape
+    # Rows without deviations are multiplied by 300, one over the root of eps, and so is their rounding.
+    largest = max(10.0, *[float(np.abs(a[np.isfinite(a)]).max(initial=0)) for a in (expected, *beside)])
+    np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol * largest)
+
+
+# Rules that a kernel stands before, by what NumPy computes.
+SLOPES: dict[str, Callable[[Any, Any], Any]] = {
+    "tanh_backward": lambda g, y: g * (1.0 - y * y),
+    "sigmoid_backward": lambda g, y: g * y * (1.0 - y),
+    "relu_backward": lambda g, y: np.where(y > 0, g, 0.0),
+}
+
+
+def test_every_kernel_is_tested() -> None:
+    assert {op for op, _, _ in CASES.values()} | set(SLOPES) == set(native._kernels.KERNELS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_kernel_is_the_numpy_form(name: str, dtype: Any, data: st.DataObject) -> None:
+    op, letters, params = CASES[name]
+    lead = tuple(data.draw(st.lists(st.integers(0, 9), max_size=2), label="rows"))
+    # Shorter than the lanes, longer, and not a multiple of them.
+    width = data.draw(st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 1000])), label="width")
+    offset = data.draw(st.sampled_from([0.0, 0.0, 50.0, -1e4, 1e6]), label="offset")
+    if "gelu" in name or "rms" in name:
+        offset = min(abs(offset), 50.0)
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    args = operands(letters, rng, (*lead, width), dtype, offset)
+    for got, expected in zip(*both(OPS[op], args, params, dtype=np.float64), strict=True):
+        assert got.dtype == dtype
+        check(got, expected, 2e-5 if dtype == np.float32 else 1e-10 if offset else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_odd_numbers_mean_what_they_mean_in_numpy(name: str, dtype: Any, data: st.DataObject) -> None:
+    op, letters, params = CASES[name]
+    width = data.draw(st.sampled_from([1, 3, 16, 33, 65]), label="width")
+    rng = np.random.default_rng(0)
+    args = operands(letters, rng, (3, width), dtype)
+    for k, a in zip(letters, args, strict=True):
+        if k in "xgyzs":
+            with np.errstate(over="ignore"):
+                values = np.asarray(data.draw(st.lists(st.sampled_from(ODD), min_size=1, max_size=4), label=k)).astype(
+                    dtype
+                )
+            places = rng.choice(a.size, min(a.size, len(values)), replace=False)
+            a.reshape(-1)[places] = values[: len(places)]
+    for got, expected in zip(*both(OPS[op], args, params), strict=True):
+        check(got, expected, 1e-4 if dtype == np.float32 else 1e-10, *args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [n for n, (_, letters, _) in CASES.items() if letters[0] in "gs"])
+def test_a_cotangent_that_repeats_one_number_is_not_written_out(name: str, dtype: Any) -> None:
+    op, letters, params = CASES[name]
+    args = operands(letters, np.random.default_rng(1), (130, 37), dtype)
+    args[0] = np.broadcast_to(dtype(0.75), args[0].shape)
+    repeated = both(OPS[op], args, params)[0]
+    args[0] = np.ascontiguousarray(args[0])
+    for a, b, c in zip(repeated, *both(OPS[op], args, params, dtype=np.float64), strict=True):
+        np.testing.assert_array_equal(a, b)
+        check(a, c, 2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_on_any_number_of_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, letters, params = CASES[name]
+    args = operands(letters, np.random.default_rng(2), (300, 41), np.float32)
+    kernel, params = getattr(ops, op), placed(params, args)
+    alone = kernel(*args, **params)
+    monkeypatch.setattr(threads, "SMALLEST_SHARED", 0)
+    monkeypatch.setattr(threads, "threads", lambda: 3)
+    shared = kernel(*args, **params)
+    for a, b in zip(*((o,) if isinstance(o, np.ndarray) else o for o in (alone, shared)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_of_activations(name: str, dtype: Any) -> None:
+    rng = np.random.default_rng(5)
+    y, g = (rng.choice([*ODD, *rng.uniform(-1, 1, 50)], (70, 61)).astype(dtype) for _ in range(2))
+    kernel = getattr(ops, name)
+    for seed in (g, np.broadcast_to(dtype(-0.5), y.shape)):
+        with np.errstate(all="ignore"):
+            expected = SLOPES[name](seed, y)
+        np.testing.assert_allclose(kernel(seed, y), expected, rtol=1e-6, atol=1e-6)
+    assert kernel(g[0], y[0]) is NotImplemented, "NumPy is faster"
+    assert kernel(g.T, y.T) is NotImplemented
+    fn = getattr(mt.nn, name.removesuffix("_backward"), None) or mt.tanh
+    x = mt.asarray(rng.standard_normal((70, 61)).astype(dtype))
+    value, pull = mt.vjp(fn, x)
+    seed = rng.standard_normal(x.shape).astype(dtype)
+    expected = SLOPES[name](seed, np.asarray(value))
+    np.testing.assert_allclose(np.asarray(pull(mt.asarray(seed))[0]), expected, rtol=1e-5, atol=1e-6)
+
+
+def misaligned(a: np.ndarray) -> np.ndarray:
+    raw = np.empty(a.nbytes + 1, np.uint8)[1:]
+    out = raw.view(a.dtype).reshape(a.shape)
+    out[...] = a
+    return out
+
+
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "misaligned": misaligned,
+    "transposed": lambda a: np.ascontiguousarray(a.T).T,
+    "strided": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+    "swapped bytes": lambda a: a.astype(a.dtype.newbyteorder()),
+    "float16": lambda a: a.astype(np.float16),
+    "of another dtype": lambda a: a.astype(np.float64),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_kernels_do_not_take_numpy_computes(name: str, layout: str) -> None:
+    op, letters, params = CASES[name]
+    args = operands(letters, np.random.default_rng(3), (5, 40), np.float32)
+    changed, params = LAYOUTS[layout](args[0]), placed(params, args)
+    if layout == "of another dtype" and len(letters.replace("l", "")) == 1:
+        pytest.skip("there is one floating operand")
+    if letters[0] == "s" and layout == "transposed":
+        pytest.skip("one dimension has one layout")
+    assert getattr(ops, op)(changed, *args[1:], **params) is NotImplemented
+    got = OPS[op].numpy(changed, *args[1:], **params)
+    with np.errstate(all="ignore"):
+        expected = OPS[op].impl(np, changed, *args[1:], **params)
+    for a, b in zip(*((o,) if isinstance(o, np.ndarray) else o for o in (got, expected)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+def test_labels_of_any_integer_type(dtype: Any) -> None:
+    rng = np.random.default_rng(4)
+    x, labels = rng.standard_normal((40, 7)).astype(np.float32), rng.integers(0, 7, 40).astype(dtype)
+    loss, g = mt.value_and_grad(lambda x: mt.nn.cross_entropy(x, mt.asarray(labels)))(mt.asarray(x))
+    wide = x.astype(np.float64)
+    p = np.exp(wide) / np.exp(wide).sum(axis=1, keepdims=True)
+    at = np.arange(40), labels.astype(int)
+    np.testing.assert_allclose(float(loss), -np.log(p[at]).mean(), rtol=1e-5)
+    p[at] -= 1
+    np.testing.assert_allclose(np.asarray(g), p / 40, rtol=1e-4, atol=1e-8)
+
+
+def test_exp_is_within_two_units_in_the_last_place() -> None:
+    """Seen through a softmax's backward pass of log-probabilities: g - exp(y) sum(g), with g = (1, 0)."""
+    for dtype, low in ((np.float32, -104), (np.float64, -746)):
+        y = np.linspace(low, 0, 200_001).astype(dtype)
+        rows = np.stack([np.zeros_like(y), y], axis=1)
+        g = np.broadcast_to(np.asarray([1, 0], dtype), rows.shape).copy()
+        got = -ops.log_softmax_backward(g, rows, 1)[:, 1]
+        exact = np.exp(y.astype(np.longdouble))
+        assert float((np.abs(got - exact) / np.spacing(exact.astype(dtype))).max()) <= 2
+
+
+def test_gelu_keeps_the_digits_of_small_results() -> None:
+    from scipy.special import erfc
+
+    x = np.linspace(-5.5, 6, 100_001).astype(np.float32)
+    wide = x.astype(np.float64)
+    exact = 0.5 * wide * erfc(-wide * math.sqrt(0.5))
+    np.testing.assert_allclose(ops.gelu(x), exact, rtol=2e-5, atol=2e-7)
+    np.testing.assert_allclose(ops.gelu(wide), exact, rtol=1e-12, atol=1e-15)
