@@ -27,10 +27,11 @@ from .dask_collections import from_dask
 from .explicit import explicit_sharding
 from .loops import scan
 from .mesh import Mesh
-from .out_of_core import Stored, from_zarr, stream
+from .out_of_core import stream
 from .pipeline import pipeline
 from .placement import Partial, Placement, Replicate, Shard, Sharding, parse_placement
 from .shard_map import shard_map
+from .stored import Stored, from_zarr
 from .visualize import visualize
 
 __all__ = [

@@ -11,7 +11,7 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._dispatch import Deferred, apply, refuse_watched
 from ..arrays.creation import asarray
-from ..arrays.errors import MeshError, ReshardError
+from ..arrays.errors import MeshError, ReshardError, ShardingConflict
 from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype
 from ..autodiff.compile import Tracer, compile
@@ -56,6 +56,10 @@ def distribute(tree: Any, target: Mesh | Sharding, /, **placements: Placement) -
     sharding = _sharding(target, placements)
 
     def put(x: Any) -> Array:
+        if isinstance(x, int | float | complex) and sharding.layout.shards:
+            raise ShardingConflict(
+                f"[distribute] {sharding} splits the number {x!r}: lists are trees of arrays here, so np.asarray(…) the list first"
+            )
         x = asarray(x)
         densify((x,))
         fitted = sharding.check(x.shape, x.dtype)
@@ -143,7 +147,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """What every rank runs for ``fn(*args)``: each entry with its blocks, the collectives put in, their bytes, and why they are there.
 
     Collectives that travel in one round are bracketed. In ``float64[2,4@model]`` the second dimension is split along an axis, and
-    ``{sum:model}`` says that a sum along that axis is still to be made.
+    ``{sum:model}`` says that a sum along that axis is still to be made. Where blocks are not in the host's memory, a first line says where
+    they are, and how they travel.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"model": 2})
@@ -160,4 +165,6 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     mesh = next((s.mesh for s in shardings if s is not None), None)
     if mesh is None:
         return str(program)
-    return mesh.rank_program(program, shardings).text(mesh.names)
+    text = mesh.rank_program(program, shardings).text(mesh.names)
+    placed = mesh.runtime.placed()
+    return text if placed is None else f"# blocks on {placed}\n{text}"

@@ -10,14 +10,17 @@ they answer.
 
 The page shows what the scheduler knows, and says where that ends. It knows which gang tasks wait, run and have run, and what
 workers report with their heartbeats, twice a second at best: a collective that took less may never be seen. Collectives go from worker
-to worker; of their bytes the scheduler knows nothing. A save is seen as tasks, one a worker, that are done or not.
+to worker; of their bytes the scheduler knows nothing. Of checkpoints that are saved, merged or resharded it is told the bytes, by the
+processes that write them, at the same pace.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +32,14 @@ from ..storage.browse.frame import Shown, facts, href, notice, page, section, ta
 from ..storage.browse.handlers import POLICY, Access, host_of
 from ..storage.browse.handlers import routes as _browse_routes
 from ..storage.browse.html import Markup, join, tag
+from ..storage.browse.server import LOOPBACK
 from ..storage.browse.site import Site
 from ..storage.browse.text import count, human_bytes, plain, visible
+from .dashboard_work import jobs_of, jobs_section, work_of, work_section
 from .scheduler import PREFIX
 
 BLOCKS = "blocks"  # of arrays that the client sent: no program
+_ROUTES = "distributed.scheduler.http.routes"
 _PROGRAMS = 200
 _EVENTS = 12
 EVERY = 1000  # milliseconds between two looks
@@ -46,6 +52,29 @@ def access() -> Access:
     hosts = dask.config.get("meshtape.browse.hosts", None)
     roots = [roots] if isinstance(roots, str) else list(roots)
     return Access(Site(roots), None if hosts is None else frozenset(h.casefold() for h in hosts))
+
+
+@contextlib.contextmanager
+def mounted(*roots: str) -> Iterator[None]:
+    """Schedulers that this process starts meanwhile show these pages, for this machine alone, with the checkpoints below ``roots``."""
+    given = dask.config.get(_ROUTES)
+    here = {
+        _ROUTES: [*given, *({__name__} - set(given))],
+        "meshtape.browse.roots": list(roots),
+        "meshtape.browse.hosts": list(LOOPBACK),
+    }
+    access.cache_clear()
+    with dask.config.set(here):
+        try:
+            yield
+        finally:
+            access().close()
+            access.cache_clear()
+
+
+def address(client: Any) -> str:
+    """Where the live page of a client's scheduler is, given that it is mounted there."""
+    return client.dashboard_link.rpartition("/")[0] + "/meshtape/"
 
 
 def program_of(key: Any) -> str | None:
@@ -140,7 +169,14 @@ def state_of(scheduler: Any) -> dict[str, Any]:
         for when, e in list(scheduler.get_events("meshtape"))[-_EVENTS:]
         if isinstance(e, dict)
     ]
-    return {"meshes": meshes, "programs": programs, "failures": events[::-1], "workers": len(scheduler.workers)}
+    return {
+        "jobs": jobs_of(scheduler),
+        "writing": work_of(scheduler),
+        "meshes": meshes,
+        "programs": programs,
+        "failures": events[::-1],
+        "workers": len(scheduler.workers),
+    }
 
 
 def _seat(worker: Any, address: str, mesh: str) -> dict[str, Any]:
@@ -209,6 +245,7 @@ def body_of(state: dict[str, Any]) -> Markup:
             ]
         )
     ]
+    out += [jobs_section(state["jobs"]), work_section(state["writing"])]
     out += [_mesh(m) for m in meshes] or [
         notice("note", "No mesh is open.", tag("p", "mt.Mesh({…}, client=client) opens one."))
     ]

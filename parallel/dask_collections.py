@@ -22,7 +22,7 @@ from ..arrays.errors import MeshError, ShapeError
 from ..arrays.program import ShapeDtype
 from .mesh import Mesh
 from .placement import Layout, Placement, Sharding, block_box
-from .runtime import HostValue, LocalBlocks, LocalRuntime
+from .runtime import HostValue, LocalRuntime
 from .sharded import ShardedBuffer, sharded_array
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def to_dask(buf: ShardedBuffer) -> da.Array:
             owners.setdefault(place, rank)
     name = f"meshtape-{uuid.uuid4().hex}"
     if isinstance(mesh.runtime, LocalRuntime):
-        graph = {(name, *place): buf.handle.blocks[rank] for place, rank in owners.items()}
+        blocks = mesh.runtime.fetch(buf.handle, list(owners.values()))
+        graph = {(name, *place): blocks[rank] for place, rank in owners.items()}
     else:
         graph = {(name, *place): _future(buf, rank) for place, rank in owners.items()}
     return da.Array(graph, name, chunks, dtype=buf.dtype)
@@ -141,7 +142,7 @@ def _local(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> A
     boxes = [block_box(layout, mesh.sizes, shape, r) for r in range(mesh.size)]
     distinct = list(dict.fromkeys(boxes))
     found = dict(zip(distinct, dask.compute(*(d[b.slices] for b in distinct)), strict=True))
-    return LocalBlocks({r: np.asarray(found[b], d.dtype) for r, b in enumerate(boxes)})
+    return mesh.runtime.adopt({r: np.asarray(found[b], d.dtype) for r, b in enumerate(boxes)})
 
 
 def _remote(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Any:
@@ -171,15 +172,13 @@ def _remote(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> 
 
 def adopt(spec: Any, *parts: np.ndarray) -> Any:
     """On a worker: blocks that Dask has put together, as blocks of the mesh."""
-    from .gang import Bundle
+    from .gang import kept
 
     state = spec.seat.take()
     blocks = {
         r: np.asarray(parts[k], dtype, order="C").reshape(shape) for r, (k, shape, dtype) in spec.payloads.items()
     }
-    bundle = Bundle(spec.run, {0: blocks})
-    state.bundles[spec.run] = bundle
-    return bundle
+    return kept(spec, state, {0: blocks})
 
 
 # ----- the collection protocol ------------------------------------------------------------------------------------------

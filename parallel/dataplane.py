@@ -116,6 +116,10 @@ class DataPlane:
         """The worker that left this mesh, if one did."""
         return self._left.get(mesh)
 
+    def ended(self, mesh: bytes, epoch: int) -> bool:
+        """Whether an epoch of a mesh was stopped, or a worker left the mesh."""
+        return (mesh, epoch) in self._stopped or mesh in self._left or mesh not in self._secrets
+
     def dismiss(self, mesh: bytes) -> None:
         """Forget a mesh and close its connections."""
         self._secrets.pop(mesh, None)

@@ -16,9 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import sparse_calls
+from ..arrays._op import Op
 from ..arrays.errors import MeshtapeError, RankLost
+from ..arrays.indexing import SCATTER
+from ..arrays.indexsum import IndexSum
 from ..arrays.reductions import _is_low_precision as is_low_precision
+from .block_memory import HOST, BlockMemory
 from .factors import RankView
+from .lookups import SCATTER_PART
 from .overlap import Start, Wait, schedule
 from .placement import Layout, block_box, identity_of
 from .pool import POOL, SMALLEST
@@ -59,17 +65,32 @@ class PreparedLocal(NamedTuple):
     """Shape and dtype of each rank's result, where it can be written to memory that is given."""
     dying: tuple[int, ...]
     """Operands that nothing reads afterwards: the result may take their memory."""
+    sparse: Op | None
+    """The op, where operands may be sparse (:mod:`meshtape.arrays.sparse_calls`)."""
+    keeps: bool
+    """Whether the result may stay sparse."""
 
 
 class Prepared:
-    """A rank program made ready for one process: ``hosted`` are its ranks, ``homes`` the process of every rank."""
+    """A rank program made ready for one process: ``hosted`` are its ranks, ``homes`` the process of every rank, ``memory`` is
+    where their blocks are."""
 
-    def __init__(self, program: RankProgram, hosted: Sequence[int], homes: Sequence[int], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        program: RankProgram,
+        hosted: Sequence[int],
+        homes: Sequence[int],
+        names: Sequence[str],
+        memory: BlockMemory = HOST,
+    ) -> None:
         self.program = program
+        self.memory = memory
         self.hosted = tuple(hosted)
         self.homes = tuple(homes)
         self.names = tuple(names)
         self._all_here = len(self.hosted) == len(self.homes)
+        # What only one rank's ops read of a table's gradient stays sparse there; what is sent, and what is returned, is dense.
+        self._thin = thin_values(program) if memory.xp is np else frozenset()
         actions = schedule(program) if not self._all_here else None
         if actions is None:
             pairs = list(zip(program.steps, program.frees, strict=True))
@@ -121,8 +142,8 @@ class Prepared:
                     (box.shape, p.avals[v].dtype, identity_of(next(iter(part.values()), "sum"), p.avals[v].dtype))
                     for box, v, part in zip(view.results, s.outputs, pending, strict=True)
                 )
-        args = tuple((v, None) if isinstance(v, int) else (-1, v.value) for v in s.inputs)
-        fn, room = s.op.numpy, None
+        args = tuple((v, None) if isinstance(v, int) else (-1, self._constant(v.value)) for v in s.inputs)
+        fn, room = self.memory.bind(s.op), None
         if isinstance(fn, np.ufunc) and fn.nout == 1 and not s.params and p.inner.isdisjoint(s.outputs):
             (v,) = s.outputs
             shapes = {r: block_box(p.layouts[v], p.sizes, p.avals[v].shape, r).shape for r in self.hosted}
@@ -131,7 +152,18 @@ class Prepared:
                 room = {r: (shape, dtype) for r, shape in shapes.items()}
         inputs = [v for v in s.inputs if isinstance(v, int)]
         dying = tuple(v for v in inputs if v in frees and inputs.count(v) == 1)
-        return PreparedLocal(fn, args, params, s.outputs, fills, s.origin or s.op.name, s.site, room, dying)
+        sparse = None if self._thin.isdisjoint(inputs) else s.op
+        if sparse is not None:
+            room = None
+        keeps = not self._thin.isdisjoint(s.outputs)
+        origin = s.origin or s.op.name
+        return PreparedLocal(fn, args, params, s.outputs, fills, origin, s.site, room, dying, sparse, keeps)
+
+    def _constant(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        with self.memory.using():
+            return self.memory.put(value)
 
     def _way(self, m: Move) -> Layout | None:
         """Where this process hosts all ranks: a layout by way of which a reshard takes fewer copies. Blocks that are each made of
@@ -177,7 +209,7 @@ class Prepared:
         self, inputs: Sequence[Mapping[int, np.ndarray]], transport: Transport | None = None
     ) -> list[dict[int, np.ndarray]]:
         """Blocks of the outputs by rank, from the blocks of the inputs and constants by rank (in the program's order)."""
-        with self._beside(transport) as beside:
+        with self.memory.using(), self._beside(transport) as beside:
             return self._run(inputs, transport, beside)
 
     def loop(
@@ -192,21 +224,26 @@ class Prepared:
         the rest of ``inputs`` stays. Gives the last of the carried and, of the other outputs, all turns stacked."""
         carry, rest = list(inputs[:carried]), list(inputs[carried:])
         stacks: list[dict[int, np.ndarray]] = []
-        with self._beside(transport) as beside:
+        with self.memory.using(), self._beside(transport) as beside:
             for t in range(turns):
                 if transport is not None:
                     transport.turn(t)
                 out = self._run([*carry, *(each[t] if each else ()), *rest], transport, beside)
                 carry, seen = list(out[:carried]), out[carried:]
                 if t == 0:
-                    stacks = [{r: np.empty((turns, *b.shape), b.dtype) for r, b in o.items()} for o in seen]
+                    stacks = [{r: self._stack(turns, b) for r, b in o.items()} for o in seen]
                 for stack, o in zip(stacks, seen, strict=True):
                     for r, b in o.items():
                         stack[r][t] = b
         return [*(dict(c) for c in carry), *stacks]
 
+    def _stack(self, turns: int, block: Any) -> Any:
+        return self.memory.empty((turns, *block.shape), block.dtype)
+
     def _beside(self, transport: Transport | None) -> AbstractContextManager[Beside | None]:
-        return Beside(transport) if self.overlaps and transport is not None else nullcontext()
+        if not self.overlaps or transport is None:
+            return nullcontext()
+        return Beside(transport, self.memory)
 
     def _run(
         self, inputs: Sequence[Mapping[int, np.ndarray]], transport: Transport | None, beside: Beside | None
@@ -236,18 +273,22 @@ class Prepared:
             for v in frees:
                 for r in self.hosted:
                     env[r].pop(v, None)
-        return [{r: env[r][v] for r in self.hosted} for v in p.outputs]
+        return [{r: sparse_calls.dense(env[r][v]) for r in self.hosted} for v in p.outputs]
 
     def _run_local(self, s: PreparedLocal, env: Env) -> None:
-        fn, args, outputs = s.fn, s.args, s.outputs
+        fn, args, outputs, put = s.fn, s.args, s.outputs, self.memory.put
         for rank, params in s.params.items():
             values = env[rank]
             if rank in s.fills:
                 for v, (shape, dtype, neutral) in zip(outputs, s.fills[rank], strict=True):
-                    values[v] = np.full(shape, neutral, dtype)
+                    values[v] = self.memory.full(shape, neutral, dtype)
                 continue
             try:
-                if s.room is None:
+                if s.sparse is not None:
+                    mine = [v in s.dying and _is_free(values, v) for v, _ in args]
+                    operands = [values[v] if v >= 0 else c for v, c in args]
+                    out = sparse_calls.call(s.sparse, operands, params, mine)
+                elif s.room is None:
                     out = fn(*[values[v] if v >= 0 else c for v, c in args], **params)
                 else:
                     room = _room(values, s.dying, *s.room[rank])
@@ -256,11 +297,12 @@ class Prepared:
                 raise
             except Exception as e:
                 where = f", called at {s.site}" if s.site else ""
+                e = self.memory.translated(e)
                 raise RankLost(f"rank {rank} failed in {s.origin}{where}: {type(e).__name__}: {e}") from e
             if len(outputs) == 1:
-                values[outputs[0]] = np.asarray(out)
+                values[outputs[0]] = out if s.keeps and type(out) is IndexSum else put(out)
             else:
-                values.update(zip(outputs, map(np.asarray, out), strict=True))
+                values.update(zip(outputs, map(put, out), strict=True))
 
     def _run_moves(self, s: PreparedMoves, env: Env, transport: Transport | None) -> list[dict[int, np.ndarray]]:
         """The new blocks of each move."""
@@ -268,8 +310,8 @@ class Prepared:
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for m in s.moves:
-            blocks = {r: env[r][m.source] for r in self.hosted if m.source in env[r]}
-            running.append(Running(m.rounds, blocks, m.neutral))
+            blocks = {r: sparse_calls.dense(env[r][m.source]) for r in self.hosted if m.source in env[r]}
+            running.append(Running(m.rounds, blocks, m.neutral, self.memory))
             running[-1].scatter(sends, receives)
         if sends or receives:
             if transport is None:
@@ -294,11 +336,12 @@ class Beside:
     """Rounds that run in a thread of their own while the program goes on: one after the other, as all processes start them in
     one order. Within the context."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, memory: BlockMemory) -> None:
+        self._transport, self._memory = transport, memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshtape-collectives")
         self._under_way: dict[int, tuple[PreparedMoves, Future[Any]]] = {}
         self._failed: BaseException | None = None
+        transport.eager = False
 
     def start(self, ticket: int, moves: PreparedMoves, fn: Any, *args: Any) -> None:
         """Run a round beside; its results are :meth:`wait`'s."""
@@ -307,17 +350,25 @@ class Beside:
     def wait(self, ticket: int) -> tuple[PreparedMoves, Any]:
         """The round that was started with this ticket and its results. Raises what went wrong with it."""
         moves, future = self._under_way.pop(ticket)
-        return moves, future.result()
+        return moves, self._result(future)
 
     def now(self, fn: Any, *args: Any) -> Any:
         """Run a round after those that are under way, and wait for it."""
-        return self._thread.submit(self._guarded, fn, *args).result()
+        return self._result(self._thread.submit(self._guarded, fn, *args))
+
+    def _result(self, future: Future[Any]) -> Any:
+        self._transport.eager = True  # the program stands still
+        try:
+            return future.result()
+        finally:
+            self._transport.eager = False
 
     def _guarded(self, fn: Any, *args: Any) -> Any:
         if self._failed is not None:  # nothing may be used after an error
             raise self._failed
         try:
-            return fn(*args)
+            with self._memory.using():
+                return fn(*args)
         except BaseException as e:
             self._failed = e
             raise
@@ -330,6 +381,7 @@ class Beside:
             self._failed = self._failed or error
             self._transport.shutdown()  # whoever waits here waits no longer
         self._thread.shutdown(wait=True)
+        self._transport.eager = True
 
 
 def _between(m: Move) -> int:
@@ -342,18 +394,25 @@ def _room(
 ) -> np.ndarray | None:
     """Memory for a result: that of an operand that nobody else sees and nothing reads again, or some of the pool's."""
     for v in dying:
-        if _references(values, v) != _ALONE:  # somebody else sees it, or a view of it
-            continue
-        a = values[v]
-        if (
-            a.shape == shape
-            and a.dtype == dtype
-            and not isinstance(a.base, np.ndarray)
-            and a.flags.writeable
-            and a.flags.c_contiguous
-        ):
-            return a
+        if _is_free(values, v):
+            a = values[v]
+            if a.shape == shape and a.dtype == dtype and a.flags.c_contiguous:
+                return a
     return POOL.empty(shape, dtype) if dtype.itemsize and _size(shape) * dtype.itemsize >= SMALLEST else None
+
+
+def _is_free(values: Mapping[int, np.ndarray], v: int) -> bool:
+    """Whether nobody else sees the block, or a view of it."""
+    if type(values[v]) is not np.ndarray or _references(values, v) != _ALONE:
+        return False
+    a = values[v]
+    return not isinstance(a.base, np.ndarray) and a.flags.writeable
+
+
+def thin_values(program: RankProgram) -> frozenset[int]:
+    """Variables of which a rank may hold a sparse cotangent."""
+    calls = (s for s in program.steps if isinstance(s, Local))
+    return sparse_calls.sparse_values(calls, program.avals, made_by=(SCATTER, SCATTER_PART))
 
 
 def _references(values: Mapping[int, np.ndarray], v: int) -> int:

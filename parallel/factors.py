@@ -83,6 +83,8 @@ class FactorRule:
     part: PartCall | None = None
     valueless: bool = False
     """The op reads shapes, and no values: operands may stay pending."""
+    choice: str = ""
+    """Why dimensions are to be whole, where that was chosen for its price and the op could do without."""
 
 
 Maker = Callable[[Op, Sequence[ShapeDtype | Any], Sequence[ShapeDtype], Mapping[str, Any]], FactorRule]
@@ -126,6 +128,7 @@ class Letters:
         made: bool = False,
         part: PartCall | None = None,
         valueless: bool = False,
+        choice: str = "",
     ) -> FactorRule:
         return FactorRule(
             tuple(self.factors),
@@ -136,6 +139,7 @@ class Letters:
             made,
             part,
             valueless,
+            choice,
         )
 
 

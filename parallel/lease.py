@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from distributed import Client, Future
 
 from . import settings
 from .scheduler import YIELD
+
+NOTICE = 10.0
+"""Seconds after which a client that waits for workers says for whom; again when it has waited twice as long."""
+
+log = logging.getLogger("meshtape")
+
+
+def _waiting(seconds: float, workers: Sequence[str], holders: Sequence[tuple[str, Sequence[str]]]) -> str:
+    who = [f"{name}, which runs {', '.join(programs)}" if programs else f"{name}" for name, programs in holders]
+    return (
+        f"waited {seconds:.0f} s for worker(s) {', '.join(workers)}: another client has them"
+        + (f" ({'; '.join(who)})" if who else "")
+        + ". Programs of several clients take turns on a worker; meshes on other workers would not wait"
+    )
 
 
 class Lease:
@@ -62,7 +78,7 @@ class Lease:
             if held:
                 self._call("meshtape_release", name=self._name)
             patience = settings.number("timeouts.lease")
-            self._call("meshtape_acquire", name=self._name, workers=sorted(wanted), patience=patience)
+            self._acquire(sorted(wanted), patience)
         except BaseException:
             with self._changed:
                 self._asking = False
@@ -106,6 +122,27 @@ class Lease:
         with self._changed:
             self._asking = False
             self._changed.notify_all()
+
+    def _acquire(self, workers: list[str], patience: float) -> None:
+        client = self._client()
+        if client is None or client.status != "running":
+            return
+
+        async def acquire() -> None:
+            call = asyncio.ensure_future(
+                client.scheduler.meshtape_acquire(name=self._name, workers=workers, patience=patience)
+            )
+            said_after, waited = NOTICE, 0.0
+            try:
+                while not (await asyncio.wait([call], timeout=said_after - waited))[0]:
+                    waited, said_after = said_after, 2 * said_after
+                    holders = await client.scheduler.meshtape_holding(name=self._name, workers=workers)
+                    log.warning(_waiting(waited, workers, holders))
+                call.result()
+            finally:
+                call.cancel()
+
+        client.sync(acquire)
 
     def _call(self, op: str, **kwargs: Any) -> None:
         client = self._client()

@@ -27,7 +27,7 @@ Part = tuple[int, int, int]
 
 
 def _answers(
-    template: keys.Template, arrays: Sequence[Any], parts: Sequence[Part | None]
+    xp: Any, template: keys.Template, arrays: Sequence[Any], parts: Sequence[Part | None]
 ) -> tuple[keys.Template, list[Any], Any]:
     """Template and indices within the rank's part (0 where they are elsewhere), and which places are the rank's: an array that
     broadcasts as the index arrays do, or a bool where there are none."""
@@ -40,13 +40,13 @@ def _answers(
         consumes = not (p is None or isinstance(p, keys.Truth | keys.Gap))
         if part is not None and isinstance(p, keys.Slot):
             start, length, n = part
-            a = np.asarray(arrays[p.n])
+            a = xp.asarray(arrays[p.n])
             if a.size and (int(a.min()) < -n or int(a.max()) >= n):
-                bad = int(a[(a < -n) | (a >= n)].flat[0])
+                bad = int(a[(a < -n) | (a >= n)].ravel()[0])
                 raise ArrayIndexError(f"index {bad} is out of bounds for axis {dim} with size {n}")
-            at = np.where(a < 0, a.astype(np.int64) + n, a.astype(np.int64)) - start
+            at = xp.where(a < 0, a.astype(np.int64) + n, a.astype(np.int64)) - start
             inside = (at >= 0) & (at < length)
-            own[p.n] = np.where(inside, at, 0)
+            own[p.n] = xp.where(inside, at, 0)
             here = here & inside
         elif part is not None and type(p) is int:
             start, length, n = part
@@ -66,60 +66,69 @@ def _front(template: keys.Template) -> int:
     return sum(p is None or isinstance(p, keys.Span) for p in template[: joined[0]])
 
 
-def _spread(here: Any, template: keys.Template, arrays: Sequence[Any], ndim: int) -> Any:
+def _shape(a: Any) -> tuple[int, ...]:
+    return getattr(a, "shape", ())
+
+
+def _spread(xp: Any, here: Any, template: keys.Template, arrays: Sequence[Any], ndim: int) -> Any:
     """Which elements of the indexed part are the rank's, to broadcast with it."""
-    if keys.is_basic(template):
+    if keys.is_basic(template) or not _shape(here):
         return here
-    count = len(np.broadcast_shapes(*(np.shape(a) for a in arrays)))
+    count = len(np.broadcast_shapes(*map(_shape, arrays)))
     at = _front(template)
-    here = np.broadcast_to(here, np.broadcast_shapes(np.shape(here), (1,) * count)) if np.ndim(here) else here
-    return np.reshape(here, (1,) * at + np.shape(here) + (1,) * (ndim - at - count)) if np.ndim(here) else here
+    here = xp.broadcast_to(here, np.broadcast_shapes(here.shape, (1,) * count))
+    return xp.reshape(here, (1,) * at + here.shape + (1,) * (ndim - at - count))
 
 
 def _read(xp: Any, x: Any, *arrays: Any, template: keys.Template, parts: Sequence[Part | None]) -> Any:
-    inner, own, here = _answers(template, arrays, parts)
-    shape = keys.result_shape(
-        template, tuple(p[2] if p else n for p, n in zip(parts, x.shape, strict=True)), [np.shape(a) for a in arrays]
-    )
+    inner, own, here = _answers(xp, template, arrays, parts)
+    whole = tuple(p[2] if p else n for p, n in zip(parts, x.shape, strict=True))
+    shape = keys.result_shape(template, whole, list(map(_shape, arrays)))
     if here is False or (x.size == 0 and math.prod(shape)):
-        return np.zeros(shape, x.dtype)
-    value = ix.GETITEM.numpy(x, *own, template=inner)
-    return (
-        value if here is True else np.where(_spread(here, template, arrays, value.ndim), value, np.zeros((), x.dtype))
-    )
+        return xp.zeros(shape, x.dtype)
+    value = ix.GETITEM.bind(xp)(x, *own, template=inner)
+    if here is True:
+        return value
+    return xp.where(_spread(xp, here, template, arrays, value.ndim), value, xp.zeros((), x.dtype))
 
 
 def _add_to_zeros(
     xp: Any, g: Any, *arrays: Any, template: keys.Template, parts: Sequence[Part | None], shape: tuple[int, ...]
 ) -> Any:
-    inner, own, here = _answers(template, arrays, parts)
+    inner, own, here = _answers(xp, template, arrays, parts)
     if here is False or not math.prod(shape):
-        return np.zeros(shape, g.dtype)
-    if here is not True:
-        g = np.where(_spread(here, template, arrays, g.ndim), g, np.zeros((), g.dtype))
-    return ix.SCATTER.numpy(g, *own, template=inner, shape=shape)
+        return xp.zeros(shape, g.dtype)
+    if here is not True and xp is np:
+        # What is elsewhere is left out, so that a rank keeps no more places than it has.
+        common = np.broadcast_shapes(*map(_shape, own))
+        here = np.broadcast_to(here, common)
+        g = g[(slice(None),) * _front(template) + (here,)]
+        own = [np.broadcast_to(a, common)[here] for a in own]
+    elif here is not True:  # on a GPU to know how many there are is to wait for it
+        g = xp.where(_spread(xp, here, template, arrays, g.ndim), g, xp.zeros((), g.dtype))
+    return ix.SCATTER.bind(xp)(g, *own, template=inner, shape=shape)
 
 
 def _write(
     xp: Any, x: Any, v: Any, *arrays: Any, template: keys.Template, parts: Sequence[Part | None], op: str
 ) -> Any:
-    inner, own, here = _answers(template, arrays, parts)
+    inner, own, here = _answers(xp, template, arrays, parts)
     if here is False or not x.size:
         return x
-    write = _WRITES[op].numpy
+    write = _WRITES[op].bind(xp)
     if here is True:
         return write(x, v, *own, template=inner)
     # Only what is the rank's: the index arrays become lists of places, and the values those at these places, in the same order.
-    common = np.broadcast_shapes(*(np.shape(a) for a in own))
-    here = np.broadcast_to(here, common)
+    common = np.broadcast_shapes(*map(_shape, own))
+    here = xp.broadcast_to(xp.asarray(here), common)
     at = _front(template)
-    if isinstance(v, np.ndarray):
+    if hasattr(v, "ndim"):
         full = keys.result_shape(inner, x.shape, [common])
         lead = len(full) - v.ndim
-        v = np.reshape(v, (1,) * max(lead, 0) + v.shape[max(-lead, 0) :])
-        v = np.broadcast_to(v, (*v.shape[:at], *common, *v.shape[at + len(common) :]))
+        v = xp.reshape(v, (1,) * max(lead, 0) + v.shape[max(-lead, 0) :])
+        v = xp.broadcast_to(v, (*v.shape[:at], *common, *v.shape[at + len(common) :]))
         v = v[(slice(None),) * at + (here,)]
-    return write(x, v, *(np.broadcast_to(a, common)[here] for a in own), template=inner)
+    return write(x, v, *(xp.broadcast_to(a, common)[here] for a in own), template=inner)
 
 
 def _infer_none(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:

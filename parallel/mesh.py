@@ -12,17 +12,20 @@ import numpy as np
 from ..arrays._array import Array
 from ..arrays._dispatch import wrap
 from ..arrays._op import Op, not_recording
+from ..arrays.devices import Device
 from ..arrays.errors import MeshError
 from ..arrays.program import Program, ShapeDtype
 from . import rules  # noqa: F401  # every op's factor mapping is registered by the import
+from .block_memory import memory_of
 from .explicit import is_explicit, refuse_moves, refuse_moves_within
+from .gpus import local_device
 from .ops import RESHARD
 from .partition import partition
 from .placement import REPLICATED, Layout, Sharding
 from .propagate import Placed, propagate
 from .rank_code import ShardMapOp
 from .runtime import HostValue, LocalRuntime, Runtime
-from .sharded import Pending, ShardedBuffer, handles_of, sharded_array
+from .sharded import Pending, ShardedBuffer, handles_of, sharded_array, two_meshes
 
 
 class Mesh:
@@ -37,6 +40,10 @@ class Mesh:
         process, which needs no cluster and computes the same numbers.
     workers
         Addresses of the workers to use; all that the scheduler knows by default.
+    device
+        What the ranks compute on: ``"cpu"``, or ``"cuda"`` for blocks on GPUs. A worker computes on one GPU, which its ranks share:
+        the first that it sees and the fewest others use (dask-cuda's workers: their own), or the N-th for ``"cuda:N"``. By default
+        GPUs where each worker has one to itself, else the CPU; without a client, the default device of this process.
 
     Raises
     ------
@@ -44,6 +51,8 @@ class Mesh:
         For axes that are no mesh, or more ranks than the workers can take.
     ClusterError
         When the scheduler or a worker cannot be used; the message says why.
+    DeviceError, BackendError
+        Where a worker has no such device; CuPy or a driver is missing.
 
     Examples
     --------
@@ -55,7 +64,14 @@ class Mesh:
     8
     """
 
-    def __init__(self, axes: Mapping[str, int], *, client: Any = None, workers: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        *,
+        client: Any = None,
+        workers: Sequence[str] | None = None,
+        device: str | Device | None = None,
+    ) -> None:
         if not isinstance(axes, Mapping):
             raise MeshError(f"a mesh is made of named axes such as {{'data': 2}}, got {axes!r}")
         for name, n in axes.items():
@@ -74,11 +90,13 @@ class Mesh:
         if client is None:
             if workers is not None:
                 raise MeshError("workers=… names workers of a cluster: pass client=… too")
-            self.runtime = LocalRuntime(self.sizes)
+            self.runtime = LocalRuntime(self.sizes, memory_of(local_device(device)))
         else:
             from .dask_runtime import DaskRuntime
+            from .progress import follow
 
-            self.runtime = DaskRuntime(self.size, self.names, client, workers)
+            self.runtime = DaskRuntime(self.size, self.names, client, workers, device)
+            follow(client)
         self.pending = Pending(self)
         self._parts: dict[tuple[tuple[str, int], ...], Mesh] = {}
 
@@ -115,10 +133,10 @@ class Mesh:
             ranks = [r for r in range(self.size) if all(self.coordinates(r)[a] == i for a, i in fixed.items())]
             axes = {n: s for a, (n, s) in enumerate(zip(self.names, self.sizes, strict=True)) if a not in fixed}
             if isinstance(self.runtime, LocalRuntime):
-                found = Mesh(axes)
+                found = Mesh(axes, device=self.runtime.memory.name)
             else:
                 workers = list(dict.fromkeys(self.runtime.addresses[self.runtime.homes[r]] for r in ranks))
-                found = Mesh(axes, client=self.runtime.client, workers=workers)
+                found = Mesh(axes, client=self.runtime.client, workers=workers, device=self.runtime.device)
             self._parts[key] = found
         return found
 
@@ -148,8 +166,10 @@ class Mesh:
         self.close()
 
     def __repr__(self) -> str:
-        where = "" if isinstance(self.runtime, LocalRuntime) else f" on {self.runtime}"
-        return f"Mesh({', '.join(f'{n}={s}' for n, s in zip(self.names, self.sizes, strict=True))}){where}"
+        where = [] if isinstance(self.runtime, LocalRuntime) else [str(self.runtime)]
+        where += [placed] if (placed := self.runtime.placed()) is not None else []
+        axes = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
+        return f"Mesh({axes})" + (f" on {', '.join(where)}" if where else "")
 
     # ----- programs (ProgramHost) ---------------------------------------------------------------------------------------
 
@@ -195,7 +215,7 @@ class Mesh:
         layouts = []
         for a, s in zip(avals, shardings, strict=True):
             if s is not None and s.mesh is not self:
-                raise MeshError(f"[{op.name}] arrays of two meshes in one op: {self} and {s.mesh}; move one first")
+                raise two_meshes(op.name, self, s.mesh)
             layouts.append((s.layout if s is not None else REPLICATED) if isinstance(a, ShapeDtype) else None)
         found = self.place_layouts(op, avals, op.avals(tuple(avals), params), layouts, params)
         return tuple(Sharding.of(self, layout) for layout in found)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,86 +27,16 @@ from ..arrays.errors import MeshError, ShardingConflict
 from ..arrays.program import Program, ShapeDtype, simplify
 from ..arrays.reductions import _is_low_precision as is_low_precision
 from ..autodiff.compile import Tracer, _Trace
+from .block_memory import current_memory, on_host
 from .executor import Prepared
 from .mesh import Mesh
 from .partition import partition
 from .passes import Pass, passes_of
-from .placement import REDUCERS, REPLICATED, Layout, Placement, Sharding, block_box, make_layout
+from .placement import REDUCERS, REPLICATED, Layout, Sharding, block_box, make_layout
 from .rank_program import Local, RankProgram
+from .stored import Parts, Stored, new_array, open_array, scratch_room
 
 MOST_PARTS = 1 << 16
-
-
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """An array in a Zarr store that is to be worked on by the ranks of a mesh; made by :func:`from_zarr` and :func:`stream`."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: Sharding
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def load(self) -> Array:
-        """The array on the mesh: each rank reads its block, where it is."""
-        mesh = self.sharding.mesh
-        payloads = {r: (self.path, self.sharding.box(self.shape, r)) for r in range(mesh.size)}
-        (x,) = mesh.create(_read_blocks, payloads, [(self.shape, self.dtype, self.sharding)])
-        return x
-
-    def __repr__(self) -> str:
-        return f"Stored({self.path!r}, {self.sharding.text(self.shape, self.dtype)}, {human_bytes(self.nbytes)})"
-
-
-def _open(path: str, mode: str = "r") -> Any:
-    import zarr
-
-    from ..storage import zarr_dtypes  # noqa: F401  # the small floats are registered by the import
-
-    return zarr.open_array(path, mode=mode)
-
-
-def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
-    """An array in a Zarr store, for the ranks of a mesh. Nothing but its metadata is read yet.
-
-    Parameters
-    ----------
-    path
-        Of a Zarr array, which every worker can read.
-    mesh
-        The mesh.
-    placements
-        By axis name, as in :func:`meshtape.distribute`.
-
-    Returns
-    -------
-    Stored
-        To be loaded (``.load()``), or worked on block by block by :func:`stream`.
-
-    Raises
-    ------
-    FileNotFoundError
-        Where there is no Zarr array.
-
-    Examples
-    --------
-    >>> import tempfile, zarr, meshtape as mt
-    >>> where = tempfile.mkdtemp()
-    >>> zarr.create_array(where, shape=(6, 2), chunks=(2, 2), dtype="f8")[...] = 1.0
-    >>> x = mt.from_zarr(where, mt.Mesh({"data": 2}), data=mt.Shard(0))
-    >>> mt.stream(lambda x: mt.sum(x * 2, axis=0), x, memory=1000)
-    Array([12., 12.], dtype=float64)
-    """
-    found = _open(str(path))
-    shape, dtype = tuple(map(int, found.shape)), np.dtype(found.dtype)
-    sharding = Sharding(mesh, **placements).check(shape, dtype)
-    if sharding.partial:
-        raise MeshError("[from_zarr] what is stored is not pending: use Shard(dim) or Replicate()")
-    return Stored(str(path), shape, dtype, sharding)
 
 
 class _Job(NamedTuple):
@@ -115,11 +44,13 @@ class _Job(NamedTuple):
 
     program: RankProgram
     virtual: tuple[int, ...]
-    inputs: tuple[Any, ...]  # path of a store, or the value itself
-    outputs: tuple[str | None, ...]
+    inputs: tuple[Any, ...]  # path of a store, contributions in one, or the value itself
+    outputs: tuple[str | Parts | None, ...]
 
 
-def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to: Any = None) -> Any:
+def stream(
+    fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to: Any = None, scratch: Any = None
+) -> Any:
     """``fn(*args)`` on arrays larger than memory, block by block.
 
     Parameters
@@ -135,6 +66,10 @@ def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to
     to
         Path of a Zarr array to write the result to; a tree of paths, like the result, for several; None where a result is a
         reduction, which is given back as an array.
+    scratch
+        Directory (or address of a store) that every worker can use, for values on their way from blocks to other blocks: sums of
+        rows whose columns are split too. By default beside the first path of ``to``, or a temporary directory where all ranks
+        are in this process. It is emptied at the end.
 
     Returns
     -------
@@ -144,7 +79,7 @@ def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to
     Raises
     ------
     ShardingConflict
-        Where elements would have to move between blocks (a sort along the split dimension), or a result that is split has no
+        Where a value would have to be gathered from all blocks (a sort along the split dimension), or one that is split has no
         place to go; the message shows the step, and what to do.
     MemoryError
         Where not even one row of a block fits the limit. Nothing was read or written then.
@@ -168,21 +103,15 @@ def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to
     for i, (path, (_, layout)) in enumerate(zip(paths, shapes, strict=True)):
         if written[i] and path is None:
             raise ShardingConflict(f"[stream] result {i} is split over the blocks: say where it goes, with to=…")
-        if written[i] and layout.partials:
+        if written[i] and len({op for _, op in layout.partials}) > 1:
             raise ShardingConflict(
-                f"[stream] result {i} is split over the blocks, and a sum over the ranks that hold other parts of a row: split "
-                "one dimension alone"
+                f"[stream] result {i} is split over the blocks, and two reductions over ranks at once"
             )
-    _create([s if w else None for s, w in zip(shapes, written, strict=True)], paths, last.sizes)
-    sources: dict[int, Any] = {
-        v: x.path if isinstance(x, Stored) else np.asarray(x) for v, x in zip(program.inputs, given, strict=True)
-    }
-    sources.update({v: np.asarray(wrap(c)) for v, c in program.constants.items()})
-    values: list[Any] = []
-    for p, targets in passes:
-        outputs = [path if w else None for path, w in zip(paths, written, strict=True)] if targets is None else None
-        values = _run_pass(p, mesh, parts, sources, outputs or [None] * len(p.outputs))
-        sources.update(zip(targets or (), values, strict=True) if targets is not None else ())
+    by_store = [any(_over_blocks(p.layouts[v], p.sizes) for v in p.outputs) for p, t in passes if t is not None]
+    pending = [w and bool(layout.partials) for w, (_, layout) in zip(written, shapes, strict=True)]
+    with scratch_room(scratch, paths, mesh, any(by_store) or any(pending)) as room:
+        _create([s if w else None for s, w in zip(shapes, written, strict=True)], paths, last.sizes)
+        values = _run_passes(passes, given, program, mesh, parts, paths, room)
     out: list[Any] = []
     for value, (aval, layout), path, w in zip(values, shapes, paths, written, strict=True):
         if w:
@@ -197,8 +126,46 @@ def stream(fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to
     return trees.unflatten(result_def, [next(rest) if s is _ARRAY else s for s in statics])
 
 
+def _run_passes(
+    passes: Sequence[Pass],
+    given: Sequence[Any],
+    program: Program,
+    mesh: Mesh,
+    parts: int,
+    paths: Sequence[str | None],
+    room: str | None,
+) -> list[Any]:
+    """All passes over the blocks: the results of the last, None for those that were written."""
+    sources: dict[int, Any] = {
+        v: x.path if isinstance(x, Stored) else np.asarray(x) for v, x in zip(program.inputs, given, strict=True)
+    }
+    sources.update({v: np.asarray(wrap(c)) for v, c in program.constants.items()})
+    values: list[Any] = []
+    for p, targets in passes:
+        outputs: list[Any] = []
+        for i, v in enumerate(p.outputs):
+            layout = p.layouts[v]
+            if not _over_blocks(layout, p.sizes):
+                outputs.append(None)
+            elif targets is None and not layout.partials:
+                outputs.append(paths[i])
+            else:
+                outputs.append(Parts.create(f"{room}/{len(sources)}-{i}", p, v))
+        values = _run_pass(p, mesh, parts, sources, outputs)
+        found = [x if o is None else o for x, o in zip(values, outputs, strict=True)]
+        if targets is not None:
+            sources.update(zip(targets, found, strict=True))
+            continue
+        for i, (v, o) in enumerate(zip(p.outputs, outputs, strict=True)):
+            if isinstance(o, Parts):  # what ranks contributed is joined as it is read again
+                layouts = {v: p.layouts[v].reduced()}
+                join = RankProgram(p.sizes, (v,), (), (v,), {v: p.avals[v]}, layouts, name="stream")
+                _run_pass(join, mesh, parts, {v: o}, [paths[i]])
+    return values
+
+
 def _run_pass(
-    p: RankProgram, mesh: Mesh, parts: int, sources: Mapping[int, Any], outputs: Sequence[str | None]
+    p: RankProgram, mesh: Mesh, parts: int, sources: Mapping[int, Any], outputs: Sequence[str | Parts | None]
 ) -> list[np.ndarray | None]:
     """One pass over the blocks: its outputs, joined; None for those that go to ``outputs``."""
     inputs = tuple(sources[v] for v in p.inputs)
@@ -318,27 +285,16 @@ def _paths(to: Any, result_def: Any, statics: Sequence[Any]) -> list[str | None]
 def _create(
     shapes: Sequence[tuple[ShapeDtype, Layout] | None], paths: Sequence[str | None], sizes: tuple[int, ...]
 ) -> None:
-    import zarr
-
-    from ..storage import zarr_dtypes  # noqa: F401
-
     for found, path in zip(shapes, paths, strict=True):
         if path is not None and found is not None:
             # One chunk a block: no two writers meet in one.
             aval, layout = found
-            chunks = tuple(max(n, 1) for n in block_box(layout, sizes, aval.shape, 0).shape)
-            zarr.create_array(path, shape=aval.shape, chunks=chunks, dtype=aval.dtype)
+            new_array(path, aval.shape, aval.dtype, block_box(layout, sizes, aval.shape, 0).shape)
 
 
 def _write(path: str, value: np.ndarray) -> None:
     """A result that is here, whole."""
-    import zarr
-
-    from ..storage import zarr_dtypes  # noqa: F401
-
-    zarr.create_array(path, shape=value.shape, chunks=tuple(max(n, 1) for n in value.shape), dtype=value.dtype)[...] = (
-        value
-    )
+    new_array(path, value.shape, value.dtype, value.shape)[...] = value
 
 
 def _needed(p: RankProgram, mesh: Mesh) -> list[int]:
@@ -367,33 +323,35 @@ def _joined(parts: Mapping[int, np.ndarray], p: RankProgram, v: int, mesh: Mesh,
 # ----- on the workers -----------------------------------------------------------------------------------------------------
 
 
-def _read_blocks(payloads: Mapping[int, Any]) -> dict[int, list[np.ndarray]]:
-    return {r: [np.asarray(_open(path)[box.slices])] for r, (path, box) in payloads.items()}
-
-
 def _run_blocks(payloads: Mapping[int, _Job], blocks: Any) -> dict[int, list[Any]]:
     """The virtual ranks of the ranks of one process, one after the other; what is left pending, joined."""
     return {r: _run_rank(job) for r, job in payloads.items()}
 
 
 def _run_rank(job: _Job) -> list[Any]:
-    p = job.program
-    sources = [_open(x) if isinstance(x, str) else x for x in job.inputs]
-    targets = [_open(path, "r+") if path is not None else None for path in job.outputs]
+    p, memory = job.program, current_memory()
+    sources = [
+        open_array(x.path) if isinstance(x, Parts) else open_array(x) if isinstance(x, str) else x for x in job.inputs
+    ]
+    targets = [None if o is None else open_array(o.path if isinstance(o, Parts) else o, "r+") for o in job.outputs]
     homes = tuple(range(math.prod(p.sizes)))
     last = len(p.sizes) - 1
     kept: list[Any] = [None] * len(p.outputs)
     for virtual in job.virtual:
         inputs = []
-        for v, x in zip((*p.inputs, *p.constants), sources, strict=True):
+        for v, x, how in zip((*p.inputs, *p.constants), sources, job.inputs, strict=True):
             box = block_box(p.layouts[v], p.sizes, p.avals[v].shape, virtual)
-            inputs.append({virtual: np.asarray(x[box.slices])})
-        prepared = Prepared(p, (virtual,), homes, ())
+            found = how.read(x, box, p.avals[v].dtype) if isinstance(how, Parts) else np.asarray(x[box.slices])
+            inputs.append({virtual: memory.put(found)})
+        prepared = Prepared(p, (virtual,), homes, (), memory)
         for i, (v, found) in enumerate(zip(p.outputs, prepared.run(inputs), strict=True)):
-            layout, block = p.layouts[v], found[virtual]
-            if job.outputs[i] is not None:
+            layout, block = p.layouts[v], on_host(found[virtual])
+            out = job.outputs[i]
+            if out is not None:
                 box = block_box(layout, p.sizes, p.avals[v].shape, virtual)
-                if block.size:
+                if block.size and isinstance(out, Parts):
+                    out.write(targets[i], box, np.unravel_index(virtual, p.sizes), block)
+                elif block.size:
                     targets[i][box.slices] = block
                 continue
             op = dict(layout.partials).get(last)

@@ -2,7 +2,7 @@
 
 ``x - mean(x)`` block by block: the first pass adds up, the second one subtracts. A rank program is cut where a value has to cross
 between blocks: the pass before gives it, joined, to the pass after, for which it is one more input. A program needs as many passes
-as it has such values that depend on one another, and one.
+as it has such values that depend on one another, and one. What is split over the blocks itself goes by way of a store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def passes_of(p: RankProgram, names: Sequence[str]) -> list[Pass]:
     Raises
     ------
     ShardingConflict
-        Where what has to cross between blocks is split over them, and not the reduction of all.
+        Where a value that is split over the blocks is needed whole.
     """
     out = []
     inputs, steps = (*p.inputs, *p.constants), p.steps
@@ -78,14 +78,15 @@ def _first_cuts(p: RankProgram, steps: Sequence[Step], names: Sequence[str]) -> 
 
 
 def _refuse(p: RankProgram, m: Move, names: Sequence[str]) -> None:
-    """Raise where a move does not join what all blocks give."""
+    """Raise where a move neither joins what all blocks give nor makes other blocks of them."""
     now, then = p.layouts[m.source], p.layouts[m.target]
-    over_blocks = len(p.sizes) - 1 in {a for _, axes in now.shards for a in axes}
-    if m.collective is None and not over_blocks and not then.partials and len({op for _, op in now.partials}) < 2:
+    over = [len(p.sizes) - 1 in {a for _, axes in x.shards for a in axes} for x in (now, then)]
+    joined = not then.partials and len({op for _, op in now.partials}) < 2
+    if m.collective is None and joined and (over[1] or not over[0]):
         return
     raise ShardingConflict(
         f"[stream] the function needs {p.move_text(m, names)} ({m.why or m.origin or 'a result'}): block by block elements "
-        "cannot move between blocks, only what is reduced over all of them is joined. Split a dimension that the function works "
+        "cannot be gathered from all blocks, only what is reduced over them is joined. Split a dimension that the function works "
         "along element by element (mt.from_zarr(path, mesh, axis=mt.Shard(dim))), or load the array (.load()) where the workers "
         "have the memory"
     )

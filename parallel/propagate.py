@@ -161,7 +161,7 @@ def reason(name: str, placed: Placed, i: int, now: Layout, sizes: Sequence[int])
         if set(axes) - set(then.axes_of(d)):
             dim = placed.rule.operands[i][d] if d < len(placed.rule.operands[i]) else None
             if dim is None or placed.rule.factors[dim.factor].whole:
-                return f"as {name} needs dimension {d} whole"
+                return placed.rule.choice or f"as {name} needs dimension {d} whole"
             if not _even(placed.rule, dim.factor, axes, sizes):
                 n, ranks = placed.rule.factors[dim.factor].size, math.prod(sizes[a] for a in axes)
                 together = f" of {dim.inner}" if dim.inner > 1 else ""

@@ -19,9 +19,9 @@ from ..arrays._op import Op, state
 from ..arrays.elementwise import where
 from ..arrays.errors import GradientError, NonDifferentiableError, ShardingConflict
 from ..arrays.program import Entry, Program, ShapeDtype, freeze, simplify
-from ..autodiff.compile import Lifted
 from ..autodiff.rules import defvjp_all
 from ..autodiff.tape import Tape, is_differentiable
+from ..autodiff.tracing import Lifted
 from . import rank_ops as ops
 from .collective_plans import groups_of
 from .placement import REPLICATED, Layout, block_box, make_layout

@@ -21,7 +21,7 @@ from ..arrays.elementwise import ADD
 from ..arrays.errors import MeshError, ShardingConflict, TracedValueError
 from ..arrays.program import Program, ProgramBuilder, ShapeDtype, freeze
 from ..autodiff.backward import same_value
-from ..autodiff.compile import Lifted, Tracer
+from ..autodiff.tracing import Lifted, Tracer
 from . import rank_ops as ops
 from .collective_plans import group_of, groups_of
 from .rank_meeting import Meeting, Uneven

@@ -447,7 +447,7 @@ def cut_kept(name: str, address: str, wanted: Sequence[tuple[Any, Key, Box]]) ->
 
 def join_kept(spec: Any, count: int, *cuts: Any) -> Any:
     """On a worker of the new mesh: the blocks of its ranks."""
-    from .gang import Bundle, Failure
+    from .gang import Failure, kept
 
     failed = next((c for c in cuts if isinstance(c, Failure)), None)
     if failed is not None:
@@ -460,6 +460,4 @@ def join_kept(spec: Any, count: int, *cuts: Any) -> Any:
         for name, box in targets:
             block[box.slices] = pieces[name]
         slots[slot][t] = block
-    bundle = Bundle(spec.run, slots)
-    state.bundles[spec.run] = bundle
-    return bundle
+    return kept(spec, state, slots)

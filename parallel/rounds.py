@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.blocks import Box
+from .block_memory import HOST, BlockMemory
 from .placement import REDUCERS
-from .pool import POOL
 from .reshard import Piece, Plan
 from .transports.pieces import Fold, Sink, Target
 
@@ -241,30 +241,26 @@ class _Shared:
 # ----- carrying it out ------------------------------------------------------------------------------------------------
 
 
-def _view(blocks: Blocks, source: Source, span: slice | None) -> np.ndarray:
+def _view(blocks: Blocks, source: Source, span: slice | None, xp: Any) -> np.ndarray:
     block = blocks[source.rank]
     part = block[source.slices] if source.slices else block
-    return part if span is None else _flat(part)[span]
-
-
-def _flat(a: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(a).reshape(-1)
+    return part if span is None else xp.ascontiguousarray(part).reshape(-1)[span]
 
 
 class Running:
     """One reshard being carried out: first :meth:`scatter`, an exchange, :meth:`gather` and an exchange where it has one, then
     :meth:`results`."""
 
-    def __init__(self, rounds: MoveRounds, blocks: Blocks, neutral: object) -> None:
-        self._rounds, self._source = rounds, blocks
+    def __init__(self, rounds: MoveRounds, blocks: Blocks, neutral: object, memory: BlockMemory = HOST) -> None:
+        self._rounds, self._source, self._memory = rounds, blocks, memory
         self._out: list[np.ndarray | None] = [
-            np.full(b.shape, neutral, rounds.dtype) if b.neutral else None for b in rounds.blocks
+            memory.full(b.shape, neutral, rounds.dtype) if b.neutral else None for b in rounds.blocks
         ]
 
     def _block(self, i: int) -> np.ndarray:
         out = self._out[i]
         if out is None:
-            out = self._out[i] = POOL.empty(self._rounds.blocks[i].shape, self._rounds.dtype)
+            out = self._out[i] = self._memory.empty(self._rounds.blocks[i].shape, self._rounds.dtype)
         return out
 
     def scatter(self, sends: dict[int, list[Any]], receives: dict[int, list[Any]]) -> None:
@@ -272,13 +268,13 @@ class Running:
         r = self._rounds
         for s in r.sends:
             batches = sends.setdefault(s.process, [])
-            arrays = tuple(_view(self._source, x, s.span) for x in s.sources)
+            arrays = tuple(_view(self._source, x, s.span, self._memory.xp) for x in s.sources)
             # Contributions to one part travel together, chunk by chunk; what is not joined has one source.
             batches.append(arrays)
         for j in r.joins:
             block = r.blocks[j.block]
             here = [
-                _view(self._source, s, j.span) if h == block.process else None
+                _view(self._source, s, j.span, self._memory.xp) if h == block.process else None
                 for s, h in zip(j.part.sources, j.homes, strict=True)
             ]
             if len(here) == 1 and here[0] is not None and j.part.shape == block.shape and j.span is None:
@@ -330,5 +326,5 @@ class Running:
 
 def _is_all(a: np.ndarray) -> bool:
     """Whether an array has its memory to itself, give or take."""
-    base = a.base
-    return base is None or not isinstance(base, np.ndarray) or base.nbytes <= a.nbytes
+    # (What is below an array on the pool's memory has no size of its own.)
+    return getattr(a.base, "nbytes", 0) <= a.nbytes

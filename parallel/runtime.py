@@ -6,12 +6,14 @@ their ranks are.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from .block_memory import HOST, BlockMemory, on_host, serving
 from .executor import Prepared
 from .placement import Layout, block_box
 from .rank_program import RankProgram
@@ -54,6 +56,9 @@ class Runtime(Protocol):
     homes: tuple[int, ...]
     """Process of each rank."""
 
+    def placed(self) -> str | None:
+        """In words, where blocks are that are not in the host's memory, and how they travel; None for the host's."""
+
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
         """The program made ready: a function from the handles of inputs and constants to the handles of outputs.
 
@@ -90,21 +95,43 @@ class Runtime(Protocol):
 class LocalRuntime:
     """All ranks in this process, in lockstep: the default, and the bench on which every rule is tested."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: tuple[int, ...], memory: BlockMemory = HOST) -> None:
+        self.sizes, self.memory = sizes, memory
+        self._there: weakref.WeakKeyDictionary[HostValue, Mapping[int, Any]] = weakref.WeakKeyDictionary()
         n = 1
         for s in sizes:
             n *= s
         self.ranks = tuple(range(n))
         self.homes = (0,) * n
 
+    def placed(self) -> str | None:
+        return None if self.memory is HOST else self.memory.name
+
     def _blocks(self, handle: Any) -> Mapping[int, np.ndarray]:
-        if isinstance(handle, HostValue):
-            return {r: handle.block(r) for r in self.ranks}
-        return handle.blocks
+        if not isinstance(handle, HostValue):
+            return handle.blocks
+        blocks = self._there.get(handle)
+        if blocks is None:
+            blocks = self._put({r: handle.block(r) for r in self.ranks})
+            if self.memory is not HOST:  # it travels once
+                self._there[handle] = blocks
+        return blocks
+
+    def _put(self, blocks: Mapping[int, np.ndarray]) -> Mapping[int, Any]:
+        """Host blocks where the mesh computes; ranks whose blocks are the same memory share one there too."""
+        if self.memory is HOST:
+            return blocks
+        seen: dict[Any, Any] = {}
+        out = {}
+        for r, b in blocks.items():
+            key = b.__array_interface__["data"][0], b.shape, b.strides
+            if key not in seen:
+                seen[key] = self.memory.put(b)
+            out[r] = seen[key]
+        return out
 
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
-        prepared = Prepared(program, self.ranks, self.homes, names)
+        prepared = Prepared(program, self.ranks, self.homes, names, self.memory)
 
         def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
             blocks = [self._blocks(h) for h in handles]
@@ -119,16 +146,21 @@ class LocalRuntime:
         """Nothing is under way."""
 
     def fetch(self, handle: Any, ranks: Sequence[int]) -> dict[int, np.ndarray]:
-        blocks = self._blocks(handle)
-        return {r: blocks[r] for r in ranks}
+        blocks = handle.blocks if isinstance(handle, LocalBlocks) else {r: handle.block(r) for r in ranks}
+        return {r: on_host(blocks[r]) for r in ranks}
 
     def call(self, fn: Any, handles: Sequence[Any], payloads: Mapping[int, Any]) -> list[Any]:
-        blocks = [self._blocks(h) for h in handles]
-        return [fn(dict(payloads), {r: [b[r] for b in blocks] for r in payloads})]
+        blocks = [self.fetch(h, list(payloads)) for h in handles]
+        with serving(self.memory):
+            return [fn(dict(payloads), {r: [b[r] for b in blocks] for r in payloads})]
 
     def create(self, fn: Any, payloads: Mapping[int, Any], count: int) -> list[Any]:
         made = fn(dict(payloads))
-        return [LocalBlocks({r: made[r][i] for r in self.ranks}) for i in range(count)]
+        return [self.adopt({r: made[r][i] for r in self.ranks}) for i in range(count)]
+
+    def adopt(self, blocks: Mapping[int, np.ndarray]) -> LocalBlocks:
+        """Host blocks as blocks of the mesh."""
+        return LocalBlocks(self._put(blocks))
 
     def abandon(self) -> None:
         """Nothing is under way."""

@@ -11,13 +11,16 @@ The scheduler also learns first that a worker or a client is gone: it tells the 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import SchedulerPlugin
+
+_REPORTS = 64  # clients whose last report is kept
 
 PREFIX = "meshtape."
 """Of the keys of our tasks. What follows up to the first dash is the program's name, by which Dask groups tasks."""
@@ -54,13 +57,16 @@ class MeshtapeScheduler(SchedulerPlugin):
         self.holders: dict[str, frozenset[str]] = {}
         self.waiting: deque[Wish] = deque()
         self.meshes: dict[bytes, tuple[str, tuple[str, ...]]] = {}
+        self.reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._idle_since: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[Any]] = set()
         scheduler.handlers["meshtape_acquire"] = self.acquire
         scheduler.handlers["meshtape_release"] = self.release
+        scheduler.handlers["meshtape_holding"] = self.holding
         scheduler.handlers["meshtape_open"] = self.open
         scheduler.handlers["meshtape_closed"] = self.closed
+        scheduler.handlers["meshtape_activity"] = self.activity
 
     async def before_close(self) -> None:
         if self._watch is not None:
@@ -90,6 +96,13 @@ class MeshtapeScheduler(SchedulerPlugin):
     async def release(self, name: str) -> None:
         """A client gives up its workers."""
         self._free(name)
+
+    async def holding(self, name: str, workers: Iterable[str]) -> list[tuple[str, list[str]]]:
+        """Which other clients have some of these workers or were first to ask for them, and the programs that they run."""
+        wanted = set(workers)
+        before = itertools.takewhile(lambda w: w.client != name, self.waiting)
+        found = [(n, ws) for n, ws in self.holders.items() if n != name] + [(w.client, w.workers) for w in before]
+        return [(n, self._running(n)) for n, ws in found if not wanted.isdisjoint(ws)]
 
     def _free(self, name: str) -> None:
         self.holders.pop(name, None)
@@ -127,12 +140,15 @@ class MeshtapeScheduler(SchedulerPlugin):
                     self._free(name)
 
     def _is_busy(self, name: str) -> bool:
+        return bool(self._running(name))
+
+    def _running(self, name: str) -> list[str]:
+        """Names of the programs that a client waits for."""
         client = self.scheduler.clients.get(name)
         tasks = client.wants_what if client is not None else ()
-        return any(
-            ts.state in ("waiting", "processing", "queued", "no-worker") and str(ts.key).startswith(PREFIX)
-            for ts in tasks
-        )
+        states = ("waiting", "processing", "queued", "no-worker")
+        keys = (str(ts.key) for ts in tasks if ts.state in states)
+        return sorted({k.removeprefix(PREFIX).partition("-")[0] for k in keys if k.startswith(PREFIX)})
 
     # ----- comings and goings -----------------------------------------------------------------------------------------
 
@@ -146,7 +162,36 @@ class MeshtapeScheduler(SchedulerPlugin):
         """A mesh was closed."""
         self.meshes.pop(mesh, None)
 
+    async def activity(self, name: str, written: dict[str, Any], activities: list[dict[str, Any]]) -> None:
+        """What a client's process saves, merges and reshards (`progress`); the live page shows it, also when the client has left."""
+        before = self.reports.pop(name, {"bases": {}})["bases"]
+        # Where a place in an object store is written once more, what was written there earlier does not count.
+        bases = {
+            a["id"]: before[a["id"]] if a["id"] in before else self.written(a["root"]) for a in activities if a["root"]
+        }
+        self.reports[name] = {
+            "at": time.monotonic(),
+            "written": written,
+            "activities": activities,
+            "bases": bases,
+            "left": False,
+        }
+        while len(self.reports) > _REPORTS:
+            self.reports.popitem(last=False)
+
+    def written(self, root: str) -> int:
+        """Bytes that all processes have written below a folder, as far as they have said so. Some are worker and client at once."""
+        said = [w.metrics.get("meshtape_written") for w in self.scheduler.workers.values()]
+        said += [r["written"] for r in self.reports.values()]
+        found: dict[str, int] = {}
+        for s in said:
+            if isinstance(s, dict) and root in s.get("bytes", {}):
+                found[s["process"]] = max(found.get(s["process"], 0), s["bytes"][root])
+        return sum(found.values())
+
     def remove_client(self, scheduler: Any, client: str) -> None:
+        if client in self.reports:
+            self.reports[client]["left"] = True
         self.waiting = deque(w for w in self.waiting if w.client != client)
         self._free(client)
         for mesh, (name, workers) in list(self.meshes.items()):

@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "meshtape": {
         "transport": "auto",
         "timeouts": {"connect": 10.0, "collective": 60.0, "silence": 5.0, "abort": 10.0, "lease": 10.0},
-        "interval": 0.001,
+        "interval": 0.0002,
         "bucket": 4 << 20,
         "overlap": 1 << 20,
         "pool": 1 << 30,

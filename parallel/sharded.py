@@ -153,7 +153,7 @@ class Pending:
             lifted = ShardedBuffer(self.mesh, REPLICATED, ShapeDtype(a.shape, a.dtype), handle=value)
             return self._input(id(buf), lifted, (lifted, buf))
         if buf.mesh is not self.mesh:
-            raise MeshError(f"[{op.name}] arrays of two meshes in one op: {self.mesh} and {buf.mesh}; move one first")
+            raise two_meshes(op.name, self.mesh, buf.mesh)
         if buf.handle is None:
             buf.check_alive()
             return buf.var
@@ -240,6 +240,14 @@ class Pending:
                 raise
             for (_, b), handle in zip(wanted, handles, strict=True):
                 b.handle, b.var = handle, None
+
+
+def two_meshes(op: str, a: Mesh, b: Mesh) -> MeshError:
+    """The error of a call on arrays of two meshes."""
+    alike = " (another object, though it looks alike: make one mesh and use it for all)" if repr(a) == repr(b) else ""
+    return MeshError(
+        f"[{op}] arrays of two meshes in one op: {a} and {b}{alike}; move one first, with mt.reshard(x, y.sharding)"
+    )
 
 
 def sharded_array(mesh: Mesh, layout: Layout, aval: ShapeDtype, handle: Any) -> Array:

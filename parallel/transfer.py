@@ -24,7 +24,7 @@ from ..autodiff.rules import defvjp
 from .placement import Layout, Sharding, block_box, strides_of
 from .rank_ops import RankOp
 from .reshard import overlaps
-from .runtime import HostValue, LocalBlocks, LocalRuntime
+from .runtime import HostValue, LocalRuntime
 
 if TYPE_CHECKING:
     from .sharded import ShardedBuffer
@@ -120,8 +120,8 @@ def transfer(buf: ShardedBuffer, target: Sharding) -> ShardedBuffer:
         handle: Any = HostValue(buf.handle.value, target.layout, new.sizes)
     elif isinstance(old.runtime, LocalRuntime) and isinstance(new.runtime, LocalRuntime):
         parts = plan_transfer(buf.shape, old.sizes, buf.layout, new.sizes, target.layout)
-        blocks = buf.handle.blocks
-        handle = LocalBlocks(
+        blocks = old.runtime.fetch(buf.handle, old.runtime.ranks)
+        handle = new.runtime.adopt(
             {
                 t: _joined(
                     block_box(target.layout, new.sizes, buf.shape, t).shape,
@@ -217,10 +217,8 @@ def join_parts(payloads: Mapping[int, Any], pieces: Mapping[Any, np.ndarray]) ->
 
 def join_blocks(spec: Any, *cuts: Mapping[Any, np.ndarray]) -> Any:
     """The task of a worker of the new mesh."""
-    from .gang import Bundle
+    from .gang import kept
 
     state = spec.seat.take()
     pieces = {key: part for cut in cuts for key, part in cut.items()}
-    bundle = Bundle(spec.run, {0: spec.fn(spec.payloads, pieces)})
-    state.bundles[spec.run] = bundle
-    return bundle
+    return kept(spec, state, {0: spec.fn(spec.payloads, pieces)})

@@ -32,7 +32,7 @@ from .layers import (
     rotate,
     split_heads,
 )
-from .plans import AXES, Plan, Stages, parse
+from .plans import AXES, Plan, Stages, block_cuts, parse
 
 if TYPE_CHECKING:
     from ...storage import Rules
@@ -337,7 +337,7 @@ def stages(
 
     Blocks are dealt evenly, the first stages getting one more. With experts the sum of their balance losses travels along.
     """
-    cuts = _cuts(config, count)
+    cuts = block_cuts("decoder", config.layers, count)
 
     def stage(number: int) -> Callable[[Any, Any, Any, Any], Any]:
         def run(params: Any, x: Any, batch: Any, key: Any) -> Any:
@@ -360,7 +360,7 @@ def stages(
 
 def split_stages(params: Any, config: Config, count: int) -> tuple[list[Any], list[Any]]:
     """Parameters of the stages, and which are tied (the embedding, where the head is its transpose), for ``mt.training.Pipeline``."""
-    cuts = _cuts(config, count)
+    cuts = block_cuts("decoder", config.layers, count)
     out: list[Any] = [{"layers": params["layers"][a:b]} for a, b in itertools.pairwise(cuts)]
     out[0]["embed"] = params["embed"]
     out[-1]["norm"] = params["norm"]
@@ -385,13 +385,6 @@ def staged(config: Config, *, plan: Plan | None = None, recompute: Recompute = "
         lambda count: stages(config, count, plan=plan, recompute=recompute),
         lambda params, count: split_stages(params, config, count)[0],
     )
-
-
-def _cuts(config: Config, count: int) -> list[int]:
-    if not 1 <= count <= config.layers:
-        raise ShapeError(f"[decoder] {config.layers} blocks cannot be cut into {count} stages")
-    small, more = divmod(config.layers, count)
-    return [i * small + min(i, more) for i in range(count + 1)]
 
 
 def generate(params: Any, ids: Any, config: Config, steps: int) -> Array:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ...arrays import nn
+from ...arrays import nn, random
 from ...arrays._array import Array
 from ...arrays.creation import asarray, ones, zeros
 from ...arrays.elementwise import maximum, where
@@ -31,7 +33,7 @@ from .layers import (
     maybe_dropout,
     split_heads,
 )
-from .plans import Plan, parse
+from .plans import Plan, Stages, block_cuts, parse
 
 if TYPE_CHECKING:
     from ...storage import Rules
@@ -176,22 +178,43 @@ def apply(
         Shape ``(batch, sequence, width)``.
     """
     check_recompute(recompute)
-    c, p = config, params["embed"]
-    keys = None if key is None else Keys(key)
+    x = _tokens(params["embed"], ids, config, types, key, plan)
+    seen = None if mask is None else _seen(mask, x)
+    return _blocks(params["layers"], x, seen, config, 0, key, plan, recompute)
+
+
+def _tokens(p: Any, ids: Any, c: Config, types: Any, key: Array | None, plan: Plan | None) -> Array:
+    """What goes into the first block."""
     ids = check_ids("encoder", ids, c.max_length)
-    s = ids.shape[1]
     segment = p["type"][0] if types is None else nn.embedding(types, p["type"])
-    x = nn.embedding(ids, p["word"]) + p["place"][:s] + segment
-    x = _constrain(plan, maybe_dropout(_norm(x, p["norm"], c), c.dropout, keys), "residual")
-    seen = None
-    if mask is not None:
-        mask = asarray(mask)
-        if mask.shape != ids.shape:
-            raise ShapeError(f"[encoder] the mask {mask.shape} must have the shape of ids {ids.shape}")
-        seen = expand_dims(astype(mask, bool), axis=(1, 2, 3))
-    for layer in params["layers"]:
-        # One key a block, drawn outside it: a block that is computed again draws the same.
-        block_key = None if keys is None else keys()
+    x = nn.embedding(ids, p["word"]) + p["place"][: ids.shape[1]] + segment
+    return _constrain(
+        plan, maybe_dropout(_norm(x, p["norm"], c), c.dropout, None if key is None else Keys(key)), "residual"
+    )
+
+
+def _seen(mask: Any, x: Array) -> Array:
+    """The mask as attention takes it."""
+    mask = asarray(mask)
+    if mask.shape != x.shape[:2]:
+        raise ShapeError(f"[encoder] the mask {mask.shape} must have the shape of ids {x.shape[:2]}")
+    return expand_dims(astype(mask, bool), axis=(1, 2, 3))
+
+
+def _blocks(
+    layers: Any,
+    x: Array,
+    seen: Array | None,
+    c: Config,
+    first: int,
+    key: Array | None,
+    plan: Plan | None,
+    recompute: str,
+) -> Array:
+    """A run of blocks, of which the first has the number ``first``."""
+    for i, layer in enumerate(layers, first):
+        # One key a block, drawn outside it: a block that is computed again draws the same. The first is the embedding's.
+        block_key = None if key is None else random.fold_in(key, i + 2)
 
         def run(layer: Any, x: Array, block_key: Any = block_key) -> Array:
             return _block(layer, x, seen, c, None if block_key is None else Keys(block_key), plan, recompute)
@@ -287,8 +310,74 @@ def unit(x: Array) -> Array:
     return x / where(length == 0, 1.0, length)
 
 
+def staged(
+    config: Config,
+    loss: Callable[[Any, Array, Any, Any], Any],
+    *,
+    plan: Plan | None = None,
+    recompute: Recompute = "none",
+    tied: bool = False,
+) -> Stages:
+    """The encoder as the Trainer takes it where it is to be a pipeline (``mt.Trainer(…, stages=…)``).
+
+    Batches have ``"ids"``, and where they are used ``"mask"`` and ``"types"``, as :func:`apply` takes them. Blocks are dealt evenly, the
+    first stages getting one more.
+
+    Parameters
+    ----------
+    config
+        The sizes.
+    loss
+        ``loss(params, x, batch, key)``: what a loss function gives, from the vectors ``x`` of all tokens, ``(batch, sequence, width)``.
+        ``params`` has what stands in the tree beside ``"embed"`` and ``"layers"``: the parameters of a head.
+    plan, recompute
+        As :func:`apply` takes them.
+    tied
+        Whether ``params`` of the loss has ``"embed"`` as well, for a head that uses it.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> c = mt.models.encoder.Config(vocab=8, width=4, layers=2, heads=1, ffn=4, max_length=4)
+    >>> cut = mt.models.encoder.staged(c, lambda p, x, batch, key: mt.mean(mt.square(x)))
+    >>> [sorted(part) for part in cut.split(mt.models.encoder.init(mt.random.key(0), c), 2)]
+    [['embed', 'layers'], ['layers']]
+    """
+    check_recompute(recompute)
+
+    def stage(number: int, cuts: list[int]) -> Callable[[Any, Any, Any, Any], Any]:
+        def run(params: Any, x: Any, batch: Any, key: Any) -> Any:
+            if number == 0:
+                x = _tokens(params["embed"], batch["ids"], config, batch.get("types"), key, plan)
+                # Stages between see no batch: the mask travels along, as a float, since cotangents travel back.
+                mask = batch.get("mask")
+                mask = None if mask is None else astype(asarray(mask), x.dtype)
+            else:
+                x, mask = x if isinstance(x, tuple) else (x, None)
+            seen = None if mask is None else _seen(mask, x)
+            x = _blocks(params["layers"], x, seen, config, cuts[number], key, plan, recompute)
+            if number < len(cuts) - 2:
+                return x if mask is None else (x, mask)
+            return loss({n: v for n, v in params.items() if n != "layers" and (tied or n != "embed")}, x, batch, key)
+
+        return run
+
+    def functions(count: int) -> list[Callable[[Any, Any, Any, Any], Any]]:
+        cuts = block_cuts("encoder", config.layers, count)
+        return [stage(i, cuts) for i in range(count)]
+
+    def split(params: Any, count: int) -> list[Any]:
+        cuts = block_cuts("encoder", config.layers, count)
+        out: list[Any] = [{"layers": params["layers"][a:b]} for a, b in itertools.pairwise(cuts)]
+        out[0]["embed"] = params["embed"]
+        out[-1].update({n: v for n, v in params.items() if n != "layers" and (tied or n != "embed")})
+        return out
+
+    return Stages(functions, split)
+
+
 def plan(name: str | Plan) -> Plan:
-    """The plan of that name for an encoder: ``dp``, ``fsdp``, ``tp``, ``sp`` and ``vocab``, joined by ``+``."""
+    """The plan of that name for an encoder: ``dp``, ``fsdp``, ``tp``, ``sp``, ``vocab`` and ``pp``, joined by ``+``."""
     return parse(name, PARAMETERS, ACTIVATIONS)
 
 

@@ -14,7 +14,7 @@ from ...arrays import tree as trees
 from ...arrays._array import Array
 from ...arrays.creation import asarray
 from ...arrays.errors import ShapeError
-from ...arrays.manipulation import astype, concat, permute_dims, reshape
+from ...arrays.manipulation import astype, flip, permute_dims, reshape
 from ..mesh import Mesh
 from ..placement import Sharding
 from .plans import Plan
@@ -115,9 +115,10 @@ def rotary_tables(positions: np.ndarray, d: int, theta: float) -> tuple[np.ndarr
 
 def rotate(x: Array, cosines: Array, sines: Array) -> Array:
     """Each pair of elements of the last dimension turned by the angle of its position; ``x`` is ``(…, s, d)``."""
-    half = x.shape[-1] // 2
-    swapped = concat([x[..., half:], x[..., :half]], axis=-1)
-    return x * astype(cosines, x.dtype, copy=False) + swapped * astype(sines, x.dtype, copy=False)
+    *before, s, d = x.shape
+    pairs = reshape(x, (*before, s, 2, d // 2))  # flipping is a view, and so is its gradient
+    cos, sin = (reshape(astype(t, x.dtype, copy=False), (s, 2, d // 2)) for t in (cosines, sines))
+    return reshape(pairs * cos + flip(pairs, axis=-2) * sin, x.shape)
 
 
 def check_ids(name: str, ids: Any, length: int) -> Array:

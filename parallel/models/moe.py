@@ -1,18 +1,24 @@
 """A mixture-of-experts block: each token goes to the ``top_k`` of many feed-forward networks that a router chooses.
 
-The sequences of a batch are the routing groups (Lepikhin et al., 2021): tokens compete for an expert's places with those of
-their own sequence only, so that the result does not depend on how the batch is split over ranks. Tokens travel in a buffer
-``(batch, expert, place, width)``; where the mesh has an ``expert`` axis, moving that buffer from split batches to split experts
-is the all-to-all, and moving it back the other one.
+With a capacity factor the sequences of a batch are the routing groups (Lepikhin et al., 2021): an expert has
+``ceil(factor * top_k * s / experts)`` places a sequence, and tokens beyond it pass by the block (their output is 0; the residual
+connection carries them). Tokens compete for places with those of their own sequence only, so that the result does not depend on how the
+batch is split over ranks. They travel in a buffer ``(batch, expert, place, width)``; where the mesh has an ``expert`` axis, moving that
+buffer from split batches to split experts is the all-to-all, and moving it back the other one.
 
-With a capacity factor an expert has ``ceil(factor * top_k * s / experts)`` places a sequence, and tokens beyond it pass by the
-block (their output is 0; the residual connection carries them). Without one there are places for all (drop-less), which costs
-``experts / top_k`` times the arithmetic.
+Without one (drop-less) no token is lost and no place is padded: each expert computes the rows that were sent to it, however many
+(:func:`meshtape.nn.experts`; Gale et al., 2023). How many that are is known only when the program runs, and what a program
+sends is known before: the ranks of the ``expert`` axis therefore gather each other's tokens, compute those that are for their own
+experts, and scatter the sums. The arithmetic is that of an exact exchange; each way a rank gets ``p - 1`` times the tokens that it has,
+where an exact exchange moves up to ``top_k`` times as many.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +30,14 @@ from ...arrays.creation import arange
 from ...arrays.cumulative import cumulative_sum
 from ...arrays.elementwise import where
 from ...arrays.errors import ShapeError
-from ...arrays.manipulation import astype, expand_dims, matrix_transpose, reshape
+from ...arrays.manipulation import astype, expand_dims, matrix_transpose, reshape, stack
 from ...arrays.random import normal
 from ...arrays.reductions import argmax, mean
 from ...arrays.reductions import sum as sum_
 from .layers import Keys, dense
 from .plans import Plan
 
-ACTIVATIONS = {"expert_in": 1, "expert_out": 0}
+ACTIVATIONS = {"expert_in": 1, "expert_out": 0, "expert_rows": -1, "expert_sum": 0}
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Config:
     top_k
         How many serve a token; their outputs are weighted by the router's probabilities, made to add up to one.
     capacity_factor
-        See the module; None loses no token.
+        See the module; None loses no token and pads nothing.
     aux_weight
         Weight of the balance loss in the loss of a model.
 
@@ -70,7 +76,7 @@ class Config:
             raise ValueError(f"[moe] capacity_factor must be positive or None, got {self.capacity_factor}")
 
     def capacity(self, tokens: int) -> int:
-        """Places of an expert for a sequence of so many tokens."""
+        """Places of an expert for a sequence of so many tokens; without a factor there are as many as tokens."""
         if self.capacity_factor is None:
             return tokens
         return min(tokens, max(1, math.ceil(self.capacity_factor * self.top_k * tokens / self.experts)))
@@ -96,8 +102,21 @@ def init(
     }
 
 
+def choose(probabilities: Array, config: Config) -> tuple[list[Array], list[Array]]:
+    """The experts of each token from the likeliest on (of equal ones the first), one-hot ``(batch, s, experts)``; and the weights of
+    their outputs, ``(batch, s)``, which add up to one."""
+    left = probabilities
+    chosen, gates = [], []
+    for _ in range(config.top_k):
+        chosen.append(nn.one_hot(argmax(left, axis=-1), probabilities.shape[-1], dtype=probabilities.dtype))
+        gates.append(sum_(probabilities * chosen[-1], axis=-1))
+        left = where(chosen[-1] > 0, -1.0, left)
+    total = functools.reduce(operator.add, gates)
+    return chosen, [g / total for g in gates]
+
+
 def route(probabilities: Array, config: Config) -> tuple[Array, Array, Array]:
-    """Who goes where.
+    """Who goes where, where experts have places.
 
     Parameters
     ----------
@@ -111,29 +130,20 @@ def route(probabilities: Array, config: Config) -> tuple[Array, Array, Array]:
         ``first`` marks each token's first choice, ``(batch, s, experts)``. All first choices are seated before the second
         ones, each in the order of the sequence.
     """
-    _, s, experts = probabilities.shape
-    places = arange(config.capacity(s), dtype=np.int64)
-    left, taken = probabilities, None
+    places = arange(config.capacity(probabilities.shape[1]), dtype=np.int64)
+    choices, gates = choose(probabilities, config)
+    taken: Any = 0.0
     dispatch: Any = 0.0
     combine: Any = 0.0
-    total: Any = 0.0
-    first = None
-    for _ in range(config.top_k):
-        chosen = nn.one_hot(argmax(left, axis=-1), experts, dtype=probabilities.dtype)
-        first = chosen if first is None else first
-        gate = sum_(probabilities * chosen, axis=-1)
-        left = where(chosen > 0, -1.0, left)
-        before = cumulative_sum(chosen, axis=1) - chosen + (0.0 if taken is None else taken)
-        counts = sum_(chosen, axis=1, keepdims=True)
-        taken = counts if taken is None else taken + counts
+    for chosen, gate in zip(choices, gates, strict=True):
+        before = cumulative_sum(chosen, axis=1) - chosen + taken
+        taken = taken + sum_(chosen, axis=1, keepdims=True)
         place = astype(sum_(before * chosen, axis=-1), np.int64)
         seat = astype(expand_dims(place, axis=2) == places, probabilities.dtype)  # all zero beyond the capacity
         at = expand_dims(chosen, axis=3) * expand_dims(seat, axis=2)
         dispatch = dispatch + at
         combine = combine + at * expand_dims(expand_dims(gate, axis=2), axis=3)
-        total = total + gate
-    assert first is not None
-    return dispatch, combine / expand_dims(expand_dims(total, axis=2), axis=3), first
+    return dispatch, combine, choices[0]
 
 
 def apply(params: Any, x: Array, config: Config, *, plan: Plan | None = None) -> tuple[Array, Array]:
@@ -169,16 +179,38 @@ def apply(params: Any, x: Array, config: Config, *, plan: Plan | None = None) ->
     def constrain(a: Array, name: str) -> Array:
         return a if plan is None else plan.constrain(a, name)
 
-    b, s, width = x.shape
-    e, c = config.experts, config.capacity(s)
     wide = np.float32 if x.dtype.itemsize <= 2 else x.dtype
     probabilities = nn.softmax(astype(x @ params["router"], wide, copy=False))
+    if config.capacity_factor is None:
+        y, first = _drop_less(params["experts"], x, probabilities, config, constrain)
+    else:
+        y, first = _with_places(params["experts"], x, probabilities, config, constrain)
+    aux = config.experts * sum_(mean(first, axis=(0, 1)) * mean(probabilities, axis=(0, 1)))
+    return y, aux
+
+
+Constrain = Callable[[Array, str], Array]
+
+
+def _drop_less(
+    experts: Any, x: Array, probabilities: Array, config: Config, constrain: Constrain
+) -> tuple[Array, Array]:
+    chosen, gates = choose(probabilities, config)
+    rows, numbers, weights = (
+        constrain(a, "expert_rows")
+        for a in (x, stack([argmax(c, axis=-1) for c in chosen], axis=2), astype(stack(gates, axis=2), x.dtype))
+    )
+    return constrain(nn.experts(rows, numbers, weights, **experts), "expert_sum"), chosen[0]
+
+
+def _with_places(
+    experts: Any, x: Array, probabilities: Array, config: Config, constrain: Constrain
+) -> tuple[Array, Array]:
+    b, s, width = x.shape
+    e, c = config.experts, config.capacity(s)
     dispatch, combine, first = route(probabilities, config)
     to_places = matrix_transpose(reshape(astype(dispatch, x.dtype, copy=False), (b, s, e * c)))
     inside = constrain(reshape(to_places @ x, (b, e, c, width)), "expert_in")
-    w = params["experts"]
-    hidden = nn.silu(inside @ w["gate"]) * (inside @ w["up"])
-    outside = constrain(hidden @ w["down"], "expert_out")
-    y = reshape(astype(combine, x.dtype, copy=False), (b, s, e * c)) @ reshape(outside, (b, e * c, width))
-    aux = e * sum_(mean(first, axis=(0, 1)) * mean(probabilities, axis=(0, 1)))
-    return y, aux
+    hidden = nn.silu(inside @ experts["gate"]) * (inside @ experts["up"])
+    outside = constrain(hidden @ experts["down"], "expert_out")
+    return reshape(astype(combine, x.dtype, copy=False), (b, s, e * c)) @ reshape(outside, (b, e * c, width)), first

@@ -11,7 +11,7 @@ part      axis       what it splits
 ``sp``    model      the sequence, where ``tp`` leaves it whole: norms and residuals (Korthikanti et al., 2022)
 ``vocab`` model      rows of the embedding and columns of the head, hence the logits
 ``cp``    context    the sequence throughout; attention goes round a ring (Liu et al., 2023)
-``ep``    expert     experts, and the batch like ``dp``: tokens go to their experts by all-to-all
+``ep``    expert     experts, and the batch like ``dp``: tokens go to their experts; see :mod:`.moe`
 ``pp``    pipe       the layers, in stages through which micro-batches pass (Huang et al., 2019); see :class:`Stages`
 ========  =========  ==============================================================================================
 
@@ -27,7 +27,7 @@ from typing import Any
 
 from ...arrays import tree as trees
 from ...arrays._array import Array
-from ...arrays.errors import PlanError
+from ...arrays.errors import PlanError, ShapeError
 from ..api import distribute, reshard
 from ..mesh import Mesh
 from ..placement import Placement, Replicate, Shard, Sharding
@@ -181,6 +181,14 @@ class Stages:
     split: Callable[[Any, int], Sequence[Any]]
 
     __is_tree__ = False
+
+
+def block_cuts(name: str, layers: int, count: int) -> list[int]:
+    """Where the blocks of a model are cut into stages: evenly, the first stages getting one more."""
+    if not 1 <= count <= layers:
+        raise ShapeError(f"[{name}] {layers} blocks cannot be cut into {count} stages")
+    small, more = divmod(layers, count)
+    return [i * small + min(i, more) for i in range(count + 1)]
 
 
 def widen(placed: Mapping[str, Placement], shape: Sequence[int], mesh: Mesh, axis: str) -> dict[str, Placement]:

@@ -71,18 +71,18 @@ def _factors(dims: Sequence[Dim]) -> frozenset[int]:
 
 
 def _conv_part(xp: Any, x: Any, w: Any, shape: tuple[int, ...], **params: Any) -> Any:
-    return c.CONV.numpy(x, w, **params) if all(shape) else np.zeros(shape, np.result_type(x.dtype, w.dtype))
+    return c.CONV.bind(xp)(x, w, **params) if all(shape) else xp.zeros(shape, np.result_type(x.dtype, w.dtype))
 
 
 def _image_part(xp: Any, g: Any, w: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
     """The cotangent of part of an image, from those places of the result that saw it. ``starts``: where it starts, counted from
     the first place that the first of them saw."""
-    out = np.zeros(shape, np.result_type(g.dtype, w.dtype))
+    out = xp.zeros(shape, np.result_type(g.dtype, w.dtype))
     if not all((*shape, *g.shape)):
         return out
     reach = _reaches(w.shape[2:], params)
     seen = tuple((n - 1) * s + r for n, s, r in zip(g.shape[2:], params["stride"], reach, strict=True))
-    full = c.CONV_IMAGE.numpy(g, w, **{**params, "image": seen})
+    full = c.CONV_IMAGE.bind(xp)(g, w, **{**params, "image": seen})
     source, target = [slice(None)] * 2, [slice(None)] * 2
     for start, n, m in zip(starts, shape[2:], seen, strict=True):
         lo, hi = max(start, 0), min(start + n, m)
@@ -94,8 +94,8 @@ def _image_part(xp: Any, g: Any, w: Any, shape: tuple[int, ...], starts: tuple[i
 
 def _kernel_part(xp: Any, g: Any, x: Any, shape: tuple[int, ...], **params: Any) -> Any:
     if not all((*shape, *g.shape)):
-        return np.zeros(shape, np.result_type(g.dtype, x.dtype))
-    return c.CONV_KERNEL.numpy(g, x, **params)
+        return xp.zeros(shape, np.result_type(g.dtype, x.dtype))
+    return c.CONV_KERNEL.bind(xp)(g, x, **params)
 
 
 CONV_PART = part_op("conv_part", ("x", "w"), _conv_part)

@@ -8,6 +8,7 @@ from typing import Any
 from ...arrays import elementwise as ew
 from ...arrays._infer import elementwise as elementwise_shape
 from ...arrays._op import OPS, Op
+from ...arrays.adam import LAZY_ADAM
 from ...arrays.program import ShapeDtype
 from ..factors import FactorRule, Letters, rule
 from ..ops import RESHARD
@@ -63,7 +64,7 @@ def _elementwise(
             continue
         lead = len(shape) - len(a.shape)
         operands.append(tuple(out[lead + i] if n == shape[lead + i] else None for i, n in enumerate(a.shape)))
-    return letters.rule(operands, [out], _linear(op, avals, out_avals), valueless=op.name == "full_like")
+    return letters.rule(operands, [out] * op.nout, _linear(op, avals, out_avals), valueless=op.name == "full_like")
 
 
 ELEMENTWISE = tuple(
@@ -71,4 +72,4 @@ ELEMENTWISE = tuple(
     for op in OPS.values()
     if op.infer in (elementwise_shape, ew._infer_astype) or op in (ew.STOP_GRADIENT, ew.ALIAS, ew.BARRIER)
 )
-rule(*ELEMENTWISE, RESHARD)(_elementwise)
+rule(*ELEMENTWISE, RESHARD, LAZY_ADAM)(_elementwise)

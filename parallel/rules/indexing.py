@@ -140,14 +140,16 @@ def _scatter(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Para
     shape = out_avals[0].shape
     found = _dims(letters, params["template"], shape, [a.shape for a in avals[1:]], reading=False)
     common = {d.factor for d in found.common}
+    choice = ""
     if FEW * sum(a.nbytes for a in avals) <= out_avals[0].nbytes:
         for f in common:
             letters.factors[f] = Factor(letters.factors[f].size, True)
+        choice = "as few places are read: they travel, and not sums of the whole table"
     else:
         _summed(letters, common)
     split = found.looked_up | found.sliced | {d.factor for d in found.array if d is not None}
     part = PartCall(split, SCATTER_PART, functools.partial(local_scatter, tuple(shape)), found.looked_up)
-    return letters.rule([found.part, *found.indices], [found.array], [(0,)], part=part)
+    return letters.rule([found.part, *found.indices], [found.array], [(0,)], part=part, choice=choice)
 
 
 _ADDING = (ix.INDEX_SET, ix.INDEX_ADD)

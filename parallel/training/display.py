@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from datetime import timedelta
 from typing import Any
 
 
@@ -38,6 +40,7 @@ class Display:
     def __init__(self, total: int | None, *, wanted: bool | None = None) -> None:
         self.total, self._bar, self._task = total, None, None
         self.wanted = wanted
+        self._first: tuple[int, float] | None = None  # a step, and when it was seen
         if wanted is False:
             return
         from rich.console import Console
@@ -68,6 +71,8 @@ class Display:
 
     def step(self, done: int) -> None:
         """``done`` steps are behind us."""
+        if self._first is None:  # it took the time of making ready, too
+            self._first = done, time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
 
@@ -77,7 +82,15 @@ class Display:
             self._bar.update(self._task, completed=done, numbers=line(numbers))
         elif self.wanted:
             of = "" if self.total is None else f"/{self.total}"
-            print(f"step {done}{of}  {line(numbers)}", file=sys.stderr, flush=True)
+            print(f"step {done}{of}  {line(numbers)}{self._left(done)}", file=sys.stderr, flush=True)
+
+    def _left(self, done: int) -> str:
+        """The time that the rest will take, at the rate until now."""
+        if self.total is None or self._first is None or not self._first[0] < done < self.total:
+            return ""
+        first, began = self._first
+        seconds = (time.monotonic() - began) / (done - first) * (self.total - done)
+        return f"  {timedelta(seconds=round(seconds))} left"
 
     def say(self, text: str) -> None:
         """Something that happened."""

@@ -75,7 +75,10 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class EventFile:
-    """Scalars for TensorBoard, in a file of its own: ``events.out.tfevents.…`` in ``directory``."""
+    """Scalars for TensorBoard, in a file of its own: ``events.out.tfevents.…`` in ``directory``.
+
+    What earlier files there say of steps after ``step``, the last that is done, TensorBoard then no longer shows.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], step: int = 0) -> None:
         folder = Path(directory)
@@ -84,8 +87,8 @@ class EventFile:
         self.path = folder / name
         self._file = self.path.open("wb")
         self._record(_event(0, _bytes(3, b"brain.Event:2")))
-        # A session that starts at a step hides what an earlier file says of later ones.
-        self._record(_event(step, _bytes(7, _varint(1, 1))))
+        # A session that starts at a step hides what an earlier file says of that step and of later ones.
+        self._record(_event(step + 1 if step else 0, _bytes(7, _varint(1, 1))))
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Append the numbers of a step; texts and other things that are no numbers are left out."""

@@ -16,6 +16,7 @@ from ...arrays.errors import TrainingError
 FILE = "status.json"
 TOPIC = "meshtape-jobs"
 _EVERY = 1.0  # seconds between two notes; changes of state are written at once
+_CLOCKS = 60.0  # seconds by which the clock may have been set since the machine started, from where the system counts
 
 
 class Status:
@@ -73,12 +74,25 @@ def read_status(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def with_life(facts: dict[str, Any]) -> dict[str, Any]:
     """The facts with ``alive``: whether the process of a run on this host is there; None for another host."""
-    import psutil
-
     alive: bool | None = None
     if facts.get("host") == socket.gethostname() and isinstance(facts.get("pid"), int):
-        alive = psutil.pid_exists(facts["pid"])
+        alive = _lives(facts["pid"], facts.get("started"))
     return {**facts, "alive": alive}
+
+
+def _lives(pid: int, started: Any) -> bool:
+    """Whether the process that had this number when a run started still runs: not one that got the number later, nor one that is dead
+    and was not waited for."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        later = isinstance(started, int | float) and process.create_time() > started + _CLOCKS
+        return not later and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
 
 
 def scheduler_jobs(client: Any) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ fills sinks from what they send. The parts, from below:
 * ``pieces``: arrays in bounded chunks, and the sinks that take them or join them in a fixed order;
 * ``streams``, ``comms``: byte streams, over sockets, TLS, or Dask's own connections;
 * ``links``, ``slots``, ``memory``: the connection to one other process; large messages may go through memory that both see;
+* ``waiting``: until one of them is ready, awake for a moment and then asleep;
 * ``group``: the links of a process, driven by one loop without threads;
 * ``nccl``: the same interface between GPUs.
 

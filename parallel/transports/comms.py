@@ -27,6 +27,8 @@ HANDLER = "meshtape_stream"
 class CommStream:
     """A ``Stream`` over a Dask comm. Made on the event loop's thread."""
 
+    apart = False
+
     def __init__(self, comm: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._comm, self._loop = comm, loop
         self._inbox: deque[memoryview] = deque()

@@ -20,6 +20,7 @@ from .frames import Place
 from .links import Link
 from .pieces import Batch, Sink, Target, expected, nbytes
 from .streams import say_abort
+from .waiting import Waiter
 
 SMALL = 32 << 10
 """Messages up to this many bytes travel with their head."""
@@ -33,6 +34,9 @@ class Transport(Protocol):
 
     One thread uses it at a time, in the same order in every process of the mesh. Nothing may be used after an error.
     """
+
+    eager: bool
+    """Whether a wait may keep its core for a moment; False while the process computes beside it. Set by who uses it."""
 
     def begin(self, run: int, timeout: float) -> None:
         """The exchanges that follow belong to run number ``run``; each may take ``timeout`` seconds."""
@@ -95,8 +99,10 @@ class Group:
         self._group, self._epoch, self._process, self._ranks = group, epoch, process, ranks
         self.links = dict(links)
         self._by_fd = {link.stream.fileno(): link for link in links.values()}
-        self._poll = select.poll()
-        self._watched: dict[int, int] = {}
+        self._waiter = Waiter()
+        self.eager = True
+        # What another thread of this process brings comes sooner where nobody takes the interpreter from it.
+        self._apart = all(link.apart for link in links.values())
         self._place, self._timeout = Place(0, 0, 0), 60.0
         self._what, self._expect = "", dict[int, int]()
         self._ready: list[Link] = []
@@ -158,15 +164,10 @@ class Group:
         deadline = time.monotonic() + self._timeout
         for link in {**sending, **receiving}.values():
             self._serve(link, sending, receiving)
-        try:
-            while self._unstall(sending, receiving):
-                self._await({**sending, **receiving}.values(), deadline)
-                for link in self._ready:
-                    self._serve(link, sending, receiving)
-        finally:
-            for fd in list(self._watched):
-                self._poll.unregister(fd)
-            self._watched = {}
+        while self._unstall(sending, receiving):
+            self._await({**sending, **receiving}.values(), deadline)
+            for link in self._ready:
+                self._serve(link, sending, receiving)
 
     def _serve(self, link: Link, sending: dict[int, Link], receiving: dict[int, Link]) -> None:
         """Send and receive what one link can now."""
@@ -203,13 +204,7 @@ class Group:
             events = link.interest()
             if events:
                 wanted[link.stream.fileno()] = events
-        for fd in [f for f in self._watched if f not in wanted]:
-            self._poll.unregister(fd)
-            del self._watched[fd]
-        for fd, events in wanted.items():
-            if self._watched.get(fd) != events:
-                self._poll.register(fd, events)
-                self._watched[fd] = events
+        self._waiter.watch(wanted)
         missing = sorted({x.peer for x in links})
         while True:
             left = deadline - time.monotonic()
@@ -218,7 +213,8 @@ class Group:
                     f"{self._what} ({self._place}): no answer within {self._timeout:.0f} s from "
                     + ", ".join(self._ranks[p] for p in missing)
                 )
-            found = self._poll.poll(1000 * (left if self._answers is None else min(left, self.silence)))
+            patience = left if self._answers is None else min(left, self.silence)
+            found = self._waiter.wait(patience, self.eager and self._apart)
             if found:
                 break
             # Whoever computes still answers; a process that is stopped or cut off does not, and need not be waited for.
@@ -229,7 +225,7 @@ class Group:
                             f"{self._what} ({self._place}): no answer from {self._ranks[p]}, "
                             "whose process is stopped or cut off"
                         )
-        self._ready = [self._by_fd[fd] for fd, _ in found]
+        self._ready = [self._by_fd[fd] for fd in found]
         for link in self._ready:
             link.stream.awake()
 

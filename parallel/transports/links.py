@@ -49,6 +49,11 @@ class Link(ABC):
     """See the module. A link is told what an exchange moves by :meth:`start`; then the group calls :meth:`push` and :meth:`pull`
     until both return True."""
 
+    @property
+    def apart(self) -> bool:
+        """Whether the other end needs no thread of this process."""
+        return self.stream.apart
+
     def __init__(self, peer: int, stream: Stream) -> None:
         self.peer, self.stream = peer, stream
         self.stalled = False

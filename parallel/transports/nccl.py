@@ -5,8 +5,8 @@ would wait for ever where they differ; so it is only called when all have agreed
 messages of one exchange are one group of sends and receives, which NCCL carries out together; contributions are then joined on the
 device in their fixed order, as on the host.
 
-This code has never run: it was written on machines without a GPU, from the documentation of NCCL 2 and of CuPy 14. ``tests/gpu`` runs
-it where there are two devices. The executor's blocks are NumPy's so far; a mesh does not choose this transport by itself.
+It was written on machines without a GPU, from the documentation of NCCL 2 and of CuPy 14, and has run there against an emulation of
+both; ``tests/gpu`` runs it where there are two devices.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class NcclGroup:
         Number of this process, and of all.
     timeout
         Seconds in which all have to arrive when the communicator is made.
+    ended
+        Asked while the device works: whether somebody else has failed, so that nothing will come any more.
 
     Raises
     ------
@@ -54,11 +56,18 @@ class NcclGroup:
         Where not all processes came.
     """
 
-    def __init__(self, host: Group, process: int, count: int, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        host: Group,
+        process: int,
+        count: int,
+        timeout: float = 60.0,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> None:
         import cupy
 
         self._cupy, self._nccl = cupy, nccl()
-        self._host, self._process, self._timeout = host, process, timeout
+        self._host, self._process, self._timeout, self._ended = host, process, timeout, ended
         others = [p for p in range(count) if p != process]
         ident = np.zeros(128, np.uint8)
         if process == 0:
@@ -72,14 +81,23 @@ class NcclGroup:
         made: list[Any] = []
 
         def make() -> None:  # it waits for all others, and knows no time limit
-            with device:
-                made.append(self._nccl.NcclCommunicator(count, name, process))
+            try:
+                with device:
+                    made.append(self._nccl.NcclCommunicator(count, name, process))
+            except Exception as e:
+                made.append(e)
 
         thread = threading.Thread(target=make, name="meshtape-nccl", daemon=True)
         thread.start()
-        thread.join(timeout)
+        deadline = time.monotonic() + timeout
+        while thread.is_alive() and time.monotonic() < deadline and not ended():
+            thread.join(0.05)
         if not made:
+            if ended():
+                raise RankLost("another rank failed, or left the cluster, before all processes joined NCCL")
             raise CollectiveTimeout(f"not all processes joined NCCL within {timeout:.0f} s")
+        if isinstance(made[0], Exception):
+            raise BackendError(f"NCCL does not connect these processes: {made[0]}") from made[0]
         self._comm = made[0]
 
     def begin(self, run: int, timeout: float) -> None:
@@ -136,6 +154,8 @@ class NcclGroup:
             error = self._comm.check_async_error()
             if error:
                 raise RankLost(f"{what}: NCCL reports error {error}: a process or its GPU failed")
+            if self._ended():
+                raise RankLost(f"{what}: another rank failed, or left the cluster")
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(f"{what}: not done on the device within {self._timeout:.0f} s")
             time.sleep(1e-4)

@@ -53,6 +53,10 @@ class SlotLink(Link):
         self._start = self._end = 0
 
     @property
+    def apart(self) -> bool:
+        return super().apart and not self.outbox.by_reference
+
+    @property
     def at_boundary(self) -> bool:
         return not self._views
 

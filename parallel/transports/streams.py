@@ -23,6 +23,9 @@ _IOV = 64  # buffers that one system call takes
 class Stream(Protocol):
     """A connection to one process."""
 
+    apart: bool
+    """Whether its bytes move without the help of another thread of this process."""
+
     def fileno(self) -> int:
         """The descriptor to poll."""
 
@@ -52,6 +55,8 @@ class Stream(Protocol):
 
 class SocketStream:
     """A plain socket."""
+
+    apart = True
 
     def __init__(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):  # not a TCP socket

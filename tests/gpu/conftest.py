@@ -14,7 +14,9 @@ by operand against NumPy. The splitting of a program into CUDA graphs and the ca
 that keeps their rules (a capture computes nothing, a replay reads and writes fixed memory); capture and replay by CuPy, the pool
 that graphs have to themselves and their order among streams have not (``test_programs.py``). Of ``mt.prefetch`` the thread, its
 bounds and the book of lent memory have been run on a CPU; its stream, events and pinned memory have not, nor have errors of used-up
-device memory and the exchange protocols of CUDA (``test_transfers.py``).
+device memory and the exchange protocols of CUDA (``test_transfers.py``). Of meshes with blocks on GPUs all of it has run against an
+emulation that refuses what CuPy refuses (``tests/parallel/emulated_gpu.py``), every op on random shardings, and messages through an
+emulated NCCL; CuPy's own functions, streams and NCCL have not (``test_meshes.py``, ``test_nccl.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Messages between two GPUs of this machine: the contract of ``transports`` on device memory. Never run so far."""
+"""Messages between two GPUs of this machine: the contract of ``transports`` on device memory. Never run so far on GPUs;
+``tests/parallel/test_device_blocks.py`` runs the same code against an emulation."""
 
 from __future__ import annotations
 

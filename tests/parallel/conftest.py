@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from distributed import Client
@@ -72,6 +75,17 @@ def _mortal() -> Iterator[Callable[[], Client]]:
 def mortal(_mortal: Callable[[], Client]) -> Client:
     """A client of a cluster of two workers that a test may kill: theirs come back, or the next test gets a new cluster."""
     return _mortal()
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Callable[..., contextlib.AbstractContextManager[ModuleType]]:
+    """``with gpus(2) as cupy:`` emulates CuPy with this many devices in this process (``emulated_gpu``)."""
+    name = "emulated_gpu"  # a neighbour of this file, which the importlib mode of pytest does not put on the path
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name].installed
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -123,6 +125,116 @@ def test_a_save_is_seen_as_tasks_and_a_failure_is_listed(cluster: Client, tmp_pa
     text = ask(cluster, "/meshtape/")[1]
     assert "RankLost: &lt;script&gt;" in text
     assert "&lt;b&gt;step&lt;" in text
+
+
+def writing(cluster: Client, path: Path) -> list[dict[str, Any]]:
+    """What the page says of the checkpoints written below ``path``."""
+    found = json.loads(ask(cluster, "/meshtape/?format=json")[1])["writing"]
+    return [a for a in found if a["path"].startswith(str(path))]
+
+
+def until(condition: Any) -> Any:
+    """What ``condition`` returns as soon as it is true."""
+    patience = time.monotonic() + 120
+    while not (found := condition()):
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+    return found
+
+
+def test_bytes_of_checkpoints_that_are_written_are_shown(cluster: Client, tmp_path: Path) -> None:
+    mesh = mt.Mesh({"data": 2}, client=cluster)
+    x = mt.distribute(np.ones((512, 512)), mesh, data=mt.Shard(0))
+    mt.save(tmp_path / "now", {"x": x})
+    mt.save_async(tmp_path / "later", {"x": x}).wait()
+    saves = until(
+        lambda: [a for a in writing(cluster, tmp_path) if a["state"] == "done"][1:] and writing(cluster, tmp_path)
+    )
+    assert {a["kind"] for a in saves} == {"Save", "Save in the background"}
+    assert all(a["done"] == a["total"] >= 512 * 512 * 8 for a in saves)
+    # The workers wrote, and said so.
+    plugin = cluster.cluster.scheduler.plugins["meshtape"]
+    roots = {a["root"] for r in plugin.reports.values() for a in r["activities"] if a["path"].startswith(str(tmp_path))}
+    assert len(roots) == 2
+    until(lambda: all(plugin.written(root) == saves[0]["total"] for root in roots))
+
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(done: int, total: int) -> None:
+        if 0 < done < total:
+            begun.set()
+            assert go.wait(120)
+
+    merge = threading.Thread(
+        target=mt.merge,
+        args=(tmp_path / "now", tmp_path / "hf"),
+        kwargs={"progress": hold, "memory_limit": 1 << 20, "threads": 1},
+    )
+    merge.start()
+    try:
+        assert begun.wait(120)
+        (a,) = until(lambda: [a for a in writing(cluster, tmp_path) if a["state"] == "running" and a["done"]])
+        assert (a["kind"], a["total"]) == ("Merge", 512 * 512 * 8)
+        assert a["done"] < a["total"]
+        fragment = ask(cluster, "/meshtape/?fragment=1")[1]
+        assert "mt-fill" in fragment
+        assert "of 2.0 MiB" in fragment
+    finally:
+        go.set()
+        merge.join()
+    until(lambda: [a["state"] for a in writing(cluster, tmp_path) if a["kind"] == "Merge"] == ["done"])
+    with pytest.raises(mt.errors.CheckpointError):  # it exists, which a transfer sees at its start
+        mt.storage.reshard(tmp_path / "now", tmp_path / "hf", mesh={"data": 4}, shardings={"*": {"data": 0}})
+    (failed,) = until(lambda: [a for a in writing(cluster, tmp_path) if a["state"] == "failed"])
+    assert failed["kind"] == "Reshard"
+    assert "exists" in failed["error"]
+    assert "CheckpointExists" in ask(cluster, "/meshtape/")[1]
+
+
+def test_a_client_that_left_in_the_middle_is_said_to_have_left(cluster: Client, tmp_path: Path) -> None:
+    script = f"""
+import os, numpy as np, meshtape as mt
+from distributed import Client
+client = Client({cluster.scheduler.address!r})
+mesh = mt.Mesh({{"data": 1}}, client=client)
+mt.save({str(tmp_path / "a")!r}, {{"x": np.ones((512, 512))}})
+def die(done, total):
+    if 0 < done < total:
+        import time
+        while not os.path.exists({str(tmp_path / "seen")!r}):
+            time.sleep(0.05)
+        os.kill(os.getpid(), 9)
+mt.merge({str(tmp_path / "a")!r}, {str(tmp_path / "b")!r}, progress=die, memory_limit=1 << 20, threads=1)
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as job:
+        until(lambda: [a for a in writing(cluster, tmp_path / "b") if a["state"] == "running"])
+        (tmp_path / "seen").touch()
+        assert job.wait(120) == -9
+    until(lambda: [a["state"] for a in writing(cluster, tmp_path / "b")] == ["left"])
+    assert "its process has left" in ask(cluster, "/meshtape/")[1]
+
+
+def test_jobs_are_listed(cluster: Client, tmp_path: Path) -> None:
+    x = np.arange(32, dtype=np.float32).reshape(16, 2)
+    mesh = mt.Mesh({"data": 2}, client=cluster)
+    trainer = mt.Trainer(
+        lambda p, b, key: mt.mean((b["x"] @ p) ** 2),
+        mt.ones(2, dtype=mt.float32),
+        mt.optim.sgd(1e-4),
+        {"x": x},
+        batch=8,
+        epochs=1,
+        mesh=mesh,
+        directory=tmp_path / "<i>job",
+    )
+    trainer.fit()
+    (job,) = until(
+        lambda: [j for j in json.loads(ask(cluster, "/meshtape/?format=json")[1])["jobs"] if j["state"] == "finished"]
+    )
+    assert (job["step"], job["steps"], job["alive"]) == (2, 2, True)
+    text = ask(cluster, "/meshtape/")[1]
+    assert "&lt;i&gt;job" in text
+    assert "2 of 2" in text
 
 
 def test_the_browser_is_mounted_below(cluster: Client) -> None:

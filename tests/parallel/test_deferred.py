@@ -52,6 +52,26 @@ def put(mesh: mt.Mesh, *shape: int) -> mt.Array:
 # ----- once, and only what is wanted ----------------------------------------------------------------------------------
 
 
+def test_plots_read_an_array_at_once(monkeypatch):
+    """And not element by element, each of which would be a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    mesh = mt.Mesh({"a": 2})
+    host = np.random.default_rng(0).normal(size=500)
+    x = mt.compute(mt.distribute(host, mesh, a=mt.Shard(0)) + 0)
+    read = []
+    fetch = mesh.runtime.fetch
+    monkeypatch.setattr(mesh.runtime, "fetch", lambda *args: read.append(args) or fetch(*args))
+    counts, _, _ = plt.hist(x, bins=10)
+    plt.plot(x)
+    plt.close("all")
+    np.testing.assert_array_equal(counts, np.histogram(host, 10)[0])
+    assert 0 < len(read) < 20
+
+
 def test_shape_dtype_and_sharding_are_known_before_anything_runs(mesh, runs):
     x = put(mesh, 4, 6)
     y = mt.nn.relu(x @ mt.distribute(np.ones((6, 2), "f4"), mesh, b=mt.Shard(1)))

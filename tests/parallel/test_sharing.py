@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -18,11 +19,13 @@ import pytest
 from distributed import Client, LocalCluster, Security, Worker, performance_report
 
 import meshtape as mt
-from meshtape.parallel import gang
+from meshtape.parallel import gang, lease
 from meshtape.parallel.cluster import local_cluster
 from meshtape.parallel.dashboard import programs_of
 from meshtape.parallel.lease import lease_of
+from meshtape.parallel.scheduler import MeshtapeScheduler
 from meshtape.parallel.transports import memory
+from meshtape.parallel.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -162,12 +165,30 @@ def test_two_clients_take_turns(processes):
 def test_a_lease_is_kept_until_others_want_it(processes, eventually):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.compute(mt.distribute(np.ones(4), mesh, a=mt.Shard(0)) + 1)
-        lease = lease_of(processes)
-        assert lease._held == frozenset(mesh.runtime.addresses)
+        held = lease_of(processes)
+        assert held._held == frozenset(mesh.runtime.addresses)
         with Client(processes.scheduler.address, set_as_default=False) as other:
             works(other)
-            eventually(lambda: lease._held == frozenset())  # given up, without a run of this client
+            eventually(lambda: held._held == frozenset())  # given up, without a run of this client
         assert float(mt.sum(x)) == 8.0
+
+
+def test_who_waits_for_long_is_told_for_whom(monkeypatch):
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    monkeypatch.setattr(lease, "NOTICE", 0.05)
+    monkeypatch.setattr(lease.log, "warning", told.put)
+    with local_cluster(2, processes=False) as client, dask.config.set({"meshtape.timeouts.lease": 250.0}):
+        workers = sorted(known_workers(client))
+        client.register_plugin(MeshtapeScheduler())
+        client.sync(client.scheduler.meshtape_acquire, name="somebody", workers=workers, patience=250.0)
+        waits = threading.Thread(target=works, args=(client,))
+        waits.start()
+        try:
+            said = told.get(timeout=200)
+        finally:
+            client.sync(client.scheduler.meshtape_release, name="somebody")
+        waits.join()
+    assert f"for worker(s) {', '.join(workers)}: another client has them (somebody)." in said
 
 
 CLIENT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -90,3 +91,41 @@ def test_second_order_on_a_split_table() -> None:
         np.testing.assert_allclose(
             np.asarray(mt.hvp(lambda t, ids=ids: loss(READS["rows"], t, ids), t, d)), expected, atol=1e-12
         )
+
+
+@pytest.mark.parametrize("opt", [mt.optim.sgd(0.1), mt.optim.lazy_adam(0.1)], ids=["sgd", "lazy"])
+@pytest.mark.parametrize("place", [mt.Shard(0), mt.Replicate()], ids=["rows split", "on all ranks"])
+def test_a_step_holds_no_gradient_of_the_size_of_the_table(opt: Any, place: Any) -> None:
+    """What a step makes are the new table and the new state; of the gradient a rank holds the rows that it has and that were read."""
+    mesh = mt.Mesh({"data": 2})
+    start = np.random.default_rng(0).standard_normal((60_000, 16)).astype(np.float32)  # 3.84 MB
+    ids = np.random.default_rng(1).integers(0, len(start), 64)
+
+    def step(p: mt.Array, s: Any, ids: mt.Array) -> tuple[mt.Array, Any]:
+        g = mt.grad(lambda t: (t[ids] ** 2).sum())(p) + mt.grad(lambda t: t[ids[:8]].sum())(p)
+        return opt.update(p, mt.optim.clip_by_global_norm(g, 1.0)[0], s)
+
+    local = mt.asarray(start)
+    expected, _ = step(local, opt.init(local), mt.asarray(ids))
+    run = mt.compile(step)
+    p, batch = mt.distribute(local, mesh, data=place), mt.distribute(mt.asarray(ids), mesh, data=mt.Shard(0))
+    state = opt.init(p)
+    run(p, state, batch)[0].sum().item()
+    tracemalloc.start()
+    try:
+        found, after = run(p, state, batch)
+        found[0].tolist()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    copies = (1 if place == mt.Shard(0) else 2) * sum(x.ndim > 0 for x in mt.tree.flatten((found, after))[0])
+    assert peak < copies * start.nbytes + 2_000_000
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_a_choice_of_places_over_sums_is_explained() -> None:
+    mesh = mt.Mesh({"data": 2})
+    table = mt.distribute(mt.ones((10_000, 64)), mesh)
+    ids = mt.distribute(mt.asarray(np.arange(32) % 7), mesh, data=mt.Shard(0))
+    text = mt.explain(mt.grad(lambda t, ids: (t[ids] ** 2).sum()), table, ids)
+    assert text.count("few places are read: they travel, and not sums of the whole table") == 2

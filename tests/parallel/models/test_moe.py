@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshtape as mt
 
@@ -81,6 +85,89 @@ def test_experts_on_a_mesh_equal_one_rank(capacity, name, axes, as_on_one_rank):
         vocab=40, width=16, layers=1, heads=2, max_length=16, experts=moe.Config(6, 2, capacity_factor=capacity)
     )
     as_on_one_rank(c, name, axes, np.random.default_rng(0).integers(0, 40, (6, 9)))
+
+
+def dense(x, chosen, weights, w):
+    """Every expert for every row, in float64."""
+    out = np.zeros_like(x)
+    for e in range(len(w["gate"])):
+        a = x @ w["gate"][e]
+        share = (weights * (chosen == e)).sum(-1, keepdims=True)
+        out += share * ((a / (1 + np.exp(-a)) * (x @ w["up"][e])) @ w["down"][e])
+    return out
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 5), st.integers(1, 3), st.integers(0, 9), st.sampled_from((1, 2, 3, 4)), st.integers(0, 2**20),
+    st.sampled_from(("random", "one", "none")),
+)  # fmt: skip
+def test_any_routing_equals_the_dense_formula_on_any_number_of_ranks(experts, top_k, rows, ranks, seed, kind):
+    """One expert may take all rows, others none; rows may go nowhere; values and all gradients."""
+    rng = np.random.default_rng(seed)
+    x, weights = rng.normal(size=(rows, 4)), rng.uniform(size=(rows, top_k))
+    chosen = rng.integers(0, experts, (rows, top_k))
+    if kind == "one":
+        chosen[:] = experts - 1
+    elif kind == "none":
+        chosen[:] = experts + 3
+    w = {n: rng.normal(size=(experts, *s)) for n, s in (("gate", (4, 3)), ("up", (4, 3)), ("down", (3, 4)))}
+    g = mt.asarray(rng.normal(size=(rows, 4)))
+
+    def loss(x, weights, w):
+        return mt.sum(mt.nn.experts(x, mt.asarray(chosen), weights, **w) * g)
+
+    operands = mt.asarray(x), mt.asarray(weights), mt.tree.tree_map(mt.asarray, w)
+    np.testing.assert_allclose(
+        np.asarray(mt.nn.experts(operands[0], chosen, operands[1], **operands[2])),
+        dense(x, chosen, weights, w),
+        atol=1e-12,
+    )
+    value, grads = mt.value_and_grad(loss, argnums=(0, 1, 2))(*operands)
+    mesh = mt.Mesh({"expert": ranks})
+    put = [mt.distribute(a, mesh) for a in operands[:2]]
+    put.append(mt.tree.tree_map(lambda a: mt.distribute(a, mesh, expert=mt.Shard(0)), operands[2]))
+    v, found = mt.value_and_grad(loss, argnums=(0, 1, 2))(*put)
+    np.testing.assert_allclose(float(v), float(value), atol=1e-10)
+    for a, b in zip(mt.tree.flatten(grads)[0], mt.tree.flatten(found)[0], strict=True):
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=1e-10)
+
+
+def test_hidden_units_exist_for_the_rows_of_one_expert_at_a_time():
+    """The places that padding would take are ``experts * rows``; what is held is of the rows that an expert gets."""
+    experts, rows, width, hidden = 16, 2048, 16, 256
+    rng = np.random.default_rng(0)
+    w = [
+        mt.asarray(rng.normal(size=s).astype(np.float32))
+        for s in [(experts, width, hidden)] * 2 + [(experts, hidden, width)]
+    ]
+    x, chosen = mt.asarray(rng.normal(size=(rows, width)).astype(np.float32)), np.arange(rows)[:, None] % experts
+    weights = mt.ones((rows, 1), dtype=mt.float32)
+    grad = mt.grad(
+        lambda x, *w: mt.sum(mt.nn.experts(x, chosen, weights, gate=w[0], up=w[1], down=w[2])), argnums=(0, 1, 2, 3)
+    )
+    grad(x, *w)
+    tracemalloc.start()
+    try:
+        grad(x, *w)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    operands = 4 * (2 * rows * width + 3 * experts * width * hidden)  # the gradients, and what rows bring along
+    assert peak < 2 * operands + 10 * 4 * hidden * rows // experts < 4 * hidden * rows * experts / 4
+
+
+def test_drop_less_experts_stay_where_they_are():
+    """Tokens are gathered and the sums scattered; no rank gets a matrix of another."""
+    c = moe.Config(experts=4, top_k=2, capacity_factor=None)
+    plan, mesh = de.plan("ep"), mt.Mesh({"expert": 2})
+    params = moe.init(mt.random.key(0), c, width=8, ffn=64)
+    params["experts"] = mt.tree.tree_map(lambda w: mt.distribute(w, mesh, expert=mt.Shard(0)), params["experts"])
+    params["router"] = mt.distribute(params["router"], mesh)
+    x = mt.distribute(mt.ones((4, 8, 8), dtype=mt.float32), mesh, expert=mt.Shard(0))
+    text = mt.explain(lambda p, x: moe.apply(p, x, c, plan=plan)[0], params, x)
+    assert (text.count("all_gather"), text.count("reduce_scatter"), text.count("all_to_all")) == (3, 1, 0)
+    assert "[4,8,64]" not in text  # a stack of matrices as a whole
 
 
 def test_tokens_travel_by_all_to_all():

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import meshtape as mt
 
-spec = importlib.util.spec_from_file_location("bytes_job", Path(mt.__file__).parents[1] / "benchmarks" / "bytes_job.py")
-job = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(job)
 STEPS = 12
 OPTIONS = {"steps": STEPS, "length": 48, "batch": 8, "limit": 40_000, "log_every": 1}
 
@@ -23,23 +18,36 @@ def curve(result):
 
 
 @pytest.fixture(scope="module")
-def single():
+def job(benchmark_module):
+    return benchmark_module("bytes_job")
+
+
+@pytest.fixture(scope="module")
+def single(job):
     return job.trainer("tiny", **OPTIONS).fit()
 
 
-@pytest.mark.parametrize(("plan", "axes"), [("dp", {"data": 2}), ("tp+sp+vocab", {"model": 2}), ("pp", {"pipe": 2})])
-def test_two_virtual_ranks_have_the_curve_of_one(single, plan, axes):
+@pytest.mark.parametrize(
+    ("plan", "axes"),
+    [
+        ("tp+sp+vocab", {"model": 2}),
+        pytest.param("dp", {"data": 2}, marks=pytest.mark.slow),
+        pytest.param("pp", {"pipe": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_two_virtual_ranks_have_the_curve_of_one(job, single, plan, axes):
     result = job.trainer("tiny", plan=plan, mesh=mt.Mesh(axes), **OPTIONS).fit()
     np.testing.assert_allclose(curve(result), curve(single), rtol=2e-4)
 
 
-def test_two_workers_have_the_curve_of_one(single, processes):
+@pytest.mark.slow
+def test_two_workers_have_the_curve_of_one(job, single, processes):
     with mt.Mesh({"data": 2}, client=processes) as mesh:
         result = job.trainer("tiny", mesh=mesh, **OPTIONS).fit()
     np.testing.assert_allclose(curve(result), curve(single), rtol=2e-4)
 
 
-def test_it_learns_and_is_judged_on_other_files(single):
+def test_it_learns_and_is_judged_on_other_files(job, single):
     judged = single.history[-1]["eval_loss"] / math.log(2)
     assert curve(single)[-1] / math.log(2) < 7.0  # eight bits to begin with
     assert judged < 7.5
@@ -57,7 +65,7 @@ def test_it_learns_and_is_judged_on_other_files(single):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_a_small_decoder_predicts_held_out_bytes_better_than_gzip_packs_them():
+def test_a_small_decoder_predicts_held_out_bytes_better_than_gzip_packs_them(job):
     """Some 1.8 million parameters; the target is what gzip -9 makes of the same files."""
     t = job.trainer("small", steps=3000, length=192, batch=16, log_every=100, progress=True)
     judged = t.fit().history[-1]["eval_loss"] / math.log(2)

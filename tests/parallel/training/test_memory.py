@@ -5,27 +5,12 @@ The arrays are of megabytes, beside which what other threads of the process do m
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
-
-import meshtape as mt
-
-FOLDER = Path(mt.__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def memory():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec = importlib.util.spec_from_file_location("benchmarks_memory", FOLDER / "memory.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(FOLDER))
-    return module
+def memory(benchmark_module):
+    return benchmark_module("memory")
 
 
 @pytest.mark.parametrize(("kind", "more"), [("fthenb", 6), ("1f1b", 0)])

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
+import subprocess
+import sys
+import time
 
 import google_crc32c
 import numpy as np
@@ -13,8 +17,8 @@ import pytest
 
 import meshtape as mt
 from meshtape.parallel.training.jobs import Job, parse_axes, resolve_axes, running
-from meshtape.parallel.training.metrics import JsonLines, read_lines
-from meshtape.parallel.training.status import read_status
+from meshtape.parallel.training.metrics import EventFile, JsonLines, read_lines
+from meshtape.parallel.training.status import read_status, with_life
 
 de, tr = mt.models.decoder, mt.training
 CONFIG = de.Config(vocab=32, width=16, layers=1, heads=2, max_length=16, dropout=0.1)
@@ -230,6 +234,48 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on_from_there(tmp_path, unbro
     assert losses(first) + losses(trainer(directory=tmp_path).fit()) == losses(unbroken[1])
 
 
+def test_a_second_signal_ends_the_run_at_once(tmp_path):
+    """Without a checkpoint of that step: the next run goes on from the last one."""
+
+    class Insist(tr.Callback):
+        def on_log(self, trainer, numbers):
+            if trainer.progress.step == 5:
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(directory=tmp_path, save_every=2, callbacks=[Insist()]).fit()
+    assert signal.getsignal(signal.SIGINT) is before
+    status = read_status(tmp_path)
+    assert (status["state"], status["error"].split(":")[0]) == ("failed", "KeyboardInterrupt")
+    again = trainer(directory=tmp_path).fit()
+    assert [h["step"] for h in again.history] == list(range(5, 13))
+
+
+# ----- what is shown --------------------------------------------------------------------------------------------------
+
+
+def test_plain_lines_where_there_is_no_terminal(capfd):
+    trainer(steps=4, progress=True).fit()
+    lines = [text for text in capfd.readouterr().err.splitlines() if text.startswith("step ")]
+    assert [text.split()[1] for text in lines] == ["1/4", "2/4", "3/4", "4/4"]
+    for text in lines:
+        assert re.search(r"loss \d+\.\d{4}  \S+/s  \S+ [KMG]?i?B", text), text
+    assert re.search(r"  \d+:\d\d:\d\d left$", lines[2])
+    assert "left" not in lines[3]
+
+
+def test_a_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    trainer(steps=3).fit()
+    shown = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert re.search(
+        r"training .* 3/3 .*loss \d\.\d{4}  \S+/s  \S+ [KMG]?i?B .*\d:\d\d:\d\d", shown.splitlines()[-1]
+    ), shown
+
+
 # ----- what is written ------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +339,22 @@ def test_numbers_are_written_as_json_lines_and_tensorboard_events(tmp_path):
     np.testing.assert_allclose([v for _, v in events], losses(result), rtol=1e-6)
 
 
+def test_tensorboard_reads_the_events(tmp_path):
+    """What TensorBoard itself shows of a run that went on from a step before its last: each step once."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first, steps, factor in ((0, range(1, 6), 1.0), (3, range(4, 8), 10.0)):
+        file = EventFile(tmp_path, first)
+        for step in steps:
+            file.write(step, {"loss": step * factor, "odd/name with ä": float("nan"), "text": "left out", "whole": 7})
+        file.close()
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["loss", "odd/name with ä", "whole"]
+    found = [(e.step, e.value) for e in events.Scalars("loss")]
+    assert found == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0), (7, 70.0)]
+    assert {e.value for e in events.Scalars("whole")} == {7.0}
+
+
 def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path):
     file = tmp_path / "m.jsonl"
     w = JsonLines(file)
@@ -318,6 +380,12 @@ def test_status_says_how_a_run_stands(tmp_path):
     s["pid"] = 2**22 + 1  # beyond what Linux gives out
     (tmp_path / "status.json").write_text(json.dumps(s))
     assert read_status(tmp_path)["alive"] is False
+    # A child that ended and was not waited for, and a process that got the number after the run began.
+    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as child:
+        child.stdout.read()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert with_life({**s, "pid": child.pid, "started": time.time()})["alive"] is False
+    assert with_life({**s, "pid": os.getpid(), "started": 0.0})["alive"] is False
     with pytest.raises(mt.errors.TrainingError, match="no directory of a run"):
         read_status(tmp_path / "nothing")
 

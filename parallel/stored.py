@@ -1,0 +1,205 @@
+"""Arrays in Zarr stores that ranks read and write block by block: those of the user, and values on their way to other blocks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays._array import Array
+from ..arrays.blocks import Box
+from ..arrays.display import human_bytes
+from ..arrays.errors import MeshError, ShardingConflict
+from ..arrays.reductions import _is_low_precision as is_low_precision
+from .mesh import Mesh
+from .placement import REDUCERS, Placement, Sharding, block_box
+from .rank_program import RankProgram
+from .runtime import LocalRuntime
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """An array in a Zarr store that is to be worked on by the ranks of a mesh; made by :func:`from_zarr` and :func:`stream`."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Sharding
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def load(self) -> Array:
+        """The array on the mesh: each rank reads its block, where it is."""
+        mesh = self.sharding.mesh
+        payloads = {r: (self.path, self.sharding.box(self.shape, r)) for r in range(mesh.size)}
+        (x,) = mesh.create(_read_blocks, payloads, [(self.shape, self.dtype, self.sharding)])
+        return x
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # NumPy would make an array of one object of it.
+        raise MeshError(f"{self!r} is not loaded: use x.load(), or mt.stream(fn, x) for more than fits in memory")
+
+    def __repr__(self) -> str:
+        return f"Stored({self.path!r}, {self.sharding.text(self.shape, self.dtype)}, {human_bytes(self.nbytes)})"
+
+
+def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
+    """An array in a Zarr store, for the ranks of a mesh. Nothing but its metadata is read yet.
+
+    Parameters
+    ----------
+    path
+        Of a Zarr array, which every worker can read.
+    mesh
+        The mesh.
+    placements
+        By axis name, as in :func:`meshtape.distribute`.
+
+    Returns
+    -------
+    Stored
+        To be loaded (``.load()``), or worked on block by block by :func:`stream`.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no Zarr array.
+    MeshError
+        Where there is a group of arrays.
+
+    Examples
+    --------
+    >>> import tempfile, zarr, meshtape as mt
+    >>> where = tempfile.mkdtemp()
+    >>> zarr.create_array(where, shape=(6, 2), chunks=(2, 2), dtype="f8")[...] = 1.0
+    >>> x = mt.from_zarr(where, mt.Mesh({"data": 2}), data=mt.Shard(0))
+    >>> mt.stream(lambda x: mt.sum(x * 2, axis=0), x, memory=1000)
+    Array([12., 12.], dtype=float64)
+    """
+    try:
+        found = open_array(str(path))
+    except ValueError as e:
+        if (names := _arrays_of_group(str(path))) is None:
+            raise
+        raise MeshError(
+            f"[from_zarr] {path} is a group, not an array; its arrays are {', '.join(names) or 'none'}"
+        ) from e
+    shape, dtype = tuple(map(int, found.shape)), np.dtype(found.dtype)
+    sharding = Sharding(mesh, **placements).check(shape, dtype)
+    if sharding.partial:
+        raise MeshError("[from_zarr] what is stored is not pending: use Shard(dim) or Replicate()")
+    return Stored(str(path), shape, dtype, sharding)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A value in a store, split over blocks, with what each rank along its pending axes contributes: these come first, one a
+    dimension. ``axes`` are those, ``op`` joins them."""
+
+    path: str
+    axes: tuple[int, ...]
+    op: str | None
+
+    @classmethod
+    def create(cls, path: str, p: RankProgram, v: int) -> Parts:
+        """Room for an output of a program."""
+        layout, aval = p.layouts[v], p.avals[v]
+        parts = cls(path, tuple(a for a, _ in layout.partials), next((op for _, op in layout.partials), None))
+        wide = bool(parts.axes) and is_low_precision(aval.dtype)
+        lead = tuple(p.sizes[a] for a in parts.axes)
+        new_array(
+            path,
+            (*lead, *aval.shape),
+            np.dtype(np.float32) if wide else aval.dtype,
+            (*(1 for _ in lead), *block_box(layout, p.sizes, aval.shape, 0).shape),
+        )
+        return parts
+
+    def write(self, array: Any, box: Box, place: Sequence[int], block: np.ndarray) -> None:
+        """The block of the rank at ``place`` of the mesh."""
+        array[(*(place[a] for a in self.axes), *box.slices)] = block.astype(array.dtype)
+
+    def read(self, array: Any, box: Box, dtype: np.dtype) -> np.ndarray:
+        """A box of the value, joined."""
+        found = np.asarray(array[(*(slice(None) for _ in self.axes), *box.slices)])
+        if self.op is None:
+            return found
+        terms = found.reshape(-1, *box.shape) if box.size else np.zeros((1, *box.shape), found.dtype)
+        return functools.reduce(REDUCERS[self.op], terms).reshape(box.shape).astype(dtype, copy=False)
+
+
+@contextmanager
+def scratch_room(given: Any, paths: Sequence[str | None], mesh: Mesh, needed: bool) -> Iterator[str | None]:
+    """Where values go on their way from blocks to other blocks: empty before and after."""
+    if not needed:
+        yield None
+        return
+    beside = next((p for p in paths if p is not None), None)
+    if given is not None:
+        room = f"{given}/stream-{uuid.uuid4().hex}"
+    elif beside is not None:
+        room = f"{beside}.stream-{uuid.uuid4().hex}"
+    elif isinstance(mesh.runtime, LocalRuntime):
+        room = f"{tempfile.gettempdir()}/meshtape-stream-{uuid.uuid4().hex}"
+    else:
+        raise ShardingConflict(
+            "[stream] values go from blocks to other blocks by way of a store: say where, with scratch=… that all workers can use"
+        )
+    import zarr
+
+    group = zarr.open_group(room, mode="w")
+    try:
+        yield room
+    finally:
+        for name in list(group.array_keys()):
+            del group[name]
+        if "://" not in room:
+            shutil.rmtree(room, ignore_errors=True)
+
+
+def _arrays_of_group(path: str) -> list[str] | None:
+    """Names of the arrays right in a group; None where there is none."""
+    import zarr
+
+    try:
+        return sorted(zarr.open_group(path, mode="r").array_keys())
+    except (ValueError, OSError):
+        return None
+
+
+def open_array(path: str, mode: str = "r") -> Any:
+    """A Zarr array that is there."""
+    import zarr
+
+    from ..storage import zarr_dtypes  # noqa: F401  # the small floats are registered by the import
+
+    return zarr.open_array(path, mode=mode)
+
+
+def new_array(path: str, shape: tuple[int, ...], dtype: np.dtype, chunks: Sequence[int]) -> Any:
+    """A new Zarr array."""
+    import zarr
+
+    from ..storage import zarr_dtypes  # noqa: F401
+
+    return zarr.create_array(path, shape=shape, chunks=tuple(max(n, 1) for n in chunks), dtype=dtype)
+
+
+def _read_blocks(payloads: Mapping[int, Any]) -> dict[int, list[np.ndarray]]:
+    return {r: [np.asarray(open_array(path)[box.slices])] for r, (path, box) in payloads.items()}

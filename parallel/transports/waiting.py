@@ -1,0 +1,82 @@
+"""Waiting for descriptors: awake for a moment, then asleep.
+
+To wake a process that sleeps takes 5 µs on idle hardware and 0.2 ms on a virtual machine, whose processor has to be woken first; a
+message between two processes takes 10 µs, and a large one is a pipeline of chunks in which each waits for the other again and again.
+So a wait looks again and again for about as long as waking would cost before it sleeps (Karlin, Li, Manasse, Owicki: Empirical studies
+of competitive spinning for a shared-memory multiprocessor, 1991: never more than twice the cost of the best choice), and offers its
+core to others after each look. Where waits turn out to be long, the time awake shrinks; where others take the core for long, which
+keeps it from whoever is waited for, the next waits sleep at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Mapping
+
+LONGEST = 1e-3
+"""Seconds that a wait stays awake at most."""
+
+SHORTEST = 2e-5
+
+CROWDED = 1e-3
+"""Seconds between two looks from which others are taken to need the core: a scheduler's turn. Alone it is a microsecond; a thread of
+this process that has the interpreter meanwhile, like Dask's, makes it some tenths of a millisecond."""
+
+_FEWEST, _MOST = 8, 32
+
+
+class Waiter:
+    """Waits until one of several descriptors is ready."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._watched: dict[int, int] = {}
+        self._awake = LONGEST
+        self._asleep = 0  # waits that sleep at once, as the machine is crowded
+        self._pause = _FEWEST
+
+    def watch(self, wanted: Mapping[int, int]) -> None:
+        """Wait for these descriptors and events from now on, and for no others."""
+        watched = self._watched
+        if watched == wanted:
+            return
+        for fd in watched.keys() - wanted.keys():
+            self._poll.unregister(fd)
+        for fd, events in wanted.items():
+            if watched.get(fd) != events:
+                self._poll.register(fd, events)
+        self._watched = dict(wanted)
+
+    def wait(self, seconds: float, eager: bool) -> list[int]:
+        """Descriptors that are ready; none when so many seconds have passed. ``eager``: awake at first."""
+        found = self._poll.poll(0)
+        if not found and (not eager or self._asleep):
+            self._asleep = max(0, self._asleep - 1)
+            found = self._poll.poll(1000 * seconds)
+        elif not found:
+            found = self._stay_awake(seconds)
+        return [fd for fd, _ in found]
+
+    def _stay_awake(self, seconds: float) -> list[tuple[int, int]]:
+        poll = self._poll.poll
+        found: list[tuple[int, int]] = []
+        start = now = time.monotonic()
+        until, longest_look = start + min(self._awake, seconds), 0.0
+        while now < until and not found and longest_look < CROWDED:
+            os.sched_yield()
+            found = poll(0)
+            before, now = now, time.monotonic()
+            longest_look = max(longest_look, now - before)
+        if longest_look < CROWDED:
+            self._pause = max(self._pause // 2, _FEWEST)
+        else:
+            self._asleep, self._pause = self._pause, min(2 * self._pause, _MOST)
+        if found:
+            self._awake = LONGEST
+            return found
+        found = poll(1000 * max(0.0, seconds - (now - start)))
+        took = time.monotonic() - start
+        self._awake = LONGEST if took < LONGEST else max(self._awake / 2, SHORTEST)
+        return found

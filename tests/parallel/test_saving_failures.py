@@ -1,0 +1,73 @@
+"""A save whose workers die, or whose disk fills up on one of them: an error in the process that saves, the old checkpoint whole, nothing left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client
+
+import meshtape as mt
+from meshtape.parallel.workers import known_workers
+from meshtape.storage import files, load, open_checkpoint, save, save_async
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def at_a_write(end: str) -> Callable[[], None]:
+    """What makes a worker fail when it has written a part. A function within a function travels by value: workers cannot import this file."""
+
+    def install() -> None:
+        class Failing(files.Files):
+            def write(self, fd: int, buffers: Any, offset: int) -> int:
+                if os.fstat(fd).st_size or offset:
+                    return super().write(fd, buffers, offset)
+                super().write(fd, [memoryview(buffers[0]).cast("B")[:8]], offset)
+                if end == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        files._active = Failing()
+
+    return install
+
+
+def restoring() -> Callable[[], None]:
+    """What makes it work again."""
+
+    def restore() -> None:
+        files._active = files.Files()
+
+    return restore
+
+
+def in_the_background(*args: Any, **options: Any) -> None:
+    save_async(*args, **options).wait()
+
+
+@pytest.mark.parametrize(("end", "how"), [("kill", save), ("full", in_the_background)], ids=["kill", "full"])
+def test_one_of_two_writers_fails(mortal: Client, tmp_path: Path, end: str, how: Callable[..., Any]) -> None:
+    mortal.wait_for_workers(2, timeout=200)
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        x = mt.distribute(np.arange(8.0).reshape(4, 2), mesh, a=mt.Shard(0))
+        save(tmp_path / "c", {"x": x}, step=1)
+        held = mt.distribute(np.ones((4, 2)), mesh, a=mt.Shard(0))
+        victim = sorted(known_workers(mortal))[-1]
+        mortal.run(at_a_write(end), workers=[victim])
+        wanted = mt.errors.StorageFull if end == "full" else (mt.errors.RankLost, mt.errors.ClusterError)
+        with pytest.raises(wanted) as told:
+            how(tmp_path / "c", {"x": held}, step=2, overwrite=True)
+        assert "rank" in str(told.value) or end == "full"
+        assert open_checkpoint(tmp_path / "c").step == 1
+        assert np.array_equal(np.asarray(load(tmp_path / "c")["x"]), np.arange(8.0).reshape(4, 2))
+        assert [p.name for p in tmp_path.iterdir()] == ["c"]
+        if end == "full":
+            mortal.run(restoring(), workers=[victim])
+            how(tmp_path / "c", {"x": held}, step=2, overwrite=True)
+            assert open_checkpoint(tmp_path / "c").step == 2
