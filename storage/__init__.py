@@ -23,7 +23,7 @@ from .manager import CheckpointManager
 from .merging import MergeReport, merge
 from .opened import Checkpoint, StoredArray
 from .opening import open_checkpoint
-from .programs import LoadedProgram, load_program, save_program
+from .programs import LoadedProgram, load_program, program_document, save_program
 from .quantizing import dequantize, quantize
 from .reporting import LoadReport
 from .rules import Rule, Rules
@@ -58,6 +58,7 @@ __all__ = [
     "load_safetensors",
     "merge",
     "open_checkpoint",
+    "program_document",
     "quantize",
     "read_header",
     "register_zarr_dtypes",

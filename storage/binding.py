@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -87,14 +87,21 @@ class Rule:
     targets: tuple[str, ...]
     steps: tuple[Step, ...]
     optional: bool = False
+    line: int | None = field(default=None, compare=False, repr=False)  # of the text that it was read from
 
     def __init__(
-        self, sources: str | Iterable[str], targets: str | Iterable[str], *steps: Step, optional: bool = False
+        self,
+        sources: str | Iterable[str],
+        targets: str | Iterable[str],
+        *steps: Step,
+        optional: bool = False,
+        line: int | None = None,
     ) -> None:
         object.__setattr__(self, "sources", _names(sources))
         object.__setattr__(self, "targets", _names(targets))
         object.__setattr__(self, "steps", tuple(steps))
         object.__setattr__(self, "optional", optional)
+        object.__setattr__(self, "line", line)
         for name in (*self.sources, *self.targets):
             problem = ruletext.check_pattern(name)
             if problem:
@@ -104,6 +111,11 @@ class Rule:
 
     def __str__(self) -> str:
         return ruletext.format_line(self.sources, self.targets, self.steps, self.optional)
+
+    @property
+    def shown(self) -> str:
+        """The rule in a message: with its line, where it has one."""
+        return str(self) if self.line is None else f"{self}   (line {self.line})"
 
 
 @dataclass
@@ -145,10 +157,12 @@ class Program:
                     self._run(state, follows=True)
         unread = [t for t in self.temporary if t not in self.read_temporary]
         if unread:
-            raise RuleConflict(f"{unread[0]!r}, given by\n  {self.giver[unread[0]]}\nis read by no later rule")
+            raise RuleConflict(f"{unread[0]!r}, given by\n  {self.giver[unread[0]].shown}\nis read by no later rule")
         both = next((k for k in self.dropper if k in self.reader), None)
         if both is not None:
-            raise RuleConflict(f"{both!r} is dropped by\n  {self.dropper[both]}\nand read by\n  {self.reader[both]}")
+            raise RuleConflict(
+                f"{both!r} is dropped by\n  {self.dropper[both].shown}\nand read by\n  {self.reader[both].shown}"
+            )
         self.consumed = set(self.reader) | set(self.dropper)
         self.untouched = {k for k in tensors if k not in self.consumed}
 
@@ -157,7 +171,7 @@ class Program:
         for name in self.untouched:
             if name in self.given:
                 raise RuleConflict(
-                    f"{name!r} is given by\n  {self.giver[name]}\nbut the checkpoint holds a key of that name, "
+                    f"{name!r} is given by\n  {self.giver[name].shown}\nbut the checkpoint holds a key of that name, "
                     "which no rule reads or drops"
                 )
         out: dict[str, Any] = {}
@@ -193,7 +207,7 @@ class Program:
     def _no_match(self, rule: Rule, pattern: str) -> RuleMatchError:
         near = get_close_matches(pattern, self.keys[:5000], 3, 0.0)
         return RuleMatchError(
-            f"{pattern!r} matches no key, in the rule\n  {rule}\n"
+            f"{pattern!r} matches no key, in the rule\n  {rule.shown}\n"
             f"nearest keys: {', '.join(map(repr, near)) or 'the checkpoint is empty'}; "
             "correct the pattern, or mark the rule optional()"
         )
@@ -252,13 +266,13 @@ class Program:
                 hits = table.get(tuple(values.get(c, "") for c in o))
                 if not hits:
                     told = ", ".join(f"{k}={v}" for k, v in values.items())
-                    raise RuleMatchError(f"for {told} there is no key {rule.sources[i]!r}, in the rule\n  {rule}")
+                    raise RuleMatchError(f"for {told} there is no key {rule.sources[i]!r}, in the rule\n  {rule.shown}")
                 rows.append({e for e, _ in hits})
                 keys += [((_natural(e), i) if same else (i, _natural(e)), k) for e, k in hits]
             if same and any(r != rows[0] for r in rows):
                 odd = sorted(set.union(*rows) - set.intersection(*rows), key=_natural)[0]
                 raise RuleMatchError(
-                    f"for {dict(zip(extra[0], odd, strict=True))} some keys are missing, in the rule\n  {rule}"
+                    f"for {dict(zip(extra[0], odd, strict=True))} some keys are missing, in the rule\n  {rule.shown}"
                 )
             out.append((values, [k for _, k in sorted(keys, key=lambda x: x[0])]))
         return out
@@ -280,7 +294,9 @@ class Program:
             return
         scalar = next((k for k in keys if k in self.scalars), None)
         if scalar is not None:
-            raise RuleConflict(f"{scalar!r} is a value, not an array; rules can only drop it. In the rule\n  {rule}")
+            raise RuleConflict(
+                f"{scalar!r} is a value, not an array; rules can only drop it. In the rule\n  {rule.shown}"
+            )
         tensors = []
         for k in keys:
             if k.startswith("$") and k in self.temporary:
@@ -291,7 +307,7 @@ class Program:
                 tensors.append(self.tensors[k])
         counted = {c for t in rule.targets for c in _pattern(t).captures if c not in values}
         if len(counted) > 1:
-            raise RuleConflict(f"captures {sorted(counted)} stand in no source, in the rule\n  {rule}")
+            raise RuleConflict(f"captures {sorted(counted)} stand in no source, in the rule\n  {rule.shown}")
         number = None if counted else len(rule.targets)
         agreed = follows and bool(tensors) and all(t.shape == () for t in tensors)
         stages, steps = [tensors], () if agreed else rule.steps
@@ -303,14 +319,14 @@ class Program:
             try:
                 stages.append(step.apply(stages[-1], number))
             except MeshtapeError as e:
-                raise type(e)(f"{e}. In the step {ruletext.format_step(step)} of the rule\n  {rule}") from None
+                raise type(e)(f"{e}. In the step {ruletext.format_step(step)} of the rule\n  {rule.shown}") from None
         result = stages[-1] * number if agreed and number else stages[-1]
         targets = self._targets(rule, values, counted, len(result))
         if len(targets) != len(result):
-            raise RuleConflict(f"{len(result)} arrays are given to {len(targets)} targets by the rule\n  {rule}")
+            raise RuleConflict(f"{len(result)} arrays are given to {len(targets)} targets by the rule\n  {rule.shown}")
         for name, tensor in zip(targets, result, strict=True):
             if name in self.giver:
-                raise RuleConflict(f"{name!r} is given twice, by\n  {self.giver[name]}\nand by\n  {rule}")
+                raise RuleConflict(f"{name!r} is given twice, by\n  {self.giver[name].shown}\nand by\n  {rule.shown}")
             self.giver[name] = rule
             # An alias with a name of its own: readers tell arrays apart by name.
             named = Sliced(name, tensor, (0,) * len(tensor.shape), tuple(tensor.shape))
@@ -338,13 +354,15 @@ class Program:
             names = [_escaped(t) for t in a.targets]
             back = [_escaped(s) for s in a.sources]
             if not a.targets:
-                raise CheckpointError(f"the rule\n  {a.rule}\nhas no inverse: it drops {', '.join(a.sources[:4])}")
+                raise CheckpointError(
+                    f"the rule\n  {a.rule.shown}\nhas no inverse: it drops {', '.join(a.sources[:4])}"
+                )
             if not a.sources or mine == {False}:
                 # A new array, or one more copy of what another rule restores (tied weights).
                 out.append(Rule(names, ()))
             elif mine == {True, False}:
                 raise CheckpointError(
-                    f"the rule\n  {a.rule}\nhas no inverse: some of its sources are read by other rules too"
+                    f"the rule\n  {a.rule.shown}\nhas no inverse: some of its sources are read by other rules too"
                 )
             elif a.agreed:
                 out += [Rule(names[0], s) for s in back]
@@ -355,7 +373,7 @@ class Program:
                     try:
                         steps.append(step.inverse(before))
                     except Lossy as e:
-                        raise CheckpointError(f"the rule\n  {a.rule}\nhas no inverse: {e}") from None
+                        raise CheckpointError(f"the rule\n  {a.rule.shown}\nhas no inverse: {e}") from None
                 out.append(Rule(names, back, *steps))
         return out
 
@@ -375,7 +393,7 @@ def _for_state(rule: Rule, template: str) -> Rule | None:
         return _escape_hole(template).replace("{}", name)
 
     steps = [replace(s, value=0) if isinstance(s, Pad) else s for s in rule.steps if not isinstance(s, Cast)]
-    return Rule(map(put, rule.sources), map(put, rule.targets), *steps, optional=True)
+    return Rule(map(put, rule.sources), map(put, rule.targets), *steps, optional=True, line=rule.line)
 
 
 def _escape_hole(template: str) -> str:

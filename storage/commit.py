@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from socket import gethostname
 
-from ..arrays.errors import CheckpointExists, StorageFull
+from ..arrays.errors import CheckpointExists, MeshtapeError, StorageFull
 from . import stores
 from .files import Files, active
 
@@ -86,6 +86,19 @@ def is_begun(root: str) -> bool:
     from . import object_commit
 
     return object_commit.is_begun(root)
+
+
+@contextlib.contextmanager
+def temporary(target: str) -> Iterator[str]:
+    """A name beside a file that is written anew; what dead writers of it left goes first, and so does this when it is left behind."""
+    recover(*os.path.split(os.path.abspath(target)))
+    with _owned(f"{target}.tmp-{_new_id()}") as name:
+        try:
+            yield name
+        finally:
+            # Renamed, as a rule. The error that left it matters more than one of the clean-up; the next writer collects it.
+            with contextlib.suppress(OSError):
+                active().unlink(name)
 
 
 def siblings(target: str, kind: str) -> list[str]:
@@ -190,21 +203,41 @@ def make_parents(target: str) -> None:
 
 
 @contextlib.contextmanager
-def room_for(nbytes: int, target: str) -> Iterator[None]:
-    """Raise `StorageFull` before anything is written when ``nbytes`` do not fit, and when the disk fills up meanwhile."""
-    if stores.is_url(target):
+def writing(target: str, needs: str = "more room") -> Iterator[None]:
+    """Errors of the file system while ``target`` is written, as errors that name it: `StorageFull`, or `StoreError` for any other."""
+    try:
         yield
-        return
+    except MeshtapeError:
+        raise
+    except OSError as e:
+        # What has no number, or speaks of a connection, came from a cluster or a pipe, not from a disk.
+        if e.errno is None or stores.is_url(target) or isinstance(e, (ConnectionError, TimeoutError)):
+            raise
+        where, name = os.path.split(os.path.abspath(target))
+        if m := _KINDS.match(name):  # a name beside it, of which the user knows nothing
+            target = os.path.join(where, m["name"])
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(f"{target} needs {needs}; {where} filled up while it was written: {e.strerror}") from e
+        beside = "" if e.filename is None or e.filename == target else f" ({os.fsdecode(e.filename)})"
+        raise stores.failed(e, f"{target} cannot be written{beside}") from e
+
+
+@contextlib.contextmanager
+def room_for(nbytes: int, target: str) -> Iterator[None]:
+    """As `writing`; and raise `StorageFull` before anything is written when ``nbytes`` do not fit."""
+    with writing(target, f"{nbytes} bytes"):
+        if not stores.is_url(target):
+            make_parents(target)
+            check_room(nbytes, target)
+        yield
+
+
+def check_room(nbytes: int, target: str) -> None:
+    """Raise `StorageFull` where ``nbytes`` do not fit beside a local target."""
     parent = os.path.dirname(os.path.abspath(target))
     free = active().free_bytes(parent)
     if free < nbytes:
         raise StorageFull(f"{target} needs {nbytes} bytes, {parent} has {free} free")
-    try:
-        yield
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise StorageFull(f"{target} needs {nbytes} bytes; {parent} filled up while they were written: {e}") from e
 
 
 class Folder:

@@ -26,7 +26,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class ArrayDiff:
-    """How an array differs. Differences are None where the shapes do; they are NaN-aware: two NaN are equal.
+    """How an array differs. Differences are None where the shapes do, and where values were not compared; they are NaN-aware: two NaN are equal.
 
     ``max_rel`` is the largest ``|a - b| / max(|a|, |b|)``; where one side is NaN or infinite and the other is another value, both
     differences are infinite. ``different`` counts elements whose values differ; with 0 of them, only dtypes or bits do.
@@ -44,6 +44,8 @@ class ArrayDiff:
         (a, b), (c, d) = self.shapes, self.dtypes
         if a != b:
             return f"{self.name}: shape {a} and {b}" + (f", dtype {c} and {d}" if c != d else "")
+        if self.different is None:
+            return f"{self.name}: dtype {c} and {d}"
         text = f"{self.name}: " + (f"dtype {c} and {d}, " if c != d else "")
         if not self.different:
             return text + ("equal values" if c != d else "equal values, other bits")
@@ -87,6 +89,7 @@ def diff(
     rules: Any = None,
     keys: Iterable[str] | None = None,
     drop: Iterable[str] | None = None,
+    values: bool = True,
     memory_limit: int = MEMORY_LIMIT,
 ) -> DiffReport:
     """Compare two checkpoints: names, shapes, dtypes, values. Streams; arrays are never read whole.
@@ -99,6 +102,9 @@ def diff(
         Key rules applied to ``a``, so that a checkpoint can be compared with its converted form.
     keys, drop
         Names or patterns of the arrays to compare and to leave out, where they exist.
+    values
+        Compare the elements of arrays. Without them only the tables of contents are read, however large the checkpoints: arrays of one shape
+        and dtype count as equal.
     memory_limit
         Bytes for the windows of both sides.
 
@@ -131,15 +137,16 @@ def diff(
     common = [n for n in ours if n in theirs]
     # Both sides, what the comparison makes of them, and a few threads.
     limit = max(1 << 16, memory_limit // 32)
-    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], limit), common)
-    values = _values(left, right, wanted)
+    compare = _compare if values else _compare_kinds
+    found = in_threads(lambda n: compare(n, ours[n], theirs[n], limit), common)
+    leaves = _values(left, right, wanted)
     return DiffReport(
         left.ckpt.path,
         right.ckpt.path,
         [n for n in ours if n not in theirs],
         [n for n in theirs if n not in ours],
         [d for d in found if d is not None],
-        values,
+        leaves,
         sum(d is None for d in found),
     )
 
@@ -169,6 +176,13 @@ def _values(left: Selection, right: Selection, wanted: Any) -> dict[str, tuple[A
         if wanted(name) and not both_nan and (type(x) is not type(y) or x != y):
             out[name] = (None if x is _MISSING else x, None if y is _MISSING else y)
     return out
+
+
+def _compare_kinds(name: str, a: Any, b: Any, limit: int) -> ArrayDiff | None:
+    """None for arrays of one shape and dtype."""
+    shapes, types = (tuple(a.shape), tuple(b.shape)), (a.dtype.name, b.dtype.name)
+    size = math.prod(shapes[0]) if shapes[0] == shapes[1] else 0
+    return None if shapes[0] == shapes[1] and a.dtype == b.dtype else ArrayDiff(name, shapes, types, size=size)
 
 
 def _compare(name: str, a: Any, b: Any, limit: int) -> ArrayDiff | None:

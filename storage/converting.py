@@ -12,8 +12,8 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
-from ..arrays.errors import CheckpointError, CheckpointKeyError
-from . import dtypes, manifest, names, stores
+from ..arrays.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
+from . import activity, commit, dtypes, manifest, names, stores
 from .derived import Converted
 from .documents import Documents
 from .finishing import Item, is_checkpoint
@@ -126,6 +126,7 @@ class Selection:
                 ckpt.arrays[n].check()
         if dtype is not None:
             wanted = _float(dtype)
+            _refuse_scaled(arrays, wanted)
             arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
@@ -139,6 +140,18 @@ def _float(dtype: Any) -> np.dtype:
             f"dtype= converts the floating arrays, so it is one of {', '.join(dtypes.FLOATS)}, not {wanted}"
         )
     return wanted
+
+
+def _refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
+    """Quantised weights are their numbers times a scale that lies beside them: converting the numbers alone would lose that."""
+    for name, t in arrays.items():
+        if t.dtype.name.startswith("float8") and t.dtype != wanted:
+            scale = next((s for end in ("_scale", "_scale_inv") if (s := name + end) in arrays), None)
+            if scale is not None:
+                raise CheckpointDTypeError(
+                    f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without the scale. Leave "
+                    "dtype= out, or leave such arrays out with drop="
+                )
 
 
 def _fixed(dtype: np.dtype, wanted: np.dtype) -> bool:
@@ -217,7 +230,8 @@ def convert(
     prefix
         Take only what lies below this name (``"params"``), and leave the name out. ``keys`` and ``drop`` speak of names without it.
     dtype
-        Convert all floating arrays to this dtype.
+        Convert all floating arrays to this dtype. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
+        refused: without it their numbers mean something else.
     memory_limit
         Bytes of memory for windows and staging, whatever the size of the arrays.
     threads
@@ -273,18 +287,20 @@ def convert(
     if held.ckpt.path == target:
         raise CheckpointError(f"{target} is the source; write to another place")
     tensors = list(held.arrays.values())
-    nbytes, resumed = transfer(
-        held.ckpt.path,
-        tensors,
-        sink,
-        target,
-        memory_limit=memory_limit,
-        threads=threads,
-        overwrite=overwrite,
-        ours=replaceable,
-        progress=progress,
-        executor=_executor(client),
-    )
+    kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
+    with commit.writing(target), activity.under_way(kind, target) as work:
+        nbytes, resumed = transfer(
+            held.ckpt.path,
+            tensors,
+            sink,
+            target,
+            memory_limit=memory_limit,
+            threads=threads,
+            overwrite=overwrite,
+            ours=replaceable,
+            progress=work.follow(progress),
+            executor=_executor(client),
+        )
     files = list(sink.files) if isinstance(sink, HuggingFaceSink) else [i.directory for i in getattr(sink, "items", ())]
     skipped = held.skipped if isinstance(sink, HuggingFaceSink) else []
     total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)

@@ -141,6 +141,13 @@ class Sliced(_Derived):
             yield from self.source.jobs(self._box(box), out)
 
 
+def whole_of(tensor: Any) -> Any:
+    """The tensor that another name stands for, where nothing but the name is another."""
+    while isinstance(tensor, Sliced) and not any(tensor.start) and tensor.shape == tensor.source.shape:
+        tensor = tensor.source
+    return tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Joined(_Derived):
     """Tensors one after the other along an axis. A part that is not needed any more (see ``only``) is None."""

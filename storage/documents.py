@@ -16,7 +16,8 @@ from .checksums import crc32c
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
 MAX_NBYTES = 64 << 20
-_OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json"])
+PROGRAM = "program.json"  # what makes a directory a program file (see ``programs``)
+_OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json", PROGRAM])
 
 
 def encode(given: Mapping[str, Any] | None) -> dict[str, bytes]:

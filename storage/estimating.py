@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.display import human_bytes
 from ..arrays.errors import CheckpointError
 from ..arrays.tree import flatten_with_path
 from . import dtypes, safetensors
@@ -57,16 +58,16 @@ class Estimate:
         return max((r.total for r in self.ranks), default=0)
 
     def __str__(self) -> str:
-        def gb(n: int) -> str:
-            return f"{n / 1e9:.3f} GB"
-
         worst = max(self.ranks, key=lambda r: r.total)
+        parts = ("parameters", "gradients", "optimizer", "master")
+        files = f"{len(self.files):,} file{'s' if len(self.files) != 1 else ''}"
+        hf = "no form as safetensors" if self.safetensors is None else f"{human_bytes(self.safetensors)} as safetensors in {files}"  # fmt: skip
         return (
-            f"{self.arrays} arrays, {self.elements} elements, {gb(self.nbytes)}; on disk {gb(self.zarr)} as Zarr, "
-            f"{'no safetensors form' if self.safetensors is None else gb(self.safetensors) + ' as safetensors'} in "
-            f"{len(self.files)} files\n{len(self.ranks)} ranks, the largest {gb(worst.total)}: parameters "
-            f"{gb(worst.parameters)}, gradients {gb(worst.gradients)}, optimizer {gb(worst.optimizer)}, master weights "
-            f"{gb(worst.master)}"
+            f"{self.arrays:,} arrays, {self.elements:,} elements, {human_bytes(self.nbytes)}\n"
+            f"on disk: {human_bytes(self.zarr)} as Zarr, {hf}\n"
+            f"{len(self.ranks):,} rank{'s' if len(self.ranks) != 1 else ''}, the largest: {human_bytes(worst.total)} ("
+            + ", ".join(f"{part} {human_bytes(n)}" for part in parts if (n := getattr(worst, part)))
+            + ")"
         )
 
 

@@ -25,7 +25,7 @@ IOV_MAX = 512  # the kernel takes 1024; half of it is as fast and leaves room
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
-_WORTH = 1 << 20  # bytes of a write after which the disk is told to begin
+_WORTH = 256 << 10  # bytes of a write after which the disk is told to begin
 
 
 @cache

@@ -126,7 +126,8 @@ def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> 
     """The grid in which each of ``boxes`` (the distinct blocks of an array) is a whole number of shards.
 
     Blocks that follow the ceil rule become one shard each. Blocks cut otherwise become several: the shard's length is
-    then the greatest one that every block starts at a multiple of.
+    then the greatest one that every block starts at a multiple of. The chunks are those of the unsplit array where they divide the
+    shards: files for one mesh and for another then hold the same chunks, which a reshard copies as they are.
 
     >>> choose_grid((6, 4), 8, [Box((0, 0), (3, 4)), Box((3, 0), (3, 4))])
     Grid(shape=(6, 4), shard=(3, 4), chunk=(3, 4))
@@ -137,7 +138,9 @@ def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> 
         step = math.gcd(*starts) if len(starts) > 1 else 0
         extent.append(max(step or n, 1))
         free.append(not step)
-    chunk = _choose_chunk(tuple(extent), tuple(free), itemsize)
+    chunk = _choose_chunk(tuple(shape), (True,) * len(shape), itemsize) if math.prod(shape) else tuple(extent)
+    if any(e % c for e, c, f in zip(extent, chunk, free, strict=True) if not f):
+        chunk = _choose_chunk(tuple(extent), tuple(free), itemsize)
     # Along a dimension that is not split, the shard is rounded up to whole chunks.
     shard = tuple(-(-e // c) * c for e, c in zip(extent, chunk, strict=True))
     grid = Grid(tuple(shape), shard, chunk)
@@ -166,6 +169,18 @@ def windows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit
             break
     for start in itertools.product(*(range(0, n, s) for n, s in zip(shape, size, strict=True))):
         yield Box(tuple(start), tuple(min(s, n - o) for s, n, o in zip(size, shape, start, strict=True)))
+
+
+def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
+    """The number of a place in a grid, in lexicographic order.
+
+    >>> ravel((1, 2), (3, 4))
+    6
+    """
+    number = 0
+    for i, n in zip(index, shape, strict=True):
+        number = number * n + i
+    return number
 
 
 _CELLS = 1 << 22

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from .writing import give_way
+
 _lock = threading.Lock()
 _by_target: dict[str, SaveHandle] = {}  # running, or failed and not yet seen
 _watching_exit = False
@@ -39,6 +41,7 @@ class SaveHandle:
 
     def _run(self) -> None:
         work, self._work = self._work, None
+        give_way()
         try:
             self._report = work()
         except BaseException as e:

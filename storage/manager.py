@@ -114,8 +114,11 @@ class CheckpointManager:
         self.skipped = 0
         self._running: SaveHandle | None = None
         self._last_save = time.monotonic()
-        commit.make_parents(stores.join(self.directory, "x"))
-        commit.recover(self.directory)
+        with commit.writing(self.directory):
+            commit.make_parents(stores.join(self.directory, "x"))
+        # A run that this process may not write to can still be read, remains and all.
+        with contextlib.suppress(*(() if stores.is_url(self.directory) else (OSError,))):
+            commit.recover(self.directory)
 
     def path(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""

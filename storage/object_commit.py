@@ -24,13 +24,13 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ..arrays.errors import CheckpointError, CheckpointExists, StoreError
+from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from . import manifest
 from .commit import Folder, has_left, host
-from .documents import beside
+from .documents import PROGRAM, beside
 from .objects import ObjectStore
 from .opening import HF_INDEX, HF_SINGLE, read_index
 from .stores import Entry, split
@@ -41,7 +41,7 @@ CLAIM = ".meshtape-writing"
 TRASH = ".meshtape-trash"
 JOURNAL = ".meshtape-transfer"  # of an upload that can go on (see ``uploading``)
 _GROUP = "zarr.json"
-_LAST = (manifest.FILE, HF_INDEX)
+_LAST = (manifest.FILE, HF_INDEX, PROGRAM)
 _MARK = re.compile(r"~g[0-9a-f]{8}(?=\Z|\.[a-z]+\Z)")
 
 _mine: set[str] = set()  # claims that this process, in any thread, holds now
@@ -86,6 +86,11 @@ def _named(store: ObjectStore, held: set[str]) -> set[str] | None:
         return {HF_INDEX, *files, *beside(store.root)}
     if HF_SINGLE in held:
         return {HF_SINGLE, *beside(store.root)}
+    if PROGRAM in held:
+        try:
+            return {PROGRAM, str(json.loads(store.get(PROGRAM))["file"])}
+        except (ValueError, KeyError, TypeError) as e:
+            raise CorruptCheckpoint(f"{store.root}/{PROGRAM}: no program: {e}") from None
     return None
 
 
@@ -109,9 +114,16 @@ def is_begun(root: str) -> bool:
 def is_ours(root: str) -> bool:
     """Whether what lies there may be replaced: a checkpoint, a Hugging Face directory, or remains of one."""
     names = {e.name for e in ObjectStore(root).entries()}
-    return bool(names & {*_LAST, HF_SINGLE, TRASH}) or any(
-        n.startswith(CLAIM) or n.endswith("/zarr.json") for n in names
+    return bool(names & {manifest.FILE, HF_INDEX, HF_SINGLE, TRASH}) or any(
+        n.startswith(CLAIM) or n.endswith("/zarr.json") for n in names - {PROGRAM}
     )
+
+
+def is_program(root: str) -> bool:
+    """Whether a program file lies there, or what is left of a writer."""
+    names = {e.name for e in ObjectStore(root).entries()}
+    others = any(n in (manifest.FILE, HF_INDEX, HF_SINGLE) or n.endswith("/zarr.json") for n in names)
+    return not others and (PROGRAM in names or any(n == TRASH or n.startswith(CLAIM) for n in names))
 
 
 def recover(root: str) -> list[str]:
@@ -191,11 +203,19 @@ class ObjectFolder(Folder):
         self._late: dict[str, bytes] = {}
         self._after: dict[str, bytes] = {}
         self._claim = CLAIM
-        self._seen: dict[str, Entry] = {}
+        self._seen: dict[str, dict[str, str]] = {}
         self._unfinished = False
 
     def begin(self) -> None:
         """Claim names, and remember what is there."""
+        try:
+            self._claim_names()
+        except BaseException:
+            # The claim may be there or not; it is nobody's now, so that `recover` collects it.
+            _mine.difference_update({f"{self.root}/{CLAIM}", f"{self.root}/{self._claim}"})
+            raise
+
+    def _claim_names(self) -> None:
         text = _claim_text()
         _mine.add(f"{self.root}/{CLAIM}")
         try:
@@ -212,7 +232,7 @@ class ObjectFolder(Folder):
             self._claim = f"{CLAIM}{self.suffix}"
             _mine.add(f"{self.root}/{self._claim}")
             self.store.put(self._claim, text)
-        self._seen = {e.name: e for e in self.store.entries() if e.name in _LAST}
+        self._see(self.store.entries())
 
     def take_over(self, suffix: str) -> bool:
         """Go on under the names of a writer that is gone; False where there is none, or it lives."""
@@ -223,9 +243,20 @@ class ObjectFolder(Folder):
             return False
         self.suffix, self._claim = suffix, claim
         _mine.add(f"{self.root}/{claim}")
-        self.store.put(claim, _claim_text())
-        self._seen = {e.name: e for e in entries if e.name in _LAST}
+        try:
+            self.store.put(claim, _claim_text())
+        except BaseException:
+            self.leave()
+            raise
+        self._see(entries)
         return True
+
+    def _see(self, entries: Iterable[Entry]) -> None:
+        """Remember which table of contents is there, to replace that one and no other."""
+        for e in entries:
+            if e.name in _LAST:
+                with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                    self._seen[e.name] = self.store.version(e)
 
     def leave(self) -> None:
         """Stop, and leave what was written to whoever takes it over."""
@@ -256,7 +287,7 @@ class ObjectFolder(Folder):
                     self.store.put(_GROUP, group)
                 self.store.put(last, self._late[last], new=True)
             else:
-                self.store.replace(last, self._late[last], seen.tag)
+                self.store.replace(last, self._late[last], seen)
         except FileExistsError:
             raise CheckpointExists(
                 f"{self.root}: another process has saved there meanwhile; nothing was replaced"

@@ -20,7 +20,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,8 +42,12 @@ _REQUEST = 8 << 20  # bytes of one download
 _PART = 8 << 20  # bytes of one part of an upload
 _UPLOADS = 4  # parts of one object on their way
 
+# Where clouds keep the credentials of their own machines: asked where the environment has none.
+_METADATA = re.compile(r"/latest/api/token|/latest/meta-data|computeMetadata|metadata/identity|169\.254\.169\.254")
 _SECRETS = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|SAS|CREDENTIAL")
+_STREAMED = 64 << 20  # of a server without ranges: bytes that are skipped at most
 _clients: dict[Any, Any] = {}
+_rangeless: set[str] = set()  # servers that have answered a request for a range with the whole
 _lock = threading.Lock()
 
 
@@ -159,8 +164,12 @@ def _plain(error: BaseException) -> str:
 def _explained(error: Exception, where: str) -> Exception:
     """The error that is raised for one of obstore's."""
     kind = type(error).__name__
-    if "NoSuchBucket" in str(error):
+    if re.search("NoSuchBucket|ContainerNotFound", str(error)):
         return StoreError(f"{where}: the bucket does not exist, or these credentials do not see it")
+    if _METADATA.search(str(error)):
+        return StoreError(
+            f"{where}: there are no credentials in the environment, and this machine has no service that gives any ({_plain(error)})"
+        )
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"{where}: no such object")
     if kind == "AlreadyExistsError" or kind == "PreconditionError":
@@ -179,9 +188,16 @@ def _passes(error: Exception) -> bool:
     if not isinstance(error, (BaseError, OSError)) or isinstance(error, FileNotFoundError):
         return False
     text = str(error)
+    if _METADATA.search(text):  # the client has asked often enough
+        return False
     if re.search(r"\b4\d\d [A-Z]", text) and not re.search(r"\b(408|429) ", text):
         return False
     return isinstance(error, (GenericError, OSError))
+
+
+def _host(where: str) -> str:
+    """``scheme://host`` of a location."""
+    return "/".join(where.split("/")[:3])
 
 
 def _repeated(work: Callable[[], T], where: str) -> T:
@@ -265,8 +281,17 @@ class _ObjectReader:
     @property
     def nbytes(self) -> int:
         if self._nbytes is None:
-            self._nbytes = _repeated(lambda: _obstore().head(self._client, self._key), self._where)["size"]
+            self._nbytes = _repeated(self._length, self._where)
         return self._nbytes
+
+    def _length(self) -> int:
+        try:
+            return _obstore().head(self._client, self._key)["size"]
+        except FileNotFoundError as e:
+            if "405" not in str(e):
+                raise
+            # A server without HEAD; what it sends says how much there is.
+            return _obstore().get(self._client, self._key).meta["size"]
 
     def readv(self, buffers: list[Any], offset: int) -> int:
         views = [memoryview(b).cast("B") for b in buffers]
@@ -287,9 +312,13 @@ class _ObjectReader:
 
     def _range(self, start: int, n: int) -> memoryview:
         def once() -> memoryview:
-            found = _obstore().get(self._client, self._key, options={"range": (start, start + n)})
-            self._nbytes = found.meta["size"]
-            return memoryview(found.bytes())
+            data = self._asked(start, n) if _host(self._where) not in _rangeless else None
+            if data is None:
+                data = self._streamed(start, n)
+            if len(data) != max(0, min(n, (self._nbytes or 0) - start)):
+                # The client believes what the head of an answer says; this one said something else than it sent.
+                raise ConnectionError(f"{len(data)} bytes came where {n} from {start} on were asked for")
+            return data
 
         if self._nbytes is not None and start >= self._nbytes:
             return memoryview(b"")
@@ -300,6 +329,44 @@ class _ObjectReader:
             if start >= self.nbytes:
                 return memoryview(b"")
             raise
+
+    def _asked(self, start: int, n: int) -> memoryview | None:
+        """A range of the object, or None where the server answers with the whole of it."""
+        from obstore.exceptions import NotSupportedError
+
+        try:
+            found = _obstore().get(self._client, self._key, options={"range": (start, start + n)})
+        except NotSupportedError:
+            return None
+        self._nbytes = found.meta["size"]
+        return memoryview(found.bytes())
+
+    def _streamed(self, start: int, n: int) -> memoryview:
+        """The same from a server without ranges: a download from the start, of which only the wanted part is kept."""
+        if start > _STREAMED:
+            raise StoreError(
+                f"{self._where}: the server does not answer requests for ranges of bytes, and the file is too long to be read from "
+                "its start each time; copy it here, or have it served with ranges"
+            )
+        found = _obstore().get(self._client, self._key)
+        encoding = str(found.attributes.get("Content-Encoding", "identity"))
+        if encoding not in ("", "identity"):
+            raise StoreError(f"{self._where}: the server sends it compressed ({encoding}); have it served as it is")
+        self._nbytes = found.meta["size"]
+        if (host := _host(self._where)) not in _rangeless:
+            _rangeless.add(host)
+            warnings.warn(
+                f"{host} does not answer requests for ranges of bytes: each read downloads its file from the start",
+                stacklevel=2,
+            )
+        out, at = bytearray(), 0
+        for piece in found.stream(min_chunk_size=1 << 20):
+            view = memoryview(piece)
+            out += view[max(0, start - at) : max(0, start + n - at)]
+            at += len(view)
+            if at >= start + n:
+                break
+        return memoryview(out)
 
     def close(self) -> None:
         pass
@@ -335,9 +402,18 @@ class ObjectStore(Store):
     def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
         return self._put(name, pieces, "create" if new else "overwrite")
 
-    def replace(self, name: str, data: bytes, tag: str) -> int:
-        """Overwrite the version ``tag`` of an object; ``FileExistsError`` where it is another by now."""
-        return self._put(name, data, {"e_tag": tag})
+    def version(self, entry: Entry) -> dict[str, str]:
+        """What `replace` is told about the object that is there now."""
+        if not self.root.startswith("gs:"):
+            return {"e_tag": entry.tag}
+        # Google compares generations, of which its lists say nothing.
+        held, key, where = self._at(entry.name)
+        meta = _repeated(lambda: _obstore().head(held, key), where)
+        return {"e_tag": str(meta["e_tag"]), "version": str(meta["version"])}
+
+    def replace(self, name: str, data: bytes, version: Mapping[str, str]) -> int:
+        """Overwrite a `version` of an object; ``FileExistsError`` where it is another by now."""
+        return self._put(name, data, dict(version))
 
     def _put(self, name: str, pieces: Pieces, mode: Any) -> int:
         self.refuse_writes()
@@ -383,8 +459,13 @@ class ObjectStore(Store):
         keys = [self._at(n)[1] for n in names]
 
         def once() -> None:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 _obstore().delete(held, keys)
+            except FileNotFoundError:
+                # Google and Azure stop at the first that is gone.
+                for key in keys:
+                    with contextlib.suppress(FileNotFoundError):
+                        _obstore().delete(held, key)
 
         _repeated(once, self.root)
 

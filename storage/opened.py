@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import ArrayIndexError, CheckpointKeyError
+from ..arrays.errors import ArrayIndexError, CheckpointKeyError, IncompleteCheckpoint
 from ..arrays.tree import Path
 from . import manifest
 from .names import leaf_name
@@ -59,8 +60,15 @@ class StoredArray:
 
     def check(self) -> None:
         """Check the list of this array's files, and that they exist, before anything is read."""
-        if hasattr(self.tensor, "check"):
+        if not hasattr(self.tensor, "check"):
+            return
+        try:
             self.tensor.check()
+        except IncompleteCheckpoint as e:
+            if self.mesh is None:
+                raise
+            axes = ", ".join(f"{name}={n}" for name, n in self.mesh.items())
+            raise IncompleteCheckpoint(f"{e}. It was saved by {math.prod(self.mesh.values())} ranks ({axes})") from None
 
     def read(self, box: Box | None = None) -> np.ndarray:
         """The elements of a box, or all, as a new NumPy array."""

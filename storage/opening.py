@@ -11,20 +11,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from typing import Any
 
 import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
-from . import commit, dcp, dcp_safetensors, documents, manifest, names, safetensors, stores
+from . import commit, dcp, dcp_safetensors, documents, foreign, manifest, names, safetensors, stores
 from .opened import Checkpoint, StoredArray
 from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
 from .zarr_format import GROUP_ATTRIBUTE
 
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
-_MAX_INDEX = 1 << 30
 _ZARR = ("zarr.json", ".zgroup", ".zarray")
+_JOURNAL = ".meshtape-transfer"  # of a directory that a transfer is filling
+_PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
@@ -33,8 +35,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     Parameters
     ----------
     path
-        A directory written by `save`, a ``.safetensors`` file, a Hugging Face directory (``model.safetensors`` or
-        ``model.safetensors.index.json``), any Zarr group or array, or a checkpoint of
+        A directory written by `save`, a ``.safetensors`` file, a Hugging Face directory (``model.safetensors``,
+        ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``), any Zarr group or array, or a checkpoint of
         ``torch.distributed`` in either of its layouts: a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
         ``http://`` or ``https://``.
     verify
@@ -83,24 +85,49 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
                 f"{given} was never completed: a save was cut short, or still runs, in {left[0]}. "
                 "Load another checkpoint; the next save to this place removes the remains"
             )
-        raise NotACheckpoint(f"{given}: no such file or directory")
+        nothing = "is neither a file nor a directory" if os.path.lexists(given) else "no such file or directory"
+        raise NotACheckpoint(f"{given}: {nothing}")
     store = stores.at(root)
     found = manifest.read(root)
     if found is not None:
         return _from_manifest(root, found, verify)
+    if not stores.is_url(root) and os.path.exists(os.path.join(root, _JOURNAL)):
+        raise IncompleteCheckpoint(
+            f"{root} is what an interrupted transfer has written so far; the same call goes on with it"
+        )
     if store.size(HF_INDEX) is not None:
-        return _open_hugging_face(root)
+        return _open_hugging_face(root, HF_INDEX)
     if store.size(HF_SINGLE) is not None:
-        ckpt = _open_safetensors(stores.join(root, HF_SINGLE))
-        ckpt.documents = documents.beside(root)
-        return ckpt
+        return _open_single(root, HF_SINGLE)
     if any(store.size(n) is not None for n in _ZARR):
         return _open_zarr(root)
     if dcp.is_dcp(root):
         return dcp.open_dcp(root)
+    if store.size(documents.PROGRAM) is not None:
+        raise NotACheckpoint(f"{root} is a program file, not a checkpoint; mt.load_program opens it")
     if store.lists and (shards := dcp_safetensors.open_shards(root)) is not None:
         return shards
+    if store.lists and (found_so := _open_by_another_name(store)) is not None:
+        return found_so
     raise _refusal(store)
+
+
+def _open_single(root: str, file: str) -> Checkpoint:
+    ckpt = _open_safetensors(stores.join(root, file))
+    ckpt.documents = documents.beside(root)
+    return ckpt
+
+
+def _open_by_another_name(store: stores.Store) -> Checkpoint | None:
+    """A directory whose one model is not called ``model``: ``adapter_model.safetensors``, ``diffusion_pytorch_model.safetensors.index.json``."""
+    held = store.files()
+    indexes = [n for n in held if n.endswith(".safetensors.index.json")]
+    files = [n for n in held if n.endswith(".safetensors")]
+    if len(indexes) == 1:
+        return _open_hugging_face(store.root, indexes[0])
+    if not indexes and len(files) == 1 and not _PART.search(files[0]):
+        return _open_single(store.root, files[0])
+    return None
 
 
 def _refusal(store: stores.Store) -> CheckpointError:
@@ -122,11 +149,15 @@ def _refusal(store: stores.Store) -> CheckpointError:
     shards = [n for n in held if n.endswith(".safetensors")]
     if shards:
         return IncompleteCheckpoint(
-            f"{root} has {len(shards)} safetensors files but no {HF_INDEX}; restore it, or open one file"
+            f"{root} has {len(shards)} safetensors files but no {HF_INDEX} that says which belong together; restore it, or open one file: "
+            f"{', '.join(shards[:8])}"
         )
+    if other := foreign.among(held):
+        return NotACheckpoint(f"{root} is not a checkpoint: it holds {other}")
     if not held and not folders and stores.is_url(root):
         return NotACheckpoint(f"{root}: nothing is there")
-    return NotACheckpoint(f"{root} is not a checkpoint")
+    shown = f"; it holds {', '.join([*(f'{f}/' for f in folders), *held][:8])}" if held or folders else "; it is empty"
+    return NotACheckpoint(f"{root} is not a checkpoint{shown}")
 
 
 # ----- ours -----------------------------------------------------------------------------------------------------------
@@ -194,24 +225,24 @@ def _raw_tensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 
 
 def _open_safetensors(path: str) -> Checkpoint:
-    if not path.endswith(".safetensors"):
-        store, name = stores.holding(path)
-        start = bytearray(16)
-        with contextlib.closing(store.reader(name)) as reader:
-            reader.readv([start], 0)
-        # Eight bytes of length, then JSON: a file of another kind gets a plain answer, not one about headers.
-        if b"{" not in start[8:]:
+    store, name = stores.holding(path)
+    start = bytearray(24)
+    with contextlib.suppress(FileNotFoundError), contextlib.closing(store.reader(name)) as reader:
+        start = start[: reader.readv([start], 0)]
+    # Eight bytes of length, then JSON: a file of another kind gets a plain answer, not one about headers.
+    if start and b"{" not in start[8:]:
+        if other := foreign.of_start(path, bytes(start)):
+            raise NotACheckpoint(f"{path} {other}")
+        if not path.endswith(".safetensors"):
             raise NotACheckpoint(f"{path} is not a safetensors file")
     tensors, metadata = _raw_tensors(path)
     return flat(path, "safetensors", tensors, metadata)
 
 
-def read_index(root: str) -> tuple[dict[str, str], dict[str, Any]]:
+def read_index(root: str, index: str = HF_INDEX) -> tuple[dict[str, str], dict[str, Any]]:
     """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory; every file lies inside it."""
-    path = stores.join(root, HF_INDEX)
-    if (stores.at(root).size(HF_INDEX) or 0) > _MAX_INDEX:
-        raise CorruptCheckpoint(f"{path}: larger than {_MAX_INDEX} bytes")
-    data = stores.at(root).get(HF_INDEX)
+    path = stores.join(root, index)
+    data = stores.at(root).get(index)
     try:
         top = json.loads(data)
         weight_map = top["weight_map"]
@@ -226,8 +257,8 @@ def read_index(root: str) -> tuple[dict[str, str], dict[str, Any]]:
     return weight_map, metadata
 
 
-def _open_hugging_face(root: str) -> Checkpoint:
-    weight_map, metadata = read_index(root)
+def _open_hugging_face(root: str, index: str) -> Checkpoint:
+    weight_map, metadata = read_index(root, index)
     files = sorted(set(weight_map.values()))
     lost = [f for f in files if stores.at(root).size(f) is None]
     if lost:

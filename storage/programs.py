@@ -1,16 +1,22 @@
 """Program files: a traced function as JSON and its constants as safetensors, to be run by another process, another year.
 
-A program file is a directory with ``program.json`` (see ``arrays/program_json.py`` for the format) and ``constants.safetensors``. It
-is written like a checkpoint: whole or not at all.
+A program file is a directory, or a place in an object store, with ``program.json`` (see ``arrays/program_json.py`` for the format) and
+``constants.safetensors``. It is written like a checkpoint: whole or not at all. `program_document` is the same in one JSON document, with
+the constants inside, to be kept among the documents of a checkpoint.
+
+Beside the program the document says which ``file`` holds the constants and the crc32c of each (``checksums``), and ends in one of its own: of the
+document without it as compact JSON with sorted keys. Documents without checksums, as older ones are, are taken as they are.
 """
 
 # Paths are plain texts here, as in the rest of this package.
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,24 +26,25 @@ from ..arrays._array import Array
 from ..arrays._dispatch import apply, wrap
 from ..arrays._op import state
 from ..arrays.creation import asarray
-from ..arrays.errors import CheckpointError, NotACheckpoint, ProgramError, ShapeError
+from ..arrays.errors import CorruptCheckpoint, NotACheckpoint, ProgramError, ShapeError
 from ..arrays.program import Program, last_uses, trace
 from ..arrays.program_json import current, decode, encode, from_json, to_json
-from . import stores
-from .commit import replacing, resolve
+from . import dtypes, names, stores
+from .checksums import crc32c
+from .commit import replacing, resolve, room_for
+from .documents import PROGRAM, marked
 from .safetensors import load_safetensors, save_safetensors
 
-_DOCUMENT = "program.json"
 _CONSTANTS = "constants.safetensors"
 
 
 def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: Any, overwrite: bool = False) -> None:
-    """Write the program of ``fn(*args)`` to a directory.
+    """Write the program of ``fn(*args)`` to a directory or an object store, all or nothing.
 
     Parameters
     ----------
     path
-        The directory.
+        The directory, or a URL (``s3://``, ``gs://``, ``az://``, ``memory://``).
     fn
         A function as for :func:`meshtape.compile`, compiled or not. Arrays that it reads from around it become constants.
     args
@@ -52,6 +59,12 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: An
     ProgramError
         For what has no form in a file: a parameter that belongs to one mesh, a named tuple or dataclass among arguments or
         results. Nothing is written then.
+    StorageFull, StoreError
+        There is no room for it, or the place cannot be written to.
+
+    See Also
+    --------
+    program_document : a program among the documents of a checkpoint
 
     Examples
     --------
@@ -61,45 +74,194 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: An
     >>> mt.load_program(where)(mt.asarray([1.0, 2.0]))
     {'y': Array([2., 4.], dtype=float64)}
     """
+    document, constants = _described(fn, args)
+    target = stores.location(path)
+    stores.at(target).refuse_writes()
+    nbytes = 4096 + len(json.dumps(document, indent=1)) + sum(a.nbytes for a in constants.values())
+    with room_for(nbytes, target), replacing(target, overwrite=overwrite, ours=_is_program) as folder:
+        document["file"] = marked(_CONSTANTS, folder.suffix)
+        save_safetensors(stores.join(folder.root, document["file"]), constants)
+        folder.put(PROGRAM, json.dumps(_signed(document), indent=1, allow_nan=False).encode())
+        folder.settle()
+        folder.commit()
+
+
+def program_document(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """The program of ``fn(*args)`` as one JSON document, its constants inside: for ``save(..., documents=...)``.
+
+    So a checkpoint carries the function that its arrays are for, under its own checksums, and `merge`, `convert` and `reshard` take it
+    along. Let the arrays of the checkpoint be arguments of ``fn``, so that they are not stored twice.
+
+    Parameters
+    ----------
+    fn, args
+        As for `save_program`.
+
+    Raises
+    ------
+    ProgramError
+        As `save_program`.
+
+    Examples
+    --------
+    >>> import meshtape as mt, tempfile, os
+    >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
+    >>> params = {"w": mt.ones((2, 3))}
+    >>> forward = program_document(lambda p, x: x @ p["w"], params, mt.ones(2))
+    >>> _ = mt.save(where, params, documents={"forward": forward})
+    >>> run = mt.load_program(mt.open_checkpoint(where).documents["forward"])
+    >>> run(mt.load(where), mt.asarray([1.0, 2.0]))
+    Array([3., 3., 3.], dtype=float64)
+    """
+    document, constants = _described(fn, args)
+    document["values"] = {
+        name: {"dtype": a.dtype.name, "shape": list(a.shape), "base64": base64.b64encode(_bytes(a)).decode()}
+        for name, a in constants.items()
+    }
+    return _signed(document)
+
+
+def load_program(source: str | os.PathLike[str] | Mapping[str, Any]) -> LoadedProgram:
+    """The function that `save_program` wrote, or that a document of `program_document` holds.
+
+    Parameters
+    ----------
+    source
+        The path or URL of a program file; or a document, as ``open_checkpoint(path).documents["forward"]`` gives it.
+
+    Raises
+    ------
+    NotACheckpoint
+        When there is no program at the path.
+    UnsupportedVersion
+        When a later version of meshtape wrote it; names both versions.
+    CorruptCheckpoint
+        When it, or a constant, does not fit its checksum.
+    ProgramError
+        When it is damaged otherwise, or names an op that does not exist here.
+    """
+    if isinstance(source, Mapping):
+        where, document = "the document", dict(source)
+    else:
+        where = resolve(stores.location(source))
+        try:
+            data = stores.at(where).get(PROGRAM)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotACheckpoint(f"{where} holds no program: there is no {PROGRAM} in it") from None
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise ProgramError(f"{stores.join(where, PROGRAM)} is no JSON document: {e}") from e
+    _check_signature(document, where)
+    document = current(document)
+    program = from_json(document, _constants(document, where))
+    try:
+        _check_structures(document, program, where)
+    except RecursionError:
+        raise ProgramError(f"{where}: its arguments or results are nested too deeply") from None
+    return LoadedProgram(program, document)
+
+
+def _check_structures(document: Mapping[str, Any], program: Program, where: str) -> None:
+    """Refuse arguments and a result that are none, or that do not fit the program."""
+
+    def variables(d: Any, what: str) -> Iterator[int]:
+        kind = d.get("kind") if isinstance(d, dict) else None
+        if kind == "array":
+            v = d.get("variable")
+            if type(v) is not int or v not in program.avals:
+                raise ProgramError(f"{where}: {what} is an array of the program's, and it says which one by {v!r}")
+            yield v
+        elif kind == "static":
+            decode(d.get("value"), f"{where}: {what}")
+        elif kind in ("none", "list", "tuple", "dict"):
+            children, keys = d.get("children"), d.get("keys")
+            named = isinstance(keys, list) and all(isinstance(k, str) for k in keys)
+            if not isinstance(children, list) or (kind == "dict" and not (named and len(set(keys)) == len(children))):
+                raise ProgramError(f"{where}: {what} is damaged: a {kind} has a list of children, and a dict its keys")
+            for i, child in enumerate(children):
+                yield from variables(child, f"{what}, {i}")
+        else:
+            raise ProgramError(f"{where}: {what} is of no kind that programs have: {kind!r}")
+
+    arguments = document.get("arguments")
+    if not isinstance(arguments, list):
+        raise ProgramError(f"{where}: the program does not say its arguments")
+    given = [v for i, a in enumerate(arguments) for v in variables(a, f"argument {i}")]
+    if sorted(given) != sorted(program.inputs):
+        raise ProgramError(f"{where}: the arguments are {given}, and the program takes {list(program.inputs)}")
+    found = {*program.inputs, *program.constants, *(v for e in program.entries for v in e.outputs)}
+    lost = [v for v in variables(document.get("result"), "the result") if v not in found]
+    if lost or not found.issuperset(program.outputs):
+        raise ProgramError(f"{where}: the result has variables that nothing defines: {lost}")
+
+
+def _described(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The document of a program with its arguments and result, and the constants; whatever has no form is refused here."""
     traced = trace(fn, args)
     document, constants = to_json(traced.program)
     places = iter(traced.program.inputs)
     document["arguments"] = [_structure(a, places, f"argument {i}") for i, a in enumerate(args)]
     document["result"] = _structure(traced.result, iter(traced.program.outputs), "the result")
-    text = json.dumps(document, indent=1, allow_nan=False).encode()
-    target = stores.location(path)
-    if stores.is_url(target):
-        raise CheckpointError(f"{target}: a program is written to a local directory; copy it from there")
-    with replacing(target, overwrite=overwrite, ours=_is_program) as folder:
-        save_safetensors(os.path.join(folder.root, _CONSTANTS), constants)
-        folder.put(_DOCUMENT, text)
-        folder.settle()
-        folder.commit()
+    constants = {name: np.asarray(a) for name, a in constants.items()}
+    document["checksums"] = {name: f"{crc32c(_bytes(a)):08x}" for name, a in constants.items()}
+    return document, constants
 
 
-def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
-    """The function that :func:`save_program` wrote.
+def _bytes(a: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(a, dtypes.little(a.dtype)).reshape(-1).view(np.uint8)
 
-    Raises
-    ------
-    NotACheckpoint
-        When there is no program at ``path``.
-    UnsupportedVersion
-        When a later version of meshtape wrote it; names both versions.
-    ProgramError
-        When it is damaged, or names an op that does not exist here.
-    """
-    where = resolve(os.fspath(path))
+
+def _sum_of(document: Mapping[str, Any]) -> str:
+    text = json.dumps({k: v for k, v in document.items() if k != "crc32c"}, sort_keys=True, separators=(",", ":"))
+    return f"{crc32c(text.encode()):08x}"
+
+
+def _signed(document: dict[str, Any]) -> dict[str, Any]:
+    return {**document, "crc32c": _sum_of(document)}
+
+
+def _check_signature(document: Any, where: str) -> None:
     try:
-        with open(os.path.join(where, _DOCUMENT), "rb") as f:
-            document = json.load(f)
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotACheckpoint(f"{where} holds no program: there is no {_DOCUMENT} in it") from None
-    except ValueError as e:
-        raise ProgramError(f"{os.path.join(where, _DOCUMENT)} is no JSON document: {e}") from e
-    document = current(document)
-    program = from_json(document, load_safetensors(os.path.join(where, _CONSTANTS)))
-    return LoadedProgram(program, document)
+        good = not isinstance(document, dict) or document.get("crc32c", "") in ("", _sum_of(document))
+    except (ValueError, TypeError, RecursionError):
+        good = False
+    if not good:
+        raise CorruptCheckpoint(f"{where}: the program does not fit its crc32c: it is damaged or was edited")
+
+
+def _constants(document: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
+    """The values of the constants, compared with their checksums."""
+    if "values" in document:
+        found = _embedded(document["values"], where)
+    else:
+        file = document.get("file", _CONSTANTS)
+        if not isinstance(file, str):
+            raise ProgramError(f"{where}: the file of the constants is {file!r}, not a name")
+        try:
+            found = load_safetensors(names.inside(where, file, where))
+        except NotACheckpoint:
+            raise ProgramError(f"{stores.join(where, file)} is missing, which holds the constants") from None
+    sums = document.get("checksums", {})
+    for name, a in found.items():
+        wanted = sums.get(name) if isinstance(sums, Mapping) else None
+        if wanted is not None and wanted != f"{crc32c(_bytes(a)):08x}":
+            raise CorruptCheckpoint(f"{where}: {name!r} does not fit its crc32c; restore the file or another")
+    return found
+
+
+def _embedded(values: Any, where: str) -> dict[str, np.ndarray]:
+    out = {}
+    try:
+        for name, v in values.items():
+            dtype, shape = dtypes.by_name(v["dtype"]), tuple(int(n) for n in v["shape"])
+            data = base64.b64decode(v["base64"], validate=True)
+            if len(data) != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{len(data)} bytes do not make {dtype} of shape {shape}")
+            out[name] = np.frombuffer(data, dtypes.little(dtype)).reshape(shape).astype(dtype)
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ProgramError(f"{where}: its constants are damaged: {e}") from None
+    return out
 
 
 class LoadedProgram:
@@ -146,21 +308,27 @@ class LoadedProgram:
             if type(x) is not type(value) or (x != value and not x != x):
                 raise ShapeError(f"{where} is {x!r}, the program was made for {value!r}")
         else:
-            found = trees.flatten(x, is_leaf=lambda y: y is not x)
-            names = [*want.get("keys", range(len(want["children"])))]
-            if found[1].kind != kind or list(found[1].keys) != names:
+            found, treedef = trees.flatten(x, is_leaf=lambda y: y is not x)
+            keys = [*want.get("keys", range(len(want["children"])))]
+            held = dict(zip(treedef.keys, found, strict=True))
+            # A dict is the same in any order: a checkpoint in another format gives its arrays by name.
+            if treedef.kind != kind or len(held) != len(keys) or any(k not in held for k in keys):
                 raise ShapeError(
-                    f"{where} is a {found[1].kind} of {list(found[1].keys)}, the program takes a {kind} of {names}"
+                    f"{where} is a {treedef.kind} of {list(treedef.keys)}, the program takes a {kind} of {keys}"
                 )
-            for key, child, wanted in zip(names, found[0], want["children"], strict=True):
-                self._bind(child, wanted, f"{where}, {key}", env)
+            for key, wanted in zip(keys, want["children"], strict=True):
+                self._bind(held[key], wanted, f"{where}, {key}", env)
 
     def __repr__(self) -> str:
         return f"LoadedProgram({len(self.program.inputs)} arrays, {len(self.program.entries)} entries)"
 
 
 def _is_program(path: str) -> bool:
-    return os.path.isfile(os.path.join(path, _DOCUMENT))
+    if stores.is_url(path):
+        from .object_commit import is_program
+
+        return is_program(path)
+    return os.path.isfile(os.path.join(path, PROGRAM))
 
 
 def _structure(x: Any, variables: Any, where: str) -> Any:
@@ -208,4 +376,4 @@ def _build(d: Any, env: Mapping[int, Array]) -> Any:
     )
 
 
-__all__ = ["LoadedProgram", "load_program", "save_program"]
+__all__ = ["LoadedProgram", "load_program", "program_document", "save_program"]

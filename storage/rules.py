@@ -102,7 +102,9 @@ class Rules:
         if isinstance(rules, str):
             parsed = [ruletext.parse_line(line, i) for i, line in enumerate(rules.split("\n"), 1)]
             templates = [p for p in parsed if isinstance(p, str)] + templates
-            held = [Rule(p[0], p[1], *p[2], optional=p[3]) for p in parsed if isinstance(p, tuple)]
+            held = [
+                Rule(p[0], p[1], *p[2], optional=p[3], line=i) for i, p in enumerate(parsed, 1) if isinstance(p, tuple)
+            ]
         elif isinstance(rules, Rules):
             held, templates = list(rules.rules), [*rules.follow, *templates]
         else:

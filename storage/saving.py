@@ -21,7 +21,7 @@ from ..arrays import asarray
 from ..arrays.blocks import BlockSharding, Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
 from ..arrays.tree import Path, flatten_with_path
-from . import commit, dtypes, manifest, names, stores
+from . import activity, commit, dtypes, manifest, names, stores
 from .documents import encode
 from .finishing import Item, finish_directory, is_checkpoint
 from .grid import Grid, choose_grid
@@ -268,6 +268,9 @@ def save_async(
     when one side writes, so this copies nothing; NumPy arrays, which anybody may write to, are copied. Split arrays
     are computed first, and their blocks stay where they are until their ranks have written them.
 
+    Arrays of this process are written by one thread fewer than there are processors, at a lower priority where the system has one for each
+    thread (Linux): what the training wants to compute comes first.
+
     ``then`` is called, in the background too, once the checkpoint is complete; what it raises counts as an error of the save.
 
     At most one save runs for a path: a second one waits for the first. The interpreter waits for all when it ends.
@@ -297,7 +300,7 @@ def save_async(
     prepared.snapshot()
 
     def work() -> SaveReport:
-        report = prepared.run()
+        report = prepared.run("Save in the background")
         if then is not None:
             then()
         return report
@@ -352,16 +355,17 @@ class _Save:
             else:
                 item.array = np.asarray(item.array)  # an export holds the buffer: whoever writes then copies
 
-    def run(self) -> SaveReport:
+    def run(self, kind: str = "Save") -> SaveReport:
         """Write everything and commit."""
         target, items = self.target, self.items
-        commit.make_parents(target)
         expected = sum(i.stored_nbytes for i in items)
         slack = 4096 * (2 * len(items) + 2)
         with (
+            activity.under_way(kind, target, expected) as work,
             commit.room_for(expected + slack, target),
             commit.replacing(target, overwrite=self.overwrite, ours=is_checkpoint) as folder,
         ):
+            work.root = folder.root
             for item in items:
                 item.directory += folder.suffix
                 folder.mkdir(item.directory)
@@ -369,6 +373,7 @@ class _Save:
             meshes, groups = _by_mesh(items)
             for group in groups:
                 records += _write_split(group, folder.root)
+            work.doing = "writing metadata"
             self.head.meshes = [m.describe() for m in meshes]
             nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
             folder.commit()

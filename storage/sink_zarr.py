@@ -17,11 +17,14 @@ from ..arrays.blocks import Box
 from . import dtypes, manifest
 from .checksums import combine, crc32c
 from .commit import Folder
-from .files import IOV_MAX, active
+from .copying import copy_chunks, keeps_bytes
+from .derived import whole_of
+from .files import IOV_MAX, active, preadv
 from .finishing import Item, finish_directory
-from .grid import Grid, windows
+from .grid import Grid, ravel, windows
 from .scratch import scratch
-from .sinks import BATCH, Stream, Unit, clear, read, read_file, sums, touch
+from .sinks import BATCH, CHECKED, Stream, Unit, clear, read, sums, touch
+from .tensors import consecutive
 from .writing import SYNCS, Record, in_threads
 from .zarr_format import ShardBytes, chunk_coords, shard_index
 
@@ -37,15 +40,24 @@ class ZarrWriter:
     def chunks(self, window: Box) -> list[tuple[tuple[int, ...], tuple[int, ...], Box]]:
         """(shard, chunk in the shard, its box) of each chunk of a window."""
         grid = self.grid
-        spans = [range(a // c, -(-b // c)) for a, b, c in zip(window.offset, window.stop, grid.chunk, strict=True)]
         per = grid.chunks_in_shard
         out = []
-        for index in itertools.product(*spans):
+        for index in chunks_of(grid, window):
             offset = tuple(i * c for i, c in zip(index, grid.chunk, strict=True))
             shape = tuple(min(c, n - o) for c, n, o in zip(grid.chunk, grid.shape, offset, strict=True))
             coord = tuple(i // k for i, k in zip(index, per, strict=True))
             out.append((coord, tuple(i % k for i, k in zip(index, per, strict=True)), Box(offset, shape)))
         return out
+
+    def copy(self, root: str, window: Box, tensor: Any) -> list[int] | None:
+        tensor = whole_of(tensor)
+        if not keeps_bytes(tensor, self.grid, self.dtype):
+            return None
+        every = chunks_of(self.grid, window)
+        found = copy_chunks(
+            tensor, self.grid, every, lambda coord: os.path.join(root, self.directory, self.grid.key(coord))
+        )
+        return [found[index] for index in every]
 
     def write(self, root: str, window: Box, data: np.ndarray) -> list[int]:
         fs, grid = active(), self.grid
@@ -66,7 +78,7 @@ class ZarrWriter:
                 pending.clear()
 
         for coord, local, box in self.chunks(window):
-            place = _ravel(local, grid.present(coord)) * (n + 4)
+            place = ravel(local, grid.present(coord)) * (n + 4)
             if not pending or coord != where[0] or place != where[1] + len(pending) // 2 * (n + 4):
                 flush()
                 where = (coord, place)
@@ -89,32 +101,26 @@ class ZarrWriter:
 
     def check(self, root: str, window: Box, sums: list[int]) -> bool:
         grid = self.grid
-        n = math.prod(grid.chunk) * self.dtype.itemsize
+        n = math.prod(grid.chunk) * self.dtype.itemsize + 4
         chunks = self.chunks(window)
         if len(sums) != len(chunks):
             return False
-        slots = max(1, min(BATCH // max(n, 1), IOV_MAX // 2, len(chunks)))
-        data, marks = scratch("check", slots * n).reshape(slots, n), np.empty((slots, 4), np.uint8)
-        first = 0
-        while first < len(chunks):
-            coord = chunks[first][0]
-            start = _ravel(chunks[first][1], grid.present(coord))
-            last = first + 1
-            while (
-                last < len(chunks)
-                and last - first < slots
-                and chunks[last][0] == coord
-                and _ravel(chunks[last][1], grid.present(coord)) == start + last - first
-            ):
-                last += 1
-            k = last - first
-            path = os.path.join(root, self.directory, grid.key(coord))
-            if not read_file(path, [b for i in range(k) for b in (data[i], marks[i])], start * (n + 4)):
-                return False
-            for held, mark, value in zip(data, marks, sums[first:last], strict=False):
-                if crc32c(held) != value or mark.tobytes() != value.to_bytes(4, "little"):
-                    return False
-            first = last
+        slots = max(1, min(CHECKED // n, len(chunks)))
+        held = scratch("check", slots * n)
+        wanted = sorted((coord, local, value) for (coord, local, _), value in zip(chunks, sums, strict=True))
+        for coord, group in itertools.groupby(wanted, key=lambda w: w[0]):
+            of = {local: value.to_bytes(4, "little") for _, local, value in group}
+            fd = os.open(os.path.join(root, self.directory, grid.key(coord)), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                for number, some in consecutive(list(of), grid.present(coord), slots):
+                    data = held[: len(some) * n]
+                    if preadv(fd, [data], number * n) != data.size:
+                        return False
+                    for local, row in zip(some, data.reshape(-1, n), strict=True):
+                        if row[-4:].tobytes() != of[local] or crc32c(row[:-4]).to_bytes(4, "little") != of[local]:
+                            return False
+            finally:
+                os.close(fd)
         return True
 
 
@@ -227,8 +233,7 @@ class ZarrSink:
         return finish_directory(folder, target, self.head, self.items, self._records, self.documents)
 
 
-def _ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    number = 0
-    for i, n in zip(index, shape, strict=True):
-        number = number * n + i
-    return number
+def chunks_of(grid: Grid, window: Box) -> list[tuple[int, ...]]:
+    """Indices of the chunks of an array that a window of whole chunks covers, in lexicographic order."""
+    spans = zip(window.offset, window.stop, grid.chunk, strict=True)
+    return list(itertools.product(*(range(a // c, -(-b // c)) for a, b, c in spans)))

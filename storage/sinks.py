@@ -24,6 +24,9 @@ from .files import Files, active, preadv
 from .scratch import scratch
 
 BATCH = 8 << 20  # bytes handed to the kernel in one call, and of staging memory
+CHECKED = (
+    1 << 20
+)  # bytes that are read back at a time: they are still in a processor's cache when their checksum is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,9 @@ class Writer(Protocol):
 
     def write(self, root: str, box: Box, data: np.ndarray) -> list[int]:
         """Put the elements of a window to their places; returns their checksums."""
+
+    def copy(self, root: str, box: Box, tensor: Any) -> list[int] | None:
+        """The same straight from a stored tensor whose bytes are those of the target; None where they are not."""
 
     def check(self, root: str, box: Box, sums: list[int]) -> bool:
         """Whether the files hold what ``sums`` says."""

@@ -19,7 +19,6 @@ import contextlib
 import os
 import posixpath
 import re
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
 
-from ..arrays.errors import CheckpointError, StoreError
+from ..arrays.errors import CheckpointError, CorruptCheckpoint, StoreError
 from .files import active, preadv
 
 Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
@@ -35,6 +34,7 @@ Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
 _URL = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.S)
 SCHEMES = ("s3", "gs", "az", "memory", "http", "https")
 READ_ONLY = ("http", "https")
+LONGEST = 1 << 30  # bytes of an object that `Store.get` reads; a table of a million chunks has a fifth of that
 
 
 # ----- locations ------------------------------------------------------------------------------------------------------
@@ -163,9 +163,11 @@ class Store(ABC):
         """Names of the objects directly below the root, sorted; what lies in folders is not looked at."""
 
     def get(self, name: str) -> bytes:
-        """A whole object."""
+        """A whole object; `CorruptCheckpoint` where it is far too long for what is read whole, such as a table of contents."""
         with contextlib.closing(self.reader(name)) as r:
             n = r.nbytes
+            if n > LONGEST:
+                raise CorruptCheckpoint(f"{join(self.root, name)} has {n} bytes, at most {LONGEST} are read at once")
             data = bytearray(n)
             got = r.readv([data], 0) if n else 0
             return bytes(data[:got])
@@ -229,18 +231,34 @@ def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
 # ----- local files ----------------------------------------------------------------------------------------------------
 
 
-class _LocalReader:
-    __slots__ = ("_fd",)
+def failed(error: OSError, what: str) -> StoreError:
+    """The operating system's error as one of ours; ``what`` says what could not be done, and where.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    >>> str(failed(PermissionError(13, "Permission denied", "/x"), "/x cannot be read"))
+    '/x cannot be read: Permission denied'
+    """
+    out = StoreError(f"{what}: {error.strerror or error}")
+    out.errno = error.errno
+    return out
+
+
+class _LocalReader:
+    __slots__ = ("_fd", "_path")
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd, self._path = fd, path
 
     @property
     def nbytes(self) -> int:
         return os.fstat(self._fd).st_size
 
     def readv(self, buffers: list[Any], offset: int) -> int:
-        return preadv(self._fd, buffers, offset)
+        try:
+            return preadv(self._fd, buffers, offset)
+        except IsADirectoryError:
+            raise
+        except OSError as e:
+            raise failed(e, f"{self._path} cannot be read") from e
 
     def close(self) -> None:
         os.close(self._fd)
@@ -256,19 +274,22 @@ class LocalStore(Store):
         return os.path.join(self.root, name)
 
     def reader(self, name: str) -> Reader:
-        return _LocalReader(os.open(self._path(name), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+        path = self._path(name)
+        try:
+            return _LocalReader(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)), path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as e:
+            raise failed(e, f"{path} cannot be read") from e
 
     def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
-        fs, path = active(), self._path(name)
-        folder = os.path.dirname(path)
-        if not os.path.isdir(folder):
-            from .commit import make_parents
+        from .commit import make_parents, temporary
 
-            make_parents(path)
-        temporary = f"{path}.tmp-{uuid.uuid4().hex[:8]}"
+        fs, path = active(), self._path(name)
+        make_parents(path)
         total = 0
-        try:
-            fd = fs.create(temporary)
+        with temporary(path) as beside:
+            fd = fs.create(beside)
             try:
                 for piece in [pieces] if isinstance(pieces, bytes) else pieces() if callable(pieces) else pieces:
                     total += fs.write(fd, [piece], total)
@@ -277,15 +298,10 @@ class LocalStore(Store):
                 fs.close(fd)
             if new:
                 # A hard link fails where the name exists; a rename would replace it.
-                fs.link(temporary, path)
-                fs.unlink(temporary)
+                fs.link(beside, path)
             else:
-                fs.rename(temporary, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                fs.unlink(temporary)
-            raise
-        fs.fsync_dir(folder)
+                fs.rename(beside, path)
+        fs.fsync_dir(os.path.dirname(path))
         return total
 
     def delete(self, names: Sequence[str]) -> None:

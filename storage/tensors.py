@@ -26,13 +26,11 @@ from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckp
 from . import names, stores
 from .checksums import crc32c
 from .files import IOV_MAX
-from .grid import Grid, runs
+from .grid import Grid, ravel, runs
 from .manifest import StoredObject
 from .scratch import scratch
 
 Job = Callable[[], int]
-
-_BATCH = 8 << 20  # bytes of one read where they belong
 
 
 def run(jobs: Sequence[Job], readers: int = 4) -> int:
@@ -40,7 +38,7 @@ def run(jobs: Sequence[Job], readers: int = 4) -> int:
 
     ``readers`` is what the stores of the tensors say: to a disk more threads than processors only wait for each other.
     """
-    workers = min(readers, len(jobs), max(readers if readers > 4 else 0, 2 * (os.cpu_count() or 1)))
+    workers = min(readers, len(jobs), max(readers if readers > 4 else 2, os.cpu_count() or 1))
     if workers < 2:
         return sum(job() for job in jobs)
     with ThreadPoolExecutor(workers, thread_name_prefix="meshtape-io") as pool:
@@ -148,22 +146,59 @@ class ChunkedTensor:
             for first in range(0, len(chunks), step):
                 yield lambda c=coord, t=target, b=local, group=chunks[first : first + step]: self._read(c, b, t, group)
 
+    def path(self, coord: tuple[int, ...]) -> str:
+        """The file of a shard."""
+        return names.inside(self.root, self.objects[coord].file, f"{self.root}: {self.name!r}")
+
+    def read_stored(
+        self, reader: stores.Reader, path: str, coord: tuple[int, ...], first: int, out: np.ndarray
+    ) -> list[int]:
+        """Fill ``out`` with chunks of a shard as they are stored, checksums included, from number ``first`` on; returns the checksums.
+
+        Raises `CorruptCheckpoint` where one does not fit, whatever ``verify`` says: the bytes are to be stored again.
+        """
+        nbytes = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
+        done = reader.readv([out], first * nbytes)
+        self._check_length(reader, coord, path)
+        if done != out.size:
+            raise self._cut(path)
+        rows = out.reshape(-1, nbytes)
+        sums = [crc32c(row[:-4]) for row in rows]
+        for k, (row, value) in enumerate(zip(rows, sums, strict=True)):
+            if row[-4:].tobytes() != value.to_bytes(4, "little"):
+                raise self._damaged(path, first + k, coord)
+        return sums
+
+    def _check_length(self, reader: stores.Reader, coord: tuple[int, ...], path: str) -> None:
+        wanted = self.objects[coord].nbytes
+        if reader.nbytes != wanted:
+            raise CorruptCheckpoint(f"{path} has {reader.nbytes} bytes, the manifest says {wanted} (key {self.name!r})")
+
+    def _cut(self, path: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
+
+    def _damaged(self, path: str, number: int, coord: tuple[int, ...]) -> CorruptCheckpoint:
+        nbytes = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
+        index = tuple(int(i) for i in np.unravel_index(number, self.grid.present(coord))) if self.grid.shape else ()
+        return CorruptCheckpoint(
+            f"{path}: chunk {index} of key {self.name!r} does not fit its crc32c "
+            f"(bytes {number * nbytes} to {(number + 1) * nbytes}); restore the file or another checkpoint"
+        )
+
     def _read(self, coord: tuple[int, ...], local: Box, target: np.ndarray, chunks: list[tuple[int, ...]]) -> int:
         """Read some chunks of one shard; ``target`` is the memory of the box ``local``, counted within the shard."""
-        stored, grid = self.objects[coord], self.grid
-        path = names.inside(self.root, stored.file, f"{self.root}: {self.name!r}")
+        grid, path = self.grid, self.path(coord)
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
         present = grid.present(coord)
         overlaps = [_overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
-        # Chunks that are rows of the target are read where they belong; others are copied there, a few at a time.
-        direct = target.flags.c_contiguous and target.shape[1:] == grid.chunk[1:]
-        batch = _BATCH if direct else stores.at(self.root).batch
-        slots = max(1, min(batch // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
+        # Chunks that are rows of the target are read where they belong; others are copied there. Only a few at a time: they are still in
+        # a processor's cache when their checksum is taken.
+        slots = max(1, min(stores.at(self.root).batch // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
         sums = np.empty((slots, 1), "<u4")
         staging = None
         total = 0
         with opened(path, f"part of {self.name!r}") as reader:
-            for number, group in _consecutive(chunks, present, slots):
+            for number, group in consecutive(chunks, present, slots):
                 buffers: list[np.ndarray] = []
                 copies: list[tuple[np.ndarray, np.ndarray]] = []
                 for k, index in enumerate(group):
@@ -178,20 +213,15 @@ class ChunkedTensor:
                         copies.append((place, held[(*(p[1] for p in parts), ...)]))
                     buffers += (_bytes_of(held), sums[k])
                 done = reader.readv(buffers, number * (nbytes + 4))
-                if not total and reader.nbytes != stored.nbytes:
-                    raise CorruptCheckpoint(
-                        f"{path} has {reader.nbytes} bytes, the manifest says {stored.nbytes} (key {self.name!r})"
-                    )
+                if not total:
+                    self._check_length(reader, coord, path)
                 if done != len(group) * (nbytes + 4):
-                    raise CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
+                    raise self._cut(path)
                 total += done
-                for k, index in enumerate(group if self.verify else ()):
-                    if crc32c(buffers[2 * k]) != sums[k, 0]:
-                        raise CorruptCheckpoint(
-                            f"{path}: chunk {index} of key {self.name!r} does not fit its crc32c "
-                            f"(bytes {(number + k) * (nbytes + 4)} to {(number + k + 1) * (nbytes + 4)}); "
-                            "restore the file or another checkpoint"
-                        )
+                if self.verify:
+                    for k, value in enumerate(sums[: len(group), 0].tolist()):
+                        if crc32c(buffers[2 * k]) != value:
+                            raise self._damaged(path, number + k, coord)
                 for place, source in copies:
                     place[...] = source
         return total
@@ -206,21 +236,14 @@ def _overlaps(chunk: int, start: int, length: int) -> dict[int, tuple[slice, sli
     return out
 
 
-def _ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    number = 0
-    for i, n in zip(index, shape, strict=True):
-        number = number * n + i
-    return number
-
-
-def _consecutive(
+def consecutive(
     chunks: list[tuple[int, ...]], present: tuple[int, ...], limit: int
 ) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
     """(number of the first, all) of at most ``limit`` chunks that lie one after the other in the file."""
     group: list[tuple[int, ...]] = []
     start = 0
     for index in chunks:
-        number = _ravel(index, present)
+        number = ravel(index, present)
         if group and (number != start + len(group) or len(group) == limit):
             yield start, group
             group = []
@@ -332,10 +355,8 @@ class RawTensor:
                     raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
                 total += done
                 if not direct:
-                    span = buffer.view(self.dtype)
-                    place[...] = np.lib.stride_tricks.as_strided(
-                        span, part.shape, [s * item for s in strides], writeable=False
-                    )
+                    # The constructor, as NumPy's own function for this does not know float8.
+                    place[...] = np.ndarray(part.shape, self.dtype, buffer, 0, [s * item for s in strides])
         return total
 
 
@@ -387,6 +408,8 @@ class ZarrTensor:
         try:
             store, node = zarr_place(self.root, self.node)
             out[...] = zarr.open_array(store, path=node, mode="r")[box.slices]
+        except MemoryError:  # nothing is wrong with the file
+            raise
         except Exception as e:
             # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
             raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint
+from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from . import commit, scratch, stores
 from .files import active
 from .sinks import Sink, Unit, Writer, read
@@ -118,7 +118,8 @@ def _empty(part: str) -> None:
 
 def _write(writer: Writer, tensor: Any, root: str, box: Box) -> list[int]:
     """One window, in whatever process: from the tensor to its places."""
-    return writer.write(root, box, read(tensor, box, passing=True))
+    copied = writer.copy(root, box, tensor)
+    return writer.write(root, box, read(tensor, box, passing=True)) if copied is None else copied
 
 
 def _whole(writer: Writer, root: str, box: Box, sums: list[int]) -> bool:
@@ -168,6 +169,9 @@ def transfer(
     parent, name = os.path.split(target)
     commit.recover(parent, name)
     commit.check_target(target, overwrite, ours)
+    part = f"{target}.part"
+    if not os.path.isdir(part):
+        commit.check_room(sink.nbytes, target)  # before a plan of perhaps millions of windows is made
     # A thread holds a window, the reader's staging memory and the writer's.
     units = sink.units(tensors, max(_LEAST, min(memory_limit // (3 * threads), scratch.KEPT)))
     sizes = {u: u.box.size * tensors[u.array].dtype.itemsize for u in units}
@@ -175,12 +179,13 @@ def transfer(
     total = sum(sizes.values())
     key = fingerprint(source, sink, len(units), memory_limit, threads)
     writers = [sink.writer(i) for i in range(len(tensors))]
-    part = f"{target}.part"
     fs = active()
 
     with _journal(part) as fd:
+        begun = True
         try:
             done = _listed(fd, key, units)
+            begun = bool(done)
             if done is None:
                 done = {}
                 _empty(part)
@@ -193,6 +198,7 @@ def transfer(
             }
             resumed = sum(sizes[u] for u in kept)
             with commit.room_for(sink.nbytes - resumed, target):
+                begun = True
                 sink.create(part)
                 reached = resumed
                 if progress is not None:
@@ -220,10 +226,11 @@ def transfer(
                 nbytes = sink.finish(commit.Folder(part), target)
                 commit.check_target(target, overwrite, ours)
                 commit.adopt(part, target, without=JOURNAL)
-        except CheckpointError:
-            # The source or the plan is wrong, or another process was first: what was written is of no use.
-            with contextlib.suppress(OSError):
-                fs.remove_tree(part)
+        except BaseException as e:
+            # Nothing was written yet, the source or the plan is wrong, or another process was first: what is there is of no use.
+            if not begun or (isinstance(e, CheckpointError) and not isinstance(e, StoreError)):
+                with contextlib.suppress(OSError):
+                    fs.remove_tree(part)
             raise
         finally:
             scratch.release()

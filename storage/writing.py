@@ -3,24 +3,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError
-from . import stores
+from . import activity, commit, stores
 from .files import active
 from .grid import Grid
 from .zarr_format import ShardBytes
 
 THREADS = 2  # to one disk, more only wait for each other
 SYNCS = 16  # files that are synced at a time: the file system's journal commits those together that wait together
+NICER = 10  # steps of priority by which a save in the background gives way
 UPLOADS = 8  # objects on their way to an object store
 _OPEN = 128  # files that are written before they are synced
 
@@ -50,19 +56,19 @@ def write_blocks(
 ) -> list[Record]:
     """Write the shards that the ranks of this process were given. Called through ``BlockHost.run_on_blocks``."""
     fs = active()
-    jobs: list[tuple[str, Task, np.ndarray]] = []
+    jobs: list[tuple[str, str, Task, np.ndarray]] = []
     for rank, (root, tasks) in payloads.items():
         if stores.is_url(root):
             continue
         _wait_for(root, rank)
-        jobs += [(os.path.join(root, t.file), t, blocks[rank][t.array][(*t.part.slices, ...)]) for t in tasks]
+        jobs += [(root, os.path.join(root, t.file), t, blocks[rank][t.array][(*t.part.slices, ...)]) for t in tasks]
 
     records = _put_blocks(payloads, blocks)
     opened: set[int] = set()
 
-    def write(job: tuple[str, Task, np.ndarray]) -> tuple[Record, int]:
-        path, task, part = job
-        shard = ShardBytes(part, task.grid, task.coord)
+    def write(job: tuple[str, str, Task, np.ndarray]) -> tuple[Record, int]:
+        root, path, task, part = job
+        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root))
         fd = shard.write(fs, path)
         opened.add(fd)
         return Record(task.file, shard.nbytes, shard.digest), fd
@@ -73,10 +79,12 @@ def write_blocks(
         fs.close(fd)
 
     try:
-        for first in range(0, len(jobs), _OPEN):
-            written = in_threads(write, jobs[first : first + _OPEN])
-            in_threads(sync, [fd for _, fd in written], SYNCS)
-            records += [r for r, _ in written]
+        # Here, where the error happens: on its way from another process it would count as the failure of a rank.
+        with commit.writing(jobs[0][0] if jobs else ""):
+            for first in range(0, len(jobs), _OPEN):
+                written = in_threads(write, jobs[first : first + _OPEN])
+                in_threads(sync, [fd for _, fd in written], SYNCS)
+                records += [r for r, _ in written]
     finally:
         for fd in opened:
             fs.close(fd)
@@ -90,7 +98,7 @@ def _put_blocks(
 
     def put(job: tuple[str, Task, np.ndarray]) -> Record:
         root, task, part = job
-        shard = ShardBytes(part, task.grid, task.coord)
+        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root))
         stores.at(root).put(task.file, shard.pieces)
         return Record(task.file, shard.nbytes, shard.digest)
 
@@ -103,8 +111,33 @@ def _put_blocks(
     return in_threads(put, jobs, UPLOADS)
 
 
-def in_threads(work: Callable[[Any], Any], items: Sequence[Any], threads: int = THREADS) -> list[Any]:
-    """Results in order. After an error none that waits is begun, and it is raised when those that run have ended."""
+_behind: ContextVar[bool] = ContextVar("behind", default=False)
+
+
+def give_way() -> None:
+    """Let the training have the processors first, from now on in this thread: what it writes, it writes beside other work.
+
+    One processor is left to the training, and on Linux, where a priority is a thread's own, this thread and those that it starts step
+    back; elsewhere the first alone holds.
+    """
+    _behind.set(True)
+    if sys.platform == "linux":
+        me = threading.get_native_id()
+        with contextlib.suppress(OSError):  # refused in some sandboxes
+            os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + NICER)
+
+
+def writers() -> int:
+    """Threads that write at a time."""
+    return max(1, min(THREADS, (os.cpu_count() or 1) - 1)) if _behind.get() else THREADS
+
+
+def in_threads(work: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> list[Any]:
+    """Results in order. After an error none that waits is begun, and it is raised when those that run have ended.
+
+    By default in as many `writers` as there are.
+    """
+    threads = writers() if threads is None else threads
     if len(items) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="meshtape-io") as pool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -100,8 +100,11 @@ class ShardBytes:
     have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
     """
 
-    def __init__(self, block: np.ndarray, grid: Grid, coord: tuple[int, ...]) -> None:
+    def __init__(
+        self, block: np.ndarray, grid: Grid, coord: tuple[int, ...], wrote: Callable[[int], None] | None = None
+    ) -> None:
         self.block, self.grid, self.coord = block, grid, coord
+        self.wrote = wrote  # told of the bytes of each batch when the next one is asked for
         self.nbytes = self.digest = 0
 
     def _batches(self) -> Iterator[list[Any]]:
@@ -135,12 +138,16 @@ class ShardBytes:
             if used == slots:
                 self.nbytes += used * (nbytes + 4)
                 yield pending
+                if self.wrote is not None:
+                    self.wrote(used * (nbytes + 4))
                 pending, used = [], 0
         self.nbytes += used * (nbytes + 4)
         if grid.shape:
             pending.append(shard_index(grid, self.coord, nbytes + 4))
             self.nbytes += len(pending[-1])
         yield pending
+        if self.wrote is not None:
+            self.wrote(sum(map(len, pending)))
 
     def pieces(self) -> Iterator[Any]:
         """The buffers one by one, from the first; each is valid until the next is asked for."""

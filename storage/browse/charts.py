@@ -13,10 +13,11 @@ from .treemap import Tile, treemap
 
 Link = Callable[..., str]
 SHADES = 8  # classes s0 … s7
+WIDE = 480  # from this width on a chart's letters would be too small on a telephone, where it is moved sideways instead
 
 
 def _svg(width: float, height: float, *children: object, label: str, cls: str = "") -> Markup:
-    return tag(
+    drawn = tag(
         "svg",
         tag("title", label),
         *children,
@@ -26,6 +27,7 @@ def _svg(width: float, height: float, *children: object, label: str, cls: str = 
         width=f"{width:g}",
         height=f"{height:g}",
     )
+    return tag("div", drawn, class_="mt-chart") if width >= WIDE else drawn
 
 
 def _ticks(low: float, high: float, n: int = 5) -> list[float]:

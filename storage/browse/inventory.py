@@ -54,6 +54,17 @@ class Group:
         return sorted(both, key=lambda c: natural(c.path[-1] if c.path else ""))
 
 
+def largest_first(item: Group | Row) -> tuple[int, int, str]:
+    """A sorting key. Of equals the shorter name comes first: ``layers.2`` before ``layers.10``, and faster than by `natural`.
+
+    >>> rows = [Row(n, (n,), (2,), "int8", 2, None) for n in ("w10", "w2")]
+    >>> [r.name for r in sorted(rows, key=largest_first)]
+    ['w2', 'w10']
+    """
+    name = item.name if isinstance(item, Row) else item.label
+    return -item.nbytes, len(name), name
+
+
 @dataclass(frozen=True)
 class Query:
     """What to list. ``words`` must all occur in a name, in any case; a text with ``*`` or ``?`` is a pattern for the whole name."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .inventory import Group, Row
+from .inventory import Group, Row, largest_first
 
 MOST = 48  # rectangles of one level: smaller ones are gathered in one
 
@@ -84,7 +84,7 @@ def treemap(group: Group, width: float, height: float, header: float = 18.0, dep
 
 
 def _tiles(group: Group, place: Rectangle, header: float, depth: int) -> tuple[Tile, ...]:
-    children = sorted((c for c in [*group.groups.values(), *group.rows] if c.nbytes), key=lambda c: -c.nbytes)
+    children = sorted((c for c in [*group.groups.values(), *group.rows] if c.nbytes), key=largest_first)
     shown, rest = children[:MOST], children[MOST:]
     sizes = [c.nbytes for c in shown]
     gathered = sum(c.nbytes for c in rest)

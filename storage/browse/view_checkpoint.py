@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 from . import charts
 from .frame import Shown, crumbs, facts, framed, href, notice, section, shape_text, table, tabs
 from .html import Markup, join, tag
-from .inventory import PAGE, SORTS, Group, Query, Row
+from .inventory import PAGE, SORTS, Group, Query, Row, largest_first
 from .site import Opened, Site
 from .text import count, human_bytes, key, natural, percent, visible
 
@@ -364,7 +365,7 @@ def bytes_map(site: Site, at: str, inside: list[str]) -> Shown:
         return href("map", at=at, in_=[key(p) for p in item.path])
 
     trail = _trail("map", at, group, inside)
-    largest = sorted(opened.inventory.rows, key=lambda r: -r.nbytes)[:10]
+    largest = heapq.nsmallest(10, opened.inventory.rows, key=largest_first)
     body = join(
         [
             head(opened),

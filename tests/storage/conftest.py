@@ -7,13 +7,16 @@ import http.server
 import itertools
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -216,6 +219,14 @@ def kit():
     return Kit
 
 
+@pytest.fixture
+def quick(tmp_path):
+    """A directory in memory where there is one: thousands of syncs cost nothing there."""
+    home = Path(tempfile.mkdtemp(dir="/dev/shm")) if os.access("/dev/shm", os.W_OK) else tmp_path
+    yield home
+    shutil.rmtree(home, ignore_errors=True)
+
+
 # ----- an S3 server, and a proxy that harms what passes ---------------------------------------------------------------
 
 
@@ -231,6 +242,7 @@ class Proxy:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # an answer is written in two pieces; else each waits 40 ms
 
             def handle_one(self):
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -248,7 +260,7 @@ class Proxy:
                 if fault == "500":
                     self.answer(500, {}, b"<Error><Code>InternalError</Code></Error>")
                     return
-                there = http.client.HTTPConnection("127.0.0.1", proxy.upstream, timeout=60)
+                there = http.client.HTTPConnection("127.0.0.1", proxy.upstream, timeout=200)
                 there.request(self.command, self.path, body, dict(self.headers))
                 got = there.getresponse()
                 data = got.read()
@@ -296,7 +308,7 @@ class Proxy:
         self.server = Server(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def reset(self, fault=None):
         self.count, self.sent, self.log, self.fault = 0, 0, [], fault
@@ -318,7 +330,7 @@ class S3:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.port = port
-        for _ in range(600):
+        for _ in range(2400):
             try:
                 self.request("PUT", "/bucket")
                 break
@@ -335,7 +347,7 @@ class S3:
 
     def request(self, method, path, **headers):
         headers["Authorization"] = f"AWS4-HMAC-SHA256 Credential={self.KEY}/x/us-east-1/s3/aws4_request"
-        there = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        there = http.client.HTTPConnection("127.0.0.1", self.port, timeout=200)
         there.request(method, path, None, headers)
         return there.getresponse().read()
 
@@ -351,7 +363,7 @@ class S3:
     def close(self):
         self.proxy.close()
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(200)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ class Gate(Files):
 
     def create(self, path):
         self.reached.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(200)
         if self.fail:
             raise OSError(errno.EIO, "the disk is gone")
         return super().create(path)
@@ -120,7 +120,7 @@ def test_two_saves_to_one_path_go_in_order_one_at_a_time(tmp_path):
     order = []
     with using(gate):
         first = save_async(tmp_path / "c", {"w": np.full(3, 1)}, then=lambda: order.append(1))
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(200)
 
         def second():
             order.append("asked")
@@ -133,7 +133,7 @@ def test_two_saves_to_one_path_go_in_order_one_at_a_time(tmp_path):
         with pytest.raises(TimeoutError, match="still runs"):
             first.wait(0.01)
         gate.opened.set()
-        thread.join(60)
+        thread.join(200)
         other.wait()
     assert [x for x in order if x != "asked"] == [1, 2]
     assert np.asarray(load(tmp_path / "c")["w"]).tolist() == [2, 2, 2]
@@ -322,3 +322,32 @@ def test_wrong_policies_are_refused(tmp_path):
         (name,) = wrong
         with pytest.raises(errors.CheckpointError, match=name):
             CheckpointManager(tmp_path, **wrong)
+
+
+def test_a_save_in_the_background_leaves_the_training_a_processor(tmp_path, monkeypatch):
+    """Its threads are one fewer than the processors, and behind the others in the queue; the caller's stay as they are."""
+    from meshtape.storage import writing
+
+    monkeypatch.setattr(writing.os, "cpu_count", lambda: 2)
+    real, seen = writing.in_threads, []
+
+    def look(work, items, threads=None):
+        if threads is None:
+            seen.append((writing.writers(), _priority()))
+        return real(work, items, threads)
+
+    monkeypatch.setattr(writing, "in_threads", look)
+    tree = {f"w{i}": np.ones(100) for i in range(4)}
+    mine = _priority()
+    save(tmp_path / "a", tree)
+    assert seen
+    assert all(s == (writing.THREADS, mine) for s in seen)
+    seen.clear()
+    save_async(tmp_path / "b", tree).wait()
+    assert seen
+    assert all(s == (1, min(mine + writing.NICER, 19) if sys.platform == "linux" else mine) for s in seen)
+    assert _priority() == mine
+
+
+def _priority():
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id() if sys.platform == "linux" else 0)

@@ -201,7 +201,7 @@ def test_killed_at_any_operation_and_called_again(kit, source, tmp_path, format)
         convert(source, tmp_path / "0" / "c", format=format, **options)
     # Evenly over all of it, and the steps at its end, which are others.
     last = counting.done
-    for n in sorted({*range(1, last, last // 12), *range(last - 5, last + 2, 2)}):
+    for n in sorted({*range(1, last, last // 8), *range(last - 5, last + 2, 2)}):
         out = tmp_path / str(n) / "c"
         killed = kit.die_at(n, lambda out=out: convert(source, out, format=format, **options))
         if out.exists():
@@ -221,7 +221,7 @@ def test_killed_at_any_operation_and_called_again(kit, source, tmp_path, format)
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
 def test_replacing_killed_at_any_operation(kit, source, tmp_path, exchange):
     saw = set()
-    for n in range(1, 2000, 3):
+    for n in range(1, 2000, 5):
         out = tmp_path / str(n) / "c"
         save(out, {"old": np.ones(2)})
         work = lambda out=out: convert(source, out, format="safetensors", overwrite=True)  # noqa: E731
@@ -358,13 +358,13 @@ def peak():  # in kB; getrusage would count the process that started this one
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 convert(sys.argv[1], sys.argv[2], format="zarr", mesh={"m": 2}, shardings={"*": {"m": 1}},
-        rules="w -> w, permute(), cast(bfloat16)", memory_limit=32 << 20)
+        rules="w -> w, permute(), cast(bfloat16)", memory_limit=16 << 20)
 print(peak() - before)
 """
 
 
 def test_memory_is_bounded_through_a_transpose_a_cast_and_a_reshard(kit, tmp_path):
-    w = np.zeros((8192, 8192), "f4")
+    w = np.zeros((5600, 5600), "f4")
     w[::7, ::5] = 3
     save(tmp_path / "c", {"w": kit.split(w, kit.Sharding(kit.Host({"x": 4}), (1,)))})
     done = subprocess.run(
@@ -372,7 +372,7 @@ def test_memory_is_bounded_through_a_transpose_a_cast_and_a_reshard(kit, tmp_pat
         check=True,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
     )
-    assert int(done.stdout) < (32 + 60) << 10  # kB; the array has 256 MB
+    assert int(done.stdout) < (16 + 60) << 10  # kB; the array has 125 MB
     assert np.array_equal(open_checkpoint(tmp_path / "z")["w"][2000:2100].astype("f4"), w.T[2000:2100])

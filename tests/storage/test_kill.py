@@ -23,17 +23,23 @@ def generation(path, **kw):
     return seen.pop()
 
 
+EVERY = pytest.mark.parametrize(
+    "every", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["one operation in three", "every operation"]
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _warm(tmp_path_factory):
     # Import zarr and fill caches once, here: the children inherit them.
     save(tmp_path_factory.mktemp("warm") / "c", tree(0))
 
 
+@EVERY
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-def test_overwriting_save_killed_at_every_operation(kit, tmp_path, exchange):
+def test_overwriting_save_killed_at_any_operation(kit, quick, exchange, every):
     saw = set()
-    for n in range(1, 1000):
-        home = tmp_path / str(n)
+    for n in range(1, 1000, every):
+        home = quick / str(n)
         home.mkdir()
         save(home / "c", tree(1), step=1)
         killed = kit.die_at(n, lambda home=home: save(home / "c", tree(2), step=2, overwrite=True), exchange)
@@ -50,9 +56,10 @@ def test_overwriting_save_killed_at_every_operation(kit, tmp_path, exchange):
     assert n > 20
 
 
-def test_first_save_killed_at_every_operation(kit, tmp_path):
-    for n in range(1, 1000):
-        home = tmp_path / str(n)
+@EVERY
+def test_first_save_killed_at_any_operation(kit, quick, every):
+    for n in range(1, 1000, every):
+        home = quick / str(n)
         home.mkdir()
         killed = kit.die_at(n, lambda home=home: save(home / "c", tree(2)))
         if (home / "c").exists():
@@ -64,11 +71,12 @@ def test_first_save_killed_at_every_operation(kit, tmp_path):
             break
 
 
+@EVERY
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-def test_rotation_killed_at_every_operation(kit, tmp_path, exchange):
+def test_rotation_killed_at_any_operation(kit, quick, exchange, every):
     saw = set()
-    for n in range(1, 1000):
-        home = tmp_path / str(n)
+    for n in range(1, 1000, every):
+        home = quick / str(n)
         manager = CheckpointManager(home, keep=2)
         manager.save(1, tree(1))
         manager.save(2, tree(2))
@@ -87,40 +95,42 @@ def test_rotation_killed_at_every_operation(kit, tmp_path, exchange):
     assert saw == {(1, 2), (1, 2, 3), (2, 3)}
 
 
-def test_overwriting_merge_killed_at_every_operation(kit, tmp_path):
+@EVERY
+def test_overwriting_merge_killed_at_any_operation(kit, quick, every):
     for g in (1, 2):
-        save(tmp_path / f"c{g}", {"a": np.full(4, g), "b": np.full(4, g)})
-    for n in range(1, 1000):
-        home = tmp_path / str(n)
+        save(quick / f"c{g}", {"a": np.full(4, g), "b": np.full(4, g)})
+    for n in range(1, 1000, every):
+        home = quick / str(n)
         home.mkdir()
-        merge(tmp_path / "c1", home / "hf", max_shard_bytes=32)
-        killed = kit.die_at(
-            n, lambda home=home: merge(tmp_path / "c2", home / "hf", overwrite=True, max_shard_bytes=16)
-        )
+        merge(quick / "c1", home / "hf", max_shard_bytes=32)
+        killed = kit.die_at(n, lambda home=home: merge(quick / "c2", home / "hf", overwrite=True, max_shard_bytes=16))
         got = load(home / "hf")
         assert {int(np.asarray(v).max()) for v in got.values()} in ({1}, {2})
         if not killed:
             break
 
 
-def test_safetensors_file_killed_at_every_operation(kit, tmp_path):
-    path = tmp_path / "x.safetensors"
+def test_safetensors_file_killed_at_every_operation(kit, quick):
+    path = quick / "x.safetensors"
     for n in range(1, 100):
         save_safetensors(path, {"a": np.full(5, 1)}, overwrite=True)
         killed = kit.die_at(n, lambda: save_safetensors(path, {"a": np.full(5, 2)}, overwrite=True))
         assert np.asarray(load(path)["a"]).tolist() in ([1] * 5, [2] * 5)
         if not killed:
             break
+        save_safetensors(path, {"a": np.full(5, 1)}, overwrite=True)
+        assert [e.name for e in quick.iterdir()] == ["x.safetensors"]
 
 
+@EVERY
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_an_operation_that_fails_is_an_error_and_leaves_nothing(kit, tmp_path, code, exchange):
+def test_an_operation_that_fails_is_an_error_and_leaves_nothing(kit, quick, code, exchange, every):
     def fail():
         raise OSError(code, os.strerror(code))
 
-    for n in range(1, 1000):
-        home = tmp_path / str(n)
+    for n in range(1, 1000, every):
+        home = quick / str(n)
         home.mkdir()
         save(home / "c", tree(1))
         files = kit.Counting(n, fail, exchange)
@@ -141,62 +151,62 @@ def test_an_operation_that_fails_is_an_error_and_leaves_nothing(kit, tmp_path, c
     assert n > 20
 
 
-def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
+def test_too_little_room_is_an_error_before_anything_is_written(quick):
     class Full(Files):
         def free_bytes(self, path):
             return 1000
 
     with using(Full()), pytest.raises(errors.StorageFull, match=r"needs \d+ bytes, .* has 1000 free"):
-        save(tmp_path / "c", {"w": np.zeros(1000)})
-    assert list(tmp_path.iterdir()) == []
+        save(quick / "c", {"w": np.zeros(1000)})
+    assert list(quick.iterdir()) == []
 
 
-def test_a_rank_that_fails_fails_the_save_and_leaves_nothing(kit, tmp_path):
+def test_a_rank_that_fails_fails_the_save_and_leaves_nothing(kit, quick):
     host = kit.Host({"x": 3}, processes=3)
     w = kit.split(np.arange(6.0), kit.Sharding(host, (0,)))
     w.blocks[1] = None
     with pytest.raises(TypeError):
-        save(tmp_path / "c", {"w": w, "b": np.ones(3)})
-    assert list(tmp_path.iterdir()) == []
+        save(quick / "c", {"w": w, "b": np.ones(3)})
+    assert list(quick.iterdir()) == []
 
 
-def test_a_worker_that_does_not_see_the_directory_says_so(kit, tmp_path, monkeypatch):
+def test_a_worker_that_does_not_see_the_directory_says_so(kit, quick, monkeypatch):
     from meshtape.storage import writing
 
     monkeypatch.setattr(writing.time, "sleep", lambda s: None)
     with pytest.raises(errors.CheckpointError, match=r"rank 3 does not see .*gone.*share"):
-        writing.write_blocks({3: (str(tmp_path / "gone"), [])}, {3: []})
+        writing.write_blocks({3: (str(quick / "gone"), [])}, {3: []})
 
 
-def test_a_rank_that_forgets_a_shard_is_found_out(kit, tmp_path):
+def test_a_rank_that_forgets_a_shard_is_found_out(kit, quick):
     class Forgetful(kit.Host):
         def run_on_blocks(self, fn, arrays, payloads):
             return super().run_on_blocks(fn, arrays, payloads)[:-1]
 
     w = kit.split(np.arange(6.0), kit.Sharding(Forgetful({"x": 2}), (0,)))
     with pytest.raises(errors.CheckpointError, match=r"did not write \['w c.1'\]"):
-        save(tmp_path / "c", {"w": w})
-    assert list(tmp_path.iterdir()) == []
+        save(quick / "c", {"w": w})
+    assert list(quick.iterdir()) == []
 
 
-def test_overwrite_never_replaces_what_is_not_a_checkpoint(tmp_path):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("x")
-    (tmp_path / "file").write_text("x")
+def test_overwrite_never_replaces_what_is_not_a_checkpoint(quick):
+    (quick / "home").mkdir()
+    (quick / "home" / "thesis.tex").write_text("x")
+    (quick / "file").write_text("x")
     for name in ("home", "file"):
         with pytest.raises(errors.CheckpointExists, match="not a"):
-            save(tmp_path / name, tree(1), overwrite=True)
-    save(tmp_path / "c", tree(1))
+            save(quick / name, tree(1), overwrite=True)
+    save(quick / "c", tree(1))
     with pytest.raises(errors.CheckpointExists, match="overwrite=True"):
-        save(tmp_path / "c", tree(2))
-    assert generation(tmp_path / "c") == 1
-    (tmp_path / "empty").mkdir()
-    save(tmp_path / "empty", tree(2), overwrite=True)
-    assert generation(tmp_path / "empty") == 2
-    assert (tmp_path / "home" / "thesis.tex").read_text() == "x"
+        save(quick / "c", tree(2))
+    assert generation(quick / "c") == 1
+    (quick / "empty").mkdir()
+    save(quick / "empty", tree(2), overwrite=True)
+    assert generation(quick / "empty") == 2
+    assert (quick / "home" / "thesis.tex").read_text() == "x"
 
 
-def test_a_running_save_of_another_process_is_left_alone(kit, tmp_path):
+def test_a_running_save_of_another_process_is_left_alone(kit, quick):
     """A manager that starts meanwhile must not collect the directory that a live process is filling."""
     reader, writer = os.pipe()
     go, release = os.pipe()
@@ -208,21 +218,21 @@ def test_a_running_save_of_another_process_is_left_alone(kit, tmp_path):
             os.read(go, 1)
 
         with using(kit.Counting(4, pause)):
-            save(tmp_path / "step-00000001", tree(1), step=1)
+            save(quick / "step-00000001", tree(1), step=1)
         os._exit(0)
     os.read(reader, 1)
-    assert CheckpointManager(tmp_path).latest() is None
-    assert len(list(tmp_path.iterdir())) == 1
+    assert CheckpointManager(quick).latest() is None
+    assert len(list(quick.iterdir())) == 1
     os.write(release, b"x")
     assert os.waitpid(pid, 0)[1] == 0
-    assert CheckpointManager(tmp_path).steps() == [1]
+    assert CheckpointManager(quick).steps() == [1]
 
 
 @pytest.mark.parametrize("kills", [15, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_a_run_that_is_killed_again_and_again(kit, tmp_path, kills):
+def test_a_run_that_is_killed_again_and_again(kit, quick, kills):
     """Save, rotate, merge over the last export; die anywhere; start again: what was complete stays, and steps never go back."""
     rng = np.random.default_rng(kills)
-    run, export = tmp_path / "run", tmp_path / "export"
+    run, export = quick / "run", quick / "export"
 
     def train(first):
         manager = CheckpointManager(run, keep=2, best="loss")
@@ -250,23 +260,23 @@ def test_a_run_that_is_killed_again_and_again(kit, tmp_path, kills):
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EDQUOT])
-def test_a_directory_that_cannot_be_written_to(tmp_path, code):
+def test_a_directory_that_cannot_be_written_to(quick, code):
     """Even where this process may write anything, as root may."""
-    save(tmp_path / "c", tree(1))
+    save(quick / "c", tree(1))
 
     class ReadOnly(Files):
         def mkdir(self, path):
             raise OSError(code, os.strerror(code), path)
 
-    before = sorted(p.name for p in tmp_path.rglob("*"))
+    before = sorted(p.name for p in quick.rglob("*"))
     with using(ReadOnly()):
         for act in (
-            lambda: save(tmp_path / "d", tree(2)),
-            lambda: save(tmp_path / "c", tree(2), overwrite=True),
-            lambda: merge(tmp_path / "c", tmp_path / "m"),
-            lambda: CheckpointManager(tmp_path / "new"),
+            lambda: save(quick / "d", tree(2)),
+            lambda: save(quick / "c", tree(2), overwrite=True),
+            lambda: merge(quick / "c", quick / "m"),
+            lambda: CheckpointManager(quick / "new"),
         ):
             with pytest.raises(OSError, match=os.strerror(code)):  # StorageFull, of a full quota, is one too
                 act()
-    assert sorted(p.name for p in tmp_path.rglob("*")) == before
-    assert generation(tmp_path / "c") == 1
+    assert sorted(p.name for p in quick.rglob("*")) == before
+    assert generation(quick / "c") == 1

@@ -1,5 +1,6 @@
 """Loading: plan and check first, then read only what is needed."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -219,7 +220,7 @@ def test_a_manifest_of_many_chunks_stays_small_and_opens_quickly():
     from meshtape.arrays.blocks import Box
     from meshtape.storage import manifest
 
-    n = 100_000
+    n = 20_000
     grid = choose_grid((n, 64), 2, [Box((i, 0), (1, 64)) for i in range(n)])
     rows = [[grid.key((i, 0)), [i, 0], [1, 64], 152, "01234567"] for i in range(n)]
     entry = manifest.ArrayEntry(("w",), "w", grid, np.dtype("f2"), None, None, rows)
@@ -232,8 +233,8 @@ def test_a_manifest_of_many_chunks_stays_small_and_opens_quickly():
     # A rank that wants one block pays for one: no other row is looked at.
     held._row = lambda number, look=held._row: looked.append(number) or look(number)
     looked = []
-    assert held[70_000, 0].box.offset == (70_000, 0)
-    assert looked == [70_000]
+    assert held[17_000, 0].box.offset == (17_000, 0)
+    assert looked == [17_000]
 
 
 @pytest.mark.parametrize(
@@ -249,3 +250,16 @@ def test_chunks_are_of_a_good_size(kit, shape, parts):
     assert np.prod(grid.shard) * np.prod(grid.counts) < 1.02 * np.prod(shape) + size
     covered = sum(b.size for b in windows(shape, grid.chunk, 4, 16 << 20))
     assert covered == np.prod(shape)
+
+
+@pytest.mark.parametrize("kind", ["meshtape", "safetensors"])
+def test_any_part_of_an_array_of_any_dtype(kit, tmp_path, kind):
+    arrays = {d.name: kit.random(d, (6, 7, 5)) for d in kit.DTYPES if d.name != "complex128" or kind == "meshtape"}
+    if kind == "meshtape":
+        save(tmp_path / "c", {n: kit.split(a, kit.Sharding(kit.Host({"x": 3}), (1,))) for n, a in arrays.items()})
+    else:
+        save_safetensors(tmp_path / "c", arrays)
+    ckpt = open_checkpoint(tmp_path / "c")
+    for name, a in arrays.items():
+        for index in itertools.product([slice(None), slice(1, 3), 2, slice(5, 6)], repeat=3):
+            assert kit.same(ckpt[name][index], a[index]), (name, index)

@@ -52,3 +52,23 @@ def test_a_manager_restores_training_state_onto_fewer_ranks(kit, tmp_path):
     got = manager.restore(like=like)
     assert got["step"] == 3
     assert kit.same(got["params"]["w"], a)
+
+
+def test_arrays_of_several_meshes_and_of_none_in_one_save(kit, tmp_path):
+    """As where a part of the ranks holds the experts: the checkpoint says of each array where it was, and loads onto one mesh or none."""
+    a = np.arange(30.0).reshape(6, 5)
+    every, some = mt.Mesh({"data": 4}), mt.Mesh({"expert": 2})
+    tree = {
+        "all": mt.distribute(mt.asarray(a), every, data=mt.Shard(0)),
+        "some": mt.distribute(mt.asarray(a), some, expert=mt.Shard(1)),
+        "here": mt.asarray(a),
+    }
+    save(tmp_path / "c", tree)
+    verify(tmp_path / "c")
+    ckpt = open_checkpoint(tmp_path / "c")
+    assert ckpt.meshes == [{"data": 4}, {"expert": 2}]
+    assert [ckpt[n].sharding_text for n in tree] == ["data=Shard(0)", "expert=Shard(1)", None]
+    one = mt.Mesh({"x": 3})
+    got = load(tmp_path / "c", shardings=lambda *_: mt.Sharding(one, x=mt.Shard(0)))
+    assert all(kit.same(got[n], a) for n in tree)
+    assert all(kit.same(v, a) for v in load(tmp_path / "c").values())

@@ -88,7 +88,7 @@ class Forker:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(60)
+        self.process.wait(200)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import datetime
 import json
 import logging
-import os
 import pickle
 import traceback
 
@@ -257,7 +256,7 @@ def test_a_request_in_three_goes_wrong_and_nobody_notices(kit, s3, fault, monkey
 def test_a_server_that_stalls_is_asked_again(kit, s3, monkeypatch):
     t, url = tree(kit), f"{s3.url}/c"
     save(url, t)
-    monkeypatch.setattr(objects, "STALL_TIMEOUT", datetime.timedelta(seconds=0.4))
+    monkeypatch.setattr(objects, "STALL_TIMEOUT", datetime.timedelta(seconds=1))
     monkeypatch.setattr(objects, "_clients", {})
     s3.proxy.reset(lambda n, method, path: "stall" if n in (2, 4) and method == "GET" else None)
     assert equal(kit, load(url), t)
@@ -290,6 +289,20 @@ def test_nobody_listens(monkeypatch):
     monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
     with pytest.raises(errors.StoreError, match="s3://bucket/x"):
         open_checkpoint("s3://bucket/x")
+
+
+def test_without_credentials_it_ends_soon(s3, monkeypatch, tmp_path):
+    """The service of a cloud's machine is asked where the environment has none; where there is no such service, that is said at once."""
+    for name in s3.environment:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", s3.environment["AWS_ENDPOINT_URL"])
+    monkeypatch.setattr(objects, "RETRIES", 1)
+    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
+    s3.proxy.reset(lambda n, method, path: "500")
+    with pytest.raises(errors.StoreError, match="no credentials in the environment"):
+        open_checkpoint("s3://bucket/x")
+    assert s3.proxy.count < objects.ATTEMPTS
 
 
 def test_damage_is_found(kit, s3):
@@ -399,12 +412,6 @@ def test_credentials_of_the_shared_files(s3, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     save(f"{s3.url}/c", {"w": np.ones(3)})
     assert np.asarray(load(f"{s3.url}/c")["w"]).tolist() == [1, 1, 1]
-
-
-def test_programs_say_that_they_are_local(tmp_path):
-    with pytest.raises(errors.CheckpointError, match="local directory"):
-        mt.save_program("s3://bucket/p", lambda x: x + x, mt.ones(2))
-    assert not os.path.exists("s3:")
 
 
 def test_an_interrupted_upload_goes_on_and_another_plan_starts_anew(kit, place, tmp_path):

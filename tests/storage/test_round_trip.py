@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.storage import LoadReport, load, open_checkpoint, save, verify
+from meshtape.storage import LoadReport, load, merge, open_checkpoint, save, verify
 
 
 @pytest.mark.parametrize("parts", [(1,), (2,), (3,), (2, 2)], ids=str)
@@ -47,6 +47,49 @@ def test_every_dtype_and_shape_survives_p_to_q(kit, tmp_path, parts):
             assert result[name].sharding is chosen[(name,)]
             for rank, block in result[name].blocks.items():
                 assert kit.same(block, a[chosen[(name,)].box(a.shape, rank).slices]), (name, rank)
+
+
+MESHES = [(1,), (2,), (3,), (4,), (2, 2), (4, 2), (7,), (64,)]
+WAYS = {"row": 0, "column": 1, "both": (0, 1), "replicated": None}
+
+
+def _ways(kit, parts):
+    """Row, column, both and replicated on a mesh; on a mesh of one axis both is the rows."""
+    host = kit.Host({f"axis{i}": n for i, n in enumerate(parts)})
+    for name, way in WAYS.items():
+        dims = way if isinstance(way, tuple) else (way,)
+        yield name, kit.Sharding(host, (*dims, *(None for _ in parts))[: len(parts)])
+
+
+@pytest.mark.parametrize("format", ["zarr", "safetensors"])
+@pytest.mark.parametrize(
+    "dtypes", [("f4",), pytest.param(None, marks=pytest.mark.slow)], ids=["one dtype", "every dtype"]
+)
+def test_from_each_mesh_to_each_other(kit, tmp_path, format, dtypes):
+    """Meshes of up to 64 ranks, most of which have nothing of a small array, in each way, from each format."""
+    shapes = [(5, 7), (1, 1)] if dtypes else [(5, 7), (64, 3), (1, 1), (0, 3)]
+    for i, p in enumerate(MESHES if format == "zarr" else MESHES[:1]):
+        values, tree = {}, {}
+        for dtype in [np.dtype(d) for d in dtypes] if dtypes else kit.DTYPES:
+            for (way, sharding), shape in itertools.product(_ways(kit, p), shapes):
+                name = f"{dtype.name} {shape} {way}"
+                values[name] = kit.random(dtype, shape, len(values))
+                tree[name] = kit.split(values[name], sharding)
+        where = tmp_path / "-".join(map(str, p))
+        save(where, tree)
+        if format == "safetensors":
+            if dtypes is None:
+                tree = {n: v for n, v in tree.items() if not n.startswith("complex128")}
+            merge(where, where / "hf", keys=list(tree))
+            where = where / "hf"
+        for j, q in enumerate(MESHES):
+            if dtypes and (i + j) % 2:
+                continue
+            ways = [sharding for _, sharding in _ways(kit, q)]
+            for sharding in [ways[(i + j) // 2 % len(ways)]] if dtypes else ways:
+                got = load(where, shardings=lambda *_, sharding=sharding: sharding)
+                for name in tree:
+                    assert kit.same(got[name].whole(), values[name]), (p, q, name)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -20,7 +20,7 @@ class Slow(Files):
         self.go, self.fail = threading.Event(), fail
 
     def create(self, path):
-        assert self.go.wait(60)
+        assert self.go.wait(200)
         if self.fail:
             raise OSError(errno.EIO, "the disk is gone")
         return super().create(path)

@@ -81,7 +81,7 @@ def test_one_key_and_more_workers_than_keys(client, kit, tmp_path):
 
 def test_any_executor_will_do(source, tmp_path):
     reshard(source, tmp_path / "here", **LAYOUT)
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         reshard(source, tmp_path / "there", **LAYOUT, client=pool, threads=4, memory_limit=2 << 20)
     with ThreadPoolExecutor(3) as pool:
         convert(source, tmp_path / "threads", format="zarr", **LAYOUT, client=pool, threads=3)

@@ -173,10 +173,10 @@ class TestS3(Contract):
 
     def test_an_old_version_is_not_replaced(self, store):
         store.put("x", b"1")
-        tag = next(iter(store.entries())).tag
-        store.replace("x", b"2", tag)
+        version = store.version(next(iter(store.entries())))
+        store.replace("x", b"2", version)
         with pytest.raises(FileExistsError):
-            store.replace("x", b"3", tag)
+            store.replace("x", b"3", version)
         assert store.get("x") == b"2"
 
     def test_a_bucket_that_is_not_there(self, s3):

@@ -12,6 +12,8 @@ import pytest
 import meshtape as mt
 from meshtape.storage import save_safetensors
 
+from .test_access import VIEWS
+
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -195,16 +197,20 @@ def test_dark_is_kept(browse: Any, run: Path) -> None:
 
 def test_a_narrow_window_scrolls_nothing_sideways(browse: Any, run: Path) -> None:
     b = browse(run)
-    b.driver.set_window_size(500, 900)
+    # Narrower than a window can be made.
+    size = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    b.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        for view in ("run?at=0", "array?at=0/step-00000060&name=params.layers.0.mid", "map?at=0/step-00000060"):
+        for view in VIEWS:
             b.go(view)
+            if "nothing" in view:
+                b.errors()  # it was asked for something that is not there
             wide = b.driver.execute_script(
                 "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
             )
             assert wide <= 1, view
     finally:
-        b.driver.set_window_size(1280, 1000)
+        b.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_hostile_names_do_nothing(browse: Any, hostile: Path) -> None:

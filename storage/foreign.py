@@ -1,0 +1,67 @@
+"""What files are that are no checkpoints here: so that a refusal says what was found, and what to do about it.
+
+Told by names and first bytes alone; nothing of such a file is ever interpreted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_PICKLE = (
+    "was written by PyTorch with pickle, which runs code when it is read; meshtape reads no pickle. Convert it once, where you trust it:\n"
+    "  import torch; from safetensors.torch import save_model, save_file\n"
+    '  save_file({{k: v.contiguous().clone() for k, v in torch.load({file!r}, weights_only=True).items()}}, "model.safetensors")'
+)
+_GGUF = (
+    "is GGUF, whose quantised blocks no array type holds; take the safetensors of the same model, or let transformers write them: "
+    "AutoModel.from_pretrained(..., gguf_file={file!r}).save_pretrained(...)"
+)
+_KINDS = {
+    ".bin": _PICKLE,
+    ".pt": _PICKLE,
+    ".pth": _PICKLE,
+    ".ckpt": _PICKLE,
+    ".gguf": _GGUF,
+    ".h5": "is HDF5, as Keras writes it; load it there, and save its arrays with mt.save",
+    ".msgpack": "was written by Flax; restore it there, and save its tree with mt.save",
+    ".npz": "holds NumPy arrays: mt.save(PLACE, dict(numpy.load({file!r})))",
+    ".npy": "is a NumPy array: mt.save(PLACE, {{'x': numpy.load({file!r})}})",
+    ".onnx": "is an ONNX model, whose initializers have no format of their own",
+}
+_STARTS = (
+    (b"GGUF", ".gguf"),
+    (b"\x89HDF", ".h5"),
+    (b"\x93NUMPY", ".npy"),
+    (b"\x80\x02", ".pt"),
+    (b"\x80\x04", ".pt"),
+    (b"PK\x03\x04", ".pt"),
+)
+_LFS = b"version https://git-lfs"
+
+
+def of_start(path: str, start: bytes) -> str | None:
+    """What a file is by its first bytes, as the end of a sentence that begins with its path; None where nothing is known.
+
+    >>> of_start("m.gguf", b"GGUF....")[:7]
+    'is GGUF'
+    """
+    if start.startswith(_LFS[: len(start)]) and len(start) >= 8:
+        return "is a pointer of Git LFS, not the file itself; fetch it with: git lfs pull"
+    name = path.rpartition("/")[2]
+    if name.endswith(".npz"):
+        return _KINDS[".npz"].format(file=name)
+    kind = next((k for mark, k in _STARTS if start.startswith(mark)), None)
+    return None if kind is None else _KINDS[kind].format(file=name)
+
+
+def among(names: Iterable[str]) -> str | None:
+    """The first of the files of a directory that is of another kind, and what it is: ``"x.gguf, which is GGUF, …"``.
+
+    >>> among(["config.json", "pytorch_model.bin"])[:35]
+    'pytorch_model.bin, which was writte'
+    """
+    for name in sorted(names):
+        suffix = "." + name.rpartition(".")[2]
+        if suffix in _KINDS and not name.startswith("training_args"):
+            return f"{name}, which {_KINDS[suffix].format(file=name)}"
+    return None

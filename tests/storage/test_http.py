@@ -1,0 +1,224 @@
+"""Checkpoints read over HTTP, from servers as they are: without ranges, with wrong ones, that redirect, compress, cut or lie.
+
+Each answer is the right array or an error that names the file; a short or a long one never becomes another array.
+"""
+
+import contextlib
+import datetime
+import gzip
+import http.server
+import re
+import ssl
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape import errors, storage
+from meshtape.storage import objects
+
+pytest.importorskip("obstore")
+
+
+class Odd:
+    """A server of files whose answers ``how`` says."""
+
+    def __init__(self, root):
+        self.root, self.how, self.log, self.sent = root, "right", [], 0
+        odd = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def answer(self):
+                asked_for = (self.command, self.path, self.headers.get("range"))
+                odd.log.append(asked_for)
+                how, path = odd.how, self.path
+                if how == "redirect" and not path.startswith("/moved"):
+                    return self.out(302, {"Location": f"/moved{path}"})
+                if how == "redirect in a circle":
+                    return self.out(302, {"Location": path})
+                if how == "sign in":
+                    return self.out(200, {"Content-Type": "text/html"}, b"<html>please sign in</html>")
+                if how == "busy" and odd.log.count(asked_for) == 1:  # the first time that it is asked for this
+                    return self.out(503, {"Retry-After": "0"})
+                try:
+                    with open(odd.root + path.removeprefix("/moved"), "rb") as f:
+                        data = f.read()
+                except OSError:
+                    return self.out(404, {})
+                if how == "no HEAD" and self.command == "HEAD":
+                    return self.out(405, {})
+                facts = {} if how == "no facts" else {"ETag": '"x"', "Last-Modified": "Sun, 22 Nov 2026 00:00:00 GMT"}
+                if how == "gzip":
+                    return self.out(200, {**facts, "Content-Encoding": "gzip"}, gzip.compress(data))
+                asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range") or "")
+                if asked is None or how in ("no ranges", "no ranges, cut"):
+                    return self.out(200, facts, data, cut=how == "no ranges, cut")
+                a, b = int(asked[1]), min(int(asked[2] or len(data) - 1), len(data) - 1)
+                if a >= len(data):
+                    return self.out(416, {"Content-Range": f"bytes */{len(data)}"})
+                part, said = data[a : b + 1], f"bytes {a}-{b}/{len(data)}"
+                if how == "another range":
+                    part, said = data[: b - a + 1], f"bytes 0-{b - a}/{len(data)}"
+                elif how == "short":
+                    part = part[: len(part) // 2]
+                elif how == "long":
+                    part += b"more"
+                elif how == "length unknown":
+                    said = f"bytes {a}-{b}/*"
+                facts |= {} if how == "range not said" else {"Content-Range": said}
+                return self.out(206, facts, part, cut=how == "cut")
+
+            def out(self, status, headers, data=b"", cut=False):
+                self.send_response_only(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                if self.command == "HEAD":
+                    return
+                odd.sent += len(data)
+                # A client that has what it wants hangs up.
+                with contextlib.suppress(OSError):
+                    self.wfile.write(data[: len(data) // 2] if cut else data)
+                self.close_connection = self.close_connection or cut
+
+            do_GET = do_HEAD = answer
+
+            def log_message(self, *args):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+W = np.arange(100_000, dtype="f4").reshape(100, 1000)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    home = tmp_path_factory.mktemp("served")
+    storage.save(home / "c", {"w": W, "b": np.arange(7)})
+    storage.merge(home / "c", home / "hf")
+    return home
+
+
+@pytest.fixture
+def odd(files, monkeypatch):
+    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(objects, "RETRIES", 1)
+    monkeypatch.setattr(objects, "_clients", {})
+    monkeypatch.setattr(objects, "_rangeless", set())
+    server = Odd(str(files))
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("kind", ["c", "hf"])
+@pytest.mark.parametrize("how", ["right", "redirect", "no HEAD", "no facts", "busy"])
+def test_servers_that_do_what_they_should_more_or_less(odd, how, kind):
+    odd.how = how
+    place = f"{odd.url}/{kind}"
+    got = mt.load(place)
+    assert np.array_equal(np.asarray(got["w"]), W)
+    assert np.array_equal(mt.open_checkpoint(place)["w"][50:52, 3], W[50:52, 3])
+    with pytest.raises(errors.NotACheckpoint):
+        mt.open_checkpoint(f"{odd.url}/nothing")
+
+
+@pytest.mark.parametrize("kind", ["c", "hf"])
+def test_a_server_without_ranges(odd, kind, monkeypatch):
+    """Such as ``python -m http.server``: what is wanted is taken from a download, up to a length; the user is told."""
+    odd.how = "no ranges"
+    place = f"{odd.url}/{kind}"
+    with pytest.warns(UserWarning, match="does not answer requests for ranges of bytes"):
+        got = mt.load(place)
+    assert np.array_equal(np.asarray(got["w"]), W)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        assert np.array_equal(mt.open_checkpoint(place)["w"][99, 990:], W[99, 990:])
+    asked = [a for a in odd.log if a[0] == "GET" and a[2]]
+    assert len(asked) == 1  # nor is it asked for ranges again
+    monkeypatch.setattr(objects, "_STREAMED", 1000)
+    file = "c/w/c.0.0" if kind == "c" else "hf/model.safetensors"
+    store, name = storage.stores.holding(f"{odd.url}/{file}")
+    odd.sent = 0
+    with contextlib.closing(store.reader(name)) as reader, pytest.raises(errors.StoreError, match="too long"):
+        reader.readv([bytearray(10)], 200_000)
+    assert odd.sent == 0
+
+
+@pytest.mark.parametrize("kind", ["c", "hf"])
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("another range", "got 0|asked for"),
+        ("short", "bytes came where"),
+        ("long", "bytes came where"),
+        ("length unknown", "CONTENT_RANGE"),
+        ("range not said", "Content-Range"),
+        ("cut", "body error"),
+        ("no ranges, cut", "body error|Range request not supported"),
+        ("gzip", r"compressed \(gzip\)"),
+        ("redirect in a circle", "redirect"),
+        ("sign in", "not a manifest"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*ranges of bytes")
+def test_servers_that_answer_something_else(odd, how, match, kind):
+    odd.how = how
+    place = f"{odd.url}/{kind}"
+    try:
+        got = mt.load(place)
+    except errors.CheckpointError as e:
+        told = e
+    else:
+        # Only where the first bytes are all that is asked for is a range from the start the right one.
+        assert how == "another range"
+        assert np.array_equal(np.asarray(got["w"]), W)
+        return
+    assert re.search(match, str(told)), told
+    assert place in str(told)
+    odd.how = "right"
+    objects._rangeless.clear()
+    ckpt = mt.open_checkpoint(place)
+    odd.how = how
+    with pytest.raises(errors.CheckpointError):
+        ckpt["w"][60:70, 5:9]
+
+
+def test_a_certificate_that_nobody_vouches_for(odd, tmp_path):
+    """The connection is refused, and what is asked for is named."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder(
+            name, name, key.public_key(), x509.random_serial_number(), now, now.replace(year=now.year + 1, day=1)
+        )
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (tmp_path / "both.pem").write_bytes(pem + made.public_bytes(serialization.Encoding.PEM))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "both.pem")
+    odd.server.socket = context.wrap_socket(odd.server.socket, server_side=True)
+    port = odd.server.server_address[1]
+    with pytest.raises(errors.StoreError, match=rf"https://localhost:{port}/c/meshtape\.json"):
+        mt.open_checkpoint(f"https://localhost:{port}/c")
+    assert odd.log == []
