@@ -1,30 +1,60 @@
 """The command line: ``meshtape demo | info | completion``, and the commands of the modules ``cli_*``.
 
-An error that a user can cause is one message and exit code 1, without a traceback; a wrong call is click's message and code 2.
+An error that a user can cause is one message and exit code 1, without a traceback; a wrong call is click's message and code 2; Ctrl-C is code 130.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from . import __version__, cli_look, cli_run
 from .cli_browse import browse
-from .cli_parts import JSON, examples
+from .cli_parts import JSON, Interrupted, examples
 from .cli_storage import COMMANDS
 from .errors import MeshtapeError
 
+INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
+
 
 class _Commands(click.Group):
-    """Turns meshtape's own errors into messages."""
+    """Turns meshtape's own errors, and those of the operating system, into messages."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            # A name that the terminal has no characters for is shown by their numbers.
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
-            return super().invoke(ctx)
+            found = super().invoke(ctx)
+            sys.stdout.flush()  # what could not be written is an error here, and not after the exit code
+            return found
         except MeshtapeError as e:
             raise click.ClickException(f"{type(e).__name__}: {e}") from None
+        except KeyboardInterrupt as e:
+            click.echo(f"\n{e if isinstance(e, Interrupted) else 'interrupted'}", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+        except OSError as e:
+            if e.errno == errno.EPIPE:  # who reads has read enough; click ends quietly
+                raise
+            _give_up_unwritten()
+            raise click.ClickException(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}") from None
+
+
+def _give_up_unwritten() -> None:
+    """What the standard output cannot take is tried once more when Python ends, and would be a second error there."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _console(stderr: bool = False) -> Any:

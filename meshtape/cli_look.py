@@ -98,11 +98,7 @@ def show(path: str, name: str, exact: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts, indent=2))
         return
-    rows = [
-        [what, visible(f"{value:.6g}" if isinstance(value, float) else str(value), 10**4)]
-        for what, value in facts.items()
-        if what != "name"
-    ]
+    rows = [[what, visible(_plain(what, value), 10**4)] for what, value in facts.items() if what != "name"]
     write([Column(""), Column("")], rows, title=visible(name, 10**4))
     if not stored.nbytes:
         return
@@ -111,6 +107,21 @@ def show(path: str, name: str, exact: bool, as_json: bool) -> None:
         click.echo(f"first values, {where}:")
     with np.printoptions(threshold=60, edgeitems=3, precision=4, suppress=True):
         click.echo(str(corner))
+
+
+def _plain(what: str, value: Any) -> str:
+    """A fact as people read it.
+
+    >>> _plain("bytes", 2048), _plain("quantiles", {"0.01": -1.5, "0.5": 0.25})
+    ('2,048 (2.0 KiB)', '1 %: -1.5   50 %: 0.25')
+    """
+    from .arrays.display import human_bytes
+
+    if what == "bytes":
+        return f"{value:,}" + (f" ({human_bytes(value)})" if value >= 1024 else "")
+    if isinstance(value, dict):
+        return "   ".join(f"{100 * float(q):g} %: {x:.6g}" for q, x in value.items())
+    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _corner(stored: Any) -> tuple[Any, str]:

@@ -8,6 +8,11 @@ import click
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Plain data instead of text.")
 
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what the user should know about the work that it stopped."""
+
+
 CHECKPOINT = click.Path()
 """A path or URL; the shell completes paths."""
 

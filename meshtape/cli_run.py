@@ -120,7 +120,7 @@ def run(
     began = time.monotonic()
     code = 1
     try:
-        with _client(scheduler, scheduler_file, local, security) as client:
+        with _client(scheduler, scheduler_file, local, security, home) as client:
             if client is not None:
                 _wait_for_workers(client, workers, wait)
                 _same_versions(client)
@@ -153,12 +153,17 @@ def _security(ca: str | None, cert: str | None, key: str | None) -> Any:
 
 
 @contextlib.contextmanager
-def _client(scheduler: str | None, scheduler_file: str | None, local: int | None, security: Any) -> Iterator[Any]:
+def _client(
+    scheduler: str | None, scheduler_file: str | None, local: int | None, security: Any, home: Path
+) -> Iterator[Any]:
     """A client of the cluster that the options name; None for a job in this process."""
     from .parallel.cluster import connect, local_cluster
 
     if local is not None:
-        with local_cluster(local) as client:
+        from .parallel import dashboard
+
+        with dashboard.mounted(str(home)), local_cluster(local) as client:
+            click.echo(f"watch it at {dashboard.address(client)}", err=True)
             yield client
         return
     if scheduler_file is not None:

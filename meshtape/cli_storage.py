@@ -1,7 +1,7 @@
 """Commands that check and change checkpoints: ``tree``, ``verify``, ``diff``, ``estimate``, ``merge``, ``convert``, ``reshard``.
 
 A checkpoint is a path or a URL everywhere. The exit code is 0 when all went well; 1 for an error, for damage, and for checkpoints that
-differ; 2 for a wrong call. What is printed goes to the standard output, progress to the standard error.
+differ; 2 for a wrong call; 130 where Ctrl-C ended it. What is printed goes to the standard output, progress to the standard error.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import Any
 import click
 
 from .arrays.display import human_bytes
-from .cli_parts import CHECKPOINT, JSON, dtype_names, each, examples
-
-PATIENCE = 10.0  # seconds that a scheduler may take to answer
+from .cli_parts import CHECKPOINT, JSON, Interrupted, dtype_names, each, examples
 
 
 def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -80,13 +78,28 @@ _TARGET = (
 
 
 def _selected(keys: tuple[str, ...], drop: tuple[str, ...], rules: str | None) -> dict[str, Any]:
-    import meshtape as mt
 
     return {
         "keys": list(keys) or None,
         "drop": list(drop) or None,
-        "rules": mt.Rules(Path(rules).read_text()) if rules else None,
+        "rules": _rules(rules) if rules else None,
     }
+
+
+def _rules(path: str) -> Any:
+    """The key rules of a file; errors name it."""
+    import meshtape as mt
+
+    from .errors import RuleSyntaxError
+
+    data = Path(path).read_bytes()
+    try:
+        return mt.Rules(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as e:
+        number = data[: e.start].count(b"\n") + 1
+        raise RuleSyntaxError(f"{path}: line {number}: not UTF-8 text") from None
+    except RuleSyntaxError as e:
+        raise RuleSyntaxError(f"{path}: {e}") from None
 
 
 class _Lines:
@@ -119,15 +132,9 @@ def _cluster(address: str | None) -> Iterator[Any]:
     if address is None:
         yield None
         return
-    from distributed import Client
+    from .parallel.cluster import connect
 
-    from .errors import SchedulerUnreachable
-
-    try:
-        client = Client(address, timeout=PATIENCE)
-    except (OSError, ValueError) as e:
-        raise SchedulerUnreachable(f"no Dask scheduler answered at {address}: {e}") from None
-    with client:
+    with connect(address) as client:
         yield client
 
 
@@ -170,19 +177,22 @@ def _write(
 ) -> Any:
     """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar."""
     with _cluster(scheduler) as client, _progress(title, not as_json) as progress:
-        return run(
-            src,
-            dst,
-            dtype=dtype,
-            prefix=prefix,
-            client=client,
-            threads=threads,
-            memory_limit=memory_limit << 20,
-            overwrite=overwrite,
-            progress=progress,
-            **_selected(keys, drop, rules),
-            **own,
-        )
+        try:
+            return run(
+                src,
+                dst,
+                dtype=dtype,
+                prefix=prefix,
+                client=client,
+                threads=threads,
+                memory_limit=memory_limit << 20,
+                overwrite=overwrite,
+                progress=progress,
+                **_selected(keys, drop, rules),
+                **own,
+            )
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted. What was written stays: the same command goes on with {dst}") from None
 
 
 def _tell(report: Any, as_json: bool, text: str) -> None:
@@ -216,8 +226,17 @@ def verify(path: str, as_json: bool) -> None:
 @click.argument("a", type=CHECKPOINT)
 @click.argument("b", type=CHECKPOINT)
 @each(_SELECTION)
+@click.option("--no-values", is_flag=True, help="Compare names, shapes and dtypes alone: reads the tables of contents.")
 @JSON
-def diff(a: str, b: str, keys: tuple[str, ...], drop: tuple[str, ...], rules: str | None, as_json: bool) -> None:
+def diff(
+    a: str,
+    b: str,
+    keys: tuple[str, ...],
+    drop: tuple[str, ...],
+    rules: str | None,
+    no_values: bool,
+    as_json: bool,
+) -> None:
     """Compare two checkpoints.
 
     Names, shapes, dtypes and values, whatever the formats. With --rules the names of A are written as in B first.
@@ -226,7 +245,7 @@ def diff(a: str, b: str, keys: tuple[str, ...], drop: tuple[str, ...], rules: st
     """
     from meshtape.storage import diff as compare  # mt.diff is the differences of an array
 
-    report = compare(a, b, **_selected(keys, drop, rules))
+    report = compare(a, b, values=not no_values, **_selected(keys, drop, rules))
     _tell(report, as_json, str(report))
     if not report.same:
         raise click.exceptions.Exit(1)

@@ -151,6 +151,11 @@ class Report:
         if not good:
             self.failures.append(f"{what}: {value}")
 
+    def judge(self) -> None:
+        """Raise :class:`DemoFailed` with all that does not hold."""
+        if self.failures:
+            raise DemoFailed("; ".join(self.failures))
+
 
 @contextlib.contextmanager
 def cluster(scheduler: str | None, workers: int) -> Iterator[Any]:
@@ -238,8 +243,7 @@ def run(
     report.add("seconds in all", f"{time.perf_counter() - started:.1f}")
     report.add("files", _near(home))
     _show(report, manager.latest(), file, console)
-    if report.failures:
-        raise DemoFailed("; ".join(report.failures))
+    report.judge()
     return report
 
 

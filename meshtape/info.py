@@ -38,6 +38,7 @@ def collect() -> dict[str, Any]:
 
     from .arrays._backends import cupy_backend
     from .arrays._core import COMPILED
+    from .arrays.native import AVAILABLE
     from .errors import BackendError
 
     try:
@@ -49,6 +50,7 @@ def collect() -> dict[str, Any]:
         "meshtape": mt.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "compiled core": COMPILED,
+        "native kernels": AVAILABLE,
         "devices": [str(d) for d in mt.devices()],
         "cuda": cuda,
         "packages": [
@@ -70,6 +72,8 @@ def show(console: Any) -> None:
     console.print(f"Python {facts['python']}", highlight=False, soft_wrap=True)
     core = "yes" if facts["compiled core"] else "no, the same in Python (a wheel built where a C compiler is has it)"
     console.print(f"compiled core: {core}", highlight=False, soft_wrap=True)
+    kernels = "yes" if facts["native kernels"] else "no, the same in NumPy (built with the core, by a C compiler)"
+    console.print(f"native kernels: {kernels}", highlight=False, soft_wrap=True)
     console.print(f"devices: {', '.join(facts['devices'])}", highlight=False, soft_wrap=True)
     if facts["cuda"] != "ready":
         console.print(f"CUDA: {facts['cuda']}", highlight=False, markup=False, soft_wrap=True)

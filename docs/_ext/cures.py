@@ -13,6 +13,7 @@ CURES = {
     "DeviceError": "Move one side with `x.to_device(...)`; `mt.devices()` lists what is here.",
     "ArrayIndexError": "Compare the index with `x.shape`. Clip index arrays yourself where outside values are meant.",
     "TracedValueError": "Take the `float(...)`, `if` or `np.asarray` out of the compiled function, use `mt.where`, or pass the value as a static argument.",
+    "DonatedArrayError": "Go on with what the compiled function returned; pass a copy where the old array is needed, or leave it out of `donate=`.",
     "BackendError": "Install what the message names, such as `pip install 'meshtape[cuda13]'`; `meshtape info` shows what is missing.",
     "GradientError": "Make the result a scalar (`mt.sum`, `mt.mean`) or give a seed; watch the input, and make it floating.",
     "AnomalyError": "Look at the call and line it names: a logarithm or division of zero, an overflow. Guard the input, not the result.",
@@ -44,6 +45,6 @@ CURES = {
     "RuleSyntaxError": "Look at the caret; the grammar is in the guide to key rules.",
     "RuleMatchError": "Take one of the nearest keys that it names, or mark the rule `optional()`.",
     "RuleConflict": "Give each target one rule, and drop nothing that another rule reads.",
-    "StoreError": "Check credentials, region and endpoint in the environment; a store that failed for a moment was tried again already.",
-    "StorageFull": "Free as much as it names, or save elsewhere; nothing was written.",
+    "StoreError": "Of a URL: check credentials, region and endpoint in the environment; a store that failed for a moment was tried again already. Of a path: check its permissions, its mount and its disk; what was there before is whole.",
+    "StorageFull": "Free as much as it names, or save elsewhere. What was there before is whole; a merge, convert or reshard goes on where it stopped.",
 }

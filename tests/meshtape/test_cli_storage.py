@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import dask
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -147,15 +148,17 @@ def test_json_is_json_for_every_command(deep: Path, tmp_path: Path) -> None:
         assert strict(out.stdout)
 
 
-def test_exit_codes(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshtape.cli_storage.PATIENCE", 0.5)
+def test_exit_codes(deep: Path, tmp_path: Path) -> None:
     assert call("ls", str(deep)).exit_code == 0
     assert call("ls", str(tmp_path / "nothing")).exit_code == 1
     assert call("tree", "s3://user:hush@bucket/x").exit_code == 1
     assert "hush" not in call("tree", "s3://user:hush@bucket/x").output
     assert call("reshard", str(deep), str(tmp_path / "r")).exit_code == 2
     assert call("merge", str(deep)).exit_code == 2
-    assert call("merge", str(deep), str(tmp_path / "m"), "--scheduler", "tcp://127.0.0.1:9").exit_code == 1
+    with dask.config.set({"meshtape.timeouts.connect": 0.5}):
+        nobody = call("merge", str(deep), str(tmp_path / "m"), "--scheduler", "tcp://127.0.0.1:9")
+    assert nobody.exit_code == 1
+    assert "no Dask scheduler answers at tcp://127.0.0.1:9" in nobody.output
 
 
 def test_progress_is_plain_lines_in_a_pipe(deep: Path, tmp_path: Path) -> None:

@@ -92,7 +92,18 @@ def test_a_missing_package_is_said_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_result_that_is_too_bad_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_hold_fails() -> None:
+    report = demo.Report()
+    report.add("a fact", "1")
+    report.check("test accuracy", True, "0.97")
+    report.judge()
+    report.check("test accuracy", False, "0.5")
+    with pytest.raises(demo.DemoFailed, match=r"test accuracy: 0\.5$"):
+        report.judge()
+
+
+@pytest.mark.slow
+def test_a_run_whose_result_is_too_bad_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "WANTED_ACCURACY", 1.1)
     with pytest.raises(demo.DemoFailed, match="accuracy"):
         demo.run(directory=tmp_path, epochs=1)

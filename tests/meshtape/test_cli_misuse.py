@@ -1,0 +1,212 @@
+"""The commands of storage as people use them: odd names, odd terminals, pipes, Ctrl-C, mistakes."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import meshtape as mt
+from meshtape.cli import main
+
+W = np.arange(24, dtype=np.float32).reshape(4, 6)
+ODD = "a b ü 日本/it's $HOME; #1"
+
+
+def call(*args: str, **environment: str) -> Result:
+    return CliRunner().invoke(main, list(args), env={"COLUMNS": "160", **environment})
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, its export and an array, all with names that a shell would have to quote."""
+    home = tmp_path_factory.mktemp("odd")
+    mt.save(home / ODD, {"params": {"w": W, "ñame with space": np.ones(3)}, "step": 4}, step=4)
+    mt.merge(home / ODD, home / "hf ü")
+    return home
+
+
+COMMANDS = {
+    "ls": lambda c, hf, out: ["ls", c],
+    "show": lambda c, hf, out: ["show", c, "params.ñame with space"],
+    "tree": lambda c, hf, out: ["tree", c],
+    "verify": lambda c, hf, out: ["verify", c],
+    "diff": lambda c, hf, out: ["diff", c, hf, "--keys", "params.*"],
+    "estimate": lambda c, hf, out: ["estimate", c, "--mesh", "m=2", "--shard", "params.w:m=0"],
+    "merge": lambda c, hf, out: ["merge", c, out],
+    "convert": lambda c, hf, out: ["convert", hf, out, "--format", "zarr"],
+    "reshard": lambda c, hf, out: ["reshard", c, out, "--mesh", "m=2", "--shard", "params.*:m=0"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_takes_odd_names_and_gives_data(command: str, held: Path, tmp_path: Path) -> None:
+    args = COMMANDS[command](str(held / ODD), str(held / "hf ü"), str(tmp_path / ODD))
+    plain = call(*args)
+    assert plain.exit_code == 0, plain.output
+    data = call(*args, "--json", *(["--overwrite"] if command in ("merge", "convert", "reshard") else []))
+    assert data.exit_code == 0, data.output
+    assert data.stderr == ""
+    assert json.loads(data.stdout)
+    if command in ("merge", "convert", "reshard"):
+        assert np.array_equal(np.asarray(mt.open_checkpoint(tmp_path / ODD)["params.w"]), W)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("place", "match"),
+    [
+        ("nothing", "NotACheckpoint: .*nothing: no such file or directory"),
+        ("program", "is a program file"),
+        ("text", "is not a safetensors file"),
+        ("s3://KEY:hush-hush@bucket/x", "credentials come from the environment"),
+        ("https://me:hush-hush@host/x?signature=hush-hush", "credentials come from the environment"),
+        ("ftp://host/x", "known are s3://"),
+    ],
+)
+def test_what_is_no_checkpoint(command: str, place: str, match: str, held: Path, tmp_path: Path) -> None:
+    mt.save_program(tmp_path / "program", lambda x: x, mt.ones(2))
+    (tmp_path / "text").write_text("plain text, and more of it")
+    where = place if "://" in place else str(tmp_path / place)
+    args = [where if a == str(held / ODD) else a for a in COMMANDS[command](str(held / ODD), str(held / ODD), "out")]
+    done = call(*args, HOME=str(tmp_path))
+    assert done.exit_code == 1
+    assert re.search(match, done.stderr)
+    assert done.stdout == ""
+    assert "hush" not in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (b"params.w -> w\n# a remark\nparams.b => q\n", r"names.rules: line 3, column 10: expected '->'.*\n  params.b"),
+        (b"\n\nparams.zz -> q\n", r"'params.zz' matches no key[^$]*params.zz -> q   \(line 3\)\nnearest keys"),
+        (b"params.w -> w\nparams.w -> w\n", r"\(line 1\)\nand by\n  params.w -> w   \(line 2\)"),
+        (b"params.w -> w\nparams.w -> v, reshape(shape=[5, 5])\n", r"reshape[^$]*\(line 2\)"),
+        (b"params.w -> w\n\xff\n", r"names.rules: line 2: not UTF-8"),
+        (b"params.w -> w, frobnicate()\n", r"names.rules: line 1, column 16"),
+    ],
+)
+def test_mistakes_in_rules_are_shown_with_file_and_line(text: bytes, match: str, held: Path, tmp_path: Path) -> None:
+    (tmp_path / "names.rules").write_bytes(text)
+    for command in ("merge", "diff"):
+        done = call(command, str(held / ODD), str(held / "hf ü"), "--rules", str(tmp_path / "names.rules"), "--overwrite" if command == "merge" else "--json")  # fmt: skip
+        assert done.exit_code == 1
+        assert re.search(match, done.stderr), done.stderr
+        assert "Traceback" not in done.stderr
+    (tmp_path / "names.rules").write_bytes(b"\xef\xbb\xbf# from an editor of another system\r\nparams.w -> w\r\n")
+    done = call("merge", str(held / ODD), str(tmp_path / "out"), "--rules", str(tmp_path / "names.rules"))
+    assert done.exit_code == 0, done.output
+    assert "w" in mt.open_checkpoint(tmp_path / "out")
+
+
+def meshtape(*args: str, **options: Any) -> subprocess.Popen[Any]:
+    environment = {**os.environ, **options.pop("environment", {})}
+    return subprocess.Popen([sys.executable, "-m", "meshtape", *args], env=environment, **options)
+
+
+def test_pipes_full_disks_and_terminals_without_our_characters(held: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "TERM": "dumb", "COLUMNS": "1"}
+    args = ("ls", str(held / ODD))
+    running = [meshtape(*args, environment=ascii_only, stdout=subprocess.PIPE, stderr=subprocess.PIPE)]
+    reader, writer = os.pipe()
+    os.close(reader)  # who reads has gone
+    running.append(meshtape(*args, stdout=writer, stderr=subprocess.PIPE))
+    os.close(writer)
+    if Path("/dev/full").exists():
+        with Path("/dev/full").open("wb") as full:
+            running.append(meshtape(*args, stdout=full, stderr=subprocess.PIPE))
+    (out, err), *others = [p.communicate(timeout=200) for p in running]
+    assert (running[0].returncode, err) == (0, b"")
+    assert rb"params.\xf1ame with space" in out
+    assert (running[1].returncode, others[0][1]) == (1, b"")
+    if len(running) > 2:
+        assert running[2].returncode == 1
+        assert b"Traceback" not in others[1][1]
+        assert b"No space left on device" in others[1][1]
+
+
+class _Halting(http.server.ThreadingHTTPServer):
+    """Serves files; the request ``stop_at`` for a file's bytes waits until it is told to go on."""
+
+    daemon_threads = True
+
+    def __init__(self, root: Path, stop_at: int) -> None:
+        self.reached, self.go_on, self.number = threading.Event(), threading.Event(), 0
+        halting = self
+
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args, directory=str(root))
+
+            def do_GET(self) -> None:
+                data = Path(self.translate_path(self.path)).read_bytes()
+                asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["range"])
+                assert asked is not None
+                a, b = int(asked[1]), min(int(asked[2]), len(data) - 1)
+                if self.path.endswith(".safetensors") and a:
+                    halting.number += 1
+                    if halting.number == stop_at:
+                        halting.reached.set()
+                        halting.go_on.wait(200)
+                self.send_response_only(206)
+                self.send_header("Content-Range", f"bytes {a}-{b}/{len(data)}")
+                self.send_header("Last-Modified", "Sun, 22 Nov 2026 00:00:00 GMT")
+                self.send_header("Content-Length", str(b + 1 - a))
+                self.end_headers()
+                self.wfile.write(data[a : b + 1])
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that was interrupted
+
+
+def test_ctrl_c_in_the_middle_of_a_merge(tmp_path: Path) -> None:
+    """It says that the same command goes on, and the same command goes on."""
+    pytest.importorskip("obstore")
+    mt.save(tmp_path / "c", {f"k{i}": np.full(30_000, i, "f4") for i in range(4)})
+    mt.merge(tmp_path / "c", tmp_path / "served")
+    server = _Halting(tmp_path, 3)
+    try:
+        source = f"http://127.0.0.1:{server.server_address[1]}/served"
+        command = ("merge", source, str(tmp_path / "out"), "--threads", "1", "--memory-limit", "1")
+        with meshtape(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+            assert server.reached.wait(200)
+            running.send_signal(signal.SIGINT)
+            server.go_on.set()
+            out, err = running.communicate(timeout=200)
+        assert running.returncode == 130, err
+        assert "interrupted. What was written stays: the same command goes on" in err
+        assert "Traceback" not in err
+        assert out == ""
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "out.part", "served"]
+        done = call(*command)
+        assert done.exit_code == 0, done.output
+        first = re.match(r"merging: (\S+ \S+) of", done.stderr)
+        assert first is not None
+        assert first[1] != "0 B"
+        assert mt.storage.diff(tmp_path / "c", tmp_path / "out").same
+        assert not (tmp_path / "out.part").exists()
+    finally:
+        server.go_on.set()
+        server.shutdown()
+        server.server_close()
