@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ._op import composite
-from .creation import asarray
+from .creation import asarray, inexact
 from .elementwise import abs, clip, expm1, logaddexp, relu, sigmoid, tanh, where
 from .errors import ShapeError
-from .manipulation import astype, moveaxis
+from .manipulation import moveaxis
 
 if TYPE_CHECKING:
     from ._array import Array
-
-
-def _real(x: Any) -> Array:
-    x = asarray(x)
-    return astype(x, np.float64) if x.dtype.kind in "biu" else x
 
 
 @composite("softplus")
@@ -31,7 +24,7 @@ def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
     """
     if not beta > 0:
         raise ValueError(f"[softplus] beta must be positive, got {beta}")
-    x = _real(x)
+    x = inexact(x)
     return logaddexp(x, 0.0) if beta == 1 else logaddexp(x * beta, 0.0) / beta
 
 
@@ -43,7 +36,7 @@ def log_sigmoid(x: Any, /) -> Array:
     >>> mt.nn.log_sigmoid(mt.asarray([-1000.0, 1000.0]))
     Array([-1000.,    -0.], dtype=float64)
     """
-    return -softplus(-_real(x))
+    return -softplus(-inexact(x))
 
 
 @composite("elu")
@@ -54,7 +47,7 @@ def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
     >>> mt.nn.elu(mt.asarray([-1.0, 2.0]))
     Array([-0.63212056,  2.        ], dtype=float64)
     """
-    x = _real(x)
+    x = inexact(x)
     # The branch that is not taken must not overflow: infinity times a zero cotangent is NaN.
     return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x)))
 
@@ -78,7 +71,7 @@ def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
     >>> mt.nn.celu(mt.asarray([-1.0, 2.0]), alpha=2.0)
     Array([-0.78693868,  2.        ], dtype=float64)
     """
-    x = _real(x)
+    x = inexact(x)
     return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x) / alpha))
 
 
@@ -90,7 +83,7 @@ def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
     >>> mt.nn.leaky_relu(mt.asarray([-1.0, 2.0]))
     Array([-0.01,  2.  ], dtype=float64)
     """
-    x = _real(x)
+    x = inexact(x)
     return where(x > 0, x, negative_slope * x)
 
 
@@ -124,7 +117,7 @@ def hard_sigmoid(x: Any, /) -> Array:
     >>> mt.nn.hard_sigmoid(mt.asarray([-4.0, 0.0]))
     Array([0. , 0.5], dtype=float64)
     """
-    return relu6(_real(x) + 3.0) / 6.0
+    return relu6(inexact(x) + 3.0) / 6.0
 
 
 @composite("hard_silu")
@@ -135,7 +128,7 @@ def hard_silu(x: Any, /) -> Array:
     >>> mt.nn.hard_silu(mt.asarray([-4.0, 3.0]))
     Array([-0.,  3.], dtype=float64)
     """
-    x = _real(x)
+    x = inexact(x)
     return x * hard_sigmoid(x)
 
 
@@ -147,7 +140,7 @@ def mish(x: Any, /) -> Array:
     >>> mt.nn.mish(mt.asarray([0.0, 1.0]))
     Array([0.        , 0.86509839], dtype=float64)
     """
-    x = _real(x)
+    x = inexact(x)
     return x * tanh(softplus(x))
 
 
@@ -159,7 +152,7 @@ def softsign(x: Any, /) -> Array:
     >>> mt.nn.softsign(mt.asarray([-1.0, 3.0]))
     Array([-0.5 ,  0.75], dtype=float64)
     """
-    x = _real(x)
+    x = inexact(x)
     return x / (1.0 + abs(x))
 
 
@@ -171,7 +164,7 @@ def glu(x: Any, /, *, axis: int = -1) -> Array:
     >>> mt.nn.glu(mt.asarray([2.0, 0.0]))
     Array([1.], dtype=float64)
     """
-    x = moveaxis(_real(x), axis, -1)
+    x = moveaxis(inexact(x), axis, -1)
     half, odd = divmod(x.shape[-1], 2)
     if odd:
         raise ShapeError(f"[glu] axis {axis} is cut in halves, and its length {x.shape[-1]} is odd")

@@ -160,6 +160,12 @@ def wrap_same(x: Array) -> Array:
     return apply(ALIAS, (x,))
 
 
+def inexact(x: Any) -> Array:
+    """``x`` as an Array; integers and booleans as float64, in which functions of real numbers take them."""
+    x = asarray(x)
+    return x.astype(np.float64) if x.dtype.kind in "biu" else x
+
+
 def beside(x: Array) -> Device | None:
     """Where new arrays go that will meet ``x`` in an op: its device; None (anywhere) where it is traced or split."""
     return None if isinstance(x._buf, Deferred) else x.device

@@ -116,11 +116,9 @@ def gradient(
     >>> mt.gradient(mt.asarray([0.0, 1.0, 9.0]), mt.asarray([0.0, 1.0, 3.0]), edge_order=2)
     Array([0., 2., 6.], dtype=float64)
     """
-    from .creation import asarray
-    from .manipulation import astype
+    from .creation import inexact
 
-    x = asarray(x)
-    x = astype(x, np.float64) if x.dtype.kind in "biu" else x
+    x = inexact(x)
     sorted_axes = _infer.normalize_axis("gradient", axis, x.ndim)
     axes = sorted_axes if axis is None or np.ndim(axis) == 0 else [int(a) % x.ndim for a in axis]
     if edge_order not in (1, 2):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._op import composite
-from .creation import asarray
+from .creation import asarray, inexact
 from .elementwise import abs, logaddexp, minimum, square
 from .errors import DTypeError, ShapeError
 from .linalg import vector_norm
@@ -28,7 +28,7 @@ def _pair(name: str, predictions: Any, targets: Any) -> tuple[Array, Array, np.d
     if x.shape != y.shape:
         # Broadcasting would compare each prediction with each target, the commonest mistake with a loss.
         raise ShapeError(f"[{name}] predictions {x.shape} and targets {y.shape} must have one shape")
-    x = astype(x, np.float64) if x.dtype.kind in "biu" else x
+    x = inexact(x)
     if x.dtype.kind == "c":
         raise DTypeError(f"[{name}] predictions must be real, got {x.dtype.name}")
     wide = np.dtype(np.float32) if x.dtype.itemsize <= 2 else x.dtype

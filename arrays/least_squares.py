@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from . import _infer
-from ._dispatch import as_array
+from ._dispatch import Deferred, as_array
 from ._op import composite
 from .elementwise import abs, square
 from .errors import ShapeError
@@ -70,14 +70,8 @@ def lstsq(a: Any, b: Any, /, *, rcond: float | None = None) -> LstsqResult:
     squares = square(abs(matmul(a, x) - b))
     left = sum(squares if b.ndim == 2 else squares[:, None], axis=0)
     # How many residuals there are depends on the rank; a traced one is taken to be full.
-    full = m > n and (bool(rank == n) if _known(rank) else True)
+    full = m > n and (isinstance(rank._buf, Deferred) or bool(rank == n))
     return LstsqResult(x, left if full else left[:0], rank, s)
-
-
-def _known(x: Array) -> bool:
-    from ._dispatch import Deferred
-
-    return not isinstance(x._buf, Deferred)
 
 
 def norm(

@@ -9,17 +9,12 @@ import numpy as np
 
 from .. import elementwise as ew
 from .._op import composite
-from ..creation import asarray
+from ..creation import asarray, inexact
 from ..cumulative import cumulative_sum, diff
 from ..elementwise import where
 
 if TYPE_CHECKING:
     from .._array import Array
-
-
-def _floating(x: Any) -> Array:
-    x = asarray(x)
-    return x.astype(np.float64) if x.dtype.kind in "biu" else x
 
 
 def round(x: Any, /, decimals: int = 0) -> Array:
@@ -51,7 +46,7 @@ def exp2(x: Any, /) -> Array:
     >>> mt.exp2(mt.asarray([0.0, 3.0]))
     Array([1., 8.], dtype=float64)
     """
-    x = _floating(x)
+    x = inexact(x)
     return ew.pow(np.asarray(2, x.dtype), x)
 
 
@@ -63,7 +58,7 @@ def cbrt(x: Any, /) -> Array:
     >>> mt.cbrt(mt.asarray([-8.0, 27.0]))
     Array([-2.,  3.], dtype=float64)
     """
-    x = _floating(x)
+    x = inexact(x)
     zero = x == 0
     size = where(zero, 1, ew.abs(x))  # the slope of a power is not finite at 0
     root = size ** (1 / 3)
@@ -79,7 +74,7 @@ def deg2rad(x: Any, /) -> Array:
     >>> mt.deg2rad(mt.asarray(180.0))
     Array(3.14159265, dtype=float64)
     """
-    return _floating(x) * (math.pi / 180)
+    return inexact(x) * (math.pi / 180)
 
 
 @composite("rad2deg")
@@ -90,7 +85,7 @@ def rad2deg(x: Any, /) -> Array:
     >>> mt.rad2deg(mt.asarray(mt.pi))
     Array(180., dtype=float64)
     """
-    return _floating(x) * (180 / math.pi)
+    return inexact(x) * (180 / math.pi)
 
 
 radians, degrees = deg2rad, rad2deg
@@ -103,7 +98,7 @@ def fabs(x: Any, /) -> Array:
     >>> mt.fabs(mt.asarray([-1, 2]))
     Array([1., 2.], dtype=float64)
     """
-    return ew.abs(_floating(x))
+    return ew.abs(inexact(x))
 
 
 def float_power(x: Any, y: Any, /) -> Array:
@@ -139,7 +134,7 @@ def modf(x: Any, /) -> tuple[Array, Array]:
     >>> mt.modf(mt.asarray(-1.5))
     (Array(-0.5, dtype=float64), Array(-1., dtype=float64))
     """
-    x = _floating(x)
+    x = inexact(x)
     whole = ew.trunc(x)
     return ew.copysign(where(ew.isinf(x), 0, x - where(ew.isinf(x), 0, whole)), x), whole
 
@@ -152,7 +147,7 @@ def ldexp(x: Any, n: Any, /) -> Array:
     >>> mt.ldexp(mt.asarray([1.0, 3.0]), 2)
     Array([ 4., 12.], dtype=float64)
     """
-    x = _floating(x)
+    x = inexact(x)
     return x * exp2(asarray(n).astype(x.dtype))
 
 
@@ -164,7 +159,7 @@ def heaviside(x: Any, at_zero: Any, /) -> Array:
     >>> mt.heaviside(mt.asarray([-1.0, 0.0, 2.0]), 0.5)
     Array([0. , 0.5, 1. ], dtype=float64)
     """
-    x = _floating(x)
+    x = inexact(x)
     out = where(x < 0, np.asarray(0, x.dtype), where(x == 0, at_zero, np.asarray(1, x.dtype)))
     return where(ew.isnan(x), x, out)
 
@@ -177,7 +172,7 @@ def sinc(x: Any, /) -> Array:
     >>> mt.sinc(mt.asarray([0.0, 0.5]))
     Array([1.        , 0.63661977], dtype=float64)
     """
-    x = _floating(x)
+    x = inexact(x)
     zero = x == 0
     y = math.pi * where(zero, 1, x)
     near = 1 - (math.pi * x) ** 2 / 6  # what the slopes at zero are of
@@ -193,7 +188,7 @@ def logaddexp2(x: Any, y: Any, /) -> Array:
     Array(1001., dtype=float64)
     """
     ln2 = math.log(2)
-    return ew.logaddexp(_floating(x) * ln2, _floating(y) * ln2) / ln2
+    return ew.logaddexp(inexact(x) * ln2, inexact(y) * ln2) / ln2
 
 
 @composite("nan_to_num")
@@ -225,7 +220,7 @@ def angle(z: Any, /, deg: bool = False) -> Array:
     >>> mt.angle(mt.asarray([1.0, 1j, -1.0]), deg=True)
     Array([  0.,  90., 180.], dtype=float64)
     """
-    z = _floating(z)
+    z = inexact(z)
     out = ew.atan2(ew.imag(z), ew.real(z)) if z.dtype.kind == "c" else ew.atan2(ew.abs(z) * 0, z)
     return rad2deg(out) if deg else out
 
@@ -240,7 +235,7 @@ def unwrap(x: Any, /, discont: float | None = None, axis: int = -1, *, period: f
     """
     from ..manipulation import concat, moveaxis
 
-    x = moveaxis(_floating(x), axis, -1)
+    x = moveaxis(inexact(x), axis, -1)
     step = diff(x)
     low = -period / 2
     turned = ew.remainder(step - low, period) + low
@@ -317,4 +312,4 @@ def rint(x: Any, /) -> Array:
     >>> mt.rint(mt.asarray([0.5, 1.6]))
     Array([0., 2.], dtype=float64)
     """
-    return ew.round(_floating(x))
+    return ew.round(inexact(x))

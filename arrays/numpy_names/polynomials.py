@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import linalg
 from .._op import composite
-from ..creation import asarray, zeros
+from ..creation import asarray, inexact, zeros
 from ..curves import convolve, diag
 from ..errors import ShapeError
 from ..manipulation import concat
@@ -56,7 +56,7 @@ def polyfit(x: Any, y: Any, deg: int, /, *, w: Any = None) -> Array:
         raise ShapeError(f"[polyfit] x is a vector and y has as many rows, got shapes {x.shape} and {y.shape}")
     if deg < 0:
         raise ValueError(f"[polyfit] the degree must not be negative, got {deg}")
-    x = x.astype(np.float64) if x.dtype.kind in "biu" else x
+    x = inexact(x)
     left, right = vander(x, deg + 1), y.astype(x.dtype) if y.dtype.kind in "biu" else y
     if w is not None:
         w = asarray(w)
@@ -140,6 +140,6 @@ def roots(p: Any, /) -> Array:
     p = _coefficients("roots", p)
     if p.size < 2:
         return zeros(0)
-    p = p.astype(np.float64) if p.dtype.kind in "biu" else p
+    p = inexact(p)
     companion = diag(np.ones(p.size - 2, p.dtype), -1)
     return linalg.eigvals(companion.at[0].set(-p[1:] / p[0]))

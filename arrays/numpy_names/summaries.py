@@ -11,7 +11,7 @@ import numpy as np
 from .. import statistics
 from .._dispatch import Deferred
 from .._op import composite
-from ..creation import asarray
+from ..creation import asarray, inexact
 from ..cumulative import cumulative_prod, cumulative_sum
 from ..elementwise import clip, conj, floor, isnan, real, sqrt, where
 from ..errors import DTypeError, ShapeError
@@ -128,10 +128,9 @@ def cov(
     """
 
     def variables(v: Any) -> Array:
-        v = asarray(v)
+        v = inexact(v)
         if v.ndim > 2:
             raise ShapeError(f"[cov] takes vectors and matrices, got shape {v.shape}")
-        v = v.astype(np.float64) if v.dtype.kind in "biu" else v
         # A vector is one variable either way.
         return reshape(v, (1, -1)) if v.ndim < 2 else v if rowvar else v.mT
 
@@ -301,8 +300,7 @@ def nanquantile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False)
     from .. import _infer
     from ..reductions import any
 
-    x, q = asarray(x), asarray(q)
-    x = x.astype(np.float64) if x.dtype.kind in "biu" else x
+    x, q = inexact(x), asarray(q)
     if x.dtype.kind == "c":
         raise DTypeError(f"[nanquantile] complex numbers have no order, got {x.dtype}")
     if bool(any((q < 0) | (q > 1))):
