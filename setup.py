@@ -19,8 +19,14 @@ from setuptools.command.build_ext import build_ext
 
 # Module and folder; a .pxd beside the source names the fields that compiled code reads at a fixed place.
 COMPILED = {
-    "meshtape.arrays": ("arrays", ("_core", "_dispatch", "_direct", "_operators", "reductions")),
-    "meshtape.autodiff": ("autodiff", ("recipe", "recording", "backward", "executable")),
+    "meshtape.arrays": (
+        "arrays",
+        ("_core", "_dispatch", "_direct", "_operators", "losses", "products", "reductions", "tree"),
+    ),
+    "meshtape.autodiff": (
+        "autodiff",
+        ("recipe", "recording", "backward", "executable", "gradients", "signature", "tape"),
+    ),
 }
 
 KERNELS = Extension(

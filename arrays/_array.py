@@ -114,6 +114,8 @@ class Array(Value, Methods, Protocols):
     def __iter__(self) -> Iterator[Array]:
         if not self.shape:
             raise TypeError("iteration over a 0-d array")
+        if isinstance(self._buf, Deferred):
+            return self._buf.elements(self)
         return (self[i] for i in range(self.shape[0]))
 
     # ----- values -----------------------------------------------------------------------------------------------------

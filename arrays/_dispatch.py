@@ -8,7 +8,7 @@ and Python scalars with nothing recording, is one loop and one call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -89,6 +89,10 @@ class Deferred:
     def concrete(self) -> np.ndarray:
         """The value as a NumPy array, computed now if need be."""
         raise TypeError(f"{type(self).__name__} has no value")
+
+    def elements(self, x: Array) -> Iterator[Array]:
+        """What ``for v in x`` gives, where this is the buffer of ``x``, which has a dimension."""
+        return (x[i] for i in range(self.shape[0]))
 
 
 _array_type: type[Array]

@@ -184,13 +184,14 @@ def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def wrap(fn: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fn)
         def inner(*args: P.args, **kwargs: P.kwargs) -> R:
-            if state.origin is not None:
+            now = state.now
+            if now.origin is not None:
                 return fn(*args, **kwargs)
-            state.origin = name
+            now.origin = name
             try:
                 return fn(*args, **kwargs)
             finally:
-                state.origin = None
+                now.origin = None
 
         return inner
 

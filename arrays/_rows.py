@@ -13,6 +13,9 @@ from .reductions import _is_low_precision
 
 # Rows are handled in blocks of about this many elements: operands, result and scratch of a block fit in a second-level cache.
 BLOCK = 32768
+# Above so many elements OpenBLAS updates a matrix with several threads. Those are SciPy's, beside NumPy's own, which still spin after
+# a product of matrices: waiting for them takes milliseconds where the update takes microseconds.
+ONE_THREAD = 8192
 
 
 def wide(dtype: np.dtype) -> np.dtype:
@@ -113,9 +116,13 @@ def _rank_one_update(char: str) -> Callable[..., Any]:
 def add_outer(xp: Any, out: Any, column: Any, row: Any) -> None:
     """``out += column * row`` in place, for a block of two dimensions: what broadcasting costs NumPy three passes is one of BLAS."""
     # Small blocks gain nothing, and must not load SciPy.
-    if xp is np and out.dtype.char in "fd" and out.size >= 4096:
-        # The transposed block has the memory order that BLAS knows, and is written to in place.
-        _rank_one_update(out.dtype.char)(1.0, row, column, a=out.T, overwrite_a=True)
+    rows, width = out.shape
+    if xp is np and out.dtype.char in "fd" and out.size >= 4096 and width <= ONE_THREAD:
+        update = _rank_one_update(out.dtype.char)
+        step = ONE_THREAD // width
+        for i in range(0, rows, step):
+            # The transposed block has the memory order that BLAS knows, and is written to in place.
+            update(1.0, row, column[i : i + step], a=out[i : i + step].T, overwrite_a=True)
     else:
         out += column[:, None] * row
 

@@ -49,7 +49,8 @@ def array_html(x: Array) -> str:
     rows = [("shape", str(x.shape)), ("dtype", x.dtype.name), ("bytes", human_bytes(x.nbytes))]
     rows.append(("sharding", str(x.sharding)) if x.sharding is not None else ("device", str(x.device)))
     table = "".join(
-        f"<tr><th style='text-align:left'>{k}</th><td style='text-align:left'>{escape(v)}</td></tr>" for k, v in rows
+        f"<tr><th style='text-align:left;padding-right:1em'>{k}</th><td style='text-align:left'>{escape(v)}</td></tr>"
+        for k, v in rows
     )
     draw = getattr(x._buf, "blocks_html", None)
     picture = draw() if draw is not None else ""

@@ -55,6 +55,10 @@ class TracedValueError(MeshtapeError, TypeError):
     """A concrete value was asked of an array that only stands for a value (inside ``mt.compile``)."""
 
 
+class NondeterministicError(MeshtapeError, ValueError):
+    """A function was traced twice and gave two programs: it draws random numbers or reads a clock, beside ``mt.random``."""
+
+
 class DonatedArrayError(MeshtapeError, RuntimeError):
     """An array whose memory was given to a compiled function (``mt.compile(…, donate=…)``) is used again."""
 

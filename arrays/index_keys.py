@@ -241,6 +241,29 @@ def numpy_key(template: Template, arrays: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(key)
 
 
+def slots(template: Template) -> int:
+    """How many index arrays a template has places for."""
+    return sum(isinstance(p, Slot) for p in template)
+
+
+def key_text(template: Template, arrays: Sequence[str]) -> str:
+    """What stands between the brackets, as Python writes it; ``arrays`` names the index arrays.
+
+    >>> key_text((Span(2, 5, None), Span(None, None, -2), None, 3, Slot(0)), ["ids"])
+    '2:5, ::-2, None, 3, ids'
+    """
+    parts = []
+    for p in template:
+        if isinstance(p, Span):
+            start, stop, step = ("" if n is None else str(n) for n in p)
+            parts.append(f"{start}:{stop}" + (f":{step}" if step else ""))
+        elif isinstance(p, Slot):
+            parts.append(arrays[p.n])
+        else:
+            parts.append("..." if isinstance(p, Gap) else str(p.value) if isinstance(p, Truth) else str(p))
+    return ", ".join(parts) or "()"
+
+
 def is_basic(template: Template) -> bool:
     """Whether no index array is in it: the result is a view, and no element is read twice."""
     return not any(isinstance(p, Slot | Truth) for p in template)

@@ -100,7 +100,9 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
     if isinstance(labels._buf, Deferred) or labels.size == 0:
         return
     buf = labels._buf
-    if buf.min() >= 0 and buf.max() < classes:
+    # Seen without their sign, negative labels are the largest: one look for the two ends.
+    seen = buf.view(f"u{buf.dtype.itemsize}") if buf.dtype.kind == "i" else buf
+    if (np.maximum.reduce(seen, axis=None) if type(seen) is np.ndarray else seen.max()) < classes:
         return
     wrong = (buf < 0) | (buf >= classes)
     if ignore_index is not None and not (labels.dtype.kind == "u" and ignore_index < 0):

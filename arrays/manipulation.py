@@ -100,6 +100,8 @@ def astype(
     >>> mt.astype(x, mt.float8_e4m3fn).tolist(), mt.astype(x, mt.float8_e4m3fn, saturate=True).tolist()
     ([448.0, nan, nan], [448.0, 448.0, 448.0])
     """
+    if not copy and device is None and getattr(getattr(x, "_buf", None), "dtype", None) is dtype:
+        return x
     dtype = as_dtype(dtype, "astype")
     if device is None and not saturate:
         buf = buffer(x)

@@ -82,7 +82,18 @@ class Entry(NamedTuple):
     def __str__(self) -> str:
         outs = ", ".join(f"%{v}" for v in self.outputs)
         args = [f"%{v}" if isinstance(v, int) else str(v) for v in self.inputs]
-        args += [f"{k}={_param_text(v)}" for k, v in self.params.items()]
+        params = {k: _param_text(v) for k, v in self.params.items()}
+        if "template" in params:
+            from .index_keys import key_text, slots  # reads programs
+
+            template = self.params["template"]
+            arrays = args[len(args) - slots(template) :]
+            key = f"[{key_text(template, arrays)}]"
+            args = args[: len(args) - len(arrays)]
+            if self.op.name == "getitem":
+                return f"{outs} = {args[0]}{key}"
+            params = {("at" if k == "template" else k): key if k == "template" else v for k, v in params.items()}
+        args += [f"{k}={v}" for k, v in params.items()]
         return f"{outs} = {self.op.name}({', '.join(args)})"
 
 

@@ -21,23 +21,46 @@ from typing import Any
 Path = tuple[str | int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class TreeDef:
     """Structure of a tree without its leaves; hashable and comparable.
 
     ``kind`` is ``"leaf"``, ``"none"``, ``"dict"``, ``"list"``, ``"tuple"``, ``"namedtuple"`` or ``"dataclass"``; ``keys``
-    are the names of the children and ``type`` the class to rebuild (for named tuples and dataclasses).
+    are the names of the children, ``type`` the class to rebuild (for named tuples and dataclasses) and ``size`` the number of
+    leaves.
     """
 
-    kind: str
-    keys: tuple[str | int, ...] = ()
-    children: tuple[TreeDef, ...] = ()
-    type: type | None = None
+    __slots__ = ("_hash", "children", "keys", "kind", "size", "type")
 
-    @property
-    def size(self) -> int:
-        """Number of leaves."""
-        return 1 if self.kind == "leaf" else sum(c.size for c in self.children)
+    def __init__(
+        self,
+        kind: str,
+        keys: tuple[str | int, ...] = (),
+        children: tuple[TreeDef, ...] = (),
+        type: type | None = None,
+    ) -> None:
+        self.kind, self.keys, self.children, self.type = kind, keys, children, type
+        self.size = sum([c.size for c in children]) if kind != "leaf" else 1
+        # The key of a compiled call: asked for at each, of all that is inside.
+        self._hash = hash((kind, keys, children, type))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, TreeDef):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.kind == other.kind
+            and self.keys == other.keys
+            and self.type is other.type
+            and self.children == other.children
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TreeDef, (self.kind, self.keys, self.children, self.type)  # texts have another hash in another process
 
     def __repr__(self) -> str:
         return f"TreeDef({unflatten(self, [_Star] * self.size)!r})"
@@ -78,6 +101,11 @@ def _children(x: Any) -> tuple[str, tuple[str | int, ...], list[Any], type | Non
     return None
 
 
+def is_container(x: Any) -> bool:
+    """Whether ``x`` is a tree of more than a leaf, or an empty one."""
+    return _children(x) is not None
+
+
 def flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
     """All leaves with the keys that lead to them, in order."""
     out: list[tuple[Path, Any]] = []
@@ -107,7 +135,11 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 
 def _structure(x: Any, is_leaf: Callable[[Any], bool] | None, leaves: list[Any]) -> TreeDef:
-    if is_leaf is not None and is_leaf(x):
+    if is_leaf is None:
+        if type(x) in _LEAF_TYPES:
+            leaves.append(x)
+            return _LEAF
+    elif is_leaf(x):
         leaves.append(x)
         return _LEAF
     if x is None:
@@ -117,7 +149,7 @@ def _structure(x: Any, is_leaf: Callable[[Any], bool] | None, leaves: list[Any])
         leaves.append(x)
         return _LEAF
     kind, keys, children, cls = found
-    return TreeDef(kind, keys, tuple(_structure(c, is_leaf, leaves) for c in children), cls)
+    return TreeDef(kind, keys, tuple([_structure(c, is_leaf, leaves) for c in children]), cls)
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Any:

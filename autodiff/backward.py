@@ -95,12 +95,23 @@ def walk(
         while position:
             position -= 1
             fields = records.pop() if free else records[position]
-            recipe, operands, _, outputs, saved, _, _, _, _, _ = fields
+            recipe, operands, _, outputs, saved, params, avals, _, _, _ = fields
             if hooks:
                 for v in outputs:
                     _call_hooks(v, cots, hooks, owned, wrapped)
             quick = recipe.quick
-            if quick is None or slow:
+            if quick is None and recipe.direct and not slow:
+                v = outputs[0]
+                g = cots.get(v) if v in keep else cots.pop(v, None)
+                if g is None:
+                    continue
+                if type(g) is IndexSum and recipe.op is not GETITEM:
+                    g = g.concrete()
+                owned.discard(v)
+                found = _by_rules(recipe, g, saved, params, avals, xp)
+                if type(operands) is int:
+                    operands = ((operands, g.shape, g.dtype),)
+            elif quick is None or slow:
                 g, found = _found(fields, cots, keep, owned, xp, wrapped)
                 if found is None:
                     continue
@@ -291,8 +302,13 @@ def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool) -> list[Any]:
     if recipe.together is not None:
         found = recipe.together(xp, g, *recipe.arguments(0, saved, r.params, r.avals))
         return [found[p] for p in recipe.wanted]
+    return _by_rules(recipe, g, saved, r.params, r.avals, xp)
+
+
+def _by_rules(recipe: Recipe, g: Any, saved: Any, params: Any, avals: Any, xp: Any) -> list[Any]:
+    """Each operand's cotangent by the rule that it has."""
     return [
-        None if pull is None else pull[0](xp, g, *recipe.arguments(i, saved, r.params, r.avals))
+        None if pull is None else pull[0](xp, g, *recipe.arguments(i, saved, params, avals))
         for i, pull in enumerate(recipe.pulls)
     ]
 

@@ -48,7 +48,7 @@ class CallRecipe(Recipe):
 
     def __init__(self, op: Call, wanted: tuple[int, ...]) -> None:
         self.op, self.wanted = op, wanted
-        self.single, self.together, self.quick, self.decomposed = False, None, None, True
+        self.single, self.together, self.quick, self.decomposed, self.direct = False, None, None, True, False
 
 
 @contextmanager

@@ -21,7 +21,8 @@ def global_norm(grads: Any) -> Array:
     """
     total: Any = 0.0
     for g in trees.flatten(grads)[0]:
-        total = total + sum(square(abs(wide(g))))
+        g = asarray(wide(g))
+        total = total + sum(square(abs(g) if g.dtype.kind == "c" else g))
     return sqrt(asarray(total))
 
 

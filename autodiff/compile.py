@@ -31,9 +31,10 @@ from ..arrays.program import (
 from .anomaly import is_checker
 from .backward import same_value
 from .calls import custom_vjp
+from .determinism import Chance, refuse_other
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
-from .signature import Wrapper, arrays_in, as_array, leaf_key, outside, outside_key
+from .signature import Outside, Wrapper, arrays_in, as_array, leaf_key, outside
 from .tracing import Tracer, _Trace
 from .transforms import vjp
 
@@ -47,6 +48,7 @@ class Compiled(Wrapper):
         if cache_size < 1:
             raise ValueError(f"[compile] cache_size must be at least 1, got {cache_size}")
         self._fn = fn
+        self._outside = Outside(fn)
         self._donate = tuple(donate)
         self._cache: OrderedDict[Any, _Ready] = OrderedDict()  # the last used at the end
         self._cache_size = cache_size
@@ -60,8 +62,9 @@ class Compiled(Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = trees.flatten((args, kwargs))
-        arrays = [as_array(x) for x in leaves]
-        if any(isinstance(r, _Trace) for r in state.recorders) or any(
+        arrays = [x if type(x) is Array else as_array(x) for x in leaves]
+        recorders = state.now.recorders
+        if (recorders and any(isinstance(r, _Trace) for r in recorders)) or any(
             isinstance(a, Array) and isinstance(a._buf, Tracer) for a in arrays
         ):
             return self._fn(*args, **kwargs)  # inside another compiled function: part of its program
@@ -109,7 +112,7 @@ class Compiled(Wrapper):
         treedef: trees.TreeDef,
         donated: frozenset[int] = frozenset(),
     ) -> _Ready:
-        key = (treedef, tuple(map(leaf_key, arrays)), outside_key(self._fn))
+        key = (treedef, tuple(map(leaf_key, arrays)), self._outside.key())
         with self._lock:
             ready = self._cache.get(key)
             if ready is not None:
@@ -154,7 +157,8 @@ def compile(
         Positions of arguments that the caller gives up: results may take the memory of their arrays, which cannot be used
         afterwards. A step ``params, state = step(params, state, batch)`` then neither holds both generations nor, for a table of
         which few rows are read, copies what it leaves as it was. Memory that something else shares (a view, a NumPy array) is
-        copied first, and nothing is given up where a tape watches.
+        copied first, and nothing is given up where a tape watches. Arrays on a GPU or on a mesh are never given up: they stay what
+        they are, and results take memory of the pool that their programs share.
 
     Raises
     ------
@@ -164,6 +168,9 @@ def compile(
         With ``cuda_graph``, for arrays that are not on one CUDA device.
     TracedValueError
         When the function asks for a value (``if x > 0``, ``float(x)``) or for a shape that depends on values.
+    NondeterministicError
+        When what the function draws from Python's or NumPy's random numbers, or reads from a clock, becomes part of the program. A
+        function that does either is traced twice to see.
 
     Examples
     --------
@@ -214,7 +221,8 @@ class _Ready:
         )
 
     def __call__(self, inputs: Sequence[Array]) -> Any:
-        if self.is_watched(inputs) or any(map(is_checker, state.recorders)):
+        recorders = state.now.recorders
+        if recorders and (self.is_watched(inputs) or any(map(is_checker, recorders))):
             found = self._replay(inputs)
         else:
             if not self.local:
@@ -300,13 +308,10 @@ def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
 register_tracer(_traced)
 
 
-def _trace(
-    fn: Callable[..., Any],
-    arrays: Sequence[Any],
-    treedef: trees.TreeDef,
-    cuda_graph: bool = False,
-    donated: frozenset[int] = frozenset(),
-) -> _Ready:
+def _recorded(
+    fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
+) -> tuple[_Trace, Program, list[Any], trees.TreeDef]:
+    """One pass through the function: the trace, its program, and what the function returned, flat."""
     trace = _Trace(x for v in outside(fn) for x in arrays_in(v))
     stand_ins = [trace.input(a) if isinstance(a, Array) else a for a in arrays]
     args, kwargs = trees.unflatten(treedef, stand_ins)
@@ -318,12 +323,25 @@ def _trace(
         outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
     finally:
         trace.open = False
+    return trace, simplify(trace.builder.build(outputs)), outs, out_def
+
+
+def _trace(
+    fn: Callable[..., Any],
+    arrays: Sequence[Any],
+    treedef: trees.TreeDef,
+    cuda_graph: bool = False,
+    donated: frozenset[int] = frozenset(),
+) -> _Ready:
+    chance = Chance(fn, arrays)
+    trace, program, outs, out_def = _recorded(fn, arrays, treedef)
+    title = getattr(fn, "__name__", "the function")
+    if chance.doubtful():
+        refuse_other(title, program, _recorded(fn, arrays, treedef)[1])
     statics = [_ARRAY if isinstance(o, Array) else o for o in outs]
-    program = simplify(trace.builder.build(outputs))
     inputs = [a for a in arrays if isinstance(a, Array)]
     leaves = [i for i, a in enumerate(arrays) if isinstance(a, Array)]
     given = [k for k, i in enumerate(leaves) if i in donated]
-    title = getattr(fn, "__name__", "the function")
     buffers = [a._buf for a in inputs] + list(program.constants.values())
     host = next((b.host for b in buffers if isinstance(b, Deferred)), None)
     if cuda_graph:

@@ -23,7 +23,7 @@ from ..arrays.indexing import GETITEM, SCATTER
 from ..arrays.indexsum import IndexSum
 from ..arrays.products import MATMUL
 from ..arrays.program import Entry, Program
-from .fusion import Group, _is_large, fuse
+from .fusion import Group, chains, is_large, takers
 
 # Below this, taking new memory costs less than saying where the result goes.
 SMALLEST_REUSED = 1 << 16
@@ -59,17 +59,17 @@ def local_executable(
     on_cuda = xp.__name__ == "cupy"
     if on_cuda:
         # Here, because most programs never see a GPU.
-        from .fusion_cuda import chains
+        from .fusion_cuda import chains as kernels
         from .fusion_cuda import executable as fused
     else:
         from .fusion import executable as fused
     thin = sparse_calls.sparse_values(program.entries, program.avals, sparse) if xp is np else frozenset()
 
     def joins(e: Entry, program: Program) -> bool:
-        return _is_large(e, program) and thin.isdisjoint(v for v in (*e.inputs, *e.outputs) if isinstance(v, int))
+        return is_large(e, program) and thin.isdisjoint(v for v in (*e.inputs, *e.outputs) if isinstance(v, int))
 
     parts: list[Entry | Group] = (
-        chains(program) if on_cuda else fuse(program, joins) if xp is np else list(program.entries)
+        kernels(program) if on_cuda else chains(program, joins) if xp is np else list(program.entries)
     )
     slots: dict[Any, int] = {}
     initial: list[Any] = []
@@ -102,6 +102,11 @@ def local_executable(
         outputs = tuple(map(slot, part.outputs))
         if isinstance(part, Group):
             fn, single, into = fused(part, program), False, None
+            if xp is np:
+                places_taken = _taken_by_chain(part, program, owned, free)
+                if any(k is not None for k in places_taken):
+                    taken.update(part.inputs[k] for k in places_taken if k is not None)
+                    fn = _within(fn, places_taken)
         else:
             fn, single, into = part.op.bind(xp), part.op.nout == 1, None
             if not thin.isdisjoint(v for v in part.inputs if isinstance(v, int)):
@@ -225,6 +230,28 @@ def _copies(part: Entry | Group) -> bool:
     if _writes(part) or isinstance(part, Group):
         return True
     return part.op in (MATMUL, LAZY_ADAM) or (part.op is GETITEM and not is_basic(part.params["template"]))
+
+
+def _taken_by_chain(
+    group: Group, program: Program, owned: frozenset[int], free: Sequence[int]
+) -> tuple[int | None, ...]:
+    """For each output of a chain the place of an input whose memory it may take, or None."""
+    out: list[int | None] = []
+    for v, places in zip(group.outputs, takers(group), strict=True):
+        aval = program.avals[v]
+        fits = (k for k in places if (i := group.inputs[k]) in owned and i in free and program.avals[i] == aval)
+        out.append(next((k for k in fits if k not in out), None))
+    return tuple(out)
+
+
+def _within(fn: Callable[..., Any], places: tuple[int | None, ...]) -> Callable[..., Any]:
+    """A chain whose results take the memory of these operands, where they are without gaps."""
+
+    def run(*buffers: Any) -> Any:
+        into = [None if k is None or not buffers[k].flags.c_contiguous else buffers[k] for k in places]
+        return fn(*buffers, into=into)
+
+    return run
 
 
 def _taken(part: Entry, program: Program, owned: frozenset[int], free: Sequence[int]) -> int | None:

@@ -12,7 +12,7 @@ The numbers are those of the unfused run, bit for bit: the same NumPy loops run 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,8 @@ def _is_elementwise(e: Entry) -> bool:
     return len(e.outputs) == 1 and (e.op.infer is elementwise or e.op is ASTYPE)
 
 
-def _is_large(e: Entry, program: Program) -> bool:
+def is_large(e: Entry, program: Program) -> bool:
+    """Whether an elementwise entry is on arrays so large that a run of such is worth going over them in blocks."""
     if not _is_elementwise(e):
         return False
     shape = program.avals[e.outputs[0]].shape
@@ -58,29 +59,34 @@ def _is_large(e: Entry, program: Program) -> bool:
     )
 
 
-def fuse(program: Program, joins: Callable[[Entry, Program], bool] = _is_large) -> list[Entry | Group]:
-    """The entries in order, with runs of two or more of one shape for which ``joins`` holds made into groups."""
+Failed = Callable[[Exception, Sequence[Entry]], Exception]
+Joins = Callable[[Entry, Program], bool]
+
+
+def fuse(
+    program: Program, joins: Joins = is_large, shape_of: Callable[[int], Any] | None = None
+) -> list[Entry | Group]:
+    """The entries in order, with runs of two or more of one shape for which ``joins`` holds made into groups.
+
+    ``shape_of`` tells variables of one shape, where their avals do not say it all: blocks that are alike on one rank may differ on
+    another.
+    """
+    avals = program.avals
+    shape_of = shape_of or (lambda v: avals[v].shape)
     out: list[Entry | Group] = []
     run: list[Entry] = []
-    entries = late(program, joins)
+    entries = late(program, joins, shape_of)
     last_read = {v: i for i, e in enumerate(entries) for v in e.inputs if isinstance(v, int)}
     last_read.update(dict.fromkeys(program.outputs, len(entries)))
 
     def close(position: int) -> None:
-        if len(run) < 2:
-            out.extend(run)
-        else:
-            made = {e.outputs[0] for e in run}
-            inputs = dict.fromkeys(v for e in run for v in e.inputs if isinstance(v, int) and v not in made)
-            outputs = tuple(v for v in made if last_read.get(v, -1) >= position)
-            shape = program.avals[run[0].outputs[0]].shape
-            out.append(Group(tuple(run), tuple(inputs), tuple(sorted(outputs)), shape))
+        read_later = {v for e in run for v in e.outputs if last_read.get(v, -1) >= position}
+        out.extend(run if len(run) < 2 else [_group(run, read_later, program)])
         run.clear()
 
     for i, e in enumerate(entries):
-        shape = program.avals[e.outputs[0]].shape
         fits = joins(e, program)
-        if not fits or (run and program.avals[run[0].outputs[0]].shape != shape):
+        if not fits or (run and shape_of(run[0].outputs[0]) != shape_of(e.outputs[0])):
             close(i)
         if fits:
             run.append(e)
@@ -90,7 +96,53 @@ def fuse(program: Program, joins: Callable[[Entry, Program], bool] = _is_large) 
     return out
 
 
-def late(program: Program, joins: Callable[[Entry, Program], bool]) -> list[Entry]:
+def _group(run: Sequence[Entry], read_later: set[int], program: Program) -> Group:
+    made = {e.outputs[0] for e in run}
+    inputs = dict.fromkeys(v for e in run for v in e.inputs if isinstance(v, int) and v not in made)
+    return Group(tuple(run), tuple(inputs), tuple(sorted(made & read_later)), program.avals[run[0].outputs[0]].shape)
+
+
+def streams(group: Group, program: Program) -> list[Entry | Group]:
+    """The group in parts that share no array of its shape, as the leaves of a tree that an optimizer goes over.
+
+    One after the other they need fewer blocks in the cache than all at once.
+    """
+    leader: dict[int, int] = {}
+
+    def find(v: int) -> int:
+        while leader.setdefault(v, v) != v:
+            v = leader[v]
+        return v
+
+    for e in group.entries:
+        for v in e.inputs:
+            if isinstance(v, int) and program.avals[v].shape == group.shape:
+                leader[find(v)] = find(e.outputs[0])
+    parts: dict[int, list[Entry]] = {}
+    for e in group.entries:
+        parts.setdefault(find(e.outputs[0]), []).append(e)
+    if len(parts) == 1:
+        return [group]
+    kept = set(group.outputs)
+    return [_group(p, kept, program) if len(p) > 1 else p[0] for p in parts.values()]
+
+
+def chains(
+    program: Program, joins: Joins = is_large, shape_of: Callable[[int], Any] | None = None
+) -> list[Entry | Group]:
+    """The entries in order, with the groups that are computed block by block."""
+    parts = fuse(program, joins, shape_of)
+    return [p for part in parts for p in (streams(part, program) if isinstance(part, Group) else [part])]
+
+
+def takers(group: Group) -> tuple[tuple[int, ...], ...]:
+    """For each output the inputs, by place, whose memory it may take: nothing reads these after it is written."""
+    last = {v: i for i, e in enumerate(group.entries) for v in e.inputs if isinstance(v, int)}
+    made = {e.outputs[0]: i for i, e in enumerate(group.entries)}
+    return tuple(tuple(k for k, v in enumerate(group.inputs) if last[v] <= made[out]) for out in group.outputs)
+
+
+def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list[Entry]:
     """The entries with those that join a run moved to where their result is first read, if that is by one of the same shape.
 
     So gradients that are scaled, tree by tree, before an optimizer goes over them leaf by leaf, are scaled in its runs. An entry
@@ -105,11 +157,11 @@ def late(program: Program, joins: Callable[[Entry, Program], bool]) -> list[Entr
                 reader.setdefault(v, e)
 
     def waits(e: Entry) -> bool:
-        v = e.outputs[0]
-        if v not in fits or v not in reader or reader[v].outputs[0] not in fits:
+        v = next(iter(e.outputs), None)
+        if v not in fits or v not in reader or fits.isdisjoint(reader[v].outputs):
             return False
         read = sum(avals[a].nbytes for a in dict.fromkeys(a for a in e.inputs if isinstance(a, int)) if avals[a].shape)
-        return avals[v].shape == avals[reader[v].outputs[0]].shape and read <= avals[v].nbytes
+        return shape_of(v) == shape_of(reader[v].outputs[0]) and read <= avals[v].nbytes
 
     waiting: dict[int, int] = {}  # places of entries, by what they make
     out: list[Entry] = []
@@ -133,6 +185,7 @@ class _Step(NamedTuple):
     args: tuple[tuple[int, Any], ...]  # (slot, None) or (-1, scalar)
     params: Mapping[str, Any]
     target: int  # slot
+    entries: tuple[Entry, ...]
 
     def __call__(self, env: list[Any]) -> None:
         args = [env[k] if k >= 0 else c for k, c in self.args]
@@ -147,6 +200,10 @@ class _RunStep(NamedTuple):
     args: tuple[tuple[int, Any], ...]  # (slot, None) or (-1, array)
     targets: tuple[int, ...]
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return self.run.entries
+
     def __call__(self, env: list[Any]) -> None:
         self.run([env[k] if k >= 0 else c for k, c in self.args], [env[k] for k in self.targets])
 
@@ -154,29 +211,43 @@ class _RunStep(NamedTuple):
 def _pieces(group: Group, program: Program) -> list[Entry | Run]:
     """The entries in order, with what the kernels in C take made into runs."""
     out: list[Entry | Run] = []
-    run: list[Entry] = []
     last_read = {v: i for i, e in enumerate(group.entries) for v in e.inputs if isinstance(v, int)}
 
-    def close(position: int) -> None:
-        later = {e.outputs[0] for e in run if last_read.get(e.outputs[0], -1) >= position} | set(group.outputs)
-        made = run_of(run, program, later) if len(run) > 1 else None
-        out.extend(run if made is None else [made])
-        run.clear()
+    def close(start: int, stop: int) -> None:
+        """What runs from entry to entry; in halves where it is too long for one call."""
+        run = group.entries[start:stop]
+        if len(run) < 2:
+            out.extend(run)
+            return
+        later = {v for e in run for v in e.outputs if last_read.get(v, -1) >= stop} | set(group.outputs)
+        made = run_of(run, program, later)
+        if made is not None:
+            out.append(made)
+            return
+        middle = (start + stop) // 2
+        close(start, middle)
+        close(middle, stop)
 
+    start = 0
     for i, e in enumerate(group.entries):
         taken = takes(e, program)
-        if not taken or (run and program.avals[run[0].outputs[0]].dtype != program.avals[e.outputs[0]].dtype):
-            close(i)
-        if taken:
-            run.append(e)
-        else:
+        before = group.entries[start].outputs[0]
+        if not taken or program.avals[before].dtype != program.avals[e.outputs[0]].dtype:
+            close(start, i)
+            start = i
+        if not taken:
             out.append(e)
-    close(len(group.entries))
+            start = i + 1
+    close(start, len(group.entries))
     return out
 
 
 def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]]:
-    """The group as a function of its input buffers (NumPy's) that returns its output buffers."""
+    """The group as a function of its input buffers (NumPy's) that returns its output buffers.
+
+    ``into`` may name memory for them: arrays without gaps, of the right shape and dtype, or None for new ones. That of an input may
+    be among them as :func:`takers` says. ``failed`` makes of an error, and of the entries that it came from, what is raised.
+    """
     # Slots: inputs first, then outputs, then scratch that is reused as soon as a value has been read for the last time.
     slot_of = {v: i for i, v in enumerate((*group.inputs, *group.outputs))}
     pieces = _pieces(group, program)
@@ -185,7 +256,7 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
     first_scratch = len(slot_of)
     scratch: list[np.dtype] = []
     free: list[int] = []
-    steps: list[Callable[[list[Any]], None]] = []
+    steps: list[_Step | _RunStep] = []
 
     def target(v: int) -> int:
         if v not in slot_of:
@@ -206,15 +277,18 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
         else:
             fn = p.op.numpy
             args = tuple((slot_of[a], None) if isinstance(a, int) else (-1, a.value) for a in p.inputs)
-            steps.append(_Step(fn, isinstance(fn, np.ufunc), args, dict(p.params), target(p.outputs[0])))
+            steps.append(_Step(fn, isinstance(fn, np.ufunc), args, dict(p.params), target(p.outputs[0]), (p,)))
         # Released after this piece's own targets are chosen: no ufunc writes where it still reads other elements from.
         free.extend(slot_of[a] for a in dict.fromkeys(reads[i]) if last_read[a] == i and slot_of[a] >= first_scratch)
     n_inputs, n_outputs = len(group.inputs), len(group.outputs)
     out_dtypes = [program.avals[v].dtype for v in group.outputs]
     shape = group.shape
 
-    def run(*inputs: np.ndarray) -> list[np.ndarray]:
-        outputs = [np.empty(shape, d) for d in out_dtypes]
+    def run(
+        *inputs: np.ndarray, into: Sequence[np.ndarray | None] = (), failed: Failed | None = None
+    ) -> list[np.ndarray]:
+        given = into or [None] * n_outputs
+        outputs = [np.empty(shape, d) if o is None else o for o, d in zip(given, out_dtypes, strict=True)]
         flat = all(a.ndim == 0 or (a.shape == shape and a.flags.c_contiguous) for a in inputs)
         if flat:
             sources = [a if a.ndim == 0 else a.reshape(-1) for a in inputs]
@@ -239,8 +313,13 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
                     env[n_inputs + i] = o[lo:hi]
                 for i, b in enumerate(buffers):
                     env[first_scratch + i] = b[: hi - lo]
-                for step in steps:
-                    step(env)
+                try:
+                    for step in steps:
+                        step(env)
+                except Exception as e:
+                    if failed is None:
+                        raise
+                    raise failed(e, step.entries) from e
 
         share(rows, work, size=math.prod(shape))
         return outputs

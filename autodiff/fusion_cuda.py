@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays.kernels import launch
 from ..arrays.program import Entry, Program
 from . import cuda_text
-from .fusion import Group, fuse
+from .fusion import Failed, Group, Joins, fuse
 
 THREADS = 256
 LANES = 4
@@ -51,9 +51,11 @@ def strides_of(array: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) * lead + own
 
 
-def chains(program: Program) -> list[Entry | Group]:
+def chains(
+    program: Program, joins: Joins = cuda_text.expressible, shape_of: Callable[[int], Any] | None = None
+) -> list[Entry | Group]:
     """The entries in order, with runs of two or more that one kernel can compute made into groups."""
-    return [p for part in fuse(program, cuda_text.expressible) for p in _narrow(part)]
+    return [p for part in fuse(program, joins, shape_of) for p in _narrow(part)]
 
 
 def _narrow(part: Entry | Group) -> list[Entry | Group]:
@@ -165,14 +167,25 @@ def source(group: Group, program: Program, layouts: Sequence[str]) -> str:
 
 
 def executable(group: Group, program: Program) -> Callable[..., list[Any]]:
-    """The group as a function of its input buffers that returns its output buffers, made by one kernel."""
+    """The group as a function of its input buffers that returns its output buffers, made by one kernel.
+
+    ``into`` and ``failed`` are those of the CPU's :func:`~meshtape.autodiff.fusion.executable`.
+    """
     shape, size = group.shape, math.prod(group.shape)
     dtypes = [program.avals[v].dtype for v in group.outputs]
     files: dict[tuple[str, ...], str] = {}
 
-    def run(*inputs: Any) -> list[Any]:
+    def run(*inputs: Any, into: Sequence[Any] = (), failed: Failed | None = None) -> list[Any]:
+        try:
+            return compute(inputs, into or [None] * len(dtypes))
+        except Exception as e:
+            if failed is None:
+                raise
+            raise failed(e, group.entries) from e
+
+    def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
         runner = launch.runner()
-        outputs = [runner.xp.empty(shape, d) for d in dtypes]
+        outputs = [runner.xp.empty(shape, d) if o is None else o for o, d in zip(into, dtypes, strict=True)]
         if size == 0:
             return outputs
         layouts = tuple(layout_of(a, shape) for a in inputs)

@@ -25,11 +25,13 @@ class Recipe:
 
     ``quick`` is ``pulls`` in the form that the backward pass on raw buffers reads, where all of them need saved values only: the
     rule and the place of its one argument, or the tuple of their places. ``keeps`` says in a word what is saved of one or two
-    operands (0: nothing, 1: the first, 2: the second, 3: both), and ``floating`` that a floating operand makes a floating result.
+    operands (0: nothing, 1: the first, 2: the second, 3: both), ``floating`` that a floating operand makes a floating result, and
+    ``direct`` that there is one result and a rule for each operand.
     """
 
     __slots__ = (
         "decomposed",
+        "direct",
         "floating",
         "keeps",
         "keeps_ans",
@@ -50,6 +52,7 @@ class Recipe:
         self.op, self.wanted, self.single = op, wanted, op.nout == 1
         self.decomposed = rule is None
         self.together = None if rule is None else rule.together
+        self.direct = self.single and rule is not None and self.together is None
         self.pulls: list[tuple[Callable[..., Any], tuple[int, ...] | None] | None] = []
         self.needs: list[tuple[Need, ...]] = []
         self.keeps_ans, self.keeps_avals = False, not self.single

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import operator
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -63,6 +64,8 @@ def as_array(x: Any) -> Any:
 
 
 def leaf_key(x: Any) -> Any:
+    if type(x) is Array and type(x._buf) is np.ndarray:
+        return (x._buf.shape, x._buf.dtype)
     if isinstance(x, Array):
         return ("array", x.shape, x.dtype, x.device, x.sharding, type(x._buf) is IndexSum)
     try:
@@ -85,10 +88,64 @@ class _ById:
         return isinstance(other, _ById) and other.value is self.value
 
 
-def outside(fn: Any) -> list[Any]:
+class _Places:
+    """Where a function reads from, and what stood there: whether all still does takes less time to see than to find again."""
+
+    __slots__ = ("arrays", "cells", "containers", "dicts", "functions", "names", "steady", "wrappers")
+
+    def __init__(self) -> None:
+        self.functions: list[tuple[Any, Any, Any]] = []  # with their code and defaults
+        self.wrappers: list[tuple[Wrapper, list[Any]]] = []
+        self.dicts: list[tuple[dict[str, Any], list[Any]]] = []
+        self.cells: list[tuple[Any, Any]] = []
+        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.arrays: list[tuple[Array, Any]] = []  # with their buffers
+        self.containers: list[tuple[Any, list[Array], list[Any]]] = []
+        self.steady = True  # there was nothing of which this cannot tell
+
+    def hold(self) -> bool:
+        """Whether the function would read the very same objects now."""
+        for cell, value in self.cells:
+            try:
+                if cell.cell_contents is not value:
+                    return False
+            except ValueError:  # not bound any more
+                return False
+        for module, name, value in self.names:
+            if module.get(name, _ABSENT) is not value:
+                return False
+        for x, buffer in self.arrays:
+            if x._buf is not buffer:
+                return False
+        for fn, code, defaults in self.functions:
+            if getattr(fn, "__code__", None) is not code or getattr(fn, "__defaults__", None) is not defaults:
+                return False
+        for fn, functions in self.wrappers:
+            if not _same(fn.functions(), functions):
+                return False
+        for found, values in self.dicts:
+            if not _same(list(found.values()), values):
+                return False
+        for value, arrays, buffers in self.containers:
+            now = arrays_in(value)
+            if not _same(now, arrays) or not _same([x._buf for x in now], buffers):
+                return False
+        return self.steady
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+_ABSENT = object()
+
+
+def outside(fn: Any, places: _Places | None = None) -> list[Any]:
     """What the function reads beside its arguments: its closure, its defaults, the arguments of a ``partial``, and the variables of
-    the module that it names; and what the functions among them read in turn, if they are of its module or its closure."""
+    the module that it names; and what the functions among them read in turn, if they are of its module or its closure.
+    ``places`` takes down where each was found."""
     found: list[Any] = []
+    places = _Places() if places is None else places
     functions, done = [fn], set()
     while functions:
         fn = functions.pop()
@@ -96,22 +153,38 @@ def outside(fn: Any) -> list[Any]:
             continue
         done.add(id(fn))
         if _kind(fn) == _WRAPPER:
-            functions += fn.functions()
+            called = fn.functions()
+            places.wrappers.append((fn, list(called)))
+            functions += called
             continue
         if isinstance(fn, functools.partial):
             values = [fn.func, *fn.args, *fn.keywords.values()]
+            places.dicts.append((fn.keywords, list(fn.keywords.values())))
         else:
-            values = [*(getattr(fn, "__defaults__", None) or ()), *(getattr(fn, "__kwdefaults__", None) or {}).values()]
+            code, defaults = getattr(fn, "__code__", None), getattr(fn, "__defaults__", None)
+            named_defaults = getattr(fn, "__kwdefaults__", None) or {}
+            values = [*(defaults or ()), *named_defaults.values()]
+            places.functions.append((fn, code, defaults))
+            if named_defaults:
+                places.dicts.append((named_defaults, list(named_defaults.values())))
             for cell in getattr(fn, "__closure__", None) or ():
                 try:
-                    values.append(cell.cell_contents)
+                    value = cell.cell_contents
                 except ValueError:  # a variable that is not bound yet
+                    places.steady = False
                     continue
+                values.append(value)
+                places.cells.append((cell, value))
         functions += [v for v in values if _kind(v) != _DATA]
         module = getattr(fn, "__globals__", {})
         if module.get("__package__") == __package__:
             module = {}  # what this package names is code: grad(f) reads what f reads
-        named = [module[n] for n in _names_in(getattr(fn, "__code__", None)) if n in module] if module else []
+        named = []
+        for name in _names_in(getattr(fn, "__code__", None)) if module else ():
+            value = module.get(name, _ABSENT)
+            places.names.append((module, name, value))
+            if value is not _ABSENT:
+                named.append(value)
         functions += [v for v in named if any(getattr(f, "__globals__", None) is module for f in _functions_of(v))]
         found += values + named
     return found
@@ -120,24 +193,45 @@ def outside(fn: Any) -> list[Any]:
 class OutsideKey:
     """A key that is compared by the identity of values, and keeps them alive: their ids stay their own."""
 
-    __slots__ = ("_held", "_key")
+    __slots__ = ("_hash", "_held", "_key")
 
     def __init__(self, key: tuple[Any, ...], held: list[Any]) -> None:
-        self._key, self._held = key, held
+        self._key, self._held, self._hash = key, held, hash(key)
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OutsideKey) and other._key == self._key
+        return self is other or (isinstance(other, OutsideKey) and other._key == self._key)
 
 
-def outside_key(fn: Any) -> OutsideKey:
-    """What the function reads beside its arguments, in a form that changes when the result may: numbers and texts count by value,
-    arrays by identity and buffer (alone or in containers), everything else by identity."""
+class Outside:
+    """The key of what one function reads beside its arguments, at one call after the other."""
+
+    __slots__ = ("_fn", "_last")
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._last: tuple[_Places, OutsideKey] | None = (
+            None  # replaced as a whole: threads may call one compiled function
+        )
+
+    def key(self) -> OutsideKey:
+        """What the function reads, in a form that changes when the result may: numbers and texts count by value, arrays by identity
+        and buffer (alone or in containers), everything else by identity."""
+        last = self._last
+        if last is not None and last[0].hold():
+            return last[1]
+        places = _Places()
+        found = _key_of(outside(self._fn, places), places)
+        self._last = places, found
+        return found
+
+
+def _key_of(values: list[Any], places: _Places) -> OutsideKey:
     key: list[Any] = []
     held: list[Any] = []
-    for value in outside(fn):
+    for value in values:
         kind = type(value)
         if kind in _BY_VALUE or isinstance(value, bool | int | float | complex | str | bytes):
             key.append((kind, freeze(value)))
@@ -148,10 +242,16 @@ def outside_key(fn: Any) -> OutsideKey:
             # Of a container only the arrays count: a list that the function appends a note to at each trace must not bring about
             # the next.
             arrays = arrays_in(value)
+            buffers = [x._buf for x in arrays]
             key.append(len(arrays))
-            for x in arrays:
-                held += (x, x._buf)
-                key += (id(x), id(x._buf))
+            key += map(id, arrays)
+            key += map(id, buffers)
+            held += arrays
+            held += buffers
+            if kind is Array:
+                places.arrays.append((value, value._buf))
+            elif arrays or trees.is_container(value):
+                places.containers.append((value, arrays, buffers))
     return OutsideKey(tuple(key), held)
 
 

@@ -14,12 +14,11 @@ import numpy as np
 
 from ..arrays import tree as trees
 from ..arrays._array import Array
-from ..arrays._dispatch import apply, wrap
-from ..arrays._op import not_recording, state
+from ..arrays._op import not_recording
 from ..arrays.creation import asarray, zeros_like
-from ..arrays.elementwise import ALIAS
 from ..arrays.errors import DTypeError, GradientError
 from .backward import same_value
+from .gradients import gradient_or_zeros, loss_and_aux, names_of, own, value_and_gradients, watched
 from .tape import Tape, is_differentiable
 
 
@@ -31,21 +30,6 @@ def check_function(who: str, fn: Any) -> None:
 def no_grad() -> AbstractContextManager[None]:
     """What is computed inside is recorded by no tape of this thread."""
     return not_recording()
-
-
-def _fresh(tree: Any) -> Any:
-    """The tree with every number as an Array of its own: an array passed twice gets two gradients."""
-
-    def leaf(x: Any) -> Any:
-        if type(x) is Array and not state.now.recorders:
-            return wrap(x._buf)
-        if isinstance(x, bool | str | bytes) or not isinstance(
-            x, Array | int | float | complex | np.ndarray | np.generic
-        ):
-            return x
-        return apply(ALIAS, (asarray(float(x) if isinstance(x, int) else x),))
-
-    return leaf(tree) if type(tree) is Array else trees.tree_map(leaf, tree)
 
 
 def _arrays(tree: Any) -> list[Array]:
@@ -68,13 +52,13 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     (Array([ 2., 40.], dtype=float64),)
     """
     check_function("vjp", fn)
-    fresh = _fresh(primals)
-    inputs, in_def = trees.flatten(fresh)
+    inputs, in_def = trees.flatten(primals)
+    inputs = [own(x) for x in inputs]
     tape = Tape(persistent=True)
     with tape:
-        sources = _watch(tape, inputs)
-        out = fn(*fresh)
-    out, aux = _loss_and_aux("vjp", out) if has_aux else (out, None)
+        sources = watched(tape, inputs)
+        out = fn(*trees.unflatten(in_def, inputs))
+    out, aux = loss_and_aux("vjp", out) if has_aux else (out, None)
     outputs, out_def = trees.flatten(out)
     # Held under their present names: what the caller does to his arrays later is nothing to the tape.
     outputs = [same_value(o) if isinstance(o, Array) else o for o in outputs]
@@ -88,33 +72,10 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
             for o, s in zip(outputs, seeds, strict=True)
             if isinstance(o, Array) and s is not None and is_differentiable(o.dtype)
         ]
-        found = tape.backward([o for o, _ in pairs], [s for _, s in pairs], _names(sources))
-        return trees.unflatten(in_def, [_gradient_or_zeros(x, found) for x in sources])
+        found = tape.backward([o for o, _ in pairs], [s for _, s in pairs], names_of(sources))
+        return trees.unflatten(in_def, [gradient_or_zeros(x, found) for x in sources])
 
     return (out, pull, aux) if has_aux else (out, pull)
-
-
-def _watch(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
-    """Watch the arrays among the leaves, and hold on to what they are before the function gets a chance to write to them."""
-    tape.watch(*[x for x in leaves if isinstance(x, Array)])
-    return [same_value(x) if isinstance(x, Array) else x for x in leaves]
-
-
-def _names(sources: Sequence[Any]) -> list[int]:
-    return [x._id for x in sources if isinstance(x, Array)]
-
-
-def _loss_and_aux(who: str, out: Any) -> tuple[Any, Any]:
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise GradientError(f"[{who}] with has_aux the function must return (value, aux), got {type(out).__name__}")
-    return out
-
-
-def _gradient_or_zeros(x: Any, found: dict[int, Array]) -> Any:
-    if not isinstance(x, Array) or not is_differentiable(x.dtype):
-        return None
-    g = found.get(x._id)
-    return zeros_like(x) if g is None else g
 
 
 def argument_positions(who: str, argnums: int | Sequence[int]) -> tuple[int, ...]:
@@ -162,19 +123,7 @@ def value_and_grad(
     @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         chosen = chosen_arguments("grad", positions, len(args))
-        full = list(args)
-        for i in chosen:
-            full[i] = _fresh(args[i])
-        leaves, treedef = trees.flatten([full[i] for i in chosen])
-        tape = Tape()
-        with tape:
-            sources = _watch(tape, leaves)
-            out = fn(*full, **kwargs)
-        loss = _loss_and_aux("grad", out)[0] if has_aux else out
-        if not isinstance(loss, Array):
-            raise GradientError(f"[grad] the function must return an Array, got {type(loss).__name__}")
-        found = tape.backward([loss], [None], _names(sources))
-        grads = trees.unflatten(treedef, [_gradient_or_zeros(x, found) for x in sources])
+        out, grads = value_and_gradients(fn, args, kwargs, chosen, has_aux)
         return out, grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return wrapped
@@ -245,14 +194,14 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
             raise GradientError(f"[hvp] a direction of shape {b} for an argument of shape {a}")
 
     # The Hessian is symmetric: what the gradient's own derivative pulls back is what it pushes forward.
-    (fresh,) = _fresh((x,))
+    leaves = [own(leaf) for leaf in xs]
     tape = Tape()
     with tape:
-        sources = _watch(tape, trees.flatten(fresh)[0])
-        slopes = trees.flatten(grad(fn)(fresh), is_leaf=_is_none)[0]
+        sources = watched(tape, leaves)
+        slopes = trees.flatten(grad(fn)(trees.unflatten(x_def, leaves)), is_leaf=_is_none)[0]
     pairs = [(g, _tangent(g, t)) for g, t in zip(slopes, vs, strict=True) if g is not None]
-    found = tape.backward([g for g, _ in pairs], [t for _, t in pairs], _names(sources))
-    return trees.unflatten(x_def, [_gradient_or_zeros(s, found) for s in sources])
+    found = tape.backward([g for g, _ in pairs], [t for _, t in pairs], names_of(sources))
+    return trees.unflatten(x_def, [gradient_or_zeros(s, found) for s in sources])
 
 
 def _shape(x: Any) -> tuple[int, ...]:

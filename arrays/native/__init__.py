@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..threads import share
+from ..threads import SMALLEST_SHARED, share
 
 try:
     from . import _kernels
@@ -45,6 +45,8 @@ def run(
 ) -> bool:
     """Run ``kernel`` over ``rows`` rows of ``width`` elements; False, and nothing is written, where it does not take the operands."""
     number = _NUMBERS[kernel]
+    if rows * width < SMALLEST_SHARED:
+        return _kernels.call(number, operands, rows, width, 0, rows, chunk, value, flag, ignored)
     taken = True
 
     def work(start: int, stop: int) -> None:

@@ -71,6 +71,7 @@ typedef struct {
 #include "pointwise.h"
 #include "rows.h"
 #include "chain.h"
+#include "stream.h"
 
 typedef struct {
     const char *name;
@@ -261,8 +262,43 @@ static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(good);
 }
 
-static PyMethodDef METHODS[] = {
-    {"call", call, METH_VARARGS, call_doc}, {"chain", run_chain, METH_VARARGS, chain_doc}, {NULL, NULL, 0, NULL}};
+/* Shorter runs gain nothing: the system's copy of them ends sooner than the lines at both ends of a run are put together. */
+#define SHORTEST_RUN 512
+
+PyDoc_STRVAR(stream_doc, "stream(to, source) -> bool\n\n"
+                         "Copy a buffer to another of its shape and item size, past the caches. False, and nothing is done, where they\n"
+                         "have no long runs of bytes in common.");
+
+static PyObject *stream(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *into, *source;
+    Py_buffer to, from;
+    size_t run;
+    int outer;
+    if (!PyArg_ParseTuple(args, "OO", &into, &source)) return NULL;
+    if (PyObject_GetBuffer(into, &to, PyBUF_STRIDED) < 0) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    if (PyObject_GetBuffer(source, &from, PyBUF_STRIDED_RO) < 0) {
+        PyErr_Clear();
+        PyBuffer_Release(&to);
+        Py_RETURN_FALSE;
+    }
+    const int good = stream_layout(&to, &from, &run, &outer) && run >= SHORTEST_RUN;
+    if (good && to.len) {
+        Py_BEGIN_ALLOW_THREADS;
+        stream_copy(&to, &from, run, outer);
+        Py_END_ALLOW_THREADS;
+    }
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&to);
+    return PyBool_FromLong(good);
+}
+
+static PyMethodDef METHODS[] = {{"call", call, METH_VARARGS, call_doc},
+                                {"chain", run_chain, METH_VARARGS, chain_doc},
+                                {"stream", stream, METH_VARARGS, stream_doc},
+                                {NULL, NULL, 0, NULL}};
 
 static int add_names(PyObject *module) {
     PyObject *names = PyTuple_New(COUNT);

@@ -10,6 +10,7 @@ import numpy as np
 from . import AVAILABLE, CHUNK, run
 
 _TAKEN = frozenset("fd")
+_UINT64 = frozenset(np.dtype(c).num for c in "LQ" if np.dtype(c).itemsize == 8)  # of which the largest are no int64
 
 # With fewer elements two or three calls of NumPy take less time than asking whether a kernel takes the operands.
 WORTH_A_CALL = 4096
@@ -83,7 +84,7 @@ def _by_rows(kernel: str, operands: tuple[Any, ...], axis: int, flag: bool = Fal
 
 
 def cross_entropy(logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
-    if not _takes(logits) or labels.dtype == np.uint64:  # the largest of uint64 are no int64
+    if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
     out = np.empty(labels.shape, logits.dtype)
     operands = logits, labels.astype(np.int64, copy=False), out
@@ -91,7 +92,7 @@ def cross_entropy(logits: Any, labels: Any, ignore_index: int | None, label_smoo
 
 
 def cross_entropy_backward(g: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
-    if not _takes(logits) or labels.dtype == np.uint64:
+    if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
     out = np.empty(logits.shape, logits.dtype)
     operands = g, logits, labels.astype(np.int64, copy=False), out

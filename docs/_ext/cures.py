@@ -13,6 +13,7 @@ CURES = {
     "DeviceError": "Move one side with `x.to_device(...)`; `mt.devices()` lists what is here.",
     "ArrayIndexError": "Compare the index with `x.shape`. Clip index arrays yourself where outside values are meant.",
     "TracedValueError": "Take the `float(...)`, `if` or `np.asarray` out of the compiled function, use `mt.where`, or pass the value as a static argument.",
+    "NondeterministicError": "Draw with `mt.random` from a key that is an argument, and pass times and numbers drawn elsewhere as arrays.",
     "DonatedArrayError": "Go on with what the compiled function returned; pass a copy where the old array is needed, or leave it out of `donate=`.",
     "BackendError": "Install what the message names, such as `pip install 'meshtape[cuda13]'`; `meshtape info` shows what is missing.",
     "GradientError": "Make the result a scalar (`mt.sum`, `mt.mean`) or give a seed; watch the input, and make it floating.",

@@ -15,7 +15,7 @@ from meshtape import arrays as mt
 from meshtape.arrays._op import OPS
 from meshtape.arrays.errors import DTypeError, ShapeError
 
-BOUNDED = settings(max_examples=25, deadline=None)
+BOUNDED = settings(max_examples=15, deadline=None)
 
 # name here -> name in NumPy, where the two differ.
 NUMPY_NAMES = {"pow": "power", "real": "real", "imag": "imag"}

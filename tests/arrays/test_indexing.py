@@ -14,7 +14,7 @@ from meshtape.arrays import indexing
 from meshtape.arrays._op import recording
 from meshtape.arrays.errors import ArrayIndexError, ShapeError
 
-BOUNDED = settings(max_examples=300, deadline=None)
+BOUNDED = settings(max_examples=150, deadline=None)
 
 SHAPES = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape.arrays import native, threads
 from meshtape.arrays._op import OPS, Op
-from meshtape.arrays.native import ops
+from meshtape.arrays.native import copies, ops
 
 pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason="the kernels in C are not built here")
 
@@ -257,3 +258,45 @@ def test_gelu_keeps_the_digits_of_small_results() -> None:
     exact = 0.5 * wide * erfc(-wide * math.sqrt(0.5))
     np.testing.assert_allclose(ops.gelu(x), exact, rtol=2e-5, atol=2e-7)
     np.testing.assert_allclose(ops.gelu(wide), exact, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.complex128])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        np.s_[:],
+        np.s_[1:-1],
+        np.s_[:, 3:200],
+        np.s_[:, 1:, 2:],
+        np.s_[::2, ::3],
+        np.s_[::-1],
+        np.s_[:, :, ::2],
+        np.s_[:0],
+    ],
+    ids=str,
+)
+def test_copies_past_the_caches(dtype, cut):
+    source = np.arange(40 * 220 * 30).astype(dtype).reshape(40, 220, 30)
+    strided, packed = np.zeros_like(source), np.full(source[cut].shape, 7, dtype)
+    copies.stream(strided[cut], source[cut])
+    copies.stream(packed, source[cut])
+    want = np.zeros_like(source)
+    want[cut] = source[cut]
+    np.testing.assert_array_equal(strided, want)  # and nothing beside it
+    np.testing.assert_array_equal(packed, source[cut])
+
+
+def test_copies_of_what_the_kernel_does_not_take():
+    source = np.arange(1 << 16)
+    wide, broadcast = np.empty(source.shape), np.empty((2, *source.shape), source.dtype)
+    copies.stream(wide, source)  # another dtype
+    copies.stream(broadcast, source)  # another shape
+    np.testing.assert_array_equal(wide, source)
+    np.testing.assert_array_equal(broadcast, np.stack([source, source]))
+    low = np.ones(1 << 16, ml_dtypes.bfloat16)
+    out = np.zeros_like(low)
+    copies.stream(out, low)
+    np.testing.assert_array_equal(out, low)
+    wide.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        copies.stream(wide, wide + 1)

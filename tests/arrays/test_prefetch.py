@@ -16,7 +16,7 @@ import pytest
 import meshtape as mt
 from meshtape.arrays.prefetch import Lent, pieces
 
-LIMIT = 60.0
+LIMIT = 200.0
 
 
 def until(condition: Any) -> None:

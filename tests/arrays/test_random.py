@@ -19,7 +19,7 @@ from meshtape.arrays import _philox, _recipes, random
 from meshtape.arrays._op import OPS
 from meshtape.arrays.errors import DTypeError, ShapeError
 
-BOUNDED = settings(max_examples=60, deadline=None)
+BOUNDED = settings(max_examples=30, deadline=None)
 
 # NumPy under another name takes the path of the backends that have no generator of their own.
 PURE = types.ModuleType("pure")

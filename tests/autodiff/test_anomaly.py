@@ -66,7 +66,9 @@ def test_the_forward_pass(how, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("wrap", [lambda f: f, mt.checkpoint, lambda f: lambda x: mt.vjp(f, x)[0]], ids=str)
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, mt.checkpoint, lambda f: lambda x: mt.vjp(f, x)[0]], ids=["plain", "checkpoint", "vjp"]
+)
 def test_the_backward_pass(place, wrap):
     x = PLACES[place](arr(5.0, 2.0))
     with mt.detect_anomaly(), pytest.raises(FloatingPointError) as e:

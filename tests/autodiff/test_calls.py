@@ -514,7 +514,9 @@ def test_mistakes_with_hooks_are_named():
 
 
 @pytest.mark.parametrize(
-    "how", [lambda f: f, mt.compile, mt.checkpoint, lambda f: mt.compile(mt.checkpoint(f))], ids=str
+    "how",
+    [lambda f: f, mt.compile, mt.checkpoint, lambda f: mt.compile(mt.checkpoint(f))],
+    ids=["plain", "compile", "checkpoint", "both"],
 )
 def test_stop_gradient_makes_a_constant(how):
     f = how(lambda x: (mt.stop_gradient(x * x) * x + mt.stop_gradient(x)).sum())

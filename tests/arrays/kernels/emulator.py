@@ -190,20 +190,38 @@ def _like(kernel: str) -> str:
 _WORDS = frozenset(NAMES.values())
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256((text + HEADER.read_text() + " ".join(FLAGS)).encode()).hexdigest()[:32]
+
+
+def _make(what: Path, arguments: Sequence[Any], name: str) -> None:
+    made = what.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([COMPILER, *FLAGS, "-o", made, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise KernelError(f"{name}:\n{done.stderr[:4000]}")
+    made.rename(what)
+
+
+def _header(cache: Path) -> Path:
+    """A folder with the header as the compiler has parsed it, which halves the time of a kernel."""
+    folder = cache / f"header-{_digest('')}"
+    parsed = folder / f"{HEADER.name}.gch"
+    if not parsed.exists():
+        folder.mkdir(exist_ok=True)
+        shutil.copy(HEADER, folder)
+        _make(parsed, ["-x", "c++-header", HEADER], HEADER.name)
+    return folder
+
+
 def _compile(cache: Path, file: str, kernels: Sequence[str]) -> None:
     """Compile and load kernels as one library, kept in ``cache`` by what it is made of."""
     entries = "".join(f"KERNEL({i}, {k})\n" for i, k in enumerate(kernels))
-    text = f'#include "{HEADER}"\n{source(file)}\n{entries}'
-    name = hashlib.sha256((text + HEADER.read_text() + " ".join(FLAGS)).encode()).hexdigest()[:32]
-    library = cache / f"{name}.so"
+    text = f"#include <{HEADER.name}>\n{source(file)}\n{entries}"
+    library = cache / f"{_digest(text)}.so"
     if not library.exists():
-        own = f"{name}.{os.getpid()}"  # other runs may be compiling the same
-        unit, made = cache / f"{own}.cpp", cache / f"{own}.tmp"
+        unit = cache / f"{library.stem}.{os.getpid()}.cpp"  # other runs may be compiling the same
         unit.write_text(text)
-        done = subprocess.run([COMPILER, *FLAGS, "-o", made, unit], capture_output=True, text=True)
-        if done.returncode:
-            raise KernelError(f"{file}, {kernels[0]}, …:\n{done.stderr[:4000]}")
-        made.rename(library)
+        _make(library, [f"-I{_header(cache)}", unit], f"{file}, {kernels[0]}, …")
         unit.unlink()
     loaded = ctypes.CDLL(str(library))
     loaded.launch_message.restype = ctypes.c_char_p

@@ -257,7 +257,10 @@ def test_what_no_kernel_can_say_stays_alone() -> None:
 
 @pytest.mark.parametrize("architecture", [75, 80, 90, 100])
 def test_generated_sources_compile_for_every_architecture(architecture: int, machine_code: Callable[..., Any]) -> None:
+    at = (75, 80, 90, 100).index(architecture)
     for k, dtype in enumerate([*FLOATS, "int8", "uint32", "int64", "uint64"]):
+        if at and (k + at) % 3:
+            continue  # the oldest takes all dtypes, each of the others a third of them
         x = mt.asarray(values(dtype, (4, 8)))
         if dtype in FLOATS:
             program = mt.compile(

@@ -1,0 +1,117 @@
+"""Functions that give another program each time they are traced.
+
+A program repeats for ever what its function drew or read while it was traced. That is refused where it can be seen: a function that
+drew from a generator of Python's or NumPy's which it reaches, or that names a clock or another source of chance, is traced once more,
+and the two programs must be the same. All others are traced once.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from ..arrays._dispatch import wrap
+from ..arrays._op import not_recording
+from ..arrays.errors import NondeterministicError
+from ..arrays.program import Const, Entry, Program, freeze, site_text
+from .signature import _names_in, outside
+
+SOURCES = frozenset(
+    [
+        "time",
+        "time_ns",
+        "perf_counter",
+        "perf_counter_ns",
+        "monotonic",
+        "monotonic_ns",
+        "process_time",
+        "now",
+        "utcnow",
+        "today",
+        "urandom",
+        "getrandom",
+        "uuid1",
+        "uuid4",
+        "token_bytes",
+        "token_hex",
+        "token_urlsafe",
+        "randbits",
+        "randbelow",
+        "SystemRandom",
+        "default_rng",
+    ]
+)
+"""Names of what gives another value at each call, and has no state that would show it."""
+
+
+class Chance:
+    """What a function may draw from, before it is traced."""
+
+    def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
+        reached = [fn, *outside(fn)]
+        self._named = any(SOURCES.intersection(_names_in(getattr(f, "__code__", None))) for f in reached)
+        kinds: tuple[type, ...] = (random.Random,)
+        generators = [random._inst]  # type: ignore[attr-defined]
+        numpy_random = sys.modules.get("numpy.random")  # nobody has drawn from what nobody has imported
+        if numpy_random is not None:
+            kinds += (numpy_random.Generator, numpy_random.RandomState)
+            generators.append(numpy_random.mtrand._rand)
+        held = (g for v in (*reached, *arguments) for g in (v if isinstance(v, list | tuple) else (v,)))
+        self._generators = [*generators, *(g for g in held if isinstance(g, kinds))]
+        self._before = [_state(g) for g in self._generators]
+
+    def doubtful(self) -> bool:
+        """Whether a generator has moved since (in another thread, perhaps), or the function names what would not show it."""
+        return self._named or [_state(g) for g in self._generators] != self._before
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return _frozen(getattr(generator, "_bit_generator", None) or generator.bit_generator)
+
+
+def _frozen(bits: Any) -> Any:
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return tuple((k, plain(v)) for k, v in value.items())
+        return value.tobytes() if isinstance(value, np.ndarray) else value
+
+    return plain(bits.state)
+
+
+def refuse_other(name: str, first: Program, second: Program) -> None:
+    """Raise :class:`NondeterministicError` where two programs of one function differ."""
+    for a, b in zip(first.entries, second.entries, strict=False):
+        if _key(a) != _key(b):
+            raise _error(name, f"{a} and then {b}, called at {site_text(a.site)}")
+    if len(first.entries) != len(second.entries) or first.outputs != second.outputs:
+        raise _error(name, f"{len(first.entries)} entries and then {len(second.entries)}")
+    users = {v: e for e in reversed(first.entries) for v in e.inputs if isinstance(v, int)}
+    for v, value in first.constants.items():
+        if not _same_value(value, second.constants.get(v)):
+            where = f", read by {users[v].op.name}, called at {site_text(users[v].site)}" if v in users else ""
+            raise _error(name, f"the constant %{v} ({first.avals[v]}) with two values{where}")
+
+
+def _error(name: str, what: str) -> NondeterministicError:
+    return NondeterministicError(
+        f"[compile] {name} was traced twice and gave {what}. A program repeats what was drawn or read while it was traced: "
+        "draw with mt.random from a key that is an argument, and pass times and numbers drawn elsewhere as mt.asarray(number)"
+    )
+
+
+def _key(e: Entry) -> Any:
+    return (e.op, tuple(freeze(v.value) if isinstance(v, Const) else v for v in e.inputs), e.outputs, freeze(e.params))
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    if a is b or b is None:
+        return a is b
+    with not_recording():
+        x, y = np.asarray(wrap(a)), np.asarray(wrap(b))
+    return (x.shape, x.dtype) == (y.shape, y.dtype) and x.tobytes() == y.tobytes()

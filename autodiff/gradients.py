@@ -1,0 +1,74 @@
+"""What ``grad`` and ``vjp`` do with their arguments and with what the tape found, apart from the functions that they return.
+
+Compiled in the wheel; closures are not, because :mod:`.signature` looks into these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import tree as trees
+from ..arrays._array import Array
+from ..arrays._dispatch import apply, wrap
+from ..arrays._op import state
+from ..arrays.creation import asarray, zeros_like
+from ..arrays.elementwise import ALIAS
+from ..arrays.errors import GradientError
+from .backward import same_value
+from .tape import Tape, is_differentiable
+
+
+def own(x: Any) -> Any:
+    """A number as an Array of its own: an array passed twice gets two gradients."""
+    if type(x) is Array and not state.now.recorders:
+        return wrap(x._buf)
+    if isinstance(x, bool | str | bytes) or not isinstance(x, Array | int | float | complex | np.ndarray | np.generic):
+        return x
+    return apply(ALIAS, (asarray(float(x) if isinstance(x, int) else x),))
+
+
+def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
+    """Watch the arrays among the leaves, and hold on to what they are before the function gets a chance to write to them."""
+    tape.watch(*[x for x in leaves if isinstance(x, Array)])
+    return [same_value(x) if isinstance(x, Array) else x for x in leaves]
+
+
+def names_of(sources: Sequence[Any]) -> list[int]:
+    return [x._id for x in sources if isinstance(x, Array)]
+
+
+def loss_and_aux(who: str, out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise GradientError(f"[{who}] with has_aux the function must return (value, aux), got {type(out).__name__}")
+    return out
+
+
+def gradient_or_zeros(x: Any, found: dict[int, Array]) -> Any:
+    if not isinstance(x, Array) or not is_differentiable(x.dtype):
+        return None
+    g = found.get(x._id)
+    return zeros_like(x) if g is None else g
+
+
+def value_and_gradients(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], chosen: Sequence[int], has_aux: bool
+) -> tuple[Any, list[Any]]:
+    """What ``fn`` returned, and the gradient of its loss with respect to each of the ``chosen`` arguments."""
+    full = list(args)
+    leaves, treedef = trees.flatten({i: args[i] for i in chosen})
+    leaves = [own(x) for x in leaves]
+    for i, x in trees.unflatten(treedef, leaves).items():
+        full[i] = x
+    tape = Tape()
+    with tape:
+        sources = watched(tape, leaves)
+        out = fn(*full, **kwargs)
+    loss = loss_and_aux("grad", out)[0] if has_aux else out
+    if not isinstance(loss, Array):
+        raise GradientError(f"[grad] the function must return an Array, got {type(loss).__name__}")
+    found = tape.backward([loss], [None], names_of(sources))
+    grads = trees.unflatten(treedef, [gradient_or_zeros(x, found) for x in sources])
+    return out, [grads[i] for i in chosen]
