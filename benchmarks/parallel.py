@@ -115,6 +115,50 @@ def collectives(report: timing.Report, mesh: mt.Mesh, g: Gloo | None, megabytes:
     )
 
 
+def sharing(report: timing.Report, client: Any, mesh: mt.Mesh) -> None:
+    """Two clients on the same workers: what it costs that a lease goes from one to the other with every gang, and how fair it is."""
+    import threading
+
+    from distributed import Client
+
+    host = np.ones(2048)
+    with (
+        Client(client.scheduler.address, set_as_default=False) as second,
+        mt.Mesh({"ranks": 2}, client=second) as theirs,
+    ):
+        steps = []
+        for m in (mesh, theirs):
+            x = mt.compute(mt.distribute(host, m, ranks=mt.Shard(0)) + 0.0)
+            step = mt.compile(lambda x: mt.sum(x * 2))
+            steps.append(lambda step=step, x=x: float(step(x)))
+        report.row(
+            "two gangs, of two clients in turns",
+            lambda: [step() for step in steps],
+            {"of one client": (lambda: [steps[0](), steps[0]()], None)},
+            rounds=5,
+        )
+
+        def both(times: int = 20) -> list[float]:
+            ends = [0.0, 0.0]
+
+            def work(i: int) -> None:
+                start = time.monotonic()
+                for _ in range(times):
+                    steps[i]()
+                ends[i] = time.monotonic() - start
+
+            threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+            return ends
+
+        report.row("20 gangs of each of two clients at once, a gang", both, {}, rounds=3, scale=1 / 40)
+        ends = both()
+        print(f"two clients at once: one ends after {min(ends) / max(ends):.2f} of the time of the other")
+
+
 def in_one_task(fn: Callable[..., None], *args: Any) -> None:
     """With as many turns of a loop in one task as it has: what a gang costs is another row's subject."""
     import dask
@@ -211,6 +255,15 @@ def partitioning(report: timing.Report, mesh: mt.Mesh) -> None:
     small = mt.distribute(np.ones(64), mt.Mesh({"data": 2}), data=mt.Shard(0))
     ready = mt.compile(lambda x: x + 1.0)
     report.row("a cached call, client's time (virtual mesh)", lambda: ready(small), {}, rounds=5)
+    there = mt.compute(mt.distribute(np.ones(64), mesh, ranks=mt.Shard(0)) + 0.0)
+    submit = mt.compile(lambda x: x + 1.0)
+    submit(there)
+    spent = []
+    for _ in range(50):
+        start = time.thread_time()
+        submit(there)
+        spent.append(time.thread_time() - start)
+    print(f"a cached call on workers, processor time of the caller: {1e3 * sorted(spent)[25]:.2f} ms")
 
 
 def virtual_meshes(report: timing.Report) -> None:
@@ -239,7 +292,9 @@ def virtual_meshes(report: timing.Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=256, help="of the array that is turned from rows to columns")
-    parser.add_argument("--only", help="one group of rows: steps, collectives, rechunk, product, partitioning, virtual")
+    parser.add_argument(
+        "--only", help="one group of rows: steps, collectives, rechunk, product, sharing, partitioning, virtual"
+    )
     options = parser.parse_args()
     report = timing.Report("parallel, 2 worker processes of one thread")
     groups: dict[str, Callable[..., None]] = {
@@ -247,6 +302,7 @@ def main() -> None:
         "collectives": lambda: in_one_task(collectives, report, mesh, g, 64),
         "rechunk": lambda: rechunk(report, client, mesh, options.megabytes),
         "product": lambda: product(report, mesh, 4096),
+        "sharing": lambda: sharing(report, client, mesh),
         "partitioning": lambda: partitioning(report, mesh),
         "virtual": lambda: virtual_meshes(report),
     }

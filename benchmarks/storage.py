@@ -3,12 +3,18 @@
 All candidates of a row run in turns, in one process, on the same arrays; the ratio is that of the medians. Every writer ends
 with the same promise: its files and directories are synced (a library that does not sync gets that done for it, inside its
 time). *Warm* reads find the files in the page cache; for *cold* ones the kernel is asked to drop the pages of each file first.
-A library that is not installed is named as missing.
+A library that is not installed is named as missing. What a user has who installed the package is measured, see :mod:`installed`; with
+``--editable``, the sources of this checkout.
 """
 
 from __future__ import annotations
 
-import timing  # first: it sets the number of threads
+import installed
+
+if __name__ == "__main__":
+    installed.run_on_wheel()
+
+import timing  # before NumPy: it sets the number of threads
 
 # isort: split
 import argparse
@@ -317,7 +323,7 @@ def background(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
 
 def loading(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
     ours, raw, st, z = home / "template", home / "raw", home / "model.safetensors", home / "z"
-    if bench.wants("raw"):
+    if bench.wants("raw preadv, one thread") or bench.wants("raw preadv, two threads"):
         raw_write(raw, tree, ours)
     if ST is not None:
         st_save(st, tree)
@@ -541,6 +547,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--against", action="append", help="only peers whose name has this in it")
+    parser.add_argument("--editable", action="store_true", help="measure the sources of this checkout")
     parser.add_argument("--directory", help="where to write; a temporary directory by default")
     options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="meshtape-bench-", dir=options.directory))
@@ -549,9 +556,7 @@ def main() -> None:
         tree = arrays(options.megabytes)
         size = sum(a.nbytes for a in tree.values())
         bench = Bench(options.rounds, options.against)
-        bench.table.title = (
-            f"Storage: {len(tree)} float32 arrays, {size / 1e6:.0f} MB, {os.cpu_count()} CPUs, {options.rounds} rounds"
-        )
+        bench.table.title = f"Storage: {len(tree)} float32 arrays, {size / 1e6:.0f} MB, {os.cpu_count()} CPUs, {options.rounds} rounds, {installed.core()}"
         if "save" not in only and {"load", "convert"} & set(only):
             storage.save(home / "template", tree)
         for name, work in PARTS.items():

@@ -2,12 +2,20 @@
 
 One process against PyTorch's eager mode (the same architecture, the same numbers of rows and tokens, AdamW and clipping included), and
 two Dask workers against PyTorch's DistributedDataParallel and FSDP (ours: ZeRO 3) with gloo on two processes. Rows of two processes give the
-scaling efficiency: the time of one process over twice that of two, at one global batch.
+scaling efficiency: the time of one process over twice that of two, at one global batch. Every process computes on one thread.
+
+What a user has who installed the package is measured, see :mod:`installed`; with ``--editable``, the sources of this checkout.
 """
 
 from __future__ import annotations
 
 import timing  # first: it sets the number of threads
+
+# isort: split
+import installed
+
+if __name__ == "__main__":
+    installed.run_on_wheel()
 
 # isort: split
 import argparse
@@ -190,7 +198,7 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help="leave out the rows of two processes")
     options = parser.parse_args()
     torch = timing.peer("torch")
-    report = timing.Report(f"decoder, {ROWS} × {LENGTH} tokens a step")
+    report = timing.Report(f"decoder, {ROWS} × {LENGTH} tokens a step, {installed.core()}")
     eager = None
     if torch is not None:
         torch.set_num_threads(1)

@@ -146,7 +146,8 @@ def compute(*trees_in: Any) -> Any:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """What every rank runs for ``fn(*args)``: each entry with its blocks, the collectives put in, their bytes, and why they are there.
 
-    Collectives that travel in one round are bracketed. In ``float64[2,4@model]`` the second dimension is split along an axis, and
+    Collectives that travel in one round are bracketed, and so, with round corners, are elementwise calls on large blocks that are
+    computed together, piece by piece. In ``float64[2,4@model]`` the second dimension is split along an axis, and
     ``{sum:model}`` says that a sum along that axis is still to be made. Where blocks are not in the host's memory, a first line says where
     they are, and how they travel.
 
@@ -165,6 +166,6 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     mesh = next((s.mesh for s in shardings if s is not None), None)
     if mesh is None:
         return str(program)
-    text = mesh.rank_program(program, shardings).text(mesh.names)
     placed = mesh.runtime.placed()
+    text = mesh.rank_program(program, shardings).text(mesh.names, cuda=placed is not None)
     return text if placed is None else f"# blocks on {placed}\n{text}"

@@ -17,6 +17,7 @@ from ..arrays._backends import CuPyBackend, cupy_backend
 from ..arrays._op import Op
 from ..arrays.devices import Device, device
 from ..arrays.errors import OutOfMemory
+from ..arrays.native.copies import is_large, stream
 from .pool import POOL
 
 
@@ -43,6 +44,9 @@ class BlockMemory(Protocol):
     def put(self, a: Any) -> Any:
         """``a`` there: itself where it is there already."""
 
+    def copy(self, to: Any, source: Any) -> None:
+        """``to[...] = source``, where the two share no memory."""
+
     def translated(self, error: Exception) -> Exception:
         """What went wrong in an op, as an error of ours where there is one for it."""
 
@@ -66,6 +70,12 @@ class HostMemory:
         return np.full(shape, value, dtype)
 
     put = staticmethod(np.asarray)
+
+    def copy(self, to: np.ndarray, source: np.ndarray) -> None:
+        if is_large(to):
+            stream(to, source)
+        else:
+            to[...] = source
 
     def translated(self, error: Exception) -> Exception:
         return error
@@ -99,6 +109,9 @@ class CudaMemory:
         if isinstance(a, self.xp.ndarray):
             return a
         return self._backend.from_host(np.asarray(a), self._where)
+
+    def copy(self, to: Any, source: Any) -> None:
+        to[...] = source
 
     def translated(self, error: Exception) -> Exception:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,17 +10,7 @@ from typing import Any
 
 from ..arrays.errors import ClusterError, SchedulerUnreachable
 from . import settings
-
-MALLOC_ENVIRONMENT = {
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_ARENA_MAX": "1",
-}
-"""Environment of worker processes. A Dask nanny starts workers with a malloc that gives every freed temporary back to the system; each
-new NumPy array is then mapped and page-faulted in again, which costs up to three times the work itself. The first two are needed
-together, as one freezes the other; the third because programs run in a thread, whose own arena of glibc's cannot hold blocks of more
-than 32 MB. They must be there when the process starts: ``dask worker`` processes of other clusters need them in
-``distributed.nanny.pre-spawn-environ`` of Dask's configuration."""
+from .allocator import told_to_nannies
 
 
 @contextmanager
@@ -77,7 +68,14 @@ def connect(address: str, *, timeout: float | None = None, security: Any = None)
 
 @contextmanager
 def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: int = 1) -> Iterator[Any]:
-    """A client of a Dask cluster of this machine, started here and stopped at the end, with one thread a worker."""
+    """A client of a Dask cluster of this machine, started here and stopped at the end, with one thread a worker.
+
+    Raises
+    ------
+    ClusterError
+        For no workers, and where their processes do not start: each reads the main script anew, which must be a file that starts
+        workers under ``if __name__ == "__main__":`` alone.
+    """
     if workers < 1:
         raise ClusterError(f"a cluster needs at least one worker, got {workers}")
     import dask
@@ -86,23 +84,30 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
     from .progress import follow, last_word
 
     of_workers = {
-        "distributed.nanny.pre-spawn-environ": MALLOC_ENVIRONMENT,
         "distributed.worker.memory.terminate": False,
         # Dask's cluster looks, this long after a worker was lost, whether one of its name is there, and closes its nanny if not. Its 15 s
         # let a worker that dies twice within them, and is just being started again, stay away for ever.
         "distributed.deploy.lost-worker-timeout": "1 hour",
     }
-    with (
-        dask.config.set(of_workers),
-        LocalCluster(
-            n_workers=workers,
-            threads_per_worker=threads_per_worker,
-            processes=processes,
-            dashboard_address="127.0.0.1:0",  # any free port: the usual one may be taken
-            silence_logs=40,
-        ) as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dask.config.set(of_workers))
+        stack.enter_context(told_to_nannies())
+        try:
+            cluster = stack.enter_context(
+                LocalCluster(
+                    n_workers=workers,
+                    threads_per_worker=threads_per_worker,
+                    processes=processes,
+                    dashboard_address="127.0.0.1:0",  # any free port: the usual one may be taken
+                    silence_logs=40,
+                )
+            )
+        except RuntimeError as e:
+            raise ClusterError(
+                f"the worker processes did not start: {e} Each reads the main script anew: that must be a file, in which what "
+                'starts workers stands under `if __name__ == "__main__":`'
+            ) from e
+        client = stack.enter_context(Client(cluster, set_as_default=False))
         client.wait_for_workers(workers)
         follow(client)
         yield client

@@ -32,6 +32,7 @@ from .gpus import Choice, choose, visible
 from .lease import lease_of
 from .progress import last_word
 from .rank_program import RankProgram
+from .room import Value, check_room
 from .runtime import HostValue, Turns
 from .scheduler import PREFIX, MeshtapeScheduler, hasten
 from .workers import ask, give_plugin, known_workers, silent
@@ -101,6 +102,7 @@ class DaskRuntime:
             + f" (worker {a})"
             for p, a in enumerate(self.addresses)
         }
+        self._limits = [there[a].get("memory_limit") for a in self.addresses]
         self._check_versions()
         self.mesh_id, secret = uuid.uuid4().bytes, secrets.token_bytes(32)
         self.transport = settings.transport()
@@ -279,7 +281,13 @@ class DaskRuntime:
 
     # ----- Runtime ----------------------------------------------------------------------------------------------------
 
+    def check_room(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
+        if set(self._choice.devices) == {"cpu"}:
+            check_room(what, values, sizes, self.homes, self._limits, self._ranks)
+
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[[Sequence[Any], Turns | None], list[Any]]:
+        for vs in ((*program.inputs, *program.constants), program.outputs):
+            self.check_room(program.name, [(program.avals[v], program.layouts[v]) for v in set(vs)], program.sizes)
         ident = f"{self.mesh_id.hex()}/{program.name}-{uuid.uuid4().hex[:12]}"
         sent = False
 
@@ -447,11 +455,11 @@ class DaskRuntime:
         self._closed = True
         if self.client.status == "running":
             last_word(self.client)
-            with contextlib.suppress(OSError):
-                self.client.sync(self.client.scheduler.meshtape_closed, mesh=self.mesh_id)
             there = self._flight.present()
-            lost = set(silent(self.client, there))
-            there = [a for a in there if a not in lost]
+            late = silent(self.client, there)
+            with contextlib.suppress(OSError):
+                self.client.sync(self.client.scheduler.meshtape_closed, mesh=self.mesh_id, late=late)
+            there = [a for a in there if a not in late]
             with contextlib.suppress(ClusterError):  # one that goes now takes the mesh's state with it
                 ask(self.client, gang.close_mesh, self.mesh_id, (), workers=there)
 

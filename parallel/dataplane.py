@@ -3,8 +3,9 @@
 Each Dask worker has one data plane. Processes of a mesh connect to each other when their first program runs and stay connected. A
 connection is accepted only after both sides have proved, by HMAC-SHA256 over a fresh nonce, that they know the secret that the
 client gave the mesh's workers over Dask's control plane; whatever else arrives is closed. Where the cluster uses TLS, connections do
-too, with the certificates of its ``Security``. Two processes of one host then share memory, two workers of one process hand their
-arrays over, all others use the connection itself (``transports``).
+too, with the certificates of its ``Security``. Two processes of one host then share memory, and talk about it through a socket of the
+system itself where nothing has to be encrypted; two workers of one process hand their arrays over; all others use the connection itself
+(``transports``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from ..arrays.errors import ClusterError, CollectiveTimeout, RankLost
 from .transports import comms, memory
+from .transports.doors import Door, enter
 from .transports.group import Group
 from .transports.links import Link, StreamLink
 from .transports.slots import SlotLink
@@ -37,6 +39,7 @@ _HELLO = struct.Struct(
 _OFFER = struct.Struct(">c64s")  # kind, name
 _MAGIC = b"MTH2"
 _PLAIN, _SHARED, _LOCAL = b"-", b"s", b"l"
+_ENTERED, _TOKEN = b"*", 16
 _HANDSHAKE_TIMEOUT = 10.0
 
 
@@ -185,8 +188,11 @@ class DataPlane:
             link = _offer(stream, process, host, process_id, share)
             with self._changed:
                 old = self._arrived.pop((mesh, epoch, process), None)
-                self._arrived[mesh, epoch, process] = link
-                self._changed.notify_all()
+                if mesh in self._secrets:
+                    self._arrived[mesh, epoch, process] = link
+                    self._changed.notify_all()
+                else:  # it was closed meanwhile
+                    link.close()
             if old is not None:
                 old.close()
         except (OSError, struct.error):
@@ -324,20 +330,43 @@ def _offer(stream: Stream, peer: int, host: bytes, process_id: bytes, share: boo
         with contextlib.suppress(OSError):
             segment = memory.Segment.create()
         if segment is not None:
-            try:
-                stream.write(_OFFER.pack(_SHARED, segment.name.encode()), wait)
-                taken = stream.read(1, wait) == b"+"
-            finally:
-                segment.unlink()
-            if taken:
-                return SlotLink(peer, stream, memory.SharedSlots(segment, 0), memory.SharedSlots(segment, 1))
-            segment.close()
-            return StreamLink(peer, stream)
+            return _share(stream, peer, segment)
         stream.write(_OFFER.pack(_PLAIN, b""), wait)
         stream.read(1, wait)
     else:
         stream.write(_OFFER.pack(_PLAIN, b""), wait)
         stream.read(1, wait)
+    return StreamLink(peer, stream)
+
+
+def _share(stream: Stream, peer: int, segment: memory.Segment) -> Link:
+    """Offer a segment and, where the stream is TCP in the clear, a door to a connection that costs less."""
+    wait = _HANDSHAKE_TIMEOUT
+    door, taken = None, b""
+    try:
+        if type(stream) is SocketStream:
+            with contextlib.suppress(OSError):
+                door = Door(segment.name)
+        stream.write(_OFFER.pack(_SHARED, segment.name.encode()), wait)
+        taken = stream.read(1, wait)
+        if taken == _ENTERED and door is not None:
+            token = stream.read(_TOKEN, wait)
+            inside = SocketStream(door.accept(wait))
+            try:
+                if not hmac.compare_digest(inside.read(_TOKEN, wait), token):
+                    raise ConnectionError("a stranger came in")
+            except BaseException:
+                inside.close()
+                raise
+            stream.close()
+            stream = inside
+    finally:
+        if door is not None:
+            door.close()
+        segment.unlink()
+    if taken in (_ENTERED, b"+"):
+        return SlotLink(peer, stream, memory.SharedSlots(segment, 0), memory.SharedSlots(segment, 1))
+    segment.close()
     return StreamLink(peer, stream)
 
 
@@ -356,7 +385,22 @@ def _take(stream: Stream, peer: int, timeout: float) -> Link:
         except OSError:
             stream.write(b"-", timeout)
         else:
-            stream.write(b"+", timeout)
+            inside = None
+            if type(stream) is SocketStream:
+                with contextlib.suppress(OSError):
+                    inside = SocketStream(enter(name))
+            if inside is None:
+                stream.write(b"+", timeout)
+            else:
+                token = os.urandom(_TOKEN)  # says that who came in is who was let in here
+                try:
+                    inside.write(token, timeout)
+                    stream.write(_ENTERED + token, timeout)
+                except BaseException:
+                    inside.close()
+                    raise
+                stream.close()
+                stream = inside
             return SlotLink(peer, stream, memory.SharedSlots(segment, 1), memory.SharedSlots(segment, 0))
     else:
         stream.write(b"-", timeout)

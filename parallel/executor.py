@@ -8,10 +8,10 @@ that hosts all ranks needs none. Rounds that start early (``overlap``) run in a 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,11 +23,13 @@ from ..arrays.indexing import SCATTER
 from ..arrays.indexsum import IndexSum
 from ..arrays.reductions import _is_low_precision as is_low_precision
 from .block_memory import HOST, BlockMemory
+from .dispatch import Ragged, RaggedRunning, RaggedShare
 from .factors import RankView
 from .lookups import SCATTER_PART
 from .overlap import Start, Wait, schedule
 from .placement import Layout, block_box, identity_of
-from .pool import POOL, SMALLEST
+from .pool import SMALLEST, is_free, room
+from .rank_fusion import Chain, PreparedChain, fused
 from .rank_program import Local, Move, Moves, RankProgram
 from .reshard import Plan, plan_reshard
 from .rounds import MoveRounds, Running, plan_rounds
@@ -40,8 +42,16 @@ Env = dict[int, dict[int, np.ndarray]]
 class PreparedMove(NamedTuple):
     source: int
     target: int
-    rounds: MoveRounds
+    rounds: MoveRounds | RaggedShare
     neutral: object
+    table: int | None
+
+    def running(self, env: Env, memory: BlockMemory) -> Running | RaggedRunning:
+        """The move about to be carried out on these blocks."""
+        blocks = {r: sparse_calls.dense(values[self.source]) for r, values in env.items() if self.source in values}
+        if isinstance(self.rounds, RaggedShare):
+            return self.rounds.running(blocks, {r: env[r][self.table] for r in blocks}, memory)  # type: ignore[index]
+        return Running(self.rounds, blocks, self.neutral, memory)
 
 
 class PreparedMoves(NamedTuple):
@@ -96,12 +106,16 @@ class Prepared:
             pairs = list(zip(program.steps, program.frees, strict=True))
         else:
             pairs = [(a.what, a.frees) for a in actions]
+        pairs = fused(program, pairs, cuda=memory.name != "cpu", apart=self._thin)
         self.overlaps = any(isinstance(s, Start) for s, _ in pairs)
         self._actions: list[tuple[Any, tuple[int, ...]]] = []
         rounds = 0
         for step, frees in pairs:
             if isinstance(step, Wait):
                 self._actions.append((step, frees))
+                continue
+            if isinstance(step, Chain):
+                self._actions.append((PreparedChain(step, program, self.hosted, frees, memory), frees))
                 continue
             if isinstance(step, Moves | Start):
                 by_way = {m: layout for m in step.moves if (layout := self._way(m)) is not None}
@@ -195,12 +209,15 @@ class Prepared:
         process = self.homes[self.hosted[0]]
         out, texts = [], []
         for m, (source, target, plan) in zip(moves, plans, strict=True):
+            texts.append(f"{p.move_text(m, self.names)} of {m.origin or 'a result'}")
+            if isinstance(m.collective, Ragged):
+                out.append(PreparedMove(source, target, m.collective.share(self.homes, process), None, m.table))
+                continue
             aval = p.avals[m.source]
             rounds = plan_rounds(plan, self.homes, process, aval.dtype, is_low_precision(aval.dtype))
             neutral = identity_of(plan.fill, aval.dtype) if any(b.neutral for b in rounds.blocks) else None
-            out.append(PreparedMove(source, target, rounds, neutral))
-            texts.append(f"{p.move_text(m, self.names)} of {m.origin or 'a result'}")
-        remote = any(m.rounds.sends or any(h != process for j in m.rounds.joins for h in j.homes) for m in out)
+            out.append(PreparedMove(source, target, rounds, neutral, None))
+        remote = any(_is_remote(m.rounds, process) for m in out)
         return PreparedMoves(number, tuple(out), texts[0], remote)
 
     # ----- running ----------------------------------------------------------------------------------------------------
@@ -257,6 +274,9 @@ class Prepared:
             kind = type(step)
             if kind is PreparedLocal:
                 self._run_local(step, env)
+            elif kind is PreparedChain:
+                for r in self.hosted:
+                    step.run(env[r], r, partial(self._failure, r))
             elif kind is PreparedMoves:
                 if beside is None or not step.remote:
                     found = self._run_moves(step, env, transport)
@@ -285,24 +305,28 @@ class Prepared:
                 continue
             try:
                 if s.sparse is not None:
-                    mine = [v in s.dying and _is_free(values, v) for v, _ in args]
+                    mine = [v in s.dying and is_free(values, v) for v, _ in args]
                     operands = [values[v] if v >= 0 else c for v, c in args]
                     out = sparse_calls.call(s.sparse, operands, params, mine)
                 elif s.room is None:
                     out = fn(*[values[v] if v >= 0 else c for v, c in args], **params)
                 else:
-                    room = _room(values, s.dying, *s.room[rank])
-                    out = fn(*[values[v] if v >= 0 else c for v, c in args], out=room)
+                    into = room(values, s.dying, *s.room[rank])
+                    out = fn(*[values[v] if v >= 0 else c for v, c in args], out=into)
             except MeshtapeError:
                 raise
             except Exception as e:
-                where = f", called at {s.site}" if s.site else ""
-                e = self.memory.translated(e)
-                raise RankLost(f"rank {rank} failed in {s.origin}{where}: {type(e).__name__}: {e}") from e
+                raise self._failure(rank, e, s.origin, s.site) from e
             if len(outputs) == 1:
                 values[outputs[0]] = out if s.keeps and type(out) is IndexSum else put(out)
             else:
                 values.update(zip(outputs, map(put, out), strict=True))
+
+    def _failure(self, rank: int, error: Exception, origin: str, site: str) -> RankLost:
+        """What went wrong in a call."""
+        where = f", called at {site}" if site else ""
+        error = self.memory.translated(error)
+        return RankLost(f"rank {rank} failed in {origin}{where}: {type(error).__name__}: {error}")
 
     def _run_moves(self, s: PreparedMoves, env: Env, transport: Transport | None) -> list[dict[int, np.ndarray]]:
         """The new blocks of each move."""
@@ -310,8 +334,7 @@ class Prepared:
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for m in s.moves:
-            blocks = {r: sparse_calls.dense(env[r][m.source]) for r in self.hosted if m.source in env[r]}
-            running.append(Running(m.rounds, blocks, m.neutral, self.memory))
+            running.append(m.running(env, self.memory))
             running[-1].scatter(sends, receives)
         if sends or receives:
             if transport is None:
@@ -384,48 +407,19 @@ class Beside:
         self._transport.eager = True
 
 
+def _is_remote(rounds: MoveRounds | RaggedShare, process: int) -> bool:
+    """Whether other processes take part."""
+    if isinstance(rounds, RaggedShare):
+        return rounds.remote
+    return bool(rounds.sends) or any(h != process for j in rounds.joins for h in j.homes)
+
+
 def _between(m: Move) -> int:
     """The variable between the two halves of a reshard that goes by way of another layout: no program has one like it."""
     return -2 - m.target
-
-
-def _room(
-    values: dict[int, np.ndarray], dying: Sequence[int], shape: tuple[int, ...], dtype: np.dtype
-) -> np.ndarray | None:
-    """Memory for a result: that of an operand that nobody else sees and nothing reads again, or some of the pool's."""
-    for v in dying:
-        if _is_free(values, v):
-            a = values[v]
-            if a.shape == shape and a.dtype == dtype and a.flags.c_contiguous:
-                return a
-    return POOL.empty(shape, dtype) if dtype.itemsize and _size(shape) * dtype.itemsize >= SMALLEST else None
-
-
-def _is_free(values: Mapping[int, np.ndarray], v: int) -> bool:
-    """Whether nobody else sees the block, or a view of it."""
-    if type(values[v]) is not np.ndarray or _references(values, v) != _ALONE:
-        return False
-    a = values[v]
-    return not isinstance(a.base, np.ndarray) and a.flags.writeable
 
 
 def thin_values(program: RankProgram) -> frozenset[int]:
     """Variables of which a rank may hold a sparse cotangent."""
     calls = (s for s in program.steps if isinstance(s, Local))
     return sparse_calls.sparse_values(calls, program.avals, made_by=(SCATTER, SCATTER_PART))
-
-
-def _references(values: Mapping[int, np.ndarray], v: int) -> int:
-    a = values[v]
-    return sys.getrefcount(a)
-
-
-_ALONE = _references({0: np.empty(0)}, 0)
-"""What is counted for an array that only a table of values holds; versions of Python differ in it."""
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    n = 1
-    for k in shape:
-        n *= k
-    return n

@@ -69,6 +69,17 @@ class PartCall(NamedTuple):
     """Factors that results have and no operand: a part of a result that is replicated there can be made, not cut out."""
 
 
+class Exchange(NamedTuple):
+    """Factors that one mesh axis may split together: ``rows`` (any of them) and ``expert``, which each row needs but some of.
+    Operand ``chosen`` says which, by the ``numbers`` of another; ranks send the rows to each other when the program runs
+    (:mod:`.dispatch`)."""
+
+    rows: frozenset[int]
+    expert: int
+    chosen: int
+    numbers: int
+
+
 @dataclass(frozen=True, slots=True)
 class FactorRule:
     """The mapping of one call. ``operands[i][d]`` is the :class:`Dim` of dimension ``d``, or None where it cannot be split
@@ -85,6 +96,7 @@ class FactorRule:
     """The op reads shapes, and no values: operands may stay pending."""
     choice: str = ""
     """Why dimensions are to be whole, where that was chosen for its price and the op could do without."""
+    exchange: Exchange | None = None
 
 
 Maker = Callable[[Op, Sequence[ShapeDtype | Any], Sequence[ShapeDtype], Mapping[str, Any]], FactorRule]
@@ -129,6 +141,7 @@ class Letters:
         part: PartCall | None = None,
         valueless: bool = False,
         choice: str = "",
+        exchange: Exchange | None = None,
     ) -> FactorRule:
         return FactorRule(
             tuple(self.factors),
@@ -140,6 +153,7 @@ class Letters:
             part,
             valueless,
             choice,
+            exchange,
         )
 
 

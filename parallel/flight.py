@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections import deque
@@ -172,7 +173,9 @@ class Flight:
         )
         cause = errors[0]
         if isinstance(cause, MeshtapeError):
-            return cause
+            # Dask's client keeps the error of a future. Were that one raised, its traceback would hold the frames that hold the
+            # future, which would then never be released.
+            return copy.copy(cause).with_traceback(cause.__traceback__)
         lost = RankLost(f"a worker failed while it ran {this.what}: {type(cause).__name__}: {cause}")
         lost.__cause__ = cause
         return lost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from .propagate import Placed, propagate
 from .rank_code import ShardMapOp
 from .runtime import HostValue, LocalRuntime, Runtime
 from .sharded import Pending, ShardedBuffer, handles_of, sharded_array, two_meshes
+
+MOST_RANKS = 1 << 20
+"""Beyond it a plan alone is larger than what a process holds."""
 
 
 class Mesh:
@@ -48,7 +51,7 @@ class Mesh:
     Raises
     ------
     MeshError
-        For axes that are no mesh, or more ranks than the workers can take.
+        For axes that are no mesh, and more than 2**20 ranks.
     ClusterError
         When the scheduler or a worker cannot be used; the message says why.
     DeviceError, BackendError
@@ -86,6 +89,8 @@ class Mesh:
         self.names: tuple[str, ...] = tuple(axes)
         self.sizes: tuple[int, ...] = tuple(map(operator.index, axes.values()))
         self.size: int = math.prod(self.sizes)
+        if self.size > MOST_RANKS:
+            raise MeshError(f"a mesh has at most {MOST_RANKS:,} ranks, got {self.size:,}: {dict(axes)}")
         self.runtime: Runtime
         if client is None:
             if workers is not None:
@@ -111,6 +116,8 @@ class Mesh:
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Position of a rank along each axis."""
+        if not 0 <= rank < self.size:
+            raise MeshError(f"{self} has ranks 0 to {self.size - 1}, got {rank!r}")
         return tuple(int(c) for c in np.unravel_index(rank, self.sizes)) if self.sizes else ()
 
     def submesh(self, **places: int) -> Mesh:
@@ -124,8 +131,8 @@ class Mesh:
         """
         for name, i in places.items():
             n = self.sizes[self.axis(name)]
-            if not -n <= i < n:
-                raise MeshError(f"{self} has places 0 to {n - 1} along axis {name!r}, got {i}")
+            if not isinstance(i, SupportsIndex) or not -n <= operator.index(i) < n:
+                raise MeshError(f"{self} has places 0 to {n - 1} along axis {name!r}, got {i!r}")
         key = tuple(sorted((name, i % self.sizes[self.axis(name)]) for name, i in places.items()))
         found = self._parts.get(key)
         if found is None:
@@ -288,11 +295,10 @@ class Mesh:
         """See ``BlockHost``."""
         if set(payloads) != set(range(self.size)):
             raise MeshError(f"create needs a payload for each of the {self.size} ranks, got {sorted(payloads)}")
+        arrays = [(ShapeDtype(tuple(shape), np.dtype(dtype)), sharding.layout) for shape, dtype, sharding in specs]
+        self.runtime.check_room(getattr(fn, "__name__", "create").strip("_"), arrays, self.sizes)
         handles = self.runtime.create(fn, payloads, len(specs))
-        return [
-            sharded_array(self, sharding.layout, ShapeDtype(tuple(shape), np.dtype(dtype)), handle)
-            for (shape, dtype, sharding), handle in zip(specs, handles, strict=True)
-        ]
+        return [sharded_array(self, lay, a, handle) for (a, lay), handle in zip(arrays, handles, strict=True)]
 
 
 def _entry(op: Op, avals: Sequence[Any], inputs: Sequence[int], nout: int, params: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from ..arrays.blocks import Box
 from ..arrays.creation import asarray
 from ..arrays.devices import CPU
 from ..arrays.display import human_bytes
-from ..arrays.errors import MeshError, ShardingConflict
+from ..arrays.errors import MeshError, OutOfMemory, ShardingConflict
 from ..arrays.program import Program, ShapeDtype, simplify
 from ..arrays.reductions import _is_low_precision as is_low_precision
 from ..autodiff.compile import Tracer, _Trace
@@ -34,7 +34,7 @@ from .partition import partition
 from .passes import Pass, passes_of
 from .placement import REDUCERS, REPLICATED, Layout, Sharding, block_box, make_layout
 from .rank_program import Local, RankProgram
-from .stored import Parts, Stored, new_array, open_array, scratch_room
+from .stored import Parts, Stored, new_array, open_array, refuse_existing, scratch_room
 
 MOST_PARTS = 1 << 16
 
@@ -81,7 +81,9 @@ def stream(
     ShardingConflict
         Where a value would have to be gathered from all blocks (a sort along the split dimension), or one that is split has no
         place to go; the message shows the step, and what to do.
-    MemoryError
+    CheckpointExists
+        Where something is already at a path of ``to``.
+    OutOfMemory
         Where not even one row of a block fits the limit. Nothing was read or written then.
     """
     limit = _bytes(memory)
@@ -107,6 +109,9 @@ def stream(
             raise ShardingConflict(
                 f"[stream] result {i} is split over the blocks, and two reductions over ranks at once"
             )
+    for path in paths:
+        if path is not None:
+            refuse_existing(path)
     by_store = [any(_over_blocks(p.layouts[v], p.sizes) for v in p.outputs) for p, t in passes if t is not None]
     pending = [w and bool(layout.partials) for w, (_, layout) in zip(written, shapes, strict=True)]
     with scratch_room(scratch, paths, mesh, any(by_store) or any(pending)) as room:
@@ -183,11 +188,15 @@ _ARRAY = object()
 
 
 def _bytes(memory: int | str) -> int:
-    if isinstance(memory, str):
-        from dask.utils import parse_bytes
+    from dask.utils import parse_bytes
 
-        return int(parse_bytes(memory))
-    return int(memory)
+    try:
+        found = int(parse_bytes(memory))
+    except (ValueError, TypeError, AttributeError):
+        found = 0
+    if found <= 0:
+        raise MeshError(f"[stream] memory= is a number of bytes, or a text such as '256 MiB', got {memory!r}")
+    return found
 
 
 def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDef) -> tuple[Program, Any, list[Any]]:
@@ -224,7 +233,7 @@ def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> t
         if need <= limit:
             return found, parts
         if parts >= min(longest, MOST_PARTS):
-            raise MemoryError(
+            raise OutOfMemory(
                 f"[stream] the smallest blocks need {human_bytes(need)} a rank, and {human_bytes(limit)} are allowed: allow more, "
                 "or split another dimension"
             )

@@ -54,7 +54,7 @@ def schedule(program: RankProgram) -> list[Action]:
             if least:
                 late = []
                 for moves in _buckets(program, s, made, bucket):
-                    ready = max(made.get(m.source, -1) for m in moves)
+                    ready = max(made.get(v, -1) for m in moves for v in m.reads)
                     between = any(not isinstance(program.steps[k], Moves) for k in range(ready + 1, i))
                     if between and sum(_bytes(program, m) for m in moves) >= least:
                         starts.setdefault(ready, []).append(Start(tickets, moves))
@@ -96,7 +96,7 @@ def _buckets(program: RankProgram, s: Moves, made: dict[int, int], limit: float)
     out: list[tuple[Move, ...]] = []
     now: list[Move] = []
     size = 0
-    for m in sorted(s.moves, key=lambda m: made.get(m.source, -1)):
+    for m in sorted(s.moves, key=lambda m: max(made.get(v, -1) for v in m.reads)):
         if now and size >= limit:
             out.append(tuple(now))
             now, size = [], 0

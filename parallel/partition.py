@@ -16,6 +16,7 @@ from ..arrays._dispatch import wrap
 from ..arrays._op import Op, state
 from ..arrays.elementwise import ALIAS
 from ..arrays.program import Entry, Program, ShapeDtype, freeze, simplify, site_text
+from .dispatch_steps import place_dispatch
 from .factors import rule_for
 from .ops import RESHARD
 from .parts import place_part
@@ -46,7 +47,7 @@ def partition(
         reduce_early.update(v for v, lay in zip(program.outputs, wanted, strict=True) if not lay.partials)
     elif settle:
         reduce_early.update(program.outputs)
-    renamed: dict[int, int] = {}
+    renamed = _same_constants(program, w.layouts)
     pending: dict[int, int] = {}  # values that were reduced where they appeared, as they were before
     for e in program.entries:
         _place_entry(
@@ -78,6 +79,16 @@ def partition(
         inner=frozenset(w.inners),
     )
     return with_frees(result)
+
+
+def _same_constants(program: Program, layouts: Mapping[int, Layout]) -> dict[int, int]:
+    """Constants of one buffer under several names, which a tape gives them: all but the first, by the first's."""
+    first: dict[Any, int] = {}
+    return {
+        v: known
+        for v, value in program.constants.items()
+        if (known := first.setdefault((id(value), program.avals[v], layouts[v]), v)) != v
+    }
 
 
 def _reduced_anyway(program: Program) -> set[int]:
@@ -137,6 +148,9 @@ def _place_entry(w: Writer, e: Entry, renamed: dict[int, int]) -> None:
         return
     if placed.rule.part is not None and not placed.split.isdisjoint(placed.rule.part.factors):
         place_part(w, e, placed)
+        return
+    if placed.exchanged:
+        place_dispatch(w, e, placed)
         return
     inputs = tuple(
         w.moved_to(v, layout, e.origin, reason(e.origin or e.op.name, placed, i, w.layouts[v], w.sizes))
@@ -214,7 +228,7 @@ def with_frees(p: RankProgram) -> RankProgram:
             continue
         steps.append(s)
         if isinstance(s, Moves):
-            used = dict.fromkeys([m.source for m in s.moves] + [m.target for m in s.moves])
+            used = dict.fromkeys([v for m in s.moves for v in m.reads] + [m.target for m in s.moves])
         else:
             used = dict.fromkeys([v for v in s.inputs if isinstance(v, int)] + list(s.outputs))
         frees.append(tuple(v for v in used if v not in needed))

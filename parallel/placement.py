@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +31,12 @@ class Shard:
     """The array is split along dimension ``dim`` over the ranks of the mesh axis."""
 
     dim: int
+
+    def __post_init__(self) -> None:
+        if type(self.dim) is not int:
+            if isinstance(self.dim, bool) or not isinstance(self.dim, SupportsIndex):
+                raise MeshError(f"Shard takes the number of a dimension, got {self.dim!r}")
+            object.__setattr__(self, "dim", operator.index(self.dim))
 
     def __repr__(self) -> str:
         return f"Shard({self.dim})"
@@ -54,7 +61,7 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.op not in REDUCE_OPS:
-            raise ValueError(f"Partial takes one of {', '.join(REDUCE_OPS)}, got {self.op!r}")
+            raise MeshError(f"Partial takes one of {', '.join(REDUCE_OPS)}, got {self.op!r}")
 
     def __repr__(self) -> str:
         return f"Partial({self.op!r})"
@@ -78,7 +85,7 @@ def parse_placement(text: str) -> Placement:
             return Shard(int(inner))
         if name == "Partial":
             return Partial(inner or "sum")
-    raise ValueError(f"{text!r} is no placement: write Shard(dim), Replicate() or Partial('op')")
+    raise MeshError(f"{text!r} is no placement: write Shard(dim), Replicate() or Partial('op')")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,8 @@ class Sharding:
     __slots__ = ("layout", "mesh")
 
     def __init__(self, mesh: Mesh, /, **placements: Placement) -> None:
+        if not hasattr(mesh, "axis"):
+            raise MeshError(f"a sharding is made of a Mesh and placements, got {mesh!r}")
         shards: dict[int, list[int]] = {}
         partials: dict[int, str] = {}
         for name, p in placements.items():
@@ -237,11 +246,16 @@ class Sharding:
 
     def check(self, shape: Sequence[int], dtype: np.dtype) -> Sharding:
         """Itself. Raises :class:`ShardingConflict` where it does not fit an array of this shape and dtype."""
-        fixed = {}
+        fixed: dict[int, tuple[int, ...]] = {}
         for dim, axes in self.layout.shards:
             if not -len(shape) <= dim < len(shape):
                 raise ShardingConflict(f"{self} splits dimension {dim} of an array of shape {tuple(shape)}")
-            fixed.setdefault(dim % len(shape), []).extend(axes)
+            if dim % len(shape) in fixed:
+                raise ShardingConflict(
+                    f"{self} calls one dimension of an array of shape {tuple(shape)} both {dim % len(shape)} and "
+                    f"{dim % len(shape) - len(shape)}: name it one way, so that the first named axis is the outer one"
+                )
+            fixed[dim % len(shape)] = axes
         return Sharding.of(self.mesh, make_layout(fixed, dict(self.layout.partials)))
 
     def __eq__(self, other: object) -> bool:

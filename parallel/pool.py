@@ -9,9 +9,12 @@ gone, by itself: no array is ever used again while somebody can see it.
 from __future__ import annotations
 
 import ctypes
+import math
+import sys
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,3 +109,33 @@ def _rounded(size: int) -> int:
 
 POOL = Pool(limit=1 << 30)
 """Of this process. Workers set its limit from ``meshtape.pool`` in Dask's configuration."""
+
+
+def room(
+    values: Mapping[int, np.ndarray], dying: Sequence[int], shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray | None:
+    """Memory for a result: that of one of the ``dying`` values, which nobody reads again, or some of the pool's. None where the
+    result is too small for that."""
+    for v in dying:
+        if is_free(values, v):
+            a = values[v]
+            if a.shape == shape and a.dtype == dtype and a.flags.c_contiguous:
+                return a
+    return POOL.empty(shape, dtype) if math.prod(shape) * dtype.itemsize >= SMALLEST else None
+
+
+def is_free(values: Mapping[int, np.ndarray], v: int) -> bool:
+    """Whether nobody but this table sees the block, or a view of it."""
+    if type(values[v]) is not np.ndarray or _references(values, v) != _ALONE:
+        return False
+    a = values[v]
+    return not isinstance(a.base, np.ndarray) and a.flags.writeable
+
+
+def _references(values: Mapping[int, np.ndarray], v: int) -> int:
+    a = values[v]
+    return sys.getrefcount(a)
+
+
+_ALONE = _references({0: np.empty(0)}, 0)
+"""What is counted for an array that only a table of values holds; versions of Python differ in it."""

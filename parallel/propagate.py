@@ -6,7 +6,8 @@ One procedure reads every op's factor mapping, forward and backward entries alik
    operands that is ``Partial("sum")`` together and in which the op is linear, and so is replication.
 2. The candidate that moves the fewest bytes wins, the reduction of a result that stays pending counted in: it is put off unless
    the op makes what is pending larger. At ties a split wins over replication, earlier operands over later ones.
-3. Where a factor is split by several axes, a candidate must keep blocks even where the mapping needs it; axes are taken from
+3. An axis that splits rows as well as what each of them needs but some of splits both: rows are sent to where they are needed.
+4. Where a factor is split by several axes, a candidate must keep blocks even where the mapping needs it; axes are taken from
    the largest to the smallest (ties: the outer one first), so that the largest one stays.
 
 The function is pure and cached: it knows layouts and lengths, neither meshes nor values.
@@ -30,7 +31,7 @@ class Placed(NamedTuple):
 
     ``operands`` are the layouts that the operands must have (None for scalars), ``results`` those that the results then have.
     ``lost`` is the number of bytes that operands split along a ``whole`` factor must move: a reason to decompose the op. ``split``
-    are the factors that are split.
+    are the factors that are split, ``exchanged`` the mesh axes between whose ranks rows are sent (:class:`~.factors.Exchange`).
     """
 
     operands: tuple[Layout | None, ...]
@@ -38,6 +39,7 @@ class Placed(NamedTuple):
     rule: FactorRule
     lost: int
     split: frozenset[int] = frozenset()
+    exchanged: tuple[int, ...] = ()
 
 
 def move_bytes(aval: ShapeDtype, sizes: Sequence[int], source: Layout, axis: int, target: str, dim: int = -1) -> float:
@@ -103,11 +105,18 @@ def _propagate(
         now = {i: Layout(lay.shards) for i, lay in now.items()}
     chosen: dict[int, Any] = {}  # mesh axis → factor (int), set of partial operands, or nothing
     split: dict[int, list[int]] = {}  # factor → mesh axes
+    exchanged: list[int] = []
     lost = 0.0
     order = _shard_order(now.values(), len(sizes))
     for axis in sorted(range(len(sizes)), key=lambda a: (-sizes[a], order[a])):
         if sizes[axis] == 1:
             continue  # one rank holds everything: nothing is split, nothing is pending
+        rows = _exchanged(rule, now, axis)
+        if rows is not None:
+            exchanged.append(axis)
+            for factor in (rows, rule.exchange.expert):  # type: ignore[union-attr]
+                split.setdefault(factor, []).append(axis)
+            continue
         candidates: dict[Any, float] = {}
         for i in arrays:
             p = now[i].placement(axis)
@@ -144,8 +153,8 @@ def _propagate(
             lay and make_layout(dict(lay.shards), {a: op for a, op in p.items() if not _splits(lay, a)})
             for lay, p in zip(operands, pending, strict=True)
         )
-    results = tuple(_result(rule, r, split, chosen) for r in rule.results)
-    return Placed(operands, results, rule, int(lost), frozenset(split))
+    results = tuple(_result(rule, r, split, chosen, exchanged) for r in rule.results)
+    return Placed(operands, results, rule, int(lost), frozenset(split), tuple(sorted(exchanged)))
 
 
 def reason(name: str, placed: Placed, i: int, now: Layout, sizes: Sequence[int]) -> str | None:
@@ -250,7 +259,27 @@ def _operand(rule: FactorRule, i: int, split: Mapping[int, list[int]], chosen: M
     return make_layout(shards, partials)
 
 
-def _result(rule: FactorRule, dims: Sequence[Any], split: Mapping[int, list[int]], chosen: Mapping[int, Any]) -> Layout:
+def _exchanged(rule: FactorRule, now: Mapping[int, Layout], axis: int) -> int | None:
+    """The factor of rows that this axis splits, where it splits the experts too."""
+    if rule.exchange is None:
+        return None
+    found = []
+    for i, layout in now.items():
+        p = layout.placement(axis)
+        d = rule.operands[i][p.dim] if isinstance(p, Shard) else None
+        found += [] if d is None else [d.factor]
+    if rule.exchange.expert not in found:
+        return None
+    return next((f for f in found if f in rule.exchange.rows), None)
+
+
+def _result(
+    rule: FactorRule,
+    dims: Sequence[Any],
+    split: Mapping[int, list[int]],
+    chosen: Mapping[int, Any],
+    exchanged: Sequence[int],
+) -> Layout:
     shards = {d: split[x.factor] for d, x in enumerate(dims) if x is not None and x.factor in split}
     partials = {a: "sum" for a, c in chosen.items() if isinstance(c, frozenset)}
     have = {x.factor for x in dims if x is not None}
@@ -259,5 +288,5 @@ def _result(rule: FactorRule, dims: Sequence[Any], split: Mapping[int, list[int]
             op = rule.factors[factor].reduce
             if op is None:
                 raise AssertionError(f"factor {factor} is missing in a result and has no reduction: {rule}")
-            partials.update(dict.fromkeys(axes, op))
+            partials.update({a: op for a in axes if a not in exchanged})
     return make_layout(shards, partials)

@@ -11,6 +11,7 @@ from ..arrays._op import Op
 from ..arrays.blocks import Box
 from ..arrays.program import Const, Entry, ShapeDtype
 from .collective_plans import Collective, plan_collective
+from .dispatch import Ragged, RaggedPlan
 from .factors import FactorRule, RankView
 from .placement import Layout, block_box, dims_text
 from .reshard import Plan, plan_reshard, reshard_text
@@ -39,9 +40,16 @@ class Move(NamedTuple):
     source: int
     target: int
     origin: str | None
-    collective: Collective | Fetch | None = None
+    collective: Collective | Fetch | Ragged | None = None
     why: str | None = None
     """What it is needed for, in words."""
+    table: int | None = None
+    """Of a :class:`~.dispatch.Ragged` move: the variable that says how much goes where."""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Variables that must be there."""
+        return (self.source,) if self.table is None else (self.source, self.table)
 
 
 class Moves(NamedTuple):
@@ -76,6 +84,8 @@ class RankProgram:
         """What goes where in a move."""
         if isinstance(m.collective, Fetch):
             return m.collective.plan(self.sizes)
+        if isinstance(m.collective, Ragged):
+            return m.collective.plan(math.prod(self.avals[m.source].shape[1:]))
         if m.collective is not None:
             return plan_collective(math.prod(self.sizes), m.collective)
         return plan_reshard(self.avals[m.source].shape, self.sizes, self.layouts[m.source], self.layouts[m.target])
@@ -105,8 +115,18 @@ class RankProgram:
                     total += self.plan(m).bytes_received(self.avals[m.source].dtype.itemsize)
         return total
 
-    def text(self, names: Sequence[str]) -> str:
-        """One line a step: the op, the block that a rank holds of its result, and the collectives with their bytes."""
+    def _amount(self, m: Move) -> str:
+        """How much a move moves, in words."""
+        plan, itemsize = self.plan(m), self.avals[m.source].dtype.itemsize
+        if not isinstance(plan, RaggedPlan):
+            return f"{plan.bytes_received(itemsize)} bytes"
+        return f"{plan.bytes_received(itemsize)} bytes where all are chosen alike, {plan.most * itemsize} at most"
+
+    def text(self, names: Sequence[str], cuda: bool = False) -> str:
+        """One line a step: the op, the block that a rank holds of its result, and the collectives with their bytes.
+
+        ``cuda`` says whether the blocks are on GPUs.
+        """
         lines = []
 
         def typed(v: int) -> str:
@@ -116,15 +136,26 @@ class RankProgram:
             mark = " a rank" if v in self.inner else ""
             return f"{aval.dtype.name}[{dims}]" + (f"{{{partial}}}" if partial else "") + mark
 
-        from .overlap import Start, Wait, schedule  # which reads programs
+        def called(s: Local, mark: str) -> str:
+            entry = Entry(s.op, s.inputs, s.outputs, s.params)
+            note = f"  # {s.origin}" if s.origin and s.origin != s.op.name else ""
+            return f"{mark} {entry}  : {', '.join(map(typed, s.outputs))}{note}"
 
-        for s in (a.what for a in schedule(self)):
-            if isinstance(s, Start):
+        from .executor import thin_values  # these read programs
+        from .overlap import Start, Wait, schedule
+        from .rank_fusion import Chain, fused
+
+        apart = frozenset() if cuda else thin_values(self)
+        for s, _ in fused(self, [(a.what, a.frees) for a in schedule(self)], cuda=cuda, apart=apart):
+            if isinstance(s, Chain):
+                marks = "╭" + "│" * (len(s.calls) - 2) + "╰"
+                lines += map(called, s.calls, marks)
+            elif isinstance(s, Start):
                 lines.append(f"» start {', '.join(f'%{m.target}' for m in s.moves)}, beside what follows")
             elif isinstance(s, Moves | Wait):
                 for i, m in enumerate(s.moves):
                     words = self.move_text(m, names)
-                    moved = self.plan(m).bytes_received(self.avals[m.source].dtype.itemsize)
+                    moved = self._amount(m)
                     mark = (
                         "┌"
                         if len(s.moves) > 1 and i == 0
@@ -135,14 +166,13 @@ class RankProgram:
                         else " "
                     )
                     lines.append(
-                        f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}  # {moved} bytes"
+                        f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}  # {moved}"
                         + (f", {m.why}" if m.why else "")
                         + (", started above" if isinstance(s, Wait) else "")
                     )
             else:
-                entry = Entry(s.op, s.inputs, s.outputs, s.params)
-                note = f"  # {s.origin}" if s.origin and s.origin != s.op.name else ""
-                lines.append(f"  {entry}  : {', '.join(map(typed, s.outputs))}{note}")
+                lines.append(called(s, " "))
         head = ", ".join(f"%{v}: {typed(v)}" for v in self.inputs)
+        held = [f"  %{v} = constant  : {typed(v)}" for v in self.constants]
         tail = f"  return {', '.join(f'%{v}' for v in self.outputs)}"
-        return "\n".join([f"rank program({head}):", *lines, tail])
+        return "\n".join([f"rank program({head}):", *held, *lines, tail])

@@ -298,7 +298,7 @@ class Running:
                 remote.setdefault(h, []).append(t)
         if len(here) == 1:
             if here[0] is not None:
-                out[...] = here[0]
+                self._memory.copy(out, here[0])
             else:
                 receives.setdefault(j.homes[0], []).append(Target(out))
             return

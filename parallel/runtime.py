@@ -17,6 +17,7 @@ from .block_memory import HOST, BlockMemory, on_host, serving
 from .executor import Prepared
 from .placement import Layout, block_box
 from .rank_program import RankProgram
+from .room import Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,9 @@ class Runtime(Protocol):
 
     def placed(self) -> str | None:
         """In words, where blocks are that are not in the host's memory, and how they travel; None for the host's."""
+
+    def check_room(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
+        """Raise :class:`OutOfMemory` where the blocks of arrays that are to be there at one time are more than a process may use."""
 
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
         """The program made ready: a function from the handles of inputs and constants to the handles of outputs.
@@ -106,6 +110,9 @@ class LocalRuntime:
 
     def placed(self) -> str | None:
         return None if self.memory is HOST else self.memory.name
+
+    def check_room(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
+        """Nobody says how much this process may use."""
 
     def _blocks(self, handle: Any) -> Mapping[int, np.ndarray]:
         if not isinstance(handle, HostValue):

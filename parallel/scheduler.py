@@ -158,9 +158,10 @@ class MeshtapeScheduler(SchedulerPlugin):
         for stream in (self.scheduler.client_comms.get(name), *map(self.scheduler.stream_comms.get, workers)):
             hasten(stream, interval)
 
-    async def closed(self, mesh: bytes) -> None:
-        """A mesh was closed."""
+    async def closed(self, mesh: bytes, late: Iterable[str] = ()) -> None:
+        """A mesh was closed. Workers that were too busy to be told are told when they answer again."""
         self.meshes.pop(mesh, None)
+        self._tell({"op": "meshtape_forget", "mesh": mesh}, late)
 
     async def activity(self, name: str, written: dict[str, Any], activities: list[dict[str, Any]]) -> None:
         """What a client's process saves, merges and reshards (`progress`); the live page shows it, also when the client has left."""

@@ -12,7 +12,7 @@ from ..arrays._op import Op
 from ..arrays.errors import MeshError, ShardingConflict
 from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype, freeze
-from ..autodiff.signature import Wrapper, arrays_in, as_array, leaf_key, outside, outside_key
+from ..autodiff.signature import Outside, Wrapper, arrays_in, as_array, leaf_key, outside
 from .mesh import Mesh
 from .placement import Layout, Partial, Placement, Replicate, Shard, Sharding
 from .rank_code import RankCode
@@ -47,6 +47,7 @@ class ShardMapped(Wrapper):
         self._fn, self.mesh = fn, mesh
         self._in, self._out = in_placements, out_placements
         self._cache: dict[Any, tuple[RankCode, trees.TreeDef, list[Any]]] = {}
+        self._outside = Outside(self._fn)
         functools.update_wrapper(self, fn, updated=())
 
     def functions(self) -> list[Callable[..., Any]]:
@@ -64,7 +65,7 @@ class ShardMapped(Wrapper):
         arrays = [x for x in leaves if isinstance(x, Array)]
         densify(arrays)
         keys = tuple((x.shape, x.dtype) if isinstance(x, Array) else leaf_key(x) for x in leaves)
-        key = (treedef, keys, outside_key(self._fn))
+        key = (treedef, keys, self._outside.key())
         found = self._cache.get(key)
         if found is None:
             *found, keep = self._traced(args, kwargs, leaves, treedef)  # type: ignore[assignment]

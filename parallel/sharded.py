@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..arrays.display import human_bytes
 from ..arrays.errors import MeshError
 from ..arrays.indexing import GETITEM, SCATTER
 from ..arrays.program import Entry, ProgramBuilder, ShapeDtype, freeze, simplify
+from .iterating import elements
 from .partition import partition
 from .placement import REPLICATED, Layout, Sharding
 from .propagate import Hints, propagate
@@ -99,6 +100,9 @@ class ShardedBuffer(Deferred):
         for box, rank in first.items():
             out[box.slices] = blocks[rank]
         return out
+
+    def elements(self, x: Array) -> Iterator[Array]:
+        return elements(x, self.mesh)
 
     def dask(self) -> Any:
         """The ``dask.array`` of the blocks."""

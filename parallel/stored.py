@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,15 @@ import numpy as np
 from ..arrays._array import Array
 from ..arrays.blocks import Box
 from ..arrays.display import human_bytes
-from ..arrays.errors import MeshError, ShardingConflict
+from ..arrays.dtypes import as_dtype
+from ..arrays.errors import (
+    CheckpointExists,
+    MeshError,
+    MeshtapeError,
+    NotACheckpoint,
+    ShardingConflict,
+    StoreError,
+)
 from ..arrays.reductions import _is_low_precision as is_low_precision
 from .mesh import Mesh
 from .placement import REDUCERS, Placement, Sharding, block_box
@@ -51,12 +60,28 @@ class Stored:
         """Number of dimensions."""
         return len(self.shape)
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         # NumPy would make an array of one object of it.
         raise MeshError(f"{self!r} is not loaded: use x.load(), or mt.stream(fn, x) for more than fits in memory")
 
+    def __getattr__(self, name: str) -> Any:
+        hint = (
+            "" if name.startswith("_") or not hasattr(Array, name) else ": load it with x.load(), or mt.stream(fn, x)"
+        )
+        raise AttributeError(f"a stored array has no {name!r}{hint}", name=name, obj=self)
+
     def __repr__(self) -> str:
         return f"Stored({self.path!r}, {self.sharding.text(self.shape, self.dtype)}, {human_bytes(self.nbytes)})"
+
+    def _repr_html_(self) -> str:
+        from .visualize import blocks_html
+
+        return f"<div><code>{escape(repr(self))}</code>{blocks_html(self.shape, self.sharding)}</div>"
 
 
 def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
@@ -65,7 +90,7 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     Parameters
     ----------
     path
-        Of a Zarr array, which every worker can read.
+        Of a Zarr array, which every worker can read: a directory, or a URL (``s3://…``, ``gs://…``, ``az://…``, ``https://…``).
     mesh
         The mesh.
     placements
@@ -78,10 +103,12 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
 
     Raises
     ------
-    FileNotFoundError
-        Where there is no Zarr array.
+    NotACheckpoint, StoreError
+        Where there is no Zarr array, or one that cannot be read.
     MeshError
         Where there is a group of arrays.
+    DTypeError
+        For texts, dates and other values that no array has.
 
     Examples
     --------
@@ -92,16 +119,10 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     >>> mt.stream(lambda x: mt.sum(x * 2, axis=0), x, memory=1000)
     Array([12., 12.], dtype=float64)
     """
-    try:
-        found = open_array(str(path))
-    except ValueError as e:
-        if (names := _arrays_of_group(str(path))) is None:
-            raise
-        raise MeshError(
-            f"[from_zarr] {path} is a group, not an array; its arrays are {', '.join(names) or 'none'}"
-        ) from e
-    shape, dtype = tuple(map(int, found.shape)), np.dtype(found.dtype)
-    sharding = Sharding(mesh, **placements).check(shape, dtype)
+    sharding = Sharding(mesh, **placements)
+    found = _opened(str(path))
+    shape, dtype = tuple(map(int, found.shape)), as_dtype(found.dtype, "from_zarr")
+    sharding = sharding.check(shape, dtype)
     if sharding.partial:
         raise MeshError("[from_zarr] what is stored is not pending: use Shard(dim) or Replicate()")
     return Stored(str(path), shape, dtype, sharding)
@@ -161,9 +182,7 @@ def scratch_room(given: Any, paths: Sequence[str | None], mesh: Mesh, needed: bo
         raise ShardingConflict(
             "[stream] values go from blocks to other blocks by way of a store: say where, with scratch=… that all workers can use"
         )
-    import zarr
-
-    group = zarr.open_group(room, mode="w")
+    group = open_group(room, "w")
     try:
         yield room
     finally:
@@ -173,14 +192,48 @@ def scratch_room(given: Any, paths: Sequence[str | None], mesh: Mesh, needed: bo
             shutil.rmtree(room, ignore_errors=True)
 
 
+def _opened(path: str) -> Any:
+    """The Zarr array of a user; what is wrong with it is an error of ours."""
+    try:
+        return open_array(path)
+    except MeshtapeError:
+        raise
+    except Exception as e:  # what codecs and clients of clouds raise has nothing in common
+        names = _arrays_of_group(path)
+        if names is not None:
+            raise MeshError(
+                f"[from_zarr] {path} is a group, not an array; its arrays are {', '.join(names) or 'none'}"
+            ) from e
+        if isinstance(e, FileNotFoundError):
+            raise NotACheckpoint(f"[from_zarr] there is no Zarr array at {path}") from e
+        # What a client says of a URL may hold a signature.
+        why = type(e).__name__ if "://" in path else f"{type(e).__name__}: {e}"
+        raise StoreError(f"[from_zarr] {path} cannot be read as a Zarr array: {why}") from e
+
+
 def _arrays_of_group(path: str) -> list[str] | None:
     """Names of the arrays right in a group; None where there is none."""
-    import zarr
-
     try:
-        return sorted(zarr.open_group(path, mode="r").array_keys())
-    except (ValueError, OSError):
+        return sorted(open_group(path, "r").array_keys())
+    except Exception:
         return None
+
+
+# ----- Zarr's own calls: of a directory, or of an object store as checkpoints reach it ----------------------------------
+
+
+def _place(path: str) -> dict[str, Any]:
+    if path.startswith(_OBJECTS):
+        from zarr.storage import ObjectStore
+
+        from ..storage.objects import client
+
+        bucket, prefix = client(path)
+        return {"store": ObjectStore(bucket), "path": prefix}
+    return {"store": path}
+
+
+_OBJECTS = ("s3://", "gs://", "az://", "http://", "https://", "memory://")
 
 
 def open_array(path: str, mode: str = "r") -> Any:
@@ -189,7 +242,14 @@ def open_array(path: str, mode: str = "r") -> Any:
 
     from ..storage import zarr_dtypes  # noqa: F401  # the small floats are registered by the import
 
-    return zarr.open_array(path, mode=mode)
+    return zarr.open_array(**_place(path), mode=mode)
+
+
+def open_group(path: str, mode: str) -> Any:
+    """A group of Zarr arrays; a new one with ``mode="w"``."""
+    import zarr
+
+    return zarr.open_group(**_place(path), mode=mode)
 
 
 def new_array(path: str, shape: tuple[int, ...], dtype: np.dtype, chunks: Sequence[int]) -> Any:
@@ -198,7 +258,21 @@ def new_array(path: str, shape: tuple[int, ...], dtype: np.dtype, chunks: Sequen
 
     from ..storage import zarr_dtypes  # noqa: F401
 
-    return zarr.create_array(path, shape=shape, chunks=tuple(max(n, 1) for n in chunks), dtype=dtype)
+    place = _place(path)
+    return zarr.create_array(
+        place["store"], name=place.get("path"), shape=shape, chunks=tuple(max(n, 1) for n in chunks), dtype=dtype
+    )
+
+
+def refuse_existing(path: str) -> None:
+    """Raise where something is at ``path`` that a new array would replace."""
+    import zarr
+
+    try:
+        found = zarr.open(**_place(path), mode="r")
+    except FileNotFoundError:
+        return
+    raise CheckpointExists(f"[stream] {path} holds a Zarr {type(found).__name__.lower()} already: choose another path")
 
 
 def _read_blocks(payloads: Mapping[int, Any]) -> dict[int, list[np.ndarray]]:

@@ -7,10 +7,10 @@ batch is split over ranks. They travel in a buffer ``(batch, expert, place, widt
 buffer from split batches to split experts is the all-to-all, and moving it back the other one.
 
 Without one (drop-less) no token is lost and no place is padded: each expert computes the rows that were sent to it, however many
-(:func:`meshtape.nn.experts`; Gale et al., 2023). How many that are is known only when the program runs, and what a program
-sends is known before: the ranks of the ``expert`` axis therefore gather each other's tokens, compute those that are for their own
-experts, and scatter the sums. The arithmetic is that of an exact exchange; each way a rank gets ``p - 1`` times the tokens that it has,
-where an exact exchange moves up to ``top_k`` times as many.
+(:func:`meshtape.nn.experts`; Gale et al., 2023). On an ``expert`` axis the ranks first tell each other how many tokens go where, and then
+send just those (:mod:`meshtape.parallel.dispatch`): a token goes once to each other rank that has one of its experts, to at most
+``top_k`` of them, and its sum comes back. Nothing is padded and nothing lost, but a rank may be sent all tokens, if the router sends
+them there: the capacity form bounds the memory, this one does not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ...arrays.reductions import sum as sum_
 from .layers import Keys, dense
 from .plans import Plan
 
-ACTIVATIONS = {"expert_in": 1, "expert_out": 0, "expert_rows": -1, "expert_sum": 0}
+ACTIVATIONS = {"expert_in": 1, "expert_out": 0}
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def apply(params: Any, x: Array, config: Config, *, plan: Plan | None = None) ->
     wide = np.float32 if x.dtype.itemsize <= 2 else x.dtype
     probabilities = nn.softmax(astype(x @ params["router"], wide, copy=False))
     if config.capacity_factor is None:
-        y, first = _drop_less(params["experts"], x, probabilities, config, constrain)
+        y, first = _drop_less(params["experts"], x, probabilities, config)
     else:
         y, first = _with_places(params["experts"], x, probabilities, config, constrain)
     aux = config.experts * sum_(mean(first, axis=(0, 1)) * mean(probabilities, axis=(0, 1)))
@@ -192,15 +192,10 @@ def apply(params: Any, x: Array, config: Config, *, plan: Plan | None = None) ->
 Constrain = Callable[[Array, str], Array]
 
 
-def _drop_less(
-    experts: Any, x: Array, probabilities: Array, config: Config, constrain: Constrain
-) -> tuple[Array, Array]:
+def _drop_less(experts: Any, x: Array, probabilities: Array, config: Config) -> tuple[Array, Array]:
     chosen, gates = choose(probabilities, config)
-    rows, numbers, weights = (
-        constrain(a, "expert_rows")
-        for a in (x, stack([argmax(c, axis=-1) for c in chosen], axis=2), astype(stack(gates, axis=2), x.dtype))
-    )
-    return constrain(nn.experts(rows, numbers, weights, **experts), "expert_sum"), chosen[0]
+    numbers = stack([argmax(c, axis=-1) for c in chosen], axis=2)
+    return nn.experts(x, numbers, astype(stack(gates, axis=2), x.dtype), **experts), chosen[0]
 
 
 def _with_places(

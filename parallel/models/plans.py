@@ -213,3 +213,27 @@ def parse(text: str | Plan, parameters: Table, activations: Table) -> Plan:
         return text
     parts = tuple(p.strip() for p in text.split("+")) if text and text != "none" else ()
     return Plan(parts, parameters, activations)
+
+
+def of_any_model(given: str | Plan | None) -> Plan:
+    """A plan for parameters that nobody has a table of: ``"dp"`` where none is given, or ``"fsdp"``. A `Plan` is handed on.
+
+    Raises `PlanError` for a text with other parts: what these split only the model can tell.
+
+    >>> str(of_any_model(None)), str(of_any_model("fsdp"))
+    ('dp', 'fsdp')
+    """
+    if given is None:
+        return Plan(("dp",))
+    if isinstance(given, Plan):
+        return given
+    if not isinstance(given, str):
+        raise PlanError(f"plan takes a Plan or a text such as 'dp', got {type(given).__name__}")
+    found = parse(given, {}, {})
+    unknown = [p for p in found.parts if p not in ("dp", "fsdp")]
+    if unknown:
+        raise PlanError(
+            f"which parameters {unknown[0]!r} splits only the model knows: pass its plan, such as mt.models.decoder.plan({given!r}), "
+            "or a Plan of your own"
+        )
+    return found

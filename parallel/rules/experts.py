@@ -1,4 +1,5 @@
-"""Factor mappings of networks of experts: rows are free; experts, and hidden units, which only meet in the last product, give parts of a sum."""
+"""Factor mappings of networks of experts: rows are free; experts, and hidden units, which only meet in the last product, give parts of a sum.
+Where an axis splits rows and experts alike, rows are sent to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from ...arrays import experts as e
 from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
-from ..factors import Dim, FactorRule, Letters, rule
+from ..factors import Dim, Exchange, FactorRule, Letters, rule
 
 Avals = Sequence[Any]
 Params = Mapping[str, Any]
@@ -23,11 +24,17 @@ def _operands(letters: Letters, avals: Avals, reduce: str | None) -> list[tuple[
     return [(*rows, width), (*rows, k), (*rows, k), forth, forth, back, (expert,)]
 
 
+def _exchange(operands: Sequence[tuple[Dim, ...]], chosen: int) -> Exchange:
+    (expert,) = operands[-1]
+    rows = frozenset(d.factor for d in operands[0][:-1])
+    return Exchange(rows, expert.factor, chosen, chosen + len(operands) - 2)
+
+
 @rule(e.EXPERTS)
 def _experts(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     letters = Letters()
     operands = _operands(letters, avals, None)
-    return letters.rule(operands, [operands[0]], [(2,), (5,)])
+    return letters.rule(operands, [operands[0]], [(2,), (5,)], exchange=_exchange(operands, 1))
 
 
 @rule(e.EXPERTS_BACKWARD)
@@ -35,4 +42,4 @@ def _experts_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], par
     letters = Letters()
     operands = _operands(letters, avals[1:], "sum")
     x, _, weights, gate, up, down, _ = operands
-    return letters.rule([x, *operands], [x, weights, gate, up, down], [(0,)])
+    return letters.rule([x, *operands], [x, weights, gate, up, down], [(0,)], exchange=_exchange(operands, 2))

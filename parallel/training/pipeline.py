@@ -22,7 +22,7 @@ from ...autodiff import compile, value_and_grad, vjp
 from ...autodiff.optim import Optimizer
 from ..api import distribute, reshard
 from ..mesh import Mesh
-from ..models.plans import Plan
+from ..models.plans import Plan, of_any_model
 from ..placement import Sharding
 from ..schedules import Action, Schedule, schedule
 from .loading import fitted
@@ -76,7 +76,7 @@ class Pipeline:
         kind: str = "1f1b",
         axis: str = "pipe",
         chunks: int = 1,
-        plan: Plan | None = None,
+        plan: str | Plan | None = None,
         tied: Sequence[Tied] = (),
     ) -> None:
         if axis not in mesh.names:
@@ -87,7 +87,7 @@ class Pipeline:
                 f"{len(stages)} stages for {self.ranks} ranks along {axis!r} with {chunks} chunk(s) each"
             )
         self.mesh, self.kind, self.chunks = mesh, kind, chunks
-        self.plan = plan or Plan(("dp",))
+        self.plan = of_any_model(plan)
         self.tied = tuple(tied)
         self.parts = [mesh.submesh(**{axis: i % self.ranks}) for i in range(len(stages))]
         last = len(stages) - 1

@@ -34,6 +34,9 @@ class ForwardLogs(WorkerPlugin):
 
     name = TOPIC
 
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+
     def setup(self, worker: Any) -> None:
         """Called by Dask when the worker gets the plugin."""
         self.handlers = []
@@ -45,11 +48,18 @@ class ForwardLogs(WorkerPlugin):
                 handler.addFilter(lambda r: not r.name.startswith(tuple(n for n in LOGGERS if n)))
             logging.getLogger(name).addHandler(handler)
             self.handlers.append((name, handler))
+        self.silenced = []
+        if self.quiet:
+            for theirs in logging.getLogger("distributed").handlers:
+                self.silenced.append((theirs, theirs.level))
+                theirs.setLevel(logging.CRITICAL)
 
     def teardown(self, worker: Any) -> None:
         """Called by Dask when the plugin is taken away, or the worker ends."""
         for name, handler in self.handlers:
             logging.getLogger(name).removeHandler(handler)
+        for handler, level in self.silenced:
+            handler.setLevel(level)
 
 
 def file_name(address: str) -> str:
@@ -63,8 +73,12 @@ def file_name(address: str) -> str:
 
 
 @contextmanager
-def collected(client: Any, folder: Path) -> Iterator[None]:
-    """While it is open, what the workers of ``client`` log is appended to files in ``folder``; nothing without a client."""
+def collected(client: Any, folder: Path, *, quiet: bool = False) -> Iterator[None]:
+    """While it is open, what the workers of ``client`` log is appended to files in ``folder``; nothing without a client.
+
+    ``quiet`` keeps what Dask's workers say from their own standard error: of workers that were started for this job that is the
+    user's terminal, where each lost worker would leave a page of tracebacks of what the run survives.
+    """
     if client is None:
         yield
         return
@@ -76,7 +90,7 @@ def collected(client: Any, folder: Path) -> Iterator[None]:
             file.write(said["line"] + "\n")
 
     client.subscribe_topic(TOPIC, write)
-    client.register_plugin(ForwardLogs())
+    client.register_plugin(ForwardLogs(quiet))
     try:
         yield
     finally:

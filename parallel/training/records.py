@@ -48,7 +48,7 @@ class TrainResult:
     epoch: int
     consumed: int
     loss: float
-    history: list[dict[str, Any]]
+    history: list[dict[str, Any]] = field(repr=False)
     restarts: int
     checkpoint: str | None
 

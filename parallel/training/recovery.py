@@ -75,10 +75,10 @@ class Recovery:
                 f"{t.progress.step}: {error}"
             ) from error
         self.restarts += 1
-        t.display.say(
+        t.report.display.say(
             f"restart {self.restarts}: {', '.join(lost) or 'a rank'} was lost at step {t.progress.step}: {error}"
         )
-        t.note("restarting", error=f"{type(error).__name__}: {error}")
+        t.report.note("restarting", error=f"{type(error).__name__}: {error}")
 
     def _next(self, mesh: Mesh) -> Mesh:
         assert self.policy is not None
@@ -106,16 +106,17 @@ class Recovery:
         if not self._from_memory(saved or 0):
             t.session.start(t.init)
             path = t.resumed_path() if saved is None else t.checkpoints.path(saved)
+            t.report.display.say(f"going on from {path or 'the beginning'}")
             if path is not None:
                 t.load(path)
             else:
                 at = t.progress
                 t.go_to(Progress(seed=at.seed, samples=at.samples, batch=at.batch))
         t.saved_at = saved
-        t.open_writers()
+        t.report.open_writers()
         for c in t.callbacks:
             c.on_start(t)
-        t.note("running", error=None)
+        t.report.note("running", error=None)
 
     def _from_memory(self, saved: int) -> bool:
         """Go on from the newest snapshot that is not older than the checkpoint, if there is one whose workers are there."""
@@ -127,9 +128,9 @@ class Recovery:
                 try:
                     t.session.restore(copy)
                 except (MeshtapeError, OSError) as e:
-                    t.display.say(f"the snapshot of step {progress.step} cannot be used: {e}")
+                    t.report.display.say(f"the snapshot of step {progress.step} cannot be used: {e}")
                 else:
-                    t.display.say(f"going on from the snapshot of step {progress.step} in memory")
+                    t.report.display.say(f"going on from the snapshot of step {progress.step} in memory")
                     t.go_to(progress)
                     return True
             self.snapshots.pop()[1].drop()
@@ -143,7 +144,7 @@ class Recovery:
         try:
             t.checkpoints.wait()
         except (MeshtapeError, OSError) as e:  # the one being written when the worker went: that before it counts
-            t.display.say(f"a background save failed: {e}")
+            t.report.display.say(f"a background save failed: {e}")
         return max((s for s in t.checkpoints.steps() if s <= t.saved_at), default=None)
 
     def grow(self) -> bool:
@@ -156,7 +157,7 @@ class Recovery:
         if math.prod(now.values()) <= mesh.size:
             return False
         t.checkpoints.wait()
-        t.display.say(f"workers were added: going on with {now}")
+        t.report.display.say(f"workers were added: going on with {now}")
         self.drop_snapshots()
         self._move(self._next(mesh))
         return True

@@ -15,23 +15,21 @@ from ...arrays.errors import TrainingError
 from ...autodiff.optim import Average, Optimizer
 from ...storage import CheckpointManager, load, open_checkpoint
 from ..mesh import Mesh
-from ..models.plans import Plan, Stages
+from ..models.plans import Plan, Stages, of_any_model
 from .callbacks import Callback
-from .display import Display
-from .elastic import Elastic, client_of, workers_of
+from .elastic import Elastic
 from .jobs import current_job
 from .loading import Batch
 from .measuring import Meter
-from .metrics import EventFile, JsonLines
 from .precision import Precision
 from .records import METADATA_KEY, Progress, TrainResult
 from .recovery import Recovery
+from .reporting import Reporting
 from .sampling import Sampler
 from .session import Session
 from .signals import StopSignals
 from .sources import as_source
 from .stages import Pipelining, session_of
-from .status import Status
 from .step import Loss, Recipe
 
 
@@ -60,8 +58,8 @@ class Trainer:
     mesh
         Where to run; this process without one.
     plan
-        Where parameters live and how batches are split: ``mt.models.decoder.plan("dp+tp")``, or a ``Plan`` of your own. By default the
-        batch is split over the axis ``data`` and parameters are replicated.
+        Where parameters live and how batches are split: ``mt.models.decoder.plan("dp+tp")``, or a ``Plan`` of your own. By default
+        (``"dp"``) the batch is split over the axis ``data`` and parameters are replicated; with ``"fsdp"`` they are split too.
     stages
         How the model is cut where the plan has ``pp`` and the mesh an axis ``pipe``: ``mt.models.decoder.staged(config, plan=plan)``, or a
         ``mt.models.Stages`` of your own. Micro-batches pass through the stages; ``accumulation`` says how many there are. The stages then
@@ -108,7 +106,7 @@ class Trainer:
         when they are newer than the last checkpoint. They are taken while the run computes, and cost up to twice the state's memory
         each; while one is taken, the one before is kept.
     progress
-        Show it: True, False, or None for a bar on a terminal and nothing elsewhere.
+        Show it: True, False, or None for a bar on a terminal, and elsewhere lines in a job of ``meshtape run`` and else nothing.
 
     Raises
     ------
@@ -142,7 +140,7 @@ class Trainer:
         steps: int | None = None,
         epochs: int | None = None,
         mesh: Mesh | None = None,
-        plan: Plan | None = None,
+        plan: str | Plan | None = None,
         stages: Stages | None = None,
         schedule: str = "1f1b",
         chunks: int = 1,
@@ -187,9 +185,7 @@ class Trainer:
             directory = job.directory
         if job is not None and resume == "auto":
             resume = job.resume
-        self.recipe = Recipe(
-            loss, optimizer, plan or Plan(("dp",)), Precision.of(precision), zero, clip, ema, trainable
-        )
+        self.recipe = Recipe(loss, optimizer, of_any_model(plan), Precision.of(precision), zero, clip, ema, trainable)
         self.pipelining = None if stages is None else Pipelining(stages, schedule, chunks)
         self.mesh = mesh
         self.source = as_source(data)
@@ -208,14 +204,14 @@ class Trainer:
         if checkpoints is None and save_every is not None:
             raise TrainingError("save_every needs directory= or checkpoints=, a place to save to")
         self.checkpoints = checkpoints
-        self.resume, self.init, self._show = resume, init, progress
+        self.resume, self.init = resume, init
         self.sizes = {"batch": batch, "micro": micro, "accumulation": accumulation, "seed": seed, "ahead": ahead}
         self.progress = Progress(seed=seed, samples=len(self.source), batch=batch)
-        self.history: list[dict[str, Any]] = []
+        self.report = Reporting(self, progress)
         self._reason: str | None = None
         self.saved_at: int | None = None
         self.session = self.new_session(mesh)
-        self._recovery = Recovery(self, elastic)
+        self.recovery = Recovery(self, elastic)
 
     def new_session(self, mesh: Mesh | None) -> Session:
         """What the run has on a mesh."""
@@ -240,6 +236,11 @@ class Trainer:
         """The average of the parameters that ``ema`` keeps, in their dtypes."""
         return self.session.average()
 
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What was logged, in order."""
+        return self.report.history
+
     def stop(self, reason: str) -> None:
         """End the run after this step; for callbacks."""
         self._reason = self._reason or reason
@@ -257,38 +258,34 @@ class Trainer:
             The loss became NaN or infinite, or a checkpoint does not belong to this run.
         """
         self._reason = None
-        self.status = Status(self.directory, client_of(self.mesh))
-        self.display = Display(self._total(), wanted=self._show)
-        self._writers: list[Any] = []
+        self.report.begin(self.total())
         try:
             with StopSignals() as self._signals:
                 self._begin()
-                self.open_writers()
-                self.note("running")
+                self.report.open_writers()
+                self.report.note("running")
                 while True:
                     try:
                         reason = self._run()
                         self._finish(reason)
                         break
                     except Exception as e:
-                        self._recovery.after(e)
+                        self.recovery.after(e)
         except BaseException as e:
-            self.note("failed", error=f"{type(e).__name__}: {e}")
+            self.report.note("failed", error=f"{type(e).__name__}: {e}")
             raise
         finally:
-            self._recovery.drop_snapshots()
-            self.display.close()
-            for w in self._writers:
-                w.close()
-        self.note("stopped" if reason.startswith("SIG") else "finished", reason=reason)
+            self.recovery.drop_snapshots()
+            self.report.close()
+        self.report.note("stopped" if reason.startswith("SIG") else "finished", reason=reason)
         result = TrainResult(
             reason,
             self.progress.step,
             self.progress.epoch,
             self.progress.consumed,
-            self._last_loss(),
+            self.report.last_loss(),
             self.history,
-            self._recovery.restarts,
+            self.recovery.restarts,
             None if self.checkpoints is None else self.checkpoints.latest(),
         )
         job = current_job()
@@ -296,13 +293,11 @@ class Trainer:
             job.results.append(result)
         return result
 
-    def _total(self) -> int | None:
+    def total(self) -> int:
+        """Steps of the whole run."""
         per_epoch = self.sampler.batches_per_epoch(self.sizes["batch"])
         ends = [n for n in (self.steps, None if self.epochs is None else self.epochs * per_epoch) if n is not None]
         return min(ends)
-
-    def _last_loss(self) -> float:
-        return next((h["loss"] for h in reversed(self.history) if "loss" in h), float("nan"))
 
     def _begin(self) -> None:
         """The state to start from: that of the session, a checkpoint, or new."""
@@ -350,7 +345,7 @@ class Trainer:
             held = progress.callbacks.get(c.name or type(c).__name__)
             if held is not None:
                 c.restore(held)
-        self.history = [h for h in self.history if h["step"] <= progress.step]
+        self.report.forget_after(progress.step)
 
     def position(self) -> Progress:
         """Where the run is, with the states of the callbacks."""
@@ -364,14 +359,14 @@ class Trainer:
         if self._done():
             return self._done() or ""
         if self.snapshot_every is not None:
-            self._recovery.take_snapshot()
+            self.recovery.take_snapshot()
         batches = self.session.batches(at.consumed, self.epochs)
         try:
             for batch in batches:
                 found = self.session.step(batch)
                 meter.step(found)
                 self._advance(batch)
-                self.display.step(at.step)
+                self.report.display.step(at.step)
                 reason = self._done()
                 save = self.save_every is not None and at.step % self.save_every == 0
                 # The loss is looked at before a checkpoint is written: none holds a run that has come to NaN.
@@ -384,10 +379,10 @@ class Trainer:
                     return reason
                 if save:
                     self._save()
-                    if self._recovery.grow():
+                    if self.recovery.grow():
                         return self._run()
                 elif self.snapshot_every is not None and at.step % self.snapshot_every == 0:
-                    self._recovery.take_snapshot()
+                    self.recovery.take_snapshot()
         finally:
             batches.close()
         return "epochs"
@@ -432,66 +427,26 @@ class Trainer:
 
     # ----- numbers --------------------------------------------------------------------------------------------------------
 
-    def open_writers(self) -> None:
-        """Files for the numbers of the steps to come; those of steps that are done again are dropped."""
-        for w in self._writers:
-            w.close()
-        if self.directory is not None:
-            step = self.progress.step
-            self._writers = [
-                JsonLines(self.directory / "metrics.jsonl", step),
-                EventFile(self.directory / "events", step),
-            ]
-
     def _log(self, numbers: dict[str, Any]) -> None:
         step = self.progress.step
-        numbers = {"epoch": self.progress.epoch, **numbers}
-        self._write(step, numbers)
-        self.display.log(step, numbers)
-        self.note("running")
+        self.report.log(step, {"epoch": self.progress.epoch, **numbers})
         if not np.isfinite(numbers["loss"]) and not self.recipe.precision.scales:
             raise TrainingError(
-                f"the loss is {numbers['loss']} at step {step}; the newest checkpoint is {self._newest() or 'none'}. A smaller "
+                f"the loss is {numbers['loss']} at step {step}; the newest checkpoint is {self.newest() or 'none'}. A smaller "
                 "learning rate or clip= may help; mt.detect_anomaly() finds the op"
             )
         for c in self.callbacks:
             c.on_log(self, numbers)
 
-    def _write(self, step: int, numbers: dict[str, Any]) -> None:
-        if self.history and self.history[-1]["step"] == step:
-            self.history[-1].update(numbers)
-        else:
-            self.history.append({"step": step, **numbers})
-        for w in self._writers:
-            w.write(step, numbers)
-
     def _evaluate(self) -> None:
         assert self.held_out is not None
         numbers = self.session.evaluate(self.held_out, self.evaluate_average)
-        self._write(self.progress.step, numbers)
-        self.display.log(self.progress.step, {**self.history[-1]})
+        self.report.judged(self.progress.step, numbers)
         for c in self.callbacks:
             c.on_evaluate(self, numbers)
 
-    def note(self, state: str, **facts: Any) -> None:
-        """Tell others how the run stands."""
-        at, mesh = self.progress, self.session.mesh
-        last = self.history[-1] if self.history else {}
-        self.status.update(
-            state=state,
-            step=at.step,
-            steps=self._total(),
-            epoch=at.epoch,
-            loss=last.get("loss"),
-            per_second=last.get("per_second"),
-            mesh={} if mesh is None else mesh.describe(),
-            workers=[] if mesh is None else workers_of(mesh),
-            checkpoint=self._newest(),
-            restarts=self._recovery.restarts,
-            **facts,
-        )
-
-    def _newest(self) -> str | None:
+    def newest(self) -> str | None:
+        """The newest checkpoint of this run."""
         return None if self.saved_at is None or self.checkpoints is None else self.checkpoints.path(self.saved_at)
 
     # ----- checkpoints ----------------------------------------------------------------------------------------------------
@@ -507,6 +462,6 @@ class Trainer:
         if done is None:  # left out, as the one before is still being written
             return
         self.saved_at = at.step
-        self.note("running")
+        self.report.note("running")
         for c in self.callbacks:
             c.on_save(self, self.checkpoints.path(at.step))

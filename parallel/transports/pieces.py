@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ...arrays.native.copies import is_large, stream
+
 QUANTUM = 1 << 20
 
 Index = tuple[Any, ...]
@@ -74,13 +76,18 @@ class Target:
     def __init__(self, array: np.ndarray) -> None:
         self.array, self.shape, self.dtype, self.width = array, array.shape, array.dtype, 1
         self._chunks = chunks(array.shape, array.itemsize)
+        self._stream = is_large(array)
 
     def place(self, k: int, j: int) -> np.ndarray | None:
         part = self.array[self._chunks[k]]
         return part if part.flags.c_contiguous else None
 
     def accept(self, k: int, j: int, chunk: np.ndarray | None) -> bool:
-        if chunk is not None:
+        if chunk is None:
+            return True
+        if self._stream:
+            stream(self.array[self._chunks[k]], chunk)
+        else:
             self.array[self._chunks[k]] = chunk
         return True
 
@@ -89,12 +96,15 @@ class Fold:
     """Contributions joined in one fixed order, chunk by chunk: the same bits in every run, however many processes there are.
 
     ``terms`` holds, in order, the arrays of this process and None for what others send: :meth:`sink` makes the sink for those.
-    ``wide`` joins in float32 and rounds once. Memory is ``out`` and one chunk.
+    ``wide`` joins in float32 and rounds once. Memory is ``out`` and one chunk: a large result is joined chunk by chunk in a place
+    that stays in the cache, and copied from there past it.
     """
 
     def __init__(self, out: np.ndarray, terms: Sequence[np.ndarray | None], reducer: np.ufunc, wide: bool) -> None:
         self.out, self._terms, self._reducer, self._wide = out, tuple(terms), reducer, wide
         self._chunks = chunks(out.shape, out.itemsize)
+        self._stream = not wide and is_large(out)
+        self._place: np.ndarray | None = None  # for one chunk of a large result
         self._k = self._t = 0
         self._first: np.ndarray | None = None  # the first contribution while nothing is joined to it yet
         self._sum: np.ndarray | None = None
@@ -126,6 +136,10 @@ class Fold:
 
     def _room(self, k: int) -> np.ndarray:
         part = self.out[self._chunks[k]]
+        if self._stream:
+            if self._place is None:
+                self._place = np.empty(part.nbytes, np.uint8)  # no chunk is larger than the first
+            return self._place[: part.nbytes].view(part.dtype).reshape(part.shape)
         return np.empty_like(part, dtype=np.float32) if self._wide else part
 
     def _join(self, k: int, term: np.ndarray) -> None:
@@ -156,6 +170,8 @@ class Fold:
                 self.out[self._chunks[self._k]] = self._first
             elif self._wide:
                 self.out[self._chunks[self._k]] = self._sum
+            elif self._stream:
+                stream(self.out[self._chunks[self._k]], self._sum)
             self._first = self._sum = None
             self._k, self._t = self._k + 1, 0
 

@@ -90,7 +90,7 @@ def test_several_axes_on_one_dimension():
 
 @pytest.mark.parametrize(("channels", "groups", "ranks"), [(6, 2, 2), (8, 4, 2), (12, 4, 4), (5, 5, 2), (1, 1, 2)])
 def test_groups_of_channels_stay_with_their_rank(channels, groups, ranks):
-    """REQUIREMENTS 4.2: C=6 and G=2, split in two, may be kept; so may groups of one channel, ragged or empty."""
+    """C=6 and G=2, split in two, may be kept; so may groups of one channel, ragged or empty."""
     mesh = mt.Mesh({"model": ranks})
     x = put((3, channels, 4), mesh, model=mt.Shard(1))
     w, b = (put((channels,), mesh, model=mt.Shard(0)) for _ in range(2))
@@ -100,7 +100,7 @@ def test_groups_of_channels_stay_with_their_rank(channels, groups, ranks):
 
 
 def test_groups_that_ranks_do_not_divide_are_gathered_and_explain_says_why():
-    """REQUIREMENTS 4.2: C=6 and G=3, split in two: the channels are made whole."""
+    """C=6 and G=3, split in two: the channels are made whole."""
     mesh = mt.Mesh({"model": 2})
     x = put((2, 6, 4), mesh, model=mt.Shard(1))
     text = same(lambda x: mt.group_norm(x, 3), x)

@@ -56,7 +56,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(data=st.data())
 def test_split_equals_unsplit(client, data):
     sizes = data.draw(st.sampled_from([{"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 1, "b": 5}]))

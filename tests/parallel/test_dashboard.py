@@ -114,7 +114,7 @@ def test_a_save_is_seen_as_tasks_and_a_failure_is_listed(cluster: Client, tmp_pa
     mesh = mt.Mesh({"data": 2}, client=cluster)
     x = mt.distribute(np.ones((64, 8)), mesh, data=mt.Shard(0))
     mt.save(tmp_path / "saved", {"x": x})
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while "write_blocks" not in (state := json.loads(ask(cluster, "/meshtape/?format=json")[1]))["programs"]:
         assert time.monotonic() < until, state
     while (state := json.loads(ask(cluster, "/meshtape/?format=json")[1]))["programs"]["write_blocks"]["done"] < 2:

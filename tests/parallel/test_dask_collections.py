@@ -20,9 +20,7 @@ from meshtape import errors
 from meshtape.parallel import dask_tasks
 
 SHAPES = [(), (5,), (0,), (1,), (6, 4), (3, 5, 2)]
-bounded = settings(
-    deadline=None, derandomize=True, max_examples=25, database=None, suppress_health_check=list(HealthCheck)
-)
+bounded = settings(deadline=None, max_examples=25, database=None, suppress_health_check=list(HealthCheck))
 
 
 def draw_sharding(data, mesh, ndim):

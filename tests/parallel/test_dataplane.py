@@ -100,7 +100,7 @@ def test_a_wait_is_ended_from_outside(planes):
     """The client tells workers that one of them failed: those that wait for it do so no longer."""
 
     def join() -> Group:
-        return planes[0].group(MESH, 0, 0, {1: planes[1].address}, RANKS, 30.0)
+        return planes[0].group(MESH, 0, 0, {1: planes[1].address}, RANKS, 200.0)
 
     threading.Timer(0.1, planes[0].stop, (MESH, 0)).start()
     (error,) = together(join)
@@ -220,7 +220,7 @@ def test_a_message_of_another_mesh_is_refused(planes):
 def test_a_worker_that_left_ends_every_wait(planes):
     threading.Timer(0.1, planes[0].left, (MESH, "tcp://1.2.3.4:5")).start()
     with pytest.raises(RankLost, match="rank 1 left before it joined the mesh"):
-        planes[0].group(MESH, 0, 0, {1: planes[1].address}, RANKS, 30.0)
+        planes[0].group(MESH, 0, 0, {1: planes[1].address}, RANKS, 200.0)
     assert planes[0].missing(MESH) == "tcp://1.2.3.4:5"
     planes[0].dismiss(MESH)
     assert planes[0].missing(MESH) is None

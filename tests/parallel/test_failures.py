@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
 import os
 import signal
@@ -152,14 +153,12 @@ def test_an_error_of_the_virtual_mesh_has_the_same_words(monkeypatch):
 
 
 def test_a_worker_that_stands_still(mortal):
-    with (
-        dask.config.set({"meshtape.timeouts.collective": 2.0, "meshtape.timeouts.abort": 2.0}),
-        mt.Mesh({"a": 2}, client=mortal) as mesh,
-    ):
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         y = mt.compute(x + mt.sum(x))
         pid = mortal.run(os.getpid)[mesh.runtime.addresses[1]]
         with (
+            dask.config.set({"meshtape.timeouts.collective": 2.0, "meshtape.timeouts.abort": 2.0}),
             stopped(pid),
             pytest.raises(mt.errors.CollectiveTimeout, match=r"all_reduce\(a\).*no answer within 2 s from rank 1"),
         ):
@@ -174,6 +173,19 @@ def stopped(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_a_mesh_that_is_closed_while_a_worker_stands_still_is_forgotten_there_later(mortal, eventually):
+    def known(dask_worker: Any) -> int:
+        return len(gang._STATES[dask_worker.address].plane._secrets)
+
+    with dask.config.set({"meshtape.timeouts.silence": 1.0}):
+        mesh = mt.Mesh({"a": 2}, client=mortal)
+        mt.compute(mt.sum(mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))) + 1)
+        with stopped(mortal.run(os.getpid)[mesh.runtime.addresses[1]]):
+            mesh.close()
+    eventually(lambda: set(mortal.run(known).values()) == {0})
+    works(mortal)
 
 
 def test_a_worker_killed_within_a_run(mortal):
@@ -342,29 +354,75 @@ def test_a_closed_mesh(processes):
 
 
 def test_nothing_is_left_behind(processes, eventually):
-    """Meshes that come and go leave no socket, no program and no block on the workers."""
+    """Meshes that come and go, and runs that fail, leave no thread, socket, shared memory, program or block on the workers, and no
+    future. What is meshtape's own is counted: Dask and Python open and close things as they please."""
 
-    def state(dask_worker: Any) -> tuple[int, int]:
-        s = gang._STATES[dask_worker.address]
-        return len(s.programs), len(s.plane._secrets)
-
-    def size(dask_worker: Any) -> tuple[int, int]:
+    def left(dask_worker: Any) -> dict[str, int]:
         import gc
 
-        gc.collect()
-        return len(gang._STATES[dask_worker.address].bundles), len(list(Path("/proc/self/fd").iterdir()))
+        from meshtape.parallel.transports.links import Link
+        from meshtape.parallel.transports.streams import SocketStream
 
-    rounds = 8
+        gc.collect()
+        state = gang._STATES[dask_worker.address]
+        objects = gc.get_objects()
+        names = [t.name for t in threading.enumerate()]
+        return {
+            "programs": len(state.programs),
+            "secrets": len(state.plane._secrets),
+            "bundles": len(state.bundles),
+            "connections": sum(isinstance(o, Link) for o in objects),
+            "sockets": sum(isinstance(o, SocketStream) and o.fileno() >= 0 for o in objects),
+            "shared memory": Path("/proc/self/maps")
+            .read_text()
+            .count("/dev/shm/meshtape-"),  # those without a name too
+            "threads": sum(n.startswith("meshtape-") and not n.startswith("meshtape-gang") for n in names),
+            "gangs' threads": sum(n.startswith("meshtape-gang") for n in names),
+        }
+
+    def futures(dask_scheduler: Any) -> int:
+        return sum(str(key).startswith("meshtape.") for key in dask_scheduler.tasks)
+
+    def all_left() -> dict[str, int]:
+        gc.collect()
+        found = processes.run(left)
+        most = {k: max(f[k] for f in found.values()) for k in next(iter(found.values()))}
+        return most | {"futures": processes.run_on_scheduler(futures)}
+
+    def fails() -> None:
+        with mt.Mesh({"a": 2}, client=processes) as mesh:
+            x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+            mt.compute(x + mt.sum(x))
+            with (
+                op_on(processes, mesh.runtime.addresses[1], "tanh", failing("raise")),
+                pytest.raises(mt.errors.RankLost, match="failed in tanh"),
+            ):
+                mt.compute(mt.sum(mt.tanh(x)) + x)
+
     works(processes)
-    before = processes.run(size)
-    for _ in range(rounds):
+    fails()
+    before = all_left()
+    for _ in range(4):
         works(processes)
-    assert set(processes.run(state).values()) == {(0, 0)}
-    eventually(lambda: set(sockets_and_threads(processes).values()) == {(0, 0)})
-    # What Dask itself has open comes and goes; what a mesh leaves would be one a round at least.
-    for address, (bundles, descriptors) in processes.run(size).items():
-        assert bundles - before[address][0] < rounds
-        assert descriptors - before[address][1] < rounds
+        fails()
+    eventually(lambda: all(n <= before[k] for k, n in all_left().items()))
+    assert before["programs"] == before["secrets"] == 0
+
+
+def test_a_task_on_another_worker_than_its_seats_fails_there(processes):
+    """Dask runs a task whose worker is lost somewhere else: its blocks are not there, and what is there is another rank's."""
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        first, second = mesh.runtime.addresses
+
+        def take(seat: gang.Seat) -> bool:
+            return seat.take() is not None
+
+        assert processes.submit(take, mesh.runtime._seat(0), workers=[first], pure=False).result()
+        elsewhere = processes.submit(take, mesh.runtime._seat(0), workers=[second], pure=False)
+        with pytest.raises(
+            mt.errors.RankLost, match=rf"rank 0 .* is lost: worker {first} left the cluster, and its blocks"
+        ):
+            elsewhere.result()
 
 
 def test_a_task_that_waits_for_a_worker_that_is_gone_is_an_error(processes: Client) -> None:

@@ -110,6 +110,23 @@ def test_gradients_of_many_parameters_are_reduced_in_one_round():
     assert rounds(rank_program(gradients, ws, x)) == 1
 
 
+def test_results_of_a_compiled_function_are_whole():
+    """Whatever becomes pending in it, and where nothing happens to what came in pending."""
+    mesh = mt.Mesh({"a": 2})
+    x = mt.distribute(np.arange(6.0).reshape(3, 2), mesh, a=mt.Shard(0))
+    pending = mt.sum(x, axis=0)
+    assert pending.sharding.partial
+    for fn, arg in [
+        (lambda p: p, pending),
+        (lambda p: 2.0 * p, pending),
+        (lambda x: mt.sum(x, axis=0), x),
+        (lambda p: mt.reshard(mt.reshard(p, a=mt.Replicate()), a=mt.Partial()), pending),
+    ]:
+        out = mt.compile(fn)(arg)
+        assert not out.sharding.partial
+        np.testing.assert_array_equal(out, np.asarray(fn(arg)))
+
+
 def test_a_sum_is_reduced_after_what_is_linear_in_it():
     mesh = mt.Mesh({"model": 2})
     x, w = (mt.distribute(rng.normal(size=(4, 4)), mesh, model=mt.Shard(1 - i)) for i in range(2))

@@ -14,7 +14,6 @@ def words(row) -> str:
 
 
 def test_golden_rows():
-    """REQUIREMENTS 19.3."""
     assert [words(r) for r in schedule("1f1b", 2, 3).rows] == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
     assert [words(r) for r in schedule("fthenb", 2, 3).rows] == ["F0 F1 F2 B0 B1 B2"] * 2
     assert [warm_up(s, 4, 2) for s in range(4)] == [2, 2, 1, 0]
@@ -40,7 +39,7 @@ def test_time_and_activations(kind, ranks, micros, chunks, time, idle, peak):
     assert (found.time, found.idle, found.peak) == (time, idle, peak)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60, database=None)
+@settings(deadline=None, max_examples=60, database=None)
 @given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
 def test_every_schedule_runs_and_holds_no_more_than_it_says(kind, p, m, v):
     if kind == "interleaved":

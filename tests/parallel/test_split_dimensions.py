@@ -45,7 +45,7 @@ def table_and_ids(mesh: mt.Mesh, rows: int = 50, batch: int = 4) -> tuple[mt.Arr
 
 
 def test_a_split_vocabulary_is_not_gathered(mesh):
-    """REQUIREMENTS 4.1: rows split over the model's ranks, each answers for its own; the sum is the embedding."""
+    """Rows split over the model's ranks, each answers for its own; the sum is the embedding."""
     table, ids = table_and_ids(mesh)
 
     def embed(table, ids):
@@ -95,7 +95,7 @@ def test_one_row(mesh):
 
 @pytest.mark.parametrize("method", ["set", "add", "min", "max"])
 def test_writes_to_a_split_dimension(mesh, method):
-    """REQUIREMENTS 4.3: each rank keeps the writes that are its own; duplicates over several ranks, numbers and broadcast values."""
+    """Each rank keeps the writes that are its own; duplicates over several ranks, numbers and broadcast values."""
     x = mt.distribute(mt.asarray(np.arange(24.0).reshape(8, 3)), mesh, model=mt.Shard(0))
     ids = mt.distribute(mt.asarray([7, 0, 7, 3, -8]), mesh)
     values = mt.distribute(mt.asarray(np.linspace(-9, 9, 15).reshape(5, 3)), mesh)
@@ -112,7 +112,7 @@ def test_writes_to_a_split_dimension(mesh, method):
 
 
 def test_the_place_of_the_largest(mesh):
-    """REQUIREMENTS 19.1: [1,5 | 7,0] has its largest at 2; the first of equals; NaN is the largest."""
+    """[1,5 | 7,0] has its largest at 2; the first of equals; NaN is the largest."""
     for values in ([1.0, 5, 7, 0], [7.0, 5, 7, 7], [1.0, np.nan, 7, np.nan], [3.0] * 9):
         x = mt.distribute(mt.asarray(values), mesh, model=mt.Shard(0))
         for fn in (mt.argmax, mt.argmin):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tracemalloc
 
 import ml_dtypes
@@ -14,21 +15,47 @@ import meshtape as mt
 from meshtape import errors
 from meshtape.parallel.placement import block_box, make_layout
 from meshtape.parallel.transfer import plan_transfer
+from meshtape.parallel.workers import known_workers
+
+bounded = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 SIZES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3)]
 SHAPES = [(), (1,), (0,), (5,), (6, 4), (3, 5, 2)]
 
 
-def draw_layout(data, sizes, ndim):
+def draw_layout(data, sizes, ndim, *, pending=False):
+    """Any placements, axes of one dimension in any order; some axes with a sum that is still to be made."""
     shards: dict[int, list[int]] = {}
+    partials: dict[int, str] = {}
     for axis in data.draw(st.permutations(range(len(sizes)))):
-        dim = data.draw(st.sampled_from([None, *range(ndim)]))
-        if dim is not None:
+        dim = data.draw(st.sampled_from([None, *range(ndim), *(["sum"] * pending)]))
+        if dim == "sum":
+            partials[axis] = "sum"
+        elif dim is not None:
             shards.setdefault(dim, []).append(axis)
-    return make_layout(shards, {})
+    return make_layout(shards, partials)
 
 
-@settings(deadline=None, derandomize=True, max_examples=150, database=None, suppress_health_check=list(HealthCheck))
+def moves(data, one, two):
+    """An array in any sharding of the one mesh, in any of the other, and back: every rank has its part each time."""
+    shape = data.draw(st.sampled_from(SHAPES))
+    kind = np.dtype(data.draw(st.sampled_from(["f8", "i2", "c8", ml_dtypes.bfloat16])))
+    x = np.arange(1, np.prod(shape, dtype=int) + 1).reshape(shape).astype(kind)
+    source = mt.Sharding.of(one, draw_layout(data, one.sizes, len(shape), pending=True))
+    target = mt.Sharding.of(two, draw_layout(data, two.sizes, len(shape)))
+    a = mt.reshard(mt.distribute(x, one), source) * 2
+    b = mt.reshard(a, target)
+    assert b.sharding == target
+    for y in (b, mt.reshard(b, mt.Sharding.of(one, source.layout.reduced()))):
+        mt.compute(y)
+        blocks = y.sharding.mesh.runtime.fetch(y._buf.handle, range(y.sharding.mesh.size))
+        for rank, block in blocks.items():
+            part = (x * kind.type(2))[y.sharding.box(shape, rank).slices]
+            assert (block.shape, block.dtype) == (part.shape, kind)
+            np.testing.assert_array_equal(block, part)
+
+
+@settings(bounded, max_examples=150)
 @given(data=st.data())
 def test_every_element_comes_from_one_place(data):
     shape = data.draw(st.sampled_from(SHAPES))
@@ -46,18 +73,11 @@ def test_every_element_comes_from_one_place(data):
         assert (count == 1).all()
 
 
-@settings(deadline=None, derandomize=True, max_examples=40, database=None, suppress_health_check=list(HealthCheck))
+@settings(bounded, max_examples=60)
 @given(data=st.data())
 def test_there_and_back(data):
-    shape = data.draw(st.sampled_from(SHAPES))
-    meshes = [mt.Mesh({f"a{i}": n for i, n in enumerate(data.draw(st.sampled_from(SIZES)))}) for _ in range(2)]
-    shardings = [mt.Sharding.of(m, draw_layout(data, m.sizes, len(shape))) for m in meshes]
-    x = np.random.default_rng(0).normal(size=shape)
-    a = mt.distribute(x, shardings[0]) * 2
-    b = mt.reshard(a, shardings[1])
-    assert b.sharding == shardings[1]
-    np.testing.assert_array_equal(np.asarray(b), x * 2)
-    np.testing.assert_array_equal(np.asarray(mt.reshard(b, shardings[0]) - a), np.zeros(shape))
+    one, two = (mt.Mesh({f"a{i}": n for i, n in enumerate(data.draw(st.sampled_from(SIZES)))}) for _ in range(2))
+    moves(data, one, data.draw(st.sampled_from([one, two])))
 
 
 def test_gradients_go_back_to_the_mesh_they_came_from():
@@ -121,6 +141,28 @@ def test_memory_is_that_of_the_new_blocks():
     tracemalloc.stop()
     assert y.shape == x.shape
     assert peak < 1.2 * x.nbytes
+
+
+@pytest.mark.timeout(300)
+def test_there_and_back_between_workers(processes):
+    """The same mesh, one that is a part of it, a larger one, one beside it, and one that overlaps it."""
+    first, second = sorted(known_workers(processes))
+    with contextlib.ExitStack() as stack:
+
+        def mesh(axes, *workers):
+            return stack.enter_context(mt.Mesh(axes, client=processes, workers=workers))
+
+        both, turned = mesh({"a": 2, "b": 2}, first, second), mesh({"c": 3}, second, first)
+        one, other = mesh({"d": 2}, first), mesh({"e": 1, "f": 2}, second)
+        part = both.submesh(a=1)
+        pairs = [(both, both), (both, part), (part, both), (both, turned), (turned, one), (one, both), (one, other)]
+
+        @settings(bounded, max_examples=10)
+        @given(data=st.data())
+        def sample(data):
+            moves(data, *data.draw(st.sampled_from(pairs)))
+
+        sample()
 
 
 @pytest.mark.timeout(180)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import ssl
 import threading
 import time
@@ -18,8 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtape.errors import CollectiveMismatch, CollectiveTimeout, RankLost
+from meshtape.parallel import dataplane
 from meshtape.parallel.dataplane import DataPlane
-from meshtape.parallel.transports import memory
+from meshtape.parallel.transports import memory, pieces
+from meshtape.parallel.transports.doors import Door, enter
 from meshtape.parallel.transports.group import SMALL, Group
 from meshtape.parallel.transports.links import Link, StreamLink
 from meshtape.parallel.transports.pieces import QUANTUM, Fold, chunks
@@ -62,7 +65,7 @@ class Contract:
     share = True
 
     def connected(
-        self, planes: Sequence[DataPlane], count: int = 2, epoch: int = 0, timeout: float = 30
+        self, planes: Sequence[DataPlane], count: int = 2, epoch: int = 0, timeout: float = 200.0
     ) -> list[Group]:
         def join(me: int) -> Group:
             peers = {p: planes[p].address for p in range(count) if p != me}
@@ -97,7 +100,7 @@ class Contract:
                 np.testing.assert_array_equal(block, own[sender])
                 block[...] = np.nan
 
-    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(data=st.data())
     def test_any_messages_of_any_layout(self, pair, data):
         """Several arrays, strided on both sides, of all sizes around the limits, in both directions at once."""
@@ -147,8 +150,10 @@ class Contract:
         for p, g in zip(parts, got, strict=True):
             np.testing.assert_array_equal(p, g)
 
-    def test_contributions_are_joined_in_their_order(self, planes):
+    @pytest.mark.parametrize("large", [False, True])
+    def test_contributions_are_joined_in_their_order(self, planes, large, monkeypatch):
         """Of three processes; float sums differ by order, so that equal bits mean equal order."""
+        monkeypatch.setattr(pieces, "is_large", lambda out: large)
         groups = self.connected(planes, 3)
         rng = np.random.default_rng(3)
         n = QUANTUM // 4 + 1000
@@ -191,7 +196,7 @@ class Contract:
                 assert words in str(error)
 
     def test_another_run_or_turn_is_a_mismatch_too(self, pair):
-        pair[1].begin(7, 5.0)
+        pair[1].begin(7, 200.0)
         pair[1].turn(2)
         errors = together(
             *[lambda i=i: pair[i].exchange(0, "sum", {1 - i: [np.zeros(1)]}, {1 - i: [np.zeros(1)]}) for i in (0, 1)]
@@ -199,6 +204,13 @@ class Contract:
         assert all(
             isinstance(e, CollectiveMismatch) and "run 7, turn 2" in str(e) and "run 1" in str(e) for e in errors
         )
+
+    def test_a_message_of_another_life_of_the_mesh_is_a_mismatch(self, pair):
+        pair[1]._epoch += 1
+        errors = together(
+            *[lambda i=i: pair[i].exchange(0, "sum", {1 - i: [np.zeros(1)]}, {1 - i: [np.zeros(1)]}) for i in (0, 1)]
+        )
+        assert all(isinstance(e, CollectiveMismatch) and "epoch" in str(e) for e in errors), errors
 
     def test_large_messages_where_small_ones_are_expected(self, pair):
         """The two would travel in different ways."""
@@ -345,6 +357,46 @@ class TestSharedMemory(Contract):
         monkeypatch.setattr(type(self), "link", StreamLink)
         self.connected(planes)
         assert segments() == []
+
+    def test_it_is_told_of_through_a_socket_of_the_system(self, pair):
+        assert {x.stream._sock.family for g in pair for x in g.links.values()} == {socket.AF_UNIX}
+        assert segments() == []
+
+    def test_where_there_is_no_door_the_connection_serves(self, planes, monkeypatch):
+        def none(*args: Any) -> None:
+            raise OSError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "fchmod", none)
+        groups = self.connected(planes)
+        assert {x.stream._sock.family for g in groups for x in g.links.values()} == {socket.AF_INET}
+        x = np.zeros(QUANTUM)
+        one, two = groups
+        ends = together(lambda: one.exchange(0, "x", {1: [x + 1]}, {}), lambda: two.exchange(0, "x", {}, {0: [x]}))
+        assert ends == [None, None]
+        assert x.all()
+
+    def test_only_its_user_can_open_a_door(self):
+        door = Door(f"meshtape-{os.getpid()}-test")
+        path = memory.ROOT / f"meshtape-{os.getpid()}-test.door"
+        try:
+            assert path.stat().st_mode & 0o777 == 0o600
+        finally:
+            door.close()
+        assert not path.exists()
+        with pytest.raises(FileNotFoundError):
+            enter(f"meshtape-{os.getpid()}-test")
+
+    def test_a_stranger_behind_a_door_is_not_taken_for_the_peer(self, planes, monkeypatch):
+        monkeypatch.setattr(dataplane, "enter", lambda name: stranger(enter(name)))
+
+        def stranger(sock: socket.socket) -> socket.socket:
+            sock.sendall(b"x" * 16)  # before what the peer says
+            return sock
+
+        one, two = planes[:2]
+        peers = [{1: two.address}, {0: one.address}]
+        found = together(*[lambda me=me: planes[me].group(MESH, 0, me, peers[me], RANKS, 1.0) for me in (0, 1)])
+        assert isinstance(found[0], CollectiveTimeout)  # nobody has joined
 
     def test_names_that_a_killed_process_left_are_removed(self):
         pid = os.fork()

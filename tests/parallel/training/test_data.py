@@ -83,6 +83,23 @@ def test_resume_on_another_world_size_goes_on_at_the_49th_sample():
     assert list(ids) == list(order[48:52])
 
 
+def test_each_epoch_and_each_seed_has_an_order_of_its_own():
+    orders = [tuple(tr.Sampler(50, seed=s).order(e)) for s in (0, 1) for e in (0, 1)]
+    assert len(set(orders)) == 4
+    assert tuple(tr.Sampler(50, shuffle=False).order(3)) == tuple(range(50))
+
+
+def test_where_a_run_of_several_epochs_goes_on():
+    """25 steps of two micro-batches, ten steps an epoch: two epochs are over, and ten micro-batches of the third."""
+    micro, accumulation, per_epoch = 4, 2, 10
+    size, consumed = micro * accumulation * per_epoch, 0
+    for _ in range(25):
+        _, consumed = tr.Sampler(size).take(consumed, micro * accumulation)
+    assert tr.Sampler(size).epoch(consumed) == 2
+    assert consumed % size == 10 * micro
+    assert list(tr.Sampler(size).take(consumed, micro)[0]) == list(tr.Sampler(size).order(2)[40:44])
+
+
 def test_at_the_end_of_an_epoch_the_next_one_begins():
     sampler = tr.Sampler(10, seed=0)
     ids, after = sampler.take(10, 4)

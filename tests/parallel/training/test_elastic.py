@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from meshtape.cli import main
 from meshtape.parallel.cluster import local_cluster
 from meshtape.parallel.training.elastic import Elastic
 from meshtape.parallel.training.metrics import read_lines
+from meshtape.parallel.training.ranklogs import collected
 
 tr = mt.training
 LIMIT = 250.0
@@ -280,6 +282,10 @@ def test_a_job_on_a_scheduler_loses_a_worker_is_stopped_and_goes_on(processes_by
     assert [j["name"] for j in told] == ["run"]
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=LIMIT) == 128 + signal.SIGTERM
+    said = p.text("first")
+    assert re.search(r"^step \d+/100000  loss ", said, re.MULTILINE)
+    assert re.search(r"^restart 1: tcp://\S+ was lost at step \d+", said, re.MULTILINE)
+    assert re.search(r"^going on from \S*(step-\d{8}$|the beginning$)", said, re.MULTILINE)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["reason"], summary["exit_code"], summary["restarts"]) == ("SIGTERM", 143, 1)
     assert Path(summary["checkpoint"]).name == f"step-{summary['step']:08d}"
@@ -329,6 +335,28 @@ def test_a_job_in_this_process_and_its_exit_codes(processes_by_hand, tmp_path):
     assert "finished" in meshtape("status", str(tmp_path / "run"))
     assert "ZeroDivisionError" in processes_by_hand.text("broken")
     assert "ZeroDivisionError" in json.loads((tmp_path / "broken" / "summary.json").read_text())["error"]
+
+
+def test_workers_of_a_job_are_quiet_on_its_terminal_and_in_their_files_as_ever(processes, tmp_path, eventually):
+    """What a lost worker makes the others say goes to the logs; the handlers that write to the terminal are given back after."""
+
+    def levels():
+        import logging
+
+        return [h.level for h in logging.getLogger("distributed").handlers]
+
+    def speak():
+        import logging
+
+        logging.getLogger("distributed.worker").error("said by a worker")
+
+    before = processes.run(levels)
+    assert all(before.values())
+    with collected(processes, tmp_path, quiet=True):
+        assert {level for found in processes.run(levels).values() for level in found} == {50}
+        processes.run(speak)
+        eventually(lambda: sum("said by a worker" in f.read_text() for f in tmp_path.glob("*.log")) == 2)
+    assert processes.run(levels) == before
 
 
 ONCE = """

@@ -26,7 +26,7 @@ class Kill(tr.Callback):
 
     def on_log(self, trainer, numbers):
         if trainer.progress.step == self.step and self.began == [0]:
-            assert trainer._recovery.snapshots[-1][1].wait(LIMIT)
+            assert trainer.recovery.snapshots[-1][1].wait(LIMIT)
             client, victim = trainer.mesh.runtime.client, trainer.mesh.runtime.addresses[-1]
             os.kill(client.run(os.getpid, workers=[victim])[victim], signal.SIGKILL)
 

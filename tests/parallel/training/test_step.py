@@ -133,8 +133,20 @@ def test_stage_two_scatters_gradients_where_stage_one_reduces_them_whole():
     assert texts[1].count("reduce_scatter") == 0
 
 
+def test_stage_three_gathers_each_parameter_once_and_moves_no_activation():
+    plan, mesh = de.plan("dp"), mt.Mesh({"data": 2})
+    recipe = Recipe(lambda p, b, key: de.loss(p, b, CONFIG), mt.optim.adamw(1e-2), plan=plan, zero=3)
+    state = recipe.init(de.init(mt.random.key(0), CONFIG), mesh)
+    text = mt.explain(recipe.step, state, [mt.distribute(MICRO[0], plan.batch(mesh))], mt.random.key(0))
+    parameters = len(mt.tree.flatten(state["params"])[0])
+    assert text.count("all_gather(") == text.count("reduce_scatter(") == parameters
+    assert "all_to_all(" not in text
+    reduced = [line for line in text.splitlines() if "all_reduce(" in line]
+    assert all(": float32[]  #" in line for line in reduced), reduced  # the loss and its weight
+
+
 def test_accumulation_costs_one_reduction_a_parameter():
-    """Gradients stay unreduced from micro-batch to micro-batch (REQUIREMENTS 6.6)."""
+    """Gradients stay unreduced from micro-batch to micro-batch."""
     plan, mesh = de.plan("dp"), mt.Mesh({"data": 2})
     recipe = Recipe(lambda p, b, key: de.loss(p, b, CONFIG), mt.optim.sgd(1e-2), plan=plan)
     state = recipe.init(de.init(mt.random.key(0), CONFIG), mesh)
@@ -167,6 +179,21 @@ def test_float16_scales_its_loss_and_leaves_out_steps_that_overflow():
     assert last["loss"] < first["loss"]
     assert all(np.isfinite(np.asarray(x)).all() for x in mt.tree.flatten(state["params"])[0])
     assert int(state["optimizer"]["step"]) == 12 - int(state["scaler"]["skipped"])
+
+
+def test_the_scale_does_not_reach_what_is_clipped():
+    """The norm is that of the gradients themselves, and so is the step: of length ``rate * clip`` whatever the scale."""
+    before = de.init(mt.random.key(0), CONFIG)
+    norms = []
+    for scale in (2.0, 1024.0):
+        state, (seen,) = run(
+            optimizer=mt.optim.sgd(0.25), precision=Precision("float16", scale=scale), clip=0.5, steps=1
+        )
+        change = mt.tree.tree_map(lambda a, b: a - b, state["params"], before)
+        assert seen["grad_norm"] > 0.5
+        np.testing.assert_allclose(float(mt.optim.global_norm(change)), 0.125, rtol=1e-3)
+        norms.append(seen["grad_norm"])
+    np.testing.assert_allclose(*norms, rtol=2e-2)
 
 
 def test_the_scale_grows_after_good_steps():

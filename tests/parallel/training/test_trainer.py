@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import dask
 import google_crc32c
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def trainer(axes=None, plan="dp", **options):
         lambda key: de.init(key, CONFIG),
         mt.optim.adamw(mt.optim.warmup_cosine(1e-2, 3, 20)),
         tr.TokenSource(TOKENS, 12),
-        mesh=None if axes is None else mt.Mesh(axes),
+        mesh=axes if axes is None or isinstance(axes, mt.Mesh) else mt.Mesh(axes),
         plan=plan,
         **options,
     )
@@ -95,8 +96,12 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, axes):
 )
 def test_a_run_goes_on_on_another_mesh_to_rounding(tmp_path, unbroken, before, after, zero):
     trainer(*before, steps=5, directory=tmp_path).fit()
-    result = trainer(*after, zero=zero, directory=tmp_path).fit()
+    t = trainer(*after, zero=zero, directory=tmp_path)
+    result = t.fit()
     np.testing.assert_allclose(losses(result), losses(unbroken[1])[5:], atol=5e-6)
+    # The average lies like the parameters, and is loaded like them.
+    for a, b in zip(mt.tree.flatten(t.average)[0], mt.tree.flatten(unbroken[0].average)[0], strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5)
     assert result.consumed == unbroken[1].consumed
 
 
@@ -131,13 +136,28 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_checkpoint_holds_what_a_run_without_it_would(tmp_path, zero):
-    """Saved right after a step, whatever is still on its way then (REQUIREMENTS 8.11)."""
+    """Saved right after a step, whatever is still on its way then."""
     t = trainer({"data": 2}, zero=zero, steps=4, save_every=1, directory=tmp_path)
     result = t.fit()
     assert equal(mt.load(result.checkpoint), t.state)
     plain = trainer({"data": 2}, zero=zero, steps=4)
     plain.fit()
     assert equal(plain.state, t.state)
+
+
+def test_a_save_right_after_a_step_waits_for_what_runs_beside_the_computation(tmp_path, threads):
+    """Gradients that are reduced, and parameters that are gathered, while the step goes on: each byte is that of a run without."""
+    held = []
+    for overlap in (0, 1):
+        place = tmp_path / str(overlap)
+        options = {"meshtape.overlap": overlap, "meshtape.bucket": 1}
+        with dask.config.set(options), mt.Mesh({"data": 2}, client=threads) as mesh:
+            trainer(mesh, zero=3, steps=2, save_every=1, directory=place).fit()
+        manager = mt.CheckpointManager(place / "checkpoints")
+        held.append([mt.load(manager.path(step)) for step in manager.steps()])
+    assert len(held[0]) == 2
+    for a, b in zip(*held, strict=True):
+        assert equal(a, b)
 
 
 def test_background_saves_hold_the_state_of_their_step(tmp_path):
@@ -428,6 +448,33 @@ def test_axes_of_the_command_line():
 def test_options_that_do_not_fit_are_refused_before_anything_is_done(options, error, message):
     with pytest.raises(error, match=message):
         trainer(**options)
+
+
+def test_plans_by_name_for_parameters_of_any_model():
+    rows, mesh = np.random.default_rng(0).standard_normal((8, 4)), mt.Mesh({"data": 2})
+
+    def run(plan):
+        t = mt.Trainer(
+            lambda p, b, k: ((b @ p["w"]) ** 2).mean(),
+            {"w": mt.ones((4, 3))},
+            mt.optim.sgd(0.1),
+            rows,
+            batch=4,
+            steps=3,
+            mesh=mesh,
+            plan=plan,
+            progress=False,
+        )
+        t.fit()
+        return t.params["w"]
+
+    split, whole = run("fsdp"), run(None)
+    assert (str(split.sharding), str(whole.sharding)) == ("Sharding(data=Shard(0))", "Sharding(data=Replicate())")
+    np.testing.assert_allclose(np.asarray(split), np.asarray(whole), rtol=1e-12)
+    with pytest.raises(mt.errors.PlanError, match="only the model knows"):
+        run("dp+tp")
+    with pytest.raises(mt.errors.PlanError, match="got int"):
+        run(3)
 
 
 def test_parameters_on_another_mesh_are_refused():
