@@ -50,6 +50,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     if as_json:
         click.echo(json.dumps(_facts(ckpt, [r.name for r in rows]), indent=2))
         return
+    how = "" if ckpt.compression is None else f", {ckpt.compression}"
     step = "" if ckpt.step is None else f", step {ckpt.step}"
     mesh = "".join(f", saved from {' × '.join(f'{n}={s}' for n, s in m.items())}" for m in ckpt.meshes)
     write(
@@ -64,7 +65,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
             [visible(r.name, 10**6), r.dtype, str(r.shape), human_bytes(r.nbytes), visible(r.sharding or "", 10**4)]
             for r in rows
         ],
-        title=visible(f"{ckpt.path} ({ckpt.kind}{step}{mesh})", 10**4),
+        title=visible(f"{ckpt.path} ({ckpt.kind}{how}{step}{mesh})", 10**4),
         footer=[f"{len(rows)} arrays", "", "", human_bytes(total), ""],
     )
 

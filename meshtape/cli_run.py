@@ -126,7 +126,7 @@ def run(
                 _same_versions(client)
             job = Job(home, client, wanted, resume)
             aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-            with collected(client, home / "logs"), aside:
+            with collected(client, home / "logs", quiet=local is not None), aside:
                 code = _script(script, args, job, summary)
             summary |= _outcome(job)
     except MeshtapeError as e:
@@ -135,7 +135,7 @@ def run(
     finally:
         summary |= {"exit_code": code, "seconds": round(time.monotonic() - began, 3)}
         beside = home / (SUMMARY + ".new")
-        beside.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        beside.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         beside.replace(home / SUMMARY)
         if as_json:
             click.echo(json.dumps(summary, indent=1))

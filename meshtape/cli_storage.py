@@ -60,6 +60,13 @@ _MESH = (
         help="What an axis splits (may be repeated).",
     ),
 )
+_COMPRESSION = click.option(
+    "--compression",
+    metavar="zstd[:LEVEL]|none",
+    callback=lambda ctx, param, value: None if value == "none" else value,
+    default="keep",
+    help="Compress the chunks; by default as the source is.",
+)
 _TARGET = (
     *_SELECTION,
     click.option("--prefix", help="Take what lies below this name, and leave the name out."),
@@ -301,6 +308,7 @@ def merge(
 @click.option("--format", "kind", type=click.Choice(["zarr", "safetensors"]), required=True, help="What to write.")
 @click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
 @each(_MESH)
+@_COMPRESSION
 @each(_TARGET)
 @JSON
 def convert(
@@ -340,6 +348,7 @@ def convert(
 @click.argument("src", type=CHECKPOINT)
 @click.argument("dst", type=CHECKPOINT)
 @each(_MESH)
+@_COMPRESSION
 @each(_TARGET)
 @JSON
 def reshard(
@@ -372,6 +381,7 @@ def reshard(
 @click.option("--optimizer-dtype", default="float32", show_default=True, help="Of the state and the master weights.")
 @click.option("--zero", "over", metavar="AXIS", help="A mesh axis over which the optimizer's state is divided.")
 @click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
+@click.option("--compression", metavar="zstd[:LEVEL]", help="Of the Zarr files: the most that they can then need.")
 @JSON
 def estimate(
     path: str,
@@ -382,6 +392,7 @@ def estimate(
     optimizer_dtype: str,
     over: str | None,
     max_shard_mib: int | None,
+    compression: str | None,
     as_json: bool,
 ) -> None:
     """Bytes on disk and in the memory of ranks.
@@ -399,6 +410,7 @@ def estimate(
         optimizer_dtype=optimizer_dtype,
         shard_optimizer_over=over,
         max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
+        compression=compression,
     )
     _tell(found, as_json, str(found))
 
@@ -419,12 +431,15 @@ def tree(path: str, depth: int | None, as_json: bool) -> None:
     import meshtape as mt
 
     from .cli_tree import as_data, as_text
+    from .tables import write_lines
 
     ckpt = mt.open_checkpoint(path)
     if as_json:
         click.echo(json.dumps(as_data(ckpt), indent=2))
     else:
-        click.echo("\n".join(as_text(ckpt, depth)))
+        head, *lines = as_text(ckpt, depth)
+        click.echo(head)
+        write_lines(lines)
 
 
 COMMANDS = (tree, verify, diff, estimate, merge, convert, reshard)

@@ -112,6 +112,27 @@ def write(
     console.file.flush()
 
 
+def write_lines(lines: Sequence[str], console: Any = None) -> None:
+    """Print lines that are no table: on a terminal each is one line of it, cut with an ellipsis where it is narrow; in a pipe they are whole.
+
+    >>> write_lines(["a", "  b"])
+    a
+      b
+    """
+    if console is None:
+        from rich.console import Console
+
+        console = Console()
+    if not console.is_terminal:
+        console.file.write("".join(f"{line}\n" for line in lines))
+        console.file.flush()
+        return
+    from rich.text import Text
+
+    for line in lines:
+        console.print(Text(line), no_wrap=True, overflow="ellipsis", highlight=False)
+
+
 def _framed(console: Any, columns: Sequence[Column], cells: list[list[str]], title: str, footer: list[str]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -123,9 +144,9 @@ def _framed(console: Any, columns: Sequence[Column], cells: list[list[str]], tit
     names = [i for i in shown if columns[i].name]
 
     def room() -> int:
-        """Characters that are left for names: a cell has two of padding beside it."""
-        taken = sum(natural[i] + 2 for i in shown if i not in names)
-        return (console.width - taken - 2 * len(names)) // max(1, len(names))
+        """Characters that are left for names: a cell has two of padding and one of the frame beside it, and the frame begins with one."""
+        taken = sum(natural[i] for i in shown if i not in names) + 3 * len(shown) + 1
+        return (console.width - taken) // max(1, len(names))
 
     while room() < min(_LEAST, max((natural[i] for i in names), default=0)):
         optional = [i for i in shown if columns[i].rank]

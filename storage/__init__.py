@@ -15,6 +15,7 @@ array([3., 4., 5.])
 import sys as _sys
 
 from .comparing import ArrayDiff, DiffReport, diff
+from .compression import Zstd
 from .converting import ConvertReport, convert, reshard
 from .estimating import Estimate, estimate
 from .inflight import SaveHandle
@@ -49,6 +50,7 @@ __all__ = [
     "Snapshots",
     "StoredArray",
     "VerifyReport",
+    "Zstd",
     "convert",
     "dequantize",
     "diff",

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..arrays.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
 from . import activity, commit, dtypes, manifest, names, stores
+from .compression import Compression, Zstd, chosen
 from .derived import Converted
 from .documents import Documents
 from .finishing import Item, is_checkpoint
@@ -31,6 +32,8 @@ from .sinks import Sink
 from .spreading import Executor
 from .transfer import MEMORY_LIMIT, THREADS, Progress, transfer
 
+KEEP = "keep"  # the compression of the source
+
 
 class Options(TypedDict, total=False):
     """What `convert`, `merge` and `reshard` share; `convert` says what each is, holds the defaults and checks them."""
@@ -40,6 +43,7 @@ class Options(TypedDict, total=False):
     drop: Iterable[str] | None
     prefix: str | None
     dtype: Any
+    compression: str | Zstd | None
     memory_limit: int
     threads: int
     overwrite: bool
@@ -95,6 +99,7 @@ class Selection:
     paths: dict[str, tuple[str | int, ...]]
     structure: Any
     skipped: list[str]
+    compression: Compression  # of what is read
 
     def documents(self) -> dict[str, bytes]:
         """Files beside the arrays, which go along."""
@@ -112,6 +117,7 @@ class Selection:
         prefix: str | None = None,
     ) -> Selection:
         ckpt = open_checkpoint(src)
+        compression = ckpt.compression
         if rules is not None:
             ckpt = Rules(rules).on(ckpt)
         if prefix is not None:
@@ -130,7 +136,7 @@ class Selection:
             arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
-        return cls(ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped)
+        return cls(ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped, compression)
 
 
 def _float(dtype: Any) -> np.dtype:
@@ -172,7 +178,7 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
     return HuggingFaceSink(list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents())
 
 
-def zarr_sink(held: Selection, choice: Choice) -> ZarrSink:
+def zarr_sink(held: Selection, choice: Choice, compression: Compression = None) -> ZarrSink:
     """The sink for a checkpoint of ours, cut as ``choice`` says."""
     directories = names.zarr_names(list(held.arrays))
     items = []
@@ -180,7 +186,7 @@ def zarr_sink(held: Selection, choice: Choice) -> ZarrSink:
         shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, f"key {name!r}")
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
         grid = choose_grid(shape, dtype.itemsize, boxes)
-        items.append(Item(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh))
+        items.append(Item(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh, compression))
     choice.check_used(list(held.arrays))
     order = {n: i for i, n in enumerate(held.arrays)}
     stored = list(held.ckpt.arrays)
@@ -202,6 +208,7 @@ def convert(
     drop: Iterable[str] | None = None,
     prefix: str | None = None,
     dtype: Any = None,
+    compression: str | Zstd | None = KEEP,
     memory_limit: int = MEMORY_LIMIT,
     threads: int = THREADS,
     overwrite: bool = False,
@@ -232,6 +239,9 @@ def convert(
     dtype
         Convert all floating arrays to this dtype. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
         refused: without it their numbers mean something else.
+    compression
+        For Zarr, as in `save`; ``"keep"``: as the source is compressed, where it is one of ours. Chunks that stay the same are then copied as they
+        are. An interrupted run goes on after the last shard that was complete.
     memory_limit
         Bytes of memory for windows and staging, whatever the size of the arrays.
     threads
@@ -272,16 +282,24 @@ def convert(
     """
     started = time.perf_counter()
     target = stores.location(dst)
+    if compression != KEEP:
+        chosen(compression)  # refused before the source is opened
     held = Selection.of(src, rules, keys, drop, dtype, prefix)
     sink: Sink
     if format == "safetensors":
         if mesh is not None or shardings is not None:
             raise CheckpointError("safetensors files have no block layout; leave out mesh= and shardings=")
+        if compression != KEEP and chosen(compression) is not None:
+            raise CheckpointError(
+                'safetensors files are never compressed; leave out compression=, or write format="zarr"'
+            )
         sink = hugging_face_sink(held, max_shard_bytes)
     elif format == "zarr":
         if max_shard_bytes is not None:
             raise CheckpointError("max_shard_bytes is for safetensors; Zarr files follow the block layout")
-        sink = zarr_sink(held, Choice(mesh, shardings))
+        sink = zarr_sink(
+            held, Choice(mesh, shardings), held.compression if compression == KEEP else chosen(compression)
+        )
     else:
         raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
     if held.ckpt.path == target:
@@ -338,7 +356,7 @@ def reshard(
         matches counts; an array that none matches is one block. Or a function ``(path, shape, dtype)`` that returns such a map, a
         sharding of a mesh at hand, or None.
     options
-        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``overwrite``, ``progress`` and ``client`` of `convert`.
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``memory_limit``, ``threads``, ``overwrite``, ``progress`` and ``client`` of `convert`.
 
     Returns
     -------

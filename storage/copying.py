@@ -8,6 +8,7 @@ that lie together in both files pass through memory that stays in a processor's 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +18,18 @@ from typing import Any
 import numpy as np
 
 from . import stores
-from .files import active
+from .checksums import combine, crc32c
+from .compressed import CompressedTensor
+from .compression import Compression, compression_of
+from .files import Files, active
 from .grid import Grid, ravel
 from .scratch import scratch
 from .tensors import ChunkedTensor, opened
+from .zarr_format import chunk_coords, shard_index
 
 Coord = tuple[int, ...]
+
+_SOURCES = 16  # files that are open at a time for one target
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +43,15 @@ class Move:
     at: int
 
 
-def keeps_bytes(tensor: Any, grid: Grid, dtype: np.dtype) -> bool:
-    """Whether the stored chunks of ``tensor`` are those of an array of ``grid``."""
+def keeps_bytes(tensor: Any, grid: Grid, dtype: np.dtype, compression: Compression = None) -> bool:
+    """Whether the stored chunks of ``tensor`` are those of an array of ``grid`` that is compressed so."""
     return (
         isinstance(tensor, ChunkedTensor)
         and bool(grid.shape)  # a 0-d array is a bare chunk
         and tensor.grid.shape == grid.shape
         and tensor.grid.chunk == grid.chunk
         and tensor.dtype == dtype
+        and compression_of(tensor) == compression
     )
 
 
@@ -113,3 +121,72 @@ def copy_chunks(
         finally:
             fs.close(fd)
     return out
+
+
+class CopiedShard:
+    """The bytes of one shard, from the chunks of a tensor that `keeps_bytes`: as `ShardBytes`, for targets that are written from their start.
+
+    When all ``pieces`` are gone, ``nbytes`` is their length and ``digest`` the crc32c.
+    """
+
+    def __init__(self, tensor: ChunkedTensor, grid: Grid, coord: Coord) -> None:
+        self.tensor, self.grid, self.coord = tensor, grid, coord
+        self.nbytes = self.digest = 0
+
+    def pieces(self) -> Iterator[Any]:
+        """The buffers one by one; each is valid until the next is asked for. Raises what reading the tensor would."""
+        self.digest = 0
+        grid, tensor = self.grid, self.tensor
+        first = [i * k for i, k in zip(self.coord, grid.chunks_in_shard, strict=True)]
+        every = [tuple(f + i for f, i in zip(first, local, strict=True)) for local in chunk_coords(grid, self.coord)]
+        order = sorted(moves(tensor.grid, grid, every), key=lambda m: m.to)
+        unit = math.prod(grid.chunk) * tensor.dtype.itemsize + 4
+        longest = max(1, stores.at(tensor.root).batch // unit)
+        lengths: list[int] = []
+        with contextlib.ExitStack() as stack:
+            readers: dict[Coord, tuple[str, stores.Reader]] = {}
+            for source, group in itertools.groupby(order, key=lambda m: m.source):
+                if source not in readers:
+                    if len(readers) == _SOURCES:
+                        stack.close()
+                        readers.clear()
+                    path = tensor.path(source)
+                    readers[source] = path, stack.enter_context(opened(path, f"part of {tensor.name!r}"))
+                path, reader = readers[source]
+                for run in _runs(list(group), longest):
+                    data, found = self._take(reader, path, source, run[0].at, len(run))
+                    lengths += found
+                    yield data
+        table = shard_index(grid, self.coord, lengths)
+        self.nbytes = sum(lengths) + len(table)
+        yield table
+
+    def write(self, fs: Files, path: str) -> int:
+        """Write them to a new file; returns its descriptor, which is the caller's to sync and close."""
+        fd = fs.create(path)
+        try:
+            total = 0
+            for data in self.pieces():
+                total += fs.write(fd, [data], total)
+        except BaseException:
+            fs.close(fd)
+            raise
+        return fd
+
+    def _take(
+        self, reader: stores.Reader, path: str, source: Coord, first: int, count: int
+    ) -> tuple[np.ndarray, list[int]]:
+        """(bytes, length of each) of chunks that follow one another in a file, compared with their checksums."""
+        tensor = self.tensor
+        if isinstance(tensor, CompressedTensor):
+            data, at = tensor.frames(reader, path, source, first, count)
+            for k in range(count):
+                stored = data[at[k] : at[k + 1]]
+                tensor.checked(path, source, first + k, stored)
+                self.digest = crc32c(stored[:-4], self.digest)
+            return data, np.diff(at).tolist()
+        nbytes = math.prod(self.grid.chunk) * tensor.dtype.itemsize
+        data = scratch("copy", count * (nbytes + 4))
+        for value in tensor.read_stored(reader, path, source, first, data):
+            self.digest = combine(self.digest, value, nbytes)
+        return data, [nbytes + 4] * count

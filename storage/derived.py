@@ -145,7 +145,7 @@ def whole_of(tensor: Any) -> Any:
     """The tensor that another name stands for, where nothing but the name is another."""
     while isinstance(tensor, Sliced) and not any(tensor.start) and tensor.shape == tensor.source.shape:
         tensor = tensor.source
-    return tensor
+    return tensor.whole() if hasattr(tensor, "whole") else tensor
 
 
 @dataclass(frozen=True, slots=True)

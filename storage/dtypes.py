@@ -77,6 +77,15 @@ def little(dtype: np.dtype) -> np.dtype:
     return np.dtype(dtype).newbyteorder("<")
 
 
+def bits(dtype: np.dtype) -> np.dtype:
+    """A dtype of NumPy's own that is as long, for moving numbers that NumPy does not know.
+
+    >>> bits(by_name("bfloat16")), bits(np.dtype("f8"))
+    (dtype('uint16'), dtype('float64'))
+    """
+    return np.dtype(f"u{dtype.itemsize}") if dtype.name in EXTENSIONS else dtype
+
+
 def name_of(dtype: Any) -> Any:
     """The name by which :func:`by_name` finds what a user asked for: a name itself, or anything that NumPy takes for a dtype.
 

@@ -16,6 +16,7 @@ from ..arrays.display import human_bytes
 from ..arrays.errors import CheckpointError
 from ..arrays.tree import flatten_with_path
 from . import dtypes, safetensors
+from .compression import Zstd, chosen, most_nbytes
 from .converting import split_files
 from .grid import choose_grid
 from .layouts import Choice, Chooser, Layout
@@ -42,7 +43,10 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Counts and bytes. ``zarr`` and ``safetensors`` are the files of the parameters; ``files`` the safetensors files by name."""
+    """Counts and bytes. ``zarr`` and ``safetensors`` are the files of the parameters; ``files`` the safetensors files by name.
+
+    With a ``compression``, ``zarr`` is an upper bound.
+    """
 
     arrays: int
     elements: int
@@ -51,6 +55,7 @@ class Estimate:
     safetensors: int | None
     files: list[list[str]]
     ranks: list[RankMemory]
+    compression: str | None = None
 
     @property
     def largest(self) -> int:
@@ -61,10 +66,11 @@ class Estimate:
         worst = max(self.ranks, key=lambda r: r.total)
         parts = ("parameters", "gradients", "optimizer", "master")
         files = f"{len(self.files):,} file{'s' if len(self.files) != 1 else ''}"
+        most, how = ("at most ", f" ({self.compression})") if self.compression else ("", "")
         hf = "no form as safetensors" if self.safetensors is None else f"{human_bytes(self.safetensors)} as safetensors in {files}"  # fmt: skip
         return (
             f"{self.arrays:,} arrays, {self.elements:,} elements, {human_bytes(self.nbytes)}\n"
-            f"on disk: {human_bytes(self.zarr)} as Zarr, {hf}\n"
+            f"on disk: {most}{human_bytes(self.zarr)} as Zarr{how}, {hf}\n"
             f"{len(self.ranks):,} rank{'s' if len(self.ranks) != 1 else ''}, the largest: {human_bytes(worst.total)} ("
             + ", ".join(f"{part} {human_bytes(n)}" for part in parts if (n := getattr(worst, part)))
             + ")"
@@ -104,6 +110,7 @@ def estimate(
     optimizer_dtype: Any = "float32",
     shard_optimizer_over: str | None = None,
     max_shard_bytes: int | None = None,
+    compression: str | Zstd | None = None,
 ) -> Estimate:
     """What a checkpoint needs on disk, and what training it needs in the memory of each rank.
 
@@ -124,6 +131,8 @@ def estimate(
         A mesh axis over which the state and the master weights of arrays that it does not split are divided (ZeRO, stage 1).
     max_shard_bytes
         As in `merge`: how the arrays fall into files.
+    compression
+        As in `save`. What the values shrink to cannot be told from shapes: ``zarr`` is then the most that the files can need.
 
     Returns
     -------
@@ -137,6 +146,7 @@ def estimate(
     """
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise CheckpointError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    codec = chosen(compression)
     choice = Choice(mesh, shardings)
     axes = tuple(choice.axes.items())
     if shard_optimizer_over is not None and shard_optimizer_over not in choice.axes:
@@ -155,7 +165,7 @@ def estimate(
         if sharding is not None and not isinstance(sharding, Layout):
             raise CheckpointError(f"{name}: estimate takes shardings as plain data, not {sharding!r}")
         grid = choose_grid(shape, kind.itemsize, boxes)
-        zarr += sum(grid.object_nbytes(c, kind.itemsize) for c in grid.shards())
+        zarr += sum(most_nbytes(grid, c, kind.itemsize, codec if shape else None) for c in grid.shards())
         layout = sharding if sharding is not None else Layout(axes, (None,) * len(axes))
         counts = layout.block_sizes(shape)
         sums[:, 0] += counts * kind.itemsize
@@ -187,4 +197,5 @@ def estimate(
         files,
         groups,
         [RankMemory(*map(int, row)) for row in sums],
+        None if codec is None else str(codec),
     )

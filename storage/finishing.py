@@ -15,6 +15,7 @@ from ..arrays.errors import CheckpointError
 from ..arrays.tree import Path
 from . import commit, manifest, names, stores
 from .checksums import crc32c
+from .compression import Compression, fits, most_nbytes
 from .documents import marked
 from .grid import Grid
 from .writing import SYNCS, Record, in_threads
@@ -33,10 +34,25 @@ class Item:
     grid: Grid
     directory: str = ""
     mesh: int | None = None
+    compression: Compression = None
+
+    def __post_init__(self) -> None:
+        if not self.shape:  # a bare chunk of a few bytes
+            self.compression = None
 
     @property
     def stored_nbytes(self) -> int:
-        return sum(self.grid.object_nbytes(c, self.dtype.itemsize) for c in self.grid.shards())
+        """Bytes of its files; with compression, the most that they can have."""
+        return sum(self.most(c) for c in self.grid.shards())
+
+    @property
+    def least_nbytes(self) -> int:
+        """Bytes that its files will surely have."""
+        return self.stored_nbytes if self.compression is None else 0
+
+    def most(self, coord: tuple[int, ...]) -> int:
+        """Bytes of the file of a shard; with compression, the most that it can have."""
+        return most_nbytes(self.grid, coord, self.dtype.itemsize, self.compression)
 
 
 def finish_directory(
@@ -85,13 +101,24 @@ def _entries(items: list[Item], records: list[Record]) -> list[manifest.ArrayEnt
         for coord in item.grid.shards():
             key = item.grid.key(coord)
             record = written.pop(f"{item.directory}/{key}", None)
-            if record is None or record.nbytes != item.grid.object_nbytes(coord, item.dtype.itemsize):
+            if record is None or not fits(record.nbytes, item.grid, coord, item.dtype.itemsize, item.compression):
                 lost.append(f"{names.leaf_name(item.path)} {key}")
                 continue
             box = item.grid.shard_box(coord)
             rows.append([key, list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}"])
         sharding = None if item.sharding is None else [str(t) for t in item.sharding.describe()]
-        entries.append(manifest.ArrayEntry(item.path, item.directory, item.grid, item.dtype, item.mesh, sharding, rows))
+        entries.append(
+            manifest.ArrayEntry(
+                item.path,
+                item.directory,
+                item.grid,
+                item.dtype,
+                item.mesh,
+                sharding,
+                rows,
+                compression=item.compression,
+            )
+        )
     if lost or written:
         raise CheckpointError(
             f"the ranks did not write {lost[:8]}, and wrote {sorted(written)[:8]} unasked; nothing was saved"
@@ -101,7 +128,7 @@ def _entries(items: list[Item], records: list[Record]) -> list[manifest.ArrayEnt
 
 def _write_metadata(folder: commit.Folder, items: list[Item]) -> int:
     """Zarr's own files, and the sync of every directory."""
-    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path)) for i in items}
+    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path), i.compression) for i in items}
 
     def write(directory: str) -> None:
         folder.put(f"{directory}/zarr.json", texts[directory])

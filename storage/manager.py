@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..arrays.errors import CheckpointError, NotACheckpoint
 from . import commit, manifest, stores
+from .compression import Zstd, chosen
 from .inflight import SaveHandle
 from .loading import load
 from .saving import SaveReport, save, save_async
@@ -66,6 +67,8 @@ class CheckpointManager:
     when_busy
         What `save` does while the one before still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None and counts
         in ``skipped``).
+    compression
+        As in `save`.
 
     Examples
     --------
@@ -93,6 +96,7 @@ class CheckpointManager:
         keep_best: int = 1,
         asynchronous: bool = False,
         when_busy: Literal["wait", "skip"] = "wait",
+        compression: str | Zstd | None = None,
     ) -> None:
         for name, value in (("keep", keep), ("every_steps", every_steps), ("keep_every", keep_every)):
             if value is not None and value < 1:
@@ -111,6 +115,7 @@ class CheckpointManager:
         self.every_steps, self.every_minutes, self.keep_every = every_steps, every_minutes, keep_every
         self.best_metric, self.best_is, self.keep_best = best, best_is, keep_best
         self.asynchronous, self.when_busy = asynchronous, when_busy
+        self.compression = chosen(compression)
         self.skipped = 0
         self._running: SaveHandle | None = None
         self._last_save = time.monotonic()
@@ -173,7 +178,15 @@ class CheckpointManager:
         if metrics is not None:
             kept[METRICS] = {name: float(value) for name, value in metrics.items()}
         if not self.asynchronous:
-            report = save(target, tree, step=step, metadata=kept, documents=documents, overwrite=overwrite)
+            report = save(
+                target,
+                tree,
+                step=step,
+                metadata=kept,
+                documents=documents,
+                overwrite=overwrite,
+                compression=self.compression,
+            )
             self._last_save = time.monotonic()
             self._rotate(target)
             return report
@@ -184,6 +197,7 @@ class CheckpointManager:
             metadata=kept,
             documents=documents,
             overwrite=overwrite,
+            compression=self.compression,
             then=lambda: self._rotate(target),
         )
         self._last_save = time.monotonic()
@@ -217,11 +231,31 @@ class CheckpointManager:
         return ranked[0].path if ranked else None
 
     def restore(self, step: int | None = None, **load_arguments: Any) -> Any:
-        """Load the latest checkpoint, or that of ``step``; the other arguments are those of `load`."""
-        target = self.latest() if step is None else self.path(step)
-        if target is None:
-            raise NotACheckpoint(f"{self.directory} holds no complete checkpoint")
-        return load(target, **load_arguments)
+        """Load the latest checkpoint, or that of ``step``; the other arguments are those of `load`.
+
+        Where another process saves to the same directory and its rotation takes the latest one away while it is read, the newer one is
+        loaded that it made way for.
+        """
+        if step is not None:
+            return load(self.path(step), **load_arguments)
+        target = self.latest()
+        while True:
+            if target is None:
+                raise NotACheckpoint(f"{self.directory} holds no complete checkpoint")
+            try:
+                return load(target, **load_arguments)
+            except CheckpointError:
+                newer = self.latest()
+                if newer == target or self._is_there(target):
+                    raise
+                target = newer
+
+    def _is_there(self, path: str) -> bool:
+        return stores.split(commit.resolve(path))[1] in stores.at(self.directory).folders()
+
+    def __repr__(self) -> str:
+        best = f", best={self.best_metric!r}, best_is={self.best_is!r}" if self.best_metric else ""
+        return f"CheckpointManager({self.directory!r}, keep={self.keep}{best})"
 
     def _repr_html_(self) -> str:
         from .browse.embed import run_html
@@ -252,7 +286,8 @@ class CheckpointManager:
                 if warn:
                     warnings.warn(f"skipped {target}: {e}", stacklevel=3)
             else:
-                if held is None and warn:
+                # (One that a rotation just took away is not incomplete.)
+                if held is None and warn and self._is_there(target):
                     warnings.warn(f"skipped {target}: it has no {manifest.FILE}, so it is incomplete", stacklevel=3)
             if held is not None:
                 number = int(name.partition("-")[2])

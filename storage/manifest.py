@@ -33,6 +33,7 @@ from ..arrays.errors import (
 from ..arrays.tree import Path
 from . import dtypes, names, stores
 from .checksums import crc32c
+from .compression import Compression, fits, of_plain
 from .grid import Grid
 from .migrations import Migrations
 
@@ -70,6 +71,7 @@ class ArrayEntry:
     sharding: list[str] | None = None
     raw_objects: list[Any] = field(default_factory=list)
     source: str = FILE
+    compression: Compression = None
 
     @property
     def name(self) -> str:
@@ -96,6 +98,7 @@ class ArrayEntry:
             "dtype": self.dtype.name,
             "shard": list(self.grid.shard),
             "chunk": list(self.grid.chunk),
+            **({} if self.compression is None else {"compression": self.compression.plain()}),
             "nbytes": self.nbytes,
             "mesh": self.mesh,
             "sharding": self.sharding,
@@ -133,7 +136,7 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         file, box, nbytes, value = self._row(number)
         if file != key:
             file, box, nbytes, value = self._row(self._find(key))
-        if box != grid.shard_box(coord) or nbytes != grid.object_nbytes(coord, entry.dtype.itemsize):
+        if box != grid.shard_box(coord) or not fits(nbytes, grid, coord, entry.dtype.itemsize, entry.compression):
             raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
         return StoredObject(f"{entry.directory}/{file}", box, nbytes, value)
 
@@ -334,6 +337,9 @@ def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
         dtype = dtypes.by_name(e["dtype"])
         if math.prod(grid.shard) * dtype.itemsize >= 1 << 62 or math.prod(grid.shape) * dtype.itemsize >= 1 << 62:
             raise ValueError("too large")
+        compression = of_plain(e.get("compression"))
+        if compression is not None and not grid.shape:
+            raise ValueError("a 0-d array is not compressed")
         if not isinstance(e["objects"], list) or len(e["objects"]) != math.prod(grid.counts):
             raise ValueError(f"{math.prod(grid.counts)} objects are needed")
         mesh, sharding = e["mesh"], e["sharding"]
@@ -350,9 +356,9 @@ def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
         raise
     except KeyError as err:
         raise CorruptCheckpoint(f"{where}: lacks {err.args[0]!r}") from None
-    except (ValueError, TypeError, CheckpointDTypeError) as err:
+    except (ValueError, TypeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{where}: {err}") from None
-    return ArrayEntry(tuple(path), directory, grid, dtype, mesh, sharding, e["objects"], source)
+    return ArrayEntry(tuple(path), directory, grid, dtype, mesh, sharding, e["objects"], source, compression)
 
 
 def loads(data: bytes, source: str) -> Manifest:

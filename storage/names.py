@@ -81,8 +81,8 @@ def inside(root: str, relative: object, source: str) -> str:
     """The path of a file that untrusted text ``relative`` names below ``root``.
 
     Absolute paths, ``..``, backslashes, NUL and links that leave the directory raise `CorruptCheckpoint` naming
-    ``source``, where the text stood. Links into ``blobs`` beside ``snapshots`` are followed: the Hugging Face cache is
-    made of them.
+    ``source``, where the text stood. Links into ``blobs`` beside ``snapshots`` are followed, from any folder of a snapshot: the Hugging
+    Face cache is made of them.
     """
     if not isinstance(relative, str) or not relative:
         raise CorruptCheckpoint(f"{source}: {relative!r} is not a file name")
@@ -101,8 +101,8 @@ def inside(root: str, relative: object, source: str) -> str:
     except (OSError, RuntimeError) as e:  # links that lead in a circle
         raise CorruptCheckpoint(f"{source}: file {relative!r} is a link that leads nowhere: {e}") from None
     allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
+    # The models of a pipeline lie in folders of its snapshot.
+    allowed += [p.parent.parent / "blobs" for p in (home, *home.parents) if p.parent.name == "snapshots"]
     if not any(real.is_relative_to(a) for a in allowed):
         raise CorruptCheckpoint(f"{source}: file {relative!r} is a link out of the checkpoint (to {real}); refused")
     return path

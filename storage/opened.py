@@ -14,6 +14,7 @@ from ..arrays.blocks import Box
 from ..arrays.errors import ArrayIndexError, CheckpointKeyError, IncompleteCheckpoint
 from ..arrays.tree import Path
 from . import manifest
+from .compression import Zstd, compression_of
 from .names import leaf_name
 from .tensors import StoredTensor, read_box
 
@@ -170,6 +171,11 @@ class Checkpoint(Mapping[str, StoredArray]):
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(a.nbytes for a in self.arrays.values())
+
+    @property
+    def compression(self) -> Zstd | None:
+        """How the chunks are compressed; 0-d arrays never are."""
+        return next((c for a in self.arrays.values() if (c := compression_of(a.tensor)) is not None), None)
 
     def tree(self) -> Any:
         """The tree as it was saved, with a `StoredArray` for each array."""

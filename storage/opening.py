@@ -18,6 +18,7 @@ import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
 from . import commit, dcp, dcp_safetensors, documents, foreign, manifest, names, safetensors, stores
+from .compressed import CompressedTensor
 from .opened import Checkpoint, StoredArray
 from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
 from .zarr_format import GROUP_ATTRIBUTE
@@ -25,6 +26,7 @@ from .zarr_format import GROUP_ATTRIBUTE
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
 _ZARR = ("zarr.json", ".zgroup", ".zarray")
+_KNOWN = (manifest.FILE, HF_INDEX, HF_SINGLE, dcp.FILE, documents.PROGRAM)  # what says what a directory is
 _JOURNAL = ".meshtape-transfer"  # of a directory that a transfer is filling
 _PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
 
@@ -88,6 +90,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
         nothing = "is neither a file nor a directory" if os.path.lexists(given) else "no such file or directory"
         raise NotACheckpoint(f"{given}: {nothing}")
     store = stores.at(root)
+    for name in _KNOWN:
+        names.inside(root, name, root)
     found = manifest.read(root)
     if found is not None:
         return _from_manifest(root, found, verify)
@@ -113,6 +117,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
 
 
 def _open_single(root: str, file: str) -> Checkpoint:
+    names.inside(root, file, root)
     ckpt = _open_safetensors(stores.join(root, file))
     ckpt.documents = documents.beside(root)
     return ckpt
@@ -189,6 +194,7 @@ class _LazyObjects:
     def __init__(self, root: str, entry: manifest.ArrayEntry, verify: bool) -> None:
         self._root, self._entry, self._verify = root, entry, verify
         self.name, self.shape, self.dtype, self.chunk = entry.name, entry.shape, entry.dtype, entry.grid.chunk
+        self.compression = entry.compression
 
     @property
     def readers(self) -> int:
@@ -196,7 +202,8 @@ class _LazyObjects:
 
     def whole(self) -> ChunkedTensor:
         e = self._entry
-        return ChunkedTensor(self._root, e.name, e.dtype, e.grid, e.objects, self._verify)
+        held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify)
+        return ChunkedTensor(*held) if e.compression is None else CompressedTensor(*held, e.compression)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("check", "only", "planned", "jobs"):
@@ -241,7 +248,7 @@ def _open_safetensors(path: str) -> Checkpoint:
 
 def read_index(root: str, index: str = HF_INDEX) -> tuple[dict[str, str], dict[str, Any]]:
     """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory; every file lies inside it."""
-    path = stores.join(root, index)
+    path = names.inside(root, index, root)
     data = stores.at(root).get(index)
     try:
         top = json.loads(data)

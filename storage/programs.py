@@ -26,7 +26,14 @@ from ..arrays._array import Array
 from ..arrays._dispatch import apply, wrap
 from ..arrays._op import state
 from ..arrays.creation import asarray
-from ..arrays.errors import CorruptCheckpoint, NotACheckpoint, ProgramError, ShapeError
+from ..arrays.errors import (
+    ArrayIndexError,
+    CorruptCheckpoint,
+    MeshtapeError,
+    NotACheckpoint,
+    ProgramError,
+    ShapeError,
+)
 from ..arrays.program import Program, last_uses, trace
 from ..arrays.program_json import current, decode, encode, from_json, to_json
 from . import dtypes, names, stores
@@ -144,6 +151,7 @@ def load_program(source: str | os.PathLike[str] | Mapping[str, Any]) -> LoadedPr
         where, document = "the document", dict(source)
     else:
         where = resolve(stores.location(source))
+        names.inside(where, PROGRAM, where)
         try:
             data = stores.at(where).get(PROGRAM)
         except (FileNotFoundError, NotADirectoryError):
@@ -190,10 +198,11 @@ def _check_structures(document: Mapping[str, Any], program: Program, where: str)
     given = [v for i, a in enumerate(arguments) for v in variables(a, f"argument {i}")]
     if sorted(given) != sorted(program.inputs):
         raise ProgramError(f"{where}: the arguments are {given}, and the program takes {list(program.inputs)}")
-    found = {*program.inputs, *program.constants, *(v for e in program.entries for v in e.outputs)}
-    lost = [v for v in variables(document.get("result"), "the result") if v not in found]
-    if lost or not found.issuperset(program.outputs):
-        raise ProgramError(f"{where}: the result has variables that nothing defines: {lost}")
+    result = list(variables(document.get("result"), "the result"))
+    if result != list(program.outputs):
+        raise ProgramError(
+            f"{where}: the result has the variables {result}, and the program gives {list(program.outputs)}"
+        )
 
 
 def _described(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -278,23 +287,42 @@ class LoadedProgram:
         self._free = last_uses(program)
 
     def __call__(self, *args: Any) -> Any:
-        """Raises :class:`ShapeError` where an argument has not the structure, shape or dtype that the program was made for."""
+        """Run the program on ``args``, trees of the structure, shapes and dtypes that it was made for.
+
+        Raises
+        ------
+        ShapeError
+            Where an argument is another one; says which, and what the program takes.
+        ProgramError
+            Where an op refuses values that no check at loading could know; names the entry. (An index out of range is an
+            :class:`ArrayIndexError`; errors that an op raises in its own words keep their type and get a note with the entry.)
+        """
         if len(args) != len(self._arguments):
             raise ShapeError(f"the program takes {len(self._arguments)} argument(s), got {len(args)}")
         env = dict(self._constants)
         for i, (a, want) in enumerate(zip(args, self._arguments, strict=True)):
             self._bind(a, want, f"argument {i}", env)
-        outer = state.origin
+        outer, n = state.origin, 0
         try:
-            for e, free in zip(self.program.entries, self._free, strict=True):
+            for n, (e, free) in enumerate(zip(self.program.entries, self._free, strict=True)):  # noqa: B007
                 state.origin = outer or e.origin
                 out = apply(e.op, tuple(env[v] if isinstance(v, int) else v.value for v in e.inputs), e.params)
                 env.update(zip(e.outputs, out if e.op.nout > 1 else (out,), strict=True))
                 for v in free:
                     env.pop(v, None)
+        except MeshtapeError as error:
+            error.add_note(f"in {self._named(n)}")
+            raise
+        except IndexError as error:
+            raise ArrayIndexError(f"{self._named(n)}: {error}") from error
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, ZeroDivisionError) as error:
+            raise ProgramError(f"{self._named(n)} cannot be computed: {error}") from error
         finally:
             state.origin = outer
         return _build(self._result, env)
+
+    def _named(self, n: int) -> str:
+        return f"entry {n} ({self.program.entries[n].op.name}) of the program"
 
     def _bind(self, x: Any, want: Any, where: str, env: dict[int, Array]) -> None:
         kind = want["kind"]

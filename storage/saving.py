@@ -22,6 +22,7 @@ from ..arrays.blocks import BlockSharding, Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
 from ..arrays.tree import Path, flatten_with_path
 from . import activity, commit, dtypes, manifest, names, stores
+from .compression import Compression, Zstd, chosen
 from .documents import encode
 from .finishing import Item, finish_directory, is_checkpoint
 from .grid import Grid, choose_grid
@@ -119,7 +120,7 @@ def _tasks(number: int, item: Item, block: Box) -> list[Task]:
     for k in sub.shards():
         coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
         part = item.grid.shard_box(coord).within(block)
-        out.append(Task(number, part, item.grid, coord, f"{item.directory}/{item.grid.key(coord)}"))
+        out.append(Task(number, part, item.grid, coord, f"{item.directory}/{item.grid.key(coord)}", item.compression))
     return out
 
 
@@ -195,6 +196,7 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     documents: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    compression: str | Zstd | None = None,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
 
@@ -214,6 +216,9 @@ def save(
         kept as they are. `merge`, `convert` and `reshard` take them along.
     overwrite
         Replace an existing checkpoint. A kill at any moment leaves the old one or the new one.
+    compression
+        None; or ``"zstd"``, ``"zstd:LEVEL"`` or ``Zstd(level=…)``: each chunk is compressed by itself, so that slices and blocks still read what they
+        need. Worth it for masks, counts and sparse state, and where the link is slow; weights shrink by 8 % (float32) to 20 % (bfloat16).
 
     Returns
     -------
@@ -228,7 +233,7 @@ def save(
     CheckpointKeyError
         Two leaves have the same dotted name.
     StorageFull
-        There is less room than the arrays need; nothing was written.
+        There is less room than the arrays need; nothing was written. What compressed arrays need is not known before: they may fill the disk.
 
     Notes
     -----
@@ -248,7 +253,7 @@ def save(
     """
     target = stores.location(path)
     finish_earlier(target)
-    return _Save(target, tree, step, metadata, documents, overwrite).run()
+    return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression)).run()
 
 
 def save_async(
@@ -259,6 +264,7 @@ def save_async(
     metadata: Mapping[str, Any] | None = None,
     documents: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    compression: str | Zstd | None = None,
     then: Callable[[], None] | None = None,
 ) -> SaveHandle:
     """Write a checkpoint in the background; training goes on at once.
@@ -296,7 +302,7 @@ def save_async(
     """
     target = stores.location(path)
     finish_earlier(target)
-    prepared = _Save(target, tree, step, metadata, documents, overwrite)
+    prepared = _Save(target, tree, step, metadata, documents, overwrite, chosen(compression))
     prepared.snapshot()
 
     def work() -> SaveReport:
@@ -319,6 +325,7 @@ class _Save:
         metadata: Mapping[str, Any] | None,
         documents: Mapping[str, Any] | None,
         overwrite: bool,
+        compression: Compression,
     ) -> None:
         self.started = time.perf_counter()
         self.target, self.overwrite = target, overwrite
@@ -327,6 +334,7 @@ class _Save:
         names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
         for item, directory in zip(items, names.zarr_names([names.leaf_name(i.path) for i in items]), strict=True):
             item.directory = directory
+            item.compression = compression if item.shape else None
         if step is not None:
             step = int(step)
         # Copied through JSON's types, as the caller may change the dict while the save runs in the background.
@@ -362,7 +370,7 @@ class _Save:
         slack = 4096 * (2 * len(items) + 2)
         with (
             activity.under_way(kind, target, expected) as work,
-            commit.room_for(expected + slack, target),
+            commit.room_for(sum(i.least_nbytes for i in items) + slack, target),
             commit.replacing(target, overwrite=self.overwrite, ours=is_checkpoint) as folder,
         ):
             work.root = folder.root

@@ -47,7 +47,8 @@ class RawWriter:
             end = (outer + length) * item
         return out
 
-    def write(self, root: str, window: Box, data: np.ndarray) -> list[int]:
+    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
+        data = read(tensor, window, passing=True)
         fs = active()
         fd = fs.open(os.path.join(root, self.file))
         try:
@@ -56,9 +57,6 @@ class RawWriter:
         finally:
             fs.close(fd)
         return [crc32c(data)]
-
-    def copy(self, root: str, window: Box, tensor: Any) -> list[int] | None:
-        return None
 
     def check(self, root: str, window: Box, sums: list[int]) -> bool:
         held = scratch("check", window.size * self.itemsize)
@@ -124,7 +122,7 @@ class HuggingFaceSink:
             finally:
                 fs.close(fd)
 
-    def writer(self, array: int) -> RawWriter:
+    def writer(self, array: int, limit: int) -> RawWriter:
         number, place = self._at[array]
         return RawWriter(self.files[number], place, self.shapes[array], self.itemsizes[array])
 

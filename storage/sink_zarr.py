@@ -7,14 +7,14 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from . import dtypes, manifest
+from . import manifest
 from .checksums import combine, crc32c
 from .commit import Folder
 from .copying import copy_chunks, keeps_bytes
@@ -23,10 +23,11 @@ from .files import IOV_MAX, active, preadv
 from .finishing import Item, finish_directory
 from .grid import Grid, ravel, windows
 from .scratch import scratch
+from .shard_streams import ShardWriter, pieces_of, shard_of
 from .sinks import BATCH, CHECKED, Stream, Unit, clear, read, sums, touch
 from .tensors import consecutive
 from .writing import SYNCS, Record, in_threads
-from .zarr_format import ShardBytes, chunk_coords, shard_index
+from .zarr_format import chunk_coords, shard_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +50,17 @@ class ZarrWriter:
             out.append((coord, tuple(i % k for i, k in zip(index, per, strict=True)), Box(offset, shape)))
         return out
 
-    def copy(self, root: str, window: Box, tensor: Any) -> list[int] | None:
-        tensor = whole_of(tensor)
-        if not keeps_bytes(tensor, self.grid, self.dtype):
-            return None
+    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
+        stored = whole_of(tensor)
+        if not keeps_bytes(stored, self.grid, self.dtype):
+            return self._write(root, window, read(tensor, window, passing=True))
         every = chunks_of(self.grid, window)
         found = copy_chunks(
-            tensor, self.grid, every, lambda coord: os.path.join(root, self.directory, self.grid.key(coord))
+            stored, self.grid, every, lambda coord: os.path.join(root, self.directory, self.grid.key(coord))
         )
         return [found[index] for index in every]
 
-    def write(self, root: str, window: Box, data: np.ndarray) -> list[int]:
+    def _write(self, root: str, window: Box, data: np.ndarray) -> list[int]:
         fs, grid = active(), self.grid
         n = math.prod(grid.chunk) * self.dtype.itemsize
         slots = max(1, min(BATCH // max(n, 1), IOV_MAX // 2))
@@ -124,41 +125,37 @@ class ZarrWriter:
         return True
 
 
-class _Windowed:
-    """The elements of a box of a lazy tensor, with the face of an array that is read chunk by chunk, in order."""
-
-    def __init__(self, tensor: Any, box: Box, chunk: tuple[int, ...], limit: int) -> None:
-        self.tensor, self.box, self.dtype = tensor, box, dtypes.little(tensor.dtype)
-        self._coming = windows(box.shape, chunk, tensor.dtype.itemsize, limit)
-        self._window, self._data = Box((0,) * len(box.shape), (0,) * len(box.shape)), np.empty(0, self.dtype)
-
-    def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
-        spans = [s.indices(n) for s, n in zip(index[:-1], self.box.shape, strict=True)]
-        wanted = Box(tuple(a for a, _, _ in spans), tuple(b - a for a, b, _ in spans))
-        while wanted.intersect(self._window) != wanted or not self._data.size:
-            self._window = next(self._coming)
-            offset = tuple(a + b for a, b in zip(self.box.offset, self._window.offset, strict=True))
-            self._data = read(self.tensor, Box(offset, self._window.shape))
-        return self._data[(*wanted.within(self._window).slices, ...)]
-
-
 class ZarrSink:
     """A checkpoint like those of `save`."""
 
     def __init__(self, items: list[Item], head: manifest.Manifest, documents: Mapping[str, bytes]) -> None:
         self.items, self.head, self.documents = items, head, dict(documents)
-        self.nbytes = sum(i.stored_nbytes for i in items) + 4096 * (2 * len(items) + 2)
+        self.nbytes = sum(i.least_nbytes for i in items) + 4096 * (2 * len(items) + 2)
         self._records: list[Record] = []
 
     def describe(self) -> Any:
-        rows = [[i.directory, i.shape, i.grid.shard, i.grid.chunk, i.dtype.name] for i in self.items]
+        rows = [
+            [
+                i.directory,
+                i.shape,
+                i.grid.shard,
+                i.grid.chunk,
+                i.dtype.name,
+                *([str(i.compression)] if i.compression else []),
+            ]
+            for i in self.items
+        ]
         return ["zarr", rows, self.head.dumps().decode(), sums(self.documents)]
 
     def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
         return [
             Unit(n, box)
             for n, i in enumerate(self.items)
-            for box in windows(i.shape, i.grid.chunk, i.dtype.itemsize, limit)
+            for box in (
+                windows(i.shape, i.grid.chunk, i.dtype.itemsize, limit)
+                if i.compression is None
+                else map(i.grid.shard_box, i.grid.shards())
+            )
         ]
 
     def create(self, root: str) -> None:
@@ -168,24 +165,34 @@ class ZarrSink:
             directory = os.path.join(root, i.directory)
             if not os.path.isdir(directory):
                 fs.mkdir(directory)
-            for coord in i.grid.shards():
-                touch(fs, os.path.join(directory, i.grid.key(coord)))
+            if i.compression is None:
+                for coord in i.grid.shards():
+                    touch(fs, os.path.join(directory, i.grid.key(coord)))
 
-    def writer(self, array: int) -> ZarrWriter:
+    def writer(self, array: int, limit: int) -> ZarrWriter | ShardWriter:
         item = self.items[array]
+        if item.compression is not None:
+            return ShardWriter(item.directory, item.grid, item.dtype, item.compression, limit)
         return ZarrWriter(item.directory, item.grid, item.dtype)
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
         table: list[dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = [{} for _ in self.items]
-        writers = [self.writer(i) for i in range(len(self.items))]
+        whole: list[tuple[ShardWriter, Unit]] = []
+        writers = [self.writer(i, 0) for i in range(len(self.items))]
         for unit, values in sums.items():
-            for (coord, local, _), value in zip(writers[unit.array].chunks(unit.box), values, strict=True):
+            writer = writers[unit.array]
+            if isinstance(writer, ShardWriter):
+                whole.append((writer, unit))
+                continue
+            for (coord, local, _), value in zip(writer.chunks(unit.box), values, strict=True):
                 table[unit.array][coord, local] = value
         jobs = [
             lambda i=i, held=held, coord=coord: self._complete(root, i, coord, held)
             for i, held in zip(self.items, table, strict=True)
+            if i.compression is None
             for coord in i.grid.shards()
         ]
+        jobs += [lambda w=w, unit=unit: w.sync(root, unit.box, sums[unit]) for w, unit in whole]
         self._records = in_threads(lambda job: job(), jobs, SYNCS)
 
     def _complete(
@@ -210,17 +217,13 @@ class ZarrSink:
             i.directory += suffix
 
     def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
-        def body(stream: Stream, tensor: Any, grid: Grid, coord: tuple[int, ...]) -> Iterator[Any]:
-            block = _Windowed(tensor, grid.shard_box(coord), grid.chunk, limit)
-            shard = ShardBytes(block, grid, coord)  # type: ignore[arg-type]
-            yield from shard.pieces()
-            stream.digest = shard.digest
-
         return [
             Stream(
                 f"{i.directory}/{i.grid.key(coord)}",
-                i.grid.object_nbytes(coord, i.dtype.itemsize),
-                lambda stream, t=t, i=i, coord=coord: body(stream, t, i.grid, coord),
+                i.most(coord),
+                lambda stream, t=t, i=i, coord=coord: pieces_of(
+                    shard_of(t, i.grid, coord, i.compression, limit), stream
+                ),
             )
             for i, t in zip(self.items, tensors, strict=True)
             for coord in i.grid.shards()

@@ -1,7 +1,7 @@
 """Where a transfer writes: a Zarr checkpoint or a Hugging Face directory, one window of one array at a time.
 
 Every byte of the result has one place that the plan fixes, so windows may come in any order, from any thread or process, and again after
-an interruption; the files are the same. A sink answers for what it wrote with checksums: a writer's `write` returns them, its `check`
+an interruption; the files are the same. A sink answers for what it wrote with checksums: a writer's `put` returns them, its `check`
 reads the window back and compares, `finish` turns them into the metadata that makes the directory a checkpoint. Where files cannot
 be written in pieces, as in an object store, `streams` gives each of them from its first byte to its last.
 """
@@ -40,11 +40,8 @@ class Unit:
 class Writer(Protocol):
     """What puts windows of one array to their places: small, so that it can be sent to another process."""
 
-    def write(self, root: str, box: Box, data: np.ndarray) -> list[int]:
-        """Put the elements of a window to their places; returns their checksums."""
-
-    def copy(self, root: str, box: Box, tensor: Any) -> list[int] | None:
-        """The same straight from a stored tensor whose bytes are those of the target; None where they are not."""
+    def put(self, root: str, box: Box, tensor: Any) -> list[int]:
+        """Bring a window of a tensor to its places; returns its checksums. Bytes that are stored as they will be are copied as they are."""
 
     def check(self, root: str, box: Box, sums: list[int]) -> bool:
         """Whether the files hold what ``sums`` says."""
@@ -52,7 +49,10 @@ class Writer(Protocol):
 
 @dataclass
 class Stream:
-    """One file of the result from its first byte to its last: what is uploaded. ``digest`` is known at its end."""
+    """One file of the result from its first byte to its last: what is uploaded.
+
+    ``digest`` is known at its end, and so is ``nbytes`` of a compressed one, which is the most that it can be before.
+    """
 
     name: str
     nbytes: int
@@ -66,10 +66,10 @@ class Stream:
 class Sink(Protocol):
     """What a transfer needs of its target."""
 
-    nbytes: int  # of all files, roughly
+    nbytes: int  # that all files need at least, roughly
 
     def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
-        """Windows of at most ``limit`` bytes (one chunk at least) that cover every array, in order of places."""
+        """Windows of at most ``limit`` bytes (one chunk at least, one shard where it is compressed) that cover every array, in order of places."""
 
     def describe(self) -> Any:
         """The plan as JSON: equal plans write equal files."""
@@ -77,8 +77,8 @@ class Sink(Protocol):
     def create(self, root: str) -> None:
         """Make directories and files below ``root``, leaving those alone that an interrupted run has made."""
 
-    def writer(self, array: int) -> Writer:
-        """What writes the windows of one array."""
+    def writer(self, array: int, limit: int) -> Writer:
+        """What writes the windows of one array, with about ``limit`` bytes of it in memory."""
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
         """Complete the files of data and make them durable."""

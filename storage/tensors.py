@@ -23,7 +23,8 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
-from . import names, stores
+from ..arrays.native.copies import is_large, stream
+from . import dtypes, names, stores
 from .checksums import crc32c
 from .files import IOV_MAX
 from .grid import Grid, ravel, runs
@@ -56,7 +57,7 @@ def _view(a: np.ndarray, box: Box) -> np.ndarray:
     return a[(*box.slices, ...)]
 
 
-def _bytes_of(a: np.ndarray) -> np.ndarray:
+def bytes_of(a: np.ndarray) -> np.ndarray:
     return a.reshape(-1).view(np.uint8)
 
 
@@ -159,29 +160,32 @@ class ChunkedTensor:
         """
         nbytes = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
         done = reader.readv([out], first * nbytes)
-        self._check_length(reader, coord, path)
+        self.check_length(reader, coord, path)
         if done != out.size:
-            raise self._cut(path)
+            raise self.cut(path)
         rows = out.reshape(-1, nbytes)
         sums = [crc32c(row[:-4]) for row in rows]
         for k, (row, value) in enumerate(zip(rows, sums, strict=True)):
             if row[-4:].tobytes() != value.to_bytes(4, "little"):
-                raise self._damaged(path, first + k, coord)
+                raise self.damaged(path, first + k, coord)
         return sums
 
-    def _check_length(self, reader: stores.Reader, coord: tuple[int, ...], path: str) -> None:
+    def check_length(self, reader: stores.Reader, coord: tuple[int, ...], path: str) -> None:
         wanted = self.objects[coord].nbytes
         if reader.nbytes != wanted:
             raise CorruptCheckpoint(f"{path} has {reader.nbytes} bytes, the manifest says {wanted} (key {self.name!r})")
 
-    def _cut(self, path: str) -> CorruptCheckpoint:
+    def cut(self, path: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
 
-    def _damaged(self, path: str, number: int, coord: tuple[int, ...]) -> CorruptCheckpoint:
+    def index_of(self, number: int, coord: tuple[int, ...]) -> tuple[int, ...]:
+        """The place in its shard of the chunk that lies there as number ``number``."""
+        return tuple(int(i) for i in np.unravel_index(number, self.grid.present(coord))) if self.grid.shape else ()
+
+    def damaged(self, path: str, number: int, coord: tuple[int, ...]) -> CorruptCheckpoint:
         nbytes = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
-        index = tuple(int(i) for i in np.unravel_index(number, self.grid.present(coord))) if self.grid.shape else ()
         return CorruptCheckpoint(
-            f"{path}: chunk {index} of key {self.name!r} does not fit its crc32c "
+            f"{path}: chunk {self.index_of(number, coord)} of key {self.name!r} does not fit its crc32c "
             f"(bytes {number * nbytes} to {(number + 1) * nbytes}); restore the file or another checkpoint"
         )
 
@@ -190,11 +194,15 @@ class ChunkedTensor:
         grid, path = self.grid, self.path(coord)
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
         present = grid.present(coord)
-        overlaps = [_overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
+        meets = [overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
         # Chunks that are rows of the target are read where they belong; others are copied there. Only a few at a time: they are still in
         # a processor's cache when their checksum is taken.
         slots = max(1, min(stores.at(self.root).batch // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
         sums = np.empty((slots, 1), "<u4")
+        # What is copied to a large array goes past the caches; the numbers of others' dtypes are no buffers, but their bits are.
+        copy = stream if is_large(target) else np.copyto
+        dtype = dtypes.bits(self.dtype)
+        target = target.view(dtype)
         staging = None
         total = 0
         with opened(path, f"part of {self.name!r}") as reader:
@@ -202,32 +210,32 @@ class ChunkedTensor:
                 buffers: list[np.ndarray] = []
                 copies: list[tuple[np.ndarray, np.ndarray]] = []
                 for k, index in enumerate(group):
-                    parts = [o[i] for o, i in zip(overlaps, index, strict=True)]
+                    parts = [o[i] for o, i in zip(meets, index, strict=True)]
                     place = target[(*(p[0] for p in parts), ...)]
                     if all(p[2] for p in parts) and place.flags.c_contiguous:
                         held = place
                     else:
                         if staging is None:
-                            staging = scratch("read", slots * nbytes).view(self.dtype).reshape(slots, *grid.chunk)
+                            staging = scratch("read", slots * nbytes).view(dtype).reshape(slots, *grid.chunk)
                         held = staging[k, ...]
                         copies.append((place, held[(*(p[1] for p in parts), ...)]))
-                    buffers += (_bytes_of(held), sums[k])
+                    buffers += (bytes_of(held), sums[k])
                 done = reader.readv(buffers, number * (nbytes + 4))
                 if not total:
-                    self._check_length(reader, coord, path)
+                    self.check_length(reader, coord, path)
                 if done != len(group) * (nbytes + 4):
-                    raise self._cut(path)
+                    raise self.cut(path)
                 total += done
                 if self.verify:
                     for k, value in enumerate(sums[: len(group), 0].tolist()):
                         if crc32c(buffers[2 * k]) != value:
-                            raise self._damaged(path, number + k, coord)
+                            raise self.damaged(path, number + k, coord)
                 for place, source in copies:
-                    place[...] = source
+                    copy(place, source)
         return total
 
 
-def _overlaps(chunk: int, start: int, length: int) -> dict[int, tuple[slice, slice, bool]]:
+def overlaps(chunk: int, start: int, length: int) -> dict[int, tuple[slice, slice, bool]]:
     """Of each chunk that meets a range of a dimension: (its place in the range, the part of it that lies there, whether that is all)."""
     out = {}
     for i in range(start // chunk, -(-(start + length) // chunk)):
@@ -345,7 +353,7 @@ class RawTensor:
                 place = _view(out, part.within(box))
                 offset = self.start + item * sum(o * s for o, s in zip(part.offset, strides, strict=True))
                 direct = one_run and place.flags.c_contiguous
-                buffer = _bytes_of(place) if direct else scratch("read", nbytes)
+                buffer = bytes_of(place) if direct else scratch("read", nbytes)
                 done = reader.readv([buffer], offset)
                 if reader.nbytes != self.file_nbytes:
                     raise CorruptCheckpoint(
@@ -366,7 +374,9 @@ class RawTensor:
 def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
     """(what zarr takes as a store, path in it) of a node of a hierarchy."""
     if not stores.is_url(root):
-        return root, node
+        from .local_zarr import InsideStore
+
+        return InsideStore(root), node
     from zarr.storage import ObjectStore
 
     from .objects import client

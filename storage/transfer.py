@@ -5,7 +5,7 @@ goes), then a line with the checksums of each window that was written. A run tha
 windows back, keeps those that are whole and does the rest; the journal therefore need not be synced before the data. Another
 plan's part is removed. One process works on a target at a time: it holds a lock on the journal, which ends with the process.
 
-At the end the files are synced, every window is read back and compared, metadata comes last, and the directory is committed as in
+Every window is read back and compared while others are written, at the end the files are synced, metadata comes last, and the directory is committed as in
 ``commit``. An interruption (a kill, a full disk, Ctrl-C) leaves the part for the next run; damage in the source removes it.
 """
 
@@ -26,7 +26,8 @@ from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from . import commit, scratch, stores
 from .files import active
-from .sinks import Sink, Unit, Writer, read
+from .read_back import Step, Steps
+from .sinks import Sink, Unit, Writer
 from .spreading import Executor, Spread
 
 Progress = Callable[[int, int], None]
@@ -118,8 +119,7 @@ def _empty(part: str) -> None:
 
 def _write(writer: Writer, tensor: Any, root: str, box: Box) -> list[int]:
     """One window, in whatever process: from the tensor to its places."""
-    copied = writer.copy(root, box, tensor)
-    return writer.write(root, box, read(tensor, box, passing=True)) if copied is None else copied
+    return writer.put(root, box, tensor)
 
 
 def _whole(writer: Writer, root: str, box: Box, sums: list[int]) -> bool:
@@ -173,13 +173,20 @@ def transfer(
     if not os.path.isdir(part):
         commit.check_room(sink.nbytes, target)  # before a plan of perhaps millions of windows is made
     # A thread holds a window, the reader's staging memory and the writer's.
-    units = sink.units(tensors, max(_LEAST, min(memory_limit // (3 * threads), scratch.KEPT)))
+    limit = max(_LEAST, min(memory_limit // (3 * threads), scratch.KEPT))
+    units = sink.units(tensors, limit)
     sizes = {u: u.box.size * tensors[u.array].dtype.itemsize for u in units}
     numbers = {u: i for i, u in enumerate(units)}
     total = sum(sizes.values())
     key = fingerprint(source, sink, len(units), memory_limit, threads)
-    writers = [sink.writer(i) for i in range(len(tensors))]
+    writers = [sink.writer(i, limit) for i in range(len(tensors))]
     fs = active()
+
+    def refuse_unless(same: bool, unit: Unit) -> None:
+        if not same:
+            raise CorruptCheckpoint(
+                f"{target}: window {numbers[unit]} does not read back as it was written; nothing was committed"
+            )
 
     with _journal(part) as fd:
         begun = True
@@ -204,24 +211,38 @@ def transfer(
                 if progress is not None:
                     progress(reached, total)
 
-                missing = [u for u in units if u not in kept]
-                for unit, sums in spread.over(
-                    _write, missing, lambda u: (writers[u.array], tensors[u.array].only(u.box), part, u.box)
-                ):
-                    kept[unit] = sums
-                    os.write(fd, f"{json.dumps([numbers[unit], sums])}\n".encode())
+                checked = set(kept)  # read back above
+                if executor is None:
+                    steps = Steps(writers, tensors, part, kept)
+                    results = spread.over(steps, steps.order(units), lambda step: (step,))
+                else:
+                    # Other processes know nothing of each other's windows.
+                    results = spread.over(
+                        _write,
+                        [Step(u) for u in units if u not in kept],
+                        lambda step: (
+                            writers[step.unit.array],
+                            tensors[step.unit.array].only(step.unit.box),
+                            part,
+                            step.unit.box,
+                        ),
+                    )
+                for (unit, back), result in results:
+                    if back:
+                        refuse_unless(result, unit)
+                        checked.add(unit)
+                        continue
+                    kept[unit] = result
+                    os.write(fd, f"{json.dumps([numbers[unit], result])}\n".encode())
                     reached += sizes[unit]
                     if progress is not None:
                         progress(reached, total)
-                # While the disk is busy, what was written is read back.
+                # While the disk is busy, the rest is read back.
                 with ThreadPoolExecutor(1, thread_name_prefix="meshtape-sync") as pool:
                     synced = pool.submit(sink.sync, part, kept)
-                    for unit, same in spread.over(_whole, units, lambda u: (writers[u.array], part, u.box, kept[u])):
-                        if not same:
-                            raise CorruptCheckpoint(
-                                f"{target}: window {numbers[unit]} does not read back as it was written; "
-                                "nothing was committed"
-                            )
+                    rest = [u for u in units if u not in checked]
+                    for unit, same in spread.over(_whole, rest, lambda u: (writers[u.array], part, u.box, kept[u])):
+                        refuse_unless(same, unit)
                     synced.result()
                 nbytes = sink.finish(commit.Folder(part), target)
                 commit.check_target(target, overwrite, ours)

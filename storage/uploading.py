@@ -12,6 +12,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, StoreError
 from . import object_commit, stores
 from .checksums import crc32c
@@ -38,15 +40,15 @@ def _sum(root: str, name: str, nbytes: int) -> int | None:
     return None
 
 
-def _send(stream: Stream, root: str) -> tuple[int, int]:
-    """Upload one file and read it back; returns its crc32c and its stream's digest."""
+def _send(stream: Stream, root: str) -> tuple[int, int, int]:
+    """Upload one file and read it back; returns its crc32c, its stream's digest, and its length."""
     value = 0
 
     def counted() -> Iterator[Any]:
         nonlocal value
         value = 0
         for piece in stream.pieces():
-            value = crc32c(piece if isinstance(piece, bytes) else bytes(piece), value)
+            value = crc32c(np.frombuffer(piece, np.uint8), value)
             yield piece
 
     nbytes = stores.at(root).put(stream.name, counted)
@@ -54,7 +56,7 @@ def _send(stream: Stream, root: str) -> tuple[int, int]:
         raise CorruptCheckpoint(
             f"{stores.join(root, stream.name)} does not read back as it was written; nothing was committed"
         )
-    return value, stream.digest
+    return value, stream.digest, nbytes
 
 
 class _Journal:
@@ -113,20 +115,21 @@ def upload(
         sink.mark(folder.suffix)
         streams = sink.streams(tensors, limit)
         journal = _Journal(folder, key)
-        total, reached, resumed = sum(s.nbytes for s in streams), 0, 0
-        listed = [s for s in streams if len(held.get(s.name, ())) == 2]
-        for s, value in spread.over(_sum, listed, lambda s: (target, s.name, s.nbytes)):
+        sizes = {s.name: s.nbytes for s in streams}  # those that are compressed come to be shorter
+        total, reached, resumed = sum(sizes.values()), 0, 0
+        listed = [s for s in streams if len(held.get(s.name, ())) == 3]
+        for s, value in spread.over(_sum, listed, lambda s: (target, s.name, held[s.name][2])):
             if value == held[s.name][0]:
-                s.digest = held[s.name][1]
+                _, s.digest, s.nbytes = held[s.name]
                 journal.done[s.name] = held[s.name]
-                resumed += s.nbytes
+                resumed += sizes[s.name]
         reached = resumed
         if progress is not None:
             progress(reached, total)
         missing = [s for s in streams if s.name not in journal.done]
         for s, row in spread.over(_send, missing, lambda s: (s, target)):
             journal.add(s.name, row)
-            reached += s.nbytes
+            reached += sizes[s.name]
             if progress is not None:
                 progress(reached, total)
         sink.accept(streams)

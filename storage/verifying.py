@@ -17,6 +17,7 @@ import numpy as np
 from ..arrays.errors import CheckpointError, CorruptCheckpoint
 from . import manifest, names, stores
 from .checksums import combine, crc32c
+from .compressed import CompressedTensor, frames_in
 from .opening import open_checkpoint
 from .scratch import scratch
 from .tensors import ChunkedTensor, opened, run
@@ -99,6 +100,9 @@ def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -
         if size != stored.nbytes:
             faults.append(f"{path} has {size} bytes, the manifest says {stored.nbytes} (key {t.name!r})")
             return 0
+        if isinstance(t, CompressedTensor):
+            _check_frames(t, coord, reader, faults)
+            return size
         slots = max(1, _BATCH // max(nbytes, 1))
         data, marks = scratch("check", slots * nbytes).reshape(slots, nbytes), np.empty((slots, 4), np.uint8)
         for group in _batched(chunk_coords(t.grid, coord), slots):
@@ -111,10 +115,39 @@ def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -
         tail = np.empty(size - position, np.uint8)
         position += reader.readv([tail], position)
     if bad:
-        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
-        faults.append(f"{path} (key {t.name!r}): chunk {', '.join(map(str, bad[:4]))}{more} does not fit its crc32c")
+        faults.append(f"{path} (key {t.name!r}): chunk {_some(bad)} does not fit its crc32c")
     elif digest != stored.crc32c:
         faults.append(f"{path} (key {t.name!r}): its chunks are whole, but they are those of another save")
     elif t.grid.shape and tail.tobytes() != shard_index(t.grid, coord, nbytes + 4):
         faults.append(f"{path} (key {t.name!r}): its index is damaged; the values are whole")
     return position
+
+
+def _some(bad: list[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, bad[:4])) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+
+
+def _check_frames(t: CompressedTensor, coord: tuple[int, ...], reader: stores.Reader, faults: list[str]) -> None:
+    """The same for a file of compressed chunks, each of which is unpacked too: a checksum does not say that it can be."""
+    stored, grid = t.objects[coord], t.grid
+    path = t.path(coord)
+    digest, bad, wrong = 0, [], ""
+    try:
+        for number, held in frames_in(reader, grid, coord, stored.nbytes, t.dtype.itemsize, _BATCH):
+            digest = crc32c(held[:-4], digest)
+            if crc32c(held[:-4]).to_bytes(4, "little") != held[-4:].tobytes():
+                bad.append(t.index_of(number, coord))
+            elif not wrong:
+                try:
+                    t.compression.decompress(held[:-4], scratch("check", math.prod(grid.chunk) * t.dtype.itemsize))
+                except ValueError as e:
+                    wrong = f"chunk {t.index_of(number, coord)}: {e}"
+    except ValueError as e:
+        faults.append(f"{path} (key {t.name!r}): {e}")
+        return
+    if bad:
+        wrong = f"chunk {_some(bad)} does not fit its crc32c"
+    elif not wrong and digest != stored.crc32c:
+        wrong = "its chunks are whole, but they are those of another save"
+    if wrong:
+        faults.append(f"{path} (key {t.name!r}): {wrong}")

@@ -20,6 +20,7 @@ import numpy as np
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError
 from . import activity, commit, stores
+from .compression import Compression
 from .files import active
 from .grid import Grid
 from .zarr_format import ShardBytes
@@ -40,6 +41,7 @@ class Task:
     grid: Grid
     coord: tuple[int, ...]
     file: str
+    compression: Compression = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def write_blocks(
 
     def write(job: tuple[str, str, Task, np.ndarray]) -> tuple[Record, int]:
         root, path, task, part = job
-        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root))
+        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression)
         fd = shard.write(fs, path)
         opened.add(fd)
         return Record(task.file, shard.nbytes, shard.digest), fd
@@ -98,7 +100,7 @@ def _put_blocks(
 
     def put(job: tuple[str, Task, np.ndarray]) -> Record:
         root, task, part = job
-        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root))
+        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression)
         stores.at(root).put(task.file, shard.pieces)
         return Record(task.file, shard.nbytes, shard.digest)
 

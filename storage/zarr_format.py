@@ -1,7 +1,7 @@
 """The Zarr v3 form of a checkpoint: zarr-python writes the metadata, this module writes the shards.
 
 A checkpoint is a group with one array for each leaf. An array's codec is ``sharding_indexed``; a shard is one file, written
-by one rank. In it lie, in lexicographic order, the inner chunks, each little-endian, uncompressed and followed by its
+by one rank. In it lie, in lexicographic order, the inner chunks, each little-endian, compressed or not, and followed by its
 crc32c; then the index, which ends with its own crc32c. Chunks over the edge of the array are padded with zeros, chunks
 wholly beyond it are absent. A 0-d array has no grid to shard: its file is one chunk.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from . import dtypes
 from .checksums import combine, crc32c
+from .compression import Compression
 from .files import IOV_MAX, Files
 from .grid import Grid
 
@@ -30,9 +31,9 @@ _BATCH = 16 << 20  # bytes handed to the kernel in one call
 
 
 @lru_cache(maxsize=512)
-def _array_template(grid: Grid, dtype: np.dtype) -> str:
+def _array_template(grid: Grid, dtype: np.dtype, compression: Compression) -> str:
     import zarr
-    from zarr.codecs import Crc32cCodec
+    from zarr.codecs import Crc32cCodec, ZstdCodec
     from zarr.storage import MemoryStore
 
     if dtype.name in dtypes.EXTENSIONS:
@@ -47,7 +48,7 @@ def _array_template(grid: Grid, dtype: np.dtype) -> str:
         chunks=grid.chunk,
         shards=grid.shard or None,
         filters=None,
-        compressors=[Crc32cCodec()],
+        compressors=[*([] if compression is None else [ZstdCodec(level=compression.level)]), Crc32cCodec()],
         fill_value=0,
         # One directory an array, whatever its rank: fewer names to make durable.
         chunk_key_encoding={"name": "default", "separator": "."},
@@ -55,9 +56,9 @@ def _array_template(grid: Grid, dtype: np.dtype) -> str:
     return held["zarr.json"].to_bytes().decode()
 
 
-def array_metadata(grid: Grid, dtype: np.dtype, name: str) -> bytes:
+def array_metadata(grid: Grid, dtype: np.dtype, name: str, compression: Compression = None) -> bytes:
     """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side."""
-    node = json.loads(_array_template(grid, dtypes.little(dtype)))
+    node = json.loads(_array_template(grid, dtypes.little(dtype), compression))
     node["dimension_names"] = [f"{name}.{axis}" for axis in range(len(grid.shape))]
     return json.dumps(node).encode()
 
@@ -83,28 +84,34 @@ def chunk_coords(grid: Grid, coord: tuple[int, ...]) -> Iterator[tuple[int, ...]
     return itertools.product(*map(range, grid.present(coord)))
 
 
-def shard_index(grid: Grid, coord: tuple[int, ...], chunk_nbytes: int) -> bytes:
-    """The table of (place, length) of every chunk of a shard, with its checksum."""
+def shard_index(grid: Grid, coord: tuple[int, ...], lengths: int | Sequence[int]) -> bytes:
+    """The table of (place, length) of every chunk of a shard, with its checksum. ``lengths`` are those of the chunks as stored, or of each."""
     table = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
     present = grid.present(coord)
     where = tuple(slice(n) for n in present)
-    table[(*where, 0)] = np.arange(math.prod(present), dtype="<u8").reshape(present) * np.uint64(chunk_nbytes)
-    table[(*where, 1)] = chunk_nbytes
+    held = np.broadcast_to(np.asarray(lengths, "<u8"), math.prod(present))
+    table[(*where, 0)] = (held.cumsum(dtype="<u8") - held).reshape(present)
+    table[(*where, 1)] = held.reshape(present)
     return table.tobytes() + crc32c(table).to_bytes(4, "little")
 
 
 class ShardBytes:
     """The bytes of one shard, whose elements are ``block``. When all `pieces` are gone, ``nbytes`` is their length and ``digest`` the crc32c.
 
-    The checksum covers the chunks' data one after the other, without their own checksums: bytes followed by their crc32c
-    have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
+    The checksum covers the chunks' data (as it is stored: compressed, where it is) one after the other, without their own checksums: bytes
+    followed by their crc32c have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
     """
 
     def __init__(
-        self, block: np.ndarray, grid: Grid, coord: tuple[int, ...], wrote: Callable[[int], None] | None = None
+        self,
+        block: np.ndarray,
+        grid: Grid,
+        coord: tuple[int, ...],
+        wrote: Callable[[int], None] | None = None,
+        compression: Compression = None,
     ) -> None:
-        self.block, self.grid, self.coord = block, grid, coord
-        self.wrote = wrote  # told of the bytes of each batch when the next one is asked for
+        self.block, self.grid, self.coord, self.compression = block, grid, coord, compression
+        self.wrote = wrote  # told of the bytes of each batch, before compression, when the next one is asked for
         self.nbytes = self.digest = 0
 
     def _batches(self) -> Iterator[list[Any]]:
@@ -112,42 +119,48 @@ class ShardBytes:
 
         Chunks that lie in memory as they will lie in the file are given where they are; others are copied.
         """
-        grid, block = self.grid, self.block
+        grid, block, codec = self.grid, self.block, self.compression
         dtype = dtypes.little(block.dtype)
         nbytes = math.prod(grid.chunk) * dtype.itemsize
         as_it_is = block.dtype == dtype
         slots = max(1, min(_BATCH // max(nbytes, 1), IOV_MAX // 2))
         staging: np.ndarray | None = None
         pending: list[Any] = []
+        lengths: list[int] = []
         used = 0
         for index in chunk_coords(grid, self.coord):
             part = block[(*(slice(i * c, (i + 1) * c) for i, c in zip(index, grid.chunk, strict=True)), ...)]
             if not (as_it_is and part.shape == grid.chunk and part.flags.c_contiguous):
                 if staging is None:
-                    staging = np.empty((slots, *grid.chunk), dtype)
-                slot = staging[used, ...]
+                    staging = np.empty((slots if codec is None else 1, *grid.chunk), dtype)
+                slot = staging[used if codec is None else 0, ...]
                 if part.shape != grid.chunk:
                     slot[...] = 0
                 slot[(*map(slice, part.shape), ...)] = part
                 part = slot
-            data = part.reshape(-1).view(np.uint8)
-            value = crc32c(data)
-            self.digest = combine(self.digest, value, nbytes)
+            data: Any = part.reshape(-1).view(np.uint8)
+            if codec is None:
+                value = crc32c(data)
+                self.digest = combine(self.digest, value, nbytes)
+            else:
+                data = codec.compress(data)
+                value = crc32c(data)
+                self.digest = crc32c(data, self.digest)  # to combine them takes longer where each length is another
+            lengths.append(len(data) + 4)
             pending += [data, value.to_bytes(4, "little")]
             used += 1
             if used == slots:
-                self.nbytes += used * (nbytes + 4)
                 yield pending
                 if self.wrote is not None:
                     self.wrote(used * (nbytes + 4))
                 pending, used = [], 0
-        self.nbytes += used * (nbytes + 4)
+        self.nbytes = sum(lengths)
         if grid.shape:
-            pending.append(shard_index(grid, self.coord, nbytes + 4))
+            pending.append(shard_index(grid, self.coord, lengths))
             self.nbytes += len(pending[-1])
         yield pending
         if self.wrote is not None:
-            self.wrote(sum(map(len, pending)))
+            self.wrote(used * (nbytes + 4) + (len(pending[-1]) if grid.shape else 0))
 
     def pieces(self) -> Iterator[Any]:
         """The buffers one by one, from the first; each is valid until the next is asked for."""

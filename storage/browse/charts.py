@@ -186,10 +186,12 @@ def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: in
         p = tile.place
         if p.width < 0.5 or p.height < 0.5:
             return Markup("")
-        name = "others" if tile.item is None else visible(tile.item.path[-1] if tile.item.path else "", 60)
-        full = f"{count(tile.count, 'array')} more" if tile.item is None else visible(".".join(tile.item.path), 200)
+        rest = f"{count(tile.count, 'more array')}" if tile.item is None else ""
+        name = rest or visible(tile.item.path[-1] if tile.item.path else "", 60)
+        full = rest or visible(".".join(tile.item.path), 200)
         share = tile.nbytes / total
-        shade = min(SHADES - 1, int(SHADES * math.sqrt(share)))
+        # What is gathered is no large array, however large its tile.
+        shade = 0 if rest else min(SHADES - 1, int(SHADES * math.sqrt(share)))
         parts: list[Markup] = [
             tag(
                 "rect",
@@ -324,7 +326,7 @@ def chunks(
 
 
 STATES = {
-    "recorded": "checksum recorded, not read now",
+    "recorded": "with a checksum, not read now",
     "sound": "read, its checksum fits",
     "damaged": "damaged",
     "missing": "missing",

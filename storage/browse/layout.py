@@ -14,6 +14,8 @@ from typing import Any
 
 from ...arrays.blocks import Box, ceil_blocks
 from ...arrays.errors import CheckpointError
+from ..compressed import CompressedTensor
+from ..compression import compression_of
 from ..layouts import Layout
 from ..opened import StoredArray
 from ..tensors import RawTensor, ZarrTensor, read_box
@@ -114,10 +116,14 @@ def stored(array: StoredArray) -> Stored:
         return Stored("a Zarr array that another program wrote", n, None, tensor.chunk, None)
     whole = tensor.whole() if hasattr(tensor, "whole") else tensor
     grid = whole.grid
+    nbytes = sum(o.nbytes for o in whole.objects.values())
+    how = "a Zarr v3 array: shards of chunks, each chunk with its crc32c"
+    if (codec := compression_of(whole)) is not None:
+        how += f", compressed with {codec} to {nbytes / max(array.nbytes, 1):.0%} of the array's bytes"
     return Stored(
-        "a Zarr v3 array: shards of chunks, each chunk with its crc32c",
+        how,
         len(whole.objects),
-        sum(o.nbytes for o in whole.objects.values()),
+        nbytes,
         grid.chunk,
         grid.shard,
     )
@@ -196,6 +202,20 @@ def _state(
             return held.file, None, "missing", "the file is missing"
         if size != held.nbytes:
             return held.file, nbytes, "length", f"the file has {size:,} bytes, the manifest says {held.nbytes:,}"
+        if isinstance(tensor, CompressedTensor):
+            local = tuple(i % n for i, n in zip(index, grid.chunks_in_shard, strict=True))
+            try:
+                stored = tensor.chunk_nbytes(coord, local)
+            except CheckpointError as e:
+                return held.file, None, "damaged", str(e)
+            return (
+                held.file,
+                stored,
+                "recorded",
+                f"{stored / nbytes:.0%} of its {nbytes - 4:,} bytes, by {tensor.compression}",
+            )
+    elif isinstance(tensor, CompressedTensor):
+        return held.file, None, "recorded", f"compressed by {tensor.compression}"
     return held.file, nbytes, "recorded", f"crc32c of the file's data {held.crc32c:08x}"
 
 

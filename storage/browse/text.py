@@ -13,6 +13,7 @@ from typing import Any
 
 from ...arrays.display import human_bytes as human_bytes
 
+FORMATS = {"meshtape": "Zarr v3 + manifest"}  # what a kind of checkpoint is called, where that says more than its name
 _LONGEST_KEY = 200
 _DIGITS = re.compile(r"(\d+)")
 

@@ -10,7 +10,7 @@ from .frame import Shown, crumbs, facts, framed, href, notice, section, shape_te
 from .html import Markup, join, tag
 from .inventory import PAGE, SORTS, Group, Query, Row, largest_first
 from .site import Opened, Site
-from .text import count, human_bytes, key, natural, percent, visible
+from .text import FORMATS, count, human_bytes, key, natural, percent, visible
 
 _CRUMBS = 6  # levels that are shown at each end of a long path
 _ROOM = 36  # rows within which groups are shown unfolded
@@ -52,7 +52,7 @@ def head(opened: Opened) -> Markup:
                 ("Arrays", f"{len(held.rows):,}"),
                 ("Elements", f"{held.elements:,}" if held.elements < 10**15 else f"{held.elements:.3g}"),
                 ("Step", None if ckpt.step is None else f"{ckpt.step:,}"),
-                ("Format", "Zarr v3 + manifest" if ckpt.kind == "meshtape" else ckpt.kind),
+                ("Format", FORMATS.get(ckpt.kind, ckpt.kind)),
                 ("Saved from", meshes or None),
             ]
         ),
@@ -392,6 +392,7 @@ def bytes_map(site: Site, at: str, inside: list[str]) -> Shown:
                         for r in largest
                     ],
                     numeric=(3, 4),
+                    cls="mt-names",
                 ),
             ),
         ]

@@ -14,7 +14,7 @@ from .frame import Shown, crumbs, facts, href, notice, section, shape_text, tabl
 from .html import Markup, join, tag
 from .jobs import Job
 from .site import Site
-from .text import human_bytes, key, number, percent, visible
+from .text import FORMATS, human_bytes, key, number, percent, visible
 from .view_checkpoint import head, tab_bar
 from .view_scans import again, progress
 
@@ -80,7 +80,7 @@ def comparison(site: Site, a: str, b: str, rules: str = "", fragment: bool = Fal
             (
                 side,
                 tag("a", visible(o.place.label, 120), href=href("checkpoint", at=o.place.at)),
-                o.ckpt.kind,
+                FORMATS.get(o.ckpt.kind, o.ckpt.kind),
                 "–" if o.ckpt.step is None else f"{o.ckpt.step:,}",
                 f"{len(o.ckpt):,}",
                 human_bytes(o.inventory.nbytes),
@@ -197,7 +197,7 @@ def _comparison(a: str, b: str, c: Comparison, stored: Checkpoint, done: bool) -
                     ("Array", "Shape", "‖A‖", "‖B‖", "‖B − A‖", "Ratio", "Largest", "Changed"),
                     [_change(a, b, x, x.name in stored.arrays) for x in ranked[:_SHOWN]],
                     numeric=range(2, 8),
-                    cls="mt-changes",
+                    cls="mt-changes mt-names",
                 ),
                 note=f"the first {_SHOWN} of {len(ranked):,}" if len(ranked) > _SHOWN else None,
             )
@@ -208,7 +208,7 @@ def _comparison(a: str, b: str, c: Comparison, stored: Checkpoint, done: bool) -
             out.append(
                 section(
                     f"Only in {side}",
-                    table(("Array",), rows),
+                    table(("Array",), rows, cls="mt-names"),
                     note=f"{len(only):,}" + (f", the first {_SHOWN} shown" if len(only) > _SHOWN else ""),
                 )
             )

@@ -157,7 +157,7 @@ def _findings(at: str, h: Health) -> Markup:
             + (f", the first {_SHOWN} shown" if n > _SHOWN else "")
             + (f"; {MOST:,} are kept" if n > MOST else "")
         )
-        out.append(section(title, table(("Array", "What"), rows), note=note))
+        out.append(section(title, table(("Array", "What"), rows, cls="mt-names"), note=note))
     return join(out)
 
 

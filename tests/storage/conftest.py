@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import http.client
-import http.server
+import importlib.util
 import itertools
 import os
 import pickle
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+
+# What the servers of several tests share.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from serving import S3
 
 from meshtape.arrays.blocks import Box, ceil_blocks
 from meshtape.storage.files import Files, using
@@ -219,6 +219,37 @@ def kit():
     return Kit
 
 
+@pytest.fixture(scope="session")
+def op_programs():
+    """``op_programs(name)``: for each sample call of an op, a program of that call alone, its document, the operands and the parameters."""
+    from meshtape.arrays._op import OPS
+    from meshtape.arrays.program import Const, Entry, Program, ShapeDtype
+    from meshtape.arrays.program_json import to_json
+
+    table = Path(__file__).parent.parent / "arrays" / "test_shape_rules.py"
+    spec = importlib.util.spec_from_file_location("shape_rules", table)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def programs(name):
+        for args, params in module.SAMPLES[name]:
+            args = [np.asarray(a) if isinstance(a, np.generic) else a for a in args]
+            given = [ShapeDtype(a.shape, a.dtype) if isinstance(a, np.ndarray) else a for a in args]
+            types = [a for a in given if isinstance(a, ShapeDtype)]
+            places = iter(range(len(types)))
+            inputs = tuple(next(places) if isinstance(a, ShapeDtype) else Const(a) for a in given)
+            results = OPS[name].avals(tuple(given), params)
+            outputs = tuple(range(len(types), len(types) + len(results)))
+            entries = (Entry(OPS[name], inputs, outputs, params),)
+            program = Program(tuple(range(len(types))), entries, outputs, dict(enumerate([*types, *results])))
+            document, _ = to_json(program)
+            document["arguments"] = [{"kind": "array", "variable": v} for v in program.inputs]
+            document["result"] = {"kind": "list", "children": [{"kind": "array", "variable": v} for v in outputs]}
+            yield program, {**document, "values": {}}, args, params
+
+    return programs
+
+
 @pytest.fixture
 def quick(tmp_path):
     """A directory in memory where there is one: thousands of syncs cost nothing there."""
@@ -227,143 +258,7 @@ def quick(tmp_path):
     shutil.rmtree(home, ignore_errors=True)
 
 
-# ----- an S3 server, and a proxy that harms what passes ---------------------------------------------------------------
-
-
-class Proxy:
-    """A real HTTP proxy before the server. ``fault(number, method, path)`` says what happens to a request: None, "500" (an answer of the
-    server's own making), "cut" (half of the answer, then the end of the connection), "lost" (the request is carried out, the answer
-    never comes), "slow" (the answer comes in drops), "stall" (no answer for long), or a process to kill before it is passed on."""
-
-    def __init__(self, upstream):
-        self.upstream, self.fault, self.count, self.sent, self.log = upstream, None, 0, 0, []
-        self._lock = threading.Lock()
-        proxy = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # an answer is written in two pieces; else each waits 40 ms
-
-            def handle_one(self):
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                with proxy._lock:
-                    proxy.count += 1
-                    number = proxy.count
-                    proxy.log.append((self.command, self.path))
-                    fault = proxy.fault(number, self.command, self.path) if proxy.fault else None
-                if isinstance(fault, int):
-                    os.kill(fault, signal.SIGKILL)
-                    self.close_connection = True
-                    return
-                if fault == "stall":
-                    time.sleep(3)
-                if fault == "500":
-                    self.answer(500, {}, b"<Error><Code>InternalError</Code></Error>")
-                    return
-                there = http.client.HTTPConnection("127.0.0.1", proxy.upstream, timeout=200)
-                there.request(self.command, self.path, body, dict(self.headers))
-                got = there.getresponse()
-                data = got.read()
-                there.close()
-                if fault == "lost":
-                    self.close_connection = True
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                    return
-                self.answer(got.status, dict(got.getheaders()), data, fault)
-
-            def answer(self, status, headers, data, fault=None):
-                self.send_response_only(status)
-                for name, value in headers.items():
-                    if name.lower() not in ("connection", "transfer-encoding", "content-length"):
-                        self.send_header(name, value)
-                with proxy._lock:
-                    proxy.sent += 0 if self.command == "HEAD" else len(data)
-                length = headers.get("Content-Length") if self.command == "HEAD" else len(data)
-                self.send_header("Content-Length", str(length or 0))
-                self.end_headers()
-                if self.command == "HEAD":
-                    return
-                if fault == "cut" and len(data) > 1:
-                    self.wfile.write(data[: len(data) // 2])
-                    self.wfile.flush()
-                    self.close_connection = True
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                elif fault == "slow":
-                    for i in range(0, len(data), max(1, len(data) // 8)):
-                        self.wfile.write(data[i : i + max(1, len(data) // 8)])
-                        self.wfile.flush()
-                        time.sleep(0.01)
-                else:
-                    self.wfile.write(data)
-
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_one
-
-            def log_message(self, *args):
-                pass
-
-        class Server(http.server.ThreadingHTTPServer):
-            def handle_error(self, request, client_address):
-                pass  # a client that was killed
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def reset(self, fault=None):
-        self.count, self.sent, self.log, self.fault = 0, 0, [], fault
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-
-
-class S3:
-    """A bucket of a moto server in a process of its own, seen through a `Proxy`."""
-
-    KEY, SECRET = "AKIAmeshtapetest", "wJalrXUtnFEMIverysecret"
-
-    def __init__(self):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.port = port
-        for _ in range(2400):
-            try:
-                self.request("PUT", "/bucket")
-                break
-            except OSError:
-                assert self.process.poll() is None, "the moto server ended"
-                time.sleep(0.1)
-        self.proxy = Proxy(port)
-        self.environment = {
-            "AWS_ACCESS_KEY_ID": self.KEY,
-            "AWS_SECRET_ACCESS_KEY": self.SECRET,
-            "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.proxy.port}",
-        }
-
-    def request(self, method, path, **headers):
-        headers["Authorization"] = f"AWS4-HMAC-SHA256 Credential={self.KEY}/x/us-east-1/s3/aws4_request"
-        there = http.client.HTTPConnection("127.0.0.1", self.port, timeout=200)
-        there.request(method, path, None, headers)
-        return there.getresponse().read()
-
-    def publish(self, url):
-        """Let everybody read what lies below; returns where it is for a browser."""
-        from meshtape.storage import stores
-
-        bucket_path = url.removeprefix("s3:/")
-        for e in stores.at(url).entries():
-            self.request("PUT", f"{bucket_path}/{e.name}?acl", **{"x-amz-acl": "public-read"})
-        return f"http://127.0.0.1:{self.proxy.port}{bucket_path}"
-
-    def close(self):
-        self.proxy.close()
-        self.process.terminate()
-        self.process.wait(200)
+# ----- an S3 server -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")

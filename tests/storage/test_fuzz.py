@@ -9,13 +9,16 @@ import json
 import math
 import os
 import random
+import re
 
 import numpy as np
 import pytest
 import zarr
 
+import meshtape.parallel  # noqa: F401  # it has ops of its own
 from meshtape import errors
-from meshtape.storage import dtypes, load, manifest, merge, open_checkpoint, safetensors, save
+from meshtape.arrays._op import OPS
+from meshtape.storage import dtypes, grid, load, load_program, manifest, merge, open_checkpoint, safetensors, save
 from meshtape.storage.checksums import crc32c
 
 SCALE = [pytest.param(1, id="sample"), pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(3000)], id="all")]
@@ -271,3 +274,114 @@ def test_zarr_metadata_of_others(scale, tmp_path):
         except errors.CheckpointError:
             continue
     assert read
+
+
+@pytest.mark.parametrize("scale", SCALE)
+def test_programs_of_every_op(scale, op_programs):
+    """A call with anything changed is refused when it is loaded, or is one that its op takes; a call that cannot be made says so."""
+    refused, ran, late = 0, 0, []
+    for name in sorted(OPS):
+        samples = list(op_programs(name))
+        for seed, rng in cases(scale, 4, name):
+            _, document, args, _ = rng.choice(samples)
+            document = json.loads(json.dumps(document))
+            (entry,) = document["entries"]
+            where = rng.random()
+            if where < 0.5 and "params" in entry:
+                entry["params"] = twisted(rng, entry["params"])
+            elif where < 0.8:
+                document["entries"] = twisted(rng, document["entries"])
+            else:
+                document = twisted(rng, document)
+            try:
+                run = load_program(document)
+                if re.search(r"\d{10}", json.dumps(document["entries"])):
+                    continue  # a permutation of so many numbers is possible, and takes its time
+                arrays = [a for a in args if isinstance(a, np.ndarray)]
+                with np.errstate(all="ignore"):
+                    got = run(*arrays)
+            except errors.MeshtapeError as e:
+                refused += 1
+                if "cannot be computed" in str(e):
+                    late.append((seed, str(e)))
+            else:
+                ran += 1
+                # What is said of the results is so.
+                said = [document["types"][str(v)] for v in document["outputs"]]
+                assert [[a.dtype.name, list(a.shape)] for a in got] == said, seed
+    assert refused > 5 * ran > 0
+    assert not late  # nothing was found out only when it ran
+
+
+def signed_shard(rng, frames, twist):
+    """A shard of these frames with every checksum right, and what the manifest says of it; ``twist`` changes its index."""
+    body, entries, digest = b"", [], 0
+    for frame in frames:
+        entries += [len(body), len(frame) + 4]
+        body += frame + crc32c(frame).to_bytes(4, "little")
+        digest = crc32c(frame, digest)
+    if twist:
+        at = rng.randrange(len(entries))
+        entries[at] = rng.choice(
+            [0, 1, 2**31, 2**63, 2**64 - 1, -entries[at] % 2**64, entries[at] + 1, entries[at - 1]]
+        )
+        if rng.random() < 0.3:
+            rng.shuffle(entries)
+    index = np.array(entries, "<u8").tobytes()
+    data = body + index + crc32c(index).to_bytes(4, "little")
+    return data, len(data), f"{digest:08x}"
+
+
+@pytest.mark.parametrize("scale", SCALE)
+def test_compressed_shards(scale, tmp_path, monkeypatch):
+    """Frames and indexes that somebody changed and signed again: an error, or an array of the shape and dtype that the manifest says."""
+    monkeypatch.setattr(grid, "TARGET", 1 << 9)
+    monkeypatch.setattr(grid, "SHORTEST_ROW", 64)
+    values = {"w": (np.arange(640) // 7).astype("f4").reshape(20, 32), "n": np.zeros((40, 16), "i8")}
+    save(tmp_path / "c", values, compression="zstd")
+    text = (tmp_path / "c" / manifest.FILE).read_bytes()
+    arrays = json.loads(text)["arrays"]
+    held = {}
+    for array in arrays:
+        ((file, *_),) = array["objects"]
+        path = tmp_path / "c" / array["dir"] / file
+        data = path.read_bytes()
+        n = math.prod(-(-s // c) for s, c in zip(array["shard"], array["chunk"], strict=True))
+        index = np.frombuffer(data[-16 * n - 4 : -4], "<u8").reshape(n, 2)
+        held[path] = data, [data[at : at + size - 4] for at, size in index.tolist()]
+        assert n > 3
+    refused = read = 0
+    for seed, rng in cases(scale, 100, "frames"):
+        which = rng.randrange(2)
+        path = list(held)[which]
+        data, frames = held[path]
+        frames, kind = list(frames), rng.randrange(4)
+        at = rng.randrange(len(frames))
+        if kind == 0:  # nothing is signed again
+            changed, size, digest = flipped(rng, data), None, None
+        else:
+            if kind == 1:
+                frames[at] = flipped(rng, frames[at])
+            elif kind == 2:
+                frames[at] = rng.choice([f for _, fs in held.values() for f in fs])
+            changed, size, digest = signed_shard(rng, frames, twist=kind == 3)
+        document = json.loads(text)
+        del document["crc32c"]
+        if size is not None:
+            document["arrays"][which]["objects"][0][3:] = [size, digest]
+        told = json.dumps(document, separators=(",", ":")).encode()
+        path.write_bytes(changed)
+        (tmp_path / "c" / manifest.FILE).write_bytes(told[:-1] + b', "crc32c": "%08x"}\n' % crc32c(told))
+        try:
+            got = load(tmp_path / "c")
+        except errors.CheckpointError:
+            refused += 1
+        else:
+            read += 1
+            for name, value in values.items():
+                assert (got[name].shape, got[name].dtype) == (value.shape, value.dtype), seed
+                if kind == 0:
+                    assert np.array_equal(np.asarray(got[name]), value), seed
+        path.write_bytes(data)
+    assert refused > scale * 40
+    assert read > scale * 5

@@ -6,14 +6,13 @@ Each answer is the right array or an error that names the file; a short or a lon
 import contextlib
 import datetime
 import gzip
-import http.server
 import re
 import ssl
-import threading
 import warnings
 
 import numpy as np
 import pytest
+from serving import Handler, Served
 
 import meshtape as mt
 from meshtape import errors, storage
@@ -22,17 +21,14 @@ from meshtape.storage import objects
 pytest.importorskip("obstore")
 
 
-class Odd:
+class Odd(Served):
     """A server of files whose answers ``how`` says."""
 
     def __init__(self, root):
         self.root, self.how, self.log, self.sent = root, "right", [], 0
         odd = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
+        class Answering(Handler):
             def answer(self):
                 asked_for = (self.command, self.path, self.headers.get("range"))
                 odd.log.append(asked_for)
@@ -89,17 +85,7 @@ class Odd:
 
             do_GET = do_HEAD = answer
 
-            def log_message(self, *args):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
+        super().__init__(Answering)
 
 
 W = np.arange(100_000, dtype="f4").reshape(100, 1000)

@@ -1,6 +1,8 @@
 """The manager: rotation by step, and never without a complete checkpoint."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -117,3 +119,57 @@ def test_mistakes_are_named(tmp_path):
         CheckpointManager(tmp_path, keep=0)
     with pytest.raises(errors.CheckpointError, match="negative"):
         CheckpointManager(tmp_path).save(-1, {})
+
+
+WRITER = """
+import sys
+import numpy as np
+from meshtape.storage import CheckpointManager
+
+manager = CheckpointManager(sys.argv[1], keep=2)
+for step in range(int(sys.argv[2]), 16, 2):
+    manager.save(step, {"w": np.full((50, 50), step), "v": [np.full(9, step)]})
+"""
+
+READER = """
+import sys, warnings
+import numpy as np
+from pathlib import Path
+from meshtape.storage import CheckpointManager
+
+warnings.simplefilter("error")
+manager, last, seen = CheckpointManager(sys.argv[1], keep=2), -1, 0
+while last < 14:
+    tree = manager.restore()
+    (step,) = {int(x) for a in (tree["w"], tree["v"][0]) for x in np.unique(np.asarray(a))}
+    assert step >= last, (step, last)
+    last, seen = step, seen + 1
+print(seen)
+"""
+
+
+def test_several_processes_save_rotate_and_read_one_directory(tmp_path):
+    """Whoever reads gets a whole checkpoint, and never an older one than before; whoever saves never fails."""
+    CheckpointManager(tmp_path, keep=2).save(0, {"w": np.zeros((50, 50), int), "v": [np.zeros(9, int)]})
+    roles = [(READER,), (WRITER, "1"), (WRITER, "2")]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for code, *more in roles
+    ]
+    try:
+        for process in running:
+            out, err = process.communicate(timeout=200)
+            assert process.returncode == 0, err
+            assert process.args[2] == WRITER or int(out) > 0
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    manager = CheckpointManager(tmp_path, keep=2)
+    assert manager.steps()[-1] == 15
+    assert sorted(e.name for e in tmp_path.iterdir()) == [f"step-{n:08d}" for n in manager.steps()]

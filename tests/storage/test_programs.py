@@ -104,7 +104,9 @@ def test_trees_statics_and_another_process(tmp_path):
         "print(f({'w': mt.asarray([[1.0, 2.0]]), 'b': (mt.asarray([3.0, 4.0]), None)}, 2.0,"
         " {'name': 'n', 'bad': float('nan')})['y'].tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "p")], capture_output=True, text=True, timeout=240
+    )
     assert done.stdout == "[22.0]\n", done.stderr
 
 
@@ -355,6 +357,52 @@ def test_whatever_bytes_a_program_file_holds(tmp_path):
                 assert got == wanted, (file, i)
         path.write_bytes(good)
     assert refused > 400
+
+
+def stored(fn, *args):
+    """The document of a program without its checksums, as somebody writes it who may write anything."""
+    document = mt.storage.program_document(fn, *args)
+    return {k: v for k, v in document.items() if k not in ("crc32c", "checksums")}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda d: d["entries"][0]["params"].update(axis=7),
+            r"entry 0 \(softmax\), parameter axis: 7 is not a dimension",
+        ),
+        (lambda d: d["entries"][0]["params"].update(axis=True), r"parameter axis: True is not a dimension"),
+        (lambda d: d["entries"][0]["params"].update(speed=1), r"takes the parameters axis, masked; .* 'speed'"),
+        (lambda d: d["entries"][0].pop("params"), r"takes the parameters axis, masked; the file has none"),
+        (lambda d: d["entries"][0]["inputs"].append(0), r"entry 0 \(softmax\) takes the operands x, and 2 are there"),
+        (
+            lambda d: d["types"].update({"1": ["float32", [2, 3]]}),
+            r"gives float64\[2,3\], and the program says float32",
+        ),
+        (lambda d: d["types"].update({"0": ["float64", [-2, 3]]}), r"-2 is no size of a dimension"),
+        (lambda d: d.update(result={"kind": "array", "variable": 0}), r"result has the variables \[0\].* gives \[1\]"),
+    ],
+)
+def test_a_call_that_is_none_is_refused_when_it_is_loaded(change, match):
+    document = stored(lambda x: mt.nn.softmax(x, axis=1), mt.ones((2, 3)))
+    assert mt.load_program(document)(mt.ones((2, 3))).shape == (2, 3)
+    change(document)
+    with pytest.raises(mt.errors.ProgramError, match=match):
+        mt.load_program(document)
+
+
+def test_what_only_values_show_is_an_error_that_names_the_call():
+    run = mt.load_program(stored(lambda x, i: x[i] + 1.0, mt.ones(3), mt.asarray([0])))
+    assert run(mt.ones(3), mt.asarray([2])).tolist() == [2.0]
+    with pytest.raises(
+        mt.errors.ArrayIndexError, match=r"entry 0 \(getitem\) of the program: index 9 is out of bounds"
+    ):
+        run(mt.ones(3), mt.asarray([9]))
+    run = mt.load_program(stored(mt.linalg.inv, mt.ones((2, 2))))
+    with pytest.raises(mt.errors.LinAlgError, match=r"\[inv\]") as caught:
+        run(mt.zeros((2, 2)))
+    assert caught.value.__notes__ == ["in entry 0 (inv) of the program"]
 
 
 def test_files_from_before_checksums_are_read(tmp_path):

@@ -50,3 +50,35 @@ def test_open_reshard_merge_back_and_compare(model, kit, tmp_path):
     again = tmp_path / "again"
     merge(merged, again)
     assert (again / "model.safetensors").read_bytes() == merged.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("keys", "shard"),
+    [(["*layer.0.*", "*embeddings.LayerNorm*"], 1 << 20), pytest.param(None, 20 << 20, marks=pytest.mark.slow)],
+    ids=["a layer", "all"],
+)
+def test_around_through_every_format_and_number_of_ranks(model, tmp_path, keys, shard):
+    """Zarr, Zarr with zstd and safetensors in several files, on one to four ranks: the bytes come back."""
+    ckpt = open_checkpoint(model)
+    merge(model, tmp_path / "wanted", keys=keys)
+    wanted = tmp_path / "wanted" / "model.safetensors"
+    chosen = set(open_checkpoint(wanted))
+    split = {n: {"m": int(np.argmax(ckpt[n].shape))} for n in ckpt if n in chosen and ckpt[n].ndim}
+    place = model
+    for ranks, compression in ((4, "zstd"), (3, None), (2, "zstd:1"), (1, "zstd"), (4, None)):
+        report = reshard(
+            place,
+            tmp_path / f"{ranks}-{compression}",
+            keys=keys,
+            mesh={"m": ranks},
+            shardings={**split, "*": {}},
+            compression=compression,
+            memory_limit=32 << 20,
+        )
+        place = report.path
+        verify(place)
+        merge(place, tmp_path / f"files-{ranks}-{compression}", max_shard_bytes=shard)
+        place = tmp_path / f"files-{ranks}-{compression}"
+        assert len(list(place.glob("model-*.safetensors"))) > 2
+    merge(place, tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == wanted.read_bytes()

@@ -291,13 +291,13 @@ def test_the_state_of_an_optimizer_follows(kit):
 
 
 def test_many_keys():
-    held = {f"layers.{i}.e.{x}.w": np.zeros((), "f4") for i in range(100) for x in range(1000)}
+    held = {f"layers.{i}.e.{x}.w": np.zeros((), "f4") for i in range(20) for x in range(1000)}
     rules = Rules("layers.{i}.e.{x}.w -> blocks.{i}.{x}\nlayers.{i}.f.{x}.w -> f.{i}.{x}, optional()")
     from meshtape.storage.binding import Program
     from meshtape.storage.derived import Memory
 
     out = Program(rules.rules, (), {n: Memory(n, a) for n, a in held.items()}, {}).outputs()
-    assert len(out) == 100_000
+    assert len(out) == 20_000
     assert list(out)[1002] == "blocks.1.2"
 
 

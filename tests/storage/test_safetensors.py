@@ -207,7 +207,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.dictionaries(st.text(max_size=6) | st.just("__metadata__"), entries | json_values, max_size=4),
     st.integers(0, 60),
@@ -229,7 +229,7 @@ def test_any_header_is_read_as_the_reference_reads_it(top, n):
     assert ours == theirs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.binary(max_size=80), st.binary(max_size=20), st.integers(0, 100))
 def test_random_damage_never_escapes_the_error_type(noise, tail, at):
     head, _ = build_header([("a", "F32", (2,)), ("b", "I8", (3,))], {"k": "v"})

@@ -13,6 +13,7 @@ import google_crc32c
 import ml_dtypes
 import numpy as np
 import pytest
+from numcodecs import zstd
 
 import meshtape as mt
 
@@ -65,17 +66,24 @@ def array(root: Path, a: dict[str, Any]) -> np.ndarray:
         assert len(data) == length
         together, at, table = b"", 0, []
         grid = [-(-s // c) for s, c in zip(a["shard"], a["chunk"], strict=True)]
+        compressed = a.get("compression") is not None and bool(a["shape"])
+        stored = np.frombuffer(data[-(math.prod(grid) * 16 + 4) : -4], "<u8").reshape(*grid, 2) if compressed else None
         for index in np.ndindex(*grid):
             start = [i * c for i, c in zip(index, a["chunk"], strict=True)]
             if any(s >= n for s, n in zip(start, shape, strict=True)):
                 table.append((2**64 - 1, 2**64 - 1))  # holds no element of the array
                 continue
             size = math.prod(a["chunk"]) * dtype.itemsize
+            if stored is not None:
+                size = int(stored[index][1]) - 4
             block = data[at : at + size]
             assert google_crc32c.value(block) == int.from_bytes(data[at + size : at + size + 4], "little")
             together += block
             table.append((at, size + 4))
             at += size + 4
+            if stored is not None:
+                assert a["compression"]["name"] == "zstd"
+                block = zstd.decompress(block)
             ends = [min(s + c, n) for s, c, n in zip(start, a["chunk"], shape, strict=True)]
             place = tuple(slice(o + s, o + e) for o, s, e in zip(offset, start, ends, strict=True))
             inside = tuple(slice(e - s) for s, e in zip(start, ends, strict=True))
@@ -107,7 +115,8 @@ def same(a: Any, b: Any) -> None:
         assert a == b or (a != a and b != b)
 
 
-def test_a_reader_made_from_the_text_reads_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_reader_made_from_the_text_reads_everything(tmp_path: Path, compression: str | None) -> None:
     rng = np.random.default_rng(0)
     mesh = mt.Mesh({"data": 2, "model": 3})
     w, odd = rng.normal(size=(10, 7)).astype(np.float32), rng.normal(size=(5, 4, 3))
@@ -123,7 +132,14 @@ def test_a_reader_made_from_the_text_reads_everything(tmp_path: Path) -> None:
         "on": True,
     }
     split = {**tree, "layers": [{**tree["layers"][0], "w": mt.distribute(w, mesh, data=mt.Shard(0), model=mt.Shard(1))}, (mt.distribute(odd, mesh, model=mt.Shard(0)), None)]}  # fmt: skip
-    mt.save(tmp_path / "c", split, step=3, metadata={"loss": math.inf, "who": "é"}, documents={"config.json": {"a": 1}})
+    mt.save(
+        tmp_path / "c",
+        split,
+        step=3,
+        metadata={"loss": math.inf, "who": "é"},
+        documents={"config.json": {"a": 1}},
+        compression=compression,
+    )
     manifest, found = read(tmp_path / "c")
     expected = {**tree, "step": np.asarray(tree["step"])}
     same({k: found[k] for k in expected}, expected)

@@ -286,6 +286,7 @@ def test_a_treemap_gathers_what_is_small(tmp_path: Path) -> None:
     tiles = treemap(tree, 800, 400)
     assert sum(t.count for t in tiles) == 300
     assert sum(t.nbytes for t in tiles) == tree.nbytes
+    assert ">252 more arrays<" in charts.bytes_map(tree, None), "the tile of the rest says how much it holds"
 
 
 @given(st.text(), st.text())

@@ -381,22 +381,21 @@ def test_values_that_are_not_numbers(visit: Any, tmp_path: Path, kit: Any) -> No
     assert v.get("values", at=0, name="big").json["values"] == [["18446744073709551615"]]
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """10⁵ arrays."""
-    path = tmp_path_factory.mktemp("many") / "many.safetensors"
+@pytest.mark.parametrize("layers", [400, pytest.param(2000, marks=pytest.mark.slow)])
+def test_tens_of_thousands_of_arrays(
+    visit: Any, tmp_path: Path, kit: Any, capsys: pytest.CaptureFixture[str], layers: int
+) -> None:
+    """Fifty a layer."""
     one = np.zeros(2, np.float16)
-    save_file({f"model.layers.{i // 50}.block.{i % 50}.weight": one for i in range(100_000)}, path)
-    return path
-
-
-def test_a_hundred_thousand_arrays(visit: Any, many: Path, kit: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    v = visit(many)
+    names = (f"model.layers.{i}.block.{k}.weight" for i in range(layers) for k in range(50))
+    save_file(dict.fromkeys(names, one), tmp_path / "many.safetensors")
+    v = visit(tmp_path / "many.safetensors")
+    last = f"layers.{layers - 1} weight"
     lines = []
     for what, view, parameters in (
         ("first page, opening included", "checkpoint", {}),
         ("page again", "checkpoint", {}),
-        ("search", "checkpoint", {"q": "layers.1999 weight"}),
+        ("search", "checkpoint", {"q": last}),
         ("sorted by size", "checkpoint", {"sort": "size", "down": 1}),
         ("map", "map", {}),
         ("group", "checkpoint", {"in_": ["model", "layers", "7"]}),
@@ -408,9 +407,9 @@ def test_a_hundred_thousand_arrays(visit: Any, many: Path, kit: Any, capsys: pyt
         assert r.status == 200
         assert len(r.body) < 400_000, "a page must not grow with the checkpoint"
         kit.Markup(r.text).check()
-    assert v.get("checkpoint", at=0, q="layers.1999 weight", format="json").json["found"] == 50
+    assert v.get("checkpoint", at=0, q=last, format="json").json["found"] == 50
     with capsys.disabled():
-        print("\n100,000 arrays:", *lines, sep="\n  ")
+        print(f"\n{50 * layers:,} arrays:", *lines, sep="\n  ")
 
 
 def test_documents_beside_the_arrays_are_shown(visit: Any, tmp_path: Path, kit: Any) -> None:
@@ -465,6 +464,7 @@ def test_browse_in_a_session_has_one_server_and_a_token(formats: list[Path], tmp
 
 def test_a_manager_shows_itself(tmp_path: Path, kit: Any) -> None:
     manager = mt.CheckpointManager(tmp_path / "run", best="acc", best_is="highest")
+    assert repr(manager) == f"CheckpointManager({str(tmp_path / 'run')!r}, keep=2, best='acc', best_is='highest')"
     assert "0" in kit.Markup(manager._repr_html_()).check().text
     for step, acc in ((1, 0.5), (2, 0.75)):
         manager.save(step, {"w": np.ones(2)}, metrics={"acc": acc})

@@ -10,7 +10,6 @@ import datetime
 import email.utils
 import hashlib
 import hmac
-import http.server
 import json
 import os
 import re
@@ -21,11 +20,12 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 import pytest
+from serving import Handler, Served
 
 PAGE = 3
 
 
-class Cloud:
+class Cloud(Served):
     """Objects by name, each with its bytes, a generation and a time; a subclass speaks a protocol."""
 
     scheme: str
@@ -37,10 +37,7 @@ class Cloud:
         self.lock = threading.RLock()
         cloud = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
+        class Answering(Handler):
             def answer(self):
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 place, _, query = self.path.partition("?")
@@ -71,17 +68,7 @@ class Cloud:
 
             do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
 
-            def log_message(self, *args):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
+        super().__init__(Answering)
 
     def put(self, name, data):
         self.generation += 1

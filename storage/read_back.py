@@ -1,0 +1,76 @@
+"""The steps of a transfer by threads: windows that are written, and read back as soon as their array is complete.
+
+Reading back needs processors and memory, writing waits for the disk; done beside one another they take little longer than the slower of the two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .sinks import Unit, Writer
+
+
+class Step(NamedTuple):
+    """A window to write, or to read back."""
+
+    unit: Unit
+    back: bool = False
+
+
+class Steps:
+    """The steps of the windows of all arrays, those in ``kept`` excepted, which an earlier run has written and this one has read back.
+
+    An array is read back once it is complete, one array after it was written: until then the threads have others to write.
+    """
+
+    def __init__(self, writers: Sequence[Writer], tensors: Sequence[Any], root: str, kept: Mapping[Unit, Any]) -> None:
+        self._writers, self._tensors, self._root = writers, tensors, root
+        self._kept = set(kept)
+        self._sums: dict[Unit, list[int]] = {}
+        self._left: Counter[int] = Counter()
+        self._changed = threading.Condition()
+        self._failed = False
+
+    def order(self, units: Sequence[Unit]) -> list[Step]:
+        """All steps, in the order in which threads are to take them."""
+        arrays: dict[int, list[Unit]] = {}
+        for u in units:
+            if u not in self._kept:
+                arrays.setdefault(u.array, []).append(u)
+        self._left.update({a: len(held) for a, held in arrays.items()})
+        return list(self._order(list(arrays.values())))
+
+    @staticmethod
+    def _order(arrays: list[list[Unit]]) -> Iterator[Step]:
+        for i in range(len(arrays) + 1):
+            if i < len(arrays):
+                yield from map(Step, arrays[i])
+            if i:
+                yield from (Step(u, True) for u in arrays[i - 1])
+
+    def __call__(self, step: Step) -> Any:
+        """Carry a step out: the checksums of a window that was written, or whether it reads back as it was."""
+        unit = step.unit
+        writer = self._writers[unit.array]
+        if not step.back:
+            try:
+                sums = writer.put(self._root, unit.box, self._tensors[unit.array].only(unit.box))
+            except BaseException:
+                with self._changed:  # nobody may wait for this window
+                    self._failed = True
+                    self._changed.notify_all()
+                raise
+            with self._changed:
+                self._sums[unit] = sums
+                self._left[unit.array] -= 1
+                self._changed.notify_all()
+            return sums
+        with self._changed:
+            # Who writes the last windows of the array has taken them before this step, so they are on their way.
+            self._changed.wait_for(lambda: self._failed or not self._left[unit.array])
+            if self._failed:
+                return True  # the error of the other thread is raised; there is nothing to tell here
+        return writer.check(self._root, unit.box, self._sums[unit])
