@@ -21,6 +21,7 @@ exclude_patterns = ["_build", "_ext", "pictures"]
 # A name in single backticks is a link where it is known, and code where it is not.
 default_role = "py:obj"
 autodoc_typehints = "none"
+autodoc_use_type_comments = False  # there are none, and looking for them parses every source again
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False
 napoleon_use_ivar = True

@@ -118,11 +118,11 @@ def photographs(params: Any, run: Path) -> None:
             )
             page = Path(profile) / "split.html"
             page.write_text(
-                f"<meta charset=utf-8><body style='font: 14px system-ui; margin: 12px; color: {INK}'>{split._repr_html_()}"
+                f"<!doctype html><meta charset=utf-8><body style='font: 14px system-ui; margin: 0; padding: 12px; width: max-content; color: {INK}'>{split._repr_html_()}"
             )
             browser.set_window_size(640, 520)
             browser.get(page.as_uri())
-            browser.find_element("css selector", "body > div").screenshot(str(OUT / "split.png"))
+            browser.find_element("css selector", "body").screenshot(str(OUT / "split.png"))
         finally:
             browser.quit()
 

@@ -79,6 +79,7 @@ def test_every_error_has_a_cure() -> None:
             assert found is not None, name
 
 
+@pytest.mark.timeout(900)
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="sphinx is not installed (uv sync --group docs)")
     pytest.importorskip("myst_parser", reason="myst-parser is not installed (uv sync --group docs)")
@@ -90,12 +91,14 @@ def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
         "-q",
         "-W",
         "--keep-going",
+        "-j",
+        "2",
         "-d",
         str(tmp_path / "trees"),
         str(DOCS),
         str(tmp_path / "html"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr[-4000:]
     api = (tmp_path / "html" / "reference" / "api" / "nn.html").read_text()
     assert "mt.nn" in api

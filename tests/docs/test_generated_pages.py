@@ -16,5 +16,5 @@ FOLDER = ROOT / "docs" / "generate"
 def test_the_page_is_up_to_date(name: str) -> None:
     # In a process of its own: other tests add ops to the table.
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--check"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert found.returncode == 0, f"run docs/generate/{name}.py {found.stderr}"

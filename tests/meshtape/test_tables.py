@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import subprocess
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshtape.storage import save_safetensors
+from meshtape.cli import main
+from meshtape.storage import save, save_safetensors
 from meshtape.tables import Column, shorten, write
 
 NAMES = st.lists(st.text("ab.1é漢", min_size=0, max_size=40), max_size=12, unique=True)
@@ -53,6 +56,31 @@ def test_a_table_fits_its_terminal(width: int) -> None:
     assert len({r.split()[0] for r in rows}) == 3
     assert ("not shown" in out.getvalue()) == (width == 40)
     assert sum("96 MiB" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_row_of_a_real_listing_is_wrapped(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ls`` and ``tree`` of long names: one line an array, what is cut says so, and ``--json`` has all of it."""
+    names = [f"layers.{i}.attention.query_projection_of_the_encoder.{n}" for i in range(3) for n in ("kernel", "bias")]
+    names += ["embedding.word_embeddings_with_a_very_long_name_indeed", "w"]
+    save(tmp_path / "c", {n: np.zeros((64, 128), np.float32) for n in names})
+    for command in ("ls", "tree"):
+        out = io.StringIO()
+        shown = Console(file=out, width=width, force_terminal=True, color_system=None)
+        monkeypatch.setattr("rich.console.Console", lambda shown=shown: shown)
+        done = CliRunner().invoke(main, [command, str(tmp_path / "c")])
+        assert done.exit_code == 0, done.output
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        if command == "ls":  # between the rule below the titles and the empty line above the sum
+            start = next(i for i, line in enumerate(lines) if "───" in line) + 1
+            rows = lines[start : next(i for i in range(start, len(lines)) if not lines[i].strip())]
+            assert len(rows) == len(names)
+            assert all("32.0 KiB" in row for row in rows)
+        else:
+            assert all("── " in line for line in lines)
+        everything = CliRunner().invoke(main, [command, str(tmp_path / "c"), "--json"]).stdout
+        assert all(json.dumps(n) in everything for n in names)
 
 
 def test_a_pipe_gets_whole_lines() -> None:
