@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
+
+if sys.dont_write_bytecode:
+    # The tests start some hundred processes, and without bytecode each compiles for three seconds what it imports. Where none is to lie
+    # beside the sources, it is kept with what pytest keeps. It stands here since the imports below count too.
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(
+        Path(__file__).parents[1] / ".pytest_cache" / "d" / "bytecode"
+    )
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts us in the background has us, and what we start, ignore Ctrl-C; tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from distributed import Client, SchedulerPlugin
