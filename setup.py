@@ -34,8 +34,11 @@ KERNELS = Extension(
     ["arrays/native/module.c"],
     depends=sorted(map(str, Path("arrays/native").glob("*.h"))),  # a source distribution needs them
     # Last on the command line: what is asked of all compiled code must not take the vectors from this. No option lets the compiler
-    # reorder arithmetic, and products are rounded before they are added to: every processor gives the same numbers.
-    extra_compile_args=["-O3", "-g0", "-std=c11", "-ffp-contract=off"] if os.name == "posix" else ["/O2", "/std:c11"],
+    # reorder arithmetic; a product may be added to before it is rounded, which is as exact, and half the steps of a polynomial. Threading
+    # of jumps is for branches: of the limits of `exp` it makes three copies of what follows, each behind a mask, division and all.
+    extra_compile_args=["-O3", "-g0", "-std=c11", "-ffp-contract=fast", "-fno-thread-jumps"]
+    if os.name == "posix"
+    else ["/O2", "/std:c11"],
     libraries=["m"] if os.name == "posix" else [],
 )
 

@@ -7,6 +7,7 @@ and Python scalars with nothing recording, is one loop and one call.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -323,4 +324,8 @@ def program_inputs(args: tuple[Any, ...], var_of: Any) -> tuple[int | Const, ...
 
 def argument_avals(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a shape rule is shown of each argument: :class:`ShapeDtype`, or the scalar itself."""
-    return tuple(ShapeDtype(tuple(a._buf.shape), a._buf.dtype) if type(a) is _array_type else a for a in args)
+    return tuple([_aval((tuple(a._buf.shape), a._buf.dtype)) if type(a) is _array_type else a for a in args])
+
+
+# A third of the time of the named tuple's own constructor.
+_aval = functools.partial(tuple.__new__, ShapeDtype)

@@ -16,6 +16,7 @@ from ._op import state
 from .devices import CPU, Device, default_device, device
 from .dtypes import DTYPES, as_dtype, check_cast, float64
 from .errors import DTypeError, OutOfMemory, ShapeError
+from .nested import has_history, holds_history, ramp, repeated, stacked
 
 
 def _place(host: np.ndarray, where: Device | str | None) -> Array:
@@ -59,7 +60,8 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     Parameters
     ----------
     obj
-        An Array, a NumPy array, a (nested) sequence of numbers, a number, or anything that NumPy converts.
+        An Array, a NumPy array, a (nested) sequence of numbers, a number, or anything that NumPy converts. Arrays in a sequence are
+        stacked, and have their gradients.
     dtype
         Wanted dtype; that of ``obj`` by default.
     device
@@ -113,6 +115,8 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
             pass  # not a plain array: it may convert itself
         else:
             return x if wanted is None and device is None else asarray(x, dtype=wanted, device=device)
+    if isinstance(obj, list | tuple) and copy is not False and state.now.recorders and holds_history(obj):
+        return asarray(stacked(obj), dtype=wanted, device=device)
     # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises where
     # copy=False is asked of what holds no array.
     try:
@@ -181,6 +185,10 @@ def full(
     Array([[7, 7],
            [7, 7]])
     """
+    if has_history(fill_value):
+        wanted = fill_value.dtype if dtype is None else as_dtype(dtype, "full")
+        check_cast("full", fill_value.dtype, wanted)
+        return asarray(repeated(fill_value, as_shape("full", shape), wanted), device=device)
     number = isinstance(fill_value, int | float | complex)
     value = fill_value if number else np.asarray(asarray(fill_value))
     found = as_dtype(np.asarray(value).dtype, "full") if dtype is None or not number else None
@@ -246,8 +254,8 @@ def arange(
 
 
 def linspace(
-    start: float,
-    stop: float,
+    start: float | Array,
+    stop: float | Array,
     /,
     num: int = 50,
     *,
@@ -261,10 +269,10 @@ def linspace(
     >>> mt.linspace(0.0, 1.0, 5)
     Array([0.  , 0.25, 0.5 , 0.75, 1.  ], dtype=float64)
     """
-    return _place(
-        np.linspace(start, stop, num, endpoint=endpoint, dtype=None if dtype is None else as_dtype(dtype, "linspace")),
-        device,
-    )
+    wanted = None if dtype is None else as_dtype(dtype, "linspace")
+    if has_history(start) or has_history(stop):
+        return asarray(ramp(start, stop, num, endpoint, wanted), device=device)
+    return _place(np.linspace(start, stop, num, endpoint=endpoint, dtype=wanted), device)
 
 
 def eye(
@@ -286,13 +294,18 @@ def eye(
     return _place(np.eye(n_rows, n_cols, k, _dtype("eye", dtype)), device)
 
 
-def _like(name: str, x: Any, value: float, dtype: Any, where: Device | str | None) -> Array:
+def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None) -> Array:
     from ._dispatch import apply
     from .elementwise import FULL_LIKE
+    from .elementwise import where as select
 
     x = asarray(x)
     dtype = x.dtype if dtype is None else as_dtype(dtype, name)
     if isinstance(x._buf, Deferred) and where is None:
+        if isinstance(value, Array):  # chosen everywhere, in an array that lies as `x` does
+            check_cast(name, value.dtype, dtype)
+            everywhere = apply(FULL_LIKE, (x,), {"value": True, "dtype": np.dtype(bool)})
+            return select(everywhere, value.astype(dtype, copy=False), False if dtype.kind == "b" else 0)
         return apply(FULL_LIKE, (x,), {"value": value, "dtype": dtype})
     return full(x.shape, value, dtype=dtype, device=x.device if where is None else where)
 
@@ -317,7 +330,7 @@ def ones_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     return _like("ones_like", x, 1, dtype, device)
 
 
-def full_like(x: Any, /, fill_value: float, dtype: Any = None, *, device: Device | str | None = None) -> Array:
+def full_like(x: Any, /, fill_value: Any, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """One repeated value, with the shape, dtype, device and sharding of ``x``.
 
     >>> import meshtape as mt

@@ -50,13 +50,17 @@ def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:
     return (slice(i, i + step) for i in range(0, rows, step))
 
 
+def all_classes(labels: Any, classes: int) -> bool:
+    """Whether all labels, of which there are some, name a class."""
+    # Seen without their sign, negative labels are the largest: one look for the two ends.
+    seen = labels.view(f"u{labels.dtype.itemsize}") if labels.dtype.kind == "i" else labels
+    return bool((np.maximum.reduce(seen, axis=None) if type(seen) is np.ndarray else seen.max()) < classes)
+
+
 def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> tuple[Any, Any, Any]:
     """Labels that are safe to look up; which samples have a class, and which are ignored (None, where all have one)."""
-    if xp is np and ignore_index is None and labels.size:
-        # Seen without their sign, negative labels are the largest: one look for the two ends.
-        seen = labels.view(f"u{labels.dtype.itemsize}") if labels.dtype.kind == "i" else labels
-        if np.maximum.reduce(seen) < classes:
-            return labels, None, None
+    if xp is np and ignore_index is None and labels.size and all_classes(labels, classes):
+        return labels, None, None
     known = (labels >= 0) & (labels < classes)
     ignored = xp.zeros(labels.shape, bool) if ignore_index is None else labels == ignore_index
     return xp.where(known, labels, 0).astype(np.intp), known & ~ignored, ignored

@@ -35,9 +35,13 @@ def _pair(name: str, predictions: Any, targets: Any) -> tuple[Array, Array, np.d
     return astype(x, wide, copy=False), astype(y, wide, copy=False), x.dtype
 
 
-def _reduced(name: str, losses: Array, reduction: str, dtype: np.dtype) -> Array:
+def check_reduction(name: str, reduction: str) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"[{name}] reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+def _reduced(name: str, losses: Array, reduction: str, dtype: np.dtype) -> Array:
+    check_reduction(name, reduction)
     out = losses if reduction == "none" else mean(losses) if reduction == "mean" else sum(losses)
     return astype(out, dtype, copy=False)
 

@@ -9,7 +9,8 @@ import numpy as np
 from ._dispatch import Deferred
 from ._op import composite
 from .creation import arange, asarray, beside
-from .cross_entropy import losses_of
+from .cross_entropy import all_classes, losses_of
+from .distances import check_reduction
 from .elementwise import where
 from .errors import ArrayIndexError, DTypeError, ShapeError
 from .linalg import vector_norm
@@ -20,8 +21,6 @@ from .reductions import mean, sum
 
 if TYPE_CHECKING:
     from ._array import Array
-
-_REDUCTIONS = ("mean", "sum", "none")
 
 
 @composite("cross_entropy")
@@ -71,8 +70,7 @@ def cross_entropy(
         raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {logits.shape}")
     if labels.dtype.kind not in "iu":
         raise DTypeError(f"[cross_entropy] labels must be integers, got {labels.dtype.name}")
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"[cross_entropy] reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    check_reduction("cross_entropy", reduction)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"[cross_entropy] label_smoothing must be between 0 and 1, got {label_smoothing}")
     if logits.dtype.kind == "c":
@@ -100,9 +98,7 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
     if isinstance(labels._buf, Deferred) or labels.size == 0:
         return
     buf = labels._buf
-    # Seen without their sign, negative labels are the largest: one look for the two ends.
-    seen = buf.view(f"u{buf.dtype.itemsize}") if buf.dtype.kind == "i" else buf
-    if (np.maximum.reduce(seen, axis=None) if type(seen) is np.ndarray else seen.max()) < classes:
+    if all_classes(buf, classes):
         return
     wrong = (buf < 0) | (buf >= classes)
     if ignore_index is not None and not (labels.dtype.kind == "u" and ignore_index < 0):

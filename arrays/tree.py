@@ -167,7 +167,7 @@ def _build(d: TreeDef, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     if d.kind == "none":
         return None
-    children = [_build(c, leaves) for c in d.children]
+    children = [next(leaves) if c is _LEAF else _build(c, leaves) for c in d.children]
     if d.kind == "dict":
         return dict(zip(d.keys, children, strict=True))
     if d.kind == "list":

@@ -53,7 +53,9 @@ class Chance:
 
     def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
         reached = [fn, *outside(fn)]
-        self._named = any(SOURCES.intersection(_names_in(getattr(f, "__code__", None))) for f in reached)
+        # Our own functions draw from nothing that is not an argument, whatever names they use.
+        users = [f for f in reached if not str(getattr(f, "__module__", "")).startswith("meshtape.")]
+        self._named = any(SOURCES.intersection(_names_in(getattr(f, "__code__", None))) for f in users)
         kinds: tuple[type, ...] = (random.Random,)
         generators = [random._inst]  # type: ignore[attr-defined]
         numpy_random = sys.modules.get("numpy.random")  # nobody has drawn from what nobody has imported
@@ -89,6 +91,8 @@ def refuse_other(name: str, first: Program, second: Program) -> None:
     for a, b in zip(first.entries, second.entries, strict=False):
         if _key(a) != _key(b):
             raise _error(name, f"{a} and then {b}, called at {site_text(a.site)}")
+        for x, y in zip(_programs_of(a), _programs_of(b), strict=True):
+            refuse_other(name, x, y)
     if len(first.entries) != len(second.entries) or first.outputs != second.outputs:
         raise _error(name, f"{len(first.entries)} entries and then {len(second.entries)}")
     users = {v: e for e in reversed(first.entries) for v in e.inputs if isinstance(v, int)}
@@ -106,7 +110,14 @@ def _error(name: str, what: str) -> NondeterministicError:
 
 
 def _key(e: Entry) -> Any:
-    return (e.op, tuple(freeze(v.value) if isinstance(v, Const) else v for v in e.inputs), e.outputs, freeze(e.params))
+    params = {k: v for k, v in e.params.items() if not hasattr(v, "programs")}
+    inputs = tuple(freeze(v.value) if isinstance(v, Const) else v for v in e.inputs)
+    return e.op, inputs, e.outputs, freeze(params), len(_programs_of(e))
+
+
+def _programs_of(e: Entry) -> list[Program]:
+    """Those of code that was traced by itself (of ranks, say), which is another object each time."""
+    return [p for v in e.params.values() for p in getattr(v, "programs", ())]
 
 
 def _same_value(a: Any, b: Any) -> bool:

@@ -32,7 +32,7 @@ def own(x: Any) -> Any:
 
 def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
     """Watch the arrays among the leaves, and hold on to what they are before the function gets a chance to write to them."""
-    tape.watch(*[x for x in leaves if isinstance(x, Array)])
+    tape.watch_values([x for x in leaves if isinstance(x, Array)])
     return [same_value(x) if isinstance(x, Array) else x for x in leaves]
 
 
@@ -58,10 +58,15 @@ def value_and_gradients(
 ) -> tuple[Any, list[Any]]:
     """What ``fn`` returned, and the gradient of its loss with respect to each of the ``chosen`` arguments."""
     full = list(args)
-    leaves, treedef = trees.flatten({i: args[i] for i in chosen})
-    leaves = [own(x) for x in leaves]
-    for i, x in trees.unflatten(treedef, leaves).items():
-        full[i] = x
+    leaves: list[Any] = []
+    places: dict[int, tuple[trees.TreeDef, int, int]] = {}
+    for i in chosen:
+        if i not in places:
+            given, treedef = trees.flatten(args[i])
+            mine = [own(x) for x in given]
+            full[i] = trees.unflatten(treedef, mine)
+            places[i] = treedef, len(leaves), len(leaves) + len(mine)
+            leaves += mine
     tape = Tape()
     with tape:
         sources = watched(tape, leaves)
@@ -70,5 +75,5 @@ def value_and_gradients(
     if not isinstance(loss, Array):
         raise GradientError(f"[grad] the function must return an Array, got {type(loss).__name__}")
     found = tape.backward([loss], [None], names_of(sources))
-    grads = trees.unflatten(treedef, [gradient_or_zeros(x, found) for x in sources])
-    return out, [grads[i] for i in chosen]
+    grads = [gradient_or_zeros(x, found) for x in sources]
+    return out, [trees.unflatten(d, grads[start:stop]) for d, start, stop in [places[i] for i in chosen]]

@@ -109,6 +109,9 @@ class _Trace:
     their results meet the program: as constants they would have lost their history, and with it the gradient of those arrays.
     """
 
+    # Arrays that the function reads from around it are values of the program, and never only numbers (arrays.nested).
+    lifts = True
+
     def __init__(self, outside: Iterable[Array] = ()) -> None:
         self.builder = ProgramBuilder()
         self.lifted: dict[tuple[int, int], Lifted] = {}

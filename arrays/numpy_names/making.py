@@ -10,6 +10,7 @@ import numpy as np
 from .._op import composite
 from ..creation import asarray, eye, linspace
 from ..elementwise import pow
+from ..nested import geometric_ramp, has_history
 from .positions import indices
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def logspace(
     >>> mt.logspace(0, 2, 3)
     Array([  1.,  10., 100.], dtype=float64)
     """
-    out = pow(float(base), linspace(float(start), float(stop), num, endpoint=endpoint))
+    start, stop = (v.astype(np.float64) if has_history(v) else float(v) for v in (start, stop))
+    out = pow(float(base), linspace(start, stop, num, endpoint=endpoint))
     return out if dtype is None else out.astype(dtype)
 
 
@@ -81,6 +83,8 @@ def geomspace(start: float, stop: float, /, num: int = 50, *, endpoint: bool = T
     >>> mt.geomspace(1, 100, 3)
     Array([  1.,  10., 100.], dtype=float64)
     """
+    if has_history(start) or has_history(stop):
+        return asarray(geometric_ramp(start, stop, num, endpoint), dtype)
     return asarray(np.geomspace(start, stop, num, endpoint=endpoint), dtype)
 
 

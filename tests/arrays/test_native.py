@@ -180,7 +180,10 @@ def test_slopes_of_activations(name: str, dtype: Any) -> None:
     for seed in (g, np.broadcast_to(dtype(-0.5), y.shape)):
         with np.errstate(all="ignore"):
             expected = SLOPES[name](seed, y)
-        np.testing.assert_allclose(kernel(seed, y), expected, rtol=1e-6, atol=1e-6)
+        # Where y is nearly 1, NumPy's slopes of tanh are what the rounding of y * y leaves; the kernel rounds once, after the difference.
+        rounding = np.finfo(dtype).eps * np.nan_to_num(np.abs(seed))
+        close = np.isclose(kernel(seed, y), expected, rtol=1e-6, atol=rounding + 1e-6, equal_nan=True)
+        assert close.all(), (seed[~close], y[~close])
     assert kernel(g[0], y[0]) is NotImplemented, "NumPy is faster"
     assert kernel(g.T, y.T) is NotImplemented
     fn = getattr(mt.nn, name.removesuffix("_backward"), None) or mt.tanh

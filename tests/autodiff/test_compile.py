@@ -358,6 +358,22 @@ def test_dead_and_repeated_code_is_dropped():
     assert "sum" not in [e.op.name for e in g.program(arr(1, 2)).entries]
 
 
+def test_draws_by_one_key_are_one_and_by_two_keys_two():
+    keys = mt.random.split(mt.random.key(3), 2)
+    x = mt.ones(64)
+
+    def f(x, keys):
+        a, b = keys
+        return [mt.nn.dropout(x, 0.5, key=k) for k in (a, b, a)] + [mt.random.normal(k, (3,)) for k in (a, b)]
+
+    g = mt.compile(f)
+    for found, expected in zip(g(x, keys), f(x, keys), strict=True):
+        assert found.tolist() == expected.tolist()
+    ops = [e.op.name for e in g.program(x, keys).entries]
+    assert ops.count("dropout") == 2
+    assert g(x, keys)[0].tolist() != g(x, keys)[1].tolist()
+
+
 def test_equal_numbers_of_different_types_stay_apart():
     x = mt.asarray([1, 2])
     f = mt.compile(lambda x: (x * 1, x * 1.0, x * True))

@@ -109,3 +109,37 @@ def test_another_thread_may_draw_meanwhile():
     finally:
         over.set()
         thread.join()
+
+
+def on_ranks(fn):
+    mesh = mt.Mesh({"x": 2})
+    split = {"x": mt.Shard(0)}
+    return mt.shard_map(fn, mesh, in_placements=split, out_placements=split)
+
+
+def test_code_of_ranks_is_the_same_when_it_does_the_same():
+    def timed(x):
+        time.perf_counter()  # its name alone has the function looked at twice
+        return on_ranks(lambda b: b * 2.0)(x)
+
+    np.testing.assert_array_equal(np.asarray(mt.compile(timed)(mt.ones(4))), np.full(4, 2.0))
+
+
+def test_what_ranks_draw_is_refused():
+    def drawn(x):
+        return on_ranks(lambda b: b * random.random())(x)
+
+    with pytest.raises(mt.errors.NondeterministicError, match="traced twice"):
+        mt.compile(drawn)(mt.ones(4))
+
+
+def test_names_in_our_own_functions_are_no_reason_to_trace_twice():
+    """``asarray`` reads ``state.now``, which is no clock."""
+    asarray, traced = mt.asarray, []
+
+    def fn(x):
+        traced.append(x.shape)
+        return asarray(x) * 2.0
+
+    mt.compile(fn)(mt.ones(3))
+    assert traced == [(3,)]

@@ -75,6 +75,16 @@ def test_memory_that_others_see_stays_as_it_was(name: str) -> None:
     np.testing.assert_allclose(np.asarray(out), np.arange(N) * 3.0 + 1.0 - np.arange(N).sum())
 
 
+@pytest.mark.parametrize("view", [lambda w: w[N:], lambda w: mt.reshape(w, (2, N))], ids=["a part", "another shape"])
+def test_a_view_that_is_given_up_leaves_what_it_is_of(view: Any) -> None:
+    w = mt.asarray(np.arange(2.0 * N))
+    part = view(w)
+    expected = np.asarray(part) * 3.0 + 1.0
+    out = mt.compile(lambda v: v * 3.0 + 1.0, donate=0)(part)
+    np.testing.assert_array_equal(np.asarray(out), expected)
+    np.testing.assert_array_equal(np.asarray(w), np.arange(2.0 * N))
+
+
 def test_of_numpy_memory_a_copy_is_made() -> None:
     host = np.ones(N)
     out = mt.compile(step, donate=(0, 1))(host, host)

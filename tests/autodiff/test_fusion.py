@@ -75,6 +75,19 @@ def test_fused_chains_equal_eager_ones(data: st.DataObject) -> None:
         np.testing.assert_array_equal(f.numpy(), e.numpy())
 
 
+def test_scratch_of_a_value_that_a_call_reads_twice_is_given_to_one_other() -> None:
+    def fn(x: mt.Array) -> mt.Array:
+        y = x + 1.0
+        z = y * y  # the last time that y is read
+        a, b = mt.sin(z), mt.cos(z)  # both want its place
+        c = a + z
+        return c - b * a
+
+    x = mt.asarray(np.linspace(-1.0, 1.0, 40))
+    assert len(fuse(mt.compile(fn).program(x))) == 1
+    np.testing.assert_array_equal(np.asarray(mt.compile(fn)(x)), np.asarray(fn(x)))
+
+
 def test_a_chain_becomes_one_group_and_nothing_else_does() -> None:
     program = mt.compile(lambda x, w: mt.sum(mt.tanh(x * 2.0 + 1.0) @ w)).program(mt.ones((6, 4)), mt.ones((4, 2)))
     parts = fuse(program)

@@ -99,6 +99,18 @@ def test_a_schedule_drives_an_optimizer():
     assert seen == [-1.0, -1.5, -1.5]
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw", "lazy_adam"])
+def test_a_schedule_gives_each_step_its_rate(name):
+    make, rates = getattr(mt.optim, name), [0.5, 0.25, 0.0, 0.0]
+    driven = make(mt.optim.linear(0.5, 0.0, 2))
+    x, g = mt.asarray([1.0, -2.0, 3.0]), mt.asarray([0.3, 0.2, -0.1])
+    y, state, other = x, driven.init(x), driven.init(x)
+    for rate in rates:
+        x, state = driven.update(x, g, state)
+        y, other = make(rate).update(y, g, other)
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-15)
+
+
 @pytest.mark.parametrize("case", TORCH["clip_norm"], ids=lambda c: str(c["limit"]))
 def test_clip_by_global_norm_is_that_of_pytorch(case):
     clipped, norm = mt.optim.clip_by_global_norm(tree(TORCH["grads"][0]), case["limit"])
@@ -250,6 +262,14 @@ def test_sgd_on_complex_parameters_descends():
 
 
 # ----- averages -------------------------------------------------------------------------------------------------------
+
+
+def test_ema_does_not_follow_what_is_written_to_the_parameters():
+    params = {"w": mt.ones(3), "b": mt.ones(2, dtype=mt.float32)}
+    state = mt.optim.ema(0.9).init(params)
+    params["w"][0] = 7.0
+    params["b"][:] = 7.0
+    assert [x.tolist() for x in (state["mean"]["w"], state["mean"]["b"])] == [[1, 1, 1], [1, 1]]
 
 
 def test_ema_starts_as_a_copy():

@@ -160,6 +160,8 @@ GOLDEN = {
     "fill by setitem": (lambda x, v: x.at[x > 2].set(v), (X, 9.0), OUT, [[[1, 2, 3], [0, 0, 0]], 15.0]),
     "NaN under the mask": (lambda x: mt.where(mt.isnan(x), 0.0, x), ([nan, 1.0],), None, [[0, 1]]),
     "NaN, multiplied": (lambda x: mt.where(mt.isnan(x), 0.0, x * x), ([nan, 1.0],), None, [[nan, 2]]),
+    "infinity under the mask": (lambda x: mt.sqrt(mt.where(x > 0, x, 0.0)), ([-1.0, 4.0],), None, [[0, 0.25]]),
+    "infinity, the other side": (lambda x: mt.sqrt(mt.where(x <= 0, 0.0, x)), ([-1.0, 4.0],), None, [[0, 0.25]]),
     "fill empty": (lambda x, v: mt.where(x > 0, v, x), (np.zeros((0, 3)), 1.0), None, [[], 0.0]),
     "fill 0-d x": (lambda x, v: mt.where(mt.asarray(True), v, x), (2.0, 1.0), None, [0.0, 1.0]),
     # ties
@@ -176,6 +178,7 @@ GOLDEN = {
     "clip": (lambda x: mt.clip(x, -1.0, 1.0), ([-2.0, -1.0, 0.0, 3.0],), None, [[0, 0.5, 1, 0]]),
     # of tied elements each has a place of its own, in their order
     "sort": (sorting.sort, ([2.0, 1.0, 2.0],), [1.0, 2.0, 3.0], [[2, 1, 3]]),
+    "sort, a cycle": (sorting.sort, ([3.0, 1.0, 2.0],), [1.0, 2.0, 4.0], [[4, 1, 2]]),
     "sort descending": (
         lambda x: sorting.sort(x, descending=True),
         ([2.0, 1.0, 2.0],),
@@ -183,6 +186,18 @@ GOLDEN = {
         [[1, 3, 2]],
     ),
     "det of a singular matrix": (linalg.det, ([[1.0, 2.0], [2.0, 4.0]],), None, [[[4, -2], [-2, 1]]]),
+    # norms of nothing but zeros, whatever the order
+    **{
+        f"norm {p} at zero": (lambda x, p=p: linalg.vector_norm(x, ord=p), (np.zeros(3),), None, [[0, 0, 0]])
+        for p in (0, 0.5, 1, 2, 3, inf, -inf)
+    },
+    "norm inf, ties": (lambda x: linalg.vector_norm(x, ord=inf), ([1.0, -2.0, 2.0],), None, [[0, -0.5, 0.5]]),
+    "float16 written into float32": (
+        lambda x, v: x.at[[0, 0]].add(v),
+        (np.zeros(2, np.float32), np.ones(2, np.float16)),
+        np.ones(2, np.float32),
+        [[1, 1], [1, 1]],
+    ),
     # edges
     "reciprocal(0)": (mt.reciprocal, ([0.0],), None, [[-inf]]),
     "atan2(0, 0)": (mt.atan2, (0.0, 0.0), None, [nan, nan]),
@@ -248,6 +263,22 @@ def test_a_gradient_has_the_shape_and_dtype_of_its_operand():
     assert (dx.dtype, dw.dtype) == (mt.float32, mt.float64)
     # A real operand of a complex product has a real gradient.
     assert mt.grad(lambda x: mt.sum(mt.real(x * (2 + 3j))))(mt.ones(2)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("dtype", [mt.float64, mt.complex128], ids=str)
+def test_gradients_of_functions_of_hermitian_matrices_are_hermitian(dtype):
+    """A step along them stays among such matrices, of which half the elements are read at most."""
+    rng = np.random.default_rng(3)
+    root = rng.standard_normal((3, 3)) + (1j * rng.standard_normal((3, 3)) if dtype == mt.complex128 else 0)
+    x, weight = mt.asarray(root @ root.conj().T + np.eye(3)), mt.asarray(rng.standard_normal((3, 3)))
+    for fn in (
+        lambda x: mt.sum(mt.abs(linalg.eigh(x).eigenvectors) ** 2 * weight) + linalg.eigh(x).eigenvalues[0],
+        lambda x: mt.sum(linalg.eigvalsh(x) * weight[0]),
+        lambda x: mt.sum(mt.real(linalg.cholesky(x)) * weight),
+    ):
+        g = np.asarray(mt.grad(fn)(x))
+        np.testing.assert_allclose(g, g.conj().T, atol=1e-12)
+        assert np.abs(g).max() > 0.01
 
 
 def test_a_power_with_a_python_exponent_is_not_widened():

@@ -82,6 +82,26 @@ def test_a_tape_is_used_up_unless_persistent():
     assert len(again) == 1
 
 
+def test_a_backward_pass_that_fails_leaves_its_tape_recording():
+    x, fails = arr(1, 2), [True]
+
+    def hook(g):
+        if fails:
+            fails.pop()
+            raise RuntimeError("on purpose")
+
+    with mt.Tape(persistent=True) as tape:
+        tape.watch(x)
+        y = x * x
+        tape.hook(y, hook)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            tape.gradient(y, x, arr(1, 1))
+        z = (y * 3.0).sum()
+        assert tape.gradient(z, x).tolist() == [6, 12]
+        w = (y * z).sum()
+    assert tape.gradient(w, x).tolist() == mt.grad(lambda x: (x * x * (x * x * 3.0).sum()).sum())(x).tolist()
+
+
 def test_recording_may_be_continued():
     tape, x = watched(1, 2)
     with tape:
@@ -212,6 +232,17 @@ def test_watching_again_after_a_write():
     assert tape.gradient(y, x).tolist() == [10, 4]
 
 
+def test_a_new_array_is_not_taken_for_one_that_is_gone():
+    tape, x = watched(1, 2)
+    with tape:
+        y = (x * x).sum()
+    z = arr(5, 6)
+    tape._watched[id(z)] = tape._watched.pop(id(x))  # as if z had been made where x was
+    del x
+    with pytest.raises(GradientError, match="was not watched"):
+        tape.gradient(y, z)
+
+
 # ----- buffers --------------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +274,15 @@ def test_the_seed_is_never_changed():
         assert np.asarray(s).tolist() == [1, 10]
 
 
+def test_seeds_of_several_results_are_never_changed():
+    # The first result is an operand of the others: its cotangent is the seed, and more.
+    x, seeds = arr(1, 2), (arr(1, 10), arr(1, 1), arr(2, 2))
+    _, pull = mt.vjp(lambda x: (y := x * 2.0, y * 3.0, y * 4.0), x)
+    for _ in range(2):
+        assert pull(seeds)[0].tolist() == [2 * (1 + 3 + 8), 2 * (10 + 3 + 8)]
+    assert [s.tolist() for s in seeds] == [[1, 10], [1, 1], [2, 2]]
+
+
 def test_accumulation_does_not_write_into_a_kept_cotangent():
     # y is a source itself; its cotangent is passed on to a and b, which get more from elsewhere.
     tape = mt.Tape()
@@ -262,6 +302,10 @@ def test_gradients_of_broadcasts_can_be_written():
     g = mt.grad(lambda x: x.sum())(x)
     g[0] = 5.0
     assert g.tolist() == [5, 1]
+    # That of a number is an array of no dimension, and no number of NumPy's.
+    g = mt.grad(lambda x: x * x)(mt.asarray(3.0))
+    g[...] = 5.0
+    assert g.tolist() == 5
 
 
 def peak_of(fn) -> int:
@@ -290,8 +334,8 @@ def test_a_chain_of_adds_keeps_nothing():
     assert peak_of(run) < 3.2 * 8 * n
 
 
-def test_saved_values_are_freed_on_the_way_back():
-    n = 100_000
+def test_saved_values_and_cotangents_are_freed_on_the_way_back():
+    n, held = 200_000, []
     x = mt.ones(n)
 
     def run():
@@ -301,10 +345,15 @@ def test_saved_values_are_freed_on_the_way_back():
             y = x
             for _ in range(20):
                 y = mt.tanh(y)  # keeps its result
+            held.append(tracemalloc.get_traced_memory()[0])
+        tape.hook(x, lambda g: held.append(tracemalloc.get_traced_memory()[0]))
         assert tape.gradient(y, x, mt.ones(n)).shape == (n,)
 
-    # 20 results on the way up; on the way down a few temporaries beside what is left of them.
-    assert peak_of(run) < 26 * 8 * n
+    peak_of(run)
+    up, back = held[-2:]
+    assert up > 19 * 8 * n
+    # Of 20 results and as many cotangents, when the first value's is known: that, the last result and the seed.
+    assert back < 6 * 8 * n
 
 
 def buffer_ref(x) -> weakref.ref:

@@ -279,6 +279,14 @@ def test_hvp_of_a_tree():
     assert (out["a"].tolist(), float(out["b"])) == ([2 * 3 + 2 * 1 * 2, 2 * 2 * 2], 2.0)
 
 
+def test_directions_take_the_dtype_of_what_they_are_of():
+    x = {"w": mt.ones(2, dtype=mt.float32), "b": arr(1.0), "n": mt.asarray([3])}
+    f = lambda x: (x["w"] ** 3).sum() * x["b"].sum() * x["n"].sum()  # noqa: E731
+    found = mt.hvp(f, x, {"w": np.ones(2), "b": np.zeros(1), "n": np.zeros(1)})
+    assert (found["w"].tolist(), found["w"].dtype) == ([18, 18], mt.float32)
+    assert found["b"].tolist() == [18]
+
+
 def test_pull_can_be_called_again():
     _, pull = mt.vjp(lambda x: {"y": x * x, "n": mt.asarray(3)}, arr(1, 2))
     for k in (1.0, 2.0, 1.0):
