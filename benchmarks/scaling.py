@@ -1,6 +1,6 @@
 """How the client's work and a rank's plan grow with the number of ranks, on virtual meshes: ``python benchmarks/scaling.py``.
 
-Prints the table of ``docs/development/parallel-scaling.md``.
+Prints the tables of ``docs/development/parallel-scaling.md``.
 """
 
 from __future__ import annotations
@@ -83,6 +83,25 @@ def _moves(step: Any) -> Any:
     return getattr(step, "moves", ()) if not hasattr(step, "ticket") else ()
 
 
+def turned(ranks: int) -> tuple[float, float, float, int, float]:
+    """An all-to-all of per-rank code: seconds of its tracing, of its partition, of making it ready in one of so many processes, the lines
+    of its plans there, and seconds of a run of all ranks in one process."""
+    mesh = mt.Mesh({"a": ranks})
+    rows, columns = {"a": mt.Shard(0)}, {"a": mt.Shard(1)}
+    x = mt.distribute(np.ones((ranks, ranks), np.int8), mesh, a=mt.Shard(0))
+
+    def turn() -> Any:
+        return mt.shard_map(lambda x: mt.all_to_all(x, "a", split_dim=1, concat_dim=0), mesh, (rows,), columns)
+
+    tracing, program = seconds(lambda: mt.compile(turn()).program(x))
+    part, found = seconds(lambda: mesh.rank_program(program, [x.sharding]))
+    one, ready = seconds(lambda: Prepared(found, (1,), tuple(range(ranks)), mesh.names))
+    fn = turn()
+    run, y = seconds(lambda: mt.compute(fn(x)))
+    assert y.sharding == mt.Sharding(mesh, a=mt.Shard(1))
+    return tracing, part, one, planned(ready), run
+
+
 def main() -> None:
     print(
         "| ranks | mesh | entries | partition, s | rank program, kB | steps | bytes of all moves, s "
@@ -103,6 +122,13 @@ def main() -> None:
             f"| {counted:.4f} | {one:.3f} | {planned(ready)} | {every:.3f} |",
             flush=True,
         )
+    print(
+        "\n| ranks | traced, s | partition, s | made ready in one of so many processes, s | lines of its plans | a run, s |"
+    )
+    print("|---|---|---|---|---|---|")
+    for ranks in RANKS:
+        tracing, part, one, lines, run = turned(ranks)
+        print(f"| {ranks} | {tracing:.3f} | {part:.4f} | {one:.3f} | {lines} | {run:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

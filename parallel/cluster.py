@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..arrays.errors import ClusterError, SchedulerUnreachable
-from . import settings
+from . import own_group, settings
 from .allocator import told_to_nannies
 
 
@@ -100,6 +100,7 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
                     processes=processes,
                     dashboard_address="127.0.0.1:0",  # any free port: the usual one may be taken
                     silence_logs=40,
+                    **({"preload": _preloads()} if processes else {}),
                 )
             )
         except RuntimeError as e:
@@ -112,3 +113,11 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
         follow(client)
         yield client
         last_word(client)
+
+
+def _preloads() -> list[str]:
+    """What the user has workers load when they start, and what we do."""
+    import dask
+
+    users = dask.config.get("distributed.worker.preload")
+    return [*([users] if isinstance(users, str) else users), own_group.__name__]

@@ -32,7 +32,7 @@ class Collective(NamedTuple):
     ``all_gather``      ``dim``
     ``reduce_scatter``  ``dim``, ``lengths`` (of each rank's part)
     ``slice``           ``dim``, ``lengths``
-    ``all_to_all``      ``split_dim``, ``concat_dim``, ``sizes`` (row: what a rank sends to each)
+    ``all_to_all``      ``split_dim``, ``concat_dim``, ``sizes`` (:class:`~.part_sizes.PartSizes`)
     ``permute``         ``pairs`` (from, to); who gets nothing has zeros
     ``broadcast``       ``source``
     ``message``         nothing: the first rank of the group sends, the second one gets
@@ -91,9 +91,8 @@ class CollectivePlan(Plan):
         self.reduce = self._params.get("op", "sum") if reduces else None
         self.terms = len(c.groups[0]) if reduces else 1
         self.fill = "sum"
-        self._pairs = frozenset(self._params.get("pairs", ()))
-        self._reached = frozenset(d for _, d in self._pairs)
-        self._starts: dict[tuple[str, int], list[int]] = {}
+        self._sender = {d: s for s, d in self._params.get("pairs", ())}
+        self._starts: dict[tuple[str, Hashable], list[int]] = {}
 
     def _given(self, rank: int) -> Shape:
         return self._c.shapes[rank if len(self._c.shapes) > 1 else 0]
@@ -106,7 +105,7 @@ class CollectivePlan(Plan):
         return Box.whole(self._c.results[rank if len(self._c.results) > 1 else 0])
 
     def neutral(self, rank: int) -> bool:
-        return self._c.kind == "permute" and self._place[rank][1] not in self._reached
+        return self._c.kind == "permute" and self._place[rank][1] not in self._sender
 
     def lane(self, rank: int) -> Hashable:
         return self._place[rank][0] if rank in self._place else -1 - rank
@@ -123,8 +122,20 @@ class CollectivePlan(Plan):
         return self._place[rank][0]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        found = (self.piece(q, rank) for q in self._c.groups[self._place[rank][0]])
+        found = (self.piece(q, rank) for q in self._sources(rank))
         return tuple(p for p in found if p is not None)
+
+    def _sources(self, rank: int) -> Sequence[int]:
+        """Ranks of which a rank may be given something."""
+        g, me = self._place[rank]
+        kind, group = self._c.kind, self._c.groups[g]
+        if kind == "slice":
+            return (rank,)
+        if kind in ("broadcast", "message"):
+            return (group[self._params.get("source", 0)],)
+        if kind == "permute":
+            return (group[self._sender[me]],) if me in self._sender else ()
+        return group
 
     def piece(self, source: int, rank: int) -> Piece | None:
         g, me = self._place[rank]
@@ -141,7 +152,7 @@ class CollectivePlan(Plan):
         if kind in ("broadcast", "message"):
             return (Box.whole(given), self.box(rank)) if i == params.get("source", 0) else None
         if kind == "permute":
-            return (Box.whole(given), self.box(rank)) if (i, me) in self._pairs else None
+            return (Box.whole(given), self.box(rank)) if self._sender.get(me) == i else None
         if kind == "all_gather":
             dim = params["dim"]
             start = self._starts_of("blocks", g, lambda: [self._given(q)[dim] for q in self._c.groups[g]])[i]
@@ -154,16 +165,16 @@ class CollectivePlan(Plan):
             return _part(given, dim, start, lengths[me]), self.box(rank)
         if kind == "all_to_all":
             split, concat, sizes = params["split_dim"], params["concat_dim"], params["sizes"]
-            start = self._starts_of("row", i, lambda: sizes[i])[me]
+            start = self._starts_of("row", sizes.of[i], lambda: sizes.row(i))[me]
             if split == concat:
-                at = self._starts_of("column", me, lambda: [row[me] for row in sizes])[i]
+                at = self._starts_of("column", sizes.kinds(me), lambda: sizes.column(me))[i]
             else:
                 at = self._starts_of("blocks", g, lambda: [self._given(q)[concat] for q in self._c.groups[g]])[i]
-            part = _part(given, split, start, sizes[i][me])
+            part = _part(given, split, start, sizes.row(i)[me])
             return part, _part(self.box(rank).shape, concat, at, part.shape[concat])
         raise AssertionError(f"no collective called {kind}")
 
-    def _starts_of(self, what: str, i: int, lengths: Any) -> list[int]:
+    def _starts_of(self, what: str, i: Hashable, lengths: Any) -> list[int]:
         """Where parts of these lengths start, when they stand one after the other; worked out once."""
         found = self._starts.get((what, i))
         if found is None:
@@ -186,6 +197,30 @@ class CollectivePlan(Plan):
 def plan_collective(n: int, c: Collective) -> CollectivePlan:
     """The plan on a mesh of ``n`` ranks. Ranks outside the groups have no part in it."""
     return CollectivePlan(n, c)
+
+
+def in_halves(c: Collective) -> tuple[Collective, Collective] | None:
+    """For a process that hosts all ranks: two collectives that together are ``c``, where every block is made of parts of all others.
+
+    Joined to one array, which all ranks share, and cut, those are twice as many copies as there are ranks, and not their square.
+    None for other collectives, and where blocks differ.
+    """
+    n = len(c.groups[0]) if c.groups else 0
+    if n <= 8 or len(c.shapes) > 1 or len(c.results) > 1:
+        return None
+    (shape,), params = c.shapes, dict(c.params)
+    if c.kind == "reduce_scatter":
+        whole = c._replace(kind="all_reduce", results=c.shapes, params=(("op", params["op"]),))
+        dim, lengths = params["dim"], params["lengths"]
+    elif c.kind == "all_to_all" and params["split_dim"] != params["concat_dim"]:
+        dim, (lengths, *others), joined = params["split_dim"], params["sizes"].rows, params["concat_dim"]
+        if others:
+            return None
+        result = tuple(k * n if d == joined else k for d, k in enumerate(shape))
+        whole = c._replace(kind="all_gather", results=(result,), params=(("dim", joined),))
+    else:
+        return None
+    return whole, c._replace(kind="slice", shapes=whole.results, params=(("dim", dim), ("lengths", lengths)))
 
 
 def _part(shape: Shape, dim: int, start: int, length: int) -> Box:

@@ -17,6 +17,7 @@ from ..arrays.blocks import ceil_blocks
 from ..arrays.creation import asarray
 from ..arrays.errors import AxisError, DTypeError, MeshError, ShapeError
 from . import rank_ops as ops
+from .part_sizes import PartSizes
 from .placement import REDUCE_OPS
 from .rank_trace import RankTrace, current
 
@@ -234,19 +235,19 @@ def all_to_all(
         at, to, n = _dim("all_to_all", split_dim, x), _dim("all_to_all", concat_dim, x), trace.group_size(axes)
         if split_sizes is None:
             lengths = trace.meet("all_to_all sizes", axes, (x.ndim, at), x.shape[at])
-            matrix = tuple(tuple(k for _, k in ceil_blocks(m, n)) for m in lengths)
+            sizes = PartSizes.cut(lengths, n)
         elif all(isinstance(s, Sequence) for s in split_sizes):
-            matrix = tuple(tuple(map(operator.index, row)) for row in split_sizes)
+            sizes = PartSizes.matrix([tuple(map(operator.index, row)) for row in split_sizes])
         else:
-            matrix = (tuple(map(operator.index, split_sizes)),) * n
-        if len(matrix) != n or any(len(row) != n or min(row, default=0) < 0 for row in matrix):
+            sizes = PartSizes.alike(tuple(map(operator.index, split_sizes)), n)
+        if len(sizes.of) != n or any(len(row) != n or min(row, default=0) < 0 for row in sizes.rows):
             raise ShapeError(f"[all_to_all] split_sizes are {n} lengths, or {n} rows of them, got {split_sizes}")
-        me = trace.place(axes, uneven=any(row != matrix[0] for row in matrix))
-        if sum(matrix[me]) != x.shape[at]:
+        me = trace.place(axes, uneven=len(sizes.rows) > 1)
+        if sum(sizes.row(me)) != x.shape[at]:
             raise ShapeError(
-                f"[all_to_all] rank {me} of {axis!r} sends parts {list(matrix[me])} of a dimension of length {x.shape[at]}"
+                f"[all_to_all] rank {me} of {axis!r} sends parts {list(sizes.row(me))} of a dimension of length {x.shape[at]}"
             )
-        return ops.exchange(x, axes, at, to, matrix)
+        return ops.exchange(x, axes, at, to, sizes)
 
     return _each("all_to_all", x, axis, one)
 

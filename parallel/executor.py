@@ -23,10 +23,11 @@ from ..arrays.indexing import SCATTER
 from ..arrays.indexsum import IndexSum
 from ..arrays.reductions import _is_low_precision as is_low_precision
 from .block_memory import HOST, BlockMemory
+from .collective_plans import Collective, in_halves, plan_collective
 from .dispatch import Ragged, RaggedRunning, RaggedShare
 from .factors import RankView
 from .lookups import SCATTER_PART
-from .overlap import Start, Wait, schedule
+from .overlap import Buckets, Start, Wait, schedule
 from .placement import Layout, block_box, identity_of
 from .pool import SMALLEST, is_free, room
 from .rank_fusion import Chain, PreparedChain, fused
@@ -83,7 +84,7 @@ class PreparedLocal(NamedTuple):
 
 class Prepared:
     """A rank program made ready for one process: ``hosted`` are its ranks, ``homes`` the process of every rank, ``memory`` is
-    where their blocks are."""
+    where their blocks are, ``buckets`` says which rounds run beside the computation."""
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class Prepared:
         homes: Sequence[int],
         names: Sequence[str],
         memory: BlockMemory = HOST,
+        buckets: Buckets | None = None,
     ) -> None:
         self.program = program
         self.memory = memory
@@ -101,7 +103,7 @@ class Prepared:
         self._all_here = len(self.hosted) == len(self.homes)
         # What only one rank's ops read of a table's gradient stays sparse there; what is sent, and what is returned, is dense.
         self._thin = thin_values(program) if memory.xp is np else frozenset()
-        actions = schedule(program) if not self._all_here else None
+        actions = schedule(program, buckets) if not self._all_here else None
         if actions is None:
             pairs = list(zip(program.steps, program.frees, strict=True))
         else:
@@ -118,15 +120,17 @@ class Prepared:
                 self._actions.append((PreparedChain(step, program, self.hosted, frees, memory), frees))
                 continue
             if isinstance(step, Moves | Start):
-                by_way = {m: layout for m in step.moves if (layout := self._way(m)) is not None}
-                first = [self._planned(m, by_way.get(m)) for m in step.moves]
+                plans = [(m, self._plans(m)) for m in step.moves]
+                halves = [(m, p[1]) for m, p in plans if len(p) > 1]
+                first = [(m.source, m.target if len(p) == 1 else _between(m), p[0]) for m, p in plans]
                 ready: Any = self._prepare_moves(2 * rounds, step.moves, first)
                 rounds += 1
-                if by_way:
+                if halves:
                     self._actions.append((ready, ()))
-                    ready = self._prepare_moves(2 * rounds, by_way, [self._second(m, by_way[m]) for m in by_way])
+                    second = [(_between(m), m.target, p) for m, p in halves]
+                    ready = self._prepare_moves(2 * rounds, [m for m, _ in halves], second)
                     rounds += 1
-                    frees = (*frees, *(_between(m) for m in by_way))
+                    frees = (*frees, *(_between(m) for m, _ in halves))
                 if isinstance(step, Start):
                     ready = (step.ticket, ready)
             else:
@@ -179,28 +183,24 @@ class Prepared:
         with self.memory.using():
             return self.memory.put(value)
 
-    def _way(self, m: Move) -> Layout | None:
-        """Where this process hosts all ranks: a layout by way of which a reshard takes fewer copies. Blocks that are each made of
-        parts of all others (an all-to-all, a reduce-scatter) are joined to one array, and that is cut."""
-        if not self._all_here or m.collective is not None:
-            return None
-        now, then = self.program.layouts[m.source], self.program.layouts[m.target]
-        plan = self.program.plan(m)
-        blocks = math.prod(self.program.sizes[a] for _, axes in then.shards for a in axes)
-        sources = plan.terms * math.prod(self.program.sizes[a] for _, axes in now.shards for a in axes)
+    def _plans(self, m: Move) -> tuple[Plan, ...]:
+        """The plan of a move. Two, one after the other, where this process hosts all ranks and that takes fewer copies: blocks that
+        are each made of parts of all others (an all-to-all, a reduce-scatter) are joined to one array, and that is cut."""
+        p = self.program
+        plan = p.plan(m)
+        if not self._all_here:
+            return (plan,)
+        if m.collective is not None:
+            halves = in_halves(m.collective) if isinstance(m.collective, Collective) else None
+            return (plan,) if halves is None else tuple(plan_collective(len(self.homes), c) for c in halves)
+        now, then = p.layouts[m.source], p.layouts[m.target]
+        blocks = math.prod(p.sizes[a] for _, axes in then.shards for a in axes)
+        sources = plan.terms * math.prod(p.sizes[a] for _, axes in now.shards for a in axes)
         if blocks * len(plan.pieces(0)) <= 4 * (blocks + sources):
-            return None
-        return Layout((), tuple(p for p in then.partials if p in now.partials))
-
-    def _planned(self, m: Move, way: Layout | None) -> tuple[int, int, Plan]:
-        if way is None:
-            return m.source, m.target, self.program.plan(m)
-        p = self.program
-        return m.source, _between(m), plan_reshard(p.avals[m.source].shape, p.sizes, p.layouts[m.source], way)
-
-    def _second(self, m: Move, way: Layout) -> tuple[int, int, Plan]:
-        p = self.program
-        return _between(m), m.target, plan_reshard(p.avals[m.source].shape, p.sizes, way, p.layouts[m.target])
+            return (plan,)
+        way = Layout((), tuple(x for x in then.partials if x in now.partials))
+        shape = p.avals[m.source].shape
+        return plan_reshard(shape, p.sizes, now, way), plan_reshard(shape, p.sizes, way, then)
 
     def _prepare_moves(
         self, number: int, moves: Iterable[Move], plans: Sequence[tuple[int, int, Plan]]

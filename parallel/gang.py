@@ -29,6 +29,7 @@ from ..storage import activity
 from .block_memory import BlockMemory, is_on_host, memory_of, on_host, serving
 from .dataplane import Address, DataPlane, interface_of
 from .executor import Prepared
+from .overlap import Buckets
 from .pool import POOL
 from .rank_program import RankProgram
 from .scheduler import hasten
@@ -242,6 +243,7 @@ class Seat:
     share: bool
     device: str = "cpu"
     nccl: bool = False
+    buckets: Buckets = field(default_factory=Buckets.configured)  # the client's, where seats are made
 
     @property
     def memory(self) -> BlockMemory:
@@ -357,7 +359,7 @@ def _run_program(spec: Run, bundles: Sequence[Bundle | Failure]) -> Bundle:
         if prepared is None:
             if spec.program is None:
                 raise RankLost(f"worker {seat.address} was restarted and lost the program {spec.program_id}")
-            prepared = Prepared(spec.program, seat.hosted, seat.homes, spec.names, seat.memory)
+            prepared = Prepared(spec.program, seat.hosted, seat.homes, spec.names, seat.memory, seat.buckets)
             state.programs[spec.program_id] = prepared
         memory = prepared.memory
         inputs = [_landed(s, bundles, memory) for s in spec.sources]

@@ -25,7 +25,7 @@ from .placement import REPLICATED, Layout, Sharding
 from .propagate import Placed, propagate
 from .rank_code import ShardMapOp
 from .runtime import HostValue, LocalRuntime, Runtime
-from .sharded import Pending, ShardedBuffer, handles_of, sharded_array, two_meshes
+from .sharded import Pending, ShardedBuffer, another_mesh, handles_of, sharded_array, two_meshes
 
 MOST_RANKS = 1 << 20
 """Beyond it a plan alone is larger than what a process holds."""
@@ -178,6 +178,11 @@ class Mesh:
         axes = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
         return f"Mesh({axes})" + (f" on {', '.join(where)}" if where else "")
 
+    def _repr_html_(self) -> str:
+        from .visualize import mesh_html
+
+        return mesh_html(self)
+
     # ----- programs (ProgramHost) ---------------------------------------------------------------------------------------
 
     def place_layouts(
@@ -255,7 +260,7 @@ class Mesh:
     def _buffer(self, buf: Any, what: str) -> ShardedBuffer:
         if isinstance(buf, ShardedBuffer):
             if buf.mesh is not self:
-                raise MeshError(f"{what} is on another mesh: {buf.mesh}, not {self}")
+                raise another_mesh(what, buf.mesh, self)
             return buf
         host = np.asarray(wrap(buf)._concrete())
         return ShardedBuffer(

@@ -37,13 +37,22 @@ class Action(NamedTuple):
     frees: tuple[int, ...]
 
 
-def schedule(program: RankProgram) -> list[Action]:
-    """The steps of a program with its large rounds started early.
+class Buckets(NamedTuple):
+    """What runs beside: ``size`` bytes travel together, and ``least`` bytes are worth it (0: never). All processes of a mesh must
+    have the same, or they would wait for each other in different places: workers get it from the client."""
 
-    ``meshtape.bucket`` (bytes that travel together) and ``meshtape.overlap`` (the least bytes that are worth it; 0 for never) in
-    Dask's configuration are read here.
-    """
-    bucket, least = settings.number("bucket"), settings.number("overlap")
+    size: float
+    least: float
+
+    @classmethod
+    def configured(cls) -> Buckets:
+        """As Dask's configuration of this process has it."""
+        return cls(settings.number("bucket"), settings.number("overlap"))
+
+
+def schedule(program: RankProgram, buckets: Buckets | None = None) -> list[Action]:
+    """The steps of a program with its large rounds started early; by this process's configuration where nothing else is said."""
+    bucket, least = buckets or Buckets.configured()
     made: dict[int, int] = {}
     starts: dict[int, list[Start]] = {}
     waits: dict[int, list[Wait]] = {}

@@ -267,6 +267,11 @@ class Sharding:
     def __repr__(self) -> str:
         return f"Sharding({', '.join(f'{n}={p!r}' for n, p in self.placements.items())})"
 
+    def _repr_html_(self) -> str:
+        from .visualize import sharding_html
+
+        return sharding_html(self)
+
     def text(self, shape: Sequence[int], dtype: np.dtype) -> str:
         """Shape with shardings, as in ``float32[8@data,4]{Partial('sum'):model}``."""
         dims = dims_text(shape, self.layout, self.mesh.names)

@@ -36,6 +36,7 @@ from ..arrays.errors import MeshError
 from ..arrays.program import ShapeDtype
 from ..autodiff.rules import defvjp
 from .collective_plans import Shape
+from .part_sizes import PartSizes
 
 if TYPE_CHECKING:
     from .rank_trace import RankTrace
@@ -158,25 +159,23 @@ def own_part(x: Array, axes: tuple[int, ...], dim: int, lengths: tuple[int, ...]
     return apply(SLICE, (x,), {"axes": axes, "shape": shape, "dim": dim, "lengths": lengths})
 
 
-def exchange(
-    x: Array, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: tuple[tuple[int, ...], ...]
-) -> Array:
-    """V → V: rank ``i`` sends ``sizes[i][j]`` of its ``split_dim`` to rank ``j``, which joins what it gets along ``concat_dim``."""
+def exchange(x: Array, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: PartSizes) -> Array:
+    """V → V: ranks send each other ``sizes`` of their ``split_dim``, and join what they get along ``concat_dim``."""
     t = trace_of(x)
     x = t.varied(x, axes)
     rest = tuple(n for d, n in enumerate(x.shape) if d not in (split_dim, concat_dim))
     what = (rest, x.ndim, x.dtype.name, split_dim, concat_dim, sizes)
     others = t.meet("all_to_all", axes, what, x.shape[concat_dim])
-    me = _place(t, axes, any(row != sizes[0] for row in sizes) or len({*sizes[0]}) > 1)
+    me = _place(t, axes, len(sizes.rows) > 1 or len({*sizes.rows[0]}) > 1)
     if split_dim == concat_dim:
-        shape = _with_length(x.shape, split_dim, sum(row[me] for row in sizes))
+        shape = _with_length(x.shape, split_dim, sum(sizes.column(me)))
     else:
-        if len({row[me] for row in sizes}) > 1:
+        if len({*sizes.kinds(me)}) > 1:
             raise MeshError(
-                f"[all_to_all] rank {me} of the axis gets parts of lengths {[row[me] for row in sizes]} along dimension "
+                f"[all_to_all] rank {me} of the axis gets parts of lengths {list(sizes.column(me))} along dimension "
                 f"{split_dim}, which cannot be joined along dimension {concat_dim}: they must be equal"
             )
-        shape = _with_length(_with_length(x.shape, split_dim, sizes[0][me]), concat_dim, sum(others))
+        shape = _with_length(_with_length(x.shape, split_dim, sizes.rows[0][me]), concat_dim, sum(others))
     params = {"axes": axes, "shape": shape, "split_dim": split_dim, "concat_dim": concat_dim, "sizes": sizes}
     return apply(ALL_TO_ALL, (x,), params)
 
@@ -284,13 +283,13 @@ def _all_gather(xp: Any, g: Any, axes: tuple[int, ...], dim: int, lengths: tuple
 
 
 def _all_to_all(
-    xp: Any, g: Any, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: Any, x_like: ShapeDtype
+    xp: Any, g: Any, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: PartSizes, x_like: ShapeDtype
 ) -> Any:
     if split_dim == concat_dim:
-        return exchange(g, axes, split_dim, split_dim, tuple(zip(*sizes, strict=True)))
+        return exchange(g, axes, split_dim, split_dim, sizes.transposed())
     # What came from a rank was as long, along `concat_dim`, as that rank's own block.
     lengths = tuple(trace_of(g).meet("all_to_all vjp", axes, (split_dim, concat_dim), x_like.shape[concat_dim]))
-    return exchange(g, axes, concat_dim, split_dim, tuple(lengths for _ in sizes))
+    return exchange(g, axes, concat_dim, split_dim, PartSizes.alike(lengths, len(lengths)))
 
 
 defvjp(ALL_GATHER, x=_all_gather)

@@ -92,6 +92,8 @@ class RankProgram:
 
     def move_text(self, m: Move, names: Sequence[str]) -> str:
         """A move in the field's words."""
+        if isinstance(m.collective, Fetch):
+            return m.collective.text(names, self.sizes)
         if m.collective is not None:
             return m.collective.text(names)
         return reshard_text(self.layouts[m.source], self.layouts[m.target], names)

@@ -36,6 +36,20 @@ def hasten(stream: Any, interval: float) -> None:
         stream.interval = interval
 
 
+def never_stolen(stealing: Any) -> None:
+    """Let Dask's balance of work leave our tasks where they were sent, however long they wait there: their blocks are there, and their
+    peers expect them. They may run elsewhere (so that they fail at once where their worker is gone), which Dask takes for leave to move
+    them from a busy worker to an idle one. No option says otherwise, but a task without a ratio is never looked at."""
+    usual = getattr(stealing, "steal_time_ratio", None)  # no such thing where the user turned it off
+    if usual is None:
+        return
+
+    def ratio(ts: Any) -> tuple[Any, Any]:
+        return (None, None) if isinstance(ts.key, str) and ts.key.startswith(PREFIX) else usual(ts)
+
+    stealing.steal_time_ratio = ratio
+
+
 @dataclass(eq=False)
 class Wish:
     """A client that waits for workers."""
@@ -61,6 +75,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         self._idle_since: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[Any]] = set()
+        never_stolen(scheduler.extensions.get("stealing"))
         scheduler.handlers["meshtape_acquire"] = self.acquire
         scheduler.handlers["meshtape_release"] = self.release
         scheduler.handlers["meshtape_holding"] = self.holding

@@ -248,10 +248,18 @@ class Pending:
 
 def two_meshes(op: str, a: Mesh, b: Mesh) -> MeshError:
     """The error of a call on arrays of two meshes."""
-    alike = " (another object, though it looks alike: make one mesh and use it for all)" if repr(a) == repr(b) else ""
     return MeshError(
-        f"[{op}] arrays of two meshes in one op: {a} and {b}{alike}; move one first, with mt.reshard(x, y.sharding)"
+        f"[{op}] arrays of two meshes in one op: {a} and {b}{_alike(a, b)}; move one first, with mt.reshard(x, y.sharding)"
     )
+
+
+def another_mesh(what: str, theirs: Mesh, ours: Mesh) -> MeshError:
+    """The error of a value that is where it cannot be used."""
+    return MeshError(f"{what} is on another mesh: {theirs}, not {ours}{_alike(theirs, ours)}")
+
+
+def _alike(a: Mesh, b: Mesh) -> str:
+    return " (another object, though it looks alike: make one mesh and use it for all)" if repr(a) == repr(b) else ""
 
 
 def sharded_array(mesh: Mesh, layout: Layout, aval: ShapeDtype, handle: Any) -> Array:

@@ -69,7 +69,8 @@ class Fetch(NamedTuple):
     def plan(self, sizes: tuple[int, ...]) -> Plan:
         return plan_reshard(self.shape, sizes, self.source, self.target, self.boxes)
 
-    def text(self, names: Sequence[str]) -> str:
-        """As in ``halo_exchange(data)``."""
+    def text(self, names: Sequence[str], sizes: tuple[int, ...]) -> str:
+        """As in ``halo_exchange(data)``; ``slice(data)`` where every rank has what it needs."""
         axes = sorted({a for _, split in (*self.source.shards, *self.target.shards) for a in split})
-        return f"halo_exchange({'+'.join(names[a] for a in axes)})"
+        kind = "halo_exchange" if self.plan(sizes).elements_moved else "slice"
+        return f"{kind}({'+'.join(names[a] for a in axes)})"

@@ -94,6 +94,8 @@ def collected(client: Any, folder: Path, *, quiet: bool = False) -> Iterator[Non
     try:
         yield
     finally:
-        with contextlib.suppress(OSError, TimeoutError, RuntimeError, ValueError):  # the cluster may be gone
-            client.unregister_worker_plugin(TOPIC)
-            client.unsubscribe_topic(TOPIC)
+        if client.status == "running":  # else its scheduler is gone, with all that was registered there
+            # It may go just now.
+            with contextlib.suppress(OSError, TimeoutError, RuntimeError, ValueError, AttributeError):
+                client.unregister_worker_plugin(TOPIC)
+                client.unsubscribe_topic(TOPIC)

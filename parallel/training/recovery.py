@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from ...arrays.errors import BatchSizeError, MeshtapeError, RestartsExhausted
+from ...arrays.errors import BatchSizeError, ClusterError, MeshtapeError, RestartsExhausted
 from ..mesh import Mesh
 from ..models.plans import AXES
 from ..replicas import Replica
@@ -31,6 +31,9 @@ class Recovery:
         self.axes = {} if mesh is None else mesh.describe()
         self.workers = [] if mesh is None else workers_of(mesh)
         self.per_worker = -(-math.prod(self.axes.values()) // max(1, len(self.workers)))
+        client = client_of(mesh)
+        # A closed client does not know it any more.
+        self.scheduler = None if client is None else client.scheduler.address
         self.restarts = 0
         self.snapshots: list[tuple[Progress, Replica]] = []  # the newest last; all but that one are complete
         self._failed_at: int | None = None
@@ -54,14 +57,29 @@ class Recovery:
         """Go on after a loss; raise the error where it was none, or one too many."""
         while True:
             mesh = self.trainer.session.mesh
+            self._still_connected(error, mesh)
             if self.policy is None or mesh is None or not is_loss(error, mesh):
                 raise error
             self._count(error, mesh, self.policy)
+            following = self._next(mesh)  # which waits as long as the policy says: what it raises is the end
             try:
-                self._move(self._next(mesh))
+                self._move(following)
                 return
             except Exception as e:  # another loss, while the state was being put on the new mesh
                 error = e
+
+    def _still_connected(self, error: Exception, mesh: Mesh | None) -> None:
+        """Say so where the scheduler is gone: what the connection's end looks like to what was under way says little."""
+        client = client_of(mesh)
+        if (
+            client is not None
+            and client.status != "running"
+            and isinstance(error, MeshtapeError | OSError | RuntimeError)
+        ):
+            raise ClusterError(
+                f"the Dask scheduler at {self.scheduler} is gone, and its workers with it ({type(error).__name__}: {error}). The newest "
+                f"checkpoint is {self.trainer.newest() or 'none'}; a run on another scheduler goes on from there"
+            ) from error
 
     def _count(self, error: Exception, mesh: Mesh, policy: Elastic) -> None:
         t = self.trainer
@@ -81,8 +99,12 @@ class Recovery:
         t.report.note("restarting", error=f"{type(error).__name__}: {error}")
 
     def _next(self, mesh: Mesh) -> Mesh:
-        assert self.policy is not None
-        return rebuild(mesh, self.axes, self.per_worker, self.policy, self._fits, len(self.workers))
+        policy = self.policy
+        assert policy is not None
+        if self.trainer.signals.received is not None:
+            # It is to stop: it goes on only where that takes no waiting, to save.
+            policy = dataclasses.replace(policy, rejoin=0.0, patience=0.0)
+        return rebuild(mesh, self.axes, self.per_worker, policy, self._fits, len(self.workers))
 
     def _fits(self, data: int) -> bool:
         """Whether the batch divides over a data axis of this length."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 from .display import Display
@@ -73,6 +74,11 @@ class Reporting:
     def last_loss(self) -> float:
         """The last that was logged."""
         return next((h["loss"] for h in reversed(self.history) if "loss" in h), float("nan"))
+
+    def stopping(self, received: signal.Signals) -> None:
+        """A signal came: what happens now, as the step that is running may take its time."""
+        saved = "" if self.trainer.checkpoints is None else " and a checkpoint"
+        self.display.say(f"{received.name}: the run stops after this step{saved}; once more stops it at once")
 
     def note(self, state: str, **facts: Any) -> None:
         """Tell others how the run stands."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 
 class StopSignals:
-    """While it is open, ``received`` is the first signal that came, or None.
+    """While it is open, ``received`` is the first signal that came, or None; ``told`` is called with it.
 
     Handlers belong to the main thread; in another one nothing is caught, and the process ends as it always would.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[signal.Signals], None]) -> None:
+        self._told = told
         self.received: signal.Signals | None = None
         self._before: dict[int, Any] = {}
 
@@ -30,6 +32,7 @@ class StopSignals:
             signal.raise_signal(number)
             return
         self.received = signal.Signals(number)
+        self._told(self.received)
 
     def _restore(self) -> None:
         for s, handler in self._before.items():

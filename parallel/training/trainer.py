@@ -260,7 +260,7 @@ class Trainer:
         self._reason = None
         self.report.begin(self.total())
         try:
-            with StopSignals() as self._signals:
+            with StopSignals(self.report.stopping) as self.signals:
                 self._begin()
                 self.report.open_writers()
                 self.report.note("running")
@@ -370,7 +370,7 @@ class Trainer:
                 reason = self._done()
                 save = self.save_every is not None and at.step % self.save_every == 0
                 # The loss is looked at before a checkpoint is written: none holds a run that has come to NaN.
-                if at.step % self.log_every == 0 or reason or save or self._signals.received is not None:
+                if at.step % self.log_every == 0 or reason or save or self.signals.received is not None:
                     self._log(meter.read(at.step))
                 if self.held_out is not None and self.eval_every and at.step % self.eval_every == 0:
                     self._evaluate()
@@ -404,8 +404,8 @@ class Trainer:
         return None
 
     def _interrupted(self) -> str | None:
-        if self._signals.received is not None:
-            return self._signals.received.name
+        if self.signals.received is not None:
+            return self.signals.received.name
         return self._reason
 
     def _finish(self, reason: str) -> None:

@@ -146,6 +146,23 @@ def test_arrays_of_two_meshes(nothing_runs, use):
         use[1]()
 
 
+@pytest.mark.parametrize(
+    "use",
+    {
+        "a compiled argument": lambda: mt.compile(lambda x, y: (x + 1, y + 1))(X, Y),
+        "an argument that is not read": lambda: mt.compile(lambda x, y: x + 1)(X, Y),
+        "a result from around": lambda: mt.compile(lambda x: (x + 1, Y))(X),
+        "a carry from around": lambda: mt.scan(lambda c, _: (c + 1, Y), X, length=2),
+        "blocks": lambda: MESH.run_on_blocks(print, [Y], {0: None}),
+        "a value to be settled": lambda: MESH.settle([Y]),
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_values_of_another_mesh_that_meet_in_no_op(use):
+    with pytest.raises(errors.MeshError, match=r"is on another mesh: Mesh\(.*\), not Mesh\("):
+        use[1]()
+
+
 # ----- more than the workers can hold -----------------------------------------------------------------------------------
 
 

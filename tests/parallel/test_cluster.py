@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributed import Client
+from distributed import Client, get_worker
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from meshtape.parallel import dask_runtime, gang
 from meshtape.parallel.cluster import connect
 
 pytestmark = pytest.mark.timeout(300)
+LIMIT = 250.0
 
 
 def held(client: Client) -> dict[str, int]:
@@ -241,6 +243,36 @@ def test_many_runs_are_in_flight_and_errors_do_not_get_lost(processes):
             x = double(x)
         assert len(mesh.runtime._flight.gangs) <= dask_runtime.IN_FLIGHT
         np.testing.assert_array_equal(x, np.full(4, 2.0**40))
+
+
+def test_what_waits_on_a_busy_worker_is_not_moved_to_an_idle_one(threads, tmp_path):
+    """Its blocks and its peers are where it was sent: Dask's balance between workers is not for it."""
+    go = tmp_path / "go"
+
+    def here():
+        until = time.monotonic() + LIMIT
+        while not go.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return get_worker().address
+
+    async def balance(dask_scheduler):
+        stealing = dask_scheduler.extensions["stealing"]
+        for _ in range(3):
+            stealing.balance()
+            await asyncio.sleep(0)
+        return sum(1 for ts in dask_scheduler.tasks.values() if ts.state == "processing")
+
+    with mt.Mesh({"x": 2}, client=threads) as mesh:
+        np.asarray(mt.distribute(mt.ones(4), mesh, x=mt.Shard(0)) + 1)
+        runtime = mesh.runtime
+        try:
+            waiting = [runtime._submit(here, 0, "here") for _ in range(12)]
+            until = time.monotonic() + LIMIT
+            while threads.run_on_scheduler(balance) < len(waiting):
+                assert time.monotonic() < until
+        finally:
+            go.touch()
+        assert {f.result(LIMIT) for f in waiting} == {runtime.addresses[0]}
 
 
 def test_two_meshes_of_one_client_take_turns(processes):

@@ -142,7 +142,7 @@ def until(condition: Any) -> Any:
     return found
 
 
-def test_bytes_of_checkpoints_that_are_written_are_shown(cluster: Client, tmp_path: Path) -> None:
+def test_bytes_of_checkpoints_that_are_written_are_shown(cluster: Client, tmp_path: Path, held_merge: Any) -> None:
     mesh = mt.Mesh({"data": 2}, client=cluster)
     x = mt.distribute(np.ones((512, 512)), mesh, data=mt.Shard(0))
     mt.save(tmp_path / "now", {"x": x})
@@ -158,30 +158,13 @@ def test_bytes_of_checkpoints_that_are_written_are_shown(cluster: Client, tmp_pa
     assert len(roots) == 2
     until(lambda: all(plugin.written(root) == saves[0]["total"] for root in roots))
 
-    begun, go = threading.Event(), threading.Event()
-
-    def hold(done: int, total: int) -> None:
-        if 0 < done < total:
-            begun.set()
-            assert go.wait(120)
-
-    merge = threading.Thread(
-        target=mt.merge,
-        args=(tmp_path / "now", tmp_path / "hf"),
-        kwargs={"progress": hold, "memory_limit": 1 << 20, "threads": 1},
-    )
-    merge.start()
-    try:
-        assert begun.wait(120)
+    with held_merge(tmp_path / "now", tmp_path / "hf"):
         (a,) = until(lambda: [a for a in writing(cluster, tmp_path) if a["state"] == "running" and a["done"]])
         assert (a["kind"], a["total"]) == ("Merge", 512 * 512 * 8)
         assert a["done"] < a["total"]
         fragment = ask(cluster, "/meshtape/?fragment=1")[1]
         assert "mt-fill" in fragment
         assert "of 2.0 MiB" in fragment
-    finally:
-        go.set()
-        merge.join()
     until(lambda: [a["state"] for a in writing(cluster, tmp_path) if a["kind"] == "Merge"] == ["done"])
     with pytest.raises(mt.errors.CheckpointError):  # it exists, which a transfer sees at its start
         mt.storage.reshard(tmp_path / "now", tmp_path / "hf", mesh={"data": 4}, shardings={"*": {"data": 0}})

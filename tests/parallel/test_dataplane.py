@@ -169,6 +169,9 @@ def test_strangers_are_closed_and_do_not_disturb(planes):
     replayed = stranger(planes[0])  # a proof is good for one nonce only
     replayed.sendall(hello + dataplane._proof(SECRET, b"connect", nonce, hello))
     assert closed(replayed)
+    turned = stranger(planes[0])  # and for one side: what the other one answers is none
+    turned.sendall(hello + dataplane._proof(SECRET, b"accept", read(turned, 32), hello))
+    assert closed(turned)
     assert planes[0]._arrived == {}
     one, two = connected(planes)
     x = np.zeros(1)
@@ -209,9 +212,10 @@ def test_what_is_no_message_is_refused(planes):
         two.exchange(0, "sum", {}, {0: [np.zeros(1)]})
 
 
-def test_a_message_of_another_mesh_is_refused(planes):
+@pytest.mark.parametrize(("mesh", "process"), [(b"z" * 16, 0), (MESH, 2)])
+def test_a_message_of_another_mesh_or_process_is_refused(planes, mesh, process):
     one, two = connected(planes)
-    head = frames.pack(frames.DATA, 0, b"z" * 16, frames.Place(1, 0, 0), 0, 8, "sum")
+    head = frames.pack(frames.DATA, 0, mesh, frames.Place(1, 0, 0), process, 8, "sum")
     one.links[1].stream.write(head + bytes(8), 1.0)
     with pytest.raises(CollectiveMismatch, match="rank 0 sent what is no message of this mesh"):
         two.exchange(0, "sum", {}, {0: [np.zeros(1)]})

@@ -28,6 +28,7 @@ from meshtape.parallel.placement import Layout, block_box, make_layout
 from meshtape.parallel.pool import POOL, Pool
 from meshtape.parallel.rank_program import Move, Moves, RankProgram
 from meshtape.parallel.reshard import Reshard
+from meshtape.parallel.workers import known_workers
 
 MESH, SECRET = b"r" * 16, b"s" * 32
 
@@ -227,8 +228,9 @@ def test_ranks_of_one_process_are_sent_a_block_once():
 # ----- rounds that run beside the computation -------------------------------------------------------------------------
 
 
-def layers(n: int) -> tuple[Any, list[Any]]:
-    """Gradients of a deep network on a mesh of data; of the last layer they are there first."""
+def layers(n: int, step: float = 0.0) -> tuple[Any, list[Any]]:
+    """Gradients of a deep network on a mesh of data; of the last layer they are there first. With ``step`` what they make of the
+    weights."""
     mesh = mt.Mesh({"data": 2})
     rng = np.random.default_rng(0)
     ws = [mt.distribute(rng.normal(size=(64, 64)), mesh) for _ in range(n)]
@@ -241,7 +243,8 @@ def layers(n: int) -> tuple[Any, list[Any]]:
                 h = mt.tanh(h @ w)
             return mt.mean(mt.square(h))
 
-        return mt.grad(loss)(ws)
+        gs = mt.grad(loss)(ws)
+        return [w - step * mt.tanh(g) for w, g in zip(ws, gs, strict=True)] if step else gs
 
     program = mt.compile(gradients).program(ws, x)
     blocks = [mesh.runtime._blocks(a._buf.computed().handle) for a in (*ws, x)]
@@ -280,15 +283,48 @@ def test_explain_shows_what_runs_beside():
         assert "»" not in program.text(("data",))
 
 
+@pytest.mark.parametrize("step", [0.0, 0.1])  # rounds that are waited for at the end, and before what reads them
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_overlap_changes_no_bit(planes, overlap):
-    program, inputs = layers(5)
+def test_overlap_changes_no_bit(planes, overlap, step):
+    program, inputs = layers(5, step)
     want = in_processes(planes, program, (0, 0), inputs)
     with dask.config.set({"meshtape.bucket": 1, "meshtape.overlap": overlap}):
         got = in_processes(planes, program, (0, 1), inputs)
     for g, w in zip(got, want, strict=True):
         for rank in w:
             np.testing.assert_array_equal(g[rank], w[rank])
+
+
+@pytest.mark.timeout(300)
+def test_what_runs_beside_is_as_the_client_is_configured(processes):
+    """A worker that has other settings takes part in the same rounds."""
+
+    def configure(found: dict[str, Any] | None, dask_worker: Any) -> None:
+        if found is None:
+            dask_worker.meshtape_test_config.__exit__(None, None, None)
+        else:
+            dask_worker.meshtape_test_config = dask.config.set(found)
+
+    def loss(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = mt.tanh(x @ w)
+        return mt.mean(mt.square(x))
+
+    rng = np.random.default_rng(0)
+    values, data = [rng.normal(size=(16, 16)) for _ in range(4)], rng.normal(size=(8, 16))
+    (first, *_) = sorted(known_workers(processes))
+    never, always = ({"meshtape.overlap": least, "meshtape.bucket": 1} for least in (0, 1))
+    for theirs, ours in ((never, always), (always, never)):
+        processes.run(configure, theirs, workers=[first])
+        try:
+            with dask.config.set(ours), mt.Mesh({"data": 2}, client=processes) as mesh:
+                ws = [mt.distribute(w, mesh) for w in values]
+                x = mt.distribute(data, mesh, data=mt.Shard(0))
+                found = [np.asarray(g) for g in mt.compile(mt.grad(loss))(ws, x)]
+        finally:
+            processes.run(configure, None, workers=[first])
+        for g, e in zip(found, mt.grad(loss)(values, data), strict=True):
+            np.testing.assert_allclose(g, np.asarray(e), 1e-12, 1e-12)
 
 
 def test_a_failure_beside_and_one_in_front(planes, monkeypatch):

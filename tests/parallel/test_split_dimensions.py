@@ -209,6 +209,25 @@ def test_a_halo_is_as_wide_as_the_kernel_reaches():
     assert program(lambda x, k: mt.nn.conv2d(x, k), x, k).moved_bytes() == 3 * 2 * 8 * 8
 
 
+@pytest.mark.parametrize(
+    ("fn", "moves"),
+    [
+        (lambda x, k: mt.nn.conv2d(x, k), 0),  # a kernel of one place
+        (lambda x, k: x[:, :, :], 0),
+        (lambda x, k: x[:, :, ::2], 1),  # each rank cuts its part from its own
+        (lambda x, k: mt.nn.conv2d(x, k, stride=2), 1),
+    ],
+)
+def test_what_ranks_have_already_is_no_halo(fn, moves):
+    mesh = mt.Mesh({"h": 2})
+    x = mt.distribute(mt.asarray(np.random.default_rng(0).normal(size=(1, 2, 8, 3))), mesh, h=mt.Shard(2))
+    k = mt.distribute(mt.asarray(np.random.default_rng(1).normal(size=(2, 2, 1, 1))), mesh)
+    same(fn, x, k)
+    found = text(fn, x, k)
+    assert "halo_exchange" not in found
+    assert found.count("# 0 bytes") == found.count("= slice(h) %") == moves, found
+
+
 # ----- windows ----------------------------------------------------------------------------------------------------------
 
 

@@ -228,3 +228,12 @@ def test_what_cannot_be_is_refused():
         moe.Config(experts=2, capacity_factor=0.0)
     with pytest.raises(mt.errors.ShapeError, match="batch, s, width"):
         moe.apply({}, mt.ones((2, 3)), moe.Config(2))
+
+
+def test_second_choices_take_the_places_that_first_ones_leave():
+    """One place an expert: each token gets its first choice, and what would be its second is taken."""
+    config = mt.models.moe.Config(experts=2, top_k=2, capacity_factor=0.5)
+    probabilities = mt.asarray([[[0.6, 0.4], [0.3, 0.7]]])
+    dispatch, combine, _ = mt.models.moe.route(probabilities, config)
+    np.testing.assert_array_equal(np.asarray(dispatch)[0, :, :, 0], np.eye(2))
+    np.testing.assert_allclose(np.asarray(combine)[0, :, :, 0], np.diag([0.6, 0.7]))

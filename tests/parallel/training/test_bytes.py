@@ -64,9 +64,22 @@ def test_it_learns_and_is_judged_on_other_files(job, single):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(3600)
+def test_two_ranks_of_every_form_have_the_curve_of_one(benchmark_module):
+    """A hundred steps, over the warm-up and the fall of the rate: rounding grows with each."""
+    found = benchmark_module("bytes_report").forms("tiny", 100, 64, 8, workers=False)
+    assert set(found["largest relative difference from one rank"]) == {"dp2", "tp2", "pp2"}
+    assert max(found["largest relative difference from one rank"].values()) < 1e-3, found
+    assert found["bits per byte"]["one rank"][-1] < 4.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_small_decoder_predicts_held_out_bytes_better_than_gzip_packs_them(job):
-    """Some 1.8 million parameters; the target is what gzip -9 makes of the same files."""
-    t = job.trainer("small", steps=3000, length=192, batch=16, log_every=100, progress=True)
+    """Some 120,000 parameters and 3 MB of text, in minutes. A window is predicted from nothing but its own bytes; gzip -9 has the
+    windows too, and in the second row 32 kB of the training text as well. What 10 million parameters reach is in the report."""
+    t = job.trainer("tiny", steps=1500, length=128, batch=16, peak=5e-3, sample=16, log_every=100, progress=True)
     judged = t.fit().history[-1]["eval_loss"] / math.log(2)
-    assert judged < job.baselines(*job.sources(), 192)["gzip -9, whole"], judged
+    found = job.baselines(*job.sources(), 128)
+    print(f"{judged:.3f} bits per byte, {found}")
+    assert judged < 0.75 * found["gzip -9, windows after 32 kB of the training text"] < found["gzip -9, windows"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -61,6 +63,33 @@ def test_cached_gradients_are_those_of_the_whole_batch(chunk):
     assert abs(float(v) - float(value)) < 1e-6
     for a, b in zip(mt.tree.flatten(grads)[0], mt.tree.flatten(g)[0], strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-5)
+
+
+def test_cached_gradients_hold_the_activations_of_one_chunk():
+    """Twelve layers on 128 rows, in chunks of eight: what one chunk holds is a sixteenth of it."""
+    weights = [mt.asarray(np.eye(32) + 0.01 * k) for k in range(12)]
+    data = mt.asarray(np.random.default_rng(0).standard_normal((128, 32)))
+
+    def deep(weights, x, key):
+        for w in weights:
+            x = mt.tanh(x @ w)
+        return x
+
+    def joined(e):
+        return (e.sum(axis=0) ** 2.0).sum()
+
+    def peak(fn) -> int:
+        mt.grad(fn)(weights)
+        tracemalloc.start()
+        try:
+            mt.grad(fn)(weights)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    whole = peak(lambda ws: joined(deep(ws, data, None)))
+    cached = tr.grad_cache(deep, joined, chunk=8)
+    assert peak(lambda ws: cached(ws, data, None)) < whole - 5 * data.nbytes
 
 
 def test_dropout_is_the_same_when_a_chunk_is_computed_again():
@@ -201,3 +230,9 @@ def test_fine_tuning_the_real_encoder_finds_more_descriptions_by_their_names(ben
     assert after.loss < before.loss
     if sizes["steps"] > 10:
         assert after.nearest > before.nearest
+
+
+def test_each_chunk_of_cached_gradients_draws_numbers_of_its_own():
+    cached = tr.grad_cache(lambda w, x, key: x * w + mt.random.uniform(key, ()), lambda e: e, chunk=2)
+    drawn = np.asarray(cached(mt.ones(()), mt.zeros((4, 1)), mt.random.key(0)))[:, 0]
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]

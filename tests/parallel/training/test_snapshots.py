@@ -6,12 +6,11 @@ import os
 import signal
 
 import numpy as np
+import pytest
 
 import meshtape as mt
 
-de, tr = mt.models.decoder, mt.training
-CONFIG = de.Config(vocab=32, width=16, layers=2, heads=2, max_length=16, dropout=0.1)
-TOKENS = np.random.default_rng(0).integers(0, 32, 700)
+tr = mt.training
 LIMIT = 250.0
 
 
@@ -31,23 +30,9 @@ class Kill(tr.Callback):
             os.kill(client.run(os.getpid, workers=[victim])[victim], signal.SIGKILL)
 
 
-def fit(mesh, plan, **options):
-    plan = de.plan(plan)
-    return mt.Trainer(
-        lambda p, b, key: de.loss(p, b, CONFIG, key=key, plan=plan),
-        lambda key: de.init(key, CONFIG),
-        mt.optim.adamw(1e-2),
-        tr.TokenSource(TOKENS, 12),
-        batch=8,
-        accumulation=2,
-        steps=6,
-        clip=1.0,
-        log_every=1,
-        mesh=mesh,
-        plan=plan,
-        stages=de.staged(CONFIG, plan=plan),
-        **options,
-    ).fit()
+@pytest.fixture(scope="module")
+def trainer(small_run):
+    return small_run(2, steps=6)
 
 
 X = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
@@ -83,11 +68,12 @@ def test_a_killed_worker_costs_the_steps_since_the_snapshot(mortal):
     assert losses(result) == losses(fit_line(mt.Mesh({"data": 2})))
 
 
-def test_stages_go_on_from_the_snapshot_on_the_worker_that_is_left(mortal):
+def test_stages_go_on_from_the_snapshot_on_the_worker_that_is_left(trainer, mortal):
     kill = Kill(5)
-    result = fit(mt.Mesh({"pipe": 2}, client=mortal), "pp", callbacks=[kill], snapshot_every=4, elastic=KEEP)
+    options = {"callbacks": [kill], "snapshot_every": 4, "elastic": KEEP}
+    result = trainer(mt.Mesh({"pipe": 2}, client=mortal), "pp", **options).fit()
     assert (result.step, result.restarts, kill.began) == (6, 1, [0, 4])
-    assert losses(result) == losses(fit(mt.Mesh({"pipe": 2}), "pp"))
+    assert losses(result) == losses(trainer({"pipe": 2}, "pp").fit())
 
 
 def test_a_newer_checkpoint_goes_before_a_snapshot(mortal, tmp_path):

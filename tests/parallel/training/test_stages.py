@@ -8,31 +8,11 @@ import pytest
 import meshtape as mt
 
 de, tr = mt.models.decoder, mt.training
-CONFIG = de.Config(vocab=32, width=16, layers=4, heads=2, max_length=16, dropout=0.1)
-TOKENS = np.random.default_rng(0).integers(0, 32, 500)
 
 
-def trainer(axes=None, plan="dp", config=CONFIG, **options):
-    plan = de.plan(plan)
-    mesh = axes if axes is None or isinstance(axes, mt.Mesh) else mt.Mesh(axes)
-    options = {
-        "batch": 8,
-        "accumulation": 2,
-        "steps": 6,
-        "log_every": 1,
-        "clip": 0.5,
-        "ema": mt.optim.ema(0.9),
-    } | options
-    return mt.Trainer(
-        lambda p, b, key: de.loss(p, b, config, key=key, plan=plan),
-        lambda key: de.init(key, config),
-        mt.optim.adamw(mt.optim.warmup_cosine(1e-2, 3, 20)),
-        tr.TokenSource(TOKENS, 12),
-        mesh=mesh,
-        plan=plan,
-        stages=de.staged(config, plan=plan),
-        **options,
-    )
+@pytest.fixture(scope="module")
+def trainer(small_run):
+    return small_run(4, tokens=500, steps=6, clip=0.5)
 
 
 def numbers(result, name="loss"):
@@ -46,9 +26,9 @@ def close(a, b, atol=1e-6):
 
 
 @pytest.fixture(scope="module")
-def single():
+def single(trainer):
     """Six steps on one rank, the last but one of which is the ragged end of an epoch."""
-    t = trainer(evaluate=tr.TokenSource(TOKENS[:150], 12), eval_every=3)
+    t = trainer(evaluate=trainer.samples(150), eval_every=3)
     return t, t.fit()
 
 
@@ -63,9 +43,9 @@ def single():
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_run_in_stages_equals_that_of_one_rank(single, plan, axes, options):
+def test_a_run_in_stages_equals_that_of_one_rank(trainer, single, plan, axes, options):
     """Dropout, clipping, averages, tied embeddings and a ragged batch are in it."""
-    t = trainer(axes, plan, evaluate=tr.TokenSource(TOKENS[:150], 12), eval_every=3, **options)
+    t = trainer(axes, plan, evaluate=trainer.samples(150), eval_every=3, **options)
     result = t.fit()
     for name in ("loss", "grad_norm", "eval_loss"):
         np.testing.assert_allclose(numbers(result, name), numbers(single[1], name), rtol=2e-5)
@@ -73,7 +53,7 @@ def test_a_run_in_stages_equals_that_of_one_rank(single, plan, axes, options):
     close(single[0].average, t.average)
 
 
-def test_each_part_holds_its_own_parameters_alone():
+def test_each_part_holds_its_own_parameters_alone(trainer):
     t = trainer({"pipe": 2}, "pp", steps=1)
     t.fit()
     parts = [t.mesh.submesh(pipe=r) for r in range(2)]
@@ -85,7 +65,7 @@ def test_each_part_holds_its_own_parameters_alone():
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_small_floats_and_the_loss_scale(precision):
+def test_small_floats_and_the_loss_scale(trainer, precision):
     runs = {}
     for axes, plan in ((None, "dp"), ({"pipe": 2}, "pp")):
         runs[plan] = trainer(axes, plan, precision=precision, steps=3)
@@ -97,14 +77,29 @@ def test_small_floats_and_the_loss_scale(precision):
         assert int(runs["pp"].state["scaler"]["good"]) == 3
 
 
-def test_a_step_whose_gradients_overflow_is_left_out_by_every_stage():
+def test_a_step_whose_gradients_overflow_is_left_out_by_every_stage(trainer):
     t = trainer({"pipe": 2}, "pp", precision=tr.Precision("float16", scale=2.0**40), steps=2)
     t.fit()
-    close(de.init(mt.random.fold_in(mt.random.key(0), 0), CONFIG), t.params, atol=0)
+    close(de.init(mt.random.fold_in(mt.random.key(0), 0), trainer.config), t.params, atol=0)
     assert int(t.state["scaler"]["skipped"]) == 2
 
 
-def test_frozen_parameters_stay_and_cost_no_state(single):
+def test_a_gradient_that_overflows_in_the_first_stage_alone_leaves_the_step_out_of_all():
+    cut = mt.models.Stages(
+        lambda n: [lambda p, x, b, k: b * p["a"], lambda p, x, b, k: mt.mean(x * p["b"])],
+        lambda p, n: [{"a": p["a"]}, {"b": p["b"]}],
+    )
+    params = {"a": mt.full(1, 1e-4, dtype=mt.float32), "b": mt.ones(1, dtype=mt.float32)}
+    t = mt.Trainer(
+        lambda p, b, k: 0, params, mt.optim.sgd(1e-3), np.full((8, 1), 3e4, np.float16), batch=4, accumulation=2, steps=1,
+        plan=de.plan("pp"), mesh=mt.Mesh({"pipe": 2}), stages=cut, precision=tr.Precision("float16", scale=64.0),
+    )  # fmt: skip
+    t.fit()
+    assert int(t.state["scaler"]["skipped"]) == 1
+    close(params, t.params, atol=0)
+
+
+def test_frozen_parameters_stay_and_cost_no_state(trainer, single):
     chosen = lambda path: path[0] == "layers" and path[1] == 1  # noqa: E731  # all in the first stage
     runs = []
     for axes, plan in ((None, "dp"), ({"pipe": 2}, "pp")):
@@ -115,7 +110,7 @@ def test_frozen_parameters_stay_and_cost_no_state(single):
     assert runs[1][0].state["optimizer"]["mean"]["embed"] is None
 
 
-def test_experts_in_stages_keep_their_balance_loss():
+def test_experts_in_stages_keep_their_balance_loss(trainer):
     moe = mt.models.moe.Config(experts=4, top_k=2, capacity_factor=None, aux_weight=0.5)
     config = de.Config(vocab=32, width=16, layers=2, heads=2, max_length=16, experts=moe)
     one = trainer(config=config, steps=3).fit()
@@ -132,7 +127,7 @@ def test_experts_in_stages_keep_their_balance_loss():
     ],
     ids=["the same", "to one rank", "from data ranks"],
 )
-def test_a_checkpoint_of_a_run_in_stages_goes_on_anywhere(tmp_path, single, before, after):
+def test_a_checkpoint_of_a_run_in_stages_goes_on_anywhere(trainer, tmp_path, single, before, after):
     trainer(*before, steps=3, directory=tmp_path).fit()
     t = trainer(*after, directory=tmp_path)
     result = t.fit()
@@ -145,7 +140,7 @@ def test_a_checkpoint_of_a_run_in_stages_goes_on_anywhere(tmp_path, single, befo
     close(single[0].state, t.state)
 
 
-def test_a_snapshot_of_a_run_in_stages_is_put_on_other_stages(single):
+def test_a_snapshot_of_a_run_in_stages_is_put_on_other_stages(trainer, single):
     t = trainer({"pipe": 2}, "pp", steps=3)
     t.fit()
     other = trainer({"pipe": 4}, "pp")
@@ -154,7 +149,7 @@ def test_a_snapshot_of_a_run_in_stages_is_put_on_other_stages(single):
     np.testing.assert_allclose(numbers(other.fit()), numbers(single[1])[3:], rtol=2e-5)
 
 
-def test_stages_on_worker_processes(processes, tmp_path, single):
+def test_stages_on_worker_processes(trainer, processes, tmp_path, single):
     with mt.Mesh({"pipe": 2}, client=processes) as mesh:
         t = trainer(mesh, "pp", directory=tmp_path)
         result = t.fit()
@@ -163,12 +158,12 @@ def test_stages_on_worker_processes(processes, tmp_path, single):
     close(single[0].state, mt.load(result.checkpoint))
 
 
-def test_without_the_axis_or_the_part_the_loss_is_used(single):
+def test_without_the_axis_or_the_part_the_loss_is_used(trainer, single):
     for axes, plan in (({"data": 2}, "dp+pp"), ({"pipe": 2}, "dp")):
         np.testing.assert_allclose(numbers(trainer(axes, plan, steps=2).fit()), numbers(single[1])[:2], rtol=2e-5)
 
 
-def test_what_does_not_fit_is_refused_before_anything_runs():
+def test_what_does_not_fit_is_refused_before_anything_runs(trainer):
     with pytest.raises(mt.errors.PlanError, match="stages="):
         mt.Trainer(
             lambda p, b, k: 0,

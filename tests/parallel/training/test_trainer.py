@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
-import struct
-import subprocess
-import sys
-import time
 
 import dask
-import google_crc32c
 import numpy as np
 import pytest
 
 import meshtape as mt
 from meshtape.parallel.training.jobs import Job, parse_axes, resolve_axes, running
-from meshtape.parallel.training.metrics import EventFile, JsonLines, read_lines
-from meshtape.parallel.training.status import read_status, with_life
+from meshtape.parallel.training.records import METADATA_KEY
+from meshtape.parallel.training.status import read_status
 
 de, tr = mt.models.decoder, mt.training
-CONFIG = de.Config(vocab=32, width=16, layers=1, heads=2, max_length=16, dropout=0.1)
-TOKENS = np.random.default_rng(0).integers(0, 32, 700)
 
 
-def trainer(axes=None, plan="dp", **options):
-    plan = de.plan(plan)
-    options = {
-        "batch": 8,
-        "accumulation": 2,
-        "steps": 12,
-        "log_every": 1,
-        "clip": 1.0,
-        "ema": mt.optim.ema(0.9),
-    } | options
-    return mt.Trainer(
-        lambda p, b, key: de.loss(p, b, CONFIG, key=key, plan=plan),
-        lambda key: de.init(key, CONFIG),
-        mt.optim.adamw(mt.optim.warmup_cosine(1e-2, 3, 20)),
-        tr.TokenSource(TOKENS, 12),
-        mesh=axes if axes is None or isinstance(axes, mt.Mesh) else mt.Mesh(axes),
-        plan=plan,
-        **options,
-    )
+@pytest.fixture(scope="module")
+def trainer(small_run):
+    """Runs of 12 steps, the 8th of which is the ragged end of an epoch."""
+    return small_run(1, steps=12)
 
 
 def losses(result):
@@ -59,7 +35,7 @@ def equal(a, b):
 
 
 @pytest.fixture(scope="module")
-def unbroken():
+def unbroken(trainer):
     t = trainer()
     return t, t.fit()
 
@@ -78,7 +54,7 @@ def test_a_run_learns_and_says_how_it_ended(unbroken):
 
 
 @pytest.mark.parametrize("axes", [None, {"data": 2}, {"data": 2, "model": 2}])
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, axes):
+def test_an_interrupted_run_goes_on_bit_for_bit(trainer, tmp_path, axes):
     """Dropout, warm-up, averages, a ragged batch and the turn of an epoch lie between the steps."""
     plan = "dp+tp" if axes and "model" in axes else "dp"
     whole = trainer(axes, plan)
@@ -94,7 +70,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, axes):
     ("before", "after", "zero"),
     [((None, "dp"), ({"data": 2}, "dp"), 2), (({"data": 4}, "dp"), ({"data": 2, "model": 2}, "fsdp+tp"), 0)],
 )
-def test_a_run_goes_on_on_another_mesh_to_rounding(tmp_path, unbroken, before, after, zero):
+def test_a_run_goes_on_on_another_mesh_to_rounding(trainer, tmp_path, unbroken, before, after, zero):
     trainer(*before, steps=5, directory=tmp_path).fit()
     t = trainer(*after, zero=zero, directory=tmp_path)
     result = t.fit()
@@ -105,7 +81,32 @@ def test_a_run_goes_on_on_another_mesh_to_rounding(tmp_path, unbroken, before, a
     assert result.consumed == unbroken[1].consumed
 
 
-def test_a_finished_run_does_nothing_more(tmp_path):
+def test_a_run_goes_on_with_another_batch_size_at_the_next_sample(trainer, tmp_path):
+    trainer(steps=3, directory=tmp_path).fit()
+    t = trainer(steps=5, batch=4, directory=tmp_path)
+    read = []
+    whole = t.source.read
+    t.source.read = lambda ids: [read.extend(ids), whole(ids)][1]
+    result = t.fit()
+    assert result.consumed == 3 * 8 + 2 * 4
+    assert read[: 2 * 4] == tr.Sampler(58).take(24, 8)[0].tolist()
+    assert mt.open_checkpoint(result.checkpoint).metadata[METADATA_KEY]["batch"] == 4
+
+
+def test_each_step_and_micro_batch_draws_numbers_of_its_own():
+    def loss(params, batch, key):
+        drawn, n = mt.random.uniform(key, ()), batch.shape[0]
+        return params.sum() * 0 + drawn * n, mt.asarray(float(n)), {"square": drawn * drawn * n}
+
+    t = mt.Trainer(
+        loss, mt.ones(2), mt.optim.sgd(0.1), np.ones(8), batch=4, accumulation=2, steps=4, log_every=1, seed=1
+    )
+    history = t.fit().history
+    assert len({h["loss"] for h in history}) == 4
+    assert all(h["square"] > h["loss"] ** 2 + 1e-6 for h in history)  # the mean of two squares: they differ
+
+
+def test_a_finished_run_does_nothing_more(trainer, tmp_path):
     trainer(steps=3, directory=tmp_path).fit()
     again = trainer(steps=3, directory=tmp_path)
     result = again.fit()
@@ -113,19 +114,19 @@ def test_a_finished_run_does_nothing_more(tmp_path):
     assert trainer(steps=2, directory=tmp_path, resume="never").fit().step == 2
 
 
-def test_epochs_end_where_the_samples_do():
+def test_epochs_end_where_the_samples_do(trainer):
     result = trainer(steps=None, epochs=2, batch=16).fit()
     assert (result.reason, result.step, result.consumed, result.epoch) == ("epochs", 2 * 4, 2 * 58, 2)
 
 
-def test_raising_the_number_of_steps_goes_on(unbroken):
+def test_raising_the_number_of_steps_goes_on(trainer, unbroken):
     t = trainer(steps=4)
     t.fit()
     t.steps = 12
     assert losses(t.fit()) == losses(unbroken[1])
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+def test_a_checkpoint_of_another_run_is_refused(trainer, tmp_path):
     trainer(steps=2, directory=tmp_path).fit()
     with pytest.raises(mt.errors.TrainingError, match="seed 0, this one has 1"):
         trainer(directory=tmp_path, seed=1).fit()
@@ -135,7 +136,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_checkpoint_holds_what_a_run_without_it_would(tmp_path, zero):
+def test_a_checkpoint_holds_what_a_run_without_it_would(trainer, tmp_path, zero):
     """Saved right after a step, whatever is still on its way then."""
     t = trainer({"data": 2}, zero=zero, steps=4, save_every=1, directory=tmp_path)
     result = t.fit()
@@ -145,7 +146,7 @@ def test_a_checkpoint_holds_what_a_run_without_it_would(tmp_path, zero):
     assert equal(plain.state, t.state)
 
 
-def test_a_save_right_after_a_step_waits_for_what_runs_beside_the_computation(tmp_path, threads):
+def test_a_save_right_after_a_step_waits_for_what_runs_beside_the_computation(trainer, tmp_path, threads):
     """Gradients that are reduced, and parameters that are gathered, while the step goes on: each byte is that of a run without."""
     held = []
     for overlap in (0, 1):
@@ -160,7 +161,7 @@ def test_a_save_right_after_a_step_waits_for_what_runs_beside_the_computation(tm
         assert equal(a, b)
 
 
-def test_background_saves_hold_the_state_of_their_step(tmp_path):
+def test_background_saves_hold_the_state_of_their_step(trainer, tmp_path):
     manager = mt.CheckpointManager(tmp_path, keep=None, asynchronous=True)
     t = trainer(steps=6, save_every=2, checkpoints=manager)
     t.fit()
@@ -173,20 +174,20 @@ def test_background_saves_hold_the_state_of_their_step(tmp_path):
 # ----- evaluation and stopping ----------------------------------------------------------------------------------------
 
 
-def test_evaluation_is_over_the_whole_set_without_dropout(unbroken):
-    held = tr.TokenSource(TOKENS[:300], 12)
+def test_evaluation_is_over_the_whole_set_without_dropout(trainer, unbroken):
+    held = trainer.samples(300)
     values = {}
     for axes in (None, {"data": 3}):
         t = trainer(axes, steps=2, batch=12, evaluate=held, eval_every=1)
         values[str(axes)] = [h["eval_loss"] for h in t.fit().history]
     np.testing.assert_allclose(*values.values(), atol=2e-6)
     data = mt.tree.tree_map(mt.asarray, held.read(np.arange(len(held))))
-    total, weight = de.loss(t.params, data, CONFIG)
+    total, weight = de.loss(t.params, data, trainer.config)
     assert abs(values[str({"data": 3})][-1] - float(total) / float(weight)) < 2e-6
 
 
-def test_early_stop_ends_the_run_and_its_patience_survives_a_restart(tmp_path):
-    held = tr.TokenSource(TOKENS[:200], 12)
+def test_early_stop_ends_the_run_and_its_patience_survives_a_restart(trainer, tmp_path):
+    held = trainer.samples(200)
 
     def run(steps, **options):
         stop = tr.EarlyStop(patience=3, least=100.0)  # nothing is ever good enough
@@ -198,7 +199,12 @@ def test_early_stop_ends_the_run_and_its_patience_survives_a_restart(tmp_path):
     assert run(12, directory=tmp_path).step == 4
 
 
-def test_callbacks_see_the_turns_of_a_run(tmp_path):
+def test_early_stop_of_a_number_that_should_grow():
+    stop = tr.EarlyStop("eval_accuracy", patience=2, highest=True)
+    assert [stop.seen(v) for v in (0.5, 0.6, 0.55, float("nan"))] == [False, False, False, True]
+
+
+def test_callbacks_see_the_turns_of_a_run(trainer, tmp_path):
     seen = []
 
     class Watch(tr.Callback):
@@ -238,7 +244,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_stops_and_the_run_goes_on_from_there(tmp_path, unbroken, which):
+def test_a_signal_saves_and_stops_and_the_run_goes_on_from_there(trainer, tmp_path, unbroken, which):
     class Interrupt(tr.Callback):
         def on_log(self, trainer, numbers):
             if trainer.progress.step == 4:
@@ -254,7 +260,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on_from_there(tmp_path, unbro
     assert losses(first) + losses(trainer(directory=tmp_path).fit()) == losses(unbroken[1])
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path):
+def test_a_second_signal_ends_the_run_at_once(trainer, tmp_path, capfd):
     """Without a checkpoint of that step: the next run goes on from the last one."""
 
     class Insist(tr.Callback):
@@ -266,6 +272,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trainer(directory=tmp_path, save_every=2, callbacks=[Insist()]).fit()
+    assert "SIGINT: the run stops after this step and a checkpoint; once more" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
     status = read_status(tmp_path)
     assert (status["state"], status["error"].split(":")[0]) == ("failed", "KeyboardInterrupt")
@@ -273,147 +280,10 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path):
     assert [h["step"] for h in again.history] == list(range(5, 13))
 
 
-# ----- what is shown --------------------------------------------------------------------------------------------------
-
-
-def test_plain_lines_where_there_is_no_terminal(capfd):
-    trainer(steps=4, progress=True).fit()
-    lines = [text for text in capfd.readouterr().err.splitlines() if text.startswith("step ")]
-    assert [text.split()[1] for text in lines] == ["1/4", "2/4", "3/4", "4/4"]
-    for text in lines:
-        assert re.search(r"loss \d+\.\d{4}  \S+/s  \S+ [KMG]?i?B", text), text
-    assert re.search(r"  \d+:\d\d:\d\d left$", lines[2])
-    assert "left" not in lines[3]
-
-
-def test_a_bar_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "160")
-    trainer(steps=3).fit()
-    shown = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
-    assert re.search(
-        r"training .* 3/3 .*loss \d\.\d{4}  \S+/s  \S+ [KMG]?i?B .*\d:\d\d:\d\d", shown.splitlines()[-1]
-    ), shown
-
-
-# ----- what is written ------------------------------------------------------------------------------------------------
-
-
-def scalars_of(path):
-    """An event file read by its specification: records of checked length and content, fields 2 (step) and 5 (summary)."""
-    data, at, out = path.read_bytes(), 0, []
-
-    def checked(chunk, crc):
-        c = google_crc32c.value(chunk)
-        assert struct.unpack("<I", crc)[0] == (((c >> 15) | (c << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-    def fields(message):
-        i, found = 0, []
-
-        def varint():
-            nonlocal i
-            n = shift = 0
-            while True:
-                b = message[i]
-                i += 1
-                n |= (b & 127) << shift
-                shift += 7
-                if b < 128:
-                    return n
-
-        while i < len(message):
-            tag = varint()
-            if tag & 7 == 0:
-                found.append((tag >> 3, varint()))
-            else:
-                n = {1: 8, 5: 4}.get(tag & 7) or varint()
-                found.append((tag >> 3, message[i : i + n]))
-                i += n
-        return found
-
-    while at < len(data):
-        head = data[at : at + 8]
-        checked(head, data[at + 8 : at + 12])
-        (n,) = struct.unpack("<Q", head)
-        message = data[at + 12 : at + 12 + n]
-        checked(message, data[at + 12 + n : at + 16 + n])
-        event = dict(fields(message))
-        for _, value in fields(event.get(5, b"")):
-            one = dict(fields(value))
-            out.append((event[2], one[1].decode(), struct.unpack("<f", one[2])[0]))
-        at += 16 + n
-    return out
-
-
-def test_numbers_are_written_as_json_lines_and_tensorboard_events(tmp_path):
-    trainer(steps=3, directory=tmp_path).fit()
-    result = trainer(steps=6, directory=tmp_path).fit()
-    lines = read_lines(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert [line["loss"] for line in lines[3:]] == losses(result)
-    assert {"grad_norm", "per_second", "memory", "epoch", "step_ms"} <= set(lines[0])
-    files = sorted((tmp_path / "events").iterdir(), key=lambda f: f.stat().st_mtime_ns)
-    assert len(files) == 2
-    events = [(step, v) for step, name, v in scalars_of(files[1]) if name == "loss"]
-    assert [s for s, _ in events] == [4, 5, 6]
-    np.testing.assert_allclose([v for _, v in events], losses(result), rtol=1e-6)
-
-
-def test_tensorboard_reads_the_events(tmp_path):
-    """What TensorBoard itself shows of a run that went on from a step before its last: each step once."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for first, steps, factor in ((0, range(1, 6), 1.0), (3, range(4, 8), 10.0)):
-        file = EventFile(tmp_path, first)
-        for step in steps:
-            file.write(step, {"loss": step * factor, "odd/name with ä": float("nan"), "text": "left out", "whole": 7})
-        file.close()
-    events = accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["loss", "odd/name with ä", "whole"]
-    found = [(e.step, e.value) for e in events.Scalars("loss")]
-    assert found == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0), (7, 70.0)]
-    assert {e.value for e in events.Scalars("whole")} == {7.0}
-
-
-def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path):
-    file = tmp_path / "m.jsonl"
-    w = JsonLines(file)
-    for step in range(1, 6):
-        w.write(step, {"loss": float("nan") if step == 2 else step})
-    w.close()
-    with file.open("a") as f:
-        f.write('{"step": 6, "lo')  # cut off by a crash
-    w = JsonLines(file, step=3)
-    w.write(4, {"loss": 0.5})
-    w.close()
-    assert [(r["step"], r["loss"]) for r in read_lines(file)] == [(1, 1), (2, "nan"), (3, 3), (4, 0.5)]
-    file.write_text("[]\n")
-    with pytest.raises(mt.errors.TrainingError, match="line 1"):
-        read_lines(file)
-
-
-def test_status_says_how_a_run_stands(tmp_path):
-    result = trainer({"data": 2}, steps=3, directory=tmp_path).fit()
-    s = read_status(tmp_path)
-    assert (s["state"], s["step"], s["steps"], s["mesh"], s["alive"]) == ("finished", 3, 3, {"data": 2}, True)
-    assert s["checkpoint"] == result.checkpoint
-    s["pid"] = 2**22 + 1  # beyond what Linux gives out
-    (tmp_path / "status.json").write_text(json.dumps(s))
-    assert read_status(tmp_path)["alive"] is False
-    # A child that ended and was not waited for, and a process that got the number after the run began.
-    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as child:
-        child.stdout.read()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert with_life({**s, "pid": child.pid, "started": time.time()})["alive"] is False
-    assert with_life({**s, "pid": os.getpid(), "started": 0.0})["alive"] is False
-    with pytest.raises(mt.errors.TrainingError, match="no directory of a run"):
-        read_status(tmp_path / "nothing")
-
-
 # ----- jobs and bad input ---------------------------------------------------------------------------------------------
 
 
-def test_a_job_gives_the_mesh_and_the_directory(tmp_path):
+def test_a_job_gives_the_mesh_and_the_directory(trainer, tmp_path):
     job = Job(tmp_path, axes={"data": 2})
     with running(job):
         mesh = mt.cluster_mesh({"data": -1, "model": 4})
@@ -445,7 +315,7 @@ def test_axes_of_the_command_line():
         ({"precision": "int8"}, mt.errors.TrainingError, "precision"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_before_anything_is_done(options, error, message):
+def test_options_that_do_not_fit_are_refused_before_anything_is_done(trainer, options, error, message):
     with pytest.raises(error, match=message):
         trainer(**options)
 
