@@ -200,6 +200,7 @@ def make_parents(target: str) -> None:
         make_parents(parent)
         with contextlib.suppress(FileExistsError):
             active().mkdir(parent)
+        active().fsync_dir(os.path.dirname(parent))  # a checkpoint is as durable as the folders on the way to it
 
 
 @contextlib.contextmanager

@@ -177,29 +177,19 @@ class CheckpointManager:
         kept = dict(metadata or {})
         if metrics is not None:
             kept[METRICS] = {name: float(value) for name, value in metrics.items()}
+        options: dict[str, Any] = {
+            "step": step,
+            "metadata": kept,
+            "documents": documents,
+            "overwrite": overwrite,
+            "compression": self.compression,
+        }
         if not self.asynchronous:
-            report = save(
-                target,
-                tree,
-                step=step,
-                metadata=kept,
-                documents=documents,
-                overwrite=overwrite,
-                compression=self.compression,
-            )
+            report = save(target, tree, **options)
             self._last_save = time.monotonic()
             self._rotate(target)
             return report
-        handle = save_async(
-            target,
-            tree,
-            step=step,
-            metadata=kept,
-            documents=documents,
-            overwrite=overwrite,
-            compression=self.compression,
-            then=lambda: self._rotate(target),
-        )
+        handle = save_async(target, tree, **options, then=lambda: self._rotate(target))
         self._last_save = time.monotonic()
         self._running = handle
         return handle

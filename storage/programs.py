@@ -26,16 +26,19 @@ from ..arrays._array import Array
 from ..arrays._dispatch import apply, wrap
 from ..arrays._op import state
 from ..arrays.creation import asarray
+from ..arrays.display import human_bytes
 from ..arrays.errors import (
     ArrayIndexError,
     CorruptCheckpoint,
     MeshtapeError,
     NotACheckpoint,
+    OutOfMemory,
     ProgramError,
     ShapeError,
 )
 from ..arrays.program import Program, last_uses, trace
 from ..arrays.program_json import current, decode, encode, from_json, to_json
+from ..arrays.program_memory import most_held
 from . import dtypes, names, stores
 from .checksums import crc32c
 from .commit import replacing, resolve, room_for
@@ -43,6 +46,7 @@ from .documents import PROGRAM, marked
 from .safetensors import load_safetensors, save_safetensors
 
 _CONSTANTS = "constants.safetensors"
+_LITTLE = 1 << 30  # bytes that are not asked for before they are taken
 
 
 def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: Any, overwrite: bool = False) -> None:
@@ -285,6 +289,7 @@ class LoadedProgram:
         self._arguments, self._result = document["arguments"], document["result"]
         self._constants = {v: wrap(c) for v, c in program.constants.items()}
         self._free = last_uses(program)
+        self._most, self._most_at = most_held(program)
 
     def __call__(self, *args: Any) -> Any:
         """Run the program on ``args``, trees of the structure, shapes and dtypes that it was made for.
@@ -296,12 +301,16 @@ class LoadedProgram:
         ProgramError
             Where an op refuses values that no check at loading could know; names the entry. (An index out of range is an
             :class:`ArrayIndexError`; errors that an op raises in its own words keep their type and get a note with the entry.)
+        OutOfMemory
+            Where arrays of this process are given, and what the program would surely hold at once is more than this machine has free:
+            nothing has run. Names the entry.
         """
         if len(args) != len(self._arguments):
             raise ShapeError(f"the program takes {len(self._arguments)} argument(s), got {len(args)}")
         env = dict(self._constants)
         for i, (a, want) in enumerate(zip(args, self._arguments, strict=True)):
             self._bind(a, want, f"argument {i}", env)
+        self._check_room(env)
         outer, n = state.origin, 0
         try:
             for n, (e, free) in enumerate(zip(self.program.entries, self._free, strict=True)):  # noqa: B007
@@ -320,6 +329,19 @@ class LoadedProgram:
         finally:
             state.origin = outer
         return _build(self._result, env)
+
+    def _check_room(self, env: Mapping[int, Array]) -> None:
+        # On a device or a mesh the memory is another, and while a function is traced nobody knows whose it will be.
+        if self._most <= _LITTLE or not all(isinstance(x._buf, np.ndarray) for x in env.values()):
+            return
+        import psutil
+
+        free = psutil.virtual_memory().available + psutil.swap_memory().free
+        if self._most > free:
+            raise OutOfMemory(
+                f"{self._named(self._most_at)} would hold {human_bytes(self._most)} at once with what is there then, and this machine "
+                f"has {human_bytes(free)} free: take a larger one, or give the program arrays of a mesh"
+            )
 
     def _named(self, n: int) -> str:
         return f"entry {n} ({self.program.entries[n].op.name}) of the program"

@@ -51,13 +51,15 @@ class _Windowed:
         return self._data[(*wanted.within(self._window).slices, ...)]
 
 
-def shard_of(tensor: Any, grid: Grid, coord: Coord, compression: Compression, limit: int) -> ShardBytes | CopiedShard:
+def shard_of(
+    tensor: Any, grid: Grid, coord: Coord, compression: Compression, limit: int, threads: int = 1
+) -> ShardBytes | CopiedShard:
     """A shard of an array that is filled from a lazy tensor: its chunks as they are stored where they stay the same, else made anew."""
     stored = whole_of(tensor)
     if keeps_bytes(stored, grid, tensor.dtype, compression):
         return CopiedShard(stored, grid, coord)
     block: Any = _Windowed(tensor, grid.shard_box(coord), grid.chunk, limit)
-    return ShardBytes(block, grid, coord, compression=compression)
+    return ShardBytes(block, grid, coord, compression=compression, threads=threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class ShardWriter:
     dtype: np.dtype
     compression: Compression
     limit: int
+    threads: int = 1  # that compress
 
     def _coord(self, window: Box) -> Coord:
         return tuple(o // s for o, s in zip(window.offset, self.grid.shard, strict=True))
@@ -78,7 +81,7 @@ class ShardWriter:
 
     def put(self, root: str, window: Box, tensor: Any) -> list[int]:
         fs, coord = active(), self._coord(window)
-        shard = shard_of(tensor, self.grid, coord, self.compression, self.limit)
+        shard = shard_of(tensor, self.grid, coord, self.compression, self.limit, self.threads)
         path = self._path(root, coord)
         for _ in range(8):
             # In place of what an interrupted run has left. A task that a lost worker left behind may be at the same.

@@ -26,7 +26,7 @@ from .scratch import scratch
 from .shard_streams import ShardWriter, pieces_of, shard_of
 from .sinks import BATCH, CHECKED, Stream, Unit, clear, read, sums, touch
 from .tensors import consecutive
-from .writing import SYNCS, Record, in_threads
+from .writing import SYNCS, Record, compressors, in_threads, writers
 from .zarr_format import chunk_coords, shard_index
 
 
@@ -172,8 +172,11 @@ class ZarrSink:
     def writer(self, array: int, limit: int) -> ZarrWriter | ShardWriter:
         item = self.items[array]
         if item.compression is not None:
-            return ShardWriter(item.directory, item.grid, item.dtype, item.compression, limit)
+            return ShardWriter(item.directory, item.grid, item.dtype, item.compression, limit, self._helpers())
         return ZarrWriter(item.directory, item.grid, item.dtype)
+
+    def _helpers(self) -> int:
+        return compressors(sum(math.prod(i.grid.counts) for i in self.items if i.compression is not None), writers())
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
         table: list[dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = [{} for _ in self.items]
@@ -217,12 +220,13 @@ class ZarrSink:
             i.directory += suffix
 
     def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
+        helpers = self._helpers()
         return [
             Stream(
                 f"{i.directory}/{i.grid.key(coord)}",
                 i.most(coord),
                 lambda stream, t=t, i=i, coord=coord: pieces_of(
-                    shard_of(t, i.grid, coord, i.compression, limit), stream
+                    shard_of(t, i.grid, coord, i.compression, limit, helpers), stream
                 ),
             )
             for i, t in zip(self.items, tensors, strict=True)

@@ -29,6 +29,7 @@ THREADS = 2  # to one disk, more only wait for each other
 SYNCS = 16  # files that are synced at a time: the file system's journal commits those together that wait together
 NICER = 10  # steps of priority by which a save in the background gives way
 UPLOADS = 8  # objects on their way to an object store
+COMPRESSORS = 4  # threads that compress: of each of perhaps many processes on a machine
 _OPEN = 128  # files that are written before they are synced
 
 
@@ -67,10 +68,11 @@ def write_blocks(
 
     records = _put_blocks(payloads, blocks)
     opened: set[int] = set()
+    helpers = compressors(len(jobs), writers())
 
     def write(job: tuple[str, str, Task, np.ndarray]) -> tuple[Record, int]:
         root, path, task, part = job
-        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression)
+        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)
         fd = shard.write(fs, path)
         opened.add(fd)
         return Record(task.file, shard.nbytes, shard.digest), fd
@@ -100,7 +102,7 @@ def _put_blocks(
 
     def put(job: tuple[str, Task, np.ndarray]) -> Record:
         root, task, part = job
-        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression)
+        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)
         stores.at(root).put(task.file, shard.pieces)
         return Record(task.file, shard.nbytes, shard.digest)
 
@@ -110,6 +112,7 @@ def _put_blocks(
         if stores.is_url(root)
         for t in tasks
     ]
+    helpers = compressors(len(jobs), UPLOADS)
     return in_threads(put, jobs, UPLOADS)
 
 
@@ -132,6 +135,12 @@ def give_way() -> None:
 def writers() -> int:
     """Threads that write at a time."""
     return max(1, min(THREADS, (os.cpu_count() or 1) - 1)) if _behind.get() else THREADS
+
+
+def compressors(shards: int, at_a_time: int) -> int:
+    """Threads that compress the chunks of one shard, where ``shards`` are to be written, so many at a time."""
+    processors = max(1, (os.cpu_count() or 1) - _behind.get())
+    return max(1, min(COMPRESSORS, processors) // max(1, min(shards, at_a_time)))
 
 
 def in_threads(work: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> list[Any]:

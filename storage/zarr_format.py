@@ -10,10 +10,13 @@ zarr-python would spend three to six times as long on the data itself, so it is 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -21,13 +24,14 @@ import numpy as np
 
 from . import dtypes
 from .checksums import combine, crc32c
-from .compression import Compression
+from .compression import Compression, Zstd
 from .files import IOV_MAX, Files
 from .grid import Grid
 
 GROUP_ATTRIBUTE = "meshtape"  # marks a group as ours even when its manifest is lost
 _ABSENT = np.uint64(2**64 - 1)
 _BATCH = 16 << 20  # bytes handed to the kernel in one call
+_WORTH = 4 << 20  # bytes of a shard that several threads compress
 
 
 @lru_cache(maxsize=512)
@@ -100,6 +104,9 @@ class ShardBytes:
 
     The checksum covers the chunks' data (as it is stored: compressed, where it is) one after the other, without their own checksums: bytes
     followed by their crc32c have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
+
+    ``threads`` compress at a time. A frame depends on its chunk alone, so the bytes are the same for any number; in memory are as many chunks, and
+    one more.
     """
 
     def __init__(
@@ -109,42 +116,29 @@ class ShardBytes:
         coord: tuple[int, ...],
         wrote: Callable[[int], None] | None = None,
         compression: Compression = None,
+        threads: int = 1,
     ) -> None:
         self.block, self.grid, self.coord, self.compression = block, grid, coord, compression
+        self.threads = threads
         self.wrote = wrote  # told of the bytes of each batch, before compression, when the next one is asked for
         self.nbytes = self.digest = 0
 
-    def _batches(self) -> Iterator[list[Any]]:
+    def _batches(self) -> Generator[list[Any]]:
         """Buffers, a few megabytes at a time; their memory is used again for the next ones.
 
         Chunks that lie in memory as they will lie in the file are given where they are; others are copied.
         """
-        grid, block, codec = self.grid, self.block, self.compression
-        dtype = dtypes.little(block.dtype)
-        nbytes = math.prod(grid.chunk) * dtype.itemsize
-        as_it_is = block.dtype == dtype
+        grid, codec = self.grid, self.compression
+        nbytes = math.prod(grid.chunk) * self.block.dtype.itemsize
         slots = max(1, min(_BATCH // max(nbytes, 1), IOV_MAX // 2))
-        staging: np.ndarray | None = None
         pending: list[Any] = []
         lengths: list[int] = []
         used = 0
-        for index in chunk_coords(grid, self.coord):
-            part = block[(*(slice(i * c, (i + 1) * c) for i, c in zip(index, grid.chunk, strict=True)), ...)]
-            if not (as_it_is and part.shape == grid.chunk and part.flags.c_contiguous):
-                if staging is None:
-                    staging = np.empty((slots if codec is None else 1, *grid.chunk), dtype)
-                slot = staging[used if codec is None else 0, ...]
-                if part.shape != grid.chunk:
-                    slot[...] = 0
-                slot[(*map(slice, part.shape), ...)] = part
-                part = slot
-            data: Any = part.reshape(-1).view(np.uint8)
+        for data in self._chunks(slots) if codec is None else self._frames(codec):
+            value = crc32c(data)
             if codec is None:
-                value = crc32c(data)
                 self.digest = combine(self.digest, value, nbytes)
             else:
-                data = codec.compress(data)
-                value = crc32c(data)
                 self.digest = crc32c(data, self.digest)  # to combine them takes longer where each length is another
             lengths.append(len(data) + 4)
             pending += [data, value.to_bytes(4, "little")]
@@ -162,6 +156,41 @@ class ShardBytes:
         if self.wrote is not None:
             self.wrote(used * (nbytes + 4) + (len(pending[-1]) if grid.shape else 0))
 
+    def _chunks(self, slots: int) -> Iterator[Any]:
+        """The bytes of each chunk, in order. The memory of one that was copied is used again ``slots`` chunks later."""
+        grid, block = self.grid, self.block
+        dtype = dtypes.little(block.dtype)
+        as_it_is = block.dtype == dtype
+        staging: np.ndarray | None = None
+        for number, index in enumerate(chunk_coords(grid, self.coord)):
+            part = block[(*(slice(i * c, (i + 1) * c) for i, c in zip(index, grid.chunk, strict=True)), ...)]
+            if not (as_it_is and part.shape == grid.chunk and part.flags.c_contiguous):
+                if staging is None:
+                    staging = np.empty((slots, *grid.chunk), dtype)
+                slot = staging[number % slots, ...]
+                if part.shape != grid.chunk:
+                    slot[...] = 0
+                slot[(*map(slice, part.shape), ...)] = part
+                part = slot
+            yield part.reshape(-1).view(np.uint8)
+
+    def _frames(self, codec: Zstd) -> Iterator[bytes]:
+        """Each chunk compressed, in order."""
+        count = math.prod(self.grid.present(self.coord))
+        threads = min(self.threads, count)
+        if threads < 2 or count * math.prod(self.grid.chunk) * self.block.dtype.itemsize < _WORTH:
+            yield from map(codec.compress, self._chunks(1))
+            return
+        coming: deque[Future[bytes]] = deque()
+        with ThreadPoolExecutor(threads, thread_name_prefix="meshtape-zstd") as pool:
+            # While a chunk is made ready, those that the threads have are not written to: one slot more.
+            for data in self._chunks(threads + 1):
+                coming.append(pool.submit(codec.compress, data))
+                if len(coming) > threads:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
+
     def pieces(self) -> Iterator[Any]:
         """The buffers one by one, from the first; each is valid until the next is asked for."""
         self.nbytes = self.digest = 0
@@ -177,8 +206,9 @@ class ShardBytes:
         fd = fs.create(path)
         try:
             total = 0
-            for batch in self._batches():
-                total += fs.write(fd, batch, total)
+            with contextlib.closing(self._batches()) as batches:
+                for batch in batches:
+                    total += fs.write(fd, batch, total)
         except BaseException:
             fs.close(fd)
             raise

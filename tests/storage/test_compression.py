@@ -387,7 +387,9 @@ def test_an_index_that_does_not_add_up_is_refused(shard):
     at = np.cumsum([0, *(len(f) + 4 for f in shard.frames)]).tolist()
     good = [(a, b - a) for a, b in itertools.pairwise(at)]
     big = 2**64 - 1
+    far = 2**63 + 10  # lengths that pass over the end of the numbers, and come back to the right sum
     for rows in (
+        [(0, far), (far, (at[2] - far) % 2**64), *good[2:]],
         [(big, big), *good[1:]],
         [(0, big), *good[1:]],
         [(0, 2**63), (2**63, 2**63), *good[2:]],

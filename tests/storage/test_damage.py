@@ -248,6 +248,10 @@ ATTACKS = [
     (["step"], "1"),
     (["metadata"], []),
     (["meshes"], [[["x", "y"]]]),
+    (["arrays", 1, "dir"], "w"),  # that of the other
+    (["documents"], {"config.json": ["00000000", "w/zarr.json"]}),
+    (["documents"], {"config.json": ["00000000", "../config.json"]}),
+    (["documents"], {"config.json": "config.json"}),
     (["version"], 0),
     (["version"], "1"),
     (["format"], "other"),

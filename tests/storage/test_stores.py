@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import stores
+from meshtape.storage import objects, stores
 
 
 class Contract:
@@ -260,3 +260,32 @@ def test_without_the_account_it_says_what_to_set(monkeypatch):
         monkeypatch.delenv(name)
     with pytest.raises(errors.StoreError, match="environment variables"):
         stores.at("az://box/run").get("x")
+
+
+def test_a_client_that_tells_secrets_is_not_quoted(monkeypatch):
+    """Whatever text an error of the client has: neither what the environment holds, nor what an address may carry, is shown."""
+    hush = {
+        "AWS_SECRET_ACCESS_KEY": "hush-one",
+        "AWS_SESSION_TOKEN": "hush-two",
+        "AZURE_STORAGE_ACCOUNT_KEY": "hush-three",
+        "AZURE_STORAGE_SAS_TOKEN": "hush-four",
+        "GOOGLE_SERVICE_ACCOUNT_PASSWORD": "hush-five",
+    }
+    for name, value in hush.items():
+        monkeypatch.setenv(name, value)
+    for start in ("no answer", "NoSuchBucket", "401 Unauthorized", "169.254.169.254 timed out"):
+        for value in hush.values():
+            for text in (
+                f"{start}: it was signed with {value}",
+                f"{start}: https://user:{value}@host/c",
+                f"{start}: https://host/c?sig=other-hush&key={value}",
+            ):
+                for kind in (OSError, FileNotFoundError, ValueError):
+                    shown = str(objects._explained(kind(text), "s3://bucket/c"))
+                    assert "hush" not in shown, (text, shown)
+                    assert "s3://bucket/c" in shown
+    for name in hush:
+        monkeypatch.delenv(name)
+    # Not in the environment, but in an address: by whom it was signed is nobody's business either.
+    for address in ("https://user:hush@host/c", "https://host/c?X-Amz-Signature=hush"):
+        assert "hush" not in str(objects._explained(OSError(f"cannot reach {address}"), "s3://bucket/c"))
