@@ -5,11 +5,13 @@ An error that a user can cause is one message and exit code 1, without a traceba
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
-import json
 import os
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +19,43 @@ import click
 
 from . import __version__, cli_look, cli_run
 from .cli_browse import browse
-from .cli_parts import JSON, Interrupted, examples
+from .cli_help import FittingContext, use_in
+from .cli_parts import JSON, Interrupted, examples, print_json
 from .cli_storage import COMMANDS
 from .errors import MeshtapeError
 
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
+_NARROWEST, _WIDEST = 30, 78  # columns of help texts; click's own least is 50
 
 
 class _Commands(click.Group):
-    """Turns meshtape's own errors, and those of the operating system, into messages."""
+    """Turns meshtape's own errors, and those of the operating system, into messages that fit the terminal."""
+
+    context_class = FittingContext
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One line each, broken and never cut."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, self.commands[name].get_short_help_str(200)) for name in self.list_commands(ctx)]
+            )
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        extra.setdefault("terminal_width", max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns - 2)))
+        with _fitting_messages():
+            return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):
             # A name that the terminal has no characters for is shown by their numbers.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
+        with _fitting_messages():
+            return self._invoked(ctx)
+
+    def _invoked(self, ctx: click.Context) -> Any:
+        from .tables import console, write_text
+
         try:
             found = super().invoke(ctx)
             sys.stdout.flush()  # what could not be written is an error here, and not after the exit code
@@ -39,13 +63,28 @@ class _Commands(click.Group):
         except MeshtapeError as e:
             raise click.ClickException(f"{type(e).__name__}: {e}") from None
         except KeyboardInterrupt as e:
-            click.echo(f"\n{e if isinstance(e, Interrupted) else 'interrupted'}", err=True)
+            write_text(f"\n{e if isinstance(e, Interrupted) else 'interrupted'}", console(stderr=True))
             raise click.exceptions.Exit(INTERRUPTED) from None
         except OSError as e:
             if e.errno == errno.EPIPE:  # who reads has read enough; click ends quietly
                 raise
             _give_up_unwritten()
             raise click.ClickException(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}") from None
+
+
+@contextlib.contextmanager
+def _fitting_messages() -> Iterator[None]:
+    """Errors that click shows are broken between words where they go to a terminal."""
+    from .tables import terminal_width, wrapped
+
+    try:
+        yield
+    except click.ClickException as e:
+        width = terminal_width(sys.stderr)
+        if width is not None:
+            text = wrapped(e.format_message(), width, len("Error: "))
+            e.format_message = lambda: text  # type: ignore[method-assign]
+        raise
 
 
 def _give_up_unwritten() -> None:
@@ -55,12 +94,6 @@ def _give_up_unwritten() -> None:
     except OSError:
         with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-def _console(stderr: bool = False) -> Any:
-    from rich.console import Console
-
-    return Console(stderr=stderr)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -94,11 +127,12 @@ def demo(scheduler: str | None, directory: str, epochs: int, seed: int, as_json:
     exit code is not 0 when the accuracy is too low or the readers disagree.
     """
     from .demo import run
+    from .tables import console
 
     # Where data is asked for, the standard output holds nothing else.
-    report = run(scheduler=scheduler, directory=directory, epochs=epochs, seed=seed, console=_console(stderr=as_json))
+    report = run(scheduler=scheduler, directory=directory, epochs=epochs, seed=seed, console=console(stderr=as_json))
     if as_json:
-        click.echo(json.dumps(dict(report.rows), indent=2))
+        print_json(report.facts)
 
 
 @main.command(epilog=examples("meshtape info", "meshtape info --json"))
@@ -109,11 +143,12 @@ def info(as_json: bool) -> None:
     What is missing is shown with the command that installs it.
     """
     from .info import collect, show
+    from .tables import console
 
     if as_json:
-        click.echo(json.dumps(collect(), indent=2))
+        print_json(collect())
     else:
-        show(_console())
+        show(console())
 
 
 @main.command(epilog=examples("meshtape completion bash > ~/.local/share/bash-completion/completions/meshtape"))
@@ -139,3 +174,4 @@ def completion(shell: str) -> None:
 for _command in (cli_look.ls, cli_look.show, *COMMANDS, *cli_run.COMMANDS):
     main.add_command(_command)
 main.add_command(browse)
+use_in(main)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
-from .cli_parts import CHECKPOINT, JSON, examples
+from .cli_parts import CHECKPOINT, JSON, examples, print_json
 
 
 @click.command(
@@ -42,9 +40,11 @@ def browse(paths: tuple[str, ...], host: str, port: int, token: str | None, open
     from meshtape.storage.browse.site import Site
     from meshtape.storage.browse.view_places import summary
 
+    from .tables import write_text
+
     if as_json:
         site = Site(paths)
-        click.echo(json.dumps([summary(site, place.at) for place in site.places()], indent=2))
+        print_json([summary(site, place.at) for place in site.places()])
         site.close()
         return
     server = Server(paths, host=host, port=port, token=token)
@@ -55,7 +55,7 @@ def browse(paths: tuple[str, ...], host: str, port: int, token: str | None, open
     except BaseException:
         server.close()
         raise
-    click.echo(f"{server.url}\nServing {', '.join(p.path for p in server.site.places())}. Ctrl-C ends it.")
+    write_text(f"{server.url}\nServing {', '.join(p.path for p in server.site.places())}. Ctrl-C ends it.")
     if open_:
         webbrowser.open(server.url)
     try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from typing import Any
 
 import click
 
-from .cli_parts import CHECKPOINT, JSON, array_names, dtype_names, examples
+from .cli_parts import CHECKPOINT, JSON, array_names, checked, dtype_names, examples, print_json
 
 _CORNER = (8, 6)  # rows and columns of a large array that are printed
 _WHOLE = 1 << 20  # bytes up to which an array is read for its text
@@ -20,13 +20,13 @@ _WHOLE = 1 << 20  # bytes up to which an array is read for its text
 )
 @click.argument("path", type=CHECKPOINT)
 @click.option("--match", metavar="PATTERN", help="Only names that fit a pattern with * and ?, or contain these words.")
-@click.option("--dtype", shell_complete=dtype_names, help="Only arrays of this dtype.")
+@click.option("--dtype", callback=checked("dtype"), shell_complete=dtype_names, help="Only arrays of this dtype.")
 @click.option(
     "--sort",
     type=click.Choice(["stored", "name", "size", "dtype"]),
     default="stored",
     show_default=True,
-    help="Order; the largest come first.",
+    help="Order of the list; by size, the largest come first.",
 )
 @JSON
 def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool) -> None:
@@ -48,7 +48,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
         rows = held.ordered(rows, sort, sort == "size")
     total = sum(r.nbytes for r in rows)
     if as_json:
-        click.echo(json.dumps(_facts(ckpt, [r.name for r in rows]), indent=2))
+        print_json(_facts(ckpt, rows, total))
         return
     how = "" if ckpt.compression is None else f", {ckpt.compression}"
     step = "" if ckpt.step is None else f", step {ckpt.step}"
@@ -92,36 +92,41 @@ def show(path: str, name: str, exact: bool, as_json: bool) -> None:
     import meshtape as mt
 
     from .storage.browse.text import visible
-    from .tables import Column, write
+    from .tables import Column, terminal_width, write, write_text
 
     stored = mt.open_checkpoint(path)[name]
     facts = _describe(stored, exact)
     if as_json:
-        click.echo(json.dumps(facts, indent=2))
+        print_json({k: v for k, v in facts.items() if k != "how"})
         return
-    rows = [[what, visible(_plain(what, value), 10**4)] for what, value in facts.items() if what != "name"]
+    rows = [[_TITLES.get(k, k), visible(_plain(k, v), 10**4)] for k, v in facts.items() if k not in _UNSHOWN]
     write([Column(""), Column("")], rows, title=visible(name, 10**4))
     if not stored.nbytes:
         return
     corner, where = _corner(stored)
     if where:
-        click.echo(f"first values, {where}:")
-    with np.printoptions(threshold=60, edgeitems=3, precision=4, suppress=True):
+        write_text(f"first values, {where}:")
+    width = terminal_width(sys.stdout) or 10**6  # in a pipe a row is a line
+    with np.printoptions(threshold=60, edgeitems=3, precision=4, suppress=True, linewidth=width):
         click.echo(str(corner))
 
 
 def _plain(what: str, value: Any) -> str:
     """A fact as people read it.
 
-    >>> _plain("bytes", 2048), _plain("quantiles", {"0.01": -1.5, "0.5": 0.25})
-    ('2,048 (2.0 KiB)', '1 %: -1.5   50 %: 0.25')
+    >>> _plain("nbytes", 2048), _plain("shape", [3]), _plain("quantiles", {"0.01": -1.5, "0.5": 0.25})
+    ('2,048 (2.0 KiB)', '(3,)', '1%=-1.5   50%=0.25')
     """
     from .arrays.display import human_bytes
 
-    if what == "bytes":
+    if value is None:
+        return "-"
+    if what == "shape":
+        return str(tuple(value))
+    if what == "nbytes":
         return f"{value:,}" + (f" ({human_bytes(value)})" if value >= 1024 else "")
     if isinstance(value, dict):
-        return "   ".join(f"{100 * float(q):g} %: {x:.6g}" for q, x in value.items())
+        return "   ".join(f"{100 * float(q):g}%={x:.6g}" for q, x in value.items())
     return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -134,44 +139,42 @@ def _corner(stored: Any) -> tuple[Any, str]:
     return stored[tuple(index)], f"[{text}]"
 
 
-def _facts(ckpt: Any, names: list[str]) -> dict[str, Any]:
-    from .storage.manifest import encode_json
+def _facts(ckpt: Any, rows: list[Any], total: int) -> dict[str, Any]:
+    from .storage.browse.view_checkpoint import row_data
 
     return {
         "path": ckpt.path,
         "kind": ckpt.kind,
         "step": ckpt.step,
         "meshes": ckpt.meshes,
-        "metadata": encode_json(ckpt.metadata, "metadata"),  # NaN is no JSON
+        "compression": None if ckpt.compression is None else str(ckpt.compression),
+        "metadata": ckpt.metadata,
         "documents": list(ckpt.documents),
-        "nbytes": ckpt.nbytes,
-        "arrays": [
-            {
-                "name": name,
-                "dtype": ckpt[name].dtype.name,
-                "shape": list(ckpt[name].shape),
-                "nbytes": ckpt[name].nbytes,
-                "sharding": ckpt[name].sharding_text,
-            }
-            for name in names
-        ],
+        "arrays": len(rows),
+        "nbytes": total,
+        "rows": [row_data(r) for r in rows],
     }
 
 
+_TITLES = {"nbytes": "bytes", "how": "statistics", "nan": "NaN"}
+_UNSHOWN = ("name", "exact", "seen")
+
+
 def _describe(stored: Any, exact: bool) -> dict[str, Any]:
+    """Facts in the order in which they are shown; without elements there are no statistics."""
     from .storage.browse.statistics import statistics
 
     facts: dict[str, Any] = {
         "name": stored.name,
         "dtype": stored.dtype.name,
-        "shape": str(stored.shape),
-        "bytes": stored.nbytes,
-        "sharding": stored.sharding_text or "-",
+        "shape": list(stored.shape),
+        "nbytes": stored.nbytes,
+        "sharding": stored.sharding_text,
     }
     if not stored.nbytes:
         return facts
     s = statistics(stored, exact=exact)
-    facts |= {"statistics": s.how, "NaN": s.nan, "infinite": s.infinite, "zeros": s.zeros}
+    facts |= {"how": s.how, "exact": s.exact, "seen": s.seen, "nan": s.nan, "infinite": s.infinite, "zeros": s.zeros}
     if s.low is not None:
         facts |= {"min": s.low, "max": s.high, "mean": s.mean, "std": s.std, "norm": s.norm}
         facts |= {"quantiles": {str(q): v for q, v in s.quantiles.items()}}

@@ -1,12 +1,46 @@
-"""What commands share: the option ``--json``, examples below a help text, and what the shell may complete."""
+"""What commands share: the option ``--json`` and its output, examples below a help text, and what the shell may complete."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Plain data instead of text.")
+
+
+def as_json(data: Any) -> str:
+    """``data`` as what ``--json`` prints. JSON has no NaN and no infinities: they are texts, which ``float`` and ``Number`` read.
+
+    >>> print(as_json({"loss": float("nan"), "shape": (2, 3), "most": -math.inf}))
+    {
+      "loss": "NaN",
+      "shape": [
+        2,
+        3
+      ],
+      "most": "-Infinity"
+    }
+    """
+    return json.dumps(_proper(data), indent=2, allow_nan=False)
+
+
+def _proper(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _proper(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_proper(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def print_json(data: Any) -> None:
+    """Print what ``--json`` asks for; docs/reference/json.md names every field."""
+    click.echo(as_json(data))
 
 
 class Interrupted(KeyboardInterrupt):
@@ -49,6 +83,24 @@ def dtype_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
     from .arrays.dtypes import DTYPES
 
     return [n for n in sorted(DTYPES) if n.startswith(incomplete)]
+
+
+def checked(what: str) -> Any:
+    """A callback for an option that is a ``"dtype"`` or a ``"compression"``: one that does not exist is a wrong call."""
+
+    def check(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+        from .errors import MeshtapeError
+        from .storage import compression, dtypes
+
+        if value in (None, "none", "keep"):
+            return None if value == "none" else value
+        try:
+            dtypes.by_name(value) if what == "dtype" else compression.chosen(value)
+        except MeshtapeError as e:
+            raise click.BadParameter(str(e)) from None
+        return value
+
+    return check
 
 
 def each(options: tuple[Any, ...]) -> Any:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from datetime import datetime
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import click
 
-from .cli_parts import JSON, examples
+from .cli_parts import JSON, examples, print_json
+from .cli_parts import as_json as json_text
 from .errors import ClusterError, MeshtapeError
 
 SUMMARY = "summary.json"
@@ -94,7 +97,6 @@ def run(
     SIGINT and SIGTERM save a checkpoint after the step that is running and end the job; the same command goes on from there.
     With --json the summary is the only thing on the standard output; what the script prints goes to the standard error.
 
-    \b
     Exit codes: 0 done; 1 the script or the cluster failed; 2 wrong call;
     130 and 143 stopped by SIGINT or SIGTERM, with a checkpoint; otherwise the script's own.
     """
@@ -120,7 +122,7 @@ def run(
     began = time.monotonic()
     code = 1
     try:
-        with _client(scheduler, scheduler_file, local, security, home) as client:
+        with _sigterm_like_ctrl_c(), _client(scheduler, scheduler_file, local, security, home) as client:
             if client is not None:
                 _wait_for_workers(client, workers, wait)
                 _same_versions(client)
@@ -132,14 +134,47 @@ def run(
     except MeshtapeError as e:
         summary["error"] = f"{type(e).__name__}: {e}"
         raise
+    except KeyboardInterrupt as e:  # before the script, or after it
+        code = _interrupted(e, summary)
     finally:
         summary |= {"exit_code": code, "seconds": round(time.monotonic() - began, 3)}
         beside = home / (SUMMARY + ".new")
-        beside.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        beside.write_text(json_text(summary) + "\n", encoding="utf-8")
         beside.replace(home / SUMMARY)
         if as_json:
-            click.echo(json.dumps(summary, indent=1))
+            print_json(summary)
     sys.exit(code)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came where no training was there to take it."""
+
+
+@contextlib.contextmanager
+def _sigterm_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends the job as Ctrl-C does also outside of training: what is open is closed, and the summary written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupted(error: KeyboardInterrupt, summary: dict[str, Any]) -> int:
+    """The exit code of a job that a signal ended at once: it came outside of training, or for the second time."""
+    came = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+    summary["error"] = (
+        f"{type(error).__name__}: {came.name} ended the job at once, without a checkpoint of its last step"
+    )
+    click.echo(f"Error: {summary['error']}", err=True)
+    return 128 + came
 
 
 def _security(ca: str | None, cert: str | None, key: str | None) -> Any:
@@ -220,9 +255,8 @@ def _script(script: str, args: tuple[str, ...], job: Any, summary: dict[str, Any
             click.echo(e.code, err=True)
         code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
         return code or _stopped(job)
-    except KeyboardInterrupt:
-        summary["error"] = "KeyboardInterrupt: interrupted outside of training"
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as e:
+        return _interrupted(e, summary)
     except MeshtapeError as e:
         summary["error"] = f"{type(e).__name__}: {e}"
         click.echo(f"Error: {summary['error']}", err=True)
@@ -269,7 +303,7 @@ def _outcome(job: Any) -> dict[str, Any]:
             "step": r.step,
             "epoch": r.epoch,
             "consumed": r.consumed,
-            "loss": r.loss if r.loss == r.loss else None,
+            "loss": r.loss if math.isfinite(r.loss) else None,
             "restarts": r.restarts,
             "checkpoint": r.checkpoint,
         }
@@ -302,7 +336,7 @@ def status(path: str | None, scheduler: str | None, as_json: bool) -> None:
         places = [Path(path)] if path is not None else sorted(p.parent for p in Path("runs").glob(f"*/{FILE}"))
         jobs = [read_status(p) for p in places]
     if as_json:
-        click.echo(json.dumps(jobs, indent=2))
+        print_json(jobs)
         return
     if not jobs:
         click.echo("no jobs")

@@ -6,8 +6,6 @@ differ; 2 for a wrong call; 130 where Ctrl-C ended it. What is printed goes to t
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +15,8 @@ from typing import Any
 import click
 
 from .arrays.display import human_bytes
-from .cli_parts import CHECKPOINT, JSON, Interrupted, dtype_names, each, examples
+from .cli_parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, print_json
+from .errors import CheckpointExists
 
 
 def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -63,7 +62,7 @@ _MESH = (
 _COMPRESSION = click.option(
     "--compression",
     metavar="zstd[:LEVEL]|none",
-    callback=lambda ctx, param, value: None if value == "none" else value,
+    callback=checked("compression"),
     default="keep",
     help="Compress the chunks; by default as the source is.",
 )
@@ -76,16 +75,24 @@ _TARGET = (
         default=2,
         show_default=True,
         type=click.IntRange(min=1),
-        help="Windows that are on their way at a time.",
+        help="Pieces that are read and written at a time.",
     ),
-    click.option("--dtype", shell_complete=dtype_names, help="Store floating arrays in this dtype."),
-    click.option("--memory-limit", default=256, show_default=True, metavar="MIB", type=click.IntRange(min=1)),
+    click.option(
+        "--dtype", callback=checked("dtype"), shell_complete=dtype_names, help="Store floating arrays in this dtype."
+    ),
+    click.option(
+        "--memory-limit",
+        default=256,
+        show_default=True,
+        metavar="MIB",
+        type=click.IntRange(min=1),
+        help="Memory for what is on its way.",
+    ),
     click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint."),
 )
 
 
 def _selected(keys: tuple[str, ...], drop: tuple[str, ...], rules: str | None) -> dict[str, Any]:
-
     return {
         "keys": list(keys) or None,
         "drop": list(drop) or None,
@@ -148,18 +155,19 @@ def _cluster(address: str | None) -> Iterator[Any]:
 @contextmanager
 def _progress(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A bar of bytes on a terminal; plain lines in a pipe."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    console = Console(stderr=True)
+    from .tables import console
+
     if not shown:
         yield None
         return
-    if not console.is_terminal:
+    on = console(stderr=True)
+    if not on.is_terminal:
         yield _Lines(title)
         return
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=on) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -198,12 +206,20 @@ def _write(
                 **_selected(keys, drop, rules),
                 **own,
             )
+        except CheckpointExists:
+            raise CheckpointExists(f"{dst} exists; --overwrite replaces it") from None
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted. What was written stays: the same command goes on with {dst}") from None
 
 
 def _tell(report: Any, as_json: bool, text: str) -> None:
-    click.echo(json.dumps(dataclasses.asdict(report), indent=2, default=str) if as_json else text)
+    from .cli_reports import data
+    from .tables import write_text
+
+    if as_json:
+        print_json(data(report))
+    else:
+        write_text(text)
 
 
 @click.command(epilog=examples("meshtape verify run/checkpoints/step-00000264"))
@@ -267,7 +283,12 @@ def diff(
 )
 @click.argument("src", type=CHECKPOINT)
 @click.argument("dst", type=CHECKPOINT)
-@click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file; one file by default.")
+@click.option(
+    "--max-shard-mib",
+    type=click.IntRange(min=1),
+    metavar="MIB",
+    help="Largest file of safetensors; by default all arrays are in one.",
+)
 @each(_TARGET)
 @JSON
 def merge(
@@ -376,12 +397,19 @@ def reshard(
 )
 @click.argument("path", type=CHECKPOINT)
 @each(_MESH)
-@click.option("--dtype", shell_complete=dtype_names, help="As if all floating arrays had this dtype.")
+@click.option(
+    "--dtype", callback=checked("dtype"), shell_complete=dtype_names, help="As if all floating arrays had this dtype."
+)
 @click.option("--optimizer", help="Add gradients, and the state of this optimizer: sgd, momentum, adam, adamw, lion, …")
 @click.option("--optimizer-dtype", default="float32", show_default=True, help="Of the state and the master weights.")
 @click.option("--zero", "over", metavar="AXIS", help="A mesh axis over which the optimizer's state is divided.")
 @click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
-@click.option("--compression", metavar="zstd[:LEVEL]", help="Of the Zarr files: the most that they can then need.")
+@click.option(
+    "--compression",
+    metavar="zstd[:LEVEL]|none",
+    callback=checked("compression"),
+    help="Of the Zarr files: the most that they can then need.",
+)
 @JSON
 def estimate(
     path: str,
@@ -431,14 +459,14 @@ def tree(path: str, depth: int | None, as_json: bool) -> None:
     import meshtape as mt
 
     from .cli_tree import as_data, as_text
-    from .tables import write_lines
+    from .tables import write_lines, write_text
 
     ckpt = mt.open_checkpoint(path)
     if as_json:
-        click.echo(json.dumps(as_data(ckpt), indent=2))
+        print_json(as_data(ckpt))
     else:
         head, *lines = as_text(ckpt, depth)
-        click.echo(head)
+        write_text(head)
         write_lines(lines)
 
 

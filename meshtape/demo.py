@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import time
 from collections.abc import Iterator
@@ -141,13 +142,16 @@ class Report:
 
     rows: list[tuple[str, str]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, what: str, value: str) -> None:
+    def add(self, what: str, value: str, **facts: Any) -> None:
+        """A row, and the same as data."""
         self.rows.append((what, value))
+        self.facts |= facts
 
-    def check(self, what: str, good: bool, value: str) -> None:
+    def check(self, what: str, good: bool, value: str, **facts: Any) -> None:
         """A row that must hold."""
-        self.rows.append((what, f"{value}  {'✓' if good else '✗'}"))
+        self.add(what, f"{value}  {'✓' if good else '✗'}", **facts)
         if not good:
             self.failures.append(f"{what}: {value}")
 
@@ -175,9 +179,11 @@ def run(
     console: Any = None,
 ) -> Report:
     """The whole job; see ``meshtape demo --help``. Raises :class:`DemoFailed` when a result is not what it must be."""
-    from rich.console import Console
+    from .cli_parts import as_json
+    from .tables import console as terminal
 
-    console = console or Console()
+    console = console or terminal()
+    say = functools.partial(console.print, soft_wrap=not console.is_terminal)  # in a pipe every line is whole
     started = time.perf_counter()
     _need("safetensors", "to show that the exported file is read without meshtape")
     digits = load_digits()
@@ -185,13 +191,13 @@ def run(
     report = Report()
     total = epochs * digits.steps_per_epoch
     half = total // 2
-    console.print(
+    say(
         f"[bold]meshtape demo[/]: {len(digits.x)} handwritten digits to learn, {len(digits.test_x)} held out, {total} steps"
     )
 
     # 1 and 2: two workers, four ranks; data parallel times tensor parallel.
     with cluster(scheduler, 2) as client, mt.Mesh({"data": 2, "model": 2}, client=client) as mesh:
-        console.print(f"[cyan]1[/] cluster up; {mesh}")
+        say(f"[cyan]1[/] cluster up; {mesh}")
         manager = mt.CheckpointManager(home / "checkpoints", keep=2)  # not before: a cluster that fails leaves no files
         params = init(mt.random.key(seed), digits.x.shape[1])
         state = {"params": params, "optimizer": optimizer.init(params)}
@@ -199,15 +205,15 @@ def run(
             group: mt.tree.map_with_path(lambda path, x: mt.distribute(x, sharding_of(path, mesh)), tree)
             for group, tree in state.items()
         }
-        console.print("  the first layer's weights, by rank:")
+        say("  the first layer's weights, by rank:")
         console.print(mt.visualize(state["params"]["w1"]), highlight=False, markup=False)
         state, speed = _train(state, digits, mesh, 0, half, seed, manager, "2 training on data=2, model=2", console)
-        report.add("steps per second, mesh data=2 × model=2", f"{speed:.0f}")
+        report.add("steps per second, mesh data=2 × model=2", f"{speed:.0f}", steps_per_second=speed)
 
     # 3: that cluster is gone. Another one, with another mesh, goes on from the last checkpoint.
     latest = manager.latest()
     with cluster(scheduler, 3) as client, mt.Mesh({"model": 3}, client=client) as mesh:
-        console.print(
+        say(
             f"[cyan]3[/] {'the same' if scheduler else 'another'} cluster; {mesh}; resuming from [green]{_near(latest)}[/]"
         )
         reading = mt.LoadReport()
@@ -216,32 +222,51 @@ def run(
         report.add(
             "bytes read while resharding 2×2 → 3 ranks",
             f"{reading.bytes_read:,} for blocks of {reading.bytes_needed:,}, in {reading.seconds:.2f} s",
+            reshard={
+                "bytes_read": reading.bytes_read,
+                "bytes_needed": reading.bytes_needed,
+                "seconds": reading.seconds,
+            },
         )
         state, speed = _train(state, digits, mesh, step, total, seed, manager, "3 training on model=3", console)
-        report.add("steps per second, mesh model=3", f"{speed:.0f}")
+        report.add("steps per second, mesh model=3", f"{speed:.0f}", steps_per_second_resumed=speed)
         test_x = mt.distribute(digits.test_x, mesh)
         on_mesh = np.asarray(mt.compile(logits)(state["params"], test_x))
 
     # 4: one open file, read by others.
     saved = mt.open_checkpoint(manager.latest())
-    report.add("bytes of the last checkpoint", f"{saved.nbytes:,} in {len(saved)} arrays (Zarr v3)")
+    report.add(
+        "bytes of the last checkpoint",
+        f"{saved.nbytes:,} in {len(saved)} arrays (Zarr v3)",
+        checkpoint={"path": saved.path, "arrays": len(saved), "nbytes": saved.nbytes},
+    )
     merged = mt.merge(manager.latest(), home / "model", keys=["params.*"])
     file = home / "model" / merged.files[0]
-    report.add("bytes written as safetensors", f"{merged.total_size:,} in {len(merged.files)} file(s)")
+    report.add(
+        "bytes written as safetensors",
+        f"{merged.total_size:,} in {len(merged.files)} file(s)",
+        exported={"path": merged.path, "arrays": merged.arrays, "nbytes": merged.total_size, "written": merged.files},
+    )
     local = np.asarray(logits(_nested(mt.load(file)), mt.asarray(digits.test_x)))
     foreign = _with_safetensors_alone(file, digits.test_x)
-    console.print(
-        "[cyan]4[/] merged to safetensors; the same logits from the mesh, from meshtape alone, and without meshtape:"
-    )
-    for name, other in (("meshtape without a mesh", local), ("safetensors + NumPy alone", foreign)):
-        worst = float(np.abs(on_mesh - other).max())
-        report.check(f"largest difference of logits, mesh ↔ {name}", worst < TOLERANCE, f"{worst:.1e}")
+    say("[cyan]4[/] merged to safetensors; the same logits from the mesh, from meshtape alone, and without meshtape:")
+    worst = {name: float(np.abs(on_mesh - other).max()) for name, other in (("meshtape", local), ("foreign", foreign))}
+    for key, name in (("meshtape", "meshtape without a mesh"), ("foreign", "safetensors + NumPy alone")):
+        what = f"largest difference of logits, mesh ↔ {name}"
+        report.check(what, worst[key] < TOLERANCE, f"{worst[key]:.1e}", largest_difference=worst)
 
     # 5: what came of it.
     accuracy = float((on_mesh.argmax(axis=1) == digits.test_y).mean())
-    report.check(f"test accuracy (must exceed {WANTED_ACCURACY})", accuracy > WANTED_ACCURACY, f"{accuracy:.4f}")
-    report.add("seconds in all", f"{time.perf_counter() - started:.1f}")
-    report.add("files", _near(home))
+    report.check(
+        f"test accuracy (must exceed {WANTED_ACCURACY})",
+        accuracy > WANTED_ACCURACY,
+        f"{accuracy:.4f}",
+        accuracy=accuracy,
+    )
+    seconds = time.perf_counter() - started
+    report.add("seconds in all", f"{seconds:.1f}", steps=total, seconds=seconds)
+    report.add("files", _near(home), directory=str(home))
+    (home / "report.json").write_text(as_json(report.facts) + "\n", encoding="utf-8")
     _show(report, manager.latest(), file, console)
     report.judge()
     return report
@@ -328,9 +353,7 @@ def _near(path: Any) -> str:
 def _show(report: Report, checkpoint: Any, file: Path, console: Any) -> None:
     from .tables import Column, write
 
-    write(
-        [Column(""), Column("")], [[what, value] for what, value in report.rows], title="meshtape demo", console=console
-    )
+    write([Column(""), Column("")], [[what, value] for what, value in report.rows], title="meshtape demo", on=console)
     console.print("Try next:")
     for command in (
         f"meshtape ls {_near(checkpoint)}",

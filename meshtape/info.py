@@ -49,8 +49,8 @@ def collect() -> dict[str, Any]:
     return {
         "meshtape": mt.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
-        "compiled core": COMPILED,
-        "native kernels": AVAILABLE,
+        "compiled_core": COMPILED,
+        "native_kernels": AVAILABLE,
         "devices": [str(d) for d in mt.devices()],
         "cuda": cuda,
         "packages": [
@@ -61,19 +61,19 @@ def collect() -> dict[str, Any]:
 
 def show(console: Any) -> None:
     """The same as a table."""
-    from .tables import Column, write
+    from .tables import Column, write, write_text
 
     facts = collect()
     rows = [
         [p["name"], p["version"] or "missing", p["for"], "" if p["version"] else p["get"]] for p in facts["packages"]
     ]
     columns = [Column("package"), Column("version"), Column("for", rank=2), Column("how to get it", rank=1)]
-    write(columns, rows, title=f"meshtape {facts['meshtape']}", console=console)
-    console.print(f"Python {facts['python']}", highlight=False, soft_wrap=True)
-    core = "yes" if facts["compiled core"] else "no, the same in Python (a wheel built where a C compiler is has it)"
-    console.print(f"compiled core: {core}", highlight=False, soft_wrap=True)
-    kernels = "yes" if facts["native kernels"] else "no, the same in NumPy (built with the core, by a C compiler)"
-    console.print(f"native kernels: {kernels}", highlight=False, soft_wrap=True)
-    console.print(f"devices: {', '.join(facts['devices'])}", highlight=False, soft_wrap=True)
+    write(columns, rows, title=f"meshtape {facts['meshtape']}", on=console)
+    lines = [f"Python {facts['python']}"]
+    core = "yes" if facts["compiled_core"] else "no, the same in Python (a wheel built where a C compiler is has it)"
+    lines.append(f"compiled core: {core}")
+    kernels = "yes" if facts["native_kernels"] else "no, the same in NumPy (built with the core, by a C compiler)"
+    lines += [f"native kernels: {kernels}", f"devices: {', '.join(facts['devices'])}"]
     if facts["cuda"] != "ready":
-        console.print(f"CUDA: {facts['cuda']}", highlight=False, markup=False, soft_wrap=True)
+        lines.append(f"CUDA: {facts['cuda']}")
+    write_text("\n".join(lines), console)

@@ -30,7 +30,7 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=900,
         check=False,
         env={**os.environ, "COLUMNS": "200"},
     )

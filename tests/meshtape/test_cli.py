@@ -54,7 +54,7 @@ def test_ls_lists_names_shapes_and_shardings(checkpoint: Path) -> None:
         assert text in out.output
     facts = json.loads(call("ls", str(checkpoint), "--json").output)
     assert facts["step"] == 7
-    assert [a["name"] for a in facts["arrays"]] == ["params.w", "optimizer.step"]
+    assert [a["name"] for a in facts["rows"]] == ["params.w", "optimizer.step"]
 
 
 def test_ls_reads_safetensors_too(checkpoint: Path, tmp_path: Path) -> None:
@@ -106,7 +106,8 @@ def test_a_scheduler_that_does_not_answer_is_said_so_and_leaves_no_file(
 
 
 def test_a_nonsense_address_is_said_so() -> None:
-    assert_clean_error(call("demo", "--scheduler", "nonsense"), "SchedulerUnreachable", "nonsense")
+    with dask.config.set({"meshtape.timeouts.connect": 0.5}):
+        assert_clean_error(call("demo", "--scheduler", "nonsense"), "SchedulerUnreachable", "nonsense")
 
 
 def test_wrong_calls_exit_with_2() -> None:

@@ -54,7 +54,7 @@ with mt.Tape() as tape:
 lines = [e.site[0].co_name for e in tape.entries]
 print(json.dumps({
     "compiled": [m.__file__.endswith((".so", ".pyd")) for m in (_core, _dispatch, backward, recording)],
-    "info": [collect()[k] for k in ("compiled core", "native kernels")],
+    "info": [collect()[k] for k in ("compiled_core", "native_kernels")],
     "file": mt.__file__,
     "traceback": text,
     "named": named,
