@@ -1,4 +1,4 @@
-"""Gradients against PyTorch and HIPS autograd, on one thread: ``python benchmarks/autodiff.py [--editable]``.
+"""Gradients against PyTorch and HIPS autograd, on one thread: ``python benchmarks/autodiff.py [--only GROUP] [--editable]``.
 
 What a user has who installed the package is measured, see :mod:`installed`; with ``--editable``, the sources of this checkout.
 """
@@ -14,6 +14,8 @@ if __name__ == "__main__":
     installed.run_on_wheel()
 
 # isort: split
+import argparse
+
 import numpy as np
 
 import meshtape as mt
@@ -182,9 +184,22 @@ def fusion_row(report: timing.Report) -> None:
 
 
 def main() -> None:
+    groups = {
+        "chain": chain_row,
+        "mlp": mlp_row,
+        "ops": op_rows,
+        "gather": gather_row,
+        "columns": column_row,
+        "fusion": fusion_row,
+    }
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=groups, help="one group of rows")
+    parser.add_argument("--editable", action="store_true", help="measure the sources of this checkout")
+    only = parser.parse_args().only
     report = timing.Report(f"autodiff, one thread, {installed.core()}")
-    for rows in (chain_row, mlp_row, op_rows, gather_row, column_row, fusion_row):
-        rows(report)
+    for name, rows in groups.items():
+        if only in (None, name):
+            rows(report)
     report.show()
 
 

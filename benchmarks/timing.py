@@ -85,29 +85,44 @@ class Report:
         Peers in ``over`` have a target of another kind: how much longer, in ``unit``, our call may take than theirs.
         """
         found = timed({"": ours, **{n: f for n, (f, _) in peers.items() if f is not None}}, **options)
+        goals = {name: target for name, (_, target) in peers.items()}
+        self.add(work, found.pop(""), found, goals, scale=scale, unit=unit, over=over)
+
+    def add(
+        self,
+        work: str,
+        ours: float,
+        theirs: Mapping[str, float],
+        goals: Mapping[str, float | None],
+        *,
+        scale: float = 1.0,
+        unit: str = "ms",
+        over: Mapping[str, float] = {},
+    ) -> None:
+        """A row of times in seconds that were taken before; a peer of ``goals`` that is not among ``theirs`` is missing."""
         factor = {"ms": 1e3, "us": 1e6}[unit] * scale
-        if not peers:
-            self.table.add_row(work, f"{found[''] * factor:.3g} {unit}", "", "", "", "")
-        for i, (name, (fn, target)) in enumerate(peers.items()):
-            head = (work, f"{found[''] * factor:.3g} {unit}") if i == 0 else ("", "")
+        if not goals:
+            self.table.add_row(work, f"{ours * factor:.3g} {unit}", "", "", "", "")
+        for i, (name, target) in enumerate(goals.items()):
+            head = (work, f"{ours * factor:.3g} {unit}") if i == 0 else ("", "")
             goal = "" if target is None else f"≤ {target:g}"
-            if fn is None:
+            if name not in theirs:
                 self.table.add_row(*head, name, "missing", "", goal)
                 continue
-            ratio = found[""] / found[name]
+            ratio = ours / theirs[name]
             if name in over:
-                more = (found[""] - found[name]) * factor
+                more = (ours - theirs[name]) * factor
                 mark = "✓" if more <= over[name] else "✗"
                 self.table.add_row(
                     *head,
                     name,
-                    f"{found[name] * factor:.3g} {unit}",
+                    f"{theirs[name] * factor:.3g} {unit}",
                     f"{more:+.2f} {unit} {mark}",
                     f"≤ +{over[name]:g} {unit}",
                 )
                 continue
             mark = "" if target is None else " ✓" if ratio <= target else " ✗"
-            self.table.add_row(*head, name, f"{found[name] * factor:.3g} {unit}", f"{ratio:.2f}{mark}", goal)
+            self.table.add_row(*head, name, f"{theirs[name] * factor:.3g} {unit}", f"{ratio:.2f}{mark}", goal)
 
     def show(self) -> None:
         from rich.console import Console
