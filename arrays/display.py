@@ -61,4 +61,4 @@ def array_html(x: Array) -> str:
                 values = f"<pre>{escape(repr(x))}</pre>"
         except TracedValueError:
             values = ""
-    return f"<div><table>{table}</table>{picture}{values}</div>"
+    return f"<div><table style='margin:0'>{table}</table>{picture}{values}</div>"

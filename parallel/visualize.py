@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..arrays._array import Array
 from .block_grid import Grid, Slab, Span, colour_of, grid_of, ranks_text
-from .placement import Sharding
+from .placement import Sharding, make_layout
+
+if TYPE_CHECKING:
+    from .mesh import Mesh
 
 MOST_ROWS, MOST_SLABS, MOST_CELLS = 16, 6, 64
 """Rows of a table of text, tables, and rows and columns of a picture that are drawn; of more the first ones and the last one."""
@@ -148,12 +152,13 @@ def _ends(n: int, most: int) -> list[int | None]:
 # ----- HTML -----------------------------------------------------------------------------------------------------------
 
 
-def blocks_html(shape: tuple[int, ...], sharding: Sharding, width: int = 280, height: int = 140) -> str:
+def blocks_html(
+    shape: tuple[int, ...], sharding: Sharding, width: int = 280, height: int = 140, caption: str | None = None
+) -> str:
     """The same as inline pictures (SVG) in the array's proportions; empty for an array without elements."""
     grid = grid_of(shape, sharding)
     if not grid.slabs:
         return ""
-    mesh = sharding.mesh
     shown = _ends(len(grid.slabs), MOST_SLABS)
     pictures = []
     for k in shown:
@@ -163,12 +168,42 @@ def blocks_html(shape: tuple[int, ...], sharding: Sharding, width: int = 280, he
         slab = grid.slabs[k]
         label = f'<div style="font-size:smaller">{escape(slab.place)}</div>' if slab.place else ""
         pictures.append(f"<div>{label}{_svg(slab, shape, width, height)}</div>")
-    placements = ", ".join(f"{n}={p!r}" for n, p in sharding.placements.items())
-    caption = [f"ranks of {mesh}: {placements}", *grid.notes]
+    if caption is None:
+        placements = ", ".join(f"{n}={p!r}" for n, p in sharding.placements.items())
+        caption = f"ranks of {sharding.mesh}: {placements}"
+    captions = [caption, *grid.notes]
     return (
         f'<figure style="margin:4px 0"><div style="display:flex;flex-wrap:wrap;gap:8px">{"".join(pictures)}</div>'
-        f'<figcaption style="font-size:smaller">{"<br>".join(map(escape, caption))}</figcaption></figure>'
+        f'<figcaption style="font-size:smaller">{"<br>".join(map(escape, captions))}</figcaption></figure>'
     )
+
+
+def sharding_html(sharding: Sharding) -> str:
+    """A sharding without an array: blocks of one element each, along every dimension that it splits."""
+    sizes = sharding.mesh.sizes
+    # A dimension that is counted from the end stands after those that are counted from the start.
+    shards = sorted(sharding.layout.shards, key=lambda s: (s[0] < 0, s[0]))
+    ahead = [d for d, _ in shards if d >= 0]
+    behind = [d for d, _ in shards if d < 0]
+    ndim = (max(ahead) + 1 if ahead else 0) - (min(behind) if behind else 0)
+    layout = make_layout({d % ndim: axes for d, axes in shards}, dict(sharding.layout.partials))
+    shape = tuple(math.prod(sizes[a] for a in layout.axes_of(d)) for d in range(ndim))
+    placements = ", ".join(f"{n}={p!r}" for n, p in sharding.placements.items())
+    split = ", ".join(f"dimension {d} in {math.prod(sizes[a] for a in axes)}" for d, axes in shards)
+    text = f"ranks of {sharding.mesh}: {placements}; {f'splits {split}' if split else 'splits no dimension'}"
+    return blocks_html(shape, Sharding.of(sharding.mesh, layout), caption=text)
+
+
+def mesh_html(mesh: Mesh) -> str:
+    """The ranks of a mesh as a table: the last axis runs along its columns, those before it along its rows."""
+    if not mesh.sizes:
+        return blocks_html((), Sharding(mesh), caption=f"{mesh}: 1 rank")
+    *outer, last = range(len(mesh.sizes))
+    layout = make_layout({0: outer, 1: [last]} if outer else {0: [last]})
+    rows = math.prod(mesh.sizes[:-1])
+    over = f"; rows: {' × '.join(mesh.names[:-1])}, columns: {mesh.names[-1]}" if outer else f" along {mesh.names[-1]}"
+    text = f"{mesh}: {mesh.size:,} rank{'s' if mesh.size > 1 else ''}{over}"
+    return blocks_html((rows, mesh.sizes[-1]) if outer else (mesh.size,), Sharding.of(mesh, layout), caption=text)
 
 
 def _svg(slab: Slab, shape: tuple[int, ...], width: int, height: int) -> str:

@@ -86,3 +86,31 @@ def _tasks(client: Client) -> Iterator[list[str]]:
 def tasks() -> Callable[[Client], AbstractContextManager[list[str]]]:
     """``with tasks(client) as done``: names of the tasks that end on the workers meanwhile."""
     return _tasks
+
+
+@contextmanager
+def _held_merge(source: Path, target: Path) -> Iterator[Callable[[], None]]:
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(done: int, total: int) -> None:
+        if 0 < done < total:
+            begun.set()
+            assert go.wait(300)
+
+    import meshtape as mt
+
+    options = {"progress": hold, "memory_limit": 1 << 20, "threads": 1}
+    merge = threading.Thread(target=mt.merge, args=(source, target), kwargs=options)
+    merge.start()
+    try:
+        assert begun.wait(300)
+        yield go.set
+    finally:
+        go.set()
+        merge.join()
+
+
+@pytest.fixture
+def held_merge() -> Callable[[Path, Path], AbstractContextManager[Callable[[], None]]]:
+    """``with held_merge(source, target) as go:`` has a merge stand still in its middle until the block ends, or calls ``go()``."""
+    return _held_merge

@@ -56,7 +56,8 @@ def logits(p: Any, x: Any) -> Any:
 
 def gradient(params: Any, x: Any, t: Any) -> None:
     """Digits, and the gradient of the network's answer by their pixels."""
-    shown = x[1500:1507]
+    # The first of each digit among those that it has not seen.
+    shown = x[[1500 + int(np.argmax(np.asarray(t[1500:]) == digit)) for digit in range(7)]]
     speaks = mt.grad(lambda x: mt.sum(mt.max(logits(params, x), axis=1)))(shown)
     fig, axes = plt.subplots(2, 7, figsize=(7, 2.1))
     for i in range(7):

@@ -220,9 +220,7 @@ def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: in
                 )
             )
             if not tile.inner and p.height >= 34 and len(human_bytes(tile.nbytes)) <= room:
-                parts.append(
-                    tag("text", human_bytes(tile.nbytes), x=p.x + 5, y=p.y + 27, class_=f"mt-label mt-small s{shade}")
-                )
+                parts.append(tag("text", human_bytes(tile.nbytes), x=p.x + 5, y=p.y + 27, class_=f"mt-label s{shade}"))
         own = join(parts)
         if link is not None and tile.item is not None:
             own = tag("a", own, href=link(tile.item))

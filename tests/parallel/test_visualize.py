@@ -191,6 +191,29 @@ def test_html_computes_nothing_and_shows_the_blocks():
     assert "<svg" not in mt.distribute(np.zeros((0, 2)), mesh)._repr_html_()
 
 
+def test_shardings_and_meshes_draw_themselves_without_an_array():
+    mesh = mt.Mesh({"a": 2, "b": 3, "c": 2})
+    html = mesh._repr_html_()
+    assert html.count("<rect") == 12
+    assert "Mesh(a=2, b=3, c=2): 12 ranks; rows: a × b, columns: c" in html
+    assert "ranks 7: [3:4, 1:2]" in html
+    for alone in (mt.Mesh({}), mt.Mesh({"a": 1})):
+        assert alone._repr_html_().count("<rect") == 1
+    drawn = mt.Sharding(mesh, a=mt.Shard(0), b=mt.Shard(-1), c=mt.Partial())._repr_html_()
+    assert drawn.count("<rect") == 6
+    assert "ranks 6-7: [1:2, 0:1]" in drawn
+    assert "dimension 0 in 2, dimension -1 in 3" in drawn
+    assert "a pending sum" in drawn
+    whole = mt.Sharding(mesh)._repr_html_()
+    assert whole.count("<rect") == 1
+    assert "splits no dimension" in whole
+    # More ranks than can be drawn: the ends alone.
+    assert mt.Mesh({"a": 64, "b": 64})._repr_html_().count("<rect") == 64 * 64
+    assert mt.Mesh({"a": 1024, "b": 2})._repr_html_().count("<rect") == 63 * 2
+    for text in (html, drawn, whole):
+        ElementTree.fromstring(text.replace("<br>", "<br/>"))
+
+
 def test_explain_shows_each_step_with_its_bytes():
     mesh = mt.Mesh({"data": 2, "model": 2})
     x = mt.distribute(np.ones((4, 4)), mesh, data=mt.Shard(0), model=mt.Shard(1))

@@ -245,6 +245,8 @@ def test_beyond_loopback_a_token_is_needed(formats: list[Path], kit: Any) -> Non
         assert "HttpOnly" in r.headers["set-cookie"]
         assert "SameSite=Strict" in r.headers["set-cookie"]
         assert v.ask("GET", "/checkpoint?at=0", Cookie=cookie).status == 200
+        for wrong in (f"{cookie}x", cookie[:-1], f"{cookie.partition('=')[0]}=guess"):
+            assert v.ask("GET", "/checkpoint?at=0", Cookie=wrong).status == 403, wrong
         assert v.ask("POST", "/health", "at=0", Origin=f"http://{v.host}").status == 403
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,16 @@ from .conftest import Browser
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_bytes_of_checkpoints_move_while_they_are_written(chromium: Any, screenshots: Path, tmp_path: Path) -> None:
-    begun, go = threading.Event(), threading.Event()
-
-    def hold(done: int, total: int) -> None:
-        if 0 < done < total:
-            begun.set()
-            assert go.wait(300)
-
+def test_bytes_of_checkpoints_move_while_they_are_written(
+    chromium: Any, screenshots: Path, tmp_path: Path, held_merge: Any
+) -> None:
     with dashboard.mounted(str(tmp_path)), local_cluster(1) as client:
         mesh = mt.Mesh({"data": 2}, client=client)
         x = mt.distribute(np.ones((512, 512)), mesh, data=mt.Shard(0))
         mt.save(tmp_path / "run", {"x": x})
-        merge = threading.Thread(
-            target=mt.merge,
-            args=(tmp_path / "run", tmp_path / "hf"),
-            kwargs={"progress": hold, "memory_limit": 1 << 20, "threads": 1},
-        )
-        merge.start()
-        try:
-            b = Browser(chromium, dashboard.address(client), screenshots)
-            b.requested()
-            assert begun.wait(300)
+        b = Browser(chromium, dashboard.address(client), screenshots)
+        b.requested()
+        with held_merge(tmp_path / "run", tmp_path / "hf") as go:
             b.go()
             b.until(lambda: b.all(".mt-work .mt-fill"), "a bar")
             assert "Merge" in b.text(".mt-work")
@@ -49,7 +36,7 @@ def test_bytes_of_checkpoints_move_while_they_are_written(chromium: Any, screens
             narrow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
             assert b.driver.execute_script(narrow) <= 1
             b.driver.set_window_size(1280, 1000)
-            go.set()
+            go()
 
             def is_done(name: str) -> bool:
                 # Other tests of this process have written, too.
@@ -64,9 +51,5 @@ def test_bytes_of_checkpoints_move_while_they_are_written(chromium: Any, screens
             assert not b.errors()
             strangers = {u for u in b.requested() if not u.startswith((b.base.partition("meshtape/")[0], "data:", "about:", "chrome:"))}  # fmt: skip
             assert not strangers
-        finally:
-            go.set()
-            merge.join()
-            chromium.set_window_size(1280, 1000)
             chromium.get("about:blank")
         mesh.close()
