@@ -64,3 +64,8 @@ class SmallRun:
 def small_run() -> type[SmallRun]:
     """:class:`SmallRun`, of which each file takes what suits it."""
     return SmallRun
+
+
+def losses(result: mt.training.TrainResult) -> list[float]:
+    """Those of the steps that a run logged."""
+    return [h["loss"] for h in result.history if "loss" in h]

@@ -9,12 +9,10 @@ import pytest
 
 import meshtape as mt
 
+from .conftest import losses
+
 STEPS = 12
 OPTIONS = {"steps": STEPS, "length": 48, "batch": 8, "limit": 40_000, "log_every": 1}
-
-
-def curve(result):
-    return [h["loss"] for h in result.history if "loss" in h]
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +35,19 @@ def single(job):
 )
 def test_two_virtual_ranks_have_the_curve_of_one(job, single, plan, axes):
     result = job.trainer("tiny", plan=plan, mesh=mt.Mesh(axes), **OPTIONS).fit()
-    np.testing.assert_allclose(curve(result), curve(single), rtol=2e-4)
+    np.testing.assert_allclose(losses(result), losses(single), rtol=2e-4)
 
 
 @pytest.mark.slow
 def test_two_workers_have_the_curve_of_one(job, single, processes):
     with mt.Mesh({"data": 2}, client=processes) as mesh:
         result = job.trainer("tiny", mesh=mesh, **OPTIONS).fit()
-    np.testing.assert_allclose(curve(result), curve(single), rtol=2e-4)
+    np.testing.assert_allclose(losses(result), losses(single), rtol=2e-4)
 
 
 def test_it_learns_and_is_judged_on_other_files(job, single):
     judged = single.history[-1]["eval_loss"] / math.log(2)
-    assert curve(single)[-1] / math.log(2) < 7.0  # eight bits to begin with
+    assert losses(single)[-1] / math.log(2) < 7.0  # eight bits to begin with
     assert judged < 7.5
     learn, held = job.sources()
     assert len(learn) > 5 * len(held) > 500_000

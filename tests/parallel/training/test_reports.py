@@ -18,14 +18,12 @@ import meshtape as mt
 from meshtape.parallel.training.metrics import EventFile, JsonLines, read_lines
 from meshtape.parallel.training.status import read_status, with_life
 
+from .conftest import losses
+
 
 @pytest.fixture(scope="module")
 def trainer(small_run):
     return small_run(1, steps=12)
-
-
-def losses(result):
-    return [h["loss"] for h in result.history if "loss" in h]
 
 
 # ----- what is shown --------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import pytest
 import meshtape as mt
 from meshtape.arrays import indexsum, sparse_calls
 
+from .conftest import losses
+
 ROWS, WIDTH = 2048, 8
 assert ROWS * WIDTH >= indexsum.SMALLEST
 RNG = np.random.default_rng(0)
@@ -105,8 +107,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit(axes: Any, tmp_path: Any) -> Non
     first = trainer(optimizer, axes, steps=2, directory=tmp_path).fit()
     second = trainer(optimizer, axes, directory=tmp_path)
     result = second.fit()
-    losses = [[h["loss"] for h in r.history if "loss" in h] for r in (first, result, wanted)]
-    assert losses[0] + losses[1] == losses[2]
+    curves = [losses(r) for r in (first, result, wanted)]
+    assert curves[0] + curves[1] == curves[2]
     for a, b in zip(mt.tree.flatten(second.state)[0], mt.tree.flatten(whole.state)[0], strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 

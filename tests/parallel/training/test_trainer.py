@@ -14,6 +14,8 @@ from meshtape.parallel.training.jobs import Job, parse_axes, resolve_axes, runni
 from meshtape.parallel.training.records import METADATA_KEY
 from meshtape.parallel.training.status import read_status
 
+from .conftest import losses
+
 de, tr = mt.models.decoder, mt.training
 
 
@@ -21,10 +23,6 @@ de, tr = mt.models.decoder, mt.training
 def trainer(small_run):
     """Runs of 12 steps, the 8th of which is the ragged end of an epoch."""
     return small_run(1, steps=12)
-
-
-def losses(result):
-    return [h["loss"] for h in result.history if "loss" in h]
 
 
 def equal(a, b):
