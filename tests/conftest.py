@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -114,3 +116,28 @@ def _held_merge(source: Path, target: Path) -> Iterator[Callable[[], None]]:
 def held_merge() -> Callable[[Path, Path], AbstractContextManager[Callable[[], None]]]:
     """``with held_merge(source, target) as go:`` has a merge stand still in its middle until the block ends, or calls ``go()``."""
     return _held_merge
+
+
+def _peak_of(fn: Callable[[], Any]) -> int:
+    """The most bytes that one call holds, beside what was there before it: its arrays, and Python's own objects.
+
+    Other threads of the process (a scheduler's, say) and what is imported or cached once can only add to what is counted, so of three
+    calls the least counts. Sizes that are compared should still be of megabytes.
+    """
+    fn()
+    peaks = []
+    for _ in range(3):
+        gc.collect()
+        tracemalloc.start()
+        try:
+            fn()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    return min(peaks)
+
+
+@pytest.fixture(scope="session")
+def peak_of() -> Callable[[Callable[[], Any]], int]:
+    """``peak_of(fn)``: the most bytes that a call of ``fn`` holds."""
+    return _peak_of

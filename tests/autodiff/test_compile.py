@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import tracemalloc
 import weakref
 
 import numpy as np
@@ -414,9 +413,7 @@ def test_functions_without_arrays():
     assert mt.compile(lambda x: None)(arr(1)) is None
 
 
-def test_values_are_freed_at_their_last_use():
-    import tracemalloc
-
+def test_values_are_freed_at_their_last_use(peak_of):
     n = 200_000
     x = mt.ones(n)
 
@@ -426,14 +423,7 @@ def test_values_are_freed_at_their_last_use():
             x = mt.tanh(x) + x
         return x
 
-    chain(x)
-    tracemalloc.start()
-    try:
-        chain(x)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 3.2 * 8 * n
+    assert peak_of(lambda: chain(x)) < 3.2 * 8 * n
 
 
 # ----- what cannot be traced ------------------------------------------------------------------------------------------
@@ -573,7 +563,7 @@ def test_memory_of_operands_is_used_again_where_nobody_else_can_hold_it(n):
     assert (x.tolist(), w.tolist()) == before
 
 
-def test_a_chain_between_products_takes_the_memory_of_one_result():
+def test_a_chain_between_products_takes_the_memory_of_one_result(peak_of):
     n = 200  # below the size that is fused
 
     def fn(x):
@@ -584,14 +574,7 @@ def test_a_chain_between_products_takes_the_memory_of_one_result():
 
     x = mt.asarray(np.random.default_rng(0).standard_normal((n, n)))
     f = mt.compile(fn)
-    f(x)
-    tracemalloc.start()
-    try:
-        f(x)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 2.5 * x.nbytes
+    assert peak_of(lambda: f(x)) < 2.5 * x.nbytes
 
 
 @pytest.mark.parametrize(

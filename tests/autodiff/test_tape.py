@@ -308,17 +308,7 @@ def test_gradients_of_broadcasts_can_be_written():
     assert g.tolist() == 5
 
 
-def peak_of(fn) -> int:
-    fn()
-    tracemalloc.start()
-    try:
-        fn()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_chain_of_adds_keeps_nothing():
+def test_a_chain_of_adds_keeps_nothing(peak_of):
     n = 200_000
     x = mt.ones(n)
 
@@ -334,7 +324,7 @@ def test_a_chain_of_adds_keeps_nothing():
     assert peak_of(run) < 3.2 * 8 * n
 
 
-def test_saved_values_and_cotangents_are_freed_on_the_way_back():
+def test_saved_values_and_cotangents_are_freed_on_the_way_back(peak_of):
     n, held = 200_000, []
     x = mt.ones(n)
 

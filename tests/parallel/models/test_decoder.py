@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
@@ -142,18 +140,14 @@ def test_recompute_gives_the_same_gradients_to_the_bit():
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_recompute_holds_less_for_the_backward_pass():
+def test_recompute_holds_less_for_the_backward_pass(peak_of):
     c = de.Config(vocab=16, width=32, layers=6, heads=4, max_length=160)
     params = de.init(mt.random.key(0), c)
     ids = mt.asarray(np.random.default_rng(0).integers(0, 16, (2, 160)))
     peaks = {}
     for how in ("none", "attention", "blocks"):
         step = mt.compile(lambda p, how=how: mt.value_and_grad(lambda p: de.apply(p, ids, c, recompute=how).sum())(p))
-        step(params)
-        tracemalloc.start()
-        step(params)
-        peaks[how] = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        peaks[how] = peak_of(lambda step=step: step(params))
     # Of a block "none" keeps, among others, the attention weights (s² a head), of which "attention" keeps one block's at a time.
     assert peaks["attention"] < 0.75 * peaks["none"]
     assert peaks["blocks"] < 0.6 * peaks["none"]

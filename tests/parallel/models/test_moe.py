@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -134,7 +132,7 @@ def test_any_routing_equals_the_dense_formula_on_any_number_of_ranks(experts, to
         np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=1e-10)
 
 
-def test_hidden_units_exist_for_the_rows_of_one_expert_at_a_time():
+def test_hidden_units_exist_for_the_rows_of_one_expert_at_a_time(peak_of):
     """The places that padding would take are ``experts * rows``; what is held is of the rows that an expert gets."""
     experts, rows, width, hidden = 16, 2048, 16, 256
     rng = np.random.default_rng(0)
@@ -147,13 +145,7 @@ def test_hidden_units_exist_for_the_rows_of_one_expert_at_a_time():
     grad = mt.grad(
         lambda x, *w: mt.sum(mt.nn.experts(x, chosen, weights, gate=w[0], up=w[1], down=w[2])), argnums=(0, 1, 2, 3)
     )
-    grad(x, *w)
-    tracemalloc.start()
-    try:
-        grad(x, *w)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    peak = peak_of(lambda: grad(x, *w))
     operands = 4 * (2 * rows * width + 3 * experts * width * hidden)  # the gradients, and what rows bring along
     assert peak < 2 * operands + 10 * 4 * hidden * rows // experts < 4 * hidden * rows * experts / 4
 
