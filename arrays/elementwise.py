@@ -16,6 +16,7 @@ from ._dispatch import apply, wrap
 from ._erf import erf32
 from ._examples import EXAMPLES
 from ._op import NO_PARAMS, Op, state
+from .native import AVAILABLE, first, ops
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -227,7 +228,18 @@ BITWISE_RIGHT_SHIFT, bitwise_right_shift = _binary("bitwise_right_shift", "Bits 
 
 # ----- with more operands ---------------------------------------------------------------------------------------------
 
-WHERE = Op("where", ("condition", "x", "y"), "where", _infer.elementwise)
+
+def _where(xp: Any, condition: Any, x: Any, y: Any) -> Any:
+    return xp.where(condition, x, y)
+
+
+WHERE = Op(
+    "where",
+    ("condition", "x", "y"),
+    "where",
+    _infer.elementwise,
+    overrides={"numpy": first(ops.where, _where)} if AVAILABLE else {},
+)
 
 
 def where(condition: Any, x1: Any, x2: Any, /) -> Array:
@@ -245,7 +257,8 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Array:
             type(y) is _ndarray or (type(y) in _NUMBERS and x.dtype.num < HALF)
         ):
             try:
-                return wrap(np.where(chosen, x, y))
+                small = chosen.size < ops.WORTH_A_CALL and (x if type(x) is _ndarray else y).size < ops.WORTH_A_CALL
+                return wrap(np.where(chosen, x, y) if small else WHERE.numpy(chosen, x, y))
             except REFUSED:
                 pass
     return apply(WHERE, (condition, x1, x2))

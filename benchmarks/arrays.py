@@ -95,6 +95,7 @@ def large_rows(report: timing.Report, xp: Any, label: str) -> None:
         ("cumulative_sum", lambda: mt.cumulative_sum(a), lambda: xp.cumsum(x)),
         ("x at a slice", lambda: a[1::2], lambda: x[1::2]),
         ("x at a mask", lambda: a[am], lambda: x[m]),
+        ("where by a mask", lambda: mt.where(am, a, 0.0), lambda: xp.where(m, x, 0.0)),
         ("x at 1e6 indices", lambda: a[ai], lambda: x[i]),
         ("matmul 1500 x 1500", lambda: q @ q, lambda: s @ s),
         ("sum of rows of (10000, 1000)", lambda: mt.sum(rows, axis=1), lambda: xp.sum(xrows, axis=1)),

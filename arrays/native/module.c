@@ -44,6 +44,7 @@ typedef struct {
     double value;
     int64_t ignored;
     int flag, repeated; /* repeated: the first operand is one number */
+    char one[MOST_OPERANDS]; /* whether an operand is one number (e), or one row (m) */
 } Job;
 
 typedef void (*Kernel)(const Job *job, ptrdiff_t start, ptrdiff_t stop);
@@ -76,7 +77,7 @@ typedef struct {
 typedef struct {
     const char *name;
     /* g, s: a cotangent of every element, or of every row, or one number for all. x: every element. w: one row. l: int64, one a row.
-       Written: o, every element; r, one number a row; p, a row for each chunk of rows. */
+       e: every element, or one number for all. m: a truth value for every element, or for one row that all rows have. Written: o, every element; r, one number a row; p, a row for each chunk of rows. */
     const char *operands;
     Kernel f32, f64;
 } Entry;
@@ -99,6 +100,7 @@ static const Entry KERNELS[] = {
     ENTRY(tanh_backward, "gxo"),
     ENTRY(sigmoid_backward, "gxo"),
     ENTRY(relu_backward, "gxo"),
+    ENTRY(where, "eemo"),
 };
 
 #define COUNT ((Py_ssize_t)(sizeof KERNELS / sizeof *KERNELS))
@@ -119,10 +121,10 @@ static int is_format(const Py_buffer *v, char kind) {
     return f[0] == kind;
 }
 
-/* Whether the buffer is what the letter says, of `rows` rows. */
-static int fits(const Py_buffer *v, char letter, char kind, Job *job, Py_ssize_t rows) {
+/* Whether the buffer is what the letter says, of `rows` rows; notes in `one` where it is less. */
+static int fits(const Py_buffer *v, char letter, char kind, Job *job, Py_ssize_t rows, char *one) {
     const Py_ssize_t count = v->len / v->itemsize, chunks = (rows + job->chunk - 1) / job->chunk;
-    if (!is_format(v, letter == 'l' ? 'l' : kind) || (uintptr_t)v->buf % v->itemsize) return 0;
+    if (!is_format(v, letter == 'l' ? 'l' : letter == 'm' ? '?' : kind) || (uintptr_t)v->buf % v->itemsize) return 0;
     switch (letter) {
     case 'g':
     case 's':
@@ -135,6 +137,12 @@ static int fits(const Py_buffer *v, char letter, char kind, Job *job, Py_ssize_t
         break;
     case 'w':
         if (count != job->width) return 0;
+        break;
+    case 'e':
+    case 'm':
+        if (count == rows * job->width) break;
+        if (count != (letter == 'e' ? 1 : job->width)) return 0;
+        *one = 1;
         break;
     case 'p':
         if (count != chunks * job->width) return 0;
@@ -178,7 +186,7 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
             break;
         }
         if (!kind) kind = v->format && (is_format(v, 'f') || is_format(v, 'd')) ? v->format[0] : '?';
-        good = fits(v, letter, kind, &job, rows);
+        good = fits(v, letter, kind, &job, rows, &job.one[taken]);
         job.at[taken] = v->buf;
     }
     void *row = NULL;

@@ -134,3 +134,46 @@ def _elementwise_backward(kernel: str, g: Any, x: Any, least: int = 0) -> Any:
         return NotImplemented
     out = np.empty(x.shape, x.dtype)
     return out if run(kernel, (g, x, out), x.size, 1) else NotImplemented
+
+
+# As which dtype numbers of so many bytes are chosen from: no bit changes.
+_VIEWS = {4: np.dtype(np.float32), 8: np.dtype(np.float64)}
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    whole = x if type(x) is np.ndarray else y
+    if not (AVAILABLE and type(whole) is np.ndarray and type(condition) is np.ndarray and condition.dtype.char == "?"):
+        return NotImplemented
+    dtype = whole.dtype
+    if dtype.kind not in "fiu" or dtype.itemsize not in _VIEWS or not dtype.isnative:
+        return NotImplemented
+    x, y = (_same(v, dtype) for v in (x, y))
+    if x is None or y is None:
+        return NotImplemented
+    shape = np.broadcast_shapes(condition.shape, x.shape, y.shape)
+    while condition.ndim and condition.shape[0] == 1:
+        condition = condition[0]
+    size = math.prod(shape)
+    if size < WORTH_A_CALL or any(v.size != 1 and v.shape != shape for v in (x, y)):
+        return NotImplemented
+    width = 1
+    if condition.size != size:  # truth values of the last dimensions, the same for all others
+        width = condition.size
+        if width == 1 or shape[len(shape) - condition.ndim :] != condition.shape:
+            return NotImplemented
+    out = np.empty(shape, dtype)
+    view = _VIEWS[dtype.itemsize]
+    operands = x.view(view), y.view(view), condition, out.view(view)
+    return out if run("where", operands, size // width, width) else NotImplemented
+
+
+def _same(v: Any, dtype: np.dtype) -> np.ndarray | None:
+    """An operand as an array of this dtype, where NumPy would make the same of it without a word."""
+    if type(v) is np.ndarray:
+        return v if v.dtype == dtype else None
+    if type(v) is float and dtype.kind == "f":
+        fits = dtype.itemsize == 8 or not math.isfinite(v) or abs(v) < 1e38
+    else:
+        least = -(2**31) if dtype.kind == "i" else 0
+        fits = type(v) is int and (abs(v) <= 2**24 if dtype.kind == "f" else least <= v < 2**31)
+    return np.asarray(v, dtype) if fits else None

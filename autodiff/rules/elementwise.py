@@ -142,8 +142,8 @@ defvjp(ew.ASTYPE, x=same)
 # Selected, not multiplied: NaN on the side that is not taken must not leak.
 defvjp(
     ew.WHERE,
-    x=lambda xp, g, condition: xp.where(condition, g, 0.0),
-    y=lambda xp, g, condition: xp.where(condition, 0.0, g),
+    x=lambda xp, g, condition: call(xp, ew.WHERE, condition, g, 0.0),
+    y=lambda xp, g, condition: call(xp, ew.WHERE, condition, 0.0, g),
 )
 defvjp(ew.RELU, x=in_c(native.relu_backward, lambda xp, g, ans: xp.where(ans > 0, g, 0.0)))
 defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * xp.exp(-x * x))

@@ -97,6 +97,48 @@ def test_vector_norms_are_numpys(ord):
     assert mt.linalg.vector_norm(mt.asarray([3, 4]), ord=ord).dtype == mt.float64
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+@pytest.mark.parametrize("ord", [0.5, 2, 3, 40, -1, -2])
+def test_vector_norms_of_the_largest_and_smallest_numbers(ord, dtype):
+    """A power of two times a vector has that times its norm; eager, watched, compiled, and split over ranks."""
+    import meshtape
+
+    limits = np.finfo(dtype)
+    x = (matrix((3, 8)) + np.sign(matrix((3, 8)))).astype(dtype)
+    norm = lambda x: mt.linalg.vector_norm(x, axis=1, ord=ord)  # noqa: E731
+    plain = n(norm(mt.asarray(x)))
+    mesh = meshtape.Mesh({"a": 2})
+    for k in (0, limits.maxexp - 12, limits.minexp + 12):
+        scaled = np.ldexp(x.real, k) + (1j * np.ldexp(x.imag, k) if x.dtype.kind == "c" else 0)
+        scaled = mt.asarray(scaled.astype(dtype))
+        split = meshtape.distribute(scaled, mesh, a=meshtape.Shard(1))
+        for got in (norm(scaled), meshtape.compile(norm)(scaled), meshtape.vjp(norm, scaled)[0], norm(split)):
+            np.testing.assert_allclose(
+                np.ldexp(n(got).astype(np.float64), -k), plain, rtol=2e-6 if limits.eps > 1e-9 else 1e-13
+            )
+    if np.dtype(dtype).kind == "f" and ord == 2:  # the direction, which has no scale
+        for k in (limits.maxexp - 12, limits.minexp + 12):
+            g = meshtape.grad(lambda v: mt.linalg.vector_norm(v))(mt.asarray(np.ldexp(x[0], k)))
+            np.testing.assert_allclose(n(g), x[0] / plain[0], rtol=1e-5 if limits.eps > 1e-9 else 1e-12)
+
+
+def test_vector_norms_of_nothing_zeros_infinities_and_nan():
+    inf, nan = math.inf, math.nan
+    for ord in (0.5, 2, 3):
+        for x, want in (
+            ([], 0),
+            ([0.0, 0.0], 0),
+            ([inf, 1.0], inf),
+            ([-inf, 0.0], inf),
+            ([nan, 1.0], nan),
+            ([5e-324], 5e-324),
+        ):
+            got = mt.linalg.vector_norm(mt.asarray(x, dtype=mt.float64), ord=ord)
+            np.testing.assert_array_equal(n(got), want, err_msg=f"{x} {ord}")
+    assert mt.linalg.vector_norm(mt.zeros((2, 0)), axis=1).tolist() == [0, 0]
+    assert mt.linalg.vector_norm(mt.zeros((0, 2)), axis=1, keepdims=True).shape == (0, 1)
+
+
 @pytest.mark.parametrize("ord", ["fro", "nuc", 1, -1, 2, -2, math.inf, -math.inf])
 def test_matrix_norms_are_numpys(ord):
     x = matrix((2, 3, 4))

@@ -102,7 +102,7 @@ SLOPES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def test_every_kernel_is_tested() -> None:
-    assert {op for op, _, _ in CASES.values()} | set(SLOPES) == set(native._kernels.KERNELS)
+    assert {op for op, _, _ in CASES.values()} | set(SLOPES) | {"where"} == set(native._kernels.KERNELS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -261,6 +261,52 @@ def test_gelu_keeps_the_digits_of_small_results() -> None:
     exact = 0.5 * wide * erfc(-wide * math.sqrt(0.5))
     np.testing.assert_allclose(ops.gelu(x), exact, rtol=2e-5, atol=2e-7)
     np.testing.assert_allclose(ops.gelu(wide), exact, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", ">f4", "i4", "i8", "u8", "f2", "?", "c8"])
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_where_is_numpys(dtype: str, data: st.DataObject) -> None:
+    """Every form of the operands, to the bit: of all, of the last dimensions, of one number; and what is left to NumPy."""
+    shape = data.draw(st.sampled_from([(5000,), (9, 700), (3, 5, 17, 40), (2, 1, 4099), (1, 70, 70), (7, 3)]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+
+    def numbers() -> Any:
+        return rng.integers(0, 255, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[
+            ..., 0
+        ]  # any bits, NaN among them
+
+    forms: dict[str, Callable[[], Any]] = {
+        "all": numbers,
+        "strided": lambda: np.repeat(numbers(), 2, axis=-1)[..., ::2],
+        "row": lambda: numbers()[..., :1, :] if len(shape) > 1 else numbers()[:1],
+        "one": lambda: numbers().reshape(-1)[:1].reshape(()),
+        "float": lambda: data.draw(st.sampled_from([0.0, -0.0, 1.5, math.inf, math.nan, 1e30])),
+        "int": lambda: data.draw(st.sampled_from([0, 1, 100])),
+        "another dtype": lambda: np.float32(2.5),
+    }
+    x, y = (forms[data.draw(st.sampled_from(sorted(forms)), label=k)]() for k in "xy")
+    cut = data.draw(st.integers(0, len(shape)), label="dimensions of the condition")
+    condition = rng.random(shape[len(shape) - cut :]) < data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    if data.draw(st.booleans()):
+        condition = condition[(None,) * (len(shape) - cut)]
+    with np.errstate(all="ignore"):
+        want, got = np.where(condition, x, y), OPS["where"].numpy(condition, x, y)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    assert got.tobytes() == want.tobytes()
+
+
+def test_where_takes_the_kernel_for_masks_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, seen = np.random.default_rng(0).standard_normal((2, 3, 64, 64)).astype(np.float32), np.tri(64, dtype=bool)
+    for condition in (seen, seen[None], np.broadcast_to(seen, scores.shape).copy()):
+        for x, y in ((scores, -math.inf), (0.0, scores), (scores, -scores)):
+            got = ops.where(condition, x, y)
+            assert got is not NotImplemented
+            np.testing.assert_array_equal(got, np.where(condition, x, y))
+    monkeypatch.setattr(threads, "threads", lambda: 3)
+    big, mask = np.ones((40, 200, 200)), np.random.default_rng(0).random((200, 200)) < 0.5
+    for condition in (mask, np.broadcast_to(mask, big.shape).copy()):
+        np.testing.assert_array_equal(ops.where(condition, big, 0.0), np.where(mask, big, 0.0))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.complex128])
