@@ -8,6 +8,7 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays.creation import asarray
 from ..arrays.elementwise import abs, clip, minimum, sqrt, square
+from ..arrays.manipulation import stack
 from ..arrays.reductions import sum
 from .parameters import wide
 
@@ -19,11 +20,11 @@ def global_norm(grads: Any) -> Array:
     >>> float(mt.optim.global_norm([mt.asarray([3.0]), mt.asarray([4.0])]))
     5.0
     """
-    total: Any = 0.0
-    for g in trees.flatten(grads)[0]:
-        g = asarray(wide(g))
-        total = total + sum(square(abs(g) if g.dtype.kind == "c" else g))
-    return sqrt(asarray(total))
+    squares = [
+        square(abs(g) if g.dtype.kind == "c" else g) for x in trees.flatten(grads)[0] for g in [asarray(wide(x))]
+    ]
+    # As one array: what is pending on a mesh is joined in one round, where each addition would ask for its own.
+    return sqrt(sum(stack([sum(s) for s in squares]))) if squares else asarray(0.0)
 
 
 def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) -> tuple[Any, Array]:

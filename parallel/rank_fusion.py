@@ -6,16 +6,16 @@ before. Collectives keep their order and stay where their results are first read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.program import Entry, Program, ShapeDtype
 from ..autodiff.fusion import Group, chains, executable, is_large, takers
 from .block_memory import BlockMemory
-from .overlap import Start, Wait
+from .overlap import dropped, variables
 from .placement import block_box
 from .pool import room
-from .rank_program import Local, Moves, RankProgram
+from .rank_program import Local, RankProgram
 
 Doing = tuple[Any, tuple[int, ...]]
 """A step, or the start or end of a round, and the variables that may be dropped after it."""
@@ -42,7 +42,7 @@ def fused(
     rest: dict[int, Any] = {}
     entries = []
     for at, (s, _) in enumerate(doings):
-        reads, makes = _variables(s)
+        reads, makes = variables(s)
         entries.append(Entry(getattr(s, "op", None), reads, makes, getattr(s, "params", {})))  # type: ignore[arg-type]
         rest[id(entries[at])] = s
     blocks = Program((), tuple(entries), program.outputs, Blocks(program, 0))
@@ -59,7 +59,7 @@ def fused(
     done = [
         Chain(p, tuple(calls[e.outputs[0]] for e in p.entries)) if isinstance(p, Group) else rest[id(p)] for p in parts
     ]
-    return list(zip(done, _frees(parts, program.outputs), strict=True))
+    return list(zip(done, dropped([(p.inputs, p.outputs) for p in parts], program.outputs), strict=True))
 
 
 def _may_join(s: Local, program: RankProgram, apart: Collection[int]) -> bool:
@@ -69,23 +69,6 @@ def _may_join(s: Local, program: RankProgram, apart: Collection[int]) -> bool:
     if any(op in ("max", "min") for _, op in program.layouts[s.outputs[0]].partials):
         return False
     return not any(v in apart for v in (*s.inputs, *s.outputs) if isinstance(v, int))
-
-
-def _variables(s: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """What is read, and what is made. The blocks that a round reads must last until its end."""
-    if isinstance(s, Local):
-        return s.inputs, s.outputs
-    assert isinstance(s, Moves | Start | Wait)
-    return tuple(v for m in s.moves for v in m.reads), () if isinstance(s, Start) else tuple(m.target for m in s.moves)
-
-
-def _frees(parts: Sequence[Entry | Group], outputs: Iterable[int]) -> list[tuple[int, ...]]:
-    needed, out = set(outputs), []
-    for p in reversed(parts):
-        used = dict.fromkeys([v for v in p.inputs if isinstance(v, int)] + list(p.outputs))
-        out.append(tuple(v for v in used if v not in needed))
-        needed.update(used)
-    return out[::-1]
 
 
 class Blocks(Mapping[int, ShapeDtype]):

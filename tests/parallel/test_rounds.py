@@ -23,12 +23,14 @@ from meshtape.errors import RankLost
 from meshtape.parallel import rounds
 from meshtape.parallel.dataplane import DataPlane
 from meshtape.parallel.executor import Prepared
-from meshtape.parallel.overlap import Start, Wait, schedule
+from meshtape.parallel.overlap import Buckets, Start, Wait, schedule, variables
+from meshtape.parallel.partition import with_frees
 from meshtape.parallel.placement import Layout, block_box, make_layout
 from meshtape.parallel.pool import POOL, Pool
-from meshtape.parallel.rank_program import Move, Moves, RankProgram
+from meshtape.parallel.rank_program import Local, Move, Moves, RankProgram
 from meshtape.parallel.reshard import Reshard
 from meshtape.parallel.workers import known_workers
+from meshtape.parallel.writer import AS_IT_IS
 
 MESH, SECRET = b"r" * 16, b"s" * 32
 
@@ -228,9 +230,15 @@ def test_ranks_of_one_process_are_sent_a_block_once():
 # ----- rounds that run beside the computation -------------------------------------------------------------------------
 
 
-def layers(n: int, step: float = 0.0) -> tuple[Any, list[Any]]:
-    """Gradients of a deep network on a mesh of data; of the last layer they are there first. With ``step`` what they make of the
-    weights."""
+UPDATES: dict[str, Callable[[Any, Any], Any]] = {
+    "the gradient": lambda w, g: g,
+    "a linear update": lambda w, g: w - 0.1 * g,  # a pending sum passes it, and ends where the weight is added
+    "another": lambda w, g: w - 0.1 * mt.tanh(g),
+}
+
+
+def layers(n: int, update: str = "the gradient") -> tuple[Any, list[Any]]:
+    """Gradients of a deep network on a mesh of data, or what they make of the weights; of the last layer they are there first."""
     mesh = mt.Mesh({"data": 2})
     rng = np.random.default_rng(0)
     ws = [mt.distribute(rng.normal(size=(64, 64)), mesh) for _ in range(n)]
@@ -244,7 +252,7 @@ def layers(n: int, step: float = 0.0) -> tuple[Any, list[Any]]:
             return mt.mean(mt.square(h))
 
         gs = mt.grad(loss)(ws)
-        return [w - step * mt.tanh(g) for w, g in zip(ws, gs, strict=True)] if step else gs
+        return [UPDATES[update](w, g) for w, g in zip(ws, gs, strict=True)]
 
     program = mt.compile(gradients).program(ws, x)
     blocks = [mesh.runtime._blocks(a._buf.computed().handle) for a in (*ws, x)]
@@ -272,6 +280,72 @@ def test_gradients_are_reduced_while_others_are_computed():
         assert [a.what for a in schedule(program)] == list(program.steps)
 
 
+@pytest.mark.parametrize("update", ["a linear update", "another"])
+def test_a_round_of_an_update_starts_before_the_updates(update):
+    """All but that of the first layer, whose gradient is made last."""
+    program, _ = layers(6, update)
+    with dask.config.set({"meshtape.bucket": 1, "meshtape.overlap": 1}):
+        actions = [a.what for a in schedule(program)]
+    starts = [i for i, a in enumerate(actions) if isinstance(a, Start)]
+    updates = [
+        i
+        for i, a in enumerate(actions)
+        if getattr(a, "op", None) is mt.OPS["subtract"] and a.inputs[0] in program.inputs
+    ]
+    assert len(starts) >= 5
+    assert len(updates) == 6
+    products = [i for i, a in enumerate(actions) if getattr(a, "op", None) is mt.OPS["matmul"]]
+    assert sum(i < max(products) for i in starts) >= 4
+    # Each call is there once, after what it reads.
+    made = {*program.inputs, *program.constants}
+    for a in actions:
+        reads, makes = variables(a)
+        assert made.issuperset(v for v in reads if isinstance(v, int))
+        assert made.isdisjoint(makes)
+        made.update(makes)
+
+
+def test_what_an_optimizer_asks_for_one_by_one_travels_together():
+    """Forty gradients of 4 kB, each added to its weight by itself: they are all there before the first is needed."""
+    mesh = mt.Mesh({"data": 2})
+    ws = [mt.distribute(np.ones((8, 64)), mesh) for _ in range(40)]
+    x = mt.distribute(np.ones((8, 8)), mesh, data=mt.Shard(0))
+    opt = mt.optim.sgd(0.1)
+
+    def step(ws: Any, s: Any, x: Any) -> Any:
+        return opt.update(ws, mt.grad(lambda ws: sum(mt.sum(mt.tanh(x @ w)) for w in ws))(ws), s)
+
+    args = ws, opt.init(ws), x
+    program = mesh.rank_program(mt.compile(step).program(*args), [a.sharding for a in mt.tree.flatten(args)[0]])
+
+    def sent(steps: Any) -> int:
+        rounds = [s.moves for s in steps if isinstance(s, Start | Moves)]
+        return sum(any(program.plan(m).bytes_received(8) for m in moves) for moves in rounds)
+
+    assert sent(program.steps) == 40
+    assert sent(a.what for a in schedule(program, Buckets(1 << 22, 1 << 20))) <= 2
+
+
+def test_what_is_needed_at_once_waits_for_nothing_that_has_time():
+    """A long gradient that is needed at the end, and the sum of an activation that the next call reads."""
+    aval, pending = ShapeDtype((1 << 18,), np.dtype("f4")), make_layout({}, {0: "sum"})
+    calls = [Local(mt.OPS["negative"], (v,), (v + 1,), {}, AS_IT_IS, None, "") for v in range(8)]
+    # %1 is a gradient: whole as %20, which the last call reads. %4 is an activation: whole as %21, which the next call reads.
+    steps = (
+        *calls[:4],
+        Moves((Move(4, 21, None),)),
+        calls[4]._replace(inputs=(21,)),
+        *calls[5:],
+        Moves((Move(1, 20, None),)),
+        Local(mt.OPS["negative"], (20,), (22,), {}, AS_IT_IS, None, ""),
+    )
+    layouts = {v: pending if v in (1, 4) else Layout() for v in range(30)}
+    program = with_frees(RankProgram((2,), (0,), steps, (8, 22), dict.fromkeys(range(30), aval), layouts))
+    actions = [a.what for a in schedule(program, Buckets(1 << 22, 1 << 10))]
+    rounds = [(type(a), [m.source for m in a.moves]) for a in actions if isinstance(a, Start | Moves | Wait)]
+    assert rounds == [(Start, [1]), (Moves, [4]), (Wait, [1])]
+
+
 def test_explain_shows_what_runs_beside():
     program, _ = layers(4)
     with dask.config.set({"meshtape.bucket": 1, "meshtape.overlap": 1}):
@@ -283,12 +357,12 @@ def test_explain_shows_what_runs_beside():
         assert "»" not in program.text(("data",))
 
 
-@pytest.mark.parametrize("step", [0.0, 0.1])  # rounds that are waited for at the end, and before what reads them
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_overlap_changes_no_bit(planes, overlap, step):
-    program, inputs = layers(5, step)
+@pytest.mark.parametrize("update", UPDATES)  # rounds that are waited for at the end, and before what reads them
+@pytest.mark.parametrize(("overlap", "bucket"), [(0, 1), (1, 1), (1, 1 << 30), (1 << 30, 1 << 30)])
+def test_overlap_changes_no_bit(planes, overlap, bucket, update):
+    program, inputs = layers(5, update)
     want = in_processes(planes, program, (0, 0), inputs)
-    with dask.config.set({"meshtape.bucket": 1, "meshtape.overlap": overlap}):
+    with dask.config.set({"meshtape.bucket": bucket, "meshtape.overlap": overlap}):
         got = in_processes(planes, program, (0, 1), inputs)
     for g, w in zip(got, want, strict=True):
         for rank in w:
