@@ -57,11 +57,12 @@ def scaled_dot_product_attention(
     >>> mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[0]
     Array([1., 0.], dtype=float64)
     """
-    from .creation import asarray, beside
+    from .creation import asarray
     from .elementwise import logical_and
     from .manipulation import astype, matrix_transpose, repeat
     from .nn import dropout, softmax
     from .products import matmul
+    from .triangles import lower_triangle
 
     q, k, v = asarray(query), asarray(key), asarray(value)
     name = "[scaled_dot_product_attention]"
@@ -86,7 +87,7 @@ def scaled_dot_product_attention(
             scores = scores + astype(mask, scores.dtype, copy=False)
             allowed = mask != -math.inf
     if is_causal:
-        seen = asarray(np.tri(q.shape[-2], k.shape[-2], dtype=bool), copy=False, device=beside(q))
+        seen = lower_triangle(scores)
         allowed = seen if allowed is None else logical_and(allowed, seen)
     weights = softmax(scores, where=allowed)
     if dropout_rate:

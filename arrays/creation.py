@@ -415,13 +415,13 @@ def meshgrid(*arrays: Any, indexing: str = "xy") -> tuple[Array, ...]:
 
 def _triangle(name: str, x: Any, k: int, lower: bool) -> Array:
     from .elementwise import where
+    from .triangles import lower_triangle
 
     x = asarray(x)
     if x.ndim < 2:
         raise ShapeError(f"[{name}] needs at least two dimensions, got shape {x.shape}")
-    rows, cols = x.shape[-2:]
-    kept = np.tri(rows, cols, k if lower else k - 1, dtype=bool)
-    return where(_place(kept if lower else ~kept, beside(x)), x, False if x.dtype.kind == "b" else 0)
+    below = lower_triangle(x, k if lower else k - 1)
+    return where(below if lower else ~below, x, False if x.dtype.kind == "b" else 0)
 
 
 def tril(x: Any, /, k: int = 0) -> Array:

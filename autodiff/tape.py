@@ -269,7 +269,14 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
             return target, wrap(one)
         # Made from the shape alone, not "like" the target: a target that is still to be reduced need not be for this.
         where = target.device if isinstance(target.device, Device) else None
-        return target, ones(target.shape, dtype=target.dtype, device=where)
+        seed = ones(target.shape, dtype=target.dtype, device=where)
+        if isinstance(target._buf, Deferred) and target._buf.host is not None:
+            from .tracing import Tracer  # which is made with a tape
+
+            if not isinstance(target._buf, Tracer):
+                # Where the target is: here, what a cotangent is spread to would be as large as all blocks together.
+                seed = target._buf.host.replicate(seed)
+        return target, seed
     seed = asarray(seed)
     if seed.shape != target.shape:
         raise GradientError(f"[gradient] the seed has shape {seed.shape}, the target {target.shape}")

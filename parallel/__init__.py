@@ -9,7 +9,7 @@ Where that is not enough there is code for one rank at a time: ``shard_map`` wit
 not fit in memory is worked on by ``stream``; Dask's arrays come and go by ``from_dask`` and ``x.to_dask()``.
 
 Local arrays of up to 1 MiB that meet sharded ones (labels, scalars, masks) are copied to every rank; larger ones must be
-distributed by name.
+distributed by name, but for those of one repeated value (zeros, ones), of which each rank makes its part.
 """
 
 from .api import compute, distribute, explain, reshard

@@ -203,24 +203,29 @@ def in_halves(c: Collective) -> tuple[Collective, Collective] | None:
     """For a process that hosts all ranks: two collectives that together are ``c``, where every block is made of parts of all others.
 
     Joined to one array, which all ranks share, and cut, those are twice as many copies as there are ranks, and not their square.
-    None for other collectives, and where blocks differ.
+    None for other collectives, and where blocks differ. The two may take, and give, blocks with one more dimension: of the same
+    elements in the same order.
     """
     n = len(c.groups[0]) if c.groups else 0
     if n <= 8 or len(c.shapes) > 1 or len(c.results) > 1:
         return None
-    (shape,), params = c.shapes, dict(c.params)
+    (shape,), results, params = c.shapes, c.results, dict(c.params)
     if c.kind == "reduce_scatter":
         whole = c._replace(kind="all_reduce", results=c.shapes, params=(("op", params["op"]),))
         dim, lengths = params["dim"], params["lengths"]
-    elif c.kind == "all_to_all" and params["split_dim"] != params["concat_dim"]:
+    elif c.kind == "all_to_all":
         dim, (lengths, *others), joined = params["split_dim"], params["sizes"].rows, params["concat_dim"]
         if others:
             return None
-        result = tuple(k * n if d == joined else k for d, k in enumerate(shape))
-        whole = c._replace(kind="all_gather", results=(result,), params=(("dim", joined),))
+        if dim == joined:  # parts of one block for one rank are cut where they lie along a dimension of their own
+            shape, dim = (*shape[:dim], 1, *shape[dim:]), dim + 1
+            results = ((*shape[:joined], n, lengths[0], *shape[dim + 1 :]),)
+        gathered = tuple(k * n if d == joined else k for d, k in enumerate(shape))
+        whole = c._replace(kind="all_gather", shapes=(shape,), results=(gathered,), params=(("dim", joined),))
     else:
         return None
-    return whole, c._replace(kind="slice", shapes=whole.results, params=(("dim", dim), ("lengths", lengths)))
+    params = (("dim", dim), ("lengths", lengths))
+    return whole, c._replace(kind="slice", shapes=whole.results, results=results, params=params)
 
 
 def _part(shape: Shape, dim: int, start: int, length: int) -> Box:

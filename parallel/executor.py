@@ -40,9 +40,19 @@ Env = dict[int, dict[int, np.ndarray]]
 """Blocks by rank and variable."""
 
 
+class Way(NamedTuple):
+    """A move, or one of several that are one together: blocks are taken as of shape ``given``, and the new ones handed on as of
+    shape ``made``, where that is not how the plan has them."""
+
+    plan: Plan
+    given: tuple[int, ...] | None = None
+    made: tuple[int, ...] | None = None
+
+
 class PreparedMove(NamedTuple):
     source: int
     target: int
+    way: Way
     rounds: MoveRounds | RaggedShare
     neutral: object
     table: int | None
@@ -50,9 +60,16 @@ class PreparedMove(NamedTuple):
     def running(self, env: Env, memory: BlockMemory) -> Running | RaggedRunning:
         """The move about to be carried out on these blocks."""
         blocks = {r: sparse_calls.dense(values[self.source]) for r, values in env.items() if self.source in values}
+        if self.way.given is not None:
+            blocks = {r: b.reshape(self.way.given) for r, b in blocks.items()}
         if isinstance(self.rounds, RaggedShare):
             return self.rounds.running(blocks, {r: env[r][self.table] for r in blocks}, memory)  # type: ignore[index]
         return Running(self.rounds, blocks, self.neutral, memory)
+
+    def results(self, running: Running | RaggedRunning) -> dict[int, np.ndarray]:
+        """The new blocks, once it was."""
+        found = running.results()
+        return found if self.way.made is None else {r: b.reshape(self.way.made) for r, b in found.items()}
 
 
 class PreparedMoves(NamedTuple):
@@ -120,14 +137,14 @@ class Prepared:
                 self._actions.append((PreparedChain(step, program, self.hosted, frees, memory), frees))
                 continue
             if isinstance(step, Moves | Start):
-                plans = [(m, self._plans(m)) for m in step.moves]
-                halves = [(m, p[1]) for m, p in plans if len(p) > 1]
-                first = [(m.source, m.target if len(p) == 1 else _between(m), p[0]) for m, p in plans]
+                ways = [(m, self._ways(m)) for m in step.moves]
+                halves = [(m, w[1]) for m, w in ways if len(w) > 1]
+                first = [(m.source, m.target if len(w) == 1 else _between(m), w[0]) for m, w in ways]
                 ready: Any = self._prepare_moves(2 * rounds, step.moves, first)
                 rounds += 1
                 if halves:
                     self._actions.append((ready, ()))
-                    second = [(_between(m), m.target, p) for m, p in halves]
+                    second = [(_between(m), m.target, w) for m, w in halves]
                     ready = self._prepare_moves(2 * rounds, [m for m, _ in halves], second)
                     rounds += 1
                     frees = (*frees, *(_between(m) for m, _ in halves))
@@ -183,40 +200,43 @@ class Prepared:
         with self.memory.using():
             return self.memory.put(value)
 
-    def _plans(self, m: Move) -> tuple[Plan, ...]:
-        """The plan of a move. Two, one after the other, where this process hosts all ranks and that takes fewer copies: blocks that
+    def _ways(self, m: Move) -> tuple[Way, ...]:
+        """How a move is made. Two, one after the other, where this process hosts all ranks and that takes fewer copies: blocks that
         are each made of parts of all others (an all-to-all, a reduce-scatter) are joined to one array, and that is cut."""
         p = self.program
-        plan = p.plan(m)
+        way = Way(p.plan(m))
         if not self._all_here:
-            return (plan,)
-        if m.collective is not None:
-            halves = in_halves(m.collective) if isinstance(m.collective, Collective) else None
-            return (plan,) if halves is None else tuple(plan_collective(len(self.homes), c) for c in halves)
-        now, then = p.layouts[m.source], p.layouts[m.target]
+            return (way,)
+        if (c := m.collective) is not None:
+            halves = in_halves(c) if isinstance(c, Collective) else None
+            if halves is None:
+                return (way,)
+            first, second = (plan_collective(len(self.homes), half) for half in halves)
+            (given,), (made,) = halves[0].shapes, c.results
+            other = halves[1].results != c.results
+            return Way(first, given if other else None), Way(second, None, made if other else None)
+        plan, now, then = way.plan, p.layouts[m.source], p.layouts[m.target]
         blocks = math.prod(p.sizes[a] for _, axes in then.shards for a in axes)
         sources = plan.terms * math.prod(p.sizes[a] for _, axes in now.shards for a in axes)
         if blocks * len(plan.pieces(0)) <= 4 * (blocks + sources):
-            return (plan,)
-        way = Layout((), tuple(x for x in then.partials if x in now.partials))
+            return (way,)
+        middle = Layout((), tuple(x for x in then.partials if x in now.partials))
         shape = p.avals[m.source].shape
-        return plan_reshard(shape, p.sizes, now, way), plan_reshard(shape, p.sizes, way, then)
+        return Way(plan_reshard(shape, p.sizes, now, middle)), Way(plan_reshard(shape, p.sizes, middle, then))
 
-    def _prepare_moves(
-        self, number: int, moves: Iterable[Move], plans: Sequence[tuple[int, int, Plan]]
-    ) -> PreparedMoves:
+    def _prepare_moves(self, number: int, moves: Iterable[Move], ways: Sequence[tuple[int, int, Way]]) -> PreparedMoves:
         p = self.program
         process = self.homes[self.hosted[0]]
         out, texts = [], []
-        for m, (source, target, plan) in zip(moves, plans, strict=True):
+        for m, (source, target, way) in zip(moves, ways, strict=True):
             texts.append(f"{p.move_text(m, self.names)} of {m.origin or 'a result'}")
             if isinstance(m.collective, Ragged):
-                out.append(PreparedMove(source, target, m.collective.share(self.homes, process), None, m.table))
+                out.append(PreparedMove(source, target, way, m.collective.share(self.homes, process), None, m.table))
                 continue
             aval = p.avals[m.source]
-            rounds = plan_rounds(plan, self.homes, process, aval.dtype, is_low_precision(aval.dtype))
-            neutral = identity_of(plan.fill, aval.dtype) if any(b.neutral for b in rounds.blocks) else None
-            out.append(PreparedMove(source, target, rounds, neutral, None))
+            rounds = plan_rounds(way.plan, self.homes, process, aval.dtype, is_low_precision(aval.dtype))
+            neutral = identity_of(way.plan.fill, aval.dtype) if any(b.neutral for b in rounds.blocks) else None
+            out.append(PreparedMove(source, target, way, rounds, neutral, None))
         remote = any(_is_remote(m.rounds, process) for m in out)
         return PreparedMoves(number, tuple(out), texts[0], remote)
 
@@ -346,7 +366,7 @@ class Prepared:
         if sends or receives:
             assert transport is not None
             transport.exchange(s.number + 1, s.text, sends, receives)
-        return [one.results() for one in running]
+        return [m.results(one) for m, one in zip(s.moves, running, strict=True)]
 
     @staticmethod
     def _store(s: PreparedMoves, found: Sequence[Mapping[int, np.ndarray]], env: Env) -> None:

@@ -25,7 +25,8 @@ from .placement import REPLICATED, Layout, Sharding
 from .propagate import Placed, propagate
 from .rank_code import ShardMapOp
 from .runtime import HostValue, LocalRuntime, Runtime
-from .sharded import Pending, ShardedBuffer, another_mesh, handles_of, sharded_array, two_meshes
+from .sharded import IMPLICIT_LIMIT, Pending, ShardedBuffer, another_mesh, handles_of, sharded_array, two_meshes
+from .uniform import spread
 
 MOST_RANKS = 1 << 20
 """Beyond it a plan alone is larger than what a process holds."""
@@ -236,6 +237,7 @@ class Mesh:
         self, program: Program, shardings: Sequence[Any], name: str = "compiled"
     ) -> Callable[[Sequence[Any]], list[Any]]:
         """The program partitioned and loaded; see ``ProgramHost``."""
+        program = spread(program, IMPLICIT_LIMIT)
         constants = [self._buffer(c, "a constant of the compiled function") for c in program.constants.values()]
         layouts = {v: s.layout if s is not None else REPLICATED for v, s in zip(program.inputs, shardings, strict=True)}
         layouts.update({v: b.layout for v, b in zip(program.constants, constants, strict=True)})
@@ -252,6 +254,7 @@ class Mesh:
 
     def rank_program(self, program: Program, shardings: Sequence[Any]) -> Any:
         """The partitioned form of a program, as it would run; for :func:`explain`."""
+        program = spread(program, IMPLICIT_LIMIT)
         layouts = {v: s.layout if s is not None else REPLICATED for v, s in zip(program.inputs, shardings, strict=True)}
         for v, c in program.constants.items():
             layouts[v] = c.layout if isinstance(c, ShardedBuffer) else REPLICATED

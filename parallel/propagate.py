@@ -10,11 +10,13 @@ One procedure reads every op's factor mapping, forward and backward entries alik
 4. Where a factor is split by several axes, a candidate must keep blocks even where the mapping needs it; axes are taken from
    the largest to the smallest (ties: the outer one first), so that the largest one stays.
 
-The function is pure and cached: it knows layouts and lengths, neither meshes nor values.
+The function is cached: it knows layouts and lengths, neither meshes nor values. Where only some of the axes that split a dimension can
+stay, it says so in the log ``meshtape``, once for an op and a layout.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +26,8 @@ from ..arrays.indexing import GETITEM, SCATTER
 from ..arrays.program import Entry, ShapeDtype, freeze
 from .factors import FactorRule, rule_for
 from .placement import REPLICATED, Layout, Shard, make_layout
+
+log = logging.getLogger("meshtape")
 
 
 class Placed(NamedTuple):
@@ -85,10 +89,29 @@ def propagate(
             _cache.clear()
         rule = rule_for(op, avals, out_avals, params)
         found = _cache[key] = _propagate(rule, avals, out_avals, layouts, tuple(sizes))
+        _tell_fallbacks(op, layouts, tuple(sizes), found)
     return found
 
 
 _cache: dict[Any, Placed] = {}
+_told: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
+
+
+def _tell_fallbacks(op: Op, layouts: Sequence[Layout | None], sizes: tuple[int, ...], placed: Placed) -> None:
+    for dims, now, then in zip(placed.rule.operands, layouts, placed.operands, strict=True):
+        if now is None or then is None:
+            continue
+        for d, axes in now.shards:
+            kept, dim = then.axes_of(d), dims[d]
+            if dim is None or not kept or not set(kept) < set(axes) or _even(placed.rule, dim.factor, axes, sizes):
+                continue
+            key = op.name, axes, sizes
+            if key not in _told:
+                _told.add(key)
+                log.warning(
+                    f"[{op.name}] dimension {d} is split over the mesh axes {list(axes)} of {[sizes[a] for a in axes]} ranks, which "
+                    f"do not divide the blocks that {op.name} keeps: it stays split over {list(kept)}, and its blocks move"
+                )
 
 
 def _propagate(

@@ -21,6 +21,7 @@ from ..arrays._op import Op, state
 from ..arrays.display import human_bytes
 from ..arrays.errors import MeshError
 from ..arrays.indexing import GETITEM, SCATTER
+from ..arrays.manipulation import BROADCAST_TO
 from ..arrays.program import Entry, ProgramBuilder, ShapeDtype, freeze, simplify
 from .iterating import elements
 from .partition import partition
@@ -28,11 +29,13 @@ from .placement import REPLICATED, Layout, Sharding
 from .propagate import Hints, propagate
 from .runtime import HostValue
 from .transfer import TRANSFER, transfer
+from .uniform import repeated_element
 
 if TYPE_CHECKING:
     from .mesh import Mesh
 
-# A local array beside sharded ones is copied to every rank; above this size that must be said, by mt.distribute.
+# A local array beside sharded ones is copied to every rank; above this size that must be said, by mt.distribute, unless it is one
+# repeated value.
 IMPLICIT_LIMIT = 1 << 20
 
 # More noted calls than this are run without being asked for: a program of endless length helps nobody.
@@ -145,11 +148,14 @@ class Pending:
     def _var(self, op: Op, a: Array) -> int:
         buf = a._buf
         if not isinstance(buf, ShardedBuffer):
-            if isinstance(buf, Deferred) or a.nbytes > IMPLICIT_LIMIT:
+            one = None
+            if isinstance(buf, Deferred) or (a.nbytes > IMPLICIT_LIMIT and (one := repeated_element(buf)) is None):
                 raise MeshError(
                     f"[{op.name}] a local array of shape {a.shape} ({human_bytes(a.nbytes)}) beside arrays on {self.mesh}: "
                     "only arrays up to 1 MiB are copied to every rank by themselves; use mt.distribute(x, mesh, …)"
                 )
+            if one is not None:
+                return self._spread(buf, one)
             known = self._inputs.get(id(buf))
             if known is not None:
                 return known[0]
@@ -163,6 +169,20 @@ class Pending:
             return buf.var
         known = self._inputs.get(id(buf))
         return known[0] if known is not None else self._input(id(buf), buf, buf)
+
+    def _spread(self, buf: np.ndarray, one: np.ndarray) -> int:
+        """A large array that is ``one`` everywhere: noted as made by the ranks."""
+        known = self._inputs.get(id(buf))
+        if known is None:
+            value = HostValue(one, REPLICATED, self.mesh.sizes)
+            lifted = ShardedBuffer(self.mesh, REPLICATED, ShapeDtype((), one.dtype), handle=value)
+            source = self._input(id(buf), lifted, (lifted, buf))
+        else:
+            source = known[0]
+        aval = ShapeDtype(buf.shape, buf.dtype)
+        (v,) = self._builder.add(BROADCAST_TO, (source,), {"shape": buf.shape}, (aval,), state.origin, call_site())
+        self._layouts[v] = REPLICATED
+        return v
 
     def _input(self, key: int, buf: ShardedBuffer, hold: Any) -> int:
         var = self._builder.input(buf.aval)

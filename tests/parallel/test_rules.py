@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.parallel import propagate
 
 AXES = ("x", "y", "z")
 R = ()
@@ -207,6 +208,23 @@ def test_where_all_axes_cannot_stay_the_largest_does_then_the_outer_one(sizes, n
     for rank, block in mesh.runtime.fetch(y._buf.handle, range(mesh.size)).items():
         c = mesh.coordinates(rank)[kept]
         np.testing.assert_array_equal(block, np.arange(4 * rows).reshape(rows, 4)[c : c + 1])
+
+
+def test_a_fallback_is_told_once(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(propagate, "_told", set())
+    monkeypatch.setattr(propagate, "_cache", {})
+    monkeypatch.setattr(propagate.log, "warning", told.append)
+    mesh = grid(2, 4)
+    for n in (4, 12, 4):  # rows
+        mt.reshape(put(mesh, (4 * n,), ((0, 1),)), (n, 4))
+    mt.reshape(put(mesh, (32,), ((0, 1),)), (8, 4))  # all axes stay
+    assert told == [
+        "[reshape] dimension 0 is split over the mesh axes [0, 1] of [2, 4] ranks, which do not divide the blocks that reshape "
+        "keeps: it stays split over [1], and its blocks move"
+    ]
+    mt.reshape(put(mesh, (16,), ((1, 0),)), (4, 4))
+    assert len(told) == 2
 
 
 def test_a_fallback_leaves_other_dimensions_alone():
