@@ -1,4 +1,4 @@
-"""Compiles into the wheel the hot path of eager work, from its Python sources, and the kernels in C.
+"""Compiles into the wheel the hot paths of eager work and of messages, from their Python sources, and the kernels in C.
 
 Where that is not possible (no Cython, no compiler, no headers of Python), the wheel holds the sources alone, which do the same in
 more time; so does every wheel that is built with ``MESHTAPE_PURE=1``. An editable install is never compiled: edits count at once.
@@ -27,6 +27,8 @@ COMPILED = {
         "autodiff",
         ("recipe", "recording", "backward", "executable", "gradients", "signature", "tape"),
     ),
+    "meshtape.parallel": ("parallel", ("executor", "rounds")),
+    "meshtape.parallel.transports": ("parallel/transports", ("frames", "group", "links", "pieces", "slots", "waiting")),
 }
 
 KERNELS = Extension(

@@ -22,7 +22,7 @@ from .links import shaped
 from .pieces import QUANTUM, Sink
 
 ROOT = Path("/dev/shm")
-SLOTS = 4
+SLOTS = 8
 BYTES = 2 * SLOTS * QUANTUM
 """Of the segment of one pair of processes: slots in both directions."""
 

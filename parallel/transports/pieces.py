@@ -18,7 +18,7 @@ import numpy as np
 
 from ...arrays.native.copies import is_large, stream
 
-QUANTUM = 1 << 20
+QUANTUM = 1 << 19
 
 Index = tuple[Any, ...]
 Batch = tuple[np.ndarray, ...]
@@ -28,7 +28,7 @@ Batch = tuple[np.ndarray, ...]
 def chunks(shape: tuple[int, ...], itemsize: int) -> tuple[Index, ...]:
     """Indices that cut an array in boxes of at most :data:`QUANTUM` bytes (or one element), in C order.
 
-    >>> chunks((3, 1 << 19), 2)
+    >>> chunks((3, 1 << 18), 2)
     ((slice(0, 1, None),), (slice(1, 2, None),), (slice(2, 3, None),))
     """
     total = math.prod(shape) * itemsize

@@ -1,4 +1,4 @@
-"""The compiled core and the kernels of the wheel are the same program: the tests of the tape and of the kernels run on it."""
+"""The compiled core and the kernels of the wheel are the same program: tests of the tape, the kernels and the messages run on it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ import meshtape as mt
 from meshtape.arrays import _core, _dispatch
 from meshtape.autodiff import backward, recording
 from meshtape.info import collect
+from meshtape.parallel import executor
+from meshtape.parallel.transports import group
 
 def failing(x):
     return x + mt.ones(2)  # the line that is at fault
@@ -53,7 +55,7 @@ with mt.Tape() as tape:
     z = mt.exp(y)
 lines = [e.site[0].co_name for e in tape.entries]
 print(json.dumps({
-    "compiled": [m.__file__.endswith((".so", ".pyd")) for m in (_core, _dispatch, backward, recording)],
+    "compiled": [m.__file__.endswith((".so", ".pyd")) for m in (_core, _dispatch, backward, recording, executor, group)],
     "info": [collect()[k] for k in ("compiled_core", "native_kernels")],
     "file": mt.__file__,
     "traceback": text,
@@ -155,7 +157,7 @@ def run_tests(site: Path, *which: str) -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_tape_short_ways_and_kernels_of_the_wheel(site: Path) -> None:
+def test_tape_short_ways_kernels_and_messages_of_the_wheel(site: Path) -> None:
     # In one process: starting one takes as long as most of these tests.
     run_tests(
         site,
@@ -163,6 +165,7 @@ def test_tape_short_ways_and_kernels_of_the_wheel(site: Path) -> None:
         "tests/autodiff/test_calls.py",
         "tests/arrays/test_short_ways.py",
         "tests/arrays/test_native.py",
+        "tests/parallel/test_transports.py",
     )
 
 

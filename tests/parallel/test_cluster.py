@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 from distributed import Client, get_worker
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 
 import meshtape as mt
 from meshtape.parallel import dask_runtime, gang
-from meshtape.parallel.cluster import connect
+from meshtape.parallel.cluster import connect, local_cluster
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT = 250.0
@@ -275,6 +277,19 @@ def test_what_waits_on_a_busy_worker_is_not_moved_to_an_idle_one(threads, tmp_pa
         assert {f.result(LIMIT) for f in waiting} == {runtime.addresses[0]}
 
 
+def test_dask_watches_itself_less_often_unless_the_user_says(processes):
+    tick, profile = "distributed.admin.tick.interval", "distributed.worker.profile.interval"
+
+    def configured() -> list[Any]:
+        return [dask.config.get(key) for key in (tick, profile)]
+
+    assert list(processes.run(configured).values()) == [["500ms", "100ms"]] * 2
+    with dask.config.set({tick: "20ms", profile: "1s"}):  # Dask's default, and another
+        with local_cluster(1, processes=False):
+            assert configured() == ["500ms", "1s"]
+        assert configured() == ["20ms", "1s"]
+
+
 def test_two_meshes_of_one_client_take_turns(processes):
     with mt.Mesh({"a": 2}, client=processes) as one, mt.Mesh({"b": 4}, client=processes) as two:
         x, y = mt.distribute(np.ones(4), one, a=mt.Shard(0)), mt.distribute(np.ones(4), two, b=mt.Shard(0))
@@ -317,7 +332,7 @@ def test_gangs_overtake_ordinary_tasks_that_wait(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
         mt.compute(x + 1)
-        busy = [processes.submit(time.sleep, 0.5, pure=False) for _ in range(100)]  # 25 s of work
+        busy = [processes.submit(time.sleep, 0.5, pure=False) for _ in range(400)]  # 100 s of work
         assert float(mt.sum(x)) == 4.0
         assert not all(b.done() for b in busy)
         processes.cancel(busy)
@@ -335,14 +350,18 @@ def test_a_scheduler_and_workers_from_the_command_line(tmp_path, eventually):
         command = [sys.executable, "-m", "dask", *args, "--scheduler-file", str(file)]
         started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 
+    def address() -> str:
+        try:
+            return json.loads(file.read_text())["address"]
+        except (FileNotFoundError, ValueError):  # not there, or not yet written to its end
+            return ""
+
     try:
         start("scheduler", "--port", "0", "--no-dashboard")
         for _ in range(2):
             start("worker", "--nthreads", "1", "--no-nanny", "--no-dashboard", "--local-directory", str(tmp_path))
-        eventually(file.exists)
-        import json
-
-        with connect(json.loads(file.read_text())["address"]) as client:
+        eventually(address)
+        with connect(address()) as client:
             client.wait_for_workers(2, timeout=200)
             with mt.Mesh({"a": 2}, client=client) as mesh:
                 x = mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0))

@@ -303,6 +303,20 @@ def test_no_scheduler_answers():
             pass
 
 
+def test_a_client_that_could_not_connect_is_closed(monkeypatch, eventually):
+    """Not left to the garbage collector, which may come while Dask holds a lock that closing it needs."""
+    made, true = [], Client.__init__
+
+    def init(self: Client, *args: Any, **options: Any) -> None:
+        made.append(self)
+        true(self, *args, **options)
+
+    monkeypatch.setattr(Client, "__init__", init)
+    with pytest.raises(mt.errors.SchedulerUnreachable, match="asks for certificates"), connect("tls://127.0.0.1:1"):
+        pass
+    eventually(lambda: [c.status for c in made] == ["closed"])
+
+
 def test_a_port_that_listens_and_says_nothing():
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
