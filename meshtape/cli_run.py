@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -28,6 +28,17 @@ from .cli_parts import as_json as json_text
 from .errors import ClusterError, MeshtapeError
 
 SUMMARY = "summary.json"
+
+
+def _tls(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of a command that may speak to a scheduler over TLS."""
+    for name, text in (
+        ("--tls-key", "Key of this client's certificate."),
+        ("--tls-cert", "Certificate of this client."),
+        ("--tls-ca", "Certificate of the authority, for tls:// schedulers."),
+    ):
+        command = click.option(name, type=click.Path(exists=True, dir_okay=False), help=text)(command)
+    return command
 
 
 @click.command(
@@ -67,13 +78,7 @@ SUMMARY = "summary.json"
     type=click.Path(file_okay=False),
     help="Where checkpoints, numbers, logs and the summary go. Workers must see it too. Default: runs/SCRIPT.",
 )
-@click.option(
-    "--tls-ca",
-    type=click.Path(exists=True, dir_okay=False),
-    help="Certificate of the authority, for tls:// schedulers.",
-)
-@click.option("--tls-cert", type=click.Path(exists=True, dir_okay=False), help="Certificate of this client.")
-@click.option("--tls-key", type=click.Path(exists=True, dir_okay=False), help="Key of this client's certificate.")
+@_tls
 @JSON
 def run(
     script: str,
@@ -113,6 +118,7 @@ def run(
     home = home.absolute()
     home.mkdir(parents=True, exist_ok=True)
     security = _security(tls_ca, tls_cert, tls_key)
+    (home / SUMMARY).unlink(missing_ok=True)  # a job that is killed leaves none, and not that of the one before
     summary: dict[str, Any] = {
         "script": str(Path(script).absolute()),
         "args": list(args),
@@ -122,14 +128,18 @@ def run(
     began = time.monotonic()
     code = 1
     try:
-        with _sigterm_like_ctrl_c(), _client(scheduler, scheduler_file, local, security, home) as client:
+        with (
+            _sigterm_like_ctrl_c(),
+            _as_started_by_python(script, args),
+            _client(scheduler, scheduler_file, local, security, home) as client,
+        ):
             if client is not None:
                 _wait_for_workers(client, workers, wait)
                 _same_versions(client)
             job = Job(home, client, wanted, resume)
             aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
             with collected(client, home / "logs", quiet=local is not None), aside:
-                code = _script(script, args, job, summary)
+                code = _script(script, job, summary)
             summary |= _outcome(job)
     except MeshtapeError as e:
         summary["error"] = f"{type(e).__name__}: {e}"
@@ -209,7 +219,7 @@ def _client(
     if scheduler is None:
         yield None
         return
-    with connect(scheduler, **({} if security is None else {"security": security})) as client:
+    with connect(scheduler, security=security) as client:
         yield client
 
 
@@ -241,12 +251,22 @@ def _python_version() -> tuple[int, int]:
     return sys.version_info[:2]
 
 
-def _script(script: str, args: tuple[str, ...], job: Any, summary: dict[str, Any]) -> int:
-    """Run the script as ``python script args`` would; its exit code."""
-    from .parallel.training.jobs import running
-
+@contextlib.contextmanager
+def _as_started_by_python(script: str, args: tuple[str, ...]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as in ``python script args``. Worker processes of this machine, which begin with the path that is in
+    force when they are started, find the script's neighbours as well."""
     before = sys.argv[:], sys.path[:]
     sys.argv, sys.path[:0] = [script, *args], [str(Path(script).absolute().parent)]
+    try:
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = before
+
+
+def _script(script: str, job: Any, summary: dict[str, Any]) -> int:
+    """Run the script as the job; its exit code."""
+    from .parallel.training.jobs import running
+
     try:
         with running(job):
             _run_as_main(script)
@@ -265,8 +285,6 @@ def _script(script: str, args: tuple[str, ...], job: Any, summary: dict[str, Any
         summary["error"] = f"{type(e).__name__}: {e}"
         traceback.print_exc()
         return 1
-    finally:
-        sys.argv[:], sys.path[:] = before
     return _stopped(job)
 
 
@@ -315,8 +333,16 @@ def _outcome(job: Any) -> dict[str, Any]:
 @click.option(
     "--scheduler", metavar="ADDRESS", help="Ask a Dask scheduler for its jobs instead of reading a directory."
 )
+@_tls
 @JSON
-def status(path: str | None, scheduler: str | None, as_json: bool) -> None:
+def status(
+    path: str | None,
+    scheduler: str | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    as_json: bool,
+) -> None:
     """Show how jobs stand.
 
     Step, loss, workers, last checkpoint.
@@ -330,7 +356,7 @@ def status(path: str | None, scheduler: str | None, as_json: bool) -> None:
     if scheduler is not None:
         from .parallel.cluster import connect
 
-        with connect(scheduler) as client:
+        with connect(scheduler, security=_security(tls_ca, tls_cert, tls_key)) as client:
             jobs = scheduler_jobs(client)
     else:
         places = [Path(path)] if path is not None else sorted(p.parent for p in Path("runs").glob(f"*/{FILE}"))

@@ -15,11 +15,12 @@ from .loading import Batch, Loader
 from .pipeline import Pipeline
 from .precision import Precision
 from .sampling import Sampler
-from .sources import ArraySource, DaskSource, ParquetSource, Source, TokenSource, ZarrSource
+from .sources import ArraySource, ArrowSource, DaskSource, ParquetSource, Source, TokenSource, ZarrSource
 from .trainer import Trainer, TrainResult
 
 __all__ = [
     "ArraySource",
+    "ArrowSource",
     "Batch",
     "BatchSizes",
     "Callback",

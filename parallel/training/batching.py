@@ -71,12 +71,3 @@ def _divide(batch: int, unit: int, text: str) -> None:
         below, above = batch // unit * unit, -(-batch // unit) * unit
         near = f"{below} and {above} are" if below else f"{above} is"
         raise BatchSizeError(f"a batch of {batch} is no multiple of {text}: {near}")
-
-
-def largest_ranks(batch: int, most: int) -> int:
-    """The largest number of ranks up to ``most`` over which a batch splits evenly.
-
-    >>> largest_ranks(12, 5)
-    4
-    """
-    return next(n for n in range(max(1, most), 0, -1) if batch % n == 0)

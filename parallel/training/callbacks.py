@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from ...arrays.errors import TrainingError
+
 if TYPE_CHECKING:
     from .trainer import Trainer
 
@@ -22,7 +24,7 @@ class Callback:
         """Before the first step of a run, or of what is left of it after a restart."""
 
     def on_log(self, trainer: Trainer, numbers: dict[str, Any]) -> None:
-        """After each ``log_every`` steps, with what is logged."""
+        """After each ``log_every`` steps, with what is logged; there is no loss where no sample of them counted."""
 
     def on_evaluate(self, trainer: Trainer, numbers: dict[str, Any]) -> None:
         """After each evaluation; names begin with ``eval_``."""
@@ -68,7 +70,7 @@ class EarlyStop(Callback):
         self, metric: str = "eval_loss", *, patience: int = 3, least: float = 0.0, highest: bool = False
     ) -> None:
         if patience < 1:
-            raise ValueError(f"patience must be at least 1, got {patience}")
+            raise TrainingError(f"[EarlyStop] patience must be at least 1, got {patience}")
         self.metric, self.patience, self.least, self.highest = metric, patience, least, highest
         self.best, self.without = math.inf, 0
 
@@ -84,7 +86,9 @@ class EarlyStop(Callback):
     def on_evaluate(self, trainer: Trainer, numbers: dict[str, Any]) -> None:
         """See :class:`Callback`."""
         if self.metric not in numbers:
-            raise KeyError(f"EarlyStop waits for {self.metric!r}; the evaluation gives {', '.join(numbers)}")
+            raise TrainingError(
+                f"[EarlyStop] there is no {self.metric!r} to wait for: the evaluation gives {', '.join(numbers)}"
+            )
         if self.seen(numbers[self.metric]):
             trainer.stop(f"early stop: {self.metric} has not improved for {self.patience} evaluations")
 

@@ -25,7 +25,8 @@ class Meter:
     def read(self, step: int) -> dict[str, float]:
         """Means over the steps since the last call, weighted by what each loss counts; and how fast they went.
 
-        ``per_second`` is the weight a second: tokens, or samples where the loss is a mean over them.
+        ``per_second`` is the weight a second: tokens, or samples where the loss is a mean over them. Where nothing counted there are no
+        means.
         """
         rows = [{n: float(v) for n, v in found.items()} for found in self._held]
         now = time.perf_counter()
@@ -33,9 +34,9 @@ class Meter:
         self._held.clear()
         weight = sum(r["weight"] for r in rows)
         out = {
-            n: sum(r[n] * r["weight"] for r in rows) / weight if weight else float("nan")
+            n: sum(r[n] * r["weight"] for r in rows) / weight
             for n in rows[0]
-            if n not in ("weight", "grad_norm", "scale")
+            if weight and n not in ("weight", "grad_norm", "scale")
         }
         out |= {n: rows[-1][n] for n in ("grad_norm", "scale") if n in rows[-1]}
         out |= {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from ...arrays import tree as trees
 from ...arrays._array import Array
 from ...arrays.creation import asarray
 from ...arrays.dtypes import as_dtype
-from ...arrays.elementwise import isfinite, logical_and, minimum, where
+from ...arrays.elementwise import isfinite, logical_and, maximum, minimum, where
 from ...arrays.errors import TrainingError
 from ...arrays.manipulation import astype
 from ...arrays.reductions import all as all_
@@ -23,6 +25,9 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+
+LEAST = 2.0**-14
+"""Of a loss's scale. From the usual 2 to the 15th it takes 29 steps in a row to come down to it: what is not finite then is the loss itself."""
 
 
 def _name_of(dtype: Any) -> Any:
@@ -42,7 +47,7 @@ class Precision:
         What the loss is multiplied by at first, so that small gradients survive in float16; 1 for all others.
     growth, every
         The scale grows by this factor after so many good steps in a row, and halves at a step whose gradients are not finite;
-        that step is left out (Micikevicius et al., 2018).
+        that step is left out (Micikevicius et al., 2018). A run whose scale comes down to 2 to the -14th ends with an error.
     """
 
     compute: str = "float32"
@@ -56,6 +61,10 @@ class Precision:
         object.__setattr__(self, "compute", _name_of(self.compute))
         if self.compute not in DTYPES:
             raise TrainingError(f"precision must be one of {', '.join(DTYPES)}, got {self.compute!r}")
+        if not (LEAST < self.scale < math.inf and self.growth >= 1 and self.every >= 1):
+            raise TrainingError(
+                f"precision needs a finite scale above {LEAST:.2g}, and growth and every of at least 1, got {self}"
+            )
 
     @classmethod
     def of(cls, given: Any) -> Precision:
@@ -94,10 +103,24 @@ class Precision:
             run >= self.every, minimum(state["scale"] * np.float32(self.growth), np.float32(2.0**24)), state["scale"]
         )
         return {
-            "scale": where(good, grown, state["scale"] * np.float32(0.5)),
+            "scale": where(good, grown, maximum(state["scale"] * np.float32(0.5), np.float32(LEAST))),
             "good": where(good, where(run >= self.every, 0, run), 0),
             "skipped": state["skipped"] + astype(~good, np.int64),
         }
+
+    def hopeless(self, numbers: Mapping[str, float]) -> str | None:
+        """Why a run that has logged these numbers cannot go on, or None. A step that overflows at one scale is tried at a smaller one.
+
+        >>> Precision().hopeless({"loss": float("nan")})
+        'the loss is nan'
+        >>> Precision("float16", scale=2.0**15).hopeless({"loss": float("nan"), "scale": 2.0**15})
+        """
+        if not self.scales:
+            loss = numbers.get("loss", 0.0)  # there is none where no sample counted
+            return None if math.isfinite(loss) else f"the loss is {loss}"
+        if numbers["scale"] > LEAST:
+            return None
+        return f"the gradients are not finite at any scale of the loss (which is {numbers.get('loss', 0.0)})"
 
 
 def all_finite(tree: Any) -> Array:
@@ -109,4 +132,4 @@ def all_finite(tree: Any) -> Array:
     return asarray(True) if good is None else good
 
 
-__all__ = ["DTYPES", "Precision", "all_finite"]
+__all__ = ["DTYPES", "LEAST", "Precision", "all_finite"]

@@ -170,16 +170,19 @@ class Recovery:
         return max((s for s in t.checkpoints.steps() if s <= t.saved_at), default=None)
 
     def grow(self) -> bool:
-        """After a checkpoint: whether workers were added that a longer data axis has use for; the run is on them then."""
+        """Right after a checkpoint or a snapshot: whether workers were added that a longer data axis has use for; the run is on them then."""
         t = self.trainer
         mesh, client = t.session.mesh, client_of(t.session.mesh)
-        if self.policy is None or client is None or mesh is None or t.checkpoints is None:
+        if self.policy is None or client is None or mesh is None:
             return False
         now = self.policy.axes(self.axes, self.per_worker, len(alive(client)), self._fits)
         if math.prod(now.values()) <= mesh.size:
             return False
-        t.checkpoints.wait()
+        if t.checkpoints is not None and t.saved_at == t.progress.step:
+            t.checkpoints.wait()
+            self.drop_snapshots()
+        elif not self.snapshots or not self.snapshots[-1][1].wait(SNAPSHOT_LIMIT):
+            return False
         t.report.display.say(f"workers were added: going on with {now}")
-        self.drop_snapshots()
         self._move(self._next(mesh))
         return True

@@ -63,7 +63,7 @@ class Sampler:
         if self.drop_last and offset + count > self.size:
             if count > self.size:
                 raise DataError(f"a batch of {count} is larger than the {self.size} samples, and drop_last leaves none")
-            epoch, offset = (epoch + 1, 0) if offset else (epoch, 0)
+            epoch, offset = epoch + 1, 0
         ids = self.order(epoch)[offset : offset + count]
         return ids, epoch * self.size + offset + len(ids)
 

@@ -1,19 +1,18 @@
-"""Where samples come from: arrays, Zarr groups, Parquet files, Dask collections, tokens; or anything with ``len`` and ``read``."""
+"""Where samples come from: arrays, Zarr groups, tables, Dask collections, tokens; or anything with ``len`` and ``read``."""
 
 from __future__ import annotations
 
-import bisect
-import importlib.util
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from ...arrays import tree as trees
-from ...arrays.errors import BackendError, DataError
+from ...arrays.errors import DataError
+from .columnar import ArrowSource, ParquetSource
+from .parts import from_parts
 
 
 @runtime_checkable
@@ -156,105 +155,6 @@ class ZarrSource:
         return out.get("", out)
 
 
-class ParquetSource:
-    """Rows of Parquet files (needs pyarrow). Workers read their own rows; a row group is the unit of reading.
-
-    Parameters
-    ----------
-    paths
-        A file, a directory of ``*.parquet``, or several files; their rows are numbered in this order.
-    columns
-        Names of columns; all by default. Lists of one length become a second dimension.
-    cached
-        Row groups that are kept in memory.
-    """
-
-    remote = True
-
-    def __init__(
-        self,
-        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        columns: Sequence[str] | None = None,
-        *,
-        cached: int = 4,
-    ) -> None:
-        if importlib.util.find_spec("pyarrow") is None:
-            raise BackendError("Parquet files are read by pyarrow, which is not installed: pip install pyarrow")
-        import pyarrow.parquet as pq
-
-        one = isinstance(paths, str | os.PathLike)
-        given = [Path(paths)] if one else [Path(p) for p in paths]
-        self.paths = [str(f) for p in given for f in (sorted(p.glob("*.parquet")) if p.is_dir() else [p])]
-        self.columns, self.cached = None if columns is None else list(columns), cached
-        self.groups: list[tuple[str, int]] = []
-        self.starts: list[int] = []
-        total = 0
-        for path in self.paths:
-            try:
-                metadata = pq.read_metadata(path)
-            except (OSError, ValueError) as e:  # ArrowInvalid is a ValueError
-                raise DataError(f"{path} is no Parquet file: {e}") from e
-            for g in range(metadata.num_row_groups):
-                self.groups.append((path, g))
-                self.starts.append(total)
-                total += metadata.row_group(g).num_rows
-        if not total:
-            raise DataError(f"no rows in the Parquet file(s) {self.paths or [str(p) for p in given]}")
-        self._size = total
-        self._held: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": OrderedDict()}
-
-    def __len__(self) -> int:
-        return self._size
-
-    def _group(self, number: int) -> dict[str, np.ndarray]:
-        if number not in self._held:
-            import pyarrow.parquet as pq
-
-            path, g = self.groups[number]
-            with pq.ParquetFile(path) as file:
-                table = file.read_row_group(g, columns=self.columns)
-            self._held[number] = {n: _column(path, n, table.column(n)) for n in table.column_names}
-            while len(self._held) > self.cached:
-                self._held.popitem(last=False)
-        self._held.move_to_end(number)
-        return self._held[number]
-
-    def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """See :class:`Source`."""
-        return _from_parts(np.asarray(ids), self.starts, self._group)
-
-
-def _column(path: str, name: str, column: Any) -> np.ndarray:
-    if column.null_count:
-        raise DataError(f"{path}: column {name!r} has {column.null_count} missing values; fill or drop them first")
-    values = column.to_numpy()
-    if values.dtype != object:
-        return values
-    rows = [np.asarray(v) for v in values]
-    lengths = {r.shape for r in rows}
-    if len(lengths) != 1 or rows[0].dtype.kind not in "biuf":
-        raise DataError(f"{path}: column {name!r} is neither numbers nor lists of numbers of one length")
-    return np.stack(rows)
-
-
-def _from_parts(ids: np.ndarray, starts: Sequence[int], part: Any) -> Any:
-    """Rows picked from numbered parts, each read once; ``starts`` are the numbers of their first rows."""
-    # Of several parts that begin at one number all but the last are empty.
-    of = np.array([bisect.bisect_right(starts, int(i)) - 1 for i in ids], dtype=np.int64)
-    pieces, places = [], []
-    for p in np.unique(of):
-        (at,) = np.nonzero(of == p)
-        held = part(int(p))
-        local = ids[at] - starts[p]
-        pieces.append(trees.tree_map(lambda x, local=local: x[local], held))
-        places.append(at)
-    back = np.argsort(np.concatenate(places), kind="stable")
-    return trees.tree_map(lambda *xs: np.concatenate(xs)[back], *pieces)
-
-
 class DaskSource:
     """Samples in any Dask collection: an array (first dimension), a data frame (columns), a bag or delayed parts of trees.
 
@@ -315,7 +215,7 @@ class DaskSource:
 
     def read(self, ids: np.ndarray) -> Any:
         """See :class:`Source`."""
-        return _from_parts(np.asarray(ids), self.starts, self._part)
+        return from_parts(np.asarray(ids), self.starts, self._part)
 
 
 def _length(part: Any) -> int:
@@ -336,9 +236,23 @@ def _as_tree(part: Any) -> Any:
 
 
 def as_source(data: Any) -> Any:
-    """A source as it is, arrays as an :class:`ArraySource`, Dask collections as a :class:`DaskSource`."""
+    """A source as it is; a tree of arrays, a data frame, an Arrow table or a Dask collection as a source."""
     if isinstance(data, Source):
         return data
     if hasattr(data, "__dask_graph__"):
         return DaskSource(data)
-    return ArraySource(data)
+    if hasattr(data, "column_names") and hasattr(data, "to_batches"):
+        return ArrowSource(data)
+    return ArraySource(_as_tree(data) if hasattr(data, "iloc") else data)
+
+
+__all__ = [
+    "ArraySource",
+    "ArrowSource",
+    "DaskSource",
+    "ParquetSource",
+    "Source",
+    "TokenSource",
+    "ZarrSource",
+    "as_source",
+]

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...arrays import tree as trees
 from ...arrays.errors import TrainingError
 from ...autodiff.optim import Average, Optimizer
@@ -255,7 +253,7 @@ class Trainer:
         RestartsExhausted
             Workers were lost more often than ``elastic`` allows.
         TrainingError
-            The loss became NaN or infinite, or a checkpoint does not belong to this run.
+            The loss became NaN or infinite (in float16: at any scale), or a checkpoint does not belong to this run.
         """
         self._reason = None
         self.report.begin(self.total())
@@ -379,10 +377,12 @@ class Trainer:
                     return reason
                 if save:
                     self._save()
-                    if self.recovery.grow():
-                        return self._run()
                 elif self.snapshot_every is not None and at.step % self.snapshot_every == 0:
                     self.recovery.take_snapshot()
+                else:
+                    continue
+                if self.recovery.grow():
+                    return self._run()
         finally:
             batches.close()
         return "epochs"
@@ -430,9 +430,10 @@ class Trainer:
     def _log(self, numbers: dict[str, Any]) -> None:
         step = self.progress.step
         self.report.log(step, {"epoch": self.progress.epoch, **numbers})
-        if not np.isfinite(numbers["loss"]) and not self.recipe.precision.scales:
+        wrong = self.recipe.precision.hopeless(numbers)
+        if wrong is not None:
             raise TrainingError(
-                f"the loss is {numbers['loss']} at step {step}; the newest checkpoint is {self.newest() or 'none'}. A smaller "
+                f"{wrong} at step {step}; the newest checkpoint is {self.newest() or 'none'}. A smaller "
                 "learning rate or clip= may help; mt.detect_anomaly() finds the op"
             )
         for c in self.callbacks:

@@ -64,8 +64,8 @@ def test_cached_gradients_are_those_of_the_whole_batch(chunk):
 
 
 def test_cached_gradients_hold_the_activations_of_one_chunk(peak_of):
-    """Twelve layers on 4,096 rows (12 MB), in chunks of 256: what one chunk holds is a sixteenth of it."""
-    weights = [mt.asarray(np.eye(32) + 0.01 * k) for k in range(12)]
+    """Six layers on 4,096 rows (6 MB), in chunks of 512: what one chunk holds is an eighth of it."""
+    weights = [mt.asarray(np.eye(32) + 0.01 * k) for k in range(6)]
     data = mt.asarray(np.random.default_rng(0).standard_normal((4096, 32)))
 
     def deep(weights, x, key):
@@ -77,9 +77,9 @@ def test_cached_gradients_hold_the_activations_of_one_chunk(peak_of):
         return (e.sum(axis=0) ** 2.0).sum()
 
     whole = mt.grad(lambda ws: joined(deep(ws, data, None)))
-    cached = tr.grad_cache(deep, joined, chunk=256)
+    cached = tr.grad_cache(deep, joined, chunk=512)
     chunks = mt.grad(lambda ws: cached(ws, data, None))
-    assert peak_of(lambda: chunks(weights)) < peak_of(lambda: whole(weights)) - 5 * data.nbytes
+    assert peak_of(lambda: chunks(weights)) < peak_of(lambda: whole(weights)) - 3 * data.nbytes
 
 
 def test_dropout_is_the_same_when_a_chunk_is_computed_again():
@@ -136,8 +136,10 @@ def test_merging_by_hand():
     merged = lora.apply({"w": mt.eye(2)}, adapters, lora.Config(rank=1, alpha=2.0))["w"]
     np.testing.assert_array_equal(np.asarray(merged).T, [[3, 0], [4, 1]])
     assert lora.Config(rank=4, alpha=8.0, stabilized=True).scale == 4.0
-    half = lora.apply({"w": mt.eye(2, dtype=mt.float16)}, adapters, lora.Config(rank=1, alpha=2.0))["w"]
-    assert half.dtype == np.float16
+    # Added in float32: 2049.0004 rounds to 2050, where in float16 the change would be 1 first, and 2049 round to 2048.
+    small = {"w": {"a": mt.asarray([[1.0004]], dtype=mt.float32), "b": mt.ones((1, 1), dtype=mt.float32)}}
+    half = lora.apply({"w": mt.full((1, 1), 2048.0, dtype=mt.float16)}, small, lora.Config(rank=1))["w"]
+    assert (half.dtype, float(half[0, 0])) == (np.float16, 2050.0)
 
 
 def test_adapters_train_beside_frozen_weights_and_merge_to_the_same_model(tmp_path):
@@ -205,7 +207,7 @@ def test_adapters_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"steps": 2, "batch": 8, "held_out": 16, "length": 12, "rate": 1e-4},
+        {"steps": 1, "batch": 8, "held_out": 16, "length": 12, "rate": 1e-4},
         pytest.param({"steps": 60, "batch": 32, "held_out": 96, "length": 24, "rate": 3e-5}, marks=pytest.mark.slow),
     ],
     ids=["sample", "whole"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import dask
 import dask.array as da
 import numpy as np
@@ -10,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.parallel.training.batching import batch_sizes, largest_ranks
+from meshtape.parallel.training.batching import batch_sizes
+from meshtape.parallel.training.sources import as_source
 
 tr = mt.training
 
@@ -37,14 +40,6 @@ def test_accumulation_follows_from_the_global_batch():
 def test_sizes_that_do_not_divide_are_refused(batch, given_sizes, message):
     with pytest.raises(mt.errors.BatchSizeError, match=message):
         batch_sizes(batch, **given_sizes)
-
-
-@given(st.integers(1, 64), st.integers(1, 16))
-@settings(max_examples=50, deadline=None)
-def test_the_largest_number_of_ranks_divides(batch, most):
-    n = largest_ranks(batch, most)
-    assert batch % n == 0
-    assert all(batch % m for m in range(n + 1, most + 1))
 
 
 # ----- sampler --------------------------------------------------------------------------------------------------------
@@ -143,17 +138,30 @@ def zarr_source(tmp_path):
 
 
 def parquet_source(tmp_path):
-    pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    for i, (lo, hi) in enumerate(((0, 9), (9, 22))):
-        table = pa.table({"x": ROWS["x"][lo:hi].tolist(), "y": ROWS["y"][lo:hi]})
-        pq.write_table(
-            table.set_column(0, "x", table["x"].cast(pa.list_(pa.float32()))),
-            tmp_path / f"{i}.parquet",
-            row_group_size=4,
-        )
+    for i, table in enumerate(arrow_tables()):
+        pq.write_table(table, tmp_path / f"{i}.parquet", row_group_size=4)
     return tr.ParquetSource(tmp_path, cached=2)
+
+
+def arrow_tables():
+    """The rows in two tables, the second of several batches."""
+    pa = pytest.importorskip("pyarrow")
+    x = pa.array(ROWS["x"].tolist(), pa.list_(pa.float32()))
+    whole = pa.table({"x": x, "y": ROWS["y"]})
+    return whole[:9], pa.concat_tables([whole[9:15], whole[15:]])
+
+
+def arrow_source(tmp_path):
+    import pyarrow as pa
+
+    first, second = arrow_tables()
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), first.schema) as file:
+        file.write_table(first)
+    with pa.ipc.new_stream(str(tmp_path / "b.arrow"), second.schema) as file:
+        file.write_table(second)
+    return pickle.loads(pickle.dumps(tr.ArrowSource(tmp_path)))  # as it goes to a worker
 
 
 def dask_source(tmp_path):
@@ -165,6 +173,8 @@ SOURCES = {
     "arrays": lambda tmp_path: tr.ArraySource(ROWS),
     "zarr": zarr_source,
     "parquet": parquet_source,
+    "arrow": arrow_source,
+    "an arrow table": lambda tmp_path: as_source(pytest.importorskip("pyarrow").concat_tables(arrow_tables())),
     "dask": dask_source,
 }
 
@@ -200,14 +210,28 @@ def test_a_dask_array_and_a_data_frame():
     got = tr.DaskSource(frame).read(np.array([20, 1]))
     np.testing.assert_array_equal(got["z"], [40.0, 2.0])
 
+    frame = as_source(pd.DataFrame({"y": ROWS["y"], 3: ROWS["y"] * 2.0}))
+    assert {n: a.tolist() for n, a in frame.read(np.array([20, 1])).items()} == {"y": [20, 1], "3": [40.0, 2.0]}
 
-def test_parquet_with_missing_values_is_refused(tmp_path):
+
+def test_tables_that_do_not_fit_are_refused(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"x": [1.0, None]}), tmp_path / "a.parquet")
     with pytest.raises(mt.errors.DataError, match="1 missing values"):
         tr.ParquetSource(tmp_path / "a.parquet").read(np.array([0]))
+    with pytest.raises(mt.errors.DataError, match="the Arrow table: column 'x' has 1 missing values"):
+        tr.ArrowSource(pa.table({"x": [1.0, None]})).read(np.array([0, 1]))
+    with pytest.raises(mt.errors.DataError, match=r"no column \['z'\]; it has \['x'\]"):
+        tr.ArrowSource(pa.table({"x": [1.0]}), ["z"])
+    with pytest.raises(mt.errors.DataError, match="no rows"):
+        tr.ArrowSource(pa.table({"x": pa.array([], pa.int64())}))
+    with pytest.raises(mt.errors.DataError, match=r"a\.parquet is no Arrow file"):
+        tr.ArrowSource(tmp_path / "a.parquet")
+    with pytest.raises(mt.errors.DataError, match="no Arrow files"):
+        tr.ArrowSource(tmp_path)
+    assert list(tr.ArrowSource(pa.table({"x": [1.0], "y": [2]}), ["y"]).read(np.array([0]))) == ["y"]
 
 
 # ----- loader ---------------------------------------------------------------------------------------------------------

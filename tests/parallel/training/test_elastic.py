@@ -66,6 +66,16 @@ class Kill(tr.Callback):
                 os.kill(pid, signal.SIGKILL)
 
 
+class Sizes(tr.Callback):
+    """At which steps the run began, or began again, and on how many ranks."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_start(self, trainer):
+        self.seen.append((trainer.progress.step, trainer.mesh.size))
+
+
 @pytest.mark.parametrize(
     ("steps", "rejoin"),
     [pytest.param([8], 0.0, id="once"), pytest.param([8, 17], 60.0, id="twice", marks=pytest.mark.slow)],
@@ -97,25 +107,38 @@ def test_without_its_worker_the_run_goes_on_with_fewer_ranks_and_grows_again(tmp
                 client.cluster.scale(3)  # the retired one still counts for it
                 client.wait_for_workers(2, timeout=LIMIT)
 
-    sizes = []
-
-    class Sizes(tr.Callback):
-        name = "sizes"
-
-        def on_start(self, trainer):
-            sizes.append(trainer.mesh.size)
-
+    sizes = Sizes()
     with local_cluster(2) as client:
         result = trainer(
             mt.Mesh({"data": 2}, client=client),
             directory=tmp_path,
             save_every=4,
-            callbacks=[Kill([6], retire=True), Add(), Sizes()],
+            callbacks=[Kill([6], retire=True), Add(), sizes],
             elastic=Elastic(rejoin=0.0),
         ).fit()
     assert (result.reason, result.restarts) == ("steps", 1)
-    assert sizes == [2, 1, 2]
+    assert [n for _, n in sizes.seen] == [2, 1, 2]
     np.testing.assert_allclose(losses(result), unbroken, rtol=1e-4)
+
+
+def test_a_run_that_is_only_kept_in_memory_grows_too(unbroken):
+    class Add(Sizes):
+        def on_log(self, trainer, numbers):
+            if trainer.progress.step == 3:
+                client.cluster.scale(2)
+                client.wait_for_workers(2, timeout=LIMIT)
+
+    add = Add()
+    with local_cluster(1, processes=False) as client:
+        result = trainer(
+            mt.Mesh({"data": 1}, client=client),
+            steps=6,
+            snapshot_every=2,
+            callbacks=[add],
+            elastic=Elastic(rejoin=0.0, most=2),
+        ).fit()
+    assert (result.step, result.restarts, add.seen) == (6, 0, [(0, 1), (4, 2)])
+    np.testing.assert_allclose(losses(result), unbroken[:6], rtol=1e-4)
 
 
 class Terminate(tr.Callback):
@@ -159,6 +182,19 @@ def test_a_failure_at_the_same_step_with_no_worker_gone_is_the_jobs_own(threads)
     with pytest.raises(mt.errors.CollectiveTimeout, match="no answer"):
         t.fit()
     assert (stall.times, t.recovery.restarts) == (2, 1)
+
+
+def test_a_restart_does_not_take_the_newer_checkpoint_of_an_earlier_run(threads, tmp_path):
+    class StallOnce(Sizes):
+        def on_log(self, trainer, numbers):
+            if trainer.progress.step == 3 and len(self.seen) == 1:
+                raise mt.errors.CollectiveTimeout("no answer")
+
+    trainer(None, steps=8, directory=tmp_path, save_every=8).fit()
+    stall = StallOnce()
+    options = {"directory": tmp_path, "resume": "never", "save_every": 2, "callbacks": [stall], "elastic": Elastic()}
+    result = trainer(mt.Mesh({"data": 2}, client=threads), steps=6, **options).fit()
+    assert (result.step, result.restarts, stall.seen) == (6, 1, [(0, 2), (2, 2)])
 
 
 def test_the_end_of_the_scheduler_is_said_to_be_that(tmp_path):
@@ -216,6 +252,15 @@ def test_twenty_runs_with_a_worker_killed_at_a_random_step_all_arrive(tmp_path, 
             ).fit()
         assert result.step == STEPS
         np.testing.assert_allclose(losses(result)[-1], unbroken[-1], rtol=1e-3)
+
+
+def test_the_next_mesh_splits_the_batch_evenly_over_experts_too():
+    """A batch of 12 goes to 1, 2, 3 or 6 data ranks beside two of experts, which have rows of their own; not to 4."""
+    mesh = mt.Mesh({"data": 2, "expert": 2})
+    t = mt.Trainer(loss, init, mt.optim.sgd(0.1), DATA, batch=12, steps=1, mesh=mesh, plan=mt.models.Plan(("dp", "ep")))
+    assert [n for n in range(1, 8) if t.recovery._fits(n)] == [1, 2, 3, 6]
+    t = mt.Trainer(loss, init, mt.optim.sgd(0.1), DATA, batch=12, steps=1, mesh=mesh)
+    assert [n for n in range(1, 8) if t.recovery._fits(n)] == [1, 2, 3, 4, 6]
 
 
 def test_the_policy_by_hand():

@@ -65,15 +65,20 @@ def test_uneven_micro_batches_count_by_their_tokens():
     assert largest_difference(cut["params"], whole["params"]) < 1e-6
 
 
-def test_a_mean_counts_by_its_samples():
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_mean_counts_by_its_samples(scale):
+    """Also where the loss is scaled, and so differentiated as a mean."""
     x = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
-    recipe = Recipe(lambda p, b, key: mt.mean((b["x"] @ p) ** 2), mt.optim.sgd(0.1))
-    start = mt.ones(3, dtype=mt.float32)
-    one = recipe.step(recipe.init(start, None), [{"x": mt.asarray(x)}], mt.random.key(0))[0]
-    two = recipe.step(recipe.init(start, None), [{"x": mt.asarray(x[:4])}, {"x": mt.asarray(x[4:])}], mt.random.key(0))[
-        0
-    ]
-    np.testing.assert_allclose(np.asarray(one["params"]), np.asarray(two["params"]), rtol=1e-6)
+    precision = Precision("float32", scale=scale)
+    recipe = Recipe(lambda p, b, key: mt.mean((b["x"] @ p) ** 2), mt.optim.sgd(0.1), precision=precision)
+
+    def stepped(*parts):
+        state = recipe.init(mt.ones(3, dtype=mt.float32), None)
+        return recipe.step(state, [{"x": mt.asarray(part)} for part in parts], mt.random.key(0))[0]["params"]
+
+    by_hand = 1.0 - 0.1 * 2.0 / 7.0 * x.T @ (x @ np.ones(3, np.float32))
+    np.testing.assert_allclose(np.asarray(stepped(x)), by_hand, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(stepped(x[:4], x[4:])), by_hand, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +120,7 @@ def held_bytes(tree, mesh):
 @pytest.mark.parametrize(("zero", "share"), [(0, 12.0), (1, 4 + 8 / 4), (2, 4 + 8 / 4), (3, 12 / 4)])
 def test_memory_of_the_state_follows_the_formula(zero, share):
     """float32 parameters and two slots: 4P + 8P, of which stages 1 and 2 split the slots and stage 3 everything."""
-    state, _ = run({"data": 4}, zero=zero, steps=1)
+    state, _ = run({"data": 4}, zero=zero, steps=0)
     count = sum(x.size for x in mt.tree.flatten(state["params"])[0])
     mesh = state["params"]["embed"].sharding.mesh
     got = held_bytes({"p": state["params"], "m": state["optimizer"]["mean"], "v": state["optimizer"]["square"]}, mesh)
@@ -227,6 +232,30 @@ def test_average_follows_its_recursion():
     np.testing.assert_allclose(means, [1.1, 1.29, 1.561], rtol=1e-6)
 
 
+def test_an_average_of_small_floats_follows_their_masters():
+    """A step of 0.001 from 1 is less than bfloat16 can tell; the average keeps it."""
+    recipe = Recipe(lambda p, b, key: mt.sum(p * b["x"]), mt.optim.sgd(1e-3), ema=mt.optim.ema(0.5))
+    state = recipe.init(mt.ones(1, dtype=mt.bfloat16), None)
+    state, _ = recipe.step(state, [{"x": mt.asarray([-1.0], dtype=mt.float32)}], mt.random.key(0))
+    assert (state["params"].dtype.name, float(state["params"][0])) == ("bfloat16", 1.0)
+    np.testing.assert_allclose(float(state["ema"]["mean"][0]), 1.0005, rtol=1e-6)
+
+
+def test_a_step_that_is_left_out_leaves_the_average_too():
+    """The loss is finite; its gradients, 64 times a quarter of 3e4, are not in float16."""
+    recipe = Recipe(
+        lambda p, b, key: mt.mean(p * b), mt.optim.momentum(1e-3), precision=Precision("float16", scale=64.0),
+        ema=mt.optim.ema(0.5),
+    )  # fmt: skip
+    before = recipe.init(mt.full(1, 1e-4, dtype=mt.float32), None)
+    with np.errstate(all="ignore"):
+        after, seen = recipe.step(before, [mt.full((4, 1), 3e4, dtype=mt.float16)], mt.random.key(0))
+    assert np.isfinite(float(seen["loss"]))
+    assert int(after["scaler"]["skipped"]) == 1
+    for part in ("params", "optimizer", "ema"):
+        assert largest_difference(after[part], before[part]) == 0.0
+
+
 def test_a_batch_that_counts_nothing_changes_nothing_and_gives_no_nan():
     empty = {"ids": np.zeros((2, 8), int), "labels": np.full((2, 8), -100)}
     state, seen = run(micro=[empty], optimizer=mt.optim.sgd(1.0), steps=1)
@@ -258,3 +287,6 @@ def test_options_that_mean_nothing_are_refused():
             Recipe(lambda p, b, k: p.sum(), mt.optim.sgd(0.1), **options).init(mt.ones(2), None)
     with pytest.raises(mt.errors.TrainingError, match="float8"):
         Precision("float8")
+    for options in ({"scale": 0.0}, {"scale": float("inf")}, {"growth": 0.5}, {"every": 0}):
+        with pytest.raises(mt.errors.TrainingError, match="a finite scale above"):
+            Precision("float16", **{"scale": 2.0} | options)

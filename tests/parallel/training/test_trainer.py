@@ -11,6 +11,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.parallel.training.jobs import Job, parse_axes, resolve_axes, running
+from meshtape.parallel.training.metrics import read_lines
 from meshtape.parallel.training.records import METADATA_KEY
 from meshtape.parallel.training.status import read_status
 
@@ -128,6 +129,18 @@ def test_a_checkpoint_of_another_run_is_refused(trainer, tmp_path):
     trainer(steps=2, directory=tmp_path).fit()
     with pytest.raises(mt.errors.TrainingError, match="seed 0, this one has 1"):
         trainer(directory=tmp_path, seed=1).fit()
+    other = trainer(directory=tmp_path)
+    shorter = mt.Trainer(
+        other.recipe.loss,
+        other.init,
+        other.recipe.optimizer,
+        trainer.samples(100),
+        batch=2,
+        steps=3,
+        directory=tmp_path,
+    )
+    with pytest.raises(mt.errors.TrainingError, match="samples 58, this one has 8"):
+        shorter.fit()
     mt.save(tmp_path / "plain", {"w": mt.ones(2)})
     with pytest.raises(mt.errors.TrainingError, match="not saved by a Trainer"):
         trainer(resume=str(tmp_path / "plain")).fit()
@@ -173,7 +186,7 @@ def test_background_saves_hold_the_state_of_their_step(trainer, tmp_path):
 
 
 def test_evaluation_is_over_the_whole_set_without_dropout(trainer, unbroken):
-    held = trainer.samples(300)
+    held = trainer.samples(280)  # 22 windows: the last micro-batch is shorter, and counts by its tokens
     values = {}
     for axes in (None, {"data": 3}):
         t = trainer(axes, steps=2, batch=12, evaluate=held, eval_every=1)
@@ -224,6 +237,13 @@ def test_callbacks_see_the_turns_of_a_run(trainer, tmp_path):
         trainer(callbacks=[Watch(), Watch()])
 
 
+def test_an_early_stop_that_cannot_be_is_an_error(trainer):
+    with pytest.raises(mt.errors.TrainingError, match="patience"):
+        tr.EarlyStop(patience=0)
+    with pytest.raises(mt.errors.TrainingError, match="no 'eval_bleu' to wait for: the evaluation gives eval_loss"):
+        trainer(steps=1, evaluate=trainer.samples(100), callbacks=[tr.EarlyStop("eval_bleu")]).fit()
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     x = np.ones((8, 2), np.float32)
     t = mt.Trainer(
@@ -239,6 +259,65 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     with np.errstate(all="ignore"), pytest.raises(mt.errors.TrainingError, match="the loss is"):
         t.fit()
     assert read_status(tmp_path)["state"] == "failed"
+
+
+def test_steps_in_which_nothing_counts_have_no_loss_and_end_no_run(tmp_path):
+    """A log over several steps has the mean over what counted in them."""
+    counts = np.repeat([1.0, 0.0, 1.0], 4).astype(np.float32)
+
+    def run(**options):
+        return mt.Trainer(
+            lambda p, b, key: (((p - 3.0) ** 2 * b).sum(), b.sum()),
+            mt.zeros((), dtype=mt.float32),
+            mt.optim.sgd(0.25),
+            counts,
+            batch=4,
+            steps=3,
+            shuffle=False,
+            **options,
+        ).fit()
+
+    assert [h.get("loss") for h in run(log_every=1, directory=tmp_path).history] == [9.0, None, 2.25]
+    assert ["loss" in line for line in read_lines(tmp_path / "metrics.jsonl")] == [True, False, True]
+    assert [h["loss"] for h in run(log_every=3).history] == [(9.0 + 2.25) / 2]
+
+
+def test_a_run_whose_loss_is_finite_at_no_scale_ends():
+    t = mt.Trainer(
+        lambda p, b, key: mt.mean(p * b) * float("nan"),
+        mt.ones((), dtype=mt.float32),
+        mt.optim.sgd(0.1),
+        np.ones(8, np.float16),
+        batch=2,
+        steps=100,
+        log_every=1,
+        precision=tr.Precision("float16", scale=2.0**-12),
+    )
+    with pytest.raises(mt.errors.TrainingError, match=r"not finite at any scale of the loss.* at step 3"):
+        t.fit()
+    assert float(t.params) == 1.0
+    assert int(t.state["scaler"]["skipped"]) == 3
+    assert float(t.state["scaler"]["scale"]) == 2.0**-14  # no less: what is divided by 0 is lost
+
+
+def test_the_scale_of_the_loss_goes_on_where_it_was(tmp_path):
+    def run(steps, **options):
+        return mt.Trainer(
+            lambda p, b, key: mt.mean((p - b) ** 2),
+            mt.ones((), dtype=mt.float32),
+            mt.optim.sgd(0.1),
+            np.ones(8, np.float32),
+            batch=2,
+            steps=steps,
+            log_every=1,
+            precision=tr.Precision("float16", scale=4.0, every=2),
+            **options,
+        ).fit()
+
+    scales = [h["scale"] for h in run(6).history]
+    assert scales == [4.0, 4.0, 8.0, 8.0, 16.0, 16.0]
+    found = [h["scale"] for steps in (3, 6) for h in run(steps, directory=tmp_path).history]
+    assert found == scales
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
