@@ -31,6 +31,9 @@ import pytest
 from distributed import Client, SchedulerPlugin
 from hypothesis import HealthCheck, settings
 
+for _forced in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(_forced, None)  # what is a terminal here the tests say themselves
+
 # Whether a change passes must not depend on luck: the same examples each time, and no limit on the time of one. To look for new ones:
 # pytest --hypothesis-profile=explore.
 settings.register_profile(

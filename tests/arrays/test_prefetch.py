@@ -128,6 +128,7 @@ def test_the_source_runs_beside_the_consumer() -> None:
 
 
 def test_arguments() -> None:
+    before = threads()  # of earlier tests, which are about to end
     with pytest.raises(ValueError, match=r"\[prefetch\] depth"):
         mt.prefetch([], depth=0)
     with pytest.raises(ValueError, match=r"\[prefetch\] staging_bytes"):
@@ -137,7 +138,7 @@ def test_arguments() -> None:
     if len(mt.devices()) == 1:
         with pytest.raises(mt.errors.BackendError):
             mt.prefetch([], device="cuda:0")
-    assert threads() == 0
+    assert threads() <= before
     assert list(mt.prefetch([])) == []
 
 

@@ -57,7 +57,8 @@ ROWS = [[f"model.layers.{i}.attention.weight", "bfloat16", "(4096, 4096)", "32 M
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_a_table_fits_its_terminal(width: int) -> None:
+def test_a_table_fits_its_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one has 80 columns, whatever is asked for
     out = io.StringIO()
     write(COLUMNS, ROWS, title="three", footer=["3 arrays", "", "", "96 MiB"], on=Console(file=out, width=width, force_terminal=True, color_system=None))  # fmt: skip
     lines = out.getvalue().splitlines()
@@ -75,6 +76,7 @@ def test_no_row_of_a_real_listing_is_wrapped(width: int, tmp_path: Path, monkeyp
     names = [f"layers.{i}.attention.query_projection_of_the_encoder.{n}" for i in range(3) for n in ("kernel", "bias")]
     names += ["embedding.word_embeddings_with_a_very_long_name_indeed", "w"]
     save(tmp_path / "c", {n: np.zeros((64, 128), np.float32) for n in names})
+    monkeypatch.setenv("TERM", "xterm")
     for command in ("ls", "tree"):
         out = io.StringIO()
         shown = Console(file=out, width=width, force_terminal=True, color_system=None)

@@ -99,7 +99,6 @@ def test_where_dask_keeps_its_tasks(monkeypatch):
         dask_tasks.task("key", max, [3])
 
 
-@pytest.mark.timeout(180)
 def test_on_a_cluster(processes):
     rng = np.random.default_rng(0)
     host = rng.normal(size=(40, 7))
@@ -123,7 +122,6 @@ def test_on_a_cluster(processes):
         np.testing.assert_array_equal(np.asarray(whole), host.T)
 
 
-@pytest.mark.timeout(180)
 def test_blocks_do_not_come_through_the_client(processes, monkeypatch):
     """What the client itself sends and gets is counted; eight megabytes are not among it."""
     with mt.Mesh({"a": 2}, client=processes) as mesh:
@@ -140,7 +138,6 @@ def test_blocks_do_not_come_through_the_client(processes, monkeypatch):
         assert processes.compute(total).result() == 2e6
 
 
-@pytest.mark.timeout(180)
 def test_low_precision_on_a_cluster(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(np.arange(6).astype(ml_dtypes.bfloat16), mesh, a=mt.Shard(0)) * 2

@@ -32,7 +32,9 @@ def planes() -> Iterator[list[DataPlane]]:
     yield made
     for p in made:
         p.close()
-    assert not any(p._thread.is_alive() for p in made)
+    for p in made:
+        p._thread.join(60)
+        assert not p._thread.is_alive()
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -130,7 +132,9 @@ def greeting(mesh: bytes) -> bytes:
 def read(sock: socket.socket, n: int) -> bytes:
     out = b""
     while len(out) < n:
-        out += sock.recv(n - len(out))
+        part = sock.recv(n - len(out))
+        assert part, f"closed after {len(out)} of {n} bytes"
+        out += part
     return out
 
 

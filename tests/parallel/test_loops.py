@@ -12,8 +12,6 @@ import meshtape as mt
 from meshtape.errors import MeshError, RankLost, ShapeError
 from meshtape.parallel import loops
 
-pytestmark = pytest.mark.timeout(180)
-
 rng = np.random.default_rng(4)
 
 

@@ -233,7 +233,6 @@ def test_memory_stays_within_the_limit(tmp_path, peak_of):
     assert peak_of(run) < 3e6 < x.nbytes
 
 
-@pytest.mark.timeout(180)
 def test_on_worker_processes(processes, tmp_path, stored):
     host, path = stored
     with mt.Mesh({"a": 3}, client=processes) as mesh:

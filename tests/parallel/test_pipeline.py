@@ -137,7 +137,6 @@ def test_what_is_refused():
         mt.grad(lambda s: mt.sum(mt.grad(lambda s: f(params, s, x, y))(s)))(head)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", ["1f1b", "zerobubble"])
 def test_on_worker_processes(processes, kind):
     with mt.Mesh({"pipe": 2}, client=processes) as mesh:

@@ -561,7 +561,6 @@ def test_any_placements(data):
 # ----- on processes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "name", ["columns, then rows", "gathered parameters", "all_to_all", "ring", "max over ranks, with ties"]
 )
@@ -570,7 +569,6 @@ def test_on_worker_processes(processes, name):
         both(EVEN[name], 4, mesh, compiled=True)
 
 
-@pytest.mark.timeout(180)
 def test_uneven_code_on_worker_processes(processes):
     with mt.Mesh({"a": 3}, client=processes) as mesh:
         both(UNEVEN["turned"], 3, mesh, compiled=False)

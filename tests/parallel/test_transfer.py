@@ -161,7 +161,6 @@ def test_there_and_back_between_workers(processes):
         sample()
 
 
-@pytest.mark.timeout(180)
 def test_between_workers(processes):
     """Disjoint, overlapping, smaller and larger meshes of one cluster; the client sees none of the blocks."""
     addresses = sorted(processes.scheduler_info(n_workers=-1)["workers"])

@@ -320,7 +320,10 @@ def opened(*planes: DataPlane) -> Iterator[list[DataPlane]]:
     yield list(planes)
     for p in planes:
         p.close()
-    assert not any(p._thread is not None and p._thread.is_alive() for p in planes)
+    for p in planes:
+        if p._thread is not None:
+            p._thread.join(60)
+            assert not p._thread.is_alive()
 
 
 class TestInProcess(Contract):

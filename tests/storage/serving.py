@@ -45,6 +45,20 @@ class Served:
         self.server.server_close()
 
 
+def one_in_three(fault):
+    """A ``fault`` of each third request; but not of one that is tried again, which beside others could be the third every time."""
+    harmed = set()
+
+    def harms(number, method, path):
+        if number % 3 or (method, path) in harmed:
+            harmed.discard((method, path))
+            return None
+        harmed.add((method, path))
+        return fault
+
+    return harms
+
+
 class Proxy(Served):
     """A real HTTP proxy before the server. ``fault(number, method, path)`` says what happens to a request: None, "500" (an answer of the
     server's own making), "cut" (half of the answer, then the end of the connection), "lost" (the request is carried out, the answer

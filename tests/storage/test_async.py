@@ -179,10 +179,12 @@ def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path):
     gate = Gate()
     with using(gate):
         handle = save_async(tmp_path / "c", {"w": np.ones(3)})
+        assert gate.reached.wait(200)  # its thread waits, and holds no lock that the child would need
         pid = os.fork()
         if pid == 0:
-            signal.alarm(20)
+            signal.alarm(120)
             try:
+                gate.opened = threading.Event()  # the thread may hold the lock of the parent's
                 gate.opened.set()
                 save(tmp_path / "child", {"w": np.ones(3)})
                 # Would wait for ever if the parent's thread were remembered.

@@ -9,6 +9,7 @@ import traceback
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from serving import one_in_three
 
 import meshtape as mt
 from meshtape import errors, storage
@@ -238,7 +239,7 @@ def test_a_request_in_three_goes_wrong_and_nobody_notices(kit, s3, fault, monkey
     monkeypatch.setattr(objects, "_PART", 5 << 20)  # two parts, of which the server takes no smaller ones
     monkeypatch.setattr(objects, "_clients", {})
     t, url = tree(kit, rows=3000), f"{s3.url}/c"
-    s3.proxy.reset(lambda n, method, path: fault if n % 3 == 0 else None)
+    s3.proxy.reset(one_in_three(fault))
     save(url, t)
     save(url, t, overwrite=True)
     assert equal(kit, load(url), t)

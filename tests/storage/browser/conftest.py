@@ -92,17 +92,19 @@ class Browser:
         except TimeoutException:
             raise AssertionError(f"never came: {what} on {self.driver.current_url}") from None
 
+    # A script may replace an element between the moment it is found and that it is used; then it is looked for once more.
+
     def click(self, selector: str) -> None:
-        self.one(selector).click()
+        self.until(lambda: [e.click() for e in self.all(selector)[:1]], selector)
 
     def press(self, *keys: str) -> None:
         self.driver.switch_to.active_element.send_keys(*keys)
 
     def text(self, selector: str = "main") -> str:
-        return self.one(selector).text
+        return self.until(lambda: [e.text for e in self.all(selector)[:1]], selector)[0]
 
     def wait_for(self, text: str, selector: str = "main") -> None:
-        self.until(lambda: text in self.text(selector), f"{text!r} in {selector}")
+        self.until(lambda: any(text in e.text for e in self.all(selector)[:1]), f"{text!r} in {selector}")
 
     @property
     def view(self) -> str:

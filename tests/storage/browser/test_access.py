@@ -193,6 +193,7 @@ def test_a_tour_with_the_keyboard_alone(browse: Any, run: Path) -> None:
     b.one("body").send_keys("/")
     b.until(lambda: b.driver.switch_to.active_element.get_attribute("type") == "search", "the search")
     b.press("layers 0 mid")
+    b.until(lambda: b.view.endswith("q=layers+0+mid"), "what is found for all the words")
     b.wait_for("1 array found")
     b.press(Keys.ESCAPE)
     b.one("body").send_keys("j", Keys.ENTER)

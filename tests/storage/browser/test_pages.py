@@ -23,7 +23,7 @@ def test_from_a_run_to_a_value(browse: Any, run: Path) -> None:
     assert "step 60" in b.text()
     b.picture("run")
     b.click("tbody tr a")
-    assert b.view.startswith("checkpoint?")
+    b.until(lambda: b.view.startswith("checkpoint?"), "a checkpoint")
     b.wait_for("params")
     b.picture("checkpoint")
     b.driver.find_element("link text", "up").click()
@@ -68,9 +68,10 @@ def test_search_filters_while_typing_and_is_a_link(browse: Any, run: Path) -> No
     b = browse(run)
     b.go("checkpoint?at=0/step-00000060")
     b.one("input[type=search]").send_keys("layers mid")
+    # What is found for a part of the words may be shown in between.
+    b.until(lambda: b.view.endswith("q=layers+mid"), "the address follows")
     b.wait_for("2 arrays found")
     assert [a.text for a in b.all(".mt-name a")] == ["params.layers.0.mid", "params.layers.1.mid"]
-    b.until(lambda: "q=layers+mid" in b.view, "the address follows")
     b.picture("search")
     b.driver.refresh()
     b.wait_for("2 arrays found")

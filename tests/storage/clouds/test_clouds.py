@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from serving import one_in_three
 
 import meshtape as mt
 from meshtape import errors, storage
@@ -96,7 +97,7 @@ def test_two_savers_of_one_place(cloud, monkeypatch):
 
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_a_server_that_fails_now_and_then(cloud, status):
-    cloud.fault = lambda n, method, path: status if n % 3 == 0 else None
+    cloud.fault = one_in_three(status)
     url = f"{cloud.place}/c"
     for k in (1, 2):
         save(url, {"w": np.full(1000, k)}, overwrite=True)
