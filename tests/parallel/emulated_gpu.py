@@ -429,6 +429,8 @@ def installed(count: int = 2) -> Iterator[Namespace]:
     vars(cuda).update(vars(xp.cuda))
     names = {"cupy": xp, "cupy.cuda": cuda}
     modules = {n: sys.modules.get(n) for n in names}
+    # What some library had loaded lazily must not wake up meanwhile: Hypothesis looks at every module, once.
+    asleep = {n: sys.modules.pop(n) for n in list(sys.modules) if n.partition(".")[0] == "cupyx"}
     before, XP, driver = XP, xp, gpus._no_driver
     sys.modules.update(names)
     gpus._no_driver = str
@@ -448,3 +450,4 @@ def installed(count: int = 2) -> Iterator[Namespace]:
             sys.modules.pop(n)
             if m is not None:
                 sys.modules[n] = m
+        sys.modules.update(asleep)
