@@ -10,14 +10,13 @@ from __future__ import annotations
 import timing  # noqa: F401  # first: it sets the number of threads
 
 # isort: split
-import argparse
 import gc
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import page
 
 import meshtape as mt
 
@@ -174,14 +173,8 @@ With `p` ranks, `m` micro-batches, `v` stages a rank; `s` is the rank.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
-    text = PAGE.format(table(pipelines(), "inputs"), table(recomputes(), "kB", 1e3), table(zeros(), "kB", 1e3))
-    if out is None:
-        print(text)
-    else:
-        out.write_text(text)
+    put = page.destination(__doc__)
+    put(PAGE.format(table(pipelines(), "inputs"), table(recomputes(), "kB", 1e3), table(zeros(), "kB", 1e3)))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ from __future__ import annotations
 import timing  # noqa: F401  # first: it sets the number of threads
 
 # isort: split
-import argparse
 import gc
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import page
 
 import meshtape as mt
 from meshtape.parallel.cluster import local_cluster
@@ -146,8 +145,7 @@ def workers(rows: int = 2048) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="the page to write")
+    put = page.destination(__doc__)
     parts = [
         "# What a reshard holds in memory\n\nMade by `python benchmarks/reshard_memory.py`. The bound is the new blocks and one more, beside what is "
         "there; the ratio is of what was\nmeasured to the bound.\n",
@@ -156,12 +154,7 @@ def main() -> None:
         "\n## Two worker processes\n\nThe fullest worker: what its high-water mark rose by, chunks on their way among it. There is the whole array, in MB; new blocks are those of "
         f"one worker.\n\n{HEAD}\n" + "\n".join(workers()),
     ]
-    text = "\n".join(parts) + "\n"
-    out = parser.parse_args().out
-    if out is None:
-        print(text)
-    else:
-        out.write_text(text)
+    put("\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":
