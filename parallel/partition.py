@@ -19,12 +19,13 @@ from ..arrays.program import Entry, Program, ShapeDtype, freeze, simplify, site_
 from .dispatch_steps import place_dispatch
 from .factors import rule_for
 from .ops import RESHARD
+from .overlap import dropped, variables
 from .parts import place_part
 from .placement import REPLICATED, Layout
 from .propagate import propagate, reason
 from .rank_code import ShardMapOp
 from .rank_lowering import lower
-from .rank_program import Local, Moves, RankProgram, Step
+from .rank_program import Local, RankProgram, Step
 from .writer import Writer
 
 
@@ -221,28 +222,25 @@ def decomposition(op: Op, avals: tuple[Any, ...], params: Mapping[str, Any], ori
 def with_frees(p: RankProgram) -> RankProgram:
     """The variables that may be dropped after each step, and no step that nobody needs: draws that were made in parts instead."""
     needed = set(p.outputs)
-    frees: list[tuple[int, ...]] = []
     steps: list[Step] = []
     for s in reversed(p.steps):
-        if needed.isdisjoint(s.outputs if isinstance(s, Local) else [m.target for m in s.moves]):
+        reads, makes = variables(s)
+        if needed.isdisjoint(makes):
             continue
         steps.append(s)
-        if isinstance(s, Moves):
-            used = dict.fromkeys([v for m in s.moves for v in m.reads] + [m.target for m in s.moves])
-        else:
-            used = dict.fromkeys([v for v in s.inputs if isinstance(v, int)] + list(s.outputs))
-        frees.append(tuple(v for v in used if v not in needed))
-        needed.update(used)
+        needed.update(v for v in reads if isinstance(v, int))
+        needed.update(makes)
+    steps.reverse()
     keep = needed | set(p.inputs) | set(p.constants)
     return RankProgram(
         p.sizes,
         p.inputs,
-        tuple(reversed(steps)),
+        tuple(steps),
         p.outputs,
         {v: a for v, a in p.avals.items() if v in keep},
         {v: x for v, x in p.layouts.items() if v in keep},
         p.constants,
         p.name,
-        tuple(reversed(frees)),
+        tuple(dropped(map(variables, steps), p.outputs)),
         p.inner,
     )
