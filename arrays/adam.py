@@ -20,29 +20,26 @@ from .program import ShapeDtype
 
 
 def adam_step(
-    xp: Any, p: Any, g: Any, m: Any, v: Any, size: Any, root: Any, *, b1: float, b2: float, eps: float
+    xp: Any, p: Any, g: Any, m: Any, v: Any, size: Any, eps: Any, *, b1: float, b2: float
 ) -> tuple[Any, Any, Any]:
     """The parameter and the means of the gradients and of their squares after a step.
 
-    ``size`` is the learning rate over what undoes the bias of the first mean, ``root`` the root of what undoes that of the second.
+    ``size`` and ``eps`` have in them what undoes the bias of the means (Kingma and Ba, 2015, at the end of section 2): no element is divided
+    by it.
     """
     m = b1 * m + (1.0 - b1) * g
     v = b2 * v + (1.0 - b2) * xp.square(g)
-    return p - size * (m / (xp.sqrt(v) / root + eps)), m, v
+    return p - size * (m / (xp.sqrt(v) + eps)), m, v
 
 
-def _lazy(
-    xp: Any, p: Any, g: Any, m: Any, v: Any, size: Any, root: Any, *, b1: float, b2: float, eps: float
-) -> tuple[Any, ...]:
+def _lazy(xp: Any, p: Any, g: Any, m: Any, v: Any, size: Any, eps: Any, *, b1: float, b2: float) -> tuple[Any, ...]:
     moves = g != 0
-    news = adam_step(xp, p, g, m, v, size, root, b1=b1, b2=b2, eps=eps)
+    news = adam_step(xp, p, g, m, v, size, eps, b1=b1, b2=b2)
     return tuple(xp.where(moves, new, old) for new, old in zip(news, (p, m, v), strict=True))
 
 
-def _decompose(
-    p: Any, g: Any, m: Any, v: Any, size: Any, root: Any, *, b1: float, b2: float, eps: float
-) -> tuple[Any, ...]:
-    return _lazy(elementwise, p, g, m, v, size, root, b1=b1, b2=b2, eps=eps)
+def _decompose(p: Any, g: Any, m: Any, v: Any, size: Any, eps: Any, *, b1: float, b2: float) -> tuple[Any, ...]:
+    return _lazy(elementwise, p, g, m, v, size, eps, b1=b1, b2=b2)
 
 
 def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShapeDtype, ...]:
@@ -55,7 +52,7 @@ def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Sh
     return p, m, v
 
 
-LAZY_ADAM = Op("lazy_adam", ("p", "g", "m", "v", "size", "root"), _lazy, _infer, nout=3, decompose=_decompose)
+LAZY_ADAM = Op("lazy_adam", ("p", "g", "m", "v", "size", "eps"), _lazy, _infer, nout=3, decompose=_decompose)
 
 
 def lazy_adam_at(
@@ -65,7 +62,7 @@ def lazy_adam_at(
 
     ``free`` says of each operand whether its memory may take a result; the others are copied.
     """
-    p, _, m, v, size, root = bufs
+    p, _, m, v, size, eps = bufs
     axes, ids, values = found
     shape = p.shape
     rest = [d for d in range(len(shape)) if d not in axes]
@@ -78,7 +75,7 @@ def lazy_adam_at(
         at = tuple(k[start : start + rows] for k in key)
         g = values[start : start + rows]
         olds = [t[at].reshape(g.shape) for t in turned]
-        news = adam_step(np, olds[0], g, olds[1], olds[2], size, root, **params)
+        news = adam_step(np, olds[0], g, olds[1], olds[2], size, eps, **params)
         moves = g != 0
         for t, new, old in zip(turned, news, olds, strict=True):
             t[at] = np.where(moves, new, old).reshape(len(g), *t.shape[len(axes) :])

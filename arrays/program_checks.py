@@ -155,7 +155,7 @@ _ROWS: dict[str, dict[str, Kind]] = {
     "svd": {"full_matrices": FLAG},
     "qr": {"mode": _one_of("reduced", "complete")},
     "pinv": {"rtol": NUMBER},
-    "lazy_adam": {"b1": NUMBER, "b2": NUMBER, "eps": NUMBER},
+    "lazy_adam": {"b1": NUMBER, "b2": NUMBER},
     "dropout dropout_add": {"rate": FRACTION, **_BLOCK},
     "random_bits random_split random_gumbel random_permutation": _DRAW,
     "random_uniform": {**_DRAW, "low": NUMBER, "high": NUMBER},

@@ -20,11 +20,23 @@ def global_norm(grads: Any) -> Array:
     >>> float(mt.optim.global_norm([mt.asarray([3.0]), mt.asarray([4.0])]))
     5.0
     """
+    # (A dot product would write no squares to memory. It would make a sparse gradient dense, and of millions of numbers it loses digits.)
     squares = [
         square(abs(g) if g.dtype.kind == "c" else g) for x in trees.flatten(grads)[0] for g in [asarray(wide(x))]
     ]
     # As one array: what is pending on a mesh is joined in one round, where each addition would ask for its own.
     return sqrt(sum(stack([sum(s) for s in squares]))) if squares else asarray(0.0)
+
+
+def clip_scale(norm: Array, limit: float) -> Array:
+    """What gradients of this norm are multiplied with, so that it is at most ``limit``."""
+    return minimum(1.0, limit / (norm + 1e-6))  # PyTorch's summand: no gradients, no division by zero
+
+
+def scaled(g: Array, scale: Array) -> Array:
+    """A gradient times a number, computed in float32 at least."""
+    g, dtype = wide(g), g.dtype
+    return (g * scale.astype(g.dtype, copy=False)).astype(dtype, copy=False)
 
 
 def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) -> tuple[Any, Array]:
@@ -41,10 +53,8 @@ def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) 
     if isinstance(limit, int | float) and not limit >= 0:
         raise ValueError(f"[clip_by_global_norm] limit must not be negative, got {limit}")
     norm = global_norm(grads) if norm is None else norm
-    scale = minimum(1.0, limit / (norm + 1e-6))  # PyTorch's summand: no gradients, no division by zero
-    return trees.tree_map(
-        lambda g: (wide(g) * scale.astype(wide(g).dtype, copy=False)).astype(g.dtype, copy=False), grads
-    ), norm
+    scale = clip_scale(norm, limit)
+    return trees.tree_map(lambda g: scaled(g, scale), grads), norm
 
 
 def clip_by_value(grads: Any, limit: float) -> Any:

@@ -304,8 +304,9 @@ def _adam(
     def prepare(step: Array) -> Rule:
         rate = _rate(lr, step)
         t = (step + 1).astype(np.float64)
-        # Both means start at zero; these undo the bias towards it.
-        size, root = rate / (1.0 - b1**t), sqrt(1.0 - b2**t)
+        # Both means start at zero; the root and what the rate is divided by undo the bias towards it.
+        root = sqrt(1.0 - b2**t)
+        size, least = rate * root / (1.0 - b1**t), eps * root
 
         def rule(p: Array, g: Array, m: Array, v: Array) -> tuple[Array, ...]:
             if p.dtype.kind == "c":
@@ -314,10 +315,10 @@ def _adam(
                 g = g + weight_decay * p
             if weight_decay and decoupled:
                 p = p * (1.0 - _cast(rate * weight_decay, p))
-            rates = _cast(size, p), _cast(root, p)
+            rates = _cast(size, p), _cast(least, p)
             if lazy:
-                return apply(LAZY_ADAM, (p, g, m, v, *rates), {"b1": b1, "b2": b2, "eps": eps})
-            return adam_step(elementwise, p, g, m, v, *rates, b1=b1, b2=b2, eps=eps)
+                return apply(LAZY_ADAM, (p, g, m, v, *rates), {"b1": b1, "b2": b2})
+            return adam_step(elementwise, p, g, m, v, *rates, b1=b1, b2=b2)
 
         return rule
 

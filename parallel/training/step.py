@@ -25,7 +25,8 @@ from ...arrays.elementwise import where
 from ...arrays.errors import TrainingError
 from ...arrays.manipulation import astype
 from ...autodiff import value_and_grad
-from ...autodiff.optim import Average, Optimizer, clip_by_global_norm, global_norm, masters
+from ...autodiff.clipping import clip_scale, scaled
+from ...autodiff.optim import Average, Optimizer, global_norm, masters
 from ..api import distribute, reshard
 from ..mesh import Mesh
 from ..models.plans import AXES, Plan, widen
@@ -181,10 +182,13 @@ class Recipe:
         weight = sums["weight"]
         over = where(weight == 0, 1.0, weight)
         divisor = over if scale is None else over * scale
-        grads = trees.tree_map(lambda g: g / astype(divisor, g.dtype, copy=False), grads)
         found = {n: v / over for n, v in sums.items() if n != "weight"} | {"weight": weight}
+        factor = 1.0 / divisor
         if self.clip is not None:
-            grads, found["grad_norm"] = clip_by_global_norm(grads, self.clip, norm=facts["norm"] / divisor)
+            found["grad_norm"] = facts["norm"] / divisor
+            factor = clip_scale(found["grad_norm"], self.clip) * factor
+        # The mean and the clipping in one product of each element.
+        grads = trees.tree_map(lambda g: scaled(g, factor), grads)
         new = self._updated(state, self.masked(state["params"]), grads, found["loss"])
         if scale is not None:
             good = facts["finite"]

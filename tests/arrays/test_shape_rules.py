@@ -118,7 +118,7 @@ def samples() -> dict[str, list[Sample]]:
     ]
     table["last_writes"] = table["getitem"]
 
-    ADAM = {"b1": 0.9, "b2": 0.99, "eps": 1e-8}
+    ADAM = {"b1": 0.9, "b2": 0.99}
     table["layer_norm"] = [
         ((f(2, 3, 4, dtype=d), f(4, dtype=d), f(4, dtype=d)), {"naxes": 1, "eps": 1e-5})
         for d in (np.float64, np.float32, BF16)

@@ -390,11 +390,11 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "lazy_adam": [
         (
-            call("lazy_adam", b1=0.9, b2=0.99, eps=1e-3),
+            call("lazy_adam", b1=0.9, b2=0.99),
             (real(2, 3), real(2, 3, low=0.5), real(2, 3), real(2, 3, low=0.5), real(low=0.1), real(low=0.3)),
         ),
         (
-            lambda g: call("lazy_adam", b1=0.5, b2=0.5, eps=1e-3)(g, g, g, g, 0.1, 0.5)[0],
+            lambda g: call("lazy_adam", b1=0.5, b2=0.5)(g, g, g, g, 0.1, 0.5)[0],
             (real(3, low=0.5),),
         ),
     ],

@@ -119,6 +119,24 @@ def test_clip_by_global_norm_is_that_of_pytorch(case):
         np.testing.assert_allclose(np.asarray(g), expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize(
+    "shape", [(), (5,), (50_000,), (7, 31), (7, 32), (300, 7), (2, 3, 100), (3, 16_385), (0, 40), (4, 0)]
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.float16])
+def test_the_norm_of_leaves_of_any_shape(shape, dtype):
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(shape) * (1 + 2j if np.dtype(dtype).kind == "c" else 1)).astype(dtype)
+    wide = np.abs(x.astype(np.complex128))
+    found = mt.optim.global_norm([mt.asarray(x), mt.asarray(3.0)])
+    assert float(found) == pytest.approx(math.sqrt((wide**2).sum() + 9.0), rel=1e-6)
+
+
+def test_the_norm_of_many_equal_numbers_keeps_its_digits():
+    """A sum of float32 in one place loses a percent of these."""
+    x = mt.full((8192, 8192), 0.1, dtype=mt.float32)
+    assert float(mt.optim.global_norm([x])) == pytest.approx(8192 * float(np.float32(0.1)), rel=1e-6)
+
+
 def test_clip_by_value_is_that_of_pytorch():
     (case,) = TORCH["clip_value"]
     clipped = mt.optim.clip_by_value(tree(TORCH["grads"][0]), case["limit"])

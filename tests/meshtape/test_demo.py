@@ -57,7 +57,7 @@ def test_a_step_costs_one_dask_task_a_worker(digits: demo.Digits, tasks: Callabl
             for batch in batches[1:]:
                 state, seen = step(state, *batch)
             loss = float(seen["loss"])
-        assert len(step.program(state, *batches[0]).entries) > 100
+        assert len(step.program(state, *batches[0]).entries) > 90
         names = [name.rpartition("-")[0] for name in done]
         assert names == ["meshtape.train_step"] * 5 * 2
         assert np.isfinite(loss)

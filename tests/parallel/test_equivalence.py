@@ -220,7 +220,7 @@ def index_samples() -> dict[str, list[Sample]]:
 
 
 def adam_samples() -> dict[str, list[Sample]]:
-    step = call("lazy_adam", b1=0.9, b2=0.99, eps=1e-3)
+    step = call("lazy_adam", b1=0.9, b2=0.99)
 
     def some(p: Any, g: Any, m: Any, v: Any) -> Any:
         return step(p, mt.where(g > 0.3, g, 0.0), m, v * v, 0.1, mt.asarray(0.3))

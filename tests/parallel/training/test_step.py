@@ -290,3 +290,16 @@ def test_options_that_mean_nothing_are_refused():
     for options in ({"scale": 0.0}, {"scale": float("inf")}, {"growth": 0.5}, {"every": 0}):
         with pytest.raises(mt.errors.TrainingError, match="a finite scale above"):
             Precision("float16", **{"scale": 2.0} | options)
+
+
+def test_more_tokens_than_float16_counts_do_not_erase_the_gradients_of_float16_parameters():
+    """The mean is taken in float32: their number is infinite in float16."""
+
+    def loss(p, batch, key):
+        return mt.sum(mt.astype(p["w"], mt.float32) * batch) * 2**17, mt.asarray(np.float32(2**17))
+
+    recipe = Recipe(loss, mt.optim.sgd(1.0))
+    state = recipe.init({"w": mt.zeros(3, dtype=mt.float16)}, None)
+    state, found = recipe.step(state, [mt.asarray(np.float32([0.25, -0.125, 0.0625]))], mt.random.key(0))
+    np.testing.assert_array_equal(np.asarray(state["params"]["w"]), np.float16([-0.25, 0.125, -0.0625]))
+    assert float(found["weight"]) == 2**17
