@@ -48,6 +48,8 @@ class Op:
         derivative of an op that has no rule of its own, and sharded dimensions that the op itself needs whole.
     overrides
         Implementations for one backend only, by the name of ``xp`` (``{"cupy": fn}``).
+    takes_out
+        Whether the NumPy form takes ``out=``, memory for its one result. NumPy's ufuncs do.
     """
 
     __slots__ = (
@@ -62,6 +64,7 @@ class Op:
         "operands",
         "overrides",
         "replicate_only",
+        "takes_out",
     )
 
     def __init__(
@@ -76,6 +79,7 @@ class Op:
         replicate_only: str | None = None,
         decompose: Callable[..., Any] | None = None,
         overrides: Mapping[str, Callable[..., Any]] = NO_PARAMS,
+        takes_out: bool = False,
     ) -> None:
         if name in OPS:
             raise ValueError(f"an op named {name!r} exists already")
@@ -91,6 +95,7 @@ class Op:
         self._bound: dict[str, Callable[..., Any]] = {}
         # NumPy's own function where there is one: the eager path then costs no Python frame of ours.
         self.numpy = self.bind(np)
+        self.takes_out = takes_out or (isinstance(self.numpy, np.ufunc) and self.numpy.nout == 1)
         OPS[name] = self
 
     def bind(self, xp: Any) -> Callable[..., Any]:

@@ -36,9 +36,12 @@ def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 _OWN_PRODUCTS = frozenset(np.dtype(t).num for t in "fdFD")
 
 
-def _matmul(xp: Any, x: Any, y: Any) -> Any:
+def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
     if xp is np and x.dtype == y.dtype and x.dtype.num in _OWN_PRODUCTS:
-        return np.matmul(x, y)
+        return np.matmul(x, y, out=out)
+    if out is not None:
+        out[...] = _matmul(xp, x, y)
+        return out
     # NumPy has no product of its own for floats of one or two bytes; they are summed in float32 and rounded once.
     dtype = xp.result_type(x.dtype, y.dtype)
     if xp is np and _is_low_precision(dtype):
@@ -46,7 +49,7 @@ def _matmul(xp: Any, x: Any, y: Any) -> Any:
     return xp.matmul(x, y).astype(dtype, copy=False)
 
 
-MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul)
+MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul, takes_out=True)
 
 
 def matmul(x1: Any, x2: Any, /) -> Array:

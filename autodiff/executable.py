@@ -8,6 +8,7 @@ What was read at a few places of a large array has a cotangent that stays sparse
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from ..arrays.adam import LAZY_ADAM
 from ..arrays.index_keys import is_basic
 from ..arrays.indexing import GETITEM, SCATTER
 from ..arrays.indexsum import IndexSum
+from ..arrays.pool import fresh
 from ..arrays.products import MATMUL
 from ..arrays.program import Entry, Program
 from .fusion import Group, chains, is_large, takers
@@ -124,6 +126,8 @@ def local_executable(
                 into = _taken(part, program, owned, free)
                 if into is not None:
                     taken.add(into)
+                elif xp is np and single and part.op.takes_out and not part.params and part.outputs[0] not in thin:
+                    fn = _pooled(fn, *program.avals[part.outputs[0]])
         steps.append(
             _Step(
                 fn,
@@ -157,6 +161,13 @@ def local_executable(
     if on_cuda:
         run = _on_their_device(run, xp)
     return Executable(run, frozenset(i for i, v in enumerate(program.inputs) if v in taken))
+
+
+def _pooled(fn: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
+    """A call whose result is in memory of the pool, if it is large."""
+    if math.prod(shape) * dtype.itemsize < SMALLEST_REUSED:
+        return fn
+    return lambda *buffers: fn(*buffers, out=fresh(shape, dtype))
 
 
 def _sparse(e: Entry, mine: Sequence[bool]) -> Callable[..., Any]:

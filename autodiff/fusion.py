@@ -20,6 +20,7 @@ import numpy as np
 from ..arrays._infer import elementwise
 from ..arrays.elementwise import ASTYPE
 from ..arrays.native.chains import Run, run_of, takes
+from ..arrays.pool import fresh
 from ..arrays.program import Entry, Program
 from ..arrays.threads import share
 
@@ -146,7 +147,7 @@ def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list
     """The entries with those that join a run moved to where their result is first read, if that is by one of the same shape.
 
     So gradients that are scaled, tree by tree, before an optimizer goes over them leaf by leaf, are scaled in its runs. An entry
-    waits only where what it reads takes no more memory than what it makes.
+    waits only where what it reads takes no more memory than what it makes, give or take a table that is broadcast.
     """
     avals = program.avals
     fits = {e.outputs[0] for e in program.entries if joins(e, program)}
@@ -161,7 +162,7 @@ def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list
         if v not in fits or v not in reader or fits.isdisjoint(reader[v].outputs):
             return False
         read = sum(avals[a].nbytes for a in dict.fromkeys(a for a in e.inputs if isinstance(a, int)) if avals[a].shape)
-        return shape_of(v) == shape_of(reader[v].outputs[0]) and read <= avals[v].nbytes
+        return shape_of(v) == shape_of(reader[v].outputs[0]) and read <= 1.25 * avals[v].nbytes
 
     waiting: dict[int, int] = {}  # places of entries, by what they make
     out: list[Entry] = []
@@ -242,6 +243,11 @@ def _pieces(group: Group, program: Program) -> list[Entry | Run]:
     return out
 
 
+def _in_rows(a: np.ndarray) -> bool:
+    """Whether a run in C takes the operand as it is: the elements of a row lie together, or are one."""
+    return a.ndim == 0 or a.shape[-1] == 1 or a.strides[-1] == a.itemsize
+
+
 def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]]:
     """The group as a function of its input buffers (NumPy's) that returns its output buffers.
 
@@ -283,12 +289,14 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
     n_inputs, n_outputs = len(group.inputs), len(group.outputs)
     out_dtypes = [program.avals[v].dtype for v in group.outputs]
     shape = group.shape
+    # What is one run in C goes piece by piece by itself.
+    alone = len(steps) == 1 and isinstance(steps[0], _RunStep)
 
     def run(
         *inputs: np.ndarray, into: Sequence[np.ndarray | None] = (), failed: Failed | None = None
     ) -> list[np.ndarray]:
         given = into or [None] * n_outputs
-        outputs = [np.empty(shape, d) if o is None else o for o, d in zip(given, out_dtypes, strict=True)]
+        outputs = [fresh(shape, d) if o is None else o for o, d in zip(given, out_dtypes, strict=True)]
         flat = all(a.ndim == 0 or (a.shape == shape and a.flags.c_contiguous) for a in inputs)
         if flat:
             sources = [a if a.ndim == 0 else a.reshape(-1) for a in inputs]
@@ -300,7 +308,7 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
             rows, axis_shape = shape[0], shape[1:]
             width = max(1, math.prod(axis_shape))
         cut = [a.ndim == len(axis_shape) + 1 and a.shape[0] == rows and rows > 1 for a in sources]
-        per_block = max(1, BLOCK // width)
+        per_block = max(1, rows if alone and (flat or all(_in_rows(a) for a in inputs)) else BLOCK // width)
 
         def work(start: int, stop: int) -> None:
             buffers = [np.empty((per_block, *axis_shape), d) for d in scratch]

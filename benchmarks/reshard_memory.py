@@ -18,8 +18,8 @@ import numpy as np
 import page
 
 import meshtape as mt
+from meshtape.arrays.pool import POOL
 from meshtape.parallel.cluster import local_cluster
-from meshtape.parallel.pool import POOL
 
 Moved = Callable[[], mt.Array]
 Case = tuple[str, Moved]
@@ -103,7 +103,7 @@ def reset() -> int:
     import gc
     from pathlib import Path
 
-    from meshtape.parallel.pool import POOL
+    from meshtape.arrays.pool import POOL
 
     gc.collect()
     POOL.clear()

@@ -18,7 +18,7 @@ from ..arrays._op import Op
 from ..arrays.devices import Device, device
 from ..arrays.errors import OutOfMemory
 from ..arrays.native.copies import is_large, stream
-from .pool import POOL
+from ..arrays.pool import POOL
 
 
 class BlockMemory(Protocol):

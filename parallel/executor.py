@@ -21,6 +21,7 @@ from ..arrays._op import Op
 from ..arrays.errors import MeshtapeError, RankLost
 from ..arrays.indexing import SCATTER
 from ..arrays.indexsum import IndexSum
+from ..arrays.pool import SMALLEST, is_free, room
 from ..arrays.reductions import _is_low_precision as is_low_precision
 from .block_memory import HOST, BlockMemory
 from .collective_plans import Collective, in_halves, plan_collective
@@ -29,7 +30,6 @@ from .factors import RankView
 from .lookups import SCATTER_PART
 from .overlap import Buckets, Start, Wait, schedule
 from .placement import Layout, block_box, identity_of
-from .pool import SMALLEST, is_free, room
 from .rank_fusion import Chain, PreparedChain, fused
 from .rank_program import Local, Move, Moves, RankProgram
 from .reshard import Plan, plan_reshard
@@ -179,14 +179,15 @@ class Prepared:
                 )
         args = tuple((v, None) if isinstance(v, int) else (-1, self._constant(v.value)) for v in s.inputs)
         fn, room = self.memory.bind(s.op), None
-        if isinstance(fn, np.ufunc) and fn.nout == 1 and not s.params and p.inner.isdisjoint(s.outputs):
+        if self.memory.xp is np and s.op.takes_out and not s.params and p.inner.isdisjoint(s.outputs):
             (v,) = s.outputs
             shapes = {r: block_box(p.layouts[v], p.sizes, p.avals[v].shape, r).shape for r in self.hosted}
             dtype = p.avals[v].dtype
             if any(math.prod(x) * dtype.itemsize >= SMALLEST for x in set(shapes.values())):
                 room = {r: (shape, dtype) for r, shape in shapes.items()}
         inputs = [v for v in s.inputs if isinstance(v, int)]
-        dying = tuple(v for v in inputs if v in frees and inputs.count(v) == 1)
+        # A product reads its operands again and again.
+        dying = tuple(v for v in inputs if v in frees and inputs.count(v) == 1) if isinstance(fn, np.ufunc) else ()
         sparse = None if self._thin.isdisjoint(inputs) else s.op
         if sparse is not None:
             room = None

@@ -25,12 +25,12 @@ from distributed import WorkerPlugin, get_worker
 from distributed.protocol import to_serialize
 
 from ..arrays.errors import ClusterError, RankLost
+from ..arrays.pool import POOL
 from ..storage import activity
 from .block_memory import BlockMemory, is_on_host, memory_of, on_host, serving
 from .dataplane import Address, DataPlane, interface_of
 from .executor import Prepared
 from .overlap import Buckets
-from .pool import POOL
 from .rank_program import RankProgram
 from .scheduler import hasten
 from .transports.group import Group, Transport

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..arrays.pool import room
 from ..arrays.program import Entry, Program, ShapeDtype
 from ..autodiff.fusion import Group, chains, executable, is_large, takers
 from .block_memory import BlockMemory
 from .overlap import dropped, variables
 from .placement import block_box
-from .pool import room
 from .rank_program import Local, RankProgram
 
 Doing = tuple[Any, tuple[int, ...]]

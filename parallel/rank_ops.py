@@ -62,6 +62,7 @@ class RankOp(Op):
         self.overrides: Mapping[str, Any] = {}
         self._bound: dict[str, Any] = {}
         self.numpy = self.bind(np)
+        self.takes_out = False
         RANK_OPS[name] = self
 
     def __reduce__(self) -> Any:

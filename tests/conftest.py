@@ -125,18 +125,25 @@ def _peak_of(fn: Callable[[], Any]) -> int:
     """The most bytes that one call holds, beside what was there before it: its arrays, and Python's own objects.
 
     Other threads of the process (a scheduler's, say) and what is imported or cached once can only add to what is counted, so of three
-    calls the least counts. Sizes that are compared should still be of megabytes.
+    calls the least counts. Sizes that are compared should still be of megabytes. Nothing comes from the pool meanwhile, nor stays in it.
     """
-    fn()
-    peaks = []
-    for _ in range(3):
-        gc.collect()
-        tracemalloc.start()
-        try:
-            fn()
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
+    from meshtape.arrays.pool import POOL
+
+    kept, POOL.limit = POOL.limit, 0
+    POOL.clear()
+    try:
+        fn()
+        peaks = []
+        for _ in range(3):
+            gc.collect()
+            tracemalloc.start()
+            try:
+                fn()
+                peaks.append(tracemalloc.get_traced_memory()[1])
+            finally:
+                tracemalloc.stop()
+    finally:
+        POOL.limit = kept
     return min(peaks)
 
 

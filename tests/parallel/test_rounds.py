@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import meshtape as mt
 from meshtape.arrays import dtypes  # noqa: F401  # registers the names of ml_dtypes
+from meshtape.arrays.pool import POOL, Pool
 from meshtape.arrays.program import ShapeDtype
 from meshtape.errors import RankLost
 from meshtape.parallel import rounds
@@ -26,7 +27,6 @@ from meshtape.parallel.executor import Prepared
 from meshtape.parallel.overlap import Buckets, Start, Wait, schedule, variables
 from meshtape.parallel.partition import with_frees
 from meshtape.parallel.placement import Layout, block_box, make_layout
-from meshtape.parallel.pool import POOL, Pool
 from meshtape.parallel.rank_program import Local, Move, Moves, RankProgram
 from meshtape.parallel.reshard import Reshard
 from meshtape.parallel.workers import known_workers

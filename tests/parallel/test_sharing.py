@@ -394,7 +394,7 @@ def test_peak_memory_of_a_reshard(processes):
         import ctypes
         import gc
 
-        from meshtape.parallel.pool import POOL
+        from meshtape.arrays.pool import POOL
 
         gc.collect()
         POOL.clear()

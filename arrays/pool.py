@@ -1,8 +1,9 @@
-"""Memory of blocks, used again.
+"""Memory of large arrays, used again.
 
 A program makes arrays of the same few sizes in every step. Memory that comes fresh from the system is cleared and mapped page by page
-when it is first written, which costs up to three times the work on it; and Dask's nannies start workers with an allocator that gives
-everything back at once. So large blocks take their memory from a pool of this process, and it comes back when the last array on it is
+when it is first written, which costs up to three times the work on it; and the system's allocator gives back what is large, or lies
+on top, as soon as it is free (that of workers which Dask's nannies start, everything at once). So the results of compiled programs and of
+kernels, and the blocks of ranks, take their memory from a pool of this process, and it comes back when the last array on it is
 gone, by itself: no array is ever used again while somebody can see it.
 """
 
@@ -74,7 +75,11 @@ class Pool:
                 if not stack:
                     del self._free[size]
             else:
-                raw = np.empty(size, np.uint8)
+                try:
+                    raw = np.empty(size, np.uint8)
+                except MemoryError:  # of which some may lie here, in other sizes
+                    self.clear()
+                    raw = np.empty(size, np.uint8)
             # What all arrays on this memory hold; when it goes, they are gone. (Not a memoryview: NumPy holds what is below it.)
             memory = (ctypes.c_char * size).from_buffer(raw)
             key = id(memory)
@@ -109,6 +114,13 @@ def _rounded(size: int) -> int:
 
 POOL = Pool(limit=1 << 30)
 """Of this process. Workers set its limit from ``meshtape.pool`` in Dask's configuration."""
+
+_SMALLEST_HERE = 1 << 18
+
+
+def fresh(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory for a result outside of workers, where the system's allocator does keep what is of moderate size."""
+    return (POOL.empty if math.prod(shape) * dtype.itemsize >= _SMALLEST_HERE else np.empty)(shape, dtype)
 
 
 def room(
