@@ -37,8 +37,9 @@ KERNELS = Extension(
     depends=sorted(map(str, Path("arrays/native").glob("*.h"))),  # a source distribution needs them
     # Last on the command line: what is asked of all compiled code must not take the vectors from this. No option lets the compiler
     # reorder arithmetic; a product may be added to before it is rounded, which is as exact, and half the steps of a polynomial. Threading
-    # of jumps is for branches: of the limits of `exp` it makes three copies of what follows, each behind a mask, division and all.
-    extra_compile_args=["-O3", "-g0", "-std=c11", "-ffp-contract=fast", "-fno-thread-jumps"]
+    # of jumps is for branches: of the limits of `exp` it makes three copies of what follows, each behind a mask, division and all. Nobody
+    # reads `errno` here, and a root that may have to write to it is taken number by number.
+    extra_compile_args=["-O3", "-g0", "-std=c11", "-ffp-contract=fast", "-fno-thread-jumps", "-fno-math-errno"]
     if os.name == "posix"
     else ["/O2", "/std:c11"],
     libraries=["m"] if os.name == "posix" else [],

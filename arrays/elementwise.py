@@ -5,7 +5,7 @@ Each line of the tables is one op: its name, the function of NumPy/CuPy (or ours
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,8 +69,15 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
     return fn
 
 
-def _unary(name: str, doc: str, impl: str | Callable[..., Any] | None = None, *, nograd: str | None = None) -> Any:
-    op = Op(name, ("x",), impl or name, _infer.elementwise, nondifferentiable=nograd)
+def _unary(
+    name: str,
+    doc: str,
+    impl: str | Callable[..., Any] | None = None,
+    *,
+    nograd: str | None = None,
+    overrides: Mapping[str, Callable[..., Any]] = NO_PARAMS,
+) -> Any:
+    op = Op(name, ("x",), impl or name, _infer.elementwise, nondifferentiable=nograd, overrides=overrides)
     return op, _function(op, doc)
 
 
@@ -333,7 +340,12 @@ def _sigmoid(xp: Any, x: Any) -> Any:
 
 RELU, relu = _unary("relu", "``max(x, 0)``, with gradient 0 at 0.", _relu)
 ERF, erf = _unary("erf", "Error function.", _erf)
-SIGMOID, sigmoid = _unary("sigmoid", "``1 / (1 + exp(-x))`` without overflow.", _sigmoid)
+SIGMOID, sigmoid = _unary(
+    "sigmoid",
+    "``1 / (1 + exp(-x))`` without overflow.",
+    _sigmoid,
+    overrides={"numpy": first(ops.sigmoid, _sigmoid)} if AVAILABLE else NO_PARAMS,
+)
 
 # ----- identity with a meaning ----------------------------------------------------------------------------------------
 

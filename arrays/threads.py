@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 # With fewer elements a second thread costs more than it brings.
 SMALLEST_SHARED = 1 << 20
@@ -45,6 +46,7 @@ def share(count: int, work: Callable[[int, int], None], *, size: int, unit: int 
         work(0, count)
         return
     step = -(-count // (n * unit)) * unit
-    done = [_pool().submit(work, i, min(i + step, count)) for i in range(0, count, step)]
+    # Each in a copy of this context, which has what np.errstate says.
+    done = [_pool().submit(copy_context().run, work, i, min(i + step, count)) for i in range(0, count, step)]
     for d in done:
         d.result()

@@ -1,7 +1,7 @@
 """Runs of elementwise steps as one call: each number is read once and written once, whatever happens to it in between.
 
 Only steps with one correctly rounded operation for each number are among them, so that the bits are those of NumPy. (It warns of
-divisions by zero and the like in its own steps; a run does not.)
+divisions by zero and the like in its own steps; a run does not. Where ``np.errstate`` asks for more than a warning, the steps are NumPy's.)
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Run(NamedTuple):
     locals: int
 
     def __call__(self, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
-        """Compute ``writes``, arrays of one shape, from ``reads``."""
-        if not _kernels.chain(self.steps, (*reads, *writes), len(reads), self.locals):
+        """Compute ``writes``, arrays of one shape and without gaps, from ``reads``, which broadcast to it."""
+        if _is_strict() or not _kernels.chain(self.steps, (*reads, *writes), len(reads), self.locals):
             self._in_numpy(reads, writes)
 
     def _in_numpy(self, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
-        """Where operands are broadcast, or not contiguous."""
+        """Where operands do not lie in rows, or somebody wants to hear of infinities."""
         into = dict(zip(self.writes, writes, strict=True))
         env: dict[Any, Any] = dict(zip((v if isinstance(v, int) else id(v) for v in self.reads), reads, strict=True))
         dtype = writes[0].dtype
@@ -64,6 +64,14 @@ class Run(NamedTuple):
             (v,) = e.outputs
             args = [env[a] if isinstance(a, int) else _number(a.value, dtype) for a in e.inputs]
             env[v] = e.op.numpy(*args, out=into.get(v))
+
+
+_STRICT = frozenset(("raise", "call", "print", "log"))
+
+
+def _is_strict() -> bool:
+    """Whether a division by zero, an overflow or the like is to do more than to warn."""
+    return not _STRICT.isdisjoint(np.geterr().values())
 
 
 def run_of(entries: Sequence[Entry], program: Program, read_later: set[int]) -> Run | None:

@@ -51,13 +51,13 @@ typedef void (*Kernel)(const Job *job, ptrdiff_t start, ptrdiff_t stop);
 
 #define KERNEL(name) CLONES static void FN(name)(const Job *job, ptrdiff_t start, ptrdiff_t stop)
 
-#define PIECE 1024 /* elements: 8 KiB of float64, so that a handful of them are in a first cache */
+#define PIECE 256 /* elements: 2 KiB of float64, so that all slots of a long run are in a first cache */
 #define MOST_LOCALS 6
 #define MOST_SLOTS 24
 
 typedef struct {
     void *at[MOST_SLOTS];
-    char one[MOST_SLOTS]; /* whether a slot is one number */
+    char one[MOST_SLOTS]; /* whether a slot is one number for all of a row */
     const int32_t *steps; /* operation, slot that is written, and two that are read */
     int count, slots, locals;
 } Chain;
@@ -97,6 +97,7 @@ static const Entry KERNELS[] = {
     ENTRY(cross_entropy_backward, "sxlo"),
     ENTRY(gelu, "xo"),
     ENTRY(gelu_backward, "gxo"),
+    ENTRY(sigmoid, "xo"),
     ENTRY(tanh_backward, "gxo"),
     ENTRY(sigmoid_backward, "gxo"),
     ENTRY(relu_backward, "gxo"),
@@ -104,6 +105,8 @@ static const Entry KERNELS[] = {
 };
 
 #define COUNT ((Py_ssize_t)(sizeof KERNELS / sizeof *KERNELS))
+
+#include "layout.h"
 
 /* Below so many elements, handing the interpreter to others costs more than they gain. */
 #define SMALL 8192
@@ -226,8 +229,9 @@ static int are_steps(const Chain *chain, Py_ssize_t bytes, Py_ssize_t read) {
 }
 
 PyDoc_STRVAR(chain_doc, "chain(steps, operands, read, locals) -> bool\n\n"
-                        "Run elementwise steps on operands, of which the first `read` are read and the others written. Slots after\n"
-                        "them are scratch. False, and nothing is done, where the operands are not of one size, dtype and layout.");
+                        "Run elementwise steps on operands, of which the first `read` are read and broadcast, and the others written. Slots\n"
+                        "after them are scratch. False, and nothing is done, where the operands are not of one dtype, or what is written\n"
+                        "has gaps, or what is read has them between the elements of a row.");
 
 static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer steps, views[MOST_SLOTS];
@@ -242,28 +246,35 @@ static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
         PyBuffer_Release(&steps);
         return PyErr_Format(PyExc_ValueError, "no such steps");
     }
-    Py_ssize_t taken = 0, size = 0;
+    Py_ssize_t taken = 0;
     int good = 1;
+    Layout layout;
+    layout.ndim = 0;
     char kind = 0;
-    for (Py_ssize_t j = count; good && j--; taken++) { /* results first: they have the size */
+    for (Py_ssize_t j = count; good && j--; taken++) { /* results first: they have the shape */
         Py_buffer *v = &views[j];
         if (PyObject_GetBuffer(PyTuple_GET_ITEM(operands, j), v, j >= read ? PyBUF_RECORDS : PyBUF_RECORDS_RO) < 0) {
             PyErr_Clear();
             good = 0;
             break;
         }
-        if (!kind) kind = is_format(v, 'f') ? 'f' : 'd', size = v->len;
-        chain.one[j] = j < read && v->len == v->itemsize && v->len != size;
-        good = is_format(v, kind) && !((uintptr_t)v->buf % v->itemsize) &&
-               (chain.one[j] || (v->len == size && PyBuffer_IsContiguous(v, 'C')));
+        if (!kind) {
+            kind = is_format(v, 'f') ? 'f' : 'd';
+            good = lay_out(&layout, v);
+        }
+        good = good && is_format(v, kind) && !((uintptr_t)v->buf % v->itemsize) &&
+               (j < read || PyBuffer_IsContiguous(v, 'C')) && place(&layout, j, v, j >= read);
         chain.at[j] = v->buf;
     }
     if (good) {
-        const Py_ssize_t n = size / (kind == 'f' ? sizeof(float) : sizeof(double));
-        PyThreadState *state = n < SMALL ? NULL : PyEval_SaveThread();
-        if (kind == 'f') chain_f32(&chain, 0, n);
-        else chain_f64(&chain, 0, n);
-        if (state) PyEval_RestoreThread(state);
+        const ptrdiff_t width = kind == 'f' ? sizeof(float) : sizeof(double);
+        const ptrdiff_t n = join(&layout, (int)count);
+        good = n == 0 || has_rows(&layout, (int)count, width);
+        if (good && n) {
+            PyThreadState *state = n < SMALL ? NULL : PyEval_SaveThread();
+            run_rows(&chain, &layout, kind == 'f' ? chain_f32 : chain_f64);
+            if (state) PyEval_RestoreThread(state);
+        }
     }
     for (Py_ssize_t j = count - taken; j < count; j++) PyBuffer_Release(&views[j]);
     PyBuffer_Release(&steps);

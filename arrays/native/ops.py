@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..pool import fresh
 from . import AVAILABLE, CHUNK, run
 
 _TAKEN = frozenset("fd")
@@ -29,7 +30,7 @@ def _rows(x: np.ndarray, naxes: int) -> tuple[int, int]:
 def layer_norm(x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:
     if not _takes(x):
         return NotImplemented
-    out = np.empty(x.shape, x.dtype)
+    out = fresh(x.shape, x.dtype)
     return out if run("layer_norm", (x, weight, bias, out), *_rows(x, naxes), value=eps) else NotImplemented
 
 
@@ -40,7 +41,7 @@ def layer_norm_backward(g: Any, x: Any, weight: Any, naxes: int, eps: float) -> 
 def rms_norm(x: Any, weight: Any, naxes: int, eps: float) -> Any:
     if not _takes(x):
         return NotImplemented
-    out = np.empty(x.shape, x.dtype)
+    out = fresh(x.shape, x.dtype)
     return out if run("rms_norm", (x, weight, out), *_rows(x, naxes), value=eps) else NotImplemented
 
 
@@ -52,7 +53,7 @@ def _norm_backward(kernel: str, g: Any, x: Any, weight: Any, naxes: int, eps: fl
     if not _takes(x):
         return NotImplemented
     rows, width = _rows(x, naxes)
-    out = np.empty(x.shape, x.dtype)
+    out = fresh(x.shape, x.dtype)
     sums = [np.empty((-(-rows // CHUNK), width), x.dtype) for _ in range(parameters)]
     if not run(kernel, (g, x, weight, out, *sums), rows, width, value=eps, chunk=CHUNK):
         return NotImplemented
@@ -79,14 +80,14 @@ def _by_rows(kernel: str, operands: tuple[Any, ...], axis: int, flag: bool = Fal
     x = operands[-1]
     if not _takes(x) or axis != x.ndim - 1:
         return NotImplemented
-    out = np.empty(x.shape, x.dtype)
+    out = fresh(x.shape, x.dtype)
     return out if run(kernel, (*operands, out), *_rows(x, 1), flag=flag) else NotImplemented
 
 
 def cross_entropy(logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
     if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
-    out = np.empty(labels.shape, logits.dtype)
+    out = fresh(labels.shape, logits.dtype)
     operands = logits, labels.astype(np.int64, copy=False), out
     return out if _by_classes("cross_entropy", operands, logits, ignore_index, label_smoothing) else NotImplemented
 
@@ -94,7 +95,7 @@ def cross_entropy(logits: Any, labels: Any, ignore_index: int | None, label_smoo
 def cross_entropy_backward(g: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
     if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
-    out = np.empty(logits.shape, logits.dtype)
+    out = fresh(logits.shape, logits.dtype)
     operands = g, logits, labels.astype(np.int64, copy=False), out
     taken = _by_classes("cross_entropy_backward", operands, logits, ignore_index, label_smoothing)
     return out if taken else NotImplemented
@@ -107,10 +108,18 @@ def _by_classes(kernel: str, operands: tuple[Any, ...], logits: Any, ignored: in
 
 
 def gelu(x: Any) -> Any:
+    return _elementwise("gelu", x)
+
+
+def sigmoid(x: Any) -> Any:
+    return _elementwise("sigmoid", x)
+
+
+def _elementwise(kernel: str, x: Any) -> Any:
     if not _takes(x):
         return NotImplemented
-    out = np.empty(x.shape, x.dtype)
-    return out if run("gelu", (x, out), x.size, 1) else NotImplemented
+    out = fresh(x.shape, x.dtype)
+    return out if run(kernel, (x, out), x.size, 1) else NotImplemented
 
 
 def gelu_backward(g: Any, x: Any) -> Any:
@@ -132,7 +141,7 @@ def relu_backward(g: Any, y: Any) -> Any:
 def _elementwise_backward(kernel: str, g: Any, x: Any, least: int = 0) -> Any:
     if not _takes(x) or type(g) is not np.ndarray or g.shape != x.shape or x.size < least:
         return NotImplemented
-    out = np.empty(x.shape, x.dtype)
+    out = fresh(x.shape, x.dtype)
     return out if run(kernel, (g, x, out), x.size, 1) else NotImplemented
 
 
@@ -161,7 +170,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
         width = condition.size
         if width == 1 or shape[len(shape) - condition.ndim :] != condition.shape:
             return NotImplemented
-    out = np.empty(shape, dtype)
+    out = fresh(shape, dtype)
     view = _VIEWS[dtype.itemsize]
     operands = x.view(view), y.view(view), condition, out.view(view)
     return out if run("where", operands, size // width, width) else NotImplemented

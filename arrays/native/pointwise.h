@@ -44,6 +44,15 @@ KERNEL(gelu_backward) { /* g, x, out */
     else FN(gelu_pull)(job, start, stop, 1);
 }
 
+KERNEL(sigmoid) { /* x, out: one exponential, of a number that is not positive, so that neither sign overflows */
+    const REAL *x = job->at[0];
+    REAL *out = job->at[1];
+    EACH for (ptrdiff_t k = start; k < stop; k++) {
+        const REAL v = x[k], e = FN(exponential)(v < 0 ? v : -v);
+        out[k] = (v < 0 ? e : 1) / (1 + e);
+    }
+}
+
 /* Derivatives of activations, from their results: g, y, out. */
 #define PULL(name, slope)                                                                    \
     KERNEL(name) {                                                                           \

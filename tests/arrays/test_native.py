@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cross_entropy_backward, smoothed": ("cross_entropy_backward", "sxl", LABELS),
     "gelu": ("gelu", "x", {}),
     "gelu_backward": ("gelu_backward", "gx", {}),
+    "sigmoid": ("sigmoid", "x", {}),
 }
 DTYPES = [np.float32, np.float64]
 ODD = [0.0, -0.0, 1e-45, 1e-38, -1.0, 1.0, 3.5, -87.5, 88.5, 1e30, -1e30, math.inf, -math.inf, math.nan]
@@ -349,3 +350,59 @@ def test_copies_of_what_the_kernel_does_not_take():
     wide.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         copies.stream(wide, wide + 1)
+
+
+@st.composite
+def operands_of_a_chain(draw: st.DrawFn) -> tuple[tuple[int, ...], Any, list[np.ndarray]]:
+    """A shape, a dtype, and three arrays that broadcast to it: whole, repeated, numbers, turned around or cut out of larger ones."""
+    shape = (*draw(st.lists(st.integers(0, 4), max_size=3)), draw(st.sampled_from([1, 5, 16, 33, 300])))
+    dtype = draw(st.sampled_from(DTYPES))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    out = []
+    for _ in range(3):
+        own = tuple(n if draw(st.booleans()) else 1 for n in shape[draw(st.integers(0, len(shape))) :])
+        x = rng.standard_normal(tuple(n + draw(st.sampled_from([0, 0, 3])) for n in own)).astype(dtype)
+        cut = tuple(slice(None, n) for n in own)
+        turned = tuple(slice(None, None, draw(st.sampled_from([1, -1]))) for _ in own[:-1])
+        out.append(x[cut][turned])
+    return shape, dtype, out
+
+
+# x, y, z are slots 0 to 2, the results 3 and 4, and 5 is scratch: 5 = x * y, 3 = 5 + z, 4 = 3 / y - x
+STEPS = np.int32([[2, 5, 0, 1], [0, 3, 5, 2], [3, 4, 3, 1], [1, 4, 4, 0]]).tobytes()
+
+
+@settings(max_examples=150, deadline=None)
+@given(operands_of_a_chain())
+def test_a_chain_takes_operands_that_are_broadcast_and_views_with_whole_rows(case: Any) -> None:
+    shape, dtype, (x, y, z) = case
+    results = [np.full(shape, 7, dtype) for _ in range(2)]
+    taken = native._kernels.chain(STEPS, (x, y, z, *results), 3, 1)
+    with np.errstate(all="ignore"):
+        first = np.broadcast_to(x, shape) * y + z
+        second = first / y - x
+    if taken:
+        np.testing.assert_array_equal(results[0], first)
+        np.testing.assert_array_equal(results[1], second)
+    else:  # rows of few elements, where not all operands lie as the result does
+        assert shape[-1] < 16
+        assert all((r == 7).all() for r in results)
+
+
+def test_a_chain_refuses_what_it_cannot_read_in_rows() -> None:
+    result = np.full((40, 40), 7.0)
+    square, wide = np.ones((40, 40)), np.ones((40, 80))
+    for x in (
+        square.T,
+        wide[:, ::2],
+        square[:, ::-1],
+        np.ones(39),
+        np.ones((1, 40, 40)),
+        np.ones((40, 40), np.float32),
+    ):
+        for operands in ((x, square, square), (square, x, square), (square, square, x)):
+            assert not native._kernels.chain(STEPS, (*operands, result, result.copy()), 3, 1)
+    assert not native._kernels.chain(STEPS, (square, square, square, wide[:, ::2], result), 3, 1)
+    assert not native._kernels.chain(STEPS, (square, square, square, result.T, result), 3, 1)
+    assert (result == 7).all()
+    assert (wide == 1).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -156,3 +158,17 @@ def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
     run = executable(group, program)
     with pytest.raises(TypeError):
         run(np.full(100, "x", dtype=object))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_done_about_infinities_is_said_by_whoever_calls(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy's setting holds in the threads that share the work, and for what runs in C."""
+    monkeypatch.setattr(shared, "SMALLEST_SHARED", 1)
+    monkeypatch.setattr(shared, "threads", lambda: threads)
+    fn = mt.compile(lambda x: (1.0 / x) * 2.0)
+    x = mt.zeros(101)
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError, match="divide by zero"):
+        fn(x)
+    with np.errstate(divide="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert bool(mt.all(mt.isinf(fn(x))))

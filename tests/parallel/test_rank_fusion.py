@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape import errors
 from meshtape.arrays import tree as trees
+from meshtape.arrays.pool import POOL
 from meshtape.autodiff import fusion
 from meshtape.parallel import executor
-from meshtape.parallel.pool import POOL
 from meshtape.parallel.rank_fusion import Chain, PreparedChain, fused
 from meshtape.parallel.rank_program import Local, Moves, RankProgram
 
@@ -173,7 +173,10 @@ def test_an_error_names_the_call_and_its_line() -> None:
     mesh = mt.Mesh({"a": 2})
     x = mt.distribute(-np.ones((600, 300)), mesh, a=mt.Shard(0))
     fn = mt.compile(lambda x: mt.sqrt(x * 2.0) - mt.exp(x))
-    with np.errstate(invalid="raise"), pytest.raises(errors.RankLost, match="rank 0 failed in sqrt, called at ") as e:
+    with (
+        np.errstate(invalid="raise"),
+        pytest.raises(errors.RankLost, match=r"rank 0 failed in (multiply, )?sqrt, called at ") as e,
+    ):
         np.asarray(fn(x))
     assert re.search(rf"{re.escape(__file__)}:\d+", str(e.value))
     assert isinstance(e.value.__cause__, FloatingPointError)
