@@ -3,7 +3,8 @@
 One process against PyTorch's eager mode (the same architecture, the same numbers of rows and tokens, AdamW and clipping included), and
 two Dask workers against PyTorch's DistributedDataParallel and FSDP (ours: ZeRO 3) with gloo on two processes. Rows of two processes give the
 scaling efficiency: the time of one process over twice that of two, at one global batch; what two processes reach that make a step of half
-a batch each and exchange nothing says how much of it the machine allows. Every process computes on one thread.
+a batch each and exchange nothing says how much of it the machine allows. What is exchanged and what the optimizer does are the same for
+any batch, so that all of this is measured for several. Every process computes on one thread.
 
 What a user has who installed the package is measured, see :mod:`installed`; with ``--editable``, the sources of this checkout.
 """
@@ -23,7 +24,7 @@ import argparse
 import contextlib
 import multiprocessing
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,10 @@ import meshtape as mt
 
 de = mt.models.decoder
 CONFIG = de.Config(vocab=256, width=384, layers=6, heads=6, max_length=256)
-ROWS, LENGTH = 8, 128
+LENGTH = 128
 
 
-def batch(rows: int = ROWS) -> dict[str, np.ndarray]:
+def batch(rows: int) -> dict[str, np.ndarray]:
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab, (rows, LENGTH + 1))
     return {"ids": ids[:, :-1], "labels": ids[:, 1:]}
 
@@ -43,7 +44,7 @@ def batch(rows: int = ROWS) -> dict[str, np.ndarray]:
 # ----- ours -----------------------------------------------------------------------------------------------------------
 
 
-def ours(mesh: Any = None, zero: int = 0, rows: int = ROWS) -> Callable[[], float]:
+def ours(rows: int, mesh: Any = None, zero: int = 0) -> Callable[[], float]:
     """A function that makes a step of ``mt.Trainer`` and waits for it."""
     plan = de.plan("dp")
     trainer = mt.Trainer(
@@ -120,11 +121,13 @@ def torch_model(torch: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     return Decoder()
 
 
-def theirs(torch: Any, rank: int = 0, ranks: int = 1, wrap: Callable[[Any], Any] = lambda m: m) -> Callable[[], float]:
+def theirs(
+    torch: Any, rows: int, rank: int = 0, ranks: int = 1, wrap: Callable[[Any], Any] = lambda m: m
+) -> Callable[[], float]:
     model = torch_model(torch)
     parallel = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids, labels = (torch.from_numpy(x[rank::ranks].copy()) for x in batch().values())
+    ids, labels = (torch.from_numpy(x[rank::ranks].copy()) for x in batch(rows).values())
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
@@ -137,7 +140,7 @@ def theirs(torch: Any, rank: int = 0, ranks: int = 1, wrap: Callable[[Any], Any]
     return step
 
 
-def gloo_worker(kind: str, rank: int, port: int, asked: Any) -> None:
+def gloo_worker(kind: str, rows: int, rank: int, port: int, asked: Any) -> None:
     """One process of PyTorch's DDP or FSDP: a step for each message, until there is none."""
     import torch
     import torch.distributed as dist
@@ -151,28 +154,28 @@ def gloo_worker(kind: str, rank: int, port: int, asked: Any) -> None:
         from torch.distributed.fsdp import fully_shard
 
         wrap = lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,)))  # noqa: E731
-    step = theirs(torch, rank, 2, wrap)
+    step = theirs(torch, rows, rank, 2, wrap)
     while asked.recv():
         asked.send(step())
     dist.destroy_process_group()
 
 
-def half_worker(kind: str, rank: int, port: int, asked: Any) -> None:
+def half_worker(kind: str, rows: int, rank: int, port: int, asked: Any) -> None:
     """One process that makes a step of ours on half a batch for each message, and exchanges nothing."""
-    step = ours(rows=ROWS // 2)
+    step = ours(rows // 2)
     while asked.recv():
         asked.send(step())
 
 
 @contextlib.contextmanager
-def two(worker: Callable[..., None], kind: str = "") -> Iterator[Callable[[], float]]:
+def two(worker: Callable[..., None], rows: int, kind: str = "") -> Iterator[Callable[[], float]]:
     """A function that makes a step on two processes, which wait without work between the steps."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(2)]
-    processes = [context.Process(target=worker, args=(kind, r, port, pipes[r][1])) for r in range(2)]
+    processes = [context.Process(target=worker, args=(kind, rows, r, port, pipes[r][1])) for r in range(2)]
     for p in processes:
         p.start()
     for _, end in pipes:
@@ -193,45 +196,63 @@ def two(worker: Callable[..., None], kind: str = "") -> Iterator[Callable[[], fl
             p.join()
 
 
+ZERO = (0, 2, 3)
+
+
+def measured(rows: int, steps: int, torch: Any, mesh: Any) -> dict[str, float]:
+    """Seconds of a step of each candidate, by name; those of two processes only where there is a mesh."""
+    # All in turns, those of two processes included: what the machine gives differs by a third from one second to the next.
+    candidates = {"one": ours(rows)}
+    with contextlib.ExitStack() as stack:
+        if torch is not None:
+            candidates["PyTorch eager"] = theirs(torch, rows)
+        if mesh is not None:
+            for zero in ZERO:
+                candidates[f"ZeRO {zero}"] = ours(rows, mesh, zero)
+            for kind in ("DDP", "FSDP") if torch is not None else ():
+                candidates[kind] = stack.enter_context(two(gloo_worker, rows, kind))
+            candidates["halves"] = stack.enter_context(two(half_worker, rows))
+        return timing.timed(candidates, seconds=0, rounds=steps)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=15, help="steps a measurement")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32], help=f"rows of {LENGTH} tokens a step")
     parser.add_argument("--one", action="store_true", help="leave out the rows of two processes")
     parser.add_argument("--editable", action="store_true", help="measure the sources of this checkout")
     options = parser.parse_args()
     torch = timing.peer("torch")
-    report = timing.Report(f"decoder, {ROWS} × {LENGTH} tokens a step, {installed.core()}")
-    # All in turns, those of two processes included: what the machine gives differs by a third from one second to the next.
-    candidates = {"one": ours()}
+    if torch is not None:
+        torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
-        if torch is not None:
-            torch.set_num_threads(1)
-            candidates["PyTorch eager"] = theirs(torch)
+        mesh = None
         if not options.one:
             from meshtape.parallel.cluster import local_cluster
 
             client = stack.enter_context(local_cluster(2))
             mesh = stack.enter_context(mt.Mesh({"data": 2}, client=client))
-            for zero in (0, 3):
-                candidates[f"ZeRO {zero}"] = ours(mesh, zero)
-            for kind in ("DDP", "FSDP") if torch is not None else ():
-                candidates[kind] = stack.enter_context(two(gloo_worker, kind))
-            candidates["halves"] = stack.enter_context(two(half_worker))
-        found = timing.timed(candidates, seconds=0, rounds=options.steps)
-    report.add("step, one process", found["one"], found, {"PyTorch eager": 1.2})
-    if not options.one:
-        report.add("step, two workers, ZeRO 0", found["ZeRO 0"], found, {"DDP": None})
-        report.add("step, two workers, ZeRO 3", found["ZeRO 3"], found, {"FSDP": None})
-    report.show()
-    if "halves" in found:
-        bound = found["one"] / (2 * found["halves"])
-        print(
-            f"two processes of ours that exchange nothing reach {bound:.2f} of twice one here: no efficiency can be higher"
-        )
-    for name, goal in (("ZeRO 0", " (target ≥ 0.85)"), ("ZeRO 3", ""), ("DDP", ""), ("FSDP", "")):
+        for rows in options.rows:
+            found = measured(rows, options.steps, torch, mesh)
+            report = timing.Report(f"decoder, {rows} × {LENGTH} tokens a step, {installed.core()}")
+            report.add("step, one process", found["one"], found, {"PyTorch eager": 1.2})
+            if mesh is not None:
+                for zero, peer in zip(ZERO, ("DDP", "FSDP", "FSDP"), strict=True):
+                    report.add(f"step, two workers, ZeRO {zero}", found[f"ZeRO {zero}"], found, {peer: None})
+            report.show()
+            if mesh is not None:
+                efficiencies(found)
+
+
+def efficiencies(found: Mapping[str, float]) -> None:
+    """Print what two processes gain over one."""
+    one = found["one"]
+    print(f"two processes of ours that exchange nothing reach {one / (2 * found['halves']):.2f} of twice one here")
+    for name in (*(f"ZeRO {z}" for z in ZERO), "DDP", "FSDP"):
         if name in found:
-            one = found["one" if name.startswith("ZeRO") else "PyTorch eager"]
-            print(f"scaling efficiency of two processes, {name}: {one / (2 * found[name]):.2f}{goal}")
+            alone = one if name.startswith("ZeRO") else found["PyTorch eager"]
+            goal = " (target ≥ 0.85)" if name == "ZeRO 0" else ""
+            print(f"scaling efficiency of two processes, {name}: {alone / (2 * found[name]):.2f}{goal}")
 
 
 if __name__ == "__main__":
