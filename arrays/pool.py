@@ -115,12 +115,13 @@ def _rounded(size: int) -> int:
 POOL = Pool(limit=1 << 30)
 """Of this process. Workers set its limit from ``meshtape.pool`` in Dask's configuration."""
 
-_SMALLEST_HERE = 1 << 18
+LARGE = 1 << 18
+"""Bytes from which results outside of workers come from the pool."""
 
 
 def fresh(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Memory for a result outside of workers, where the system's allocator does keep what is of moderate size."""
-    return (POOL.empty if math.prod(shape) * dtype.itemsize >= _SMALLEST_HERE else np.empty)(shape, dtype)
+    return (POOL.empty if math.prod(shape) * dtype.itemsize >= LARGE else np.empty)(shape, dtype)
 
 
 def room(

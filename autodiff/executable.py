@@ -22,7 +22,7 @@ from ..arrays.adam import LAZY_ADAM
 from ..arrays.index_keys import is_basic
 from ..arrays.indexing import GETITEM, SCATTER
 from ..arrays.indexsum import IndexSum
-from ..arrays.pool import fresh
+from ..arrays.pool import LARGE, POOL
 from ..arrays.products import MATMUL
 from ..arrays.program import Entry, Program
 from .fusion import Group, chains, is_large, takers
@@ -165,9 +165,9 @@ def local_executable(
 
 def _pooled(fn: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
     """A call whose result is in memory of the pool, if it is large."""
-    if math.prod(shape) * dtype.itemsize < SMALLEST_REUSED:
+    if math.prod(shape) * dtype.itemsize < LARGE:
         return fn
-    return lambda *buffers: fn(*buffers, out=fresh(shape, dtype))
+    return lambda *buffers: fn(*buffers, out=POOL.empty(shape, dtype))
 
 
 def _sparse(e: Entry, mine: Sequence[bool]) -> Callable[..., Any]:

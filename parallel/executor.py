@@ -186,11 +186,12 @@ class Prepared:
             if any(math.prod(x) * dtype.itemsize >= SMALLEST for x in set(shapes.values())):
                 room = {r: (shape, dtype) for r, shape in shapes.items()}
         inputs = [v for v in s.inputs if isinstance(v, int)]
-        # A product reads its operands again and again.
-        dying = tuple(v for v in inputs if v in frees and inputs.count(v) == 1) if isinstance(fn, np.ufunc) else ()
+        dying = tuple(v for v in inputs if v in frees and inputs.count(v) == 1)
         sparse = None if self._thin.isdisjoint(inputs) else s.op
         if sparse is not None:
             room = None
+        elif not isinstance(fn, np.ufunc):  # a product reads its operands again and again
+            dying = ()
         keeps = not self._thin.isdisjoint(s.outputs)
         origin = s.origin or s.op.name
         return PreparedLocal(fn, args, params, s.outputs, fills, origin, s.site, room, dying, sparse, keeps)
