@@ -27,6 +27,7 @@ from ._protocols import Protocols
 from .at import AtIndex, masked_write
 from .devices import Device, device
 from .errors import DeviceError, DTypeError, ShapeError
+from .pool import POOL, is_sole
 
 if TYPE_CHECKING:
     from .blocks import BlockSharding
@@ -265,7 +266,9 @@ class Array(Value, Methods, Protocols):
     def _writable(self) -> Any:
         """The buffer of this Array alone, copied first where anybody else holds it."""
         buf = self._buf
-        if buf.base is not None or sys.getrefcount(buf) > _SOLE_HOLDER or not getattr(buf, "flags", buf).writeable:
+        # (Not asked as `is_sole`, which is for NumPy's: this may be an array of CuPy's, or a traced one.)
+        elsewhere = buf.base is not None and not POOL.lends(buf.base)
+        if elsewhere or sys.getrefcount(buf) > _SOLE_HOLDER or not getattr(buf, "flags", buf).writeable:
             buf = self._buf = buf.copy()
         return buf
 
@@ -281,7 +284,7 @@ class Array(Value, Methods, Protocols):
             plain = known and indexing.is_plain(key)
             place = key if plain else indexing.one_array(self, key) if known and type(key) is Array else None
             if plain or place is not None:
-                if buf.base is not None or sys.getrefcount(buf) > _SOLE_HOLDER or not buf.flags.writeable:
+                if sys.getrefcount(buf) > _SOLE_HOLDER or not is_sole(buf):
                     buf = self._buf = buf.copy()
                 try:
                     buf[place] = source
@@ -420,9 +423,8 @@ def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
         and op in _REUSING
         and not state.now.recorders
         and (dtype := buf.dtype).num in _INEXACT
-        and buf.base is None
         and sys.getrefcount(buf) <= _SOLE_HOLDER
-        and buf.flags.writeable
+        and is_sole(buf)
     ):
         other: Any = None
         if kind is float or kind is int:

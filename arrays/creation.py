@@ -17,6 +17,7 @@ from .devices import CPU, Device, default_device, device
 from .dtypes import DTYPES, as_dtype, check_cast, float64
 from .errors import DTypeError, OutOfMemory, ShapeError
 from .nested import has_history, holds_history, ramp, repeated, stacked
+from .pool import copied
 
 
 def _place(host: np.ndarray, where: Device | str | None) -> Array:
@@ -91,7 +92,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         if type(obj) is Array and not copy:
             return obj
         if type(obj) is np.ndarray and state.device is None and obj.dtype in _KNOWN:
-            return wrap(obj if copy is False else obj.copy())
+            return wrap(obj if copy is False else copied(obj))
     from .manipulation import astype
 
     wanted = None if dtype is None else as_dtype(dtype, "asarray")
@@ -140,7 +141,7 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
     if dtype is None:
         dtype = as_dtype(host.dtype, "asarray")
     if host.dtype == dtype:
-        return host if copy is False else host.copy()
+        return host if copy is False else copied(host)
     if copy is False:
         raise ValueError(f"[asarray] {host.dtype} to {dtype.name} takes a copy, and copy=False forbids it")
     check_cast("asarray", host.dtype, dtype)

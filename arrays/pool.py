@@ -23,6 +23,9 @@ import numpy as np
 SMALLEST = 64 << 10
 """Smaller arrays are NumPy's business: its own cache serves them."""
 
+LINE = 64
+"""Bytes of a line of a cache: memory starts at one, as a vector of processors that lies in two lines takes two reads."""
+
 
 class Pool:
     """Buffers by size. ``limit`` bounds the bytes that are kept while nobody uses them; the oldest go first.
@@ -57,7 +60,7 @@ class Pool:
     def lent(self) -> int:
         """Bytes in use."""
         with self._lock:
-            return sum(raw.nbytes for _, raw in self._lent.values())
+            return sum(raw.nbytes - LINE for _, raw in self._lent.values())
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An array whose content is whatever was there."""
@@ -76,22 +79,28 @@ class Pool:
                     del self._free[size]
             else:
                 try:
-                    raw = np.empty(size, np.uint8)
+                    raw = np.empty(size + LINE, np.uint8)
                 except MemoryError:  # of which some may lie here, in other sizes
                     self.clear()
-                    raw = np.empty(size, np.uint8)
+                    raw = np.empty(size + LINE, np.uint8)
             # What all arrays on this memory hold; when it goes, they are gone. (Not a memoryview: NumPy holds what is below it.)
-            memory = (ctypes.c_char * size).from_buffer(raw)
+            memory = (ctypes.c_char * size).from_buffer(raw, -raw.ctypes.data % LINE)
             key = id(memory)
             self._lent[key] = weakref.ref(memory, lambda _: self._back(key)), raw
         return np.ndarray(shape, dtype, buffer=memory)
 
+    def lends(self, memory: Any) -> bool:
+        """Whether this is memory of the pool: what an array on it has as its base, and its views have not."""
+        lent = self._lent.get(id(memory))
+        return lent is not None and lent[0]() is memory
+
     def _back(self, key: int) -> None:
         with self._lock:
             _, raw = self._lent.pop(key)
-            self._free.setdefault(raw.nbytes, []).append(raw)
-            self._free.move_to_end(raw.nbytes)
-            self._kept += raw.nbytes
+            size = raw.nbytes - LINE
+            self._free.setdefault(size, []).append(raw)
+            self._free.move_to_end(size)
+            self._kept += size
             while self._kept > self.limit:
                 size, stack = next(iter(self._free.items()))
                 stack.pop()
@@ -119,6 +128,20 @@ LARGE = 1 << 18
 """Bytes from which results outside of workers come from the pool."""
 
 
+def copied(a: np.ndarray) -> np.ndarray:
+    """A copy without gaps."""
+    if a.nbytes < LARGE:
+        return a.copy()
+    out = fresh(a.shape, a.dtype)
+    out[...] = a
+    return out
+
+
+def is_sole(a: np.ndarray) -> bool:
+    """Whether the array's memory is its own or lent to it alone, and may be written: nobody sees it who has not this very array."""
+    return a.flags.writeable and (a.base is None or POOL.lends(a.base))
+
+
 def fresh(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Memory for a result outside of workers, where the system's allocator does keep what is of moderate size."""
     return (POOL.empty if math.prod(shape) * dtype.itemsize >= LARGE else np.empty)(shape, dtype)
@@ -141,8 +164,7 @@ def is_free(values: Mapping[int, np.ndarray], v: int) -> bool:
     """Whether nobody but this table sees the block, or a view of it."""
     if type(values[v]) is not np.ndarray or _references(values, v) != _ALONE:
         return False
-    a = values[v]
-    return not isinstance(a.base, np.ndarray) and a.flags.writeable
+    return is_sole(values[v])
 
 
 def _references(values: Mapping[int, np.ndarray], v: int) -> int:

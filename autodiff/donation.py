@@ -14,6 +14,7 @@ from ..arrays._dispatch import Deferred
 from ..arrays._op import Op
 from ..arrays.devices import CPU
 from ..arrays.errors import DonatedArrayError
+from ..arrays.pool import is_sole
 from ..arrays.program import ShapeDtype
 
 
@@ -88,7 +89,7 @@ def given_up(inputs: Sequence[Array], donated: Iterable[int], written: Iterable[
         b = bufs[i]
         if type(b) is not np.ndarray:
             continue
-        shared = once[id(b)] > 1 or b.base is not None or not b.flags.writeable
+        shared = once[id(b)] > 1 or not is_sole(b)
         del b
         if shared or _references(bufs, i) != _ALONE:
             bufs[i] = np.array(bufs[i])

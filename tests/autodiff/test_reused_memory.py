@@ -127,3 +127,35 @@ except MemoryError:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "and then it is an error\n", done.stderr
+
+
+def test_who_has_a_result_alone_may_give_it_up_or_write_to_it() -> None:
+    """Memory of the pool belongs to the array on it as much as its own would."""
+    x = numbers(np.float64)
+    (result,) = [mt.compile(lambda x: x @ x)(x)]
+    place = result._buf.ctypes.data
+    expected = result.numpy().copy()
+    result += 1.0
+    result[3, 5] = 0.0
+    assert result._buf.ctypes.data == place
+    expected += 1.0
+    expected[3, 5] = 0.0
+    np.testing.assert_array_equal(result.numpy(), expected)
+    given = mt.compile(lambda x: x * 2.0, donate=0)(result)
+    assert given._buf.ctypes.data == place
+    np.testing.assert_array_equal(given.numpy(), 2 * expected)
+    seen = given.numpy()
+    given += 1.0  # somebody else sees it now
+    np.testing.assert_array_equal(seen, 2 * expected)
+
+
+@pytest.mark.parametrize("memory", ["bytearray", "view"])
+def test_memory_of_others_is_never_written(memory: str) -> None:
+    theirs = bytearray(8 * N * N) if memory == "bytearray" else np.zeros(N * N)
+    x = mt.asarray(np.frombuffer(theirs) if memory == "bytearray" else theirs[:], copy=False)
+    x += 1.0
+    y = mt.asarray(np.frombuffer(theirs) if memory == "bytearray" else theirs[:], copy=False)
+    y[0] = 2.0
+    z = mt.asarray(np.frombuffer(theirs) if memory == "bytearray" else theirs[:], copy=False)
+    mt.compile(lambda x: x * 2.0 + 1.0, donate=0)(z)
+    assert not np.frombuffer(theirs).any()
