@@ -23,6 +23,7 @@ COMPILED = {
         "arrays",
         ("_core", "_dispatch", "_direct", "_operators", "losses", "products", "reductions", "tree"),
     ),
+    "meshtape.arrays.native": ("arrays/native", ("ops",)),
     "meshtape.autodiff": (
         "autodiff",
         ("recipe", "recording", "backward", "executable", "gradients", "signature", "tape"),

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Products of vectors, matrices and tensors."""
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from ._direct import REFUSED
 from ._dispatch import apply, as_array, wrap
 from ._op import Op, state
 from .errors import ShapeError
+from .native import ops as native
+from .pool import fresh
 from .program import ShapeDtype
 from .reductions import _is_low_precision
 
@@ -35,10 +38,33 @@ def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 
 _OWN_PRODUCTS = frozenset(np.dtype(t).num for t in "fdFD")
 
+_WORTH_A_LOOK = 1 << 14
+"""Products of numbers below which NumPy has the result before it is known who would have it sooner."""
+
+
+def product(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """``np.matmul``, in less time for matrices that fit a processor's caches, and for stacks of rows times one matrix.
+
+    ``out``, where it is given, is memory without gaps that neither operand has.
+    """
+    nx, ny = x.ndim, y.ndim
+    if nx < 2 or ny < 2 or x.dtype is not y.dtype or x.size * y.shape[ny - 1] < _WORTH_A_LOOK:
+        return np.matmul(x, y, out=out)
+    if ny == 2 < nx and x.flags.c_contiguous and x.shape[nx - 1] == y.shape[0]:
+        # One product over all rows. NumPy asks for one for each matrix of the stack, and each prepares the right operand anew.
+        lead = x.shape[: nx - 1]
+        if out is None:
+            out = fresh((*lead, y.shape[1]), x.dtype)
+        rows = math.prod(lead)
+        product(x.reshape(rows, x.shape[nx - 1]), y, out.reshape(rows, y.shape[1]))
+        return out
+    found = native.matmul(x, y, out)
+    return np.matmul(x, y, out=out) if found is NotImplemented else found
+
 
 def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
     if xp is np and x.dtype == y.dtype and x.dtype.num in _OWN_PRODUCTS:
-        return np.matmul(x, y, out=out)
+        return product(x, y, out)
     if out is not None:
         out[...] = _matmul(xp, x, y)
         return out
@@ -69,7 +95,7 @@ def matmul(x1: Any, x2: Any, /) -> Array:
         dtype = x.dtype
         if dtype is y.dtype and dtype.num in _OWN_PRODUCTS:
             try:
-                out = np.matmul(x, y)
+                out = product(x, y)
             except REFUSED:
                 pass
             else:

@@ -7,6 +7,7 @@ The buffers come through Python's buffer protocol, so that building needs no hea
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <fenv.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -16,8 +17,10 @@ The buffers come through Python's buffer protocol, so that building needs no hea
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && defined(__GNUC__) && \
     __GNUC__ >= 12 && !defined(__INTEL_COMPILER)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define HAVE_PRODUCTS 1
 #else
 #define CLONES
+#define HAVE_PRODUCTS 0
 #endif
 
 #if defined(_MSC_VER)
@@ -62,16 +65,27 @@ typedef struct {
     int count, slots, locals;
 } Chain;
 
+typedef struct {
+    ptrdiff_t m, n, k;
+    ptrdiff_t ar, ac, br, bc, cr; /* from row to row, and from column to column, in elements */
+    int direct;                   /* the right operand is read where it is */
+} Product;
+
+#define DEEP 512 /* steps of k, and columns, of a block of the right operand: 768 KiB of float32 at most */
+#define BLOCK 384
+
 #define IS_FLOAT
 #include "lanes.h"
 #include "pointwise.h"
 #include "rows.h"
 #include "chain.h"
+#include "products.h"
 #include "undefine.h"
 #include "lanes.h"
 #include "pointwise.h"
 #include "rows.h"
 #include "chain.h"
+#include "products.h"
 #include "stream.h"
 
 typedef struct {
@@ -314,8 +328,11 @@ static PyObject *stream(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(good);
 }
 
+#include "multiply.h"
+
 static PyMethodDef METHODS[] = {{"call", call, METH_VARARGS, call_doc},
                                 {"chain", run_chain, METH_VARARGS, chain_doc},
+                                {"product", product, METH_VARARGS, product_doc},
                                 {"stream", stream, METH_VARARGS, stream_doc},
                                 {NULL, NULL, 0, NULL}};
 

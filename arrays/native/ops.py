@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """What the kernels compute, with the arguments of the ops: the results, or NotImplemented for operands that they do not take."""
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..pool import fresh
-from . import AVAILABLE, CHUNK, run
+from ..threads import share, threads
+from . import AVAILABLE, CHUNK, _kernels, run
 
 _TAKEN = frozenset("fd")
 _UINT64 = frozenset(np.dtype(c).num for c in "LQ" if np.dtype(c).itemsize == 8)  # of which the largest are no int64
@@ -25,6 +27,51 @@ def _rows(x: np.ndarray, naxes: int) -> tuple[int, int]:
     """Rows, and elements of a row, where the last ``naxes`` dimensions are one row."""
     cut = x.ndim - naxes
     return math.prod(x.shape[:cut]), math.prod(x.shape[cut:])
+
+
+_NARROW = 48
+"""Columns of a result that are too few for a tile (see ``pays`` in multiply.h)."""
+
+_ALONE = 1 << 18
+"""Products of numbers up to which OpenBLAS takes one thread for two matrices."""
+
+_STEPS = 32
+"""Products of numbers that take as long as other work on one element."""
+
+
+def matmul(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> Any:
+    """``x @ y`` for stacks of matrices in the same batches, of one dtype."""
+    shape, right = x.shape, y.shape
+    n, k = right[-1], shape[-1]
+    if not _takes(x) or n < _NARROW or k != right[-2] or shape[:-2] != right[:-2]:
+        return NotImplemented
+    count = math.prod(shape[:-2])
+    shares = 1 if shape[-2] * k * n <= _ALONE else threads()
+    if shares > 1 and (len(shape) != 3 or count < 2 * shares):
+        return NotImplemented  # of one product a BLAS gives each thread a part
+    if out is None:
+        out = np.empty((*shape[:-1], n), x.dtype)
+    if shares == 1:
+        return out if _is_taken(_kernels.product(x, y, out)) else NotImplemented
+    taken = True
+
+    def work(start: int, stop: int) -> None:
+        nonlocal taken
+        taken &= _is_taken(_kernels.product(x[start:stop], y[start:stop], out[start:stop]))
+
+    share(count, work, size=out.size * k // _STEPS)
+    return out if taken else NotImplemented
+
+
+_HEARD_OF = {1: "invalid", 2: "over", 4: "under"}
+
+
+def _is_taken(raised: int | None) -> bool:
+    """Whether there is a result, and nothing has happened that NumPy, which then does it again, would warn of or refuse."""
+    if not raised:
+        return raised is not None
+    wanted = np.geterr()
+    return all(wanted[name] == "ignore" for bit, name in _HEARD_OF.items() if raised & bit)
 
 
 def layer_norm(x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:

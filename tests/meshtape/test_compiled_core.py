@@ -165,6 +165,7 @@ def test_tape_short_ways_kernels_and_messages_of_the_wheel(site: Path) -> None:
         "tests/autodiff/test_calls.py",
         "tests/arrays/test_short_ways.py",
         "tests/arrays/test_native.py",
+        "tests/arrays/test_native_products.py",
         "tests/parallel/test_transports.py",
     )
 
