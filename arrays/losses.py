@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Losses of classification and of contrastive learning. They are computed in float32 at least."""
 
 from __future__ import annotations

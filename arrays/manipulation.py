@@ -201,8 +201,8 @@ def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[in
     (3, 4, 2)
     """
     x = as_array(x)
-    src = [source] if isinstance(source, int) else list(source)
-    dst = [destination] if isinstance(destination, int) else list(destination)
+    src = [source] if isinstance(source, int) or not np.ndim(source) else list(source)
+    dst = [destination] if isinstance(destination, int) or not np.ndim(destination) else list(destination)
     _infer.normalize_axis("moveaxis", src, x.ndim)
     _infer.normalize_axis("moveaxis", dst, x.ndim)
     if len(src) != len(dst):

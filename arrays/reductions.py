@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Reductions over axes. Float16 and bfloat16 accumulate in float32."""
 
 from __future__ import annotations

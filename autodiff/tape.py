@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """The tape, and the backward pass that reads it.
 
 A tape is the linear record of the op calls that its watched arrays went into. It keeps no Array: values are named by number,

@@ -204,3 +204,23 @@ def test_common_calls_take_the_short_way(call: Callable[[Any], Any], monkeypatch
     call(x)
     with pytest.raises(AssertionError, match="the general way"):
         mt.sort(x)
+
+
+def test_numbers_of_numpy_are_numbers_and_errors_are_ours() -> None:
+    """Annotations say what is meant; compiled code must not refuse what Python's takes, nor in other words."""
+    one = np.int64(1)
+    x = mt.asarray(np.random.default_rng(0).standard_normal((4, 3)))
+    for fn in (mt.argmax, mt.argmin, mt.sum, mt.mean, mt.var):
+        assert fn(x, axis=one).tolist() == fn(x, axis=1).tolist()
+        with pytest.raises(TypeError, match=rf"\[{fn.__name__}\]"):
+            fn(x, axis="1")
+    assert mt.var(x, correction=one).tolist() == mt.var(x, correction=1).tolist()
+    assert mt.vecdot(x, x, axis=-one).tolist() == mt.vecdot(x, x).tolist()
+    assert mt.linalg.cross(x, x + 1.0, axis=-one).tolist() == mt.linalg.cross(x, x + 1.0).tolist()
+    labels = mt.asarray([0, 1, 2, 1])
+    found = mt.nn.cross_entropy(x, labels, ignore_index=one, label_smoothing=np.float32(0.5))
+    assert found.tolist() == mt.nn.cross_entropy(x, labels, ignore_index=1, label_smoothing=0.5).tolist()
+    with pytest.raises(TypeError, match=r"\[argmax\] takes one axis"):
+        mt.argmax(x, axis=(0, 1))
+    with pytest.raises(ValueError, match="reduction"):
+        mt.nn.cross_entropy(x, labels, reduction=3)
