@@ -1,10 +1,12 @@
 """A training step of a decoder of 10.7 million parameters, against PyTorch on the same threads: ``python benchmarks/train.py``.
 
 One process against PyTorch's eager mode (the same architecture, the same numbers of rows and tokens, AdamW and clipping included), and
-two Dask workers against PyTorch's DistributedDataParallel and FSDP (ours: ZeRO 3) with gloo on two processes. Rows of two processes give the
-scaling efficiency: the time of one process over twice that of two, at one global batch; what two processes reach that make a step of half
-a batch each and exchange nothing says how much of it the machine allows. What is exchanged and what the optimizer does are the same for
-any batch, so that all of this is measured for several. Every process computes on one thread.
+two Dask workers against PyTorch's DistributedDataParallel and FSDP (ours: ZeRO 3) with gloo on two processes. Two processes give the
+scaling efficiency in both of its meanings: *weak*, at one batch per process (the time of one process with half the batch over that of two;
+as in Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677), and *strong*, at one global batch (the time of one process over
+twice that of two). Two processes that make a step of half a batch each and exchange nothing say how much of either the machine allows.
+What is exchanged and what the optimizer does are the same for any batch, so that all of this is measured for several. Every process
+computes on one thread.
 
 What a user has who installed the package is measured, see :mod:`installed`; with ``--editable``, the sources of this checkout.
 """
@@ -207,6 +209,9 @@ def measured(rows: int, steps: int, torch: Any, mesh: Any) -> dict[str, float]:
         if torch is not None:
             candidates["PyTorch eager"] = theirs(torch, rows)
         if mesh is not None:
+            candidates["one, half"] = ours(rows // 2)
+            if torch is not None:
+                candidates["PyTorch eager, half"] = theirs(torch, rows // 2)
             for zero in ZERO:
                 candidates[f"ZeRO {zero}"] = ours(rows, mesh, zero)
             for kind in ("DDP", "FSDP") if torch is not None else ():
@@ -246,13 +251,14 @@ def main() -> None:
 
 def efficiencies(found: Mapping[str, float]) -> None:
     """Print what two processes gain over one."""
-    one = found["one"]
-    print(f"two processes of ours that exchange nothing reach {one / (2 * found['halves']):.2f} of twice one here")
-    for name in (*(f"ZeRO {z}" for z in ZERO), "DDP", "FSDP"):
+    print("scaling efficiency of two processes          weak  strong")
+    for name in (*(f"ZeRO {z}" for z in ZERO), "halves", "DDP", "FSDP"):
         if name in found:
-            alone = one if name.startswith("ZeRO") else found["PyTorch eager"]
-            goal = " (target ≥ 0.85)" if name == "ZeRO 0" else ""
-            print(f"scaling efficiency of two processes, {name}: {alone / (2 * found[name]):.2f}{goal}")
+            alone = "PyTorch eager" if name in ("DDP", "FSDP") else "one"
+            weak, strong = found[f"{alone}, half"] / found[name], found[alone] / (2 * found[name])
+            label = "two of ours that exchange nothing" if name == "halves" else name
+            goal = "   (target ≥ 0.85)" if name == "ZeRO 0" else ""
+            print(f"  {label:<42} {weak:.2f}    {strong:.2f}{goal}")
 
 
 if __name__ == "__main__":
