@@ -48,7 +48,8 @@ def _empty(shape: tuple[int, ...], value: Any, dtype: np.dtype) -> np.ndarray:
     return np.empty(shape, dtype)
 
 
-_KNOWN = frozenset(DTYPES.values())
+_KNOWN = {d: d for d in DTYPES.values()}
+"""NumPy's one object for each dtype, by any that is equal: compiled code compares objects, and readers of buffers what they are called."""
 
 
 def _dtype(name: str, dtype: Any) -> np.dtype:
@@ -91,8 +92,9 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     if dtype is None and device is None:  # the common calls
         if type(obj) is Array and not copy:
             return obj
-        if type(obj) is np.ndarray and state.device is None and obj.dtype in _KNOWN:
-            return wrap(obj if copy is False else copied(obj))
+        if type(obj) is np.ndarray and state.device is None and (known := _KNOWN.get(obj.dtype)) is not None:
+            host = obj if copy is False else copied(obj)
+            return wrap(host if host.dtype is known else host.view(known))
     from .manipulation import astype
 
     wanted = None if dtype is None else as_dtype(dtype, "asarray")
@@ -141,7 +143,8 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
     if dtype is None:
         dtype = as_dtype(host.dtype, "asarray")
     if host.dtype == dtype:
-        return host if copy is False else copied(host)
+        host = host if copy is False else copied(host)
+        return host if host.dtype is dtype else host.view(dtype)
     if copy is False:
         raise ValueError(f"[asarray] {host.dtype} to {dtype.name} takes a copy, and copy=False forbids it")
     check_cast("asarray", host.dtype, dtype)

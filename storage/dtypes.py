@@ -11,6 +11,7 @@ order of safetensors' own enumeration, which its writers sort by.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,18 @@ class Row:
     dtype: np.dtype | None
 
 
+def little(dtype: np.dtype) -> np.dtype:
+    """The little-endian form of ``dtype``: how every element is stored.
+
+    Where that is the machine's own, it is NumPy's one object for the type: of another that is equal, a buffer says ``<f`` where readers
+    of buffers expect ``f``, and whoever asks which of two dtypes it has must compare them.
+    """
+    dtype = np.dtype(dtype)
+    return np.dtype(dtype.type) if sys.byteorder == "little" else dtype.newbyteorder("<")
+
+
 def _row(safetensors: str | None, bits: int, scalar: type | None = None) -> Row:
-    dtype = None if scalar is None else np.dtype(scalar).newbyteorder("<")
+    dtype = None if scalar is None else little(np.dtype(scalar))
     return Row(safetensors, bits, None if dtype is None else dtype.name, dtype)
 
 
@@ -70,11 +81,6 @@ _BY_NAME: dict[str, Row] = {row.name: row for row in ROWS if row.name}
 EXTENSIONS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 FLOATS = ("float16", "float32", "float64", *EXTENSIONS)
 _NOT_IN_ZARR = ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz")
-
-
-def little(dtype: np.dtype) -> np.dtype:
-    """The little-endian form of ``dtype``: how every element is stored."""
-    return np.dtype(dtype).newbyteorder("<")
 
 
 def bits(dtype: np.dtype) -> np.dtype:

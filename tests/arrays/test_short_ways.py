@@ -224,3 +224,26 @@ def test_numbers_of_numpy_are_numbers_and_errors_are_ours() -> None:
         mt.argmax(x, axis=(0, 1))
     with pytest.raises(ValueError, match="reduction"):
         mt.nn.cross_entropy(x, labels, reduction=3)
+
+
+def test_dtypes_are_the_objects_that_compiled_code_knows() -> None:
+    """Those of files and of NumPy's `newbyteorder` are equal to them, but others: kernels would not take their buffers."""
+    for name in ("float32", "float64", "int64", "complex64", "bfloat16"):
+        plain = np.dtype(getattr(mt, name))
+        other = np.ones((3, 4), plain).view(plain.newbyteorder("<"))
+        for x in (
+            mt.asarray(other),
+            mt.asarray(other, copy=False),
+            mt.asarray(other, dtype=name),
+            mt.asarray(other[::2]),
+        ):
+            assert x._buf.dtype is plain
+            np.testing.assert_array_equal(np.asarray(x), np.ones(x.shape, plain))
+
+
+def test_what_is_loaded_has_the_dtypes_that_compiled_code_knows(tmp_path) -> None:
+    tree = {"a": mt.ones((3, 4), dtype="float32"), "b": mt.ones(3, dtype="bfloat16"), "c": mt.asarray([1, 2])}
+    for name in ("x.zarr", "x.safetensors"):
+        mt.storage.save(tmp_path / name, tree)
+        for key, x in mt.storage.load(tmp_path / name).items():
+            assert x._buf.dtype is tree[key]._buf.dtype, (name, key)
