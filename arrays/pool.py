@@ -160,17 +160,17 @@ def room(
     return POOL.empty(shape, dtype) if math.prod(shape) * dtype.itemsize >= SMALLEST else None
 
 
-def is_free(values: Mapping[int, np.ndarray], v: int) -> bool:
+def is_free(values: Mapping[int, np.ndarray] | list[Any], v: int) -> bool:
     """Whether nobody but this table sees the block, or a view of it."""
     if type(values[v]) is not np.ndarray or _references(values, v) != _ALONE:
         return False
     return is_sole(values[v])
 
 
-def _references(values: Mapping[int, np.ndarray], v: int) -> int:
+def _references(values: Mapping[int, np.ndarray] | list[Any], v: int) -> int:
     a = values[v]
     return sys.getrefcount(a)
 
 
 _ALONE = _references({0: np.empty(0)}, 0)
-"""What is counted for an array that only a table of values holds; versions of Python differ in it."""
+"""What is counted for an array that only a table or a list of values holds; versions of Python differ in it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..arrays._dispatch import Deferred
 from ..arrays._op import Op
 from ..arrays.devices import CPU
 from ..arrays.errors import DonatedArrayError
-from ..arrays.pool import is_sole
+from ..arrays.pool import is_free
 from ..arrays.program import ShapeDtype
 
 
@@ -79,27 +79,11 @@ def given_up(inputs: Sequence[Array], donated: Iterable[int], written: Iterable[
         if type(x._buf) is Gone:
             raise x._buf._error()
     bufs = [x._buf for x in inputs]
-    once = {id(b): 0 for b in bufs}
-    for b in bufs:
-        once[id(b)] += 1
+    once = Counter(map(id, bufs))
     for i in donated:
         if isinstance(inputs[i]._buf, np.ndarray) and type(bufs[i]) is np.ndarray:
             inputs[i]._buf = Gone(ShapeDtype(bufs[i].shape, bufs[i].dtype), taker)
     for i in written:
-        b = bufs[i]
-        if type(b) is not np.ndarray:
-            continue
-        shared = once[id(b)] > 1 or not is_sole(b)
-        del b
-        if shared or _references(bufs, i) != _ALONE:
+        if type(bufs[i]) is np.ndarray and (once[id(bufs[i])] > 1 or not is_free(bufs, i)):
             bufs[i] = np.array(bufs[i])
     return bufs
-
-
-def _references(values: list[Any], i: int) -> int:
-    a = values[i]
-    return sys.getrefcount(a)
-
-
-_ALONE = _references([np.empty(0)], 0)
-"""What is counted for an array that only a list of buffers holds; versions of Python differ in it."""
