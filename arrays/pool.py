@@ -46,9 +46,9 @@ class Pool:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._free: OrderedDict[int, list[np.ndarray]] = OrderedDict()
+        self._free: OrderedDict[int, list[tuple[np.ndarray, int]]] = OrderedDict()  # with where the first line starts
         self._kept = 0
-        self._lent: dict[int, tuple[Any, np.ndarray]] = {}
+        self._lent: dict[int, tuple[Any, tuple[np.ndarray, int]]] = {}
         self._lock = threading.RLock()  # a collection may end an array's life in the middle of a call
 
     @property
@@ -60,7 +60,7 @@ class Pool:
     def lent(self) -> int:
         """Bytes in use."""
         with self._lock:
-            return sum(raw.nbytes - LINE for _, raw in self._lent.values())
+            return sum(raw.nbytes - LINE for _, (raw, _) in self._lent.values())
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An array whose content is whatever was there."""
@@ -73,7 +73,7 @@ class Pool:
         with self._lock:
             stack = self._free.get(size)
             if stack:
-                raw = stack.pop()
+                raw, start = stack.pop()
                 self._kept -= size
                 if not stack:
                     del self._free[size]
@@ -83,10 +83,11 @@ class Pool:
                 except MemoryError:  # of which some may lie here, in other sizes
                     self.clear()
                     raw = np.empty(size + LINE, np.uint8)
+                start = -raw.ctypes.data % LINE
             # What all arrays on this memory hold; when it goes, they are gone. (Not a memoryview: NumPy holds what is below it.)
-            memory = (ctypes.c_char * size).from_buffer(raw, -raw.ctypes.data % LINE)
+            memory = (ctypes.c_char * size).from_buffer(raw, start)
             key = id(memory)
-            self._lent[key] = weakref.ref(memory, lambda _: self._back(key)), raw
+            self._lent[key] = weakref.ref(memory, lambda _: self._back(key)), (raw, start)
         return np.ndarray(shape, dtype, buffer=memory)
 
     def lends(self, memory: Any) -> bool:
@@ -96,9 +97,9 @@ class Pool:
 
     def _back(self, key: int) -> None:
         with self._lock:
-            _, raw = self._lent.pop(key)
-            size = raw.nbytes - LINE
-            self._free.setdefault(size, []).append(raw)
+            _, piece = self._lent.pop(key)
+            size = piece[0].nbytes - LINE
+            self._free.setdefault(size, []).append(piece)
             self._free.move_to_end(size)
             self._kept += size
             while self._kept > self.limit:

@@ -34,8 +34,8 @@ from .calls import custom_vjp
 from .determinism import Chance, refuse_other
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
-from .signature import Outside, Wrapper, arrays_in, as_array, leaf_key, outside
-from .tracing import Tracer, _Trace
+from .signature import Outside, Wrapper, arrays_in, as_array, as_inputs, is_traced, leaf_keys, outside
+from .tracing import _Trace
 from .transforms import vjp
 
 
@@ -62,15 +62,12 @@ class Compiled(Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = trees.flatten((args, kwargs))
-        arrays = [x if type(x) is Array else as_array(x) for x in leaves]
+        arrays, inputs = as_inputs(leaves)
         recorders = state.now.recorders
-        if (recorders and any(isinstance(r, _Trace) for r in recorders)) or any(
-            isinstance(a, Array) and isinstance(a._buf, Tracer) for a in arrays
-        ):
+        if (recorders and any(isinstance(r, _Trace) for r in recorders)) or is_traced(inputs):
             return self._fn(*args, **kwargs)  # inside another compiled function: part of its program
         donated = donated_leaves(args, self._donate, self._name) if self._donate else frozenset()
         ready = self._ready(leaves, arrays, treedef, donated)
-        inputs = [a for a in arrays if isinstance(a, Array)]
         if ready.has_calls and ready.is_watched(inputs):
             if ready.is_watched(()) or any(map(is_checker, state.recorders)):
                 # Watched arrays that the code reads from around it are known to the code alone; faults are looked for there.
@@ -112,7 +109,7 @@ class Compiled(Wrapper):
         treedef: trees.TreeDef,
         donated: frozenset[int] = frozenset(),
     ) -> _Ready:
-        key = (treedef, tuple(map(leaf_key, arrays)), self._outside.key())
+        key = (treedef, leaf_keys(arrays), self._outside.key())
         with self._lock:
             ready = self._cache.get(key)
             if ready is not None:
@@ -207,6 +204,7 @@ class _Ready:
         name: str = "",
     ) -> None:
         self.program, self.run, self.out_def, self.statics = program, run, out_def, statics
+        self.arrays_alone = all(s is _ARRAY for s in statics)
         self.donated, self.name = donated, name
         # A program on one CPU takes sparse cotangents as they are.
         self.local = isinstance(run, Executable)
@@ -237,6 +235,8 @@ class _Ready:
 
     def rebuilt(self, arrays: Iterable[Array]) -> Any:
         """The result of the function, with these arrays in it."""
+        if self.arrays_alone:
+            return trees.unflatten(self.out_def, arrays)
         outs = iter(arrays)
         return trees.unflatten(self.out_def, [next(outs) if s is _ARRAY else s for s in self.statics])
 

@@ -22,7 +22,7 @@ from ..arrays.elementwise import ASTYPE
 from ..arrays.native.chains import Run, run_of, takes
 from ..arrays.pool import fresh
 from ..arrays.program import Entry, Program
-from ..arrays.threads import share
+from ..arrays.threads import SMALLEST_SHARED, share
 
 # A block of float64 scratch is 128 KiB: the handful that a chain keeps alive fit into a second-level cache.
 BLOCK = 16_384
@@ -290,13 +290,22 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
     out_dtypes = [program.avals[v].dtype for v in group.outputs]
     shape = group.shape
     # What is one run in C goes piece by piece by itself.
-    alone = len(steps) == 1 and isinstance(steps[0], _RunStep)
+    alone = steps[0] if len(steps) == 1 and isinstance(steps[0], _RunStep) else None
+    size = math.prod(shape)
 
     def run(
         *inputs: np.ndarray, into: Sequence[np.ndarray | None] = (), failed: Failed | None = None
     ) -> list[np.ndarray]:
         given = into or [None] * n_outputs
         outputs = [fresh(shape, d) if o is None else o for o, d in zip(given, out_dtypes, strict=True)]
+        if alone is not None and size < SMALLEST_SHARED and not [a for a in inputs if not _in_rows(a)]:
+            try:
+                alone([*inputs, *outputs])
+            except Exception as e:
+                if failed is None:
+                    raise
+                raise failed(e, alone.entries) from e
+            return outputs
         flat = all(a.ndim == 0 or (a.shape == shape and a.flags.c_contiguous) for a in inputs)
         if flat:
             sources = [a if a.ndim == 0 else a.reshape(-1) for a in inputs]
@@ -308,7 +317,7 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
             rows, axis_shape = shape[0], shape[1:]
             width = max(1, math.prod(axis_shape))
         cut = [a.ndim == len(axis_shape) + 1 and a.shape[0] == rows and rows > 1 for a in sources]
-        per_block = max(1, rows if alone and (flat or all(_in_rows(a) for a in inputs)) else BLOCK // width)
+        per_block = max(1, rows if alone is not None and (flat or all(_in_rows(a) for a in inputs)) else BLOCK // width)
 
         def work(start: int, stop: int) -> None:
             buffers = [np.empty((per_block, *axis_shape), d) for d in scratch]
@@ -329,7 +338,7 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
                         raise
                     raise failed(e, step.entries) from e
 
-        share(rows, work, size=math.prod(shape))
+        share(rows, work, size=size)
         return outputs
 
     return run

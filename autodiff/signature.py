@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays.indexsum import IndexSum, densify
 from ..arrays.program import freeze
+from .tracing import Tracer
 
 _CODE = FunctionType | BuiltinFunctionType | ModuleType | type
 """What a function names that is no data."""
@@ -61,6 +62,22 @@ def as_array(x: Any) -> Any:
 
         return asarray(x)
     return x
+
+
+def as_inputs(leaves: Sequence[Any]) -> tuple[list[Any], list[Array]]:
+    """The leaves, those that are arrays of any kind as Arrays; and these alone."""
+    given = [x if type(x) is Array else as_array(x) for x in leaves]
+    return given, [x for x in given if isinstance(x, Array)]
+
+
+def is_traced(inputs: Sequence[Array]) -> bool:
+    """Whether one of them only stands for a value of another program."""
+    return bool([x for x in inputs if type(x._buf) is not np.ndarray and isinstance(x._buf, Tracer)])
+
+
+def leaf_keys(given: Sequence[Any]) -> tuple[Any, ...]:
+    """What the program depends on of arguments that :func:`as_inputs` gave."""
+    return tuple([leaf_key(x) for x in given])
 
 
 def leaf_key(x: Any) -> Any:

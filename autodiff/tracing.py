@@ -13,7 +13,7 @@ from ..arrays._dispatch import Deferred, ProgramHost, argument_avals, call_site,
 from ..arrays._op import Op, state
 from ..arrays.errors import DeviceError, TracedValueError
 from ..arrays.program import Const, ProgramBuilder, ShapeDtype, Site
-from .tape import is_differentiable
+from .recording import is_differentiable
 
 
 class Tracer(Deferred):

@@ -14,7 +14,8 @@ from ..arrays.creation import asarray
 from ..arrays.errors import MeshError, ReshardError, ShardingConflict
 from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype
-from ..autodiff.compile import Tracer, compile
+from ..autodiff.compile import compile
+from ..autodiff.tracing import Tracer
 from .mesh import Mesh
 from .ops import RESHARD
 from .placement import Placement, Sharding

@@ -21,7 +21,8 @@ from ..arrays.creation import asarray
 from ..arrays.errors import MeshError, ShapeError
 from ..arrays.manipulation import concat, stack
 from ..arrays.program import ShapeDtype
-from ..autodiff.compile import Compiled, Tracer, compile
+from ..autodiff.compile import Compiled, compile
+from ..autodiff.tracing import Tracer
 from . import settings
 from .api import reshard
 from .mesh import Mesh

@@ -26,7 +26,7 @@ from ..arrays.display import human_bytes
 from ..arrays.errors import MeshError, OutOfMemory, ShardingConflict
 from ..arrays.program import Program, ShapeDtype, simplify
 from ..arrays.reductions import _is_low_precision as is_low_precision
-from ..autodiff.compile import Tracer, _Trace
+from ..autodiff.tracing import Tracer, _Trace
 from .block_memory import current_memory, on_host
 from .executor import Prepared
 from .mesh import Mesh
