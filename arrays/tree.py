@@ -75,6 +75,8 @@ _Star = _StarType()
 _LEAF = TreeDef("leaf")
 _NONE = TreeDef("none")
 _LEAF_TYPES: set[type] = set()  # found to be no containers, which takes longer to find out than to look up
+_FLAT: dict[tuple[Any, ...], TreeDef] = {}  # structures of containers of leaves alone, by kind, names and class
+_MOST_KEPT = 1024
 
 
 def _children(x: Any) -> tuple[str, tuple[str | int, ...], list[Any], type | None] | None:
@@ -96,7 +98,9 @@ def _children(x: Any) -> tuple[str, tuple[str | int, ...], list[Any], type | Non
     if dataclasses.is_dataclass(x) and not isinstance(x, type) and getattr(t, "__is_tree__", True):
         names = tuple(f.name for f in dataclasses.fields(x) if f.init)
         return "dataclass", names, [getattr(x, n) for n in names], t
-    if not isinstance(x, type):  # a class, too, is a leaf, but its metaclass says nothing about the next one
+    if x is not None and not isinstance(
+        x, type
+    ):  # a class, too, is a leaf, but its metaclass says nothing about the next one
         _LEAF_TYPES.add(t)
     return None
 
@@ -149,6 +153,16 @@ def _structure(x: Any, is_leaf: Callable[[Any], bool] | None, leaves: list[Any])
         leaves.append(x)
         return _LEAF
     kind, keys, children, cls = found
+    if is_leaf is None and not [c for c in children if type(c) not in _LEAF_TYPES]:
+        leaves.extend(children)
+        flat = _FLAT.get((kind, keys, cls))
+        if flat is None:
+            flat = TreeDef(kind, keys, (_LEAF,) * len(keys), cls)
+            if kind != "dict" or all(type(k) is str for k in keys):  # of equal keys (1, 1.0, True) each is its own
+                if len(_FLAT) >= _MOST_KEPT:
+                    _FLAT.clear()
+                _FLAT[kind, keys, cls] = flat
+        return flat
     return TreeDef(kind, keys, tuple([_structure(c, is_leaf, leaves) for c in children]), cls)
 
 

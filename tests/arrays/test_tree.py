@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtape.arrays.tree import flatten, flatten_with_path, path_name, tree_map, unflatten
+from meshtape.arrays.tree import flatten, flatten_with_path, is_container, path_name, tree_map, unflatten
 
 BOUNDED = settings(max_examples=100, deadline=None)
 
@@ -98,6 +98,19 @@ def test_structures_that_differ():
 def test_kinds_of_dicts():
     assert unflatten(flatten(OrderedDict(a=1))[1], [2]) == {"a": 2}
     assert flatten(defaultdict(list, a=[1, 2]))[0] == [1, 2]
+
+
+def test_names_that_are_equal_stay_what_they_are():
+    for keys in (("a", "b"), (1, 0), (1.0, 0), (True, False), ("a", "b")):
+        leaves, treedef = flatten(dict.fromkeys(keys, 3.0))
+        assert [(type(k), k) for k in unflatten(treedef, leaves)] == [(type(k), k) for k in keys]
+
+
+def test_none_is_no_leaf_whoever_asked_before():
+    tree = {"a": None, "b": 1}
+    assert not is_container(None)
+    assert flatten(tree)[0] == [1]
+    assert unflatten(flatten(tree)[1], [2]) == {"a": None, "b": 2}
 
 
 def test_leaves_by_wish():
