@@ -19,6 +19,7 @@ import numpy as np
 import page
 
 import meshtape as mt
+from meshtape.arrays.pool import POOL
 
 de = mt.models.decoder
 Row = tuple[str, str, float, float]
@@ -27,6 +28,8 @@ Row = tuple[str, str, float, float]
 
 def peak(fn: Callable[[], Any]) -> int:
     """Largest number of bytes that a call holds at a time beyond what was there, its result included; the second call counts."""
+    limit, POOL.limit = POOL.limit, 0  # memory that the pool has kept from before is not seen
+    POOL.clear()
     fn()
     gc.collect()
     tracemalloc.start()
@@ -38,6 +41,7 @@ def peak(fn: Callable[[], Any]) -> int:
         del held
     finally:
         tracemalloc.stop()
+        POOL.limit = limit
     return top - base
 
 

@@ -157,23 +157,29 @@ def run_tests(site: Path, *which: str) -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_tape_short_ways_kernels_and_messages_of_the_wheel(site: Path) -> None:
+def test_tape_short_ways_kernels_messages_and_training_of_the_wheel(site: Path) -> None:
     # In one process: starting one takes as long as most of these tests.
     run_tests(
         site,
         "tests/autodiff/test_tape.py",
         "tests/autodiff/test_calls.py",
+        "tests/autodiff/test_compile.py",
+        "tests/autodiff/test_fusion.py",
+        "tests/autodiff/test_optim.py",
         "tests/arrays/test_short_ways.py",
         "tests/arrays/test_native.py",
         "tests/arrays/test_native_products.py",
         "tests/parallel/test_transports.py",
+        # An interrupted training goes on bit for bit where kernels in C compute it, too.
+        "tests/parallel/training/test_step.py",
+        "tests/parallel/training/test_trainer.py",
     )
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_all_of_autodiff_on_the_compiled_core(site: Path) -> None:
-    run_tests(site, "tests/autodiff", "tests/arrays")
+@pytest.mark.timeout(6000)
+def test_everything_on_the_compiled_core(site: Path) -> None:
+    run_tests(site, "tests/autodiff", "tests/arrays", "tests/parallel", "tests/storage")
 
 
 @pytest.mark.timeout(1500)

@@ -11,7 +11,7 @@ import pytest
 
 import meshtape as mt
 
-FOLDER = Path(mt.__file__).parents[1] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 @functools.cache
