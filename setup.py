@@ -21,9 +21,9 @@ from setuptools.command.build_ext import build_ext
 COMPILED = {
     "meshtape.arrays": (
         "arrays",
-        ("_core", "_dispatch", "_direct", "_operators", "losses", "products", "reductions", "tree"),
+        ("_core", "_dispatch", "_direct", "_op", "_operators", "losses", "products", "reductions", "tree"),
     ),
-    "meshtape.arrays.native": ("arrays/native", ("ops",)),
+    "meshtape.arrays.native": ("arrays/native", ("calls", "ops")),
     "meshtape.autodiff": (
         "autodiff",
         ("recipe", "recording", "backward", "executable", "gradients", "signature", "tape"),

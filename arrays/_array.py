@@ -55,26 +55,6 @@ class Array(Value, Methods, Protocols):
     # ----- attributes -------------------------------------------------------------------------------------------------
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Lengths of the dimensions."""
-        return self._buf.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Type of the elements."""
-        return self._buf.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self._buf.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(self._buf.size)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all elements (of the whole array, where it is split)."""
         return int(self._buf.nbytes)

@@ -14,7 +14,7 @@ from ._dlpack import read
 from ._infer import as_shape
 from ._op import state
 from .devices import CPU, Device, default_device, device
-from .dtypes import DTYPES, as_dtype, check_cast, float64
+from .dtypes import OWN, as_dtype, check_cast, float64
 from .errors import DTypeError, OutOfMemory, ShapeError
 from .nested import has_history, holds_history, ramp, repeated, stacked
 from .pool import copied
@@ -46,10 +46,6 @@ def _zeros(shape: tuple[int, ...], value: Any, dtype: np.dtype) -> np.ndarray:
 
 def _empty(shape: tuple[int, ...], value: Any, dtype: np.dtype) -> np.ndarray:
     return np.empty(shape, dtype)
-
-
-_KNOWN = {d: d for d in DTYPES.values()}
-"""NumPy's one object for each dtype, by any that is equal: compiled code compares objects, and readers of buffers what they are called."""
 
 
 def _dtype(name: str, dtype: Any) -> np.dtype:
@@ -92,7 +88,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     if dtype is None and device is None:  # the common calls
         if type(obj) is Array and not copy:
             return obj
-        if type(obj) is np.ndarray and state.device is None and (known := _KNOWN.get(obj.dtype)) is not None:
+        if type(obj) is np.ndarray and state.device is None and (known := OWN.get(obj.dtype)) is not None:
             host = obj if copy is False else copied(obj)
             return wrap(host if host.dtype is known else host.view(known))
     from .manipulation import astype
@@ -132,7 +128,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         beyond = isinstance(host.flat[0] if host.size else None, int) and all(isinstance(v, int) for v in host.flat)
         what = "integers beyond 64 bits" if beyond else f"{host.dtype} elements"
         raise DTypeError(f"[asarray] cannot make an array of numbers from {type(obj).__name__} ({what})")
-    return _place(_of_numpy(host, wanted, False) if host.dtype not in DTYPES.values() else host, device)
+    return _place(_of_numpy(host, wanted, False) if host.dtype not in OWN else host, device)
 
 
 def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool | None) -> np.ndarray:

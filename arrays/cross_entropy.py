@@ -21,7 +21,8 @@ from ._rows import wide as _wide
 from .elementwise import where
 from .kernels import softmaxes
 from .manipulation import astype, expand_dims
-from .native import first, ops
+from .native import ops
+from .native.calls import first
 from .program import ShapeDtype
 from .reductions import mean
 from .reductions import sum as sum_
@@ -50,10 +51,14 @@ def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:
     return (slice(i, i + step) for i in range(0, rows, step))
 
 
+_UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
+
+
 def all_classes(labels: Any, classes: int) -> bool:
     """Whether all labels, of which there are some, name a class."""
     # Seen without their sign, negative labels are the largest: one look for the two ends.
-    seen = labels.view(f"u{labels.dtype.itemsize}") if labels.dtype.kind == "i" else labels
+    unsigned = _UNSIGNED.get(labels.dtype)
+    seen = labels if unsigned is None else labels.view(unsigned)
     return bool((np.maximum.reduce(seen, axis=None) if type(seen) is np.ndarray else seen.max()) < classes)
 
 
@@ -163,10 +168,3 @@ CROSS_ENTROPY_BACKWARD = Op(
         "cupy": softmaxes.cross_entropy_backward,
     },
 )
-
-
-def losses_of(logits: Array, labels: Array, ignore_index: int | None, label_smoothing: float) -> Array:
-    """One loss a sample, in the wide dtype: NaN for a label that is no class, 0 for one that is ignored."""
-    return apply(
-        CROSS_ENTROPY, (logits, labels), {"ignore_index": ignore_index, "label_smoothing": float(label_smoothing)}
-    )

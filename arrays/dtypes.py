@@ -74,7 +74,8 @@ def parse(name: str) -> DType:
         raise ValueError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}") from None
 
 
-_OF: dict[np.dtype, np.dtype] = {d: d for d in DTYPES.values()}
+OWN: dict[np.dtype, np.dtype] = {d: d for d in DTYPES.values()}
+"""NumPy's one object for each dtype, by any that is equal: compiled code compares objects, and readers of buffers what they are called."""
 
 
 def as_dtype(dtype: Any, name: str = "dtype") -> np.dtype:
@@ -101,7 +102,7 @@ def as_dtype(dtype: Any, name: str = "dtype") -> np.dtype:
         except (TypeError, ValueError):
             pass
         else:
-            known = _OF.get(found) or _OF.get(found.newbyteorder("="))
+            known = OWN.get(found) or OWN.get(found.newbyteorder("="))
             if known is not None:
                 return known
     text = dtype.name if isinstance(dtype, np.dtype) else getattr(dtype, "__name__", None) or repr(dtype)

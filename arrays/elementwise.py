@@ -16,7 +16,8 @@ from ._dispatch import apply, wrap
 from ._erf import erf32
 from ._examples import EXAMPLES
 from ._op import NO_PARAMS, Op, state
-from .native import AVAILABLE, first, ops
+from .native import AVAILABLE, ops
+from .native.calls import first
 
 if TYPE_CHECKING:
     from ._array import Array

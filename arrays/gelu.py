@@ -19,7 +19,8 @@ from . import _infer
 from ._erf import in_blocks
 from ._op import Op
 from .elementwise import ERF
-from .native import first, ops
+from .native import ops
+from .native.calls import first
 
 _ROOT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)  # of the normal distribution at 0

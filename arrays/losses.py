@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._dispatch import Deferred
+from ._core import FLOAT64
+from ._dispatch import Deferred, apply, as_array
 from ._op import composite
 from .creation import arange, asarray, beside
-from .cross_entropy import all_classes, losses_of
+from .cross_entropy import CROSS_ENTROPY, all_classes
 from .distances import check_reduction
 from .elementwise import where
 from .errors import ArrayIndexError, DTypeError, ShapeError
@@ -66,23 +67,28 @@ def cross_entropy(
     >>> mt.nn.cross_entropy(mt.asarray([[0.0, 0.0], [0.0, 9.0]]), mt.asarray([1, -100]), ignore_index=-100)
     Array(0.69314718, dtype=float64)
     """
-    logits, labels = asarray(logits), asarray(labels)
-    if logits.ndim < 1 or logits.shape[:-1] != labels.shape:
-        raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {logits.shape}")
-    if labels.dtype.kind not in "iu":
-        raise DTypeError(f"[cross_entropy] labels must be integers, got {labels.dtype.name}")
-    check_reduction("cross_entropy", reduction)
+    logits, labels = as_array(logits), as_array(labels)
+    shape, dtype, integer = logits.shape, logits.dtype, labels.dtype
+    if not shape or shape[:-1] != labels.shape:
+        raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {shape}")
+    if integer.kind not in "iu":
+        raise DTypeError(f"[cross_entropy] labels must be integers, got {integer.name}")
+    if reduction != "mean":
+        check_reduction("cross_entropy", reduction)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"[cross_entropy] label_smoothing must be between 0 and 1, got {label_smoothing}")
-    if logits.dtype.kind == "c":
-        raise DTypeError(f"[cross_entropy] logits must be real, got {logits.dtype.name}")
-    if logits.dtype.kind in "biu":
-        logits = astype(logits, np.float64)
-    dtype, classes = logits.dtype, logits.shape[-1]
+    if dtype.kind == "c":
+        raise DTypeError(f"[cross_entropy] logits must be real, got {dtype.name}")
+    if dtype.kind in "biu":
+        logits, dtype = astype(logits, np.float64), FLOAT64
+    classes = shape[-1]
     _check_labels(labels, classes, ignore_index)
-    if ignore_index is not None and labels.dtype.kind == "u" and ignore_index < 0:
+    if ignore_index is not None and integer.kind == "u" and ignore_index < 0:
         ignore_index = None  # no label can be it
-    losses = losses_of(logits, labels, ignore_index, label_smoothing)
+    # One a sample, in the wide dtype: NaN for a label that is no class, 0 for one that is ignored.
+    losses = apply(
+        CROSS_ENTROPY, (logits, labels), {"ignore_index": ignore_index, "label_smoothing": float(label_smoothing)}
+    )
     if reduction == "none":
         out = losses
     elif reduction == "sum":
@@ -92,7 +98,7 @@ def cross_entropy(
     else:
         n = astype(sum(astype(labels != ignore_index, np.int64)), losses.dtype)
         out = sum(losses) / where(n == 0, 1.0, n)
-    return astype(out, dtype, copy=False)
+    return out if out.dtype is dtype else astype(out, dtype, copy=False)
 
 
 def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None:

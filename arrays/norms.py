@@ -19,7 +19,8 @@ from ._rows import add_outer, blocks_and_scratch, outer, row_blocks, row_dots, r
 from ._rows import wide as _wide
 from .errors import DTypeError, ShapeError
 from .kernels import row_norms
-from .native import first, ops
+from .native import ops
+from .native.calls import first
 from .program import ShapeDtype
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ def product(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> np.n
     ``out``, where it is given, is memory without gaps that neither operand has.
     """
     nx, ny = x.ndim, y.ndim
-    if nx < 2 or ny < 2 or x.dtype is not y.dtype or x.size * y.shape[ny - 1] < _WORTH_A_LOOK:
-        return np.matmul(x, y, out=out)
+    if nx < 2 or ny < 2 or x.dtype.num != y.dtype.num or x.size * y.shape[ny - 1] < _WORTH_A_LOOK:
+        return np.matmul(x, y) if out is None else np.matmul(x, y, out)
     if ny == 2 < nx and x.flags.c_contiguous and x.shape[nx - 1] == y.shape[0]:
         # One product over all rows. NumPy asks for one for each matrix of the stack, and each prepares the right operand anew.
         lead = x.shape[: nx - 1]
@@ -59,7 +59,19 @@ def product(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> np.n
         product(x.reshape(rows, x.shape[nx - 1]), y, out.reshape(rows, y.shape[1]))
         return out
     found = native.matmul(x, y, out)
-    return np.matmul(x, y, out=out) if found is NotImplemented else found
+    if found is not NotImplemented:
+        return found
+    return np.matmul(x, y) if out is None else np.matmul(x, y, out)
+
+
+def times_transposed(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """``x @ y^H``."""
+    return product(x, (y.conj() if y.dtype.kind == "c" else y).mT)
+
+
+def transposed_times(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """``x^H @ y``."""
+    return product((x.conj() if x.dtype.kind == "c" else x).mT, y)
 
 
 def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
@@ -92,8 +104,8 @@ def matmul(x1: Any, x2: Any, /) -> Array:
     """
     x, y = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
     if type(x) is np.ndarray and type(y) is np.ndarray and not state.now.recorders:
-        dtype = x.dtype
-        if dtype is y.dtype and dtype.num in _OWN_PRODUCTS:
+        number = x.dtype.num
+        if number == y.dtype.num and number in _OWN_PRODUCTS:
             try:
                 out = product(x, y)
             except REFUSED:

@@ -160,7 +160,8 @@ def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
             except REFUSED:
                 pass
     x = as_array(x)
-    return apply(op, (x,), {"axis": _infer.normalize_axis(op.name, axis, x.ndim), "keepdims": bool(keepdims)})
+    axes = tuple(range(x.ndim)) if axis is None else _infer.normalize_axis(op.name, axis, x.ndim)
+    return apply(op, (x,), {"axis": axes, "keepdims": bool(keepdims)})
 
 
 def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
@@ -169,6 +170,24 @@ def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
 
     dtype = as_dtype(dtype, op.name)
     return astype(_reduce(op, astype(x, dtype, copy=False), axis, keepdims), dtype, copy=False)
+
+
+def repeated(g: Any, shape: tuple[int, ...], axis: tuple[int, ...], keepdims: bool) -> np.ndarray:
+    """``g`` along the reduced dimensions of ``shape`` again: what ``np.broadcast_to`` gives, in a tenth of its time. (It was half of
+    what the derivative of a small sum costs.)"""
+    g = np.asarray(g)
+    if len(axis) == len(shape):
+        strides = (0,) * len(shape)
+    else:
+        kept = iter([s for i, s in enumerate(g.strides) if not keepdims or i not in axis])
+        strides = tuple([0 if i in axis else next(kept) for i in range(len(shape))])
+    out = (
+        np.lib.stride_tricks.as_strided(g, shape, strides)
+        if not g.flags.forc
+        else np.ndarray(shape, g.dtype, g, 0, strides)
+    )
+    out.flags.writeable = False
+    return out
 
 
 def sum(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
@@ -270,6 +289,8 @@ def argmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Arr
 
 
 def _count(x: Array, axis: Axis, name: str) -> int:
+    if axis is None:
+        return x.size
     n = 1
     for a in _infer.normalize_axis(name, axis, x.ndim):
         n *= x.shape[a]

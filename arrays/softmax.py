@@ -26,7 +26,8 @@ from .elementwise import where as where_
 from .errors import DTypeError
 from .kernels import softmaxes
 from .manipulation import astype, squeeze
-from .native import first, ops
+from .native import ops
+from .native.calls import first
 from .reductions import max as max_
 from .reductions import sum as sum_
 

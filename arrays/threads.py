@@ -15,8 +15,11 @@ SMALLEST_SHARED = 1 << 20
 _here = threading.local()
 
 
+@functools.cache  # to ask the system takes as long as a small call, and the pool of threads is made once anyway
 def threads() -> int:
-    """Threads that work on one array may use: ``OMP_NUM_THREADS`` where it is set, as for BLAS, else the processors."""
+    """Threads that work on one array may use: ``OMP_NUM_THREADS`` where it is set, else the processors. As for BLAS, what counts
+    is how things are when it is first needed.
+    """
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(int(wanted), available)) if wanted.isdecimal() else available
@@ -33,6 +36,7 @@ def _pool() -> ThreadPoolExecutor:
 
 if hasattr(os, "register_at_fork"):  # a child of a fork has none of the threads
     os.register_at_fork(after_in_child=_pool.cache_clear)
+    os.register_at_fork(after_in_child=threads.cache_clear)
 
 
 def share(count: int, work: Callable[[int, int], None], *, size: int, unit: int = 1) -> None:

@@ -360,6 +360,9 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         g = g.concrete()
     if g.shape != shape:
         lead = len(g.shape) - len(shape)
+        if lead > 0 and xp is np and g.shape[lead:] == shape:  # what was added to each row: the most frequent of all
+            g = np.add.reduce(g, 0 if lead == 1 else tuple(range(lead)))
+            return g if g.dtype is dtype else fit(xp, g, shape, dtype)
         if lead < 0:
             g, lead = xp.reshape(g, (1,) * -lead + tuple(g.shape)), 0
         axes = tuple(range(lead)) + tuple(
@@ -367,7 +370,7 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         )
         if axes:
             # What `np.sum` comes to, which takes twice as long to get there.
-            g = np.add.reduce(g, axis=axes) if xp is np else xp.sum(g, axis=axes)
+            g = np.add.reduce(g, axes) if xp is np else xp.sum(g, axis=axes)
         if g.shape != shape:
             if any(m != n and m != 1 for m, n in zip(g.shape, shape, strict=False)) and math.prod(g.shape) != math.prod(
                 shape

@@ -53,6 +53,15 @@ def gradient_or_zeros(x: Any, found: dict[int, Array]) -> Any:
     return zeros_like(x) if g is None else g
 
 
+def chosen_arguments(who: str, positions: Sequence[int], count: int) -> list[int]:
+    """The positions counted from 0, of ``count`` arguments."""
+    chosen = [i if i >= 0 else i + count for i in positions]
+    if chosen and not 0 <= min(chosen) <= max(chosen) < count:
+        wanted = positions[0] if len(positions) == 1 else tuple(positions)
+        raise GradientError(f"[{who}] argnums {wanted} for {count} positional argument(s)")
+    return chosen
+
+
 def value_and_gradients(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], chosen: Sequence[int], has_aux: bool
 ) -> tuple[Any, list[Any]]:

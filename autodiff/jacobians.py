@@ -16,7 +16,8 @@ from ..arrays._op import state
 from ..arrays.creation import zeros, zeros_like
 from ..arrays.errors import GradientError
 from ..arrays.manipulation import concat, reshape, stack
-from .transforms import argument_positions, check_function, chosen_arguments, grad, vjp
+from .gradients import chosen_arguments
+from .transforms import argument_positions, check_function, grad, vjp
 
 BLOCK_SIZE = 64
 

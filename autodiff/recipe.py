@@ -19,8 +19,8 @@ class Recipe:
     """One op, with one set of watched operands.
 
     ``saves`` are the positions of the operands whose values are kept, in order; where ``keeps_ans`` the results follow them.
-    ``pulls`` has, for each watched operand, its rule and the places of the rule's arguments among the saved values, or None for
-    the places where a rule needs more than saved values. ``together`` is a rule that answers for all operands. An op without a
+    ``pulls`` has, for each watched operand, its rule and where the rule's arguments are found (see :func:`_place`), or None for these
+    where a rule takes any number of operands. ``together`` is a rule that answers for all operands. An op without a
     rule (``rule is None``) is differentiated through its decomposition, for which all operands are kept.
 
     ``quick`` is ``pulls`` in the form that the backward pass on raw buffers reads, where all of them need saved values only: the
@@ -53,7 +53,7 @@ class Recipe:
         self.decomposed = rule is None
         self.together = None if rule is None else rule.together
         self.direct = self.single and rule is not None and self.together is None
-        self.pulls: list[tuple[Callable[..., Any], tuple[int, ...] | None] | None] = []
+        self.pulls: list[tuple[Callable[..., Any], tuple[int | str, ...] | None] | None] = []
         self.needs: list[tuple[Need, ...]] = []
         self.keeps_ans, self.keeps_avals = False, not self.single
         if rule is None:
@@ -77,16 +77,31 @@ class Recipe:
             needs = rule.needs[key]
             self.needs.append(needs)
             self.keeps_avals |= any(n.kind in ("like", "rest_like") for n in needs)
-            plain = all(n.kind == "operand" or (n.kind == "ans" and self.single) for n in needs)
-            at = tuple(len(self.saves) if n.kind == "ans" else self.saved_at[n.where] for n in needs) if plain else None
+            places = [self._place(n) for n in needs]
+            at = None if None in places else tuple(places)
             self.pulls.append((fn, at))
-        if self.single and self.together is None and all(p is None or p[1] is not None for p in self.pulls):
+        if self.single and self.together is None and all(p is None or _are_saved(p[1]) for p in self.pulls):
             self.quick = tuple(
                 (None, ()) if p is None else (p[0], p[1][0] if len(p[1]) == 1 else p[1]) for p in self.pulls
             )
 
+    def _place(self, n: Need) -> int | str | None:
+        """Where an argument of a rule is found: its place among what is saved, the name of a parameter, or, below zero, that of an
+        aval from the back of all; None where it is none of these."""
+        if n.kind == "operand":
+            return self.saved_at[n.where]
+        if n.kind == "ans":
+            return len(self.saves) if self.single else None
+        if n.kind == "like":
+            return -1 - n.where
+        return n.where if n.kind == "param" else None
+
     def arguments(self, which: int, saved: Sequence[Any], params: Any, avals: Any) -> list[Any]:
-        """Arguments, after ``xp`` and ``g``, of the ``which``-th rule; the general form."""
+        """Arguments, after ``xp`` and ``g``, of the ``which``-th rule."""
+        pull: Any = self.pulls[which]
+        if pull is not None and pull[1] is not None:
+            # A loop over its needs takes longer than most rules.
+            return [params[k] if type(k) is str else saved[k] if k >= 0 else avals[-1 - k] for k in pull[1]]
         out: list[Any] = []
         n_saved = len(self.saves)
         for n in self.needs[which]:
@@ -103,6 +118,10 @@ class Recipe:
             else:
                 out.append(avals[n.where])
         return out
+
+
+def _are_saved(at: tuple[int | str, ...] | None) -> bool:
+    return at is not None and all(type(k) is int and k >= 0 for k in at)
 
 
 RECIPES: dict[Op, dict[int, Recipe]] = {}

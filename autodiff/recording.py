@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays._array import Array, new_id, next_id
-from ..arrays._core import Value
+from ..arrays._core import FLOAT32, FLOAT64, Value
 from ..arrays._dispatch import argument_avals
 from ..arrays._op import Op
 from ..arrays.program import Const, Site
@@ -21,7 +21,7 @@ from .recipe import RECIPES, Recipe, recipe_for
 
 def is_differentiable(dtype: np.dtype) -> bool:
     """Whether values of this dtype have derivatives: floats and complex numbers, ml_dtypes' included."""
-    return dtype.kind in "fc" or (dtype.kind == "V" and dtype.names is None)
+    return dtype is FLOAT32 or dtype is FLOAT64 or dtype.kind in "fc" or (dtype.kind == "V" and dtype.names is None)
 
 
 # Half the time of calling the named tuple's own constructor, for each scalar of a recorded call.

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import tree as trees
-from ..arrays._array import Array, new_id
+from ..arrays._array import Array, new_id, next_id
 from ..arrays._backends import backend_of
+from ..arrays._core import Value
 from ..arrays._dispatch import Deferred, argument_avals, wrap
 from ..arrays._op import NO_PARAMS, not_recording, state
 from ..arrays.creation import asarray, ones
@@ -85,9 +86,12 @@ class Tape(Recording):
 
     def watch_values(self, arrays: Sequence[Array]) -> None:
         """Watch arrays whose gradients are asked for by the names that they get here, and not by the objects."""
+        x: Value
         for x in arrays:
-            if is_differentiable(x.dtype):
-                self._live.add(new_id(x))
+            if is_differentiable(x._buf.dtype):
+                if not x._id:
+                    x._id = next_id()
+                self._live.add(x._id)
 
     def hook(self, x: Array, fn: Callable[[Array], Any]) -> None:
         """Call ``fn`` with the gradient of ``x`` once it is complete; what it returns, unless None, takes its place.
@@ -218,20 +222,20 @@ class Tape(Recording):
     def backward(self, targets: Sequence[Any], seeds: Sequence[Any], keep: Sequence[int]) -> dict[int, Array]:
         """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""
         cots: dict[int, Any] = {}
-        densify(seeds)  # of the targets nobody reads the values
+        if [s for s in seeds if s is not None]:
+            densify(seeds)  # of the targets nobody reads the values
         checked = [_seed_of(t, s) for t, s in zip(targets, seeds, strict=True)]
+        bufs = [x._buf for pair in checked for x in pair]
         now = state.now
         before = now.recorders
         others = tuple([r for r in before if r is not self and not is_checker(r)])
         now.recorders = others
         try:
-            wrapped = bool(others) or any(
-                isinstance(b, Deferred) and type(b) is not IndexSum for t, s in checked for b in (t._buf, s._buf)
-            )
+            wrapped = bool(others) or bool([b for b in bufs if isinstance(b, Deferred) and type(b) is not IndexSum])
             if wrapped:
                 import meshtape.arrays as xp
             else:
-                xp = backend_of(checked[0][1]._buf).xp if checked else np
+                xp = np if not bufs or type(bufs[1]) is np.ndarray else backend_of(bufs[1]).xp
             for t, s in checked:
                 if t._id in self._live:
                     g = s if wrapped else s._buf
@@ -242,11 +246,17 @@ class Tape(Recording):
             walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent, hooks=self._hooks)
         finally:
             now.recorders = before
-        kept = {v: cots[v].settled() if type(cots[v]) is IndexSum else cots[v] for v in keep if v in cots}
-        return {
-            v: g if wrapped else wrap(np.asarray(g) if xp is np and type(g) is not IndexSum else g)
-            for v, g in kept.items()
-        }
+        kept: dict[int, Array] = {}
+        for v in keep:
+            g = cots.get(v)
+            if g is None:
+                continue
+            if type(g) is IndexSum:
+                g = g.settled()
+            elif xp is np and type(g) is not np.ndarray:
+                g = np.asarray(g)
+            kept[v] = g if wrapped else wrap(g)
+        return kept
 
 
 def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from ..arrays._op import not_recording
 from ..arrays.creation import asarray, zeros_like
 from ..arrays.errors import DTypeError, GradientError
 from .backward import same_value
-from .gradients import gradient_or_zeros, loss_and_aux, names_of, own, value_and_gradients, watched
+from .gradients import chosen_arguments, gradient_or_zeros, loss_and_aux, names_of, own, value_and_gradients, watched
 from .tape import Tape, is_differentiable
 
 
@@ -84,15 +84,6 @@ def argument_positions(who: str, argnums: int | Sequence[int]) -> tuple[int, ...
     if any(type(i) is not int for i in positions):
         raise TypeError(f"[{who}] argnums are positions of arguments, ints, got {argnums!r}")
     return positions
-
-
-def chosen_arguments(who: str, positions: Sequence[int], count: int) -> list[int]:
-    """The positions counted from 0, of ``count`` arguments."""
-    chosen = [i if i >= 0 else i + count for i in positions]
-    if chosen and not 0 <= min(chosen) <= max(chosen) < count:
-        wanted = positions[0] if len(positions) == 1 else tuple(positions)
-        raise GradientError(f"[{who}] argnums {wanted} for {count} positional argument(s)")
-    return chosen
 
 
 def value_and_grad(

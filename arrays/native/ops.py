@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..pool import fresh
+from ..pool import LARGE, fresh
 from ..threads import share, threads
-from . import AVAILABLE, CHUNK, _kernels, run
+from . import AVAILABLE, _kernels
+from .calls import CHUNK, run
 
 _TAKEN = frozenset("fd")
 _UINT64 = frozenset(np.dtype(c).num for c in "LQ" if np.dtype(c).itemsize == 8)  # of which the largest are no int64
@@ -21,6 +22,11 @@ WORTH_A_CALL = 4096
 
 def _takes(x: Any) -> bool:
     return AVAILABLE and type(x) is np.ndarray and x.dtype.char in _TAKEN
+
+
+def _result(x: np.ndarray) -> np.ndarray:
+    """Memory for a result of the shape and dtype of ``x``."""
+    return np.empty(x.shape, x.dtype) if x.nbytes < LARGE else fresh(x.shape, x.dtype)
 
 
 def _rows(x: np.ndarray, naxes: int) -> tuple[int, int]:
@@ -42,25 +48,28 @@ _STEPS = 32
 def matmul(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> Any:
     """``x @ y`` for stacks of matrices in the same batches, of one dtype."""
     shape, right = x.shape, y.shape
-    n, k = right[-1], shape[-1]
-    if not _takes(x) or n < _NARROW or k != right[-2] or shape[:-2] != right[:-2]:
+    n, k, ndim = right[-1], shape[-1], len(shape)
+    if n < _NARROW or k != right[-2] or (ndim > 2 and shape[:-2] != right[:-2]) or not _takes(x):
         return NotImplemented
-    count = math.prod(shape[:-2])
     shares = 1 if shape[-2] * k * n <= _ALONE else threads()
-    if shares > 1 and (len(shape) != 3 or count < 2 * shares):
+    if shares > 1 and (ndim != 3 or shape[0] < 2 * shares):
         return NotImplemented  # of one product a BLAS gives each thread a part
     if out is None:
         out = np.empty((*shape[:-1], n), x.dtype)
     if shares == 1:
         return out if _is_taken(_kernels.product(x, y, out)) else NotImplemented
+    return out if _shared_stacks(x, y, out) else NotImplemented
+
+
+def _shared_stacks(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> bool:
     taken = True
 
     def work(start: int, stop: int) -> None:
         nonlocal taken
         taken &= _is_taken(_kernels.product(x[start:stop], y[start:stop], out[start:stop]))
 
-    share(count, work, size=out.size * k // _STEPS)
-    return out if taken else NotImplemented
+    share(len(x), work, size=out.size * x.shape[-1] // _STEPS)
+    return taken
 
 
 _HEARD_OF = {1: "invalid", 2: "over", 4: "under"}
@@ -77,7 +86,7 @@ def _is_taken(raised: int | None) -> bool:
 def layer_norm(x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:
     if not _takes(x):
         return NotImplemented
-    out = fresh(x.shape, x.dtype)
+    out = _result(x)
     return out if run("layer_norm", (x, weight, bias, out), *_rows(x, naxes), value=eps) else NotImplemented
 
 
@@ -88,7 +97,7 @@ def layer_norm_backward(g: Any, x: Any, weight: Any, naxes: int, eps: float) -> 
 def rms_norm(x: Any, weight: Any, naxes: int, eps: float) -> Any:
     if not _takes(x):
         return NotImplemented
-    out = fresh(x.shape, x.dtype)
+    out = _result(x)
     return out if run("rms_norm", (x, weight, out), *_rows(x, naxes), value=eps) else NotImplemented
 
 
@@ -100,7 +109,7 @@ def _norm_backward(kernel: str, g: Any, x: Any, weight: Any, naxes: int, eps: fl
     if not _takes(x):
         return NotImplemented
     rows, width = _rows(x, naxes)
-    out = fresh(x.shape, x.dtype)
+    out = _result(x)
     sums = [np.empty((-(-rows // CHUNK), width), x.dtype) for _ in range(parameters)]
     if not run(kernel, (g, x, weight, out, *sums), rows, width, value=eps, chunk=CHUNK):
         return NotImplemented
@@ -127,7 +136,7 @@ def _by_rows(kernel: str, operands: tuple[Any, ...], axis: int, flag: bool = Fal
     x = operands[-1]
     if not _takes(x) or axis != x.ndim - 1:
         return NotImplemented
-    out = fresh(x.shape, x.dtype)
+    out = _result(x)
     return out if run(kernel, (*operands, out), *_rows(x, 1), flag=flag) else NotImplemented
 
 
@@ -142,7 +151,7 @@ def cross_entropy(logits: Any, labels: Any, ignore_index: int | None, label_smoo
 def cross_entropy_backward(g: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
     if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
-    out = fresh(logits.shape, logits.dtype)
+    out = _result(logits)
     operands = g, logits, labels.astype(np.int64, copy=False), out
     taken = _by_classes("cross_entropy_backward", operands, logits, ignore_index, label_smoothing)
     return out if taken else NotImplemented
@@ -165,7 +174,7 @@ def sigmoid(x: Any) -> Any:
 def _elementwise(kernel: str, x: Any) -> Any:
     if not _takes(x):
         return NotImplemented
-    out = fresh(x.shape, x.dtype)
+    out = _result(x)
     return out if run(kernel, (x, out), x.size, 1) else NotImplemented
 
 
@@ -188,7 +197,7 @@ def relu_backward(g: Any, y: Any) -> Any:
 def _elementwise_backward(kernel: str, g: Any, x: Any, least: int = 0) -> Any:
     if not _takes(x) or type(g) is not np.ndarray or g.shape != x.shape or x.size < least:
         return NotImplemented
-    out = fresh(x.shape, x.dtype)
+    out = _result(x)
     return out if run(kernel, (g, x, out), x.size, 1) else NotImplemented
 
 

@@ -28,6 +28,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...arrays._op import Op
 
 
@@ -129,7 +131,9 @@ def conj(xp: Any, x: Any) -> Any:
 
 def call(xp: Any, op: Op, *args: Any, **params: Any) -> Any:
     """An op of ours inside a rule: run on raw buffers, or applied to Arrays."""
-    if xp.__name__ in ("numpy", "cupy"):
+    if xp is np:
+        return op.numpy(*args, **params)
+    if xp.__name__ == "cupy":
         return op.bind(xp)(*args, **params)
     from ...arrays._dispatch import apply
 

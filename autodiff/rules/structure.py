@@ -37,20 +37,12 @@ defvjp_all(m.CONCAT, _concat)
 # ----- products -------------------------------------------------------------------------------------------------------
 
 
-def _transposed(xp, x):
-    return x.mT if xp is np else xp.matrix_transpose(x)  # NumPy's function takes ten times as long as its attribute
-
-
-def _product(xp):
-    return products.product if xp is np else xp.matmul
-
-
 def _matmul_x(xp, g, y, x_like):
     if len(y.shape) == 1:
         return xp.expand_dims(g, axis=-1) * conj(xp, y)
     if len(x_like.shape) == 1:
         return xp.matmul(conj(xp, y), xp.expand_dims(g, axis=-1))[..., 0]
-    return _product(xp)(g, _transposed(xp, conj(xp, y)))
+    return products.times_transposed(g, y) if xp is np else xp.matmul(g, xp.matrix_transpose(conj(xp, y)))
 
 
 def _matmul_y(xp, g, x, y_like):
@@ -64,7 +56,7 @@ def _matmul_y(xp, g, x, y_like):
         # the dimensions stay apart, as each may be split in its own way.
         rows = math.prod(x.shape[:-1])
         x, g = xp.reshape(x, (rows, x.shape[-1])), xp.reshape(g, (rows, g.shape[-1]))
-    return _product(xp)(_transposed(xp, conj(xp, x)), g)
+    return products.transposed_times(x, g) if xp is np else xp.matmul(xp.matrix_transpose(conj(xp, x)), g)
 
 
 defvjp(products.MATMUL, x=_matmul_x, y=_matmul_y)

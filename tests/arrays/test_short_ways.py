@@ -6,6 +6,7 @@ A recorder, which hears nothing of interest, sends every call the general way.
 from __future__ import annotations
 
 import operator
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays._op import recording
+from meshtape.arrays.native import ops as native
 
 DTYPES = ["bool", "int8", "uint64", "int64", "float16", "bfloat16", "float8_e4m3fn", "float32", "float64", "complex64"]
 SHAPES = [(), (0,), (1,), (6,), (2, 3), (0, 3), (2, 1, 3)]
@@ -239,6 +241,20 @@ def test_dtypes_are_the_objects_that_compiled_code_knows() -> None:
         ):
             assert x._buf.dtype is plain
             np.testing.assert_array_equal(np.asarray(x), np.ones(x.shape, plain))
+
+
+def test_products_of_arrays_that_travelled_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickled array comes back with a dtype object of its own."""
+    monkeypatch.setattr(native, "threads", lambda: 1)  # of one product a BLAS shares the work among several
+    rng = np.random.default_rng(0)
+    x, y = (mt.asarray(rng.standard_normal(s).astype(np.float32)) for s in ((70, 900), (900, 110)))
+    sent = pickle.loads(pickle.dumps((x, y)))
+    assert sent[0]._buf.dtype == x._buf.dtype
+    step = mt.value_and_grad(lambda a, b: mt.sum((a @ b) ** 2), argnums=(0, 1))
+    expected = [np.asarray(x @ y), *map(np.asarray, step(x, y)[1])]
+    for a, b in ((x, sent[1]), (sent[0], y), sent):
+        for found, same in zip([a @ b, *step(a, b)[1]], expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(found), same)
 
 
 def test_what_is_loaded_has_the_dtypes_that_compiled_code_knows(tmp_path) -> None:
