@@ -98,9 +98,8 @@ def _children(x: Any) -> tuple[str, tuple[str | int, ...], list[Any], type | Non
     if dataclasses.is_dataclass(x) and not isinstance(x, type) and getattr(t, "__is_tree__", True):
         names = tuple(f.name for f in dataclasses.fields(x) if f.init)
         return "dataclass", names, [getattr(x, n) for n in names], t
-    if x is not None and not isinstance(
-        x, type
-    ):  # a class, too, is a leaf, but its metaclass says nothing about the next one
+    # None is no leaf; a class is one, but its metaclass says nothing about the next.
+    if x is not None and not isinstance(x, type):
         _LEAF_TYPES.add(t)
     return None
 

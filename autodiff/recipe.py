@@ -19,9 +19,9 @@ class Recipe:
     """One op, with one set of watched operands.
 
     ``saves`` are the positions of the operands whose values are kept, in order; where ``keeps_ans`` the results follow them.
-    ``pulls`` has, for each watched operand, its rule and where the rule's arguments are found (see :func:`_place`), or None for these
-    where a rule takes any number of operands. ``together`` is a rule that answers for all operands. An op without a
-    rule (``rule is None``) is differentiated through its decomposition, for which all operands are kept.
+    ``pulls`` has, for each watched operand, its rule and where the rule's arguments are found (see ``_place``), or None for these where
+    a rule takes any number of operands. ``together`` is a rule that answers for all operands. An op without a rule
+    (``rule is None``) is differentiated through its decomposition, for which all operands are kept.
 
     ``quick`` is ``pulls`` in the form that the backward pass on raw buffers reads, where all of them need saved values only: the
     rule and the place of its one argument, or the tuple of their places. ``keeps`` says in a word what is saved of one or two

@@ -226,6 +226,16 @@ def test_a_stack_of_rows_times_one_matrix(lead: tuple[int, ...], dtype: Any) -> 
         np.testing.assert_array_equal(out, found)
 
 
+@pytest.mark.parametrize("lead", [(5, 12), (60,)])
+def test_dtypes_that_differ_meet_in_the_wider_one(lead: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((*lead, 64)).astype(np.float32), rng.standard_normal((64, 80))
+    for a, b in ((x, y), (x.astype(np.float64), y.astype(np.float32)), (x, y.astype(">f4"))):
+        found = product(a, b)
+        assert found.dtype == np.matmul(a, b).dtype
+        np.testing.assert_allclose(found, np.matmul(a, b), rtol=1e-5, atol=1e-5)
+
+
 def test_lengths_that_differ_are_refused_as_before() -> None:
     for a, b in (((3, 40, 50), (40, 50)), ((40, 50), (40, 50)), ((3, 40, 50), (4, 50, 40)), ((60,), (50, 60))):
         with pytest.raises(ShapeError, match=r"\[matmul\]"):

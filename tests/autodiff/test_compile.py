@@ -591,3 +591,15 @@ def test_a_shape_that_depends_on_values_is_refused_with_the_name_of_the_function
         mt.compile(fn)(mt.asarray([1.0, 0.0, 2.0]))
     with pytest.raises(TracedValueError, match=rf"\[{name}\]"):
         mt.compile(mt.grad(lambda x: mt.sum(x * 2.0) + mt.sum(fn(x)[0] * 0.0)))(mt.asarray([1.0, 0.0, 2.0]))
+
+
+def test_a_compiled_function_called_where_nothing_is_recorded_is_part_of_the_program_around_it() -> None:
+    inner = mt.compile(lambda x: mt.exp(x) * 2.0)
+
+    def outer(x: mt.Array) -> mt.Array:
+        with mt.no_grad():
+            y = inner(x)
+        return y + x
+
+    x = mt.asarray([0.0, 1.0])
+    np.testing.assert_array_equal(np.asarray(mt.compile(outer)(x)), np.asarray(outer(x)))

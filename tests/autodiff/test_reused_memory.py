@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.pool import POOL, fresh
+from meshtape.arrays.pool import LINE, POOL, fresh
 
 N = 400  # 1.28 MB of float64, 640 kB of float32, 320 kB of 16 bits: all of them are large
 
@@ -92,6 +92,15 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
     y = fn(x)
     assert POOL.kept <= before - nbytes
     del y
+
+
+def test_memory_starts_at_a_line_of_the_cache_each_time() -> None:
+    held = []
+    for _ in range(2):
+        for n in (10_000, 20_001, 33_333, 50_000, 70_007):
+            held.append(POOL.empty((n,), np.dtype(np.float64)))
+            assert held[-1].ctypes.data % LINE == 0
+        held.clear()
 
 
 def test_what_is_moderate_is_left_to_the_system() -> None:
