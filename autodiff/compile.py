@@ -34,7 +34,7 @@ from .calls import custom_vjp
 from .determinism import Chance, refuse_other
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
-from .signature import Outside, Wrapper, arrays_in, as_array, as_inputs, is_traced, leaf_keys, outside
+from .signature import Outside, Wrapper, arrays_in, as_inputs, is_traced, leaf_keys, outside
 from .tracing import _Trace
 from .transforms import vjp
 
@@ -91,7 +91,7 @@ class Compiled(Wrapper):
         """
         leaves, treedef = trees.flatten((args, kwargs))
         donated = donated_leaves(args, self._donate, self._name)
-        return self._ready(leaves, [as_array(x) for x in leaves], treedef, donated).program
+        return self._ready(leaves, as_inputs(leaves)[0], treedef, donated).program
 
     @property
     def signatures(self) -> int:
@@ -293,7 +293,7 @@ _ARRAY = object()
 def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
     """What program files are made of: registered with ``arrays``, as they must not import this package."""
     leaves, treedef = trees.flatten((args, {}))
-    ready = compile(fn)._ready(leaves, [as_array(x) for x in leaves], treedef)
+    ready = compile(fn)._ready(leaves, as_inputs(leaves)[0], treedef)
     stand_ins = iter(
         [
             wrap(np.broadcast_to(np.zeros((), a.dtype), a.shape))

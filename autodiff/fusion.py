@@ -209,6 +209,15 @@ class _RunStep(NamedTuple):
         self.run([env[k] if k >= 0 else c for k, c in self.args], [env[k] for k in self.targets])
 
 
+def _take(step: _Step | _RunStep, env: list[Any], failed: Failed | None) -> None:
+    try:
+        step(env)
+    except Exception as e:
+        if failed is None:
+            raise
+        raise failed(e, step.entries) from e
+
+
 def _pieces(group: Group, program: Program) -> list[Entry | Run]:
     """The entries in order, with what the kernels in C take made into runs."""
     out: list[Entry | Run] = []
@@ -298,13 +307,9 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
     ) -> list[np.ndarray]:
         given = into or [None] * n_outputs
         outputs = [fresh(shape, d) if o is None else o for o, d in zip(given, out_dtypes, strict=True)]
-        if alone is not None and size < SMALLEST_SHARED and not [a for a in inputs if not _in_rows(a)]:
-            try:
-                alone([*inputs, *outputs])
-            except Exception as e:
-                if failed is None:
-                    raise
-                raise failed(e, alone.entries) from e
+        whole = alone is not None and all(_in_rows(a) for a in inputs)
+        if whole and size < SMALLEST_SHARED:
+            _take(alone, [*inputs, *outputs], failed)
             return outputs
         flat = all(a.ndim == 0 or (a.shape == shape and a.flags.c_contiguous) for a in inputs)
         if flat:
@@ -317,7 +322,7 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
             rows, axis_shape = shape[0], shape[1:]
             width = max(1, math.prod(axis_shape))
         cut = [a.ndim == len(axis_shape) + 1 and a.shape[0] == rows and rows > 1 for a in sources]
-        per_block = max(1, rows if alone is not None and (flat or all(_in_rows(a) for a in inputs)) else BLOCK // width)
+        per_block = max(1, rows if whole else BLOCK // width)
 
         def work(start: int, stop: int) -> None:
             buffers = [np.empty((per_block, *axis_shape), d) for d in scratch]
@@ -330,13 +335,8 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
                     env[n_inputs + i] = o[lo:hi]
                 for i, b in enumerate(buffers):
                     env[first_scratch + i] = b[: hi - lo]
-                try:
-                    for step in steps:
-                        step(env)
-                except Exception as e:
-                    if failed is None:
-                        raise
-                    raise failed(e, step.entries) from e
+                for step in steps:
+                    _take(step, env, failed)
 
         share(rows, work, size=size)
         return outputs

@@ -30,10 +30,10 @@ def peak(fn: Callable[[], Any]) -> int:
     """Largest number of bytes that a call holds at a time beyond what was there, its result included; the second call counts."""
     limit, POOL.limit = POOL.limit, 0  # memory that the pool has kept from before is not seen
     POOL.clear()
-    fn()
-    gc.collect()
-    tracemalloc.start()
     try:
+        fn()
+        gc.collect()
+        tracemalloc.start()
         base = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         held = fn()

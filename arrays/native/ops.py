@@ -25,7 +25,7 @@ def _takes(x: Any) -> bool:
 
 
 def _result(x: np.ndarray) -> np.ndarray:
-    """Memory for a result of the shape and dtype of ``x``."""
+    """Memory for a result of the shape and dtype of ``x``; what is small takes no call of :func:`fresh`, which is not compiled."""
     return np.empty(x.shape, x.dtype) if x.nbytes < LARGE else fresh(x.shape, x.dtype)
 
 
