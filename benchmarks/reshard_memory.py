@@ -20,6 +20,7 @@ import page
 import meshtape as mt
 from meshtape.arrays.pool import POOL
 from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.workers import known_workers
 
 Moved = Callable[[], mt.Array]
 Case = tuple[str, Moved]
@@ -124,7 +125,7 @@ def workers(rows: int = 2048) -> list[str]:
     """Of two worker processes, the fullest."""
     out = []
     with local_cluster(2) as client:
-        addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        addresses = sorted(known_workers(client))
         with (
             mt.Mesh({"a": 2}, client=client) as both,
             mt.Mesh({"b": 1}, client=client, workers=addresses[:1]) as one,

@@ -19,8 +19,27 @@ LOOK = 2.0
 
 
 def known_workers(client: Client) -> dict[str, Any]:
-    """What the scheduler knows now of each of its workers, by address."""
-    return client.scheduler_info(n_workers=-1)["workers"]  # unasked it tells of five alone
+    """What the scheduler knows now of each of its workers, by address.
+
+    ``client.scheduler_info`` tells of them too, but hands over what the client remembers: an update that the client makes of its own
+    accord may have replaced the answer by one without workers. To take that for the truth would be to lose all of them.
+
+    Raises
+    ------
+    ClusterError
+        When the scheduler does not answer.
+    """
+
+    async def identity() -> dict[str, Any]:
+        try:
+            return await client.scheduler.identity(n_workers=-1)
+        except OSError:  # a connection that was kept may have been closed on the other side: the next one is new
+            return await client.scheduler.identity(n_workers=-1)
+
+    try:
+        return client.sync(identity)["workers"]
+    except OSError as e:
+        raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {e}") from None
 
 
 def silent(client: Client, addresses: Sequence[str]) -> list[str]:

@@ -122,8 +122,11 @@ def is_loss(error: BaseException, mesh: Mesh | None) -> bool:
         return False
     until = time.monotonic() + 2.0  # a peer knows of a death before the scheduler does
     while time.monotonic() < until:
-        if set(workers_of(mesh)) - set(alive(client)):
-            return True
+        try:
+            if set(workers_of(mesh)) - set(alive(client)):
+                return True
+        except ClusterError:
+            return False
         time.sleep(POLL)
     return False
 

@@ -10,13 +10,14 @@ import sys
 import pytest
 
 from meshtape.parallel.allocator import ENVIRONMENT, MEGABYTES, Allocator, allocators, told_to_nannies
+from meshtape.parallel.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def test_workers_of_local_cluster_keep_memory(processes):
     found = allocators(processes)
-    assert [a.worker for a in found] == sorted(processes.scheduler_info(n_workers=-1)["workers"])
+    assert [a.worker for a in found] == sorted(known_workers(processes))
     for a in found:
         assert a.keeps, a
         assert a.unlike == ()

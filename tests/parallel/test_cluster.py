@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape.parallel import dask_runtime, gang
 from meshtape.parallel.cluster import connect, local_cluster
+from meshtape.parallel.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT = 250.0
@@ -320,11 +321,27 @@ def test_two_threads_share_a_mesh(processes):
 
 
 def test_a_chosen_worker(processes):
-    (address, *_) = processes.scheduler_info(n_workers=-1)["workers"]
+    (address, *_) = known_workers(processes)
     with mt.Mesh({"a": 3}, client=processes, workers=[address]) as mesh:
         assert mesh.runtime.addresses == [address]
         np.testing.assert_array_equal(mt.sum(mt.distribute(np.ones(6), mesh, a=mt.Shard(0))), 6)
         assert repr(mesh) == f"Mesh(a=3) on 1 Dask worker(s) of {processes.scheduler.address}"
+
+
+def test_what_the_client_remembers_of_its_cluster_hides_no_worker(threads):
+    """It asks the scheduler from time to time, for all but the workers; who they are is not to be read from that."""
+    over = threading.Event()
+
+    async def updates() -> None:
+        while not over.is_set():
+            await threads._update_scheduler_info(n_workers=0)
+
+    updating = asyncio.run_coroutine_threadsafe(updates(), threads.loop.asyncio_loop)
+    try:
+        assert {len(known_workers(threads)) for _ in range(200)} == {2}
+    finally:
+        over.set()
+        updating.result(60)
 
 
 def test_gangs_overtake_ordinary_tasks_that_wait(processes):

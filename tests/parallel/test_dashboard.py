@@ -20,6 +20,7 @@ from distributed import Client, LocalCluster
 
 import meshtape as mt
 from meshtape.parallel import dashboard
+from meshtape.parallel.workers import known_workers
 
 ROUTES = "distributed.scheduler.http.routes"
 
@@ -239,7 +240,7 @@ def test_a_worker_that_left_is_shown(cluster: Client) -> None:
     mesh = mt.Mesh({"data": 2}, client=cluster)
     x = mt.distribute(np.ones((8, 2)), mesh, data=mt.Shard(0))
     assert x.shape == (8, 2)
-    gone = sorted(cluster.scheduler_info(n_workers=-1)["workers"])[1]
+    gone = sorted(known_workers(cluster))[1]
     cluster.retire_workers([gone])
     until = time.monotonic() + 120
     while True:

@@ -48,7 +48,7 @@ def op_on(client: Client, address: str, name: str, fn: Callable[..., Any]) -> It
     try:
         yield
     finally:
-        if address in client.scheduler_info(n_workers=-1)["workers"]:
+        if address in known_workers(client):
             client.run(put, None, workers=[address])
 
 
@@ -208,7 +208,7 @@ def test_a_worker_killed_between_runs(mortal, eventually):
         with found_out(), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
             np.asarray(mt.reshard(y * 2, a=mt.Replicate()))
         # Once the scheduler knows, it cancels the tasks of both workers for what the one had.
-        eventually(lambda: mesh.runtime.addresses[1] not in mortal.scheduler_info(n_workers=-1)["workers"])
+        eventually(lambda: mesh.runtime.addresses[1] not in known_workers(mortal))
         with found_out(), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
             mt.compute(x * 3)
         with found_out(), pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
@@ -270,7 +270,7 @@ def test_a_worker_that_dies_again_and_again_comes_back(eventually):
     ],
 )
 def test_workers_of_another_version(processes, package, found, message):
-    (address, *_) = sorted(processes.scheduler_info(n_workers=-1)["workers"])
+    (address, *_) = sorted(known_workers(processes))
 
     def pretend(package: str | None, found: str | None) -> None:
         true = getattr(importlib.metadata.version, "true", importlib.metadata.version)

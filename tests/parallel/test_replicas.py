@@ -14,6 +14,7 @@ import meshtape as mt
 from meshtape.arrays.blocks import Box
 from meshtape.parallel.cluster import local_cluster
 from meshtape.parallel.replicas import COPIES, Key, Replica, plan_copies
+from meshtape.parallel.workers import known_workers
 
 LIMIT = 250.0
 X = np.arange(30.0).reshape(6, 5)
@@ -89,7 +90,7 @@ def test_a_copy_outlives_what_it_was_taken_of_and_the_death_of_a_worker(mortal, 
     os.kill(mortal.run(os.getpid, workers=[victim])[victim], signal.SIGKILL)
     assert copy.available(left)
     assert not copy.available([])
-    eventually(lambda: victim not in mortal.scheduler_info(n_workers=-1)["workers"])
+    eventually(lambda: victim not in known_workers(mortal))
     with mt.Mesh({"data": 2}, client=mortal, workers=left) as mesh:
         check(copy.restore(shardings(mesh)), shardings(mesh)["split"])
         with pytest.raises(mt.errors.ReshardError, match="cannot be put on"):

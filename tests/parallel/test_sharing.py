@@ -376,7 +376,7 @@ def test_memory_of_blocks_is_used_again(processes):
     def step(x: Any, _: Any) -> Any:
         return mt.tanh(x * 1.01) + 0.5 * mt.sin(x), None  # tanh makes temporaries
 
-    (address, *_) = sorted(processes.scheduler_info(n_workers=-1)["workers"])
+    (address, *_) = sorted(known_workers(processes))
     with mt.Mesh({"a": 1}, client=processes, workers=[address]) as mesh:
         x = mt.compute(mt.distribute(np.ones(1 << 20), mesh) + 0.0)  # 2,048 pages
         mt.compute(mt.scan(step, x, length=10)[0])

@@ -163,7 +163,7 @@ def test_there_and_back_between_workers(processes):
 
 def test_between_workers(processes):
     """Disjoint, overlapping, smaller and larger meshes of one cluster; the client sees none of the blocks."""
-    addresses = sorted(processes.scheduler_info(n_workers=-1)["workers"])
+    addresses = sorted(known_workers(processes))
     x = np.random.default_rng(0).normal(size=(37, 11))
     with (
         mt.Mesh({"a": 3}, client=processes) as both,

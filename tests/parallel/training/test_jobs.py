@@ -181,6 +181,7 @@ with Path("runs.txt").open("a") as f:
 
 import neighbour
 from meshtape.parallel.training.jobs import current_job
+from meshtape.parallel.workers import known_workers
 
 def found():
     import neighbour
@@ -192,7 +193,7 @@ os.kill(pid, signal.SIGKILL)
 there = {address}
 while address in there or len(there) < 2:
     time.sleep(0.1)
-    there = set(client.scheduler_info(n_workers=-1)["workers"])
+    there = set(known_workers(client))
 assert set(client.run(found).values()) == {"beside the script"}
 """
 
