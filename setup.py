@@ -23,7 +23,7 @@ COMPILED = {
         "arrays",
         ("_core", "_dispatch", "_direct", "_op", "_operators", "losses", "products", "reductions", "tree"),
     ),
-    "meshtape.arrays.native": ("arrays/native", ("calls", "ops")),
+    "meshtape.arrays.native": ("arrays/native", ("broadcasts", "calls", "ops")),
     "meshtape.autodiff": (
         "autodiff",
         ("recipe", "recording", "backward", "executable", "gradients", "signature", "tape"),

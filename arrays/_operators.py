@@ -17,6 +17,7 @@ from . import _dispatch
 from ._core import COMPILED, FLOAT32, FLOAT64, NUMBERS32, NUMBERS64, Now, Value, number
 from ._dispatch import _FIRST_USER_DTYPE, _OURS, apply, call_site
 from ._op import NO_PARAMS, Op, state
+from .native.broadcasts import WORTH_A_LOOK, broadcast
 
 _getframe = sys._getframe
 _ndarray = np.ndarray
@@ -36,9 +37,11 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
     """The method of ``Array`` for a binary operator."""
     fn = op.numpy
     plain = isinstance(fn, np.ufunc)  # which treats a number and an array of it alike
+    both = broadcast(op.name)
 
     def method(self: Value, other: Any) -> Any:
         x = self._buf
+        compute = fn
         kind = type(other)
         cls: type = type(self)
         if kind is cls:
@@ -46,6 +49,8 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
             y = right._buf
             if type(x) is not _ndarray or type(y) is not _ndarray:
                 return operate(op, other, self) if reflected else operate(op, self, other)
+            if both is not None and (x.size >= WORTH_A_LOOK or y.size >= WORTH_A_LOOK):
+                compute = both
         elif (kind is float or kind is int) and type(x) is _ndarray:
             dtype = x.dtype
             if plain and dtype is FLOAT64:
@@ -65,7 +70,7 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
         else:
             return operate(op, other, self) if reflected else operate(op, self, other)
         try:
-            buf = fn(y, x) if reflected else fn(x, y)
+            buf = compute(y, x) if reflected else compute(x, y)
         except (ValueError, TypeError, OverflowError, MemoryError):
             buf = None
         if buf is None:

@@ -56,6 +56,9 @@ _UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
 
 def all_classes(labels: Any, classes: int) -> bool:
     """Whether all labels, of which there are some, name a class."""
+    found = ops.below(labels, classes)
+    if found is not None:
+        return found
     # Seen without their sign, negative labels are the largest: one look for the two ends.
     unsigned = _UNSIGNED.get(labels.dtype)
     seen = labels if unsigned is None else labels.view(unsigned)

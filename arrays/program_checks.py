@@ -128,6 +128,7 @@ _CONV = {"stride": STEPS, "dilation": STEPS, "groups": POSITIVE}
 
 _ROWS: dict[str, dict[str, Kind]] = {
     "sum prod max min any all": {"axis": AXES, "keepdims": FLAG},
+    "mean": {"axis": AXES, "keepdims": FLAG, "count": COUNT},
     "argmax argmin": {"axis": AXIS, "keepdims": FLAG},
     "sort argsort": {"axis": AXIS, "descending": FLAG, "stable": FLAG},
     "cumulative_sum cumulative_prod concat softmax_backward log_softmax_backward": {"axis": AXIS},

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,13 @@ def _named(name: str) -> Callable[..., Any]:
     return impl
 
 
+def _mean_over(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool, count: int) -> Any:
+    divisor = count or np.nan  # there is no mean of nothing, and no reason to warn of it
+    if _is_low_precision(x.dtype):
+        return (x.sum(axis=axis, keepdims=keepdims, dtype=np.float32) / divisor).astype(x.dtype)
+    return _reduced(xp, "sum", x, axis, keepdims) / divisor
+
+
 def _nothing_to_choose(name: str, shape: tuple[int, ...], axis: tuple[int, ...]) -> bool:
     """Whether the reduced dimensions have no elements. Raises :class:`ShapeError` where the result would have some."""
     if not builtins.any(shape[a] == 0 for a in axis):
@@ -88,6 +96,9 @@ def _infer_extremum(op: Op, args: tuple[Any, ...], params: Any) -> _infer.ShapeD
 _BOOL = "boolean result"
 
 SUM = Op("sum", ("x",), _accumulated("sum"), _infer.reduction)
+# `count` is how many elements there are for each mean. It is no property of the operand: a rank has a block of that, whose part of the
+# mean it gives.
+MEAN = Op("mean", ("x",), _mean_over, _infer.reduction)
 PROD = Op("prod", ("x",), _accumulated("prod"), _infer.reduction)
 MAX = Op("max", ("x",), _extremum("max"), _infer_extremum)
 MIN = Op("min", ("x",), _extremum("min"), _infer_extremum)
@@ -160,8 +171,11 @@ def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
             except REFUSED:
                 pass
     x = as_array(x)
-    axes = tuple(range(x.ndim)) if axis is None else _infer.normalize_axis(op.name, axis, x.ndim)
-    return apply(op, (x,), {"axis": axes, "keepdims": bool(keepdims)})
+    return apply(op, (x,), {"axis": _axes_of(op.name, axis, x.ndim), "keepdims": bool(keepdims)})
+
+
+def _axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
+    return tuple(range(ndim)) if axis is None else _infer.normalize_axis(name, axis, ndim)
 
 
 def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
@@ -288,15 +302,6 @@ def argmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Arr
     return _argreduce(ARGMIN, x, axis, keepdims)
 
 
-def _count(x: Array, axis: Axis, name: str) -> int:
-    if axis is None:
-        return x.size
-    n = 1
-    for a in _infer.normalize_axis(name, axis, x.ndim):
-        n *= x.shape[a]
-    return n
-
-
 # Of the floats that sum in themselves; others are widened first.
 _OWN_MEAN = frozenset(np.dtype(t).num for t in "fd")
 
@@ -345,12 +350,14 @@ def mean(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
 @composite("mean")
 def _mean(x: Any, axis: Axis, keepdims: bool) -> Array:
     x = as_array(x)
-    n = float(_count(x, axis, "mean") or "nan")
-    if _is_low_precision(x.dtype):
-        return (sum(x.astype(np.float32), axis=axis, keepdims=keepdims) / n).astype(x.dtype)
-    if x.dtype.kind in "iu":
+    dtype = x.dtype
+    if _is_low_precision(dtype):  # rounded once, when all parts of the mean are together
+        return _mean(x.astype(np.float32), axis, keepdims).astype(dtype)
+    if dtype.kind in "biu":
         x = x.astype(np.float64)  # a sum of integers may overflow where their mean does not
-    return sum(x, axis=axis, keepdims=keepdims) / n
+    axes = _axes_of("mean", axis, x.ndim)
+    count = math.prod([x.shape[a] for a in axes])
+    return apply(MEAN, (x,), {"axis": axes, "keepdims": bool(keepdims), "count": count})
 
 
 def var(
@@ -377,7 +384,7 @@ def _var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Array:
     if _is_low_precision(x.dtype):
         # A mean rounded to few digits would count as deviation.
         return _var(x.astype(np.float32), axis, correction, keepdims).astype(x.dtype)
-    n = _count(x, axis, "var")
+    n = math.prod([x.shape[a] for a in _axes_of("var", axis, x.ndim)])
     rest = float(n - correction)
     d = x - _mean(x, axis, True)
     d = abs(d) if x.dtype.kind == "c" else d

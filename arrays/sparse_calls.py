@@ -37,7 +37,7 @@ from .elementwise import (
 from .indexing import SCATTER
 from .indexsum import IndexSum
 from .program import ShapeDtype
-from .reductions import SUM
+from .reductions import MEAN, SUM
 
 # Ops that make zero of zero, element by element.
 _KEEP_ZERO = frozenset({ABS, ALIAS, ASTYPE, CONJ, NEGATIVE, POSITIVE, SIGN, SQRT, SQUARE, STOP_GRADIENT})
@@ -49,7 +49,7 @@ ADDS = frozenset({ADD, SUBTRACT})
 """Ops that add a sparse operand to a dense one."""
 
 # Of what these read a tape keeps nothing.
-_SAVED_BY_NONE = frozenset({ADD, ALIAS, ASTYPE, CONJ, NEGATIVE, POSITIVE, SCATTER, STOP_GRADIENT, SUBTRACT, SUM})
+_SAVED_BY_NONE = frozenset({ADD, ALIAS, ASTYPE, CONJ, NEGATIVE, POSITIVE, SCATTER, STOP_GRADIENT, SUBTRACT, MEAN, SUM})
 
 
 def saves_nothing(op: Op, args: Sequence[Any]) -> bool:
@@ -77,7 +77,7 @@ def sparse_call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Se
     g = next(b for b in bufs if type(b) is IndexSum)
     if op in _KEEP_ZERO:
         return g.map(lambda v: op.numpy(v, **params))
-    if op is SUM and len(params["axis"]) == len(g.shape) and not params["keepdims"]:
+    if op in (SUM, MEAN) and len(params["axis"]) == len(g.shape) and not params["keepdims"]:
         return np.asarray(op.numpy(g.summed().values, **{**params, "axis": (0, 1)}))
     if op is LAZY_ADAM and g is bufs[1] and not any(isinstance(b, Deferred) for i, b in enumerate(bufs) if i != 1):
         return lazy_adam_at(g.summed(), bufs, params, free)

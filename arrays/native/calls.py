@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..pool import LARGE, fresh
 from ..threads import SMALLEST_SHARED, share
 from . import AVAILABLE, _kernels
 
@@ -16,6 +17,10 @@ CHUNK = 64
 """Rows that are summed before their sum is added to others: fewer roundings, and the same sum on any number of threads."""
 
 _NUMBERS = {name: i for i, name in enumerate(_kernels.KERNELS)} if _kernels is not None else {}
+
+
+STEPS = ("add", "subtract", "multiply", "divide", "negative", "square", "sqrt", "reciprocal")
+"""Elementwise steps that there are, by their numbers in chain.h."""
 
 
 def run(
@@ -48,6 +53,27 @@ def _shared(
 
     share(rows, work, size=rows * width, unit=chunk)
     return taken
+
+
+def memory(shape: tuple[int, ...], dtype: np.dtype, nbytes: int) -> np.ndarray:
+    """Memory for a result of so many bytes; what is small takes no call of :func:`fresh`, which is not compiled."""
+    return np.empty(shape, dtype) if nbytes < LARGE else fresh(shape, dtype)
+
+
+def result_like(x: np.ndarray) -> np.ndarray:
+    """Memory for a result of the shape and dtype of ``x``."""
+    return memory(x.shape, x.dtype, x.nbytes)
+
+
+_HEARD_OF = {1: "invalid", 2: "over", 4: "under", 8: "divide"}
+
+
+def is_taken(raised: int | None) -> bool:
+    """Whether there is a result, and nothing has happened that NumPy, which then does it again, would warn of or refuse."""
+    if not raised:
+        return raised is not None
+    wanted = np.geterr()
+    return all(wanted[name] == "ignore" for bit, name in _HEARD_OF.items() if raised & bit)
 
 
 def first(kernel: Callable[..., Any], impl: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,13 +15,11 @@ from .._core import FLOAT32, FLOAT64, number
 from .._op import OPS, Op
 from ..program import Entry, Program
 from . import AVAILABLE, _kernels
+from .calls import STEPS
 
 MOST_LOCALS, MOST_SLOTS = 6, 24  # as in module.c
 
-_CODES: dict[Op, int] = {
-    OPS[name]: code
-    for code, name in enumerate(("add", "subtract", "multiply", "divide", "negative", "square", "sqrt", "reciprocal"))
-}
+_CODES: dict[Op, int] = {OPS[name]: code for code, name in enumerate(STEPS)}
 
 
 def takes(e: Entry, program: Program) -> bool:
@@ -52,7 +50,7 @@ class Run(NamedTuple):
 
     def __call__(self, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
         """Compute ``writes``, arrays of one shape and without gaps, from ``reads``, which broadcast to it."""
-        if _is_strict() or not _kernels.chain(self.steps, (*reads, *writes), len(reads), self.locals):
+        if _is_strict() or _kernels.chain(self.steps, (*reads, *writes), len(reads), self.locals) is None:
             self._in_numpy(reads, writes)
 
     def _in_numpy(self, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:

@@ -233,6 +233,17 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(good);
 }
 
+/* What a kernel's caller is told of what has happened on the way, perhaps in numbers that are not in the result. */
+#define HEARD_OF                                                                                                                          \
+    "Else what has\n"                                                                                                                     \
+    "happened on the way, perhaps in numbers that are not in the result: 1 an invalid operation, 2 an overflow, 4\n"                      \
+    "an underflow, 8 a division by zero."
+
+static PyObject *heard_of(int raised) {
+    return PyLong_FromLong((raised & FE_INVALID ? 1 : 0) + (raised & FE_OVERFLOW ? 2 : 0) + (raised & FE_UNDERFLOW ? 4 : 0) +
+                           (raised & FE_DIVBYZERO ? 8 : 0));
+}
+
 /* Whether the steps read and write slots that there are, and write none of the first `read`. */
 static int are_steps(const Chain *chain, Py_ssize_t bytes, Py_ssize_t read) {
     const int32_t all = chain->slots + chain->locals;
@@ -242,10 +253,10 @@ static int are_steps(const Chain *chain, Py_ssize_t bytes, Py_ssize_t read) {
     return 1;
 }
 
-PyDoc_STRVAR(chain_doc, "chain(steps, operands, read, locals) -> bool\n\n"
+PyDoc_STRVAR(chain_doc, "chain(steps, operands, read, locals) -> int | None\n\n"
                         "Run elementwise steps on operands, of which the first `read` are read and broadcast, and the others written. Slots\n"
-                        "after them are scratch. False, and nothing is done, where the operands are not of one dtype, or what is written\n"
-                        "has gaps, or what is read has them between the elements of a row.");
+                        "after them are scratch. None, and nothing is done, where the operands are not of one dtype, or what is written\n"
+                        "has gaps, or what is read has them between the elements of a row. " HEARD_OF);
 
 static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer steps, views[MOST_SLOTS];
@@ -261,7 +272,7 @@ static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "no such steps");
     }
     Py_ssize_t taken = 0;
-    int good = 1;
+    int good = 1, raised = 0;
     Layout layout;
     layout.ndim = 0;
     char kind = 0;
@@ -286,13 +297,16 @@ static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
         good = n == 0 || has_rows(&layout, (int)count, width);
         if (good && n) {
             PyThreadState *state = n < SMALL ? NULL : PyEval_SaveThread();
+            feclearexcept(FE_ALL_EXCEPT);
             run_rows(&chain, &layout, kind == 'f' ? chain_f32 : chain_f64);
+            raised = fetestexcept(FE_ALL_EXCEPT);
             if (state) PyEval_RestoreThread(state);
         }
     }
     for (Py_ssize_t j = count - taken; j < count; j++) PyBuffer_Release(&views[j]);
     PyBuffer_Release(&steps);
-    return PyBool_FromLong(good);
+    if (good) return heard_of(raised);
+    Py_RETURN_NONE;
 }
 
 /* Shorter runs gain nothing: the system's copy of them ends sooner than the lines at both ends of a run are put together. */
@@ -328,9 +342,36 @@ static PyObject *stream(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(good);
 }
 
+CLONES static int any_from(const uint64_t *x, ptrdiff_t n, uint64_t limit) {
+    uint64_t found = 0;
+    for (ptrdiff_t k = 0; k < n; k++) found |= x[k] >= limit;
+    return found != 0;
+}
+
+PyDoc_STRVAR(below_doc, "below(x, limit) -> bool | None\n\n"
+                        "Whether all of the int64 numbers are 0 or more, and less than `limit`; None for what are no int64 without gaps.");
+
+static PyObject *below(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *operand;
+    Py_buffer x;
+    long long limit;
+    if (!PyArg_ParseTuple(args, "OL", &operand, &limit)) return NULL;
+    if (PyObject_GetBuffer(operand, &x, PyBUF_RECORDS_RO) < 0) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    const int good = is_format(&x, 'l') && !((uintptr_t)x.buf % x.itemsize) && PyBuffer_IsContiguous(&x, 'C') && limit >= 0;
+    /* Seen without their sign, negative numbers are the largest. */
+    const int all = good && !any_from(x.buf, x.len / x.itemsize, limit);
+    PyBuffer_Release(&x);
+    if (good) return PyBool_FromLong(all);
+    Py_RETURN_NONE;
+}
+
 #include "multiply.h"
 
 static PyMethodDef METHODS[] = {{"call", call, METH_VARARGS, call_doc},
+                                {"below", below, METH_VARARGS, below_doc},
                                 {"chain", run_chain, METH_VARARGS, chain_doc},
                                 {"product", product, METH_VARARGS, product_doc},
                                 {"stream", stream, METH_VARARGS, stream_doc},

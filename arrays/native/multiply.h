@@ -34,7 +34,7 @@ static int overlap(const Py_buffer *v, const Py_buffer *w) {
 /* Whether it takes less time here than in a BLAS: measured against OpenBLAS 0.3.30 on one core of an Emerald Rapids, for float32 and float64
    (0.5 to 0.95 of its time where this says yes). Larger ones are a BLAS's own business; of narrow ones it copies nothing either. */
 static int pays(const Product *job, Py_ssize_t bytes) {
-    if (job->n < 48 || job->k < 16 || job->k * job->n * bytes > MOST_COPIED) return 0;
+    if (job->n < 48 || job->k < 8 || job->k * job->n * bytes > MOST_COPIED) return 0;
     return job->bc == 1 ? job->m >= 8 : job->ac == 1 && job->m >= 32;
 }
 
@@ -82,9 +82,8 @@ static void multiply_all(const Product *job, Multiply multiply, const Py_buffer 
 
 PyDoc_STRVAR(product_doc, "product(x, y, out, widest=64) -> int | None\n\n"
                           "out = x @ y for stacks of matrices. None, and nothing is done, where they are not of one dtype, or not in the\n"
-                          "same batches, or neither rows nor columns lie together, or where a BLAS does it in less time. Else what has\n"
-                          "happened on the way, perhaps in numbers that are not in the result: 1 an invalid operation, 2 an overflow, 4\n"
-                          "an underflow. `widest` bounds the bytes of a vector, as a lesser processor would.");
+                          "same batches, or neither rows nor columns lie together, or where a BLAS does it in less time. " HEARD_OF
+                          " `widest`\nbounds the bytes of a vector, as a lesser processor would.");
 
 static PyObject *product(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *operands[3];
@@ -122,7 +121,7 @@ static PyObject *product(PyObject *Py_UNUSED(module), PyObject *args) {
         PyMem_RawFree(room);
     }
     while (taken--) PyBuffer_Release(&views[taken]);
-    if (good) return PyLong_FromLong((raised & FE_INVALID ? 1 : 0) + (raised & FE_OVERFLOW ? 2 : 0) + (raised & FE_UNDERFLOW ? 4 : 0));
+    if (good) return heard_of(raised);
 #endif
     Py_RETURN_NONE;
 }

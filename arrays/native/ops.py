@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from ..pool import LARGE, fresh
+from ..pool import fresh
 from ..threads import share, threads
 from . import AVAILABLE, _kernels
-from .calls import CHUNK, run
+from .calls import CHUNK, is_taken, memory, result_like, run
 
 _TAKEN = frozenset("fd")
 _UINT64 = frozenset(np.dtype(c).num for c in "LQ" if np.dtype(c).itemsize == 8)  # of which the largest are no int64
+
+_INT64 = np.dtype(np.int64)
 
 # With fewer elements two or three calls of NumPy take less time than asking whether a kernel takes the operands.
 WORTH_A_CALL = 4096
@@ -22,11 +24,6 @@ WORTH_A_CALL = 4096
 
 def _takes(x: Any) -> bool:
     return AVAILABLE and type(x) is np.ndarray and x.dtype.char in _TAKEN
-
-
-def _result(x: np.ndarray) -> np.ndarray:
-    """Memory for a result of the shape and dtype of ``x``; what is small takes no call of :func:`fresh`, which is not compiled."""
-    return np.empty(x.shape, x.dtype) if x.nbytes < LARGE else fresh(x.shape, x.dtype)
 
 
 def _rows(x: np.ndarray, naxes: int) -> tuple[int, int]:
@@ -57,7 +54,7 @@ def matmul(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> Any:
     if out is None:
         out = np.empty((*shape[:-1], n), x.dtype)
     if shares == 1:
-        return out if _is_taken(_kernels.product(x, y, out)) else NotImplemented
+        return out if is_taken(_kernels.product(x, y, out)) else NotImplemented
     return out if _shared_stacks(x, y, out) else NotImplemented
 
 
@@ -66,27 +63,16 @@ def _shared_stacks(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> bool:
 
     def work(start: int, stop: int) -> None:
         nonlocal taken
-        taken &= _is_taken(_kernels.product(x[start:stop], y[start:stop], out[start:stop]))
+        taken &= is_taken(_kernels.product(x[start:stop], y[start:stop], out[start:stop]))
 
     share(len(x), work, size=out.size * x.shape[-1] // _STEPS)
     return taken
 
 
-_HEARD_OF = {1: "invalid", 2: "over", 4: "under"}
-
-
-def _is_taken(raised: int | None) -> bool:
-    """Whether there is a result, and nothing has happened that NumPy, which then does it again, would warn of or refuse."""
-    if not raised:
-        return raised is not None
-    wanted = np.geterr()
-    return all(wanted[name] == "ignore" for bit, name in _HEARD_OF.items() if raised & bit)
-
-
 def layer_norm(x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:
     if not _takes(x):
         return NotImplemented
-    out = _result(x)
+    out = result_like(x)
     return out if run("layer_norm", (x, weight, bias, out), *_rows(x, naxes), value=eps) else NotImplemented
 
 
@@ -97,7 +83,7 @@ def layer_norm_backward(g: Any, x: Any, weight: Any, naxes: int, eps: float) -> 
 def rms_norm(x: Any, weight: Any, naxes: int, eps: float) -> Any:
     if not _takes(x):
         return NotImplemented
-    out = _result(x)
+    out = result_like(x)
     return out if run("rms_norm", (x, weight, out), *_rows(x, naxes), value=eps) else NotImplemented
 
 
@@ -109,7 +95,7 @@ def _norm_backward(kernel: str, g: Any, x: Any, weight: Any, naxes: int, eps: fl
     if not _takes(x):
         return NotImplemented
     rows, width = _rows(x, naxes)
-    out = _result(x)
+    out = result_like(x)
     sums = [np.empty((-(-rows // CHUNK), width), x.dtype) for _ in range(parameters)]
     if not run(kernel, (g, x, weight, out, *sums), rows, width, value=eps, chunk=CHUNK):
         return NotImplemented
@@ -136,23 +122,32 @@ def _by_rows(kernel: str, operands: tuple[Any, ...], axis: int, flag: bool = Fal
     x = operands[-1]
     if not _takes(x) or axis != x.ndim - 1:
         return NotImplemented
-    out = _result(x)
+    out = result_like(x)
     return out if run(kernel, (*operands, out), *_rows(x, 1), flag=flag) else NotImplemented
+
+
+def below(labels: Any, limit: int) -> bool | None:
+    """Whether integers are 0 or more, and less than ``limit``; None where no kernel takes them."""
+    return _kernels.below(labels, limit) if AVAILABLE and type(labels) is np.ndarray else None
+
+
+def _int64(labels: np.ndarray) -> np.ndarray:
+    return labels if labels.dtype is _INT64 else labels.astype(_INT64, copy=False)
 
 
 def cross_entropy(logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
     if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
-    out = fresh(labels.shape, logits.dtype)
-    operands = logits, labels.astype(np.int64, copy=False), out
+    out = memory(labels.shape, logits.dtype, labels.size * logits.itemsize)
+    operands = logits, _int64(labels), out
     return out if _by_classes("cross_entropy", operands, logits, ignore_index, label_smoothing) else NotImplemented
 
 
 def cross_entropy_backward(g: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
     if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
-    out = _result(logits)
-    operands = g, logits, labels.astype(np.int64, copy=False), out
+    out = result_like(logits)
+    operands = g, logits, _int64(labels), out
     taken = _by_classes("cross_entropy_backward", operands, logits, ignore_index, label_smoothing)
     return out if taken else NotImplemented
 
@@ -174,7 +169,7 @@ def sigmoid(x: Any) -> Any:
 def _elementwise(kernel: str, x: Any) -> Any:
     if not _takes(x):
         return NotImplemented
-    out = _result(x)
+    out = result_like(x)
     return out if run(kernel, (x, out), x.size, 1) else NotImplemented
 
 
@@ -197,7 +192,7 @@ def relu_backward(g: Any, y: Any) -> Any:
 def _elementwise_backward(kernel: str, g: Any, x: Any, least: int = 0) -> Any:
     if not _takes(x) or type(g) is not np.ndarray or g.shape != x.shape or x.size < least:
         return NotImplemented
-    out = _result(x)
+    out = result_like(x)
     return out if run(kernel, (g, x, out), x.size, 1) else NotImplemented
 
 

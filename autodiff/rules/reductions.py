@@ -20,6 +20,10 @@ def _sum(xp, g, x_like, axis, keepdims):
     return xp.broadcast_to(_spread(xp, g, x_like, axis, keepdims), x_like.shape)
 
 
+def _mean(xp, g, x_like, axis, keepdims, count):
+    return _sum(xp, g / (count or np.nan), x_like, axis, keepdims)
+
+
 def _prod(xp, g, x, x_like, axis, keepdims):
     # Products of all other elements, not ans / x: right where elements are zero. The left part accumulates from the front,
     # the right part from the back, over the reduced axes laid out in a row.
@@ -58,6 +62,7 @@ def _extremum(xp, g, x, ans, x_like, axis, keepdims):
 
 
 defvjp(r.SUM, x=_sum)
+defvjp(r.MEAN, x=_mean)
 defvjp(r.PROD, x=_prod)
 defvjp(r.MAX, x=lambda xp, g, x, ans, x_like, axis, keepdims: _extremum(xp, g, x, ans, x_like, axis, keepdims))
 defvjp(r.MIN, x=lambda xp, g, x, ans, x_like, axis, keepdims: _extremum(xp, g, x, ans, x_like, axis, keepdims))

@@ -10,7 +10,8 @@ from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
 from ..factors import FactorRule, Letters, rule
 
-_REDUCE = {r.SUM: "sum", r.PROD: "prod", r.MAX: "max", r.MIN: "min", r.ANY: "any", r.ALL: "all"}
+# Ranks divide by the number of all elements, so that the mean is the sum of what they have.
+_REDUCE = {r.SUM: "sum", r.MEAN: "sum", r.PROD: "prod", r.MAX: "max", r.MIN: "min", r.ANY: "any", r.ALL: "all"}
 
 
 @rule(*_REDUCE)
@@ -21,7 +22,7 @@ def _reduction(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], pa
         letters.new(n, reduce=_REDUCE[op]) if i in axis else letters.new(n) for i, n in enumerate(avals[0].shape)
     )
     out = [None if i in axis else d for i, d in enumerate(dims) if keepdims or i not in axis]
-    return letters.rule([dims], [out], [(0,)] if op is r.SUM else [])
+    return letters.rule([dims], [out], [(0,)] if _REDUCE[op] == "sum" else [])
 
 
 @rule(r.ARGMAX, r.ARGMIN)

@@ -45,7 +45,7 @@ def shapes(kinds: tuple[str, str]) -> Iterator[tuple[int, int, int]]:
     """Heights of tiles and what is left of them, widths of panels and parts of one, and steps in one and in several passes."""
     _, right = kinds
     for m, n, k in itertools.product(
-        (8, 11, 12, 13, 25, 64, 125), (48, 63, 64, 65, 100, 384, 401), (16, 17, 64, 130, 511, 513, 1100)
+        (8, 11, 12, 13, 25, 64, 125), (48, 63, 64, 65, 100, 384, 401), (8, 10, 16, 17, 64, 130, 511, 513, 1100)
     ):
         if k * n * 8 <= 1 << 20 and (right != "columns" or m >= 32) and (m * n * k) % 7 < 4:
             yield m, n, k

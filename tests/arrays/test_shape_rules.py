@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,12 @@ def samples() -> dict[str, list[Sample]]:
             for axis in ((0,), (1, 2), (0, 1, 2), ())
             for keep in (False, True)
         ] + [((f(0, 3),), {"axis": (1,), "keepdims": False})]
+    table["mean"] = [
+        ((x,), {"axis": axis, "keepdims": keep, "count": math.prod(x.shape[a] for a in axis)})
+        for x in (f(2, 3, 4), f(2, 3, 4, dtype=np.float32), f(2, 3, 4, dtype=BF16), i(2, 3, 4, dtype=np.int8), f(0, 3))
+        for axis in ((0,), (0, 1), ())
+        for keep in (False, True)
+    ]
     for name in ("argmax", "argmin"):
         table[name] = [((f(2, 3),), {"axis": a, "keepdims": k}) for a in (0, 1) for k in (False, True)]
 

@@ -291,6 +291,13 @@ SAMPLES: dict[str, list[Sample]] = {
         (mt.sum, (real(),)),
         (lambda x: mt.var(x, axis=0, correction=1), (real(4, 2),)),
     ],
+    "mean": [
+        (mt.mean, (real(2, 3),)),
+        (lambda x: mt.mean(x, axis=(0, 2), keepdims=True), (real(2, 3, 4),)),
+        (lambda x: mt.mean(x, axis=-1), (cplx(2, 3),)),
+        (lambda x: mt.mean(x, axis=1), (real(0, 3),)),
+        (mt.mean, (real(),)),
+    ],
     "prod": [
         (mt.prod, (real(2, 3),)),
         (mt.prod, (I([2.0, 0.0, 3.0]),)),

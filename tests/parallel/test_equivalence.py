@@ -481,6 +481,7 @@ SAMPLES: dict[str, list[Sample]] = {
     "full_like": [(lambda x: mt.full_like(x, 2.5), (In(s),)) for s in ONE],
     "astype": [(lambda x, t=t: x.astype(t), (In(s, k),)) for t in DTYPES for s in ONE[2:5] for k in ("f8", "f4", "i8")],
     **reductions("sum prod", kinds="f8 i8"),
+    **reductions("mean", kinds="f8 f4 c16 i8"),
     **reductions("max min", kinds="f8", empty=False),
     **reductions("any all", kinds="?"),
     **arg_reductions("argmax", "argmin"),
