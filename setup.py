@@ -1,6 +1,6 @@
 """Compiles into the wheel the hot paths of eager work and of messages, from their Python sources, and the kernels in C.
 
-Where that is not possible (no Cython, no compiler, no headers of Python), the wheel holds the sources alone, which do the same in
+Where that is not possible (no Cython, no compiler, no headers of Python or NumPy), the wheel holds the sources alone, which do the same in
 more time; so does every wheel that is built with ``MESHTAPE_PURE=1``. An editable install is never compiled: edits count at once.
 ``python setup.py build_ext --inplace`` adds the kernels to a checkout, and deleting ``arrays/native/_kernels.*`` takes them away.
 ``meshtape info`` says what is installed. All else about the package is in ``pyproject.toml``.
@@ -60,7 +60,7 @@ class BuildCore(build_ext):
     def build_extensions(self) -> None:
         kernels = [e for e in self.extensions if e.name == KERNELS.name]
         core = [e for e in self.extensions if e.name != KERNELS.name]
-        built = self.attempt("the kernels are", kernels, lambda: None) + self.attempt(
+        built = self.attempt("the kernels are", kernels, self.include_numpy) + self.attempt(
             "the core is", core, self.translate
         )
         self.extensions = built
@@ -80,6 +80,13 @@ class BuildCore(build_ext):
                 Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
             return []
         return extensions
+
+    def include_numpy(self) -> None:
+        """Let the compiler find the headers of NumPy."""
+        import numpy as np
+
+        for ext in self.extensions:
+            ext.include_dirs.append(np.get_include())
 
     def check_compiler(self, place: Path) -> None:
         """Compile next to nothing: where that fails, the minute that translating takes is saved."""

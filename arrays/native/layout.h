@@ -11,7 +11,7 @@ typedef struct {
 } Layout;
 
 /* The shape of all: that of the result. */
-static int lay_out(Layout *layout, const Py_buffer *result) {
+static int lay_out(Layout *layout, const View *result) {
     if (result->ndim > MOST_DIMENSIONS) return 0;
     layout->ndim = result->ndim;
     for (int d = 0; d < result->ndim; d++) layout->shape[d] = result->shape[d];
@@ -19,7 +19,7 @@ static int lay_out(Layout *layout, const Py_buffer *result) {
 }
 
 /* Whether an operand has this shape, or (unless `whole`) can be broadcast to it. */
-static int place(Layout *layout, Py_ssize_t j, const Py_buffer *v, int whole) {
+static int place(Layout *layout, Py_ssize_t j, const View *v, int whole) {
     const int lacks = layout->ndim - v->ndim;
     if (lacks < 0 || (whole && lacks)) return 0;
     for (int d = 0; d < layout->ndim; d++) {

@@ -3,10 +3,15 @@
 The Python side of each is an entry of KERNELS below: its name, and a letter for each operand that says what it is. A call checks
 all of them, and answers False where the kernel does not take them; nothing is written then. The interpreter is free meanwhile.
 
-The buffers come through Python's buffer protocol, so that building needs no headers but Python's. */
+Operands are NumPy's arrays, and are looked at through its C interface: through Python's buffer protocol each look takes as long as a
+small kernel. */
 
 #define PY_SSIZE_T_CLEAN
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include <Python.h>
+#include <numpy/arrayobject.h>
+#include <numpy/arrayscalars.h>
 #include <fenv.h>
 #include <math.h>
 #include <stddef.h>
@@ -74,6 +79,8 @@ typedef struct {
 #define DEEP 512 /* steps of k, and columns, of a block of the right operand: 768 KiB of float32 at most */
 #define BLOCK 384
 
+#include "view.h"
+
 #define IS_FLOAT
 #include "lanes.h"
 #include "pointwise.h"
@@ -125,23 +132,16 @@ static const Entry KERNELS[] = {
 /* Below so many elements, handing the interpreter to others costs more than they gain. */
 #define SMALL 8192
 
-static int is_one_number(const Py_buffer *v) {
+static int is_one_number(const View *v) {
     for (int d = 0; d < v->ndim; d++)
         if (v->strides[d] && v->shape[d] != 1) return 0;
-    return v->len != 0;
+    return v->count != 0;
 }
 
-static int is_format(const Py_buffer *v, char kind) {
-    const char *f = v->format;
-    if (!f || !f[0] || f[1]) return 0;
-    if (kind == 'l') return v->itemsize == 8 && (f[0] == 'l' || f[0] == 'q');
-    return f[0] == kind;
-}
-
-/* Whether the buffer is what the letter says, of `rows` rows; notes in `one` where it is less. */
-static int fits(const Py_buffer *v, char letter, char kind, Job *job, Py_ssize_t rows, char *one) {
-    const Py_ssize_t count = v->len / v->itemsize, chunks = (rows + job->chunk - 1) / job->chunk;
-    if (!is_format(v, letter == 'l' ? 'l' : letter == 'm' ? '?' : kind) || (uintptr_t)v->buf % v->itemsize) return 0;
+/* Whether the operand is what the letter says, of `rows` rows; notes in `one` where it is less. */
+static int fits(const View *v, char letter, char kind, Job *job, Py_ssize_t rows, char *one) {
+    const Py_ssize_t count = v->count, chunks = (rows + job->chunk - 1) / job->chunk;
+    if (v->kind != (letter == 'l' ? 'l' : letter == 'm' ? '?' : kind)) return 0;
     switch (letter) {
     case 'g':
     case 's':
@@ -167,7 +167,7 @@ static int fits(const Py_buffer *v, char letter, char kind, Job *job, Py_ssize_t
     default:
         if (count != rows) return 0;
     }
-    return PyBuffer_IsContiguous(v, 'C');
+    return is_whole(v);
 }
 
 PyDoc_STRVAR(call_doc,
@@ -190,32 +190,26 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
     if (count != (Py_ssize_t)strlen(entry->operands))
         return PyErr_Format(PyExc_TypeError, "%s takes %d operands, got %zd", entry->name, (int)strlen(entry->operands), count);
     Job job = {.width = width, .chunk = chunk, .value = value, .ignored = ignored, .flag = flag};
-    Py_buffer views[MOST_OPERANDS];
-    int taken = 0, good = 1;
+    View v = {0};
+    Py_ssize_t itemsize = 0; /* of the first operand */
+    int good = 1;
     char kind = 0;
-    for (; good && taken < count; taken++) {
-        const char letter = entry->operands[taken];
-        const int written = letter == 'o' || letter == 'r' || letter == 'p';
-        Py_buffer *v = &views[taken];
-        if (PyObject_GetBuffer(PyTuple_GET_ITEM(operands, taken), v, written ? PyBUF_RECORDS : PyBUF_RECORDS_RO) < 0) {
-            PyErr_Clear(); /* bfloat16 has no format, and a traced value no buffer */
-            good = 0;
-            break;
+    for (Py_ssize_t i = 0; good && i < count; i++) {
+        const char letter = entry->operands[i];
+        if (!(good = look(PyTuple_GET_ITEM(operands, i), letter == 'o' || letter == 'r' || letter == 'p', &v))) break;
+        if (!kind) {
+            kind = v.kind == 'f' || v.kind == 'd' ? v.kind : 'x';
+            itemsize = v.itemsize;
         }
-        if (!kind) kind = v->format && (is_format(v, 'f') || is_format(v, 'd')) ? v->format[0] : '?';
-        good = fits(v, letter, kind, &job, rows, &job.one[taken]);
-        job.at[taken] = v->buf;
+        good = fits(&v, letter, kind, &job, rows, &job.one[i]);
+        job.at[i] = v.buf;
     }
     void *row = NULL;
     job.stride = job.repeated ? 0 : width;
     if (good && job.repeated && entry->operands[0] == 'g' && width > 1) { /* one row of the number, which stays in cache */
-        const Py_ssize_t bytes = views[0].itemsize;
-        row = PyMem_RawMalloc(width * bytes);
-        if (!row) {
-            while (taken--) PyBuffer_Release(&views[taken]);
-            return PyErr_NoMemory();
-        }
-        for (Py_ssize_t k = 0; k < width; k++) memcpy((char *)row + k * bytes, job.at[0], bytes);
+        row = PyMem_RawMalloc(width * itemsize);
+        if (!row) return PyErr_NoMemory();
+        for (Py_ssize_t k = 0; k < width; k++) memcpy((char *)row + k * itemsize, job.at[0], itemsize);
         job.at[0] = row;
     }
     if (good) {
@@ -229,7 +223,6 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
         }
     }
     PyMem_RawFree(row);
-    while (taken--) PyBuffer_Release(&views[taken]);
     return PyBool_FromLong(good);
 }
 
@@ -259,7 +252,8 @@ PyDoc_STRVAR(chain_doc, "chain(steps, operands, read, locals) -> int | None\n\n"
                         "has gaps, or what is read has them between the elements of a row. " HEARD_OF);
 
 static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
-    Py_buffer steps, views[MOST_SLOTS];
+    Py_buffer steps;
+    View v;
     PyObject *operands;
     Py_ssize_t read;
     Chain chain = {0};
@@ -271,25 +265,18 @@ static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
         PyBuffer_Release(&steps);
         return PyErr_Format(PyExc_ValueError, "no such steps");
     }
-    Py_ssize_t taken = 0;
     int good = 1, raised = 0;
     Layout layout;
     layout.ndim = 0;
     char kind = 0;
-    for (Py_ssize_t j = count; good && j--; taken++) { /* results first: they have the shape */
-        Py_buffer *v = &views[j];
-        if (PyObject_GetBuffer(PyTuple_GET_ITEM(operands, j), v, j >= read ? PyBUF_RECORDS : PyBUF_RECORDS_RO) < 0) {
-            PyErr_Clear();
-            good = 0;
-            break;
-        }
+    for (Py_ssize_t j = count; good && j--;) { /* results first: they have the shape */
+        if (!(good = look(PyTuple_GET_ITEM(operands, j), j >= read, &v))) break;
         if (!kind) {
-            kind = is_format(v, 'f') ? 'f' : 'd';
-            good = lay_out(&layout, v);
+            kind = v.kind == 'f' ? 'f' : 'd';
+            good = lay_out(&layout, &v);
         }
-        good = good && is_format(v, kind) && !((uintptr_t)v->buf % v->itemsize) &&
-               (j < read || PyBuffer_IsContiguous(v, 'C')) && place(&layout, j, v, j >= read);
-        chain.at[j] = v->buf;
+        good = good && v.kind == kind && (j < read || is_whole(&v)) && place(&layout, j, &v, j >= read);
+        chain.at[j] = v.buf;
     }
     if (good) {
         const ptrdiff_t width = kind == 'f' ? sizeof(float) : sizeof(double);
@@ -303,7 +290,6 @@ static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
             if (state) PyEval_RestoreThread(state);
         }
     }
-    for (Py_ssize_t j = count - taken; j < count; j++) PyBuffer_Release(&views[j]);
     PyBuffer_Release(&steps);
     if (good) return heard_of(raised);
     Py_RETURN_NONE;
@@ -313,32 +299,25 @@ static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
 #define SHORTEST_RUN 512
 
 PyDoc_STRVAR(stream_doc, "stream(to, source) -> bool\n\n"
-                         "Copy a buffer to another of its shape and item size, past the caches. False, and nothing is done, where they\n"
+                         "Copy an array to another of its shape and item size, past the caches. False, and nothing is done, where they\n"
                          "have no long runs of bytes in common.");
 
 static PyObject *stream(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *into, *source;
-    Py_buffer to, from;
+    View to, from;
     size_t run;
     int outer;
     if (!PyArg_ParseTuple(args, "OO", &into, &source)) return NULL;
-    if (PyObject_GetBuffer(into, &to, PyBUF_STRIDED) < 0) {
-        PyErr_Clear();
+    if (!look(into, 1, &to) || !look(source, 0, &from)) Py_RETURN_FALSE;
+    /* Bytes that refer to objects have to be counted. */
+    if (PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)into)) || PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)source)))
         Py_RETURN_FALSE;
-    }
-    if (PyObject_GetBuffer(source, &from, PyBUF_STRIDED_RO) < 0) {
-        PyErr_Clear();
-        PyBuffer_Release(&to);
-        Py_RETURN_FALSE;
-    }
     const int good = stream_layout(&to, &from, &run, &outer) && run >= SHORTEST_RUN;
-    if (good && to.len) {
+    if (good && to.count) {
         Py_BEGIN_ALLOW_THREADS;
         stream_copy(&to, &from, run, outer);
         Py_END_ALLOW_THREADS;
     }
-    PyBuffer_Release(&from);
-    PyBuffer_Release(&to);
     return PyBool_FromLong(good);
 }
 
@@ -353,19 +332,12 @@ PyDoc_STRVAR(below_doc, "below(x, limit) -> bool | None\n\n"
 
 static PyObject *below(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *operand;
-    Py_buffer x;
+    View x;
     long long limit;
     if (!PyArg_ParseTuple(args, "OL", &operand, &limit)) return NULL;
-    if (PyObject_GetBuffer(operand, &x, PyBUF_RECORDS_RO) < 0) {
-        PyErr_Clear();
-        Py_RETURN_NONE;
-    }
-    const int good = is_format(&x, 'l') && !((uintptr_t)x.buf % x.itemsize) && PyBuffer_IsContiguous(&x, 'C') && limit >= 0;
+    if (!look(operand, 0, &x) || x.kind != 'l' || !is_whole(&x) || limit < 0) Py_RETURN_NONE;
     /* Seen without their sign, negative numbers are the largest. */
-    const int all = good && !any_from(x.buf, x.len / x.itemsize, limit);
-    PyBuffer_Release(&x);
-    if (good) return PyBool_FromLong(all);
-    Py_RETURN_NONE;
+    return PyBool_FromLong(!any_from((const uint64_t *)x.buf, x.count, limit));
 }
 
 #include "multiply.h"
@@ -378,6 +350,7 @@ static PyMethodDef METHODS[] = {{"call", call, METH_VARARGS, call_doc},
                                 {NULL, NULL, 0, NULL}};
 
 static int add_names(PyObject *module) {
+    if (PyArray_ImportNumPyAPI() < 0) return -1;
     PyObject *names = PyTuple_New(COUNT);
     if (!names) return -1;
     for (Py_ssize_t i = 0; i < COUNT; i++) {

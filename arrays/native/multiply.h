@@ -10,7 +10,7 @@
 #define SMALL_PRODUCT (1 << 19) /* products of numbers; below, handing the interpreter to others costs more than they gain */
 
 /* The matrix of a buffer in its last two dimensions, in elements; 0 where neither rows nor columns lie together. */
-static int is_matrix(const Py_buffer *v, ptrdiff_t *down, ptrdiff_t *along) {
+static int is_matrix(const View *v, ptrdiff_t *down, ptrdiff_t *along) {
     const int d = v->ndim - 2;
     for (int i = 0; i < v->ndim; i++)
         if (v->strides[i] % v->itemsize) return 0;
@@ -19,12 +19,12 @@ static int is_matrix(const Py_buffer *v, ptrdiff_t *down, ptrdiff_t *along) {
 }
 
 /* The first byte of a buffer and the one after its last. */
-static void extent(const Py_buffer *v, const char **first, const char **end) {
+static void extent(const View *v, const char **first, const char **end) {
     *first = v->buf, *end = *first + v->itemsize;
     for (int i = 0; i < v->ndim; i++) *(v->strides[i] < 0 ? first : end) += (v->shape[i] - 1) * v->strides[i];
 }
 
-static int overlap(const Py_buffer *v, const Py_buffer *w) {
+static int overlap(const View *v, const View *w) {
     const char *a, *b, *c, *d;
     extent(v, &a, &b);
     extent(w, &c, &d);
@@ -39,12 +39,11 @@ static int pays(const Product *job, Py_ssize_t bytes) {
 }
 
 /* Whether out = x @ y is such a product: the same matrices in the same batches, nothing empty, and the result's rows without gaps. */
-static int is_product(const Py_buffer *x, const Py_buffer *y, const Py_buffer *out, Product *job) {
+static int is_product(const View *x, const View *y, const View *out, Product *job) {
     const int d = x->ndim - 2;
     if (d < 0 || d > MOST_BATCHES || y->ndim != x->ndim || out->ndim != x->ndim) return 0;
-    if (!(is_format(x, 'f') || is_format(x, 'd')) || !is_format(y, x->format[0]) || !is_format(out, x->format[0])) return 0;
-    if ((uintptr_t)x->buf % x->itemsize || (uintptr_t)y->buf % y->itemsize || (uintptr_t)out->buf % out->itemsize) return 0;
-    if (!x->len || !y->len || !out->len || overlap(x, out) || overlap(y, out)) return 0;
+    if ((x->kind != 'f' && x->kind != 'd') || y->kind != x->kind || out->kind != x->kind) return 0;
+    if (!x->count || !y->count || !out->count || overlap(x, out) || overlap(y, out)) return 0;
     for (int i = 0; i < d; i++)
         if (x->shape[i] != y->shape[i] || x->shape[i] != out->shape[i]) return 0;
     job->m = x->shape[d], job->k = x->shape[d + 1], job->n = y->shape[d + 1];
@@ -61,7 +60,7 @@ static int is_product(const Py_buffer *x, const Py_buffer *y, const Py_buffer *o
 
 typedef void (*Multiply)(const Product *, const void *, const void *, void *, void *);
 
-static void multiply_all(const Product *job, Multiply multiply, const Py_buffer *x, const Py_buffer *y, const Py_buffer *out, void *room) {
+static void multiply_all(const Product *job, Multiply multiply, const View *x, const View *y, const View *out, void *room) {
     const int d = x->ndim - 2;
     Py_ssize_t at[MOST_BATCHES] = {0};
     const char *a = x->buf, *b = y->buf;
@@ -94,34 +93,22 @@ static PyObject *product(PyObject *Py_UNUSED(module), PyObject *args) {
                       : widest >= 32 && __builtin_cpu_supports("x86-64-v3") ? 3
                                                                             : 0;
     if (!level) Py_RETURN_NONE;
-    Py_buffer views[3];
-    int taken = 0, good = 1, raised = 0;
-    for (; taken < 3; taken++)
-        if (PyObject_GetBuffer(operands[taken], &views[taken], taken == 2 ? PyBUF_RECORDS : PyBUF_RECORDS_RO) < 0) {
-            PyErr_Clear();
-            good = 0;
-            break;
-        }
+    View x, y, out;
     Product job;
-    if (good && (good = is_product(&views[0], &views[1], &views[2], &job))) {
-        const int single = views[0].itemsize == sizeof(float);
-        const Multiply multiply = single ? (level == 4 ? multiply_v4_f32 : multiply_v3_f32) : level == 4 ? multiply_v4_f64 : multiply_v3_f64;
+    if (look(operands[0], 0, &x) && look(operands[1], 0, &y) && look(operands[2], 1, &out) && is_product(&x, &y, &out, &job)) {
+        const Multiply multiply = x.kind == 'f' ? (level == 4 ? multiply_v4_f32 : multiply_v3_f32) : level == 4 ? multiply_v4_f64 : multiply_v3_f64;
         const ptrdiff_t deep = job.k < DEEP ? job.k : DEEP, columns = job.direct ? 0 : job.n < BLOCK ? job.n : BLOCK;
-        char *room = PyMem_RawMalloc((DEEP * MOST_STRIP + deep * (columns + MOST_PANEL)) * views[0].itemsize + LINE);
-        if (!room) {
-            while (taken--) PyBuffer_Release(&views[taken]);
-            return PyErr_NoMemory();
-        }
-        PyThreadState *state = views[2].len / views[2].itemsize * job.k < SMALL_PRODUCT ? NULL : PyEval_SaveThread();
+        char *room = PyMem_RawMalloc((DEEP * MOST_STRIP + deep * (columns + MOST_PANEL)) * x.itemsize + LINE);
+        if (!room) return PyErr_NoMemory();
+        PyThreadState *state = out.count * job.k < SMALL_PRODUCT ? NULL : PyEval_SaveThread();
         feclearexcept(FE_ALL_EXCEPT);
         /* A vector that lies in two lines takes two reads: a tenth of the time. */
-        multiply_all(&job, multiply, &views[0], &views[1], &views[2], room + LINE - (uintptr_t)room % LINE);
-        raised = fetestexcept(FE_ALL_EXCEPT);
+        multiply_all(&job, multiply, &x, &y, &out, room + LINE - (uintptr_t)room % LINE);
+        const int raised = fetestexcept(FE_ALL_EXCEPT);
         if (state) PyEval_RestoreThread(state);
         PyMem_RawFree(room);
+        return heard_of(raised);
     }
-    while (taken--) PyBuffer_Release(&views[taken]);
-    if (good) return heard_of(raised);
 #endif
     Py_RETURN_NONE;
 }

@@ -34,7 +34,7 @@ static void stream_end(void) {}
 
 /* Whether `from` can be copied to `to` in runs of bytes that lie together in both; how long the runs are, and over how many
    dimensions they repeat. */
-static int stream_layout(const Py_buffer *to, const Py_buffer *from, size_t *run, int *outer) {
+static int stream_layout(const View *to, const View *from, size_t *run, int *outer) {
     if (to->ndim != from->ndim || to->ndim > STREAM_DIMENSIONS || to->itemsize != from->itemsize) return 0;
     for (int d = 0; d < to->ndim; d++)
         if (to->shape[d] != from->shape[d]) return 0;
@@ -48,7 +48,7 @@ static int stream_layout(const Py_buffer *to, const Py_buffer *from, size_t *run
     return 1;
 }
 
-static void stream_copy(const Py_buffer *to, const Py_buffer *from, size_t run, int outer) {
+static void stream_copy(const View *to, const View *from, size_t run, int outer) {
     Py_ssize_t at[STREAM_DIMENSIONS] = {0};
     char *t = to->buf;
     const char *f = from->buf;
