@@ -47,16 +47,18 @@ def product(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> np.n
 
     ``out``, where it is given, is memory without gaps that neither operand has.
     """
-    nx, ny = x.ndim, y.ndim
-    if nx < 2 or ny < 2 or x.dtype.num != y.dtype.num or x.size * y.shape[ny - 1] < _WORTH_A_LOOK:
+    left, right, dtype = x.shape, y.shape, x.dtype
+    nx, ny = len(left), len(right)
+    alike = dtype is y.dtype or dtype.num == y.dtype.num
+    if nx < 2 or ny < 2 or not alike or x.size * right[ny - 1] < _WORTH_A_LOOK:
         return np.matmul(x, y) if out is None else np.matmul(x, y, out)
-    if ny == 2 < nx and x.flags.c_contiguous and x.shape[nx - 1] == y.shape[0]:
+    if ny == 2 < nx and x.flags.c_contiguous and left[nx - 1] == right[0]:
         # One product over all rows. NumPy asks for one for each matrix of the stack, and each prepares the right operand anew.
-        lead = x.shape[: nx - 1]
+        lead = left[: nx - 1]
         if out is None:
-            out = fresh((*lead, y.shape[1]), x.dtype)
+            out = fresh((*lead, right[1]), dtype)
         rows = math.prod(lead)
-        product(x.reshape(rows, x.shape[nx - 1]), y, out.reshape(rows, y.shape[1]))
+        product(x.reshape(rows, right[0]), y, out.reshape(rows, right[1]))
         return out
     found = native.matmul(x, y, out)
     if found is not NotImplemented:

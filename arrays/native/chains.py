@@ -17,7 +17,7 @@ from ..program import Entry, Program
 from . import AVAILABLE, _kernels
 from .calls import STEPS
 
-MOST_LOCALS, MOST_SLOTS = 6, 24  # as in module.c
+MOST_LOCALS, MOST_SLOTS = (_kernels.MOST_LOCALS, _kernels.MOST_SLOTS) if _kernels is not None else (0, 0)
 
 _CODES: dict[Op, int] = {OPS[name]: code for code, name in enumerate(STEPS)}
 

@@ -76,6 +76,7 @@ typedef struct {
     int direct;                   /* the right operand is read where it is */
 } Product;
 
+#define NARROWEST 48 /* columns of a product; fewer are too few for a tile */
 #define DEEP 512 /* steps of k, and columns, of a block of the right operand: 768 KiB of float32 at most */
 #define BLOCK 384
 
@@ -349,8 +350,10 @@ static PyMethodDef METHODS[] = {{"call", call, METH_VARARGS, call_doc},
                                 {"stream", stream, METH_VARARGS, stream_doc},
                                 {NULL, NULL, 0, NULL}};
 
-static int add_names(PyObject *module) {
-    if (PyArray_ImportNumPyAPI() < 0) return -1;
+static int fill(PyObject *module) {
+    if (PyArray_ImportNumPyAPI() < 0 || PyModule_AddIntMacro(module, MOST_LOCALS) < 0 || PyModule_AddIntMacro(module, MOST_SLOTS) < 0 ||
+        PyModule_AddIntMacro(module, NARROWEST) < 0)
+        return -1;
     PyObject *names = PyTuple_New(COUNT);
     if (!names) return -1;
     for (Py_ssize_t i = 0; i < COUNT; i++) {
@@ -366,7 +369,7 @@ static int add_names(PyObject *module) {
     return failed;
 }
 
-static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, (void *)add_names}, {0, NULL}};
+static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, (void *)fill}, {0, NULL}};
 
 static struct PyModuleDef DEFINITION = {
     .m_base = PyModuleDef_HEAD_INIT,

@@ -34,7 +34,7 @@ static int overlap(const View *v, const View *w) {
 /* Whether it takes less time here than in a BLAS: measured against OpenBLAS 0.3.30 on one core of an Emerald Rapids, for float32 and float64
    (0.5 to 0.95 of its time where this says yes). Larger ones are a BLAS's own business; of narrow ones it copies nothing either. */
 static int pays(const Product *job, Py_ssize_t bytes) {
-    if (job->n < 48 || job->k < 8 || job->k * job->n * bytes > MOST_COPIED) return 0;
+    if (job->n < NARROWEST || job->k < 8 || job->k * job->n * bytes > MOST_COPIED) return 0;
     return job->bc == 1 ? job->m >= 8 : job->ac == 1 && job->m >= 32;
 }
 

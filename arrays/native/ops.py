@@ -32,9 +32,7 @@ def _rows(x: np.ndarray, naxes: int) -> tuple[int, int]:
     return math.prod(x.shape[:cut]), math.prod(x.shape[cut:])
 
 
-_NARROW = 48
-"""Columns of a result that are too few for a tile (see ``pays`` in multiply.h)."""
-
+_NARROWEST = _kernels.NARROWEST if _kernels is not None else 0
 _ALONE = 1 << 18
 """Products of numbers up to which OpenBLAS takes one thread for two matrices."""
 
@@ -46,7 +44,7 @@ def matmul(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> Any:
     """``x @ y`` for stacks of matrices in the same batches, of one dtype."""
     shape, right = x.shape, y.shape
     n, k, ndim = right[-1], shape[-1], len(shape)
-    if n < _NARROW or k != right[-2] or (ndim > 2 and shape[:-2] != right[:-2]) or not _takes(x):
+    if n < _NARROWEST or k != right[-2] or (ndim > 2 and shape[:-2] != right[:-2]) or not _takes(x):
         return NotImplemented
     shares = 1 if shape[-2] * k * n <= _ALONE else threads()
     if shares > 1 and (ndim != 3 or shape[0] < 2 * shares):
