@@ -6,6 +6,7 @@
 #define MOST_COPIED (1 << 20)   /* bytes of a right operand: what stays in a second cache */
 #define MOST_STRIP 16           /* elements, see product.h */
 #define MOST_PANEL 32
+#define SHORT_ROW 1024          /* bytes */
 #define LINE 64                 /* bytes */
 #define SMALL_PRODUCT (1 << 19) /* products of numbers; below, handing the interpreter to others costs more than they gain */
 
@@ -53,8 +54,9 @@ static int is_product(const View *x, const View *y, const View *out, Product *jo
         return 0;
     /* Rows that repeat, or overlap, would be written twice. */
     if (job->m > 1 && job->cr < job->n) return 0;
-    /* Few rows do not pay for a copy. (Of many each step would go to another page, where a row is long.) */
-    job->direct = job->bc == 1 && job->k >= 2 * job->m;
+    /* Few rows do not pay for a copy, nor do many of a short right operand, whose rows lie several to a page: where they are long, each
+       step goes to another. */
+    job->direct = job->bc == 1 && (job->k >= 2 * job->m || job->n * x->itemsize <= SHORT_ROW);
     return pays(job, x->itemsize);
 }
 
@@ -77,6 +79,29 @@ static void multiply_all(const Product *job, Multiply multiply, const View *x, c
         if (i < 0) return;
     }
 }
+
+/* As which processor to multiply: 0 where nothing here knows how. */
+static int level_of(int widest) {
+    return widest >= 64 && __builtin_cpu_supports("x86-64-v4") ? 4 : widest >= 32 && __builtin_cpu_supports("x86-64-v3") ? 3 : 0;
+}
+
+/* out = x @ y. Returns what was raised on the way, -1 where this is no such product, and -2 where there is no memory. */
+static int multiply_views(const View *x, const View *y, const View *out, int level) {
+    Product job;
+    if (!is_product(x, y, out, &job)) return -1;
+    const Multiply multiply = x->kind == 'f' ? (level == 4 ? multiply_v4_f32 : multiply_v3_f32) : level == 4 ? multiply_v4_f64 : multiply_v3_f64;
+    const ptrdiff_t deep = job.k < DEEP ? job.k : DEEP, columns = job.direct ? 0 : job.n < BLOCK ? job.n : BLOCK;
+    char *room = PyMem_RawMalloc((DEEP * MOST_STRIP + deep * (columns + MOST_PANEL)) * x->itemsize + LINE);
+    if (!room) return -2;
+    PyThreadState *state = out->count * job.k < SMALL_PRODUCT ? NULL : PyEval_SaveThread();
+    feclearexcept(FE_ALL_EXCEPT);
+    /* A vector that lies in two lines takes two reads: a tenth of the time. */
+    multiply_all(&job, multiply, x, y, out, room + LINE - (uintptr_t)room % LINE);
+    const int raised = fetestexcept(WARNED_OF);
+    if (state) PyEval_RestoreThread(state);
+    PyMem_RawFree(room);
+    return raised;
+}
 #endif
 
 PyDoc_STRVAR(product_doc, "product(x, y, out, widest=64) -> int | None\n\n"
@@ -89,25 +114,38 @@ static PyObject *product(PyObject *Py_UNUSED(module), PyObject *args) {
     int widest = 64;
     if (!PyArg_ParseTuple(args, "OOO|i", &operands[0], &operands[1], &operands[2], &widest)) return NULL;
 #if HAVE_PRODUCTS
-    const int level = widest >= 64 && __builtin_cpu_supports("x86-64-v4")   ? 4
-                      : widest >= 32 && __builtin_cpu_supports("x86-64-v3") ? 3
-                                                                            : 0;
-    if (!level) Py_RETURN_NONE;
+    const int level = level_of(widest);
     View x, y, out;
-    Product job;
-    if (look(operands[0], 0, &x) && look(operands[1], 0, &y) && look(operands[2], 1, &out) && is_product(&x, &y, &out, &job)) {
-        const Multiply multiply = x.kind == 'f' ? (level == 4 ? multiply_v4_f32 : multiply_v3_f32) : level == 4 ? multiply_v4_f64 : multiply_v3_f64;
-        const ptrdiff_t deep = job.k < DEEP ? job.k : DEEP, columns = job.direct ? 0 : job.n < BLOCK ? job.n : BLOCK;
-        char *room = PyMem_RawMalloc((DEEP * MOST_STRIP + deep * (columns + MOST_PANEL)) * x.itemsize + LINE);
-        if (!room) return PyErr_NoMemory();
-        PyThreadState *state = out.count * job.k < SMALL_PRODUCT ? NULL : PyEval_SaveThread();
-        feclearexcept(FE_ALL_EXCEPT);
-        /* A vector that lies in two lines takes two reads: a tenth of the time. */
-        multiply_all(&job, multiply, &x, &y, &out, room + LINE - (uintptr_t)room % LINE);
-        const int raised = fetestexcept(FE_ALL_EXCEPT);
-        if (state) PyEval_RestoreThread(state);
-        PyMem_RawFree(room);
-        return heard_of(raised);
+    if (level && look(operands[0], 0, &x) && look(operands[1], 0, &y) && look(operands[2], 1, &out)) {
+        const int raised = multiply_views(&x, &y, &out, level);
+        if (raised >= 0) return heard_of(raised);
+        if (raised == -2) return PyErr_NoMemory();
+    }
+#endif
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(matmul_doc, "matmul(x, y) -> array | tuple[array, int] | None\n\n"
+                         "The same with a result of its own; what has happened on the way stands beside it, if anything has.");
+
+static PyObject *matmul(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *left, *right;
+    if (!PyArg_ParseTuple(args, "OO", &left, &right)) return NULL;
+#if HAVE_PRODUCTS
+    const int level = level_of(64);
+    View x, y, to;
+    if (level && look(left, 0, &x) && look(right, 0, &y) && x.ndim >= 2 && x.ndim == y.ndim && x.ndim <= MOST_BATCHES + 2 &&
+        (x.kind == 'f' || x.kind == 'd')) {
+        npy_intp shape[MOST_BATCHES + 2];
+        for (int i = 0; i < x.ndim - 1; i++) shape[i] = x.shape[i];
+        shape[x.ndim - 1] = y.shape[x.ndim - 1];
+        PyObject *out = PyArray_SimpleNew(x.ndim, shape, x.kind == 'f' ? NPY_FLOAT : NPY_DOUBLE);
+        if (!out) return NULL;
+        const int raised = look(out, 1, &to) ? multiply_views(&x, &y, &to, level) : -1;
+        if (!raised) return out;
+        if (raised > 0) return Py_BuildValue("NN", out, heard_of(raised));
+        Py_DECREF(out);
+        if (raised == -2) return PyErr_NoMemory();
     }
 #endif
     Py_RETURN_NONE;

@@ -42,18 +42,24 @@ _STEPS = 32
 
 def matmul(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> Any:
     """``x @ y`` for stacks of matrices in the same batches, of one dtype."""
-    shape, right = x.shape, y.shape
-    n, k, ndim = right[-1], shape[-1], len(shape)
-    if n < _NARROWEST or k != right[-2] or (ndim > 2 and shape[:-2] != right[:-2]) or not _takes(x):
+    if _kernels is None:
         return NotImplemented
-    shares = 1 if shape[-2] * k * n <= _ALONE else threads()
-    if shares > 1 and (ndim != 3 or shape[0] < 2 * shares):
-        return NotImplemented  # of one product a BLAS gives each thread a part
-    if out is None:
-        out = np.empty((*shape[:-1], n), x.dtype)
-    if shares == 1:
+    several = threads()
+    if several > 1:
+        shape, right = x.shape, y.shape
+        n = right[-1]
+        if shape[-2] * shape[-1] * n > _ALONE:
+            if len(shape) != 3 or shape[0] < 2 * several or n < _NARROWEST or shape[:-2] != right[:-2]:
+                return NotImplemented  # of one product a BLAS gives each thread a part
+            if out is None:
+                out = np.empty((*shape[:-1], n), x.dtype)
+            return out if _shared_stacks(x, y, out) else NotImplemented
+    if out is not None:
         return out if is_taken(_kernels.product(x, y, out)) else NotImplemented
-    return out if _shared_stacks(x, y, out) else NotImplemented
+    found = _kernels.matmul(x, y)
+    if found is None or type(found) is np.ndarray:
+        return NotImplemented if found is None else found
+    return found[0] if is_taken(found[1]) else NotImplemented
 
 
 def _shared_stacks(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> bool:

@@ -172,6 +172,62 @@ def test_what_is_left_to_numpy() -> None:
 
 @in_c
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_result_of_its_own_has_the_same_bits(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    for left, right in (((40, 30), (30, 60)), ((3, 2, 40, 30), (3, 2, 30, 60)), ((40, 30), (60, 30))):
+        x, y = rng.standard_normal(left).astype(dtype), rng.standard_normal(right).astype(dtype)
+        y = y.T if right == (60, 30) else y
+        given = np.empty((*left[:-1], 60), dtype)
+        assert native._kernels.product(x, y, given) == 0
+        own = native._kernels.matmul(x, y)
+        assert (own.shape, own.dtype, own.flags.c_contiguous, own.flags.owndata) == (given.shape, dtype, True, True)
+        np.testing.assert_array_equal(own, given)
+    x[3, 4] = math.inf
+    y[4] = 0
+    own, raised = native._kernels.matmul(x, y)
+    assert raised == 1
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(own, x @ y)
+
+
+@in_c
+def test_what_has_no_result_of_its_own() -> None:
+    x = np.ones((64, 64))
+    for a, b in (
+        (x, x.astype(np.float32)),
+        (x, np.ones((63, 64))),
+        (x, np.ones((64, 40))),
+        (x[0], x),
+        (x[None], x),
+        (np.ones((2, 64, 64)), np.ones((3, 64, 64))),
+        (x.astype(np.int64), x.astype(np.int64)),
+        (x[:0], x),
+        (np.ones((1,) * 9 + (64, 64)), np.ones((1,) * 9 + (64, 64))),
+        (x.tolist(), x),
+        (np.float64(1.0), x),
+    ):
+        assert native._kernels.matmul(a, b) is None
+
+
+@in_c
+@pytest.mark.parametrize("several", [1, 4])
+def test_refusals_and_warnings_are_the_same_for_one_thread_and_several(
+    several: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "threads", lambda: several)
+    x = np.ones((70, 70))
+    x[5] = math.inf
+    for a, b in ((x, x), (x[:, :3], x[:3]), (np.stack([x] * 9), np.stack([x] * 9))):
+        np.testing.assert_array_equal(product(a, b), np.matmul(a, b))
+    with pytest.warns(RuntimeWarning, match="invalid value"):
+        product(x, np.zeros((70, 70)))
+    for a, b in ((x, x[:60]), (np.stack([x] * 9), np.stack([x[:60]] * 9)), (np.stack([x] * 9), np.stack([x] * 8))):
+        with pytest.raises(ValueError, match="mismatch|could not be broadcast"):
+            product(a, b)
+
+
+@in_c
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_infinities_are_warned_of_as_numpy_does(dtype: Any) -> None:
     x, y = np.ones((70, 64), dtype), np.ones((64, 70), dtype)
     x[5, 7], y[7, 3] = math.inf, 0
