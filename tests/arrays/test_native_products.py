@@ -218,11 +218,12 @@ def test_refusals_and_warnings_are_the_same_for_one_thread_and_several(
     x = np.ones((70, 70))
     x[5] = math.inf
     for a, b in ((x, x), (x[:, :3], x[:3]), (np.stack([x] * 9), np.stack([x] * 9))):
-        np.testing.assert_array_equal(product(a, b), np.matmul(a, b))
+        with np.errstate(invalid="ignore"):  # where rows are infinite, OpenBLAS may say so of places that it fills
+            np.testing.assert_array_equal(product(a, b), np.matmul(a, b))
     with pytest.warns(RuntimeWarning, match="invalid value"):
         product(x, np.zeros((70, 70)))
     for a, b in ((x, x[:60]), (np.stack([x] * 9), np.stack([x[:60]] * 9)), (np.stack([x] * 9), np.stack([x] * 8))):
-        with pytest.raises(ValueError, match="mismatch|could not be broadcast"):
+        with pytest.raises(ValueError, match=r"mismatch|could not be broadcast"):
             product(a, b)
 
 
