@@ -21,13 +21,26 @@ from setuptools.command.build_ext import build_ext
 COMPILED = {
     "meshtape.arrays": (
         "arrays",
-        ("_core", "_dispatch", "_direct", "_op", "_operators", "losses", "products", "reductions", "tree"),
+        (
+            "_core",
+            "_dispatch",
+            "_direct",
+            "_op",
+            "_operators",
+            "losses",
+            "products",
+            "reductions",
+            "tree",
+            "elementwise",
+            "cross_entropy",
+        ),
     ),
     "meshtape.arrays.native": ("arrays/native", ("broadcasts", "calls", "ops")),
     "meshtape.autodiff": (
         "autodiff",
         ("recipe", "recording", "backward", "executable", "gradients", "signature", "tape"),
     ),
+    "meshtape.autodiff.rules": ("autodiff/rules", ("structure", "softmax", "reductions", "elementwise")),
     "meshtape.parallel": ("parallel", ("executor", "rounds")),
     "meshtape.parallel.transports": ("parallel/transports", ("frames", "group", "links", "pieces", "slots", "waiting")),
 }

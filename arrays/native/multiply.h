@@ -6,7 +6,6 @@
 #define MOST_COPIED (1 << 20)   /* bytes of a right operand: what stays in a second cache */
 #define MOST_STRIP 16           /* elements, see product.h */
 #define MOST_PANEL 32
-#define SHORT_ROW 1024          /* bytes */
 #define LINE 64                 /* bytes */
 #define SMALL_PRODUCT (1 << 19) /* products of numbers; below, handing the interpreter to others costs more than they gain */
 
@@ -54,9 +53,8 @@ static int is_product(const View *x, const View *y, const View *out, Product *jo
         return 0;
     /* Rows that repeat, or overlap, would be written twice. */
     if (job->m > 1 && job->cr < job->n) return 0;
-    /* Few rows do not pay for a copy, nor do many of a short right operand, whose rows lie several to a page: where they are long, each
-       step goes to another. */
-    job->direct = job->bc == 1 && (job->k >= 2 * job->m || job->n * x->itemsize <= SHORT_ROW);
+    /* Few rows do not pay for a copy. (Of many each step would go to another page, where a row is long.) */
+    job->direct = job->bc == 1 && job->k >= 2 * job->m;
     return pays(job, x->itemsize);
 }
 

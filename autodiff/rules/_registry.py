@@ -25,6 +25,7 @@ Convention for complex numbers (that of PyTorch): the cotangent of ``z`` is the 
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ def defvjp(op: Op, **by_operand: Callable[..., Any]) -> None:
     for name, fn in by_operand.items():
         position = op.operands.index(name)
         # The name appears in tracebacks: "vjp_multiply_x" says more than "<lambda>".
-        if fn is not same:
+        if isinstance(fn, types.FunctionType) and fn is not same:  # the code of a compiled one has no name to change
             fn.__name__ = f"vjp_{op.name}_{name}"
             fn.__code__ = fn.__code__.replace(co_name=fn.__name__)
         each[position], needs[position] = fn, _needs(op, fn)
