@@ -29,17 +29,19 @@ def known_workers(client: Client) -> dict[str, Any]:
     ClusterError
         When the scheduler does not answer.
     """
-
-    async def identity() -> dict[str, Any]:
-        try:
-            return await client.scheduler.identity(n_workers=-1)
-        except OSError:  # a connection that was kept may have been closed on the other side: the next one is new
-            return await client.scheduler.identity(n_workers=-1)
-
     try:
-        return client.sync(identity)["workers"]
+        return client.sync(_there, client)
     except OSError as e:
         raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {e}") from None
+
+
+async def _there(client: Client) -> dict[str, Any]:
+    """The same, on the client's event loop."""
+    try:
+        answer = await client.scheduler.identity(n_workers=-1)
+    except OSError:  # a connection that was kept may have been closed on the other side: the next one is new
+        answer = await client.scheduler.identity(n_workers=-1)
+    return answer["workers"]
 
 
 def silent(client: Client, addresses: Sequence[str]) -> list[str]:
@@ -66,7 +68,7 @@ async def while_present(client: Client, address: str, call: Coroutine[Any, Any, 
     answer = asyncio.ensure_future(call)
     try:
         while not (await asyncio.wait([answer], timeout=LOOK))[0]:
-            if address not in (await client.scheduler.identity(n_workers=-1))["workers"]:
+            if address not in await _there(client):
                 return None
         return answer.result()
     finally:
@@ -128,7 +130,7 @@ def give_plugin(client: Client, plugin: WorkerPlugin) -> Exception | None:
         patience = 2 * settings.number("timeouts.silence")
         try:
             while not (await asyncio.wait([task], timeout=patience))[0]:
-                there = list((await client.scheduler.identity(n_workers=-1))["workers"])
+                there = list(await _there(client))
                 if not all(await asyncio.gather(*(_answers(client, a) for a in there))):
                     return None
             return task.exception()
