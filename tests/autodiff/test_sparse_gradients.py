@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ KEPT = {
 }
 OTHER = {
     "sum": lambda g: g.sum(),
+    "mean, a sum": mt.mean,
     "sum of an axis": lambda g: g.sum(axis=0),
     "sum that keeps dimensions": lambda g: mt.sum(g, axis=(0, 1), keepdims=True),
     "p - g": lambda g: P - g,
@@ -100,6 +102,18 @@ def test_every_op_sees_the_same_array(name: str, read: str) -> None:
     tolerance = 1e-12 if "sum" in name else 0.0
     np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=tolerance, atol=tolerance)
     np.testing.assert_array_equal(np.asarray(g), np.asarray(dense))
+
+
+@pytest.mark.parametrize("total", [mt.sum, mt.mean])
+def test_a_sum_of_everything_reads_what_is_kept_alone(
+    total: Callable[[mt.Array], mt.Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g, dense = sparse_and_dense()
+    expected = np.asarray(total(dense))
+    with monkeypatch.context() as m:
+        m.setattr(IndexSum, "concrete", lambda self: pytest.fail("made dense"))
+        got = total(g)
+    np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-12)
 
 
 def test_the_protocols_of_an_array() -> None:
