@@ -1,0 +1,117 @@
+"""Every op on a GPU against the CPU: values, shapes, dtypes and errors, forward and backward, in every dtype that the op takes."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.arrays._dispatch import apply
+
+for _folder in ("autodiff", "arrays"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
+
+from derivative_samples import SAMPLES as DERIVATIVES
+from test_shape_rules import SAMPLES as CALLS
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = [np.dtype(t) for t in (np.float64, np.float32, np.float16)] + [BFLOAT16]
+OTHERS = [np.dtype(t) for t in (np.complex64, np.int8, np.uint64, np.bool_)]
+# Factors of a decomposition have no unique signs; what is on the last places of an op that amplifies errors differs too.
+PHASES = {"eig", "eigh", "svd", "qr", "eigvals"}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2, "complex64": 1e-4, "complex128": 1e-9}
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and (x.dtype.kind in "fc" or x.dtype == BFLOAT16)
+
+
+def recast(x: Any, dtype: np.dtype) -> Any:
+    """Floats and complex numbers in another dtype; complex ones stay complex."""
+    if not is_float(x) or (x.dtype.kind == "c" and dtype.kind != "c"):
+        return x.astype(np.complex64) if is_float(x) and dtype != np.float64 else x
+    with np.errstate(all="ignore"):
+        return x.astype(dtype)
+
+
+def outcome(call: Callable[..., Any], args: tuple[Any, ...], device: str) -> Any:
+    """What the call gives there: a list of arrays, or the error it raises."""
+    with mt.use_device(device), warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            out = call(*(mt.asarray(a) if isinstance(a, np.ndarray) else a for a in args))
+        except Exception as e:
+            return e
+        return [o for o in mt.tree.flatten(out)[0] if isinstance(o, mt.Array)]
+
+
+def differences(name: str, call: Callable[..., Any], args: tuple[Any, ...], values: bool = True) -> Iterator[str]:
+    what = f"{name}({', '.join(f'{a.dtype}{list(a.shape)}' if isinstance(a, np.ndarray) else repr(a) for a in args)})"
+    want, got = outcome(call, args, "cpu"), outcome(call, args, "cuda:0")
+    if isinstance(want, Exception) or isinstance(got, Exception):
+        if type(want) is not type(got):
+            yield f"{what}: {_said(got)}, on the CPU {_said(want)}"
+        return
+    for k, (g, w) in enumerate(zip(got, want, strict=True)):
+        if (str(g.device), g.dtype, g.shape) != ("cuda:0", w.dtype, w.shape):
+            yield f"{what}: result {k} is {g.dtype}{list(g.shape)} on {g.device}, on the CPU {w.dtype}{list(w.shape)}"
+        elif values and (wrong := _apart(g.numpy(), w.numpy())):
+            yield f"{what}: result {k}: {wrong}"
+
+
+def _said(x: Any) -> str:
+    return f"{type(x).__name__}: {str(x)[:300]}" if isinstance(x, Exception) else "a result"
+
+
+def _apart(g: np.ndarray, w: np.ndarray) -> str:
+    if w.dtype.name not in TOLERANCE:
+        return "" if np.array_equal(g, w) else f"{g.ravel()[:6]} for {w.ravel()[:6]}"
+    tolerance = TOLERANCE[w.dtype.name]
+    wide = np.complex128 if w.dtype.kind == "c" else np.float64
+    g, w = g.astype(wide), w.astype(wide)
+    bound = tolerance * max(1.0, float(np.abs(w[np.isfinite(w)]).max(initial=0)))
+    with np.errstate(all="ignore"):
+        near = (np.abs(g - w) <= bound) | (g == w) | (np.isnan(g) & np.isnan(w))
+    return "" if near.all() else f"{g[~near][:4]} for {w[~near][:4]}, {int((~near).sum())} of {near.size}"
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_calls(name: str) -> None:
+    found, seen = [], set()
+    for args, params in CALLS[name]:
+        for dtype in [None, *FLOATS, *OTHERS]:
+            cast = args if dtype is None else tuple(recast(a, dtype) for a in args)
+            key = repr([(a.shape, a.dtype) if isinstance(a, np.ndarray) else a for a in cast]) + repr(params)
+            if key in seen:
+                continue
+            seen.add(key)
+            found += differences(name, lambda *xs, p=params: apply(mt.OPS[name], xs, p), cast, name not in PHASES)
+    assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
+
+
+def pulled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Values and cotangents of a call, the seed a fixed wave."""
+
+    def call(*args: Any) -> Any:
+        values, pull = mt.vjp(lambda *xs: [o for o in mt.tree.flatten(fn(*xs))[0] if isinstance(o, mt.Array)], *args)
+        waves = [np.cos(np.arange(v.size) * 0.7).reshape(v.shape) for v in values]
+        return values, pull([mt.asarray(w.astype(v.dtype)) for w, v in zip(waves, values, strict=True)])
+
+    return call
+
+
+@pytest.mark.parametrize("name", sorted(DERIVATIVES))
+def test_derivatives(name: str) -> None:
+    found = []
+    for fn, args in DERIVATIVES[name]:
+        for dtype in FLOATS:
+            cast = tuple(recast(np.asarray(a), dtype) for a in args)
+            found += differences(name, pulled(fn), cast)
+    assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
