@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as _np
 
-from . import errors, fft, linalg, nn, random, tree
+from . import errors, fft, linalg, nn, numpy_protocol, random, tree
 from ._array import Array
 from ._op import OPS, Op
 from .batch_norms import batch_norm

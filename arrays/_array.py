@@ -108,7 +108,8 @@ class Array(Value, Methods, Protocols):
         return buf.concrete() if isinstance(buf, Deferred) else backend_of(buf).to_host(buf)
 
     def numpy(self) -> np.ndarray:
-        """A NumPy copy of the value, which belongs to the caller."""
+        """A NumPy copy of the value, which belongs to the caller. Raises :class:`GradientError` where a tape watches the array."""
+        refuse_watched("numpy", self)
         return np.array(self._concrete())
 
     def to_numpy(self) -> np.ndarray:
@@ -160,7 +161,7 @@ class Array(Value, Methods, Protocols):
             raise DeviceError("[to_device] meshtape copies on the current stream; pass stream=None")
         target = device(name)
         if isinstance(self._buf, Deferred) or self.device != target:
-            refuse_watched("to_device", self)
+            refuse_watched("to_device", self, "move it before tape.watch(...)")
         if isinstance(self._buf, Deferred):
             return wrap(np.array(self._concrete())).to_device(target)
         if self.device == target:
@@ -180,6 +181,7 @@ class Array(Value, Methods, Protocols):
         return self.__copy__()
 
     def __reduce__(self) -> Any:
+        refuse_watched("pickle", self)
         return _unpickle, (np.array(self._concrete()),)
 
     # ----- display ----------------------------------------------------------------------------------------------------
@@ -204,6 +206,7 @@ class Array(Value, Methods, Protocols):
         >>> x.to_dask().chunks
         ((3, 2),)
         """
+        refuse_watched("to_dask", self)
         if isinstance(self._buf, Deferred):
             return self._buf.dask()
         import dask.array as da

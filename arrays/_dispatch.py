@@ -16,7 +16,7 @@ import numpy as np
 
 from ._core import COMPILED, Now, Value
 from ._op import NO_PARAMS, Op, state
-from .errors import DeviceError, DTypeError, GradientError, LinAlgError, MeshtapeError, OutOfMemory
+from .errors import DeviceError, DTypeError, GradientError, LinAlgError, MeshtapeError, OutOfMemory, TracedValueError
 from .program import Const, Program, ShapeDtype, Site
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Deferred:
     dtype: np.dtype
     host: ProgramHost | None
     priority = 0
+    traced = False  # whether it only stands for a value that is not known yet
 
     @property
     def ndim(self) -> int:
@@ -272,12 +273,46 @@ def coerce(op: Op, a: Any) -> Any:
     raise DTypeError(f"[{op.name}] cannot take {t.__module__}.{t.__qualname__}: pass an Array or a Python number")
 
 
-def refuse_watched(what: str, x: Array) -> None:
+def is_watched(x: Array) -> bool:
+    """Whether a tape of this thread would record a call on ``x``."""
+    return any(r.watches(x) for r in state.recorders)
+
+
+def has_history(x: Any) -> bool:
+    """Whether reading the numbers of ``x`` would lose what it was computed from: a recorder watches it, or it is traced.
+
+    While a function is traced that holds for every array: one of the closure is a value of the program too.
+    """
+    if type(x) is not _array_type:
+        return False
+    if isinstance(x._buf, Deferred) and x._buf.traced:
+        return True
+    return any(r.watches(x) or getattr(r, "lifts", False) for r in state.now.recorders)
+
+
+def refuse_watched(what: str, x: Array, instead: str = "pass mt.stop_gradient(x) if it is to be a constant") -> None:
     """Raise where a tape watches ``x`` and ``what`` would cut its gradient off in silence."""
-    if any(r.watches(x) for r in state.recorders):
+    if is_watched(x):
         raise GradientError(
-            f"[{what}] has no derivative, and a tape watches this array (shape {x.shape}): move it before tape.watch(...)"
+            f"[{what}] a tape watches this array (shape {tuple(x.shape)}), and what comes out would have no gradient: {instead}"
         )
+
+
+def refuse_history(what: str, x: Array, instead: str = "use a function of meshtape") -> None:
+    """:func:`refuse_watched`, of traced arrays too."""
+    if has_history(x):
+        refuse_watched(what, x, f"{instead}, or pass mt.stop_gradient(x) if it is to be a constant")
+        raise TracedValueError(
+            f"[{what}] takes values, and this array (shape {tuple(x.shape)}) only stands for one while the function is traced: "
+            f"{instead}, or call it outside of the function"
+        )
+
+
+def as_number(name: str, what: str, value: Any) -> float:
+    """A parameter that is one number. Raises where it is an array whose history would be lost: the op has no derivative by it."""
+    if type(value) is _array_type:
+        refuse_history(name, value, f"{what} is a number without a derivative")
+    return float(value)
 
 
 def call_site(depth: int = 2) -> Site | None:

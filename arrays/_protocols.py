@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._dispatch import Deferred
+from ._dispatch import Deferred, refuse_watched
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -19,15 +19,11 @@ class Protocols:
 
     __slots__ = ()
 
-    # NumPy would otherwise take `ndarray + Array` apart element by element.
-    __array_ufunc__ = None
+    # (``__array_ufunc__`` and ``__array_function__`` come from numpy_protocol, which needs the functions that need this class.)
     __array_priority__ = 1000
 
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """NumPy's functions see NumPy's arrays, and give such."""
-        return func(*map(_as_numpy, args), **{k: _as_numpy(v) for k, v in kwargs.items()})
-
     def __array__(self: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        refuse_watched("asarray", self)
         host = self._concrete()
         if copy is False and (not isinstance(self._buf, np.ndarray) or (dtype is not None and host.dtype != dtype)):
             raise ValueError(
@@ -64,6 +60,7 @@ class Protocols:
         """
         from ._dlpack import export
 
+        refuse_watched("__dlpack__", self)
         buf = self._concrete() if isinstance(self._buf, Deferred) else self._buf
         if not isinstance(buf, np.ndarray):
             extra = {} if copy is None else {"copy": copy}
@@ -92,17 +89,9 @@ class Protocols:
         buf = self._buf
         if isinstance(buf, np.ndarray | Deferred):
             raise AttributeError(f"__cuda_array_interface__: the array is on {self.device}")  # noqa: TRY004  hasattr is how it is asked for
+        refuse_watched("__cuda_array_interface__", self)
         # The consumer holds this Array, not the buffer: a later write must not take the buffer for its own.
         self._buf = buf.view()
         interface = dict(self._buf.__cuda_array_interface__)
         interface["data"] = (interface["data"][0], True)
         return interface
-
-
-def _as_numpy(value: Any) -> Any:
-    """An argument of a function of NumPy with every Array in it as a (read-only) NumPy array."""
-    if isinstance(value, Protocols):
-        return np.asarray(value)
-    if type(value) in (list, tuple):
-        return type(value)(map(_as_numpy, value))
-    return value

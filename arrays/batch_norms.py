@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ._dispatch import apply
+from ._dispatch import apply, as_number
 from ._op import Op, composite
 from ._rows import BLOCK
 from .channel_norms import image, infer_affine, parameter, spread
@@ -267,7 +267,7 @@ def batch_norm(
     old_var = parameter("batch_norm", "running_var", running_var, x, axis, 1.0)
     w = parameter("batch_norm", "weight", weight, x, axis, 1.0)
     b = parameter("batch_norm", "bias", bias, x, axis, 0.0)
-    params = {"axis": axis, "eps": float(eps)}
+    params = {"axis": axis, "eps": as_number("batch_norm", "eps", eps)}
     count = x.size // max(x.shape[axis], 1)
     if not training or count == 0:  # of a batch of nothing nothing is learnt
         return BatchNorm(apply(BATCH_NORM_INFERENCE, (x, old_mean, old_var, w, b), params), old_mean, old_var)

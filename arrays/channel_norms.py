@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._dispatch import apply
+from ._dispatch import apply, as_number
 from ._op import Op, composite
 from ._rows import row_blocks, row_sums
 from .errors import DTypeError, ShapeError
@@ -238,7 +238,9 @@ def group_norm(
         raise ShapeError(f"[group_norm] {num_groups} groups do not divide the {c} channels of x {x.shape}")
     w = parameter("group_norm", "weight", weight, x, axis, 1.0)
     b = parameter("group_norm", "bias", bias, x, axis, 0.0)
-    return apply(GROUP_NORM, (x, w, b), {"num_groups": int(num_groups), "axis": axis, "eps": float(eps)})
+    return apply(
+        GROUP_NORM, (x, w, b), {"num_groups": int(num_groups), "axis": axis, "eps": as_number("group_norm", "eps", eps)}
+    )
 
 
 @composite("instance_norm")
@@ -259,4 +261,4 @@ def instance_norm(
     b = parameter("instance_norm", "bias", bias, x, axis, 0.0)
     if c == 0:
         return x + 0.0
-    return apply(GROUP_NORM, (x, w, b), {"num_groups": c, "axis": axis, "eps": float(eps)})
+    return apply(GROUP_NORM, (x, w, b), {"num_groups": c, "axis": axis, "eps": as_number("instance_norm", "eps", eps)})

@@ -9,14 +9,14 @@ import numpy as np
 
 from ._array import Array
 from ._backends import backend_for
-from ._dispatch import Deferred, wrap
+from ._dispatch import Deferred, has_history, refuse_history, wrap
 from ._dlpack import read
 from ._infer import as_shape
 from ._op import state
 from .devices import CPU, Device, default_device, device
 from .dtypes import OWN, as_dtype, check_cast, float64
 from .errors import DTypeError, OutOfMemory, ShapeError
-from .nested import has_history, holds_history, ramp, repeated, stacked
+from .nested import holds_history, ramp, repeated, stacked
 from .pool import copied
 
 
@@ -250,6 +250,8 @@ def arange(
     """
     if stop is None:
         start, stop = 0, start
+    for v in (start, stop, step):
+        refuse_history("arange", v, "write start + step * mt.arange(n)")
     return _place(np.arange(start, stop, step, None if dtype is None else as_dtype(dtype, "arange")), device)
 
 
@@ -272,6 +274,7 @@ def linspace(
     wanted = None if dtype is None else as_dtype(dtype, "linspace")
     if has_history(start) or has_history(stop):
         return asarray(ramp(start, stop, num, endpoint, wanted), device=device)
+    start, stop = (np.asarray(v) if isinstance(v, Array) else v for v in (start, stop))
     return _place(np.linspace(start, stop, num, endpoint=endpoint, dtype=wanted), device)
 
 

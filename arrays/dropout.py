@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _recipes as recipes
-from ._dispatch import apply
+from ._dispatch import apply, as_number
 from ._op import Op, composite
 from ._philox import draw
 from ._rows import wide as _wide
@@ -101,7 +101,7 @@ def _prepared(name: str, x: Array, rate: float, key: Any) -> tuple[Array, dict[s
         raise ValueError(f"[{name}] needs a key: key=mt.random.key(seed), another one for each call")
     if x.dtype.kind in "biu":
         raise DTypeError(f"[{name}] x must be floating, got {x.dtype.name}")
-    return as_key(name, key), {"rate": float(rate), "offset": (0,) * x.ndim, "global_shape": x.shape}
+    return as_key(name, key), {"rate": as_number(name, "rate", rate), "offset": (0,) * x.ndim, "global_shape": x.shape}
 
 
 def _check_rate(name: str, rate: float) -> None:

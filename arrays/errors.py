@@ -31,6 +31,10 @@ class DTypeError(MeshtapeError, TypeError):
     """A dtype is unknown or does not fit the operation."""
 
 
+class NumPyFunctionError(MeshtapeError, TypeError):
+    """A function of NumPy has no counterpart here for such an array, or its counterpart lacks an argument; says what to write."""
+
+
 class NumberRangeError(MeshtapeError, OverflowError):
     """A Python number does not fit the dtype of the array that it meets; the message names both."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from . import _infer
-from ._dispatch import Deferred, as_array
+from ._dispatch import Deferred, as_array, as_number
 from ._op import composite
 from .elementwise import abs, square
 from .errors import ShapeError
@@ -64,7 +64,7 @@ def lstsq(a: Any, b: Any, /, *, rcond: float | None = None) -> LstsqResult:
         raise ShapeError(f"[lstsq] takes a matrix and as many rows to be met, got shapes {a.shape} and {b.shape}")
     m, n = a.shape
     s = svdvals(a)
-    cut = float(np.finfo(s.dtype).eps) * builtins.max(m, n) if rcond is None else float(rcond)
+    cut = float(np.finfo(s.dtype).eps) * builtins.max(m, n) if rcond is None else as_number("lstsq", "rcond", rcond)
     x = matmul(pinv(a, rtol=cut), b)
     rank = sum(s > cut * max(s)) if s.size else sum(s > 0)
     squares = square(abs(matmul(a, x) - b))

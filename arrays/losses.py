@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._core import FLOAT64
-from ._dispatch import Deferred, apply, as_array
+from ._dispatch import Deferred, apply, as_array, as_number
 from ._op import composite
 from .creation import arange, asarray, beside
 from .cross_entropy import CROSS_ENTROPY, all_classes
@@ -87,7 +87,12 @@ def cross_entropy(
         ignore_index = None  # no label can be it
     # One a sample, in the wide dtype: NaN for a label that is no class, 0 for one that is ignored.
     losses = apply(
-        CROSS_ENTROPY, (logits, labels), {"ignore_index": ignore_index, "label_smoothing": float(label_smoothing)}
+        CROSS_ENTROPY,
+        (logits, labels),
+        {
+            "ignore_index": ignore_index,
+            "label_smoothing": as_number("cross_entropy", "label_smoothing", label_smoothing),
+        },
     )
     if reduction == "none":
         out = losses

@@ -11,21 +11,8 @@ from typing import Any
 import numpy as np
 
 from ._array import Array
-from ._dispatch import Deferred
-from ._op import state
+from ._dispatch import has_history
 from .errors import ShapeError
-
-
-def has_history(x: Any) -> bool:
-    """Whether reading the numbers of ``x`` would lose what it was computed from: a recorder watches it, or it is traced.
-
-    While a function is traced that holds for every array: one of the closure is a value of the program too.
-    """
-    if not isinstance(x, Array):
-        return False
-    if isinstance(x._buf, Deferred) and x._buf.priority > 1:
-        return True
-    return any(r.watches(x) or getattr(r, "lifts", False) for r in state.now.recorders)
 
 
 def holds_history(obj: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._dispatch import apply
+from ._dispatch import apply, as_number
 from ._op import Op, composite
 from ._rows import add_outer, blocks_and_scratch, outer, row_blocks, row_dots, row_sums, with_zeros
 from ._rows import wide as _wide
@@ -306,7 +306,7 @@ def _operands(
         if p.dtype.kind in "biuc":
             raise DTypeError(f"[{name}] {what} must be real floating, got {p.dtype.name}")
         out.append(p)
-    return out, {"naxes": len(shape), "eps": float(eps)}
+    return out, {"naxes": len(shape), "eps": as_number(name, "eps", eps)}
 
 
 @composite("layer_norm")

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _infer
 from ._direct import HALF, REFUSED, TAKES_ELLIPSIS, buffer, result
-from ._dispatch import apply, as_array, wrap
+from ._dispatch import apply, as_array, as_number, wrap
 from ._op import OPS, Op, composite, state
 from .dtypes import as_dtype
 from .errors import ShapeError
@@ -385,7 +385,7 @@ def _var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Array:
         # A mean rounded to few digits would count as deviation.
         return _var(x.astype(np.float32), axis, correction, keepdims).astype(x.dtype)
     n = math.prod([x.shape[a] for a in _axes_of("var", axis, x.ndim)])
-    rest = float(n - correction)
+    rest = as_number("var", "correction", n - correction)
     d = x - _mean(x, axis, True)
     d = abs(d) if x.dtype.kind == "c" else d
     return sum(square(d), axis=axis, keepdims=keepdims) / (rest if rest > 0 else float("nan"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ._dispatch import as_number, has_history, refuse_history
 from ._op import composite
 from .errors import DTypeError, ShapeError
 
@@ -228,33 +229,40 @@ def histogram(
     >>> mt.histogram(mt.asarray([0.0, 0.1, 0.9]), 2, range=(0.0, 1.0)).counts
     Array([2, 1])
     """
-    from .creation import asarray, beside
+    from .creation import asarray, beside, linspace
+    from .cumulative import diff
     from .elementwise import clip, where
     from .manipulation import astype, reshape
-    from .reductions import sum
+    from .reductions import max, min, sum
     from .searching import searchsorted
 
     flat = reshape(asarray(x), (-1,))
     if flat.dtype.kind == "c":
         raise DTypeError("[histogram] complex numbers have no order")
-    if isinstance(bins, str):
-        bins, range = np.histogram_bin_edges(flat._concrete(), bins, range), None
+    if isinstance(bins, str):  # how many NumPy would make; where they lie follows below
+        bins = np.histogram_bin_edges(flat._concrete(), bins, range).size - 1
+    moving = range is None and isinstance(bins, int | np.integer) and has_history(flat)
     if isinstance(bins, int | np.integer):
         if range is None:
             host = flat._concrete()
             range = (float(host.min()), float(host.max())) if host.size else (0.0, 1.0)
-        low, high = map(float, range)
+        low, high = (as_number("histogram", "range", v) for v in range)
         if not np.isfinite([low, high]).all() or low > high or bins < 1:
             raise ValueError(f"[histogram] {bins} bins between {low} and {high}")
         wide = np.dtype(np.float64) if flat.dtype.kind in "biu" else _weight_dtype(flat.dtype)
-        low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
+        if low == high:
+            low, high, moving = low - 0.5, high + 0.5, False
         edges = np.linspace(low, high, bins + 1, dtype=wide)
     else:
+        for v in bins if isinstance(bins, list | tuple) else [bins]:
+            refuse_history("histogram", v, "the counts have no derivative by the edges")
         edges = np.asarray(bins)
         if edges.ndim != 1 or edges.size < 2 or (np.diff(edges) < 0).any():
             raise ValueError("[histogram] edges must be at least two ascending numbers in one dimension")
     n = edges.size - 1
     where_to = asarray(edges, device=beside(flat))
+    if moving:  # the outermost edges are elements, which have derivatives
+        where_to = linspace(min(flat), max(flat), n + 1)
     at = searchsorted(where_to, flat, side="right") - 1
     at = where(flat == where_to[-1], n - 1, at)
     inside = (at >= 0) & (at < n) & (flat == flat)
@@ -263,5 +271,5 @@ def histogram(
     counts = bincount(clip(at, 0, n - 1), weights=values, length=n)
     if density:
         counts = astype(counts, np.float64) if counts.dtype.kind in "biu" else counts
-        counts = counts / sum(counts) / asarray(np.diff(edges), device=beside(flat))
+        counts = counts / sum(counts) / diff(where_to)
     return Histogram(counts, where_to)

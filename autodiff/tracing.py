@@ -21,6 +21,7 @@ class Tracer(Deferred):
 
     __slots__ = ("builder", "device", "dtype", "host", "shape", "sharding", "var")
     priority = 2
+    traced = True
 
     def __init__(
         self, builder: _Trace, var: int, aval: ShapeDtype, device: Any, sharding: Any, host: ProgramHost | None

@@ -68,7 +68,7 @@ def distribute(tree: Any, target: Mesh | Sharding, /, **placements: Placement) -
             raise ReshardError("distribute makes no pending reductions: use Shard(dim) or Replicate()")
         if isinstance(x._buf, Deferred):
             return reshard(x, fitted)
-        refuse_watched("distribute", x)
+        refuse_watched("distribute", x, "distribute it before tape.watch(...)")
         host = np.asarray(x._concrete())
         value = HostValue(host, fitted.layout, fitted.mesh.sizes)
         return sharded_array(fitted.mesh, fitted.layout, ShapeDtype(host.shape, host.dtype), value)

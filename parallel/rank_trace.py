@@ -38,6 +38,7 @@ class RankTracer(Tracer):
 
     __slots__ = ("index_of", "varying")
     priority = 3
+    traced = True
 
     def __init__(self, trace: RankTrace, var: int, aval: ShapeDtype, varying: frozenset[int]) -> None:
         super().__init__(trace, var, aval, trace.mesh, None, None)  # type: ignore[arg-type]

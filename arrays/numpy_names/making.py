@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._dispatch import has_history
 from .._op import composite
 from ..creation import asarray, eye, linspace
 from ..elementwise import pow
-from ..nested import geometric_ramp, has_history
+from ..nested import geometric_ramp
 from .positions import indices
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def logspace(
     Array([  1.,  10., 100.], dtype=float64)
     """
     start, stop = (v.astype(np.float64) if has_history(v) else float(v) for v in (start, stop))
-    out = pow(float(base), linspace(start, stop, num, endpoint=endpoint))
+    out = pow(base if has_history(base) else float(base), linspace(start, stop, num, endpoint=endpoint))
     return out if dtype is None else out.astype(dtype)
 
 
@@ -85,6 +86,7 @@ def geomspace(start: float, stop: float, /, num: int = 50, *, endpoint: bool = T
     """
     if has_history(start) or has_history(stop):
         return asarray(geometric_ramp(start, stop, num, endpoint), dtype)
+    start, stop = (v.item() if hasattr(v, "item") else v for v in (start, stop))
     return asarray(np.geomspace(start, stop, num, endpoint=endpoint), dtype)
 
 

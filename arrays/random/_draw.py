@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _recipes as recipes
-from .._dispatch import apply
+from .._dispatch import apply, as_number
 from .._infer import as_shape
 from .._op import Op
 from .._philox import Recipe, draw
@@ -60,7 +60,7 @@ def number(name: str, what: str, value: Any, *, finite: bool = True) -> float:
     if isinstance(value, str | bytes) or (getattr(value, "ndim", 0) != 0):
         raise DTypeError(f"[{name}] {what} must be a number, got {value!r}")
     try:
-        found = float(value)
+        found = as_number(name, what, value)
     except TracedValueError:
         raise
     except (TypeError, ValueError):

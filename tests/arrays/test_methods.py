@@ -83,21 +83,6 @@ def test_in() -> None:
     assert 1.0 not in mt.zeros((0, 3))
 
 
-def test_functions_of_numpy_give_numpys_arrays() -> None:
-    x = mt.asarray(X)
-    for fn in (np.sum, np.mean, np.std, np.max, np.sort, np.cumsum, np.linalg.norm, np.squeeze, np.fft.fft):
-        got = fn(x)
-        assert not isinstance(got, mt.Array)
-        np.testing.assert_array_equal(got, fn(X))
-    np.testing.assert_array_equal(np.concatenate([x, X], axis=1), np.concatenate([X, X], axis=1))
-    np.testing.assert_array_equal(np.where(X > 0, x, 0), np.where(X > 0, X, 0))
-    np.testing.assert_array_equal(np.clip(X, a_min=mt.asarray(0.0), a_max=None), X.clip(0))
-    assert np.array_equal(x, X)
-    assert np.shape(x) == (2, 3)
-    with pytest.raises(mt.errors.TracedValueError):
-        mt.compile(lambda a: np.sum(a))(x)
-
-
 def test_clip_has_no_use_for_bounds_beyond_the_dtype() -> None:
     x = mt.asarray([0, 200], dtype=mt.uint8)
     assert mt.clip(x, -1, None).tolist() == [0, 200]
