@@ -26,52 +26,56 @@ if torch is not None:
     torch.set_num_threads(1)
 
 
-def chain(x):  # 100 ops on 8 elements
+def chain(x):  # 100 ops on 8 elements, numbers beside arrays
     for _ in range(50):
         x = x * 1.0001
         x = x + 0.5
     return x.sum()
 
 
+def waves(x, y, sin):  # 100 ops on 8 elements, two arrays and a function
+    for _ in range(50):
+        x = sin(y * x)
+    return x.sum()
+
+
 def chain_row(report: timing.Report) -> None:
-    x = mt.ones(8)
-    eager = mt.value_and_grad(chain)
-    compiled = mt.compile(eager)
-    t = None
+    x, y = mt.ones(8), mt.full(8, 1.1)
+    numbers, sines = mt.value_and_grad(chain), mt.value_and_grad(lambda x, y: waves(x, y, mt.sin), argnums=(0, 1))
+    peers: list[dict[str, tuple[Any, float]]] = [{"PyTorch eager": (None, 0.5), "autograd": (None, 0.25)} for _ in "ab"]
     if torch is not None:
-        tx = torch.ones(8, dtype=torch.float64, requires_grad=True)
-
-        def t():
-            return torch.autograd.grad(chain(tx), tx)
-
-    a = None
+        tx, ty = (torch.full((8,), v, dtype=torch.float64, requires_grad=True) for v in (1.0, 1.1))
+        peers[0]["PyTorch eager"] = lambda: torch.autograd.grad(chain(tx), tx), 0.5
+        peers[1]["PyTorch eager"] = lambda: torch.autograd.grad(waves(tx, ty, torch.sin), (tx, ty)), 0.5
     if autograd is not None:
+        nx, ny = np.ones(8), np.full(8, 1.1)
         slope = autograd.grad(lambda x: autograd.numpy.sum(_np_chain(x)))
-        nx = np.ones(8)
-
-        def a():
-            return slope(nx)
-
-    report.row(
-        "100-op chain, forward + backward, per op",
-        lambda: eager(x),
-        {"PyTorch eager": (t, 0.5), "autograd": (a, 0.25)},
-        scale=0.01,
-        unit="us",
-    )
-    report.row(
-        "the same, compiled, per op",
-        lambda: compiled(x),
-        {"eager tape": (lambda: eager(x), 0.5)},
-        scale=0.01,
-        unit="us",
-    )
+        slopes = autograd.grad(lambda both: autograd.numpy.sum(_np_waves(*both)))
+        peers[0]["autograd"] = lambda: slope(nx), 0.25
+        peers[1]["autograd"] = lambda: slopes((nx, ny)), 0.25
+    per_op: Any = {"scale": 0.01, "unit": "us"}
+    report.row("100-op chain, forward + backward, per op", lambda: numbers(x), peers[0], **per_op)
+    report.row("100-op chain of sin(y * x), forward + backward, per op", lambda: sines(x, y), peers[1], **per_op)
+    for fn, args in ((numbers, (x,)), (sines, (x, y))):
+        compiled = mt.compile(fn)
+        report.row(
+            "the same, compiled, per op" if fn is numbers else "sin(y * x), compiled, per op",
+            lambda compiled=compiled, args=args: compiled(*args),
+            {"eager tape": (lambda fn=fn, args=args: fn(*args), 0.5)},
+            **per_op,
+        )
 
 
 def _np_chain(x):
     for _ in range(50):
         x = x * 1.0001
         x = x + 0.5
+    return x
+
+
+def _np_waves(x, y):
+    for _ in range(50):
+        x = autograd.numpy.sin(y * x)
     return x
 
 

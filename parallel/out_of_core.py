@@ -17,8 +17,8 @@ import numpy as np
 
 from ..arrays import tree as trees
 from ..arrays._array import Array
-from ..arrays._dispatch import wrap
-from ..arrays._op import not_recording, recording
+from ..arrays._dispatch import refuse_history, wrap
+from ..arrays._op import not_recording, recording, state
 from ..arrays.blocks import Box
 from ..arrays.creation import asarray
 from ..arrays.devices import CPU
@@ -26,6 +26,7 @@ from ..arrays.display import human_bytes
 from ..arrays.errors import MeshError, OutOfMemory, ShardingConflict
 from ..arrays.program import Program, ShapeDtype, simplify
 from ..arrays.reductions import _is_low_precision as is_low_precision
+from ..autodiff.tape import Tape
 from ..autodiff.tracing import Tracer, _Trace
 from .block_memory import current_memory, on_host
 from .executor import Prepared
@@ -37,6 +38,7 @@ from .rank_program import Local, RankProgram
 from .stored import Parts, Stored, new_array, open_array, refuse_existing, scratch_room
 
 MOST_PARTS = 1 << 16
+_NO_DERIVATIVE = "streams have no derivative; take that of a function of arrays in memory"
 
 
 class _Job(NamedTuple):
@@ -78,6 +80,8 @@ def stream(
 
     Raises
     ------
+    GradientError
+        Where a tape watches an array that ``fn`` takes or reads from around it: streams have no derivative.
     ShardingConflict
         Where a value would have to be gathered from all blocks (a sort along the split dimension), or one that is split has no
         place to go; the message shows the step, and what to do.
@@ -94,6 +98,8 @@ def stream(
     mesh = stored[0].sharding.mesh
     if any(s.sharding.mesh is not mesh for s in stored):
         raise MeshError("[stream] arrays of two meshes")
+    for x in leaves:
+        refuse_history("stream", x, _NO_DERIVATIVE)
     leaves = [x if isinstance(x, Stored) or not isinstance(x, Array | np.ndarray) else asarray(x) for x in leaves]
     given = [x for x in leaves if isinstance(x, Stored | Array)]
     program, result_def, statics = _traced(fn, leaves, treedef)
@@ -209,10 +215,13 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
         aval = ShapeDtype(tuple(x.shape), x.dtype)
         return wrap(Tracer(trace, trace.builder.input(aval), aval, CPU, None, None))
 
-    with not_recording(), recording(trace):
+    # Tapes go on listening, so that what is made of a watched array on the way is known as such.
+    with not_recording(*(r for r in state.recorders if not isinstance(r, Tape))), recording(trace):
         result = fn(*trees.unflatten(treedef, list(map(stand_in, leaves))))
     outs, result_def = trees.flatten(result)
     outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
+    for lifted in trace.lifted.values():
+        refuse_history("stream", lifted.array, _NO_DERIVATIVE)
     statics = [_ARRAY if isinstance(o, Array) else o for o in outs]
     return simplify(trace.builder.build(outputs)), result_def, statics
 

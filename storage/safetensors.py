@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..arrays._op import not_recording
 from ..arrays.errors import (
     CheckpointDTypeError,
     CheckpointError,
@@ -319,6 +320,7 @@ def build_header(
     return struct.pack("<Q", len(text)) + text, place
 
 
+@not_recording()  # what is stored needs no derivative
 def save_safetensors(
     path: str | os.PathLike[str] | BinaryIO,
     tensors: Mapping[str, Any],

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import asarray
+from ..arrays._op import not_recording
 from ..arrays.blocks import BlockSharding, Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
 from ..arrays.tree import Path, flatten_with_path
@@ -188,6 +189,7 @@ def _settle_first(items: list[Item]) -> None:
             item.grid = choose_grid(item.shape, item.dtype.itemsize, _distinct(item.sharding, item.shape))
 
 
+@not_recording()  # what is stored needs no derivative
 def save(
     path: str | os.PathLike[str],
     tree: Any,
@@ -256,6 +258,7 @@ def save(
     return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression)).run()
 
 
+@not_recording()  # what is stored needs no derivative
 def save_async(
     path: str | os.PathLike[str],
     tree: Any,
