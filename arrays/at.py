@@ -10,6 +10,7 @@ import numpy as np
 
 from ._dispatch import apply
 from ._op import Op
+from ._rows import wide
 from .dtypes import result_type
 from .elementwise import ADD, MAXIMUM, MINIMUM, MULTIPLY
 from .index_keys import is_basic, mask_alone, numpy_key, parse, result_shape
@@ -103,7 +104,7 @@ class AtIndex:
         >>> mt.ones(3).at[[0, 0, 2]].multiply(mt.asarray([2.0, 5.0, 3.0]))
         Array([10.,  1.,  3.], dtype=float64)
         """
-        from .manipulation import broadcast_to, reshape
+        from .manipulation import astype, broadcast_to, reshape
 
         if self._key is _NO_KEY:
             raise TypeError("[index_multiply] x.at needs an index before it writes: x.at[...]")
@@ -119,6 +120,8 @@ class AtIndex:
         places = _places(self._x.shape, numpy_key(template, [a._concrete() for a in arrays]))
         lead = value.ndim - len(target)
         spread = broadcast_to(reshape(value, value.shape[lead:]) if lead > 0 else value, target)
+        # Products of many short floats are rounded once.
+        spread = astype(spread, wide(spread.dtype), copy=False)
         where, factors = _joined(reshape(spread, (-1,)), places)
         flat = reshape(self._x, (-1,))
         return self._written(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._dispatch import as_array
 from ._op import composite
+from ._wide import in_float32
 from .creation import arange, beside, wrap_same
 from .dtypes import result_type
 from .elementwise import multiply
@@ -28,6 +29,7 @@ Labels = tuple[str, ...]
 
 
 @composite("einsum")
+@in_float32
 def einsum(formula: str, /, *operands: Any) -> Array:
     """Products of the operands, summed over the letters that the result lacks.
 

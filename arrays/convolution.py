@@ -15,6 +15,7 @@ import numpy as np
 
 from ._dispatch import apply
 from ._op import Op, composite
+from ._wide import in_float32
 from .errors import DTypeError, ShapeError
 from .program import ShapeDtype
 from .reductions import _is_low_precision
@@ -236,6 +237,7 @@ def conv2d(
 
 
 @composite("pool")
+@in_float32
 def pool(
     x: Any,
     window: int | Sequence[int],

@@ -9,6 +9,7 @@ import numpy as np
 
 from . import _infer
 from ._op import composite
+from ._wide import in_float32
 from .errors import ShapeError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 @composite("interp")
+@in_float32
 def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None) -> Array:
     """Straight lines between the points (``xp``, ``fp``), read at ``x``.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._op import composite
+from ._wide import in_float32
 from .creation import asarray, inexact
 from .elementwise import abs, logaddexp, minimum, square
 from .errors import DTypeError, ShapeError
@@ -104,6 +105,7 @@ def binary_cross_entropy(
 
 
 @composite("cosine_similarity")
+@in_float32
 def cosine_similarity(x: Any, y: Any, /, *, axis: int = -1, eps: float = 1e-8) -> Array:
     """The cosine of the angle between vectors along ``axis``; lengths below ``eps`` count as that, so that a zero vector gives 0.
 
@@ -115,11 +117,6 @@ def cosine_similarity(x: Any, y: Any, /, *, axis: int = -1, eps: float = 1e-8) -
     """
     from .elementwise import maximum
 
-    x, y = asarray(x), asarray(y)
-    out = np.result_type(x.dtype, y.dtype)
-    if out.kind in "biu":
-        out = np.dtype(np.float64)
-    wide = np.dtype(np.float32) if out.itemsize <= 2 else out
-    x, y = astype(x, wide, copy=False), astype(y, wide, copy=False)
+    x, y = inexact(asarray(x)), inexact(asarray(y))
     lengths = [maximum(vector_norm(v, axis=axis, keepdims=True), eps) for v in (x, y)]
-    return astype(vecdot(x / lengths[0], y / lengths[1], axis=axis), out, copy=False)
+    return vecdot(x / lengths[0], y / lengths[1], axis=axis)

@@ -17,6 +17,7 @@ from .errors import DTypeError, ShapeError
 from .index_keys import Template, is_basic, numpy_key, parse, result_shape
 from .kernels import scatter as kernels
 from .program import ShapeDtype
+from .reductions import _is_low_precision
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -63,14 +64,15 @@ def _fit(v: Any, out: Any, template: Template, arrays: Sequence[Any]) -> Any:
 
 
 def _index_add(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any:
-    out = xp.array(x)
+    dtype, short = x.dtype, not is_basic(template) and _is_low_precision(x.dtype)
+    out = xp.array(x, np.float32 if short else None)  # of repeated places the sum is rounded once
     key = numpy_key(template, arrays)
     v = _fit(v, out, template, arrays)
     if is_basic(template):
         out[key] += v
     else:
         xp.add.at(out, key, v)
-    return out
+    return out.astype(dtype, copy=False)
 
 
 def _index_extremum(name: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from . import _infer
 from ._dispatch import Deferred, as_array, as_number
 from ._op import composite
+from ._wide import in_float32
 from .elementwise import abs, square
 from .errors import ShapeError
 from .manipulation import permute_dims, reshape
@@ -33,6 +34,7 @@ class LstsqResult(NamedTuple):
 
 
 @composite("lstsq")
+@in_float32
 def lstsq(a: Any, b: Any, /, *, rcond: float | None = None) -> LstsqResult:
     """The ``x`` of least length with the least ``sum(abs(b - a @ x)**2)``, by the pseudo-inverse (so it differentiates).
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from . import _infer
 from ._op import composite
+from ._rows import wide
 from .errors import DTypeError, ShapeError
-from .statistics import _weight_dtype
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -104,7 +104,7 @@ def _quantile(name: str, x: Any, parts: np.ndarray, axis: Axis, keepdims: bool, 
         out = ordered[..., low]
         if method not in _PICKING:
             above = ordered[..., high]
-            weight = asarray((at - low).astype(_weight_dtype(rows.dtype)), device=beside(rows))
+            weight = asarray((at - low).astype(wide(rows.dtype)), device=beside(rows))
             # Not below + (above - below) * 0: that would be NaN between two infinities.
             out = where(weight == 0, out, where(weight == 1, above, out * (1 - weight) + above * weight))
             out = astype(out, rows.dtype, copy=False)

@@ -19,6 +19,7 @@ from ._infer import normalize_axis
 from ._op import Op, composite
 from ._rows import by_rows, less, row_dots, row_sums
 from ._rows import wide as _wide
+from ._wide import in_float32
 from .creation import asarray
 from .elementwise import abs as abs_
 from .elementwise import exp, log, stop_gradient
@@ -228,6 +229,7 @@ def softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
 
 
 @composite("logsumexp")
+@in_float32
 def logsumexp(x: Any, /, *, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Array:
     """``log(sum(exp(x)))`` without overflow; -inf where all elements are -inf.
 

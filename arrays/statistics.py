@@ -9,16 +9,14 @@ import numpy as np
 
 from ._dispatch import as_number, has_history, refuse_history
 from ._op import composite
+from ._rows import wide as wide_of
+from ._wide import in_float32
 from .errors import DTypeError, ShapeError
 
 if TYPE_CHECKING:
     from ._array import Array
 
 Axis = int | Sequence[int] | None
-
-
-def _weight_dtype(dtype: np.dtype) -> np.dtype:
-    return np.dtype(np.float32) if dtype.itemsize <= 2 else dtype
 
 
 # ----- passing over NaN -----------------------------------------------------------------------------------------------
@@ -97,6 +95,7 @@ def nanmin(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
 
 
 @composite("nanmean")
+@in_float32
 def nanmean(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Mean of what is not NaN; NaN where all are.
 
@@ -110,15 +109,14 @@ def nanmean(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     filled, bad = _without_nan(x, 0)
     if filled.dtype.kind in "biu":
         filled = astype(filled, np.float64)
-    wide = _weight_dtype(filled.dtype)
     count = sum(astype(~bad, np.int64), axis=axis, keepdims=keepdims)
-    n = astype(count, np.float64 if wide.kind == "c" else wide)
-    total = sum(astype(filled, wide, copy=False), axis=axis, keepdims=keepdims)
+    n = astype(count, np.float64 if filled.dtype.kind == "c" else filled.dtype)
     with np.errstate(invalid="ignore"):
-        return astype(total / n, filled.dtype, copy=False)
+        return sum(filled, axis=axis, keepdims=keepdims) / n
 
 
 @composite("nanvar")
+@in_float32
 def nanvar(x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: bool = False) -> Array:
     """Variance of what is not NaN, divided by their number less ``correction``; NaN where that is not positive.
 
@@ -133,14 +131,12 @@ def nanvar(x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: b
     filled, bad = _without_nan(x, 0)
     if filled.dtype.kind in "biu":
         filled = astype(filled, np.float64)
-    wide = astype(filled, _weight_dtype(filled.dtype), copy=False)
-    mean = nanmean(where(bad, np.nan, wide), axis=axis, keepdims=True)
-    d = where(bad, 0.0, wide - mean)
+    mean = nanmean(where(bad, np.nan, filled), axis=axis, keepdims=True)
+    d = where(bad, 0.0, filled - mean)
     squares = square(abs(d)) if d.dtype.kind == "c" else square(d)
     count = sum(astype(~bad, np.int64), axis=axis, keepdims=keepdims)
     n = astype(count, squares.dtype) - correction
-    out = sum(squares, axis=axis, keepdims=keepdims) / where(n > 0, n, np.nan)
-    return astype(out, filled.dtype, copy=False) if filled.dtype.kind != "c" else out
+    return sum(squares, axis=axis, keepdims=keepdims) / where(n > 0, n, np.nan)
 
 
 @composite("nanstd")
@@ -195,7 +191,7 @@ def bincount(x: Any, /, *, weights: Any = None, length: int | None = None) -> Ar
     if weights is None:
         return zeros(length, dtype=np.int64, device=beside(x)).at[x].add(values)
     kind = values.dtype.kind
-    wide = np.dtype(np.uint64 if kind == "u" else np.int64) if kind in "biu" else _weight_dtype(values.dtype)
+    wide = np.dtype(np.uint64 if kind == "u" else np.int64) if kind in "biu" else wide_of(values.dtype)
     total = zeros(length, dtype=wide, device=beside(x)).at[x].add(astype(values, wide, copy=False))
     return total if kind in "biu" else astype(total, values.dtype, copy=False)
 
@@ -249,7 +245,7 @@ def histogram(
         low, high = (as_number("histogram", "range", v) for v in range)
         if not np.isfinite([low, high]).all() or low > high or bins < 1:
             raise ValueError(f"[histogram] {bins} bins between {low} and {high}")
-        wide = np.dtype(np.float64) if flat.dtype.kind in "biu" else _weight_dtype(flat.dtype)
+        wide = np.dtype(np.float64) if flat.dtype.kind in "biu" else wide_of(flat.dtype)
         if low == high:
             low, high, moving = low - 0.5, high + 0.5, False
         edges = np.linspace(low, high, bins + 1, dtype=wide)

@@ -2,6 +2,9 @@
 
 Each cotangent is dropped as soon as its producer is done with it. Undoing broadcasting and casting a cotangent to the dtype of its
 value happen here, in :func:`fit`, and in no rule.
+
+The cotangents of floats of one or two bytes are kept, summed and pulled back in float32. They are rounded, once, where somebody gets
+to see them: a caller, a hook, a derivative that a user wrote, an op whose own kernels take short operands and sum them in float32.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import batch_norms, channel_norms, cross_entropy, experts, norms, products, softmax
+from ..arrays import convolution as conv
 from ..arrays._array import Array
-from ..arrays._core import FLOAT64, NUMBERS64, Now
+from ..arrays._core import FLOAT32, FLOAT64, NUMBERS64, Now
+from ..arrays._direct import HALF
 from ..arrays._dispatch import apply, wrap
 from ..arrays._op import state
 from ..arrays.elementwise import ALIAS, DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT
@@ -73,12 +79,13 @@ def walk(
     free: bool,
     hooks: Mapping[int, list[Hook]] = NO_HOOKS,
     owned: set[int] | None = None,
+    short: dict[int, np.dtype],
 ) -> None:
     """Pull the cotangents in ``cots`` (by name) back through the records (fields of :class:`Recorded`), last one first.
 
     ``wrapped`` says that rules run on Arrays, and are recorded, instead of on the raw buffers of ``xp``. Cotangents of ``keep``
     stay; records are dropped with their saved values when ``free``. ``hooks`` are called on the cotangents of their values, once
-    these are complete.
+    these are complete. ``short`` has the dtypes of those values whose cotangents are kept in float32 though they are shorter.
     """
     hooks = dict(hooks)
     # Cotangents whose buffer nobody else can hold: they may be added to in place.
@@ -98,9 +105,10 @@ def walk(
             recipe, operands, _, outputs, saved, params, avals, _, _, _ = fields
             if hooks:
                 for v in outputs:
-                    _call_hooks(v, cots, hooks, owned, wrapped)
+                    _call_hooks(v, cots, hooks, owned, wrapped, short)
             quick = recipe.quick
-            if quick is None and recipe.direct and not slow:
+            aside = slow or (short and not short.keys().isdisjoint(outputs))
+            if quick is None and recipe.direct and not aside:
                 v = outputs[0]
                 g = cots.get(v) if v in keep else cots.pop(v, None)
                 if g is None:
@@ -108,15 +116,13 @@ def walk(
                 if type(g) is IndexSum and recipe.op is not GETITEM:
                     g = g.concrete()
                 owned.discard(v)
-                found = _by_rules(recipe, g, saved, params, avals, xp)
+                found = widened(_by_rules(recipe, g, saved, params, avals, xp))
                 if type(operands) is int:
                     operands = ((operands, g.shape, g.dtype),)
-            elif quick is None or slow:
-                g, found = _found(fields, cots, keep, owned, xp, wrapped)
+            elif quick is None or aside:
+                operands, found = _found(fields, cots, keep, owned, short, xp, wrapped)
                 if found is None:
                     continue
-                if type(operands) is int:
-                    operands = ((operands, g.shape, g.dtype),)
             else:
                 v = outputs[0]
                 g = cots.get(v) if v in keep else cots.pop(v, None)
@@ -167,6 +173,8 @@ def walk(
                 if gx is None:
                     continue
                 if gx.shape != shape or (gx.dtype is not dtype and gx.dtype != dtype):
+                    if dtype.num >= HALF:
+                        short[var], dtype = dtype, FLOAT32
                     gx = fit(xp, gx, shape, dtype)
                 before = cots.get(var)
                 if before is None:
@@ -185,7 +193,7 @@ def walk(
                     if not wrapped and type(total) is np.ndarray:
                         owned.add(var)
         for v in list(hooks):  # of what no call on this tape has made
-            _call_hooks(v, cots, hooks, owned, wrapped)
+            _call_hooks(v, cots, hooks, owned, wrapped, short)
     except NonDifferentiableError:
         raise
     except Exception as e:
@@ -210,52 +218,121 @@ def _pull_sparse(recipe: Recipe, g: IndexSum, saved: Sequence[Any], xp: Any) -> 
     return g, [None if p is None else g if p is same else p(xp, g, *[saved[k] for k in at]) for p, at in places]
 
 
+_OWN_SUMS = frozenset(
+    {
+        products.MATMUL,
+        conv.CONV,
+        conv.CONV_IMAGE,
+        conv.CONV_KERNEL,
+        cross_entropy.CROSS_ENTROPY,
+        experts.EXPERTS,
+        norms.LAYER_NORM,
+        norms.RMS_NORM,
+        channel_norms.GROUP_NORM,
+        batch_norms.BATCH_NORM,
+        softmax.SOFTMAX,
+        softmax.LOG_SOFTMAX,
+    }
+)
+"""Ops whose derivative is a call of another op that sums short floats in float32: what a GPU has units of its own for."""
+
+
+def _sums_itself(recipe: Recipe, operands: Any, g: Any) -> bool:
+    # Where broadcasting is still to be undone, as it is beside a vector, the products of a product are summed outside of it. (One
+    # matrix beside a stack of them is multiplied with all rows together.)
+    if recipe.op is products.MATMUL:
+        found = zip(recipe.wanted, operands, strict=True)
+        return all(len(s) == 2 if i else s[:-2] == g.shape[:-2] and len(s) > 1 for i, (_, s, _) in found)
+    return recipe.op in _OWN_SUMS
+
+
+def widened(values: Sequence[Any]) -> list[Any]:
+    """The floats of one or two bytes among these in float32."""
+    return [cast(x, FLOAT32) if getattr(getattr(x, "dtype", None), "num", 0) >= HALF else x for x in values]
+
+
+def cast(x: Any, dtype: np.dtype) -> Any:
+    """A cotangent of another dtype, sparse as it was."""
+    return x.map(lambda values: values.astype(dtype)) if type(x) is IndexSum else x.astype(dtype)
+
+
 def _found(
-    fields: tuple[Any, ...], cots: dict[int, Any], keep: frozenset[int], owned: set[int], xp: Any, wrapped: bool
+    fields: tuple[Any, ...],
+    cots: dict[int, Any],
+    keep: frozenset[int],
+    owned: set[int],
+    short: dict[int, np.dtype],
+    xp: Any,
+    wrapped: bool,
 ) -> tuple[Any, Any]:
-    """Cotangents of the results and of the operands of any record, by the general way; None where all is done."""
+    """The operands of any record and their cotangents, by the general way; None in place of these where all is done."""
     r = Recorded._make(fields)
-    recipe = r.recipe
-    if recipe.single:
-        v = r.outputs[0]
-        g = cots.get(v) if v in keep else cots.pop(v, None)
-        if g is None:
-            return None, None
-        if type(g) is IndexSum and recipe.op is not GETITEM:
-            g = g.concrete()
+    recipe, operands = r.recipe, r.operands
+    if hasattr(recipe.op, "expand"):
+        _expand(r, cots, keep, owned, short, xp, wrapped)
+        return operands, None
+    gs = [cots.get(v) for v in r.outputs]
+    if all(g is None for g in gs):
+        return operands, None
+    rounded = [short.get(v) for v in r.outputs]
+    for v in r.outputs:
         owned.discard(v)
-    elif hasattr(recipe.op, "expand"):
-        _expand(r, cots, keep, owned, xp, wrapped)
-        return None, None
-    else:
-        g = _cotangents_of(r, cots, keep, owned, xp)
-        if g is None:
-            return None, None
+        if v not in keep:
+            cots.pop(v, None)
+            short.pop(v, None)
+    if type(operands) is int:
+        operands = ((operands, gs[0].shape, rounded[0] or gs[0].dtype),)
+    wide = any(rounded)
+    if wide and (hasattr(recipe.op, "pull") or _sums_itself(recipe, operands, gs[0])):
+        gs = [g if d is None else cast(g, d) for g, d in zip(gs, rounded, strict=True)]
+        wide = False
+    sparse = recipe.op is GETITEM or hasattr(recipe.op, "pull")  # what a user's function is shown may stay sparse
+    if type(gs[0]) is IndexSum and not sparse and recipe.quick is not None and not (wrapped or anomaly.mode.on):
+        return operands, _pull_sparse(recipe, gs[0], widened(r.saved), xp)[1]
+    if not sparse:
+        gs = [g.concrete() if type(g) is IndexSum else g for g in gs]
+    g = gs[0]
+    if not recipe.single:
+        g = tuple(
+            c if c is not None else xp.zeros(a.shape, dtype=a.dtype) for c, a in zip(gs, r.out_avals or (), strict=True)
+        )
     now = state.now
     now.site = r.site
     if wrapped:
         now.origin = f"{r.name} vjp"
-    found = _pull(r, g, xp, wrapped)
+    found = _pull(r, g, xp, wrapped, wide)
     if anomaly.mode.on:
         anomaly.check_cotangents(r, g, found)
-    return g, found
+    return operands, widened(found)
 
 
-def _call_hooks(v: int, cots: dict[int, Any], hooks: dict[int, list[Hook]], owned: set[int], wrapped: bool) -> None:
+def _call_hooks(
+    v: int, cots: dict[int, Any], hooks: dict[int, list[Hook]], owned: set[int], wrapped: bool, short: dict[int, Any]
+) -> None:
     g = cots.get(v)
     fns = hooks.pop(v, ())
     if g is None:
         return
+    if v in short:
+        g = cast(g, short[v])
     for fn in fns:
         given = g if wrapped else wrap(np.asarray(g) if isinstance(g, np.generic) else g)
         found = fn(given)
         if found is not given:
             g = found if wrapped else found._buf
         owned.discard(v)  # the hook may have kept it
-    cots[v] = g
+    cots[v] = widened((g,))[0] if v in short else g
 
 
-def _expand(r: Recorded, cots: dict[int, Any], keep: frozenset[int], owned: set[int], xp: Any, wrapped: bool) -> None:
+def _expand(
+    r: Recorded,
+    cots: dict[int, Any],
+    keep: frozenset[int],
+    owned: set[int],
+    short: dict[int, np.dtype],
+    xp: Any,
+    wrapped: bool,
+) -> None:
     """The cotangents of a call whose insides are recorded only now."""
     if not any(v in cots for v in r.outputs):
         return
@@ -266,43 +343,35 @@ def _expand(r: Recorded, cots: dict[int, Any], keep: frozenset[int], owned: set[
             if v not in keep and v in owned:
                 owned.add(inner)
             owned.discard(v)
+            if v in short:
+                short[inner] = short[v] if v in keep else short.pop(v)
             cots[inner] = cots[v] if v in keep else cots.pop(v)
-    walk(records, cots, keep, xp, wrapped, free=True, owned=owned)
+    walk(records, cots, keep, xp, wrapped, free=True, owned=owned, short=short)
 
 
-def _cotangents_of(r: Recorded, cots: dict[int, Any], keep: frozenset[int], owned: set[int], xp: Any) -> Any:
-    """Cotangents of several results, zeros for those that have none; None when none has one."""
-    gs = [cots.get(v) for v in r.outputs]
-    if all(g is None for g in gs):
-        return None
-    for v in r.outputs:
-        if v not in keep:
-            cots.pop(v, None)
-            owned.discard(v)
-    if not hasattr(r.recipe.op, "pull"):  # what a user's function is shown are Arrays, and may stay sparse
-        gs = [g.concrete() if type(g) is IndexSum else g for g in gs]
-    return tuple(
-        c if c is not None else xp.zeros(a.shape, dtype=a.dtype) for c, a in zip(gs, r.out_avals or (), strict=True)
-    )
-
-
-def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool) -> list[Any]:
-    """Cotangents of the watched operands, as the rules give them; the general form."""
+def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool) -> list[Any]:
+    """Cotangents of the watched operands, as the rules give them; the general form. ``wide``: all in float32 that is shorter."""
     recipe = r.recipe
     if recipe.decomposed:
         if hasattr(recipe.op, "pull"):
             return recipe.op.pull(r, g, wrapped)
         if recipe.op.decompose is None:
             raise NonDifferentiableError(f"[{recipe.op.name}] has no derivative; it was called at {site_text(r.site)}")
-        return _pull_decomposed(r, g, wrapped)
-    saved = r.saved
+        return _pull_decomposed(r, g, wrapped, wide)
+    saved, avals = r.saved, r.avals
     if wrapped:
         names = [*(r.inputs[p] for p in recipe.saves), *r.outputs]
         saved = tuple(named(b, v) if isinstance(v, int) else b for b, v in zip(saved, names, strict=False))
+    if wide:
+        saved = widened(saved)
+        if avals is not None:
+            avals = tuple(
+                a._replace(dtype=FLOAT32) if isinstance(a, ShapeDtype) and a.dtype.num >= HALF else a for a in avals
+            )
     if recipe.together is not None:
-        found = recipe.together(xp, g, *recipe.arguments(0, saved, r.params, r.avals))
+        found = recipe.together(xp, g, *recipe.arguments(0, saved, r.params, avals))
         return [found[p] for p in recipe.wanted]
-    return _by_rules(recipe, g, saved, r.params, r.avals, xp)
+    return _by_rules(recipe, g, saved, r.params, avals, xp)
 
 
 def _by_rules(recipe: Recipe, g: Any, saved: Any, params: Any, avals: Any, xp: Any) -> list[Any]:
@@ -325,7 +394,7 @@ def same_value(x: Array) -> Array:
     return named(x._buf, x._id)
 
 
-def _pull_decomposed(r: Recorded, g: Any, wrapped: bool) -> list[Any]:
+def _pull_decomposed(r: Recorded, g: Any, wrapped: bool, wide: bool) -> list[Any]:
     """Derivative of an op through its decomposition: record that on a tape of its own and walk it."""
     from .tape import Tape
 
@@ -335,6 +404,7 @@ def _pull_decomposed(r: Recorded, g: Any, wrapped: bool) -> list[Any]:
         b if type(v) is not int else (apply(ALIAS, (named(b, v),)) if wrapped else wrap(b))
         for b, v in zip(r.saved, r.inputs, strict=True)
     ]
+    args = widened(args) if wide else args
     tape = Tape()
     with tape:
         tape.watch([args[p] for p in r.recipe.wanted])
@@ -356,8 +426,10 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     """
     if type(g) is IndexSum:
         if g.shape == shape and (dtype.kind == "c" or g.dtype.kind != "c"):
-            return g.map(lambda values: values.astype(dtype))
+            return g if g.dtype == dtype else cast(g, dtype)
         g = g.concrete()
+    if dtype is FLOAT32 and g.dtype.num >= HALF:
+        g = g.astype(dtype)  # before it is summed
     if g.shape != shape:
         lead = len(g.shape) - len(shape)
         if lead > 0 and xp is np and g.shape[lead:] == shape:  # what was added to each row: the most frequent of all

@@ -20,7 +20,8 @@ import numpy as np
 from ..arrays import tree as trees
 from ..arrays._array import Array, new_id, next_id
 from ..arrays._backends import backend_of
-from ..arrays._core import Value
+from ..arrays._core import FLOAT32, Value
+from ..arrays._direct import HALF
 from ..arrays._dispatch import Deferred, argument_avals, wrap
 from ..arrays._op import NO_PARAMS, not_recording, state
 from ..arrays.creation import asarray, ones
@@ -29,7 +30,7 @@ from ..arrays.errors import GradientError
 from ..arrays.indexsum import IndexSum, densify
 from ..arrays.program import Entry, Site
 from .anomaly import is_checker
-from .backward import Hook, Recorded, walk
+from .backward import Hook, Recorded, cast, walk
 from .calls import CallRecipe, run_hook
 from .recording import Recording, is_differentiable
 
@@ -222,6 +223,7 @@ class Tape(Recording):
     def backward(self, targets: Sequence[Any], seeds: Sequence[Any], keep: Sequence[int]) -> dict[int, Array]:
         """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""
         cots: dict[int, Any] = {}
+        short: dict[int, np.dtype] = {}
         if [s for s in seeds if s is not None]:
             densify(seeds)  # of the targets nobody reads the values
         checked = [_seed_of(t, s) for t, s in zip(targets, seeds, strict=True)]
@@ -239,11 +241,13 @@ class Tape(Recording):
             for t, s in checked:
                 if t._id in self._live:
                     g = s if wrapped else s._buf
+                    if g.dtype.num >= HALF:
+                        short[t._id], g = g.dtype, cast(g, FLOAT32)
                     cots[t._id] = g if t._id not in cots else cots[t._id] + g
             records = self._records
             if not self.persistent:
                 self._records, self._used = [], True
-            walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent, hooks=self._hooks)
+            walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent, hooks=self._hooks, short=short)
         finally:
             now.recorders = before
         kept: dict[int, Array] = {}
@@ -251,6 +255,8 @@ class Tape(Recording):
             g = cots.get(v)
             if g is None:
                 continue
+            if v in short:
+                g = cast(g, short[v])
             if type(g) is IndexSum:
                 g = g.settled()
             elif xp is np and type(g) is not np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import elementwise as ew
 from .._op import composite
+from .._wide import in_float32
 from ..creation import asarray, inexact
 from ..cumulative import cumulative_sum, diff
 from ..elementwise import where
@@ -226,6 +227,7 @@ def angle(z: Any, /, deg: bool = False) -> Array:
 
 
 @composite("unwrap")
+@in_float32
 def unwrap(x: Any, /, discont: float | None = None, axis: int = -1, *, period: float = 2 * math.pi) -> Array:
     """Angles along ``axis`` without jumps: where neighbours differ by more than half a ``period``, whole periods are added.
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import linalg
 from .._op import composite
+from .._wide import in_float32
 from ..creation import asarray, inexact, zeros
 from ..curves import convolve, diag
 from ..errors import ShapeError
@@ -27,6 +28,7 @@ def _coefficients(name: str, p: Any) -> Array:
 
 
 @composite("polyval")
+@in_float32
 def polyval(p: Any, x: Any, /) -> Array:
     """The polynomial with coefficients ``p`` at ``x``, by Horner's rule.
 
@@ -42,6 +44,7 @@ def polyval(p: Any, x: Any, /) -> Array:
 
 
 @composite("polyfit")
+@in_float32
 def polyfit(x: Any, y: Any, deg: int, /, *, w: Any = None) -> Array:
     """Coefficients of the polynomial of degree ``deg`` with the least squares of differences from ``y`` at ``x``.
 

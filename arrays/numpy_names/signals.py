@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._op import composite
+from .._wide import in_float32
 from ..creation import asarray
 from ..cumulative import diff
 from ..curves import convolve
@@ -34,6 +35,7 @@ def correlate(x: Any, y: Any, /, mode: str = "valid") -> Array:
 
 
 @composite("trapezoid")
+@in_float32
 def trapezoid(y: Any, x: Any = None, /, dx: float = 1.0, axis: int = -1) -> Array:
     """The area below samples ``y`` at ``x`` (or ``dx`` apart) along ``axis``, by trapezoids.
 

@@ -11,6 +11,7 @@ import numpy as np
 from .. import statistics
 from .._dispatch import Deferred
 from .._op import composite
+from .._wide import in_float32
 from ..creation import asarray, inexact
 from ..cumulative import cumulative_prod, cumulative_sum
 from ..elementwise import clip, conj, floor, isnan, real, sqrt, where
@@ -65,6 +66,7 @@ def size(x: Any, /, axis: int | None = None) -> int:
 
 
 @composite("average")
+@in_float32
 def average(
     x: Any, /, axis: int | None = None, weights: Any = None, *, returned: bool = False, keepdims: bool = False
 ) -> Any:
@@ -95,6 +97,7 @@ def average(
 
 
 @composite("cov")
+@in_float32
 def cov(
     x: Any,
     y: Any = None,
@@ -160,6 +163,7 @@ def cov(
 
 
 @composite("corrcoef")
+@in_float32
 def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Array:
     """Correlation coefficients of variables, see :func:`cov`.
 
