@@ -33,6 +33,7 @@ COMPILED = {
             "tree",
             "elementwise",
             "cross_entropy",
+            "writing",
         ),
     ),
     "meshtape.arrays.native": ("arrays/native", ("broadcasts", "calls", "ops")),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,14 +20,16 @@ from . import index_keys, indexing, manipulation, products, waits
 from ._backends import backend_of
 from ._core import Value
 from ._dispatch import Deferred, apply, refuse_watched, register_array_type, wrap
+from ._dlpack import read_only
 from ._methods import Methods
 from ._op import not_recording, state
 from ._operators import operator
 from ._protocols import Protocols
 from .at import AtIndex, masked_write
-from .devices import Device, device
-from .errors import DeviceError, DTypeError, ShapeError
-from .pool import POOL, is_sole
+from .devices import CPU, Device, device
+from .errors import BackendError, DeviceError, DTypeError, ShapeError
+from .pool import is_sole
+from .writing import become, settled, take
 
 if TYPE_CHECKING:
     from .blocks import BlockSharding
@@ -36,7 +38,7 @@ _ids = itertools.count(1)
 
 _REAL_NUMBERS = frozenset({bool, int, float})
 
-# Holders of a buffer that only one Array has: its slot, the local name in _writable, and the argument of getrefcount.
+# Holders of a buffer that only one Array has: its slot, a local name, and the argument of getrefcount.
 _SOLE_HOLDER = 3
 
 
@@ -182,7 +184,9 @@ class Array(Value, Methods, Protocols):
 
     def __reduce__(self) -> Any:
         refuse_watched("pickle", self)
-        return _unpickle, (np.array(self._concrete()),)
+        # Read-only: out-of-band buffers are this array's own memory.
+        value = (read_only(self._concrete()),)
+        return _unpickle, value if isinstance(self._buf, np.ndarray | Deferred) else (*value, str(self.device))
 
     # ----- display ----------------------------------------------------------------------------------------------------
 
@@ -207,11 +211,12 @@ class Array(Value, Methods, Protocols):
         ((3, 2),)
         """
         refuse_watched("to_dask", self)
-        if isinstance(self._buf, Deferred):
-            return self._buf.dask()
+        buf = settled(self)
+        if isinstance(buf, Deferred):
+            return buf.dask()
         import dask.array as da
 
-        return da.from_array(np.asarray(self._concrete()))
+        return da.from_array(np.asarray(self))
 
     def __dask_graph__(self) -> Any:
         return self._buf.dask().__dask_graph__() if hasattr(self._buf, "dask") and self._buf.host is not None else None
@@ -246,14 +251,17 @@ class Array(Value, Methods, Protocols):
 
     __getitem__ = indexing.getitem
 
-    def _writable(self) -> Any:
-        """The buffer of this Array alone, copied first where anybody else holds it."""
-        buf = self._buf
-        # (Not asked as `is_sole`, which is for NumPy's: this may be an array of CuPy's, or a traced one.)
-        elsewhere = buf.base is not None and not POOL.lends(buf.base)
-        if elsewhere or sys.getrefcount(buf) > _SOLE_HOLDER or not getattr(buf, "flags", buf).writeable:
-            buf = self._buf = buf.copy()
-        return buf
+    def _write(self, put: Callable[[np.ndarray], None]) -> None:
+        """Have ``put`` write to the buffer of this Array alone, copied first where anybody else holds it. (Of NumPy memory.)"""
+        mine = None
+        while mine is None:
+            buf = settled(self)
+            mine = take(self, buf)
+        try:
+            put(mine)
+            self._id = 0  # another value from here on: tapes that know the former one do not mistake this one for it
+        finally:
+            self._buf = mine
 
     def __setitem__(self, key: Any, value: Any) -> None:
         buf = self._buf
@@ -266,16 +274,16 @@ class Array(Value, Methods, Protocols):
                 known = type(source) is np.ndarray and (source.dtype.kind != "c" or buf.dtype.kind == "c")
             plain = known and indexing.is_plain(key)
             place = key if plain else indexing.one_array(self, key) if known and type(key) is Array else None
-            if plain or place is not None:
-                if sys.getrefcount(buf) > _SOLE_HOLDER or not is_sole(buf):
-                    buf = self._buf = buf.copy()
+            if (plain or place is not None) and (mine := take(self, buf)) is not None:
                 try:
-                    buf[place] = source
-                except (IndexError, TypeError, ValueError):
-                    pass  # said again below, in our words
-                else:
+                    mine[place] = source
                     self._id = 0
                     return
+                except (IndexError, TypeError, ValueError):
+                    pass  # said again below, in our words
+                finally:
+                    self._buf = mine
+                del mine
             del source
         del buf  # which would count as a holder
         from .creation import asarray
@@ -284,32 +292,30 @@ class Array(Value, Methods, Protocols):
             value = asarray(value)
         if not isinstance(value, Array) or not value.ndim:
             mask = index_keys.mask_alone(self, key)
-            if mask is not None and (state.recorders or not isinstance(self._buf, np.ndarray)):
+            if mask is not None and (state.recorders or not isinstance(settled(self), np.ndarray)):
                 new = masked_write("setitem", indexing.INDEX_SET, self, mask, value)
-                self._buf, self._id = new._buf, new._id
+                become(self, new._buf, new._id)
                 return
             if mask is not None and type(mask._buf) is np.ndarray and not hasattr(value, "device"):
                 indexing.check_value_dtype("setitem", value, self.dtype)
-                self._writable()[mask._buf] = value
-                self._id = 0
+                chosen = mask._buf
+                self._write(lambda buf: buf.__setitem__(chosen, value))
                 return
         template, arrays = index_keys.parse(self, key)
         target = index_keys.result_shape(template, self.shape, [a.shape for a in arrays])
         indexing.check_value_shape("setitem", value.shape if isinstance(value, Array) else (), target)
         indexing.check_value_dtype("setitem", value, self.dtype)
         if state.recorders or any(
-            isinstance(a, Array) and not isinstance(a._buf, np.ndarray) for a in (self, value, *arrays)
+            isinstance(a, Array) and not isinstance(settled(a), np.ndarray) for a in (self, value, *arrays)
         ):
             new = apply(indexing.INDEX_SET, (self, value, *arrays), {"template": template})
-            self._buf, self._id = new._buf, new._id
+            become(self, new._buf, new._id)
             return
-        source = value._buf if isinstance(value, Array) else value
-        if isinstance(source, np.ndarray) and np.may_share_memory(source, self._buf):
+        source = settled(value) if isinstance(value, Array) else value
+        if isinstance(source, np.ndarray) and np.may_share_memory(source, settled(self)):
             source = source.copy()  # NumPy reads what it has just written where the two overlap
-        key_arrays = [a._buf for a in arrays]
-        del value
-        self._id = 0  # another value from here on: tapes that know the former one do not mistake this one for it
-        indexing.write(np, self._writable(), source, template, key_arrays)
+        key_arrays = [settled(a) for a in arrays]
+        self._write(lambda buf: indexing.write(np, buf, source, template, key_arrays))
 
     # ----- operators --------------------------------------------------------------------------------------------------
 
@@ -416,10 +422,13 @@ def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
             other = y._buf
             if type(other) is not np.ndarray or other.dtype is not dtype or other.shape != buf.shape:
                 other = None
-        if other is not None:
-            x._id = 0
-            op.numpy(buf, other, buf)
-            return x
+        if other is not None and take(x, buf, copy=False) is not None:
+            try:
+                op.numpy(buf, other, buf)
+                x._id = 0
+                return x
+            finally:
+                x._buf = buf
     return _replace(op.name, x, apply(op, (x, y)))
 
 
@@ -431,7 +440,7 @@ def _replace(name: str, x: Array, new: Array) -> Array:
         if not np.can_cast(new.dtype, x.dtype, "same_kind"):
             raise DTypeError(f"[{name}] an array of {x.dtype.name} cannot take a result of {new.dtype.name} in place")
         new = manipulation.astype(new, x.dtype)
-    x._buf, x._id = new._buf, new._id
+    become(x, new._buf, new._id)
     return x
 
 
@@ -441,13 +450,42 @@ next_id = _ids.__next__
 
 def new_id(x: Array) -> int:
     """The name of this value on tapes, given on first use."""
-    if not x._id:
-        x._id = next(_ids)
-    return x._id
+    name = x._id
+    if not name:
+        name = x._id = next(_ids)
+    return name
 
 
-def _unpickle(host: np.ndarray) -> Array:
-    return wrap(host)
+def _unpickle(host: np.ndarray, where: str | None = None) -> Array:
+    """An array as it was pickled: on the device where it was, or on that of ``mt.use_device``."""
+    if where is None:
+        return wrap(host if _is_frozen(host) else host.copy())
+    from ._backends import backend_for
+
+    target = state.device or device(where)
+    try:
+        return wrap(backend_for(target).from_host(host.copy() if target is CPU else host, target))
+    except (BackendError, DeviceError) as e:
+        raise type(e)(
+            f"[pickle] this array was pickled on {where}, and goes to {target}: {e}. Inside `with mt.use_device('cpu'):` it is "
+            "unpickled on the CPU; to send it anywhere, pickle x.to_device('cpu')"
+        ) from None
+
+
+def _is_frozen(host: np.ndarray) -> bool:
+    """Whether nobody can write to an unpickled array's memory. Out-of-band buffers are read-only for us, but perhaps not for others."""
+    owner: Any = host
+    while owner.base is not None:
+        if owner.flags.writeable:
+            return False
+        owner = owner.base
+        if not isinstance(owner, np.ndarray):
+            if isinstance(owner, bytes) or type(owner).__name__ == "PyCapsule":
+                return True
+            owner = memoryview(owner).obj
+            if not isinstance(owner, np.ndarray):
+                return isinstance(owner, bytes)
+    return owner is host
 
 
 register_array_type(Array)

@@ -16,7 +16,16 @@ import numpy as np
 
 from ._core import COMPILED, Now, Value
 from ._op import NO_PARAMS, Op, state
-from .errors import DeviceError, DTypeError, GradientError, LinAlgError, MeshtapeError, OutOfMemory, TracedValueError
+from .errors import (
+    ConcurrentWriteError,
+    DeviceError,
+    DTypeError,
+    GradientError,
+    LinAlgError,
+    MeshtapeError,
+    OutOfMemory,
+    TracedValueError,
+)
 from .program import Const, Program, ShapeDtype, Site
 
 if TYPE_CHECKING:
@@ -60,6 +69,8 @@ class Deferred:
     host: ProgramHost | None
     priority = 0
     traced = False  # whether it only stands for a value that is not known yet
+    passing = False
+    """Whether this stands in for a buffer while another thread writes to it; ``value`` waits for what comes of it."""
 
     @property
     def ndim(self) -> int:
@@ -166,7 +177,7 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
         result = tuple(wrap(np.asarray(o)) for o in out)
     now: Now = state.now
     if now.recorders:
-        _record(op, args, result, params)
+        _record(op, args, bufs, result, params)
     return result
 
 
@@ -175,30 +186,33 @@ def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> 
 
     args = _coerced(op, args)
     args = _strong_scalars(args) or args
-    arrays = [a for a in args if type(a) is _array_type]
-    deferred = [a._buf for a in arrays if isinstance(a._buf, Deferred)]
+    bufs = tuple([a._buf if type(a) is _array_type else a for a in args])
+    deferred = [b for b in bufs if isinstance(b, Deferred)]
     if deferred:
         taker = max(deferred, key=lambda b: b.priority)
+        if taker.passing:
+            pairs = zip(args, bufs, strict=True)
+            return apply(op, tuple([b.value() if getattr(b, "passing", False) else a for a, b in pairs]), params)
         args = taker.admit(op, args)
+        bufs = ()
         outs = taker.emit(op, args, params)
     else:
-        devices = {a.device for a in arrays}
+        devices = {a.device for a in args if type(a) is _array_type}
         if len(devices) > 1:
             raise DeviceError(
                 f"[{op.name}] the arrays are on different devices: {', '.join(sorted(map(str, devices)))}; "
                 f"move them to one with x.to_device(...)"
             )
+        first = next((b for a, b in zip(args, bufs, strict=True) if type(a) is _array_type), None)
         try:
-            outs = backend_of(arrays[0]._buf if arrays else None).run(
-                op, [a._buf if type(a) is _array_type else a for a in args], params
-            )
+            outs = backend_of(first).run(op, bufs, params)
         except (ValueError, TypeError, OverflowError, MemoryError) as e:
             _explain(op, args, params, e)
             raise
     wrapped = tuple(wrap(o) for o in outs)
     result = wrapped[0] if op.nout == 1 else wrapped
     if state.recorders:
-        _record(op, args, result, params)
+        _record(op, args, bufs, result, params)
     return result
 
 
@@ -343,13 +357,25 @@ _OURS: dict[int, bool] = {}
 """Whether the module with the globals of this id is one of this package."""
 
 
-def _record(op: Op, args: tuple[Any, ...], result: Any, params: Mapping[str, Any]) -> None:
+def _record(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], result: Any, params: Mapping[str, Any]) -> None:
+    """Show a call to the recorders. ``bufs`` are what the arguments had when it was computed, if they have values."""
     outs = result if op.nout > 1 else (result,)
     site = call_site(3)
     now: Now = state.now
     origin = now.origin
     for r in now.recorders:
         r.record(op, args, outs, params, origin, site)
+    for a, b in zip(args, bufs):  # noqa: B905  none where the values are not here
+        if type(a) is _array_type and a._buf is not b:
+            raise written_to(op)
+
+
+def written_to(op: Op) -> ConcurrentWriteError:
+    """The error of a call whose operand has another value by the time that it is recorded."""
+    return ConcurrentWriteError(
+        f"[{op.name}] another thread wrote to an operand in place while a tape recorded the call: let one thread write while no "
+        "other reads (with a lock), or give each a copy of its own"
+    )
 
 
 def program_inputs(args: tuple[Any, ...], var_of: Any) -> tuple[int | Const, ...]:

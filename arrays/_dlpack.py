@@ -1,4 +1,4 @@
-"""DLPack with the dtypes that NumPy does not exchange: ``bfloat16`` and the two ``float8``.
+"""DLPack with the dtypes that NumPy does not exchange, ``bfloat16`` and the two ``float8``, and memory marked read-only.
 
 A capsule tells dtype, shape and strides in a small C structure. NumPy makes and reads it for integers of the same width; here
 the dtype in the structure is changed on the way. The structure belongs to whoever holds the capsule, and nobody else reads it.
@@ -53,30 +53,54 @@ class _Versioned(ctypes.Structure):
 
 
 _LAYOUTS = ((b"dltensor_versioned", _Versioned), (b"dltensor", _Managed))
+_FIRST_USER_DTYPE = 256
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
-def _dtype_of(capsule: Any) -> _DataType | None:
-    """The dtype in a capsule, to be read or changed; None in one of a kind that is not known here."""
+def contents(capsule: Any) -> Any:
+    """The structure in a capsule, to be read or changed; None in one of a kind that is not known here."""
     api = ctypes.pythonapi
     api.PyCapsule_IsValid.argtypes = api.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
     api.PyCapsule_GetPointer.restype = ctypes.c_void_p
     for name, layout in _LAYOUTS:
         if api.PyCapsule_IsValid(capsule, name):
-            return layout.from_address(api.PyCapsule_GetPointer(capsule, name)).tensor.dtype
+            return layout.from_address(api.PyCapsule_GetPointer(capsule, name))
     return None
 
 
-def export(buf: Any, **options: Any) -> Any:
-    """``buf.__dlpack__(**options)`` for a buffer of any of our dtypes, of NumPy or CuPy."""
+def export(buf: Any, *, read_only: bool, **options: Any) -> Any:
+    """``buf.__dlpack__(**options)`` for a buffer of any of our dtypes, of NumPy or CuPy, which itself never says ``read_only``.
+
+    A consumer that cannot be told so, because it asked for a capsule without versions, is refused.
+    """
     code = _CODES.get(buf.dtype)
-    if code is None:
-        return buf.__dlpack__(**options)
-    capsule = buf.view(np.dtype(f"u{buf.dtype.itemsize}")).__dlpack__(**options)
-    found = _dtype_of(capsule)
+    capsule = (buf if code is None else buf.view(np.dtype(f"u{buf.dtype.itemsize}"))).__dlpack__(**options)
+    if code is None and not read_only:
+        return capsule
+    found = contents(capsule)
     if found is None:
         raise BufferError(f"{buf.dtype.name} cannot be exported: the backend makes capsules of an unknown kind")
-    found.code = code
+    if code is not None:
+        found.tensor.dtype.code = code
+    if read_only:
+        if not isinstance(found, _Versioned):
+            raise BufferError("the backend makes capsules that cannot be marked read-only: pass copy=True")
+        found.flags |= _READ_ONLY
     return capsule
+
+
+def read_only(a: np.ndarray) -> np.ndarray:
+    """The same memory, as an array that nobody can make writable: its ``base`` is an opaque capsule, and no array that can be written."""
+    view = a.view()
+    view.flags.writeable = False
+    known = a.dtype.num < _FIRST_USER_DTYPE
+    try:
+        out = np.from_dlpack(view if known else view.view(f"u{a.dtype.itemsize}"))
+    except (BufferError, ValueError):  # strides that are no multiple of an element, which a capsule cannot tell
+        out = a.copy()
+        out.flags.writeable = False
+        return out
+    return out if known else out.view(a.dtype)
 
 
 class _AsIntegers:
@@ -91,11 +115,12 @@ class _AsIntegers:
 
     def __dlpack__(self, **options: Any) -> Any:
         capsule = self._exporter.__dlpack__(**options)
-        found = _dtype_of(capsule)
-        if found is not None and found.lanes == 1:
-            self.dtype = _DTYPES.get((found.code, found.bits))
+        found = contents(capsule)
+        if found is not None and found.tensor.dtype.lanes == 1:
+            told = found.tensor.dtype
+            self.dtype = _DTYPES.get((told.code, told.bits))
             if self.dtype is not None:
-                found.code = _UNSIGNED
+                told.code = _UNSIGNED
         return capsule
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import _dispatch
 from ._core import COMPILED, FLOAT32, FLOAT64, NUMBERS32, NUMBERS64, Now, Value, number
-from ._dispatch import _FIRST_USER_DTYPE, _OURS, apply, call_site
+from ._dispatch import _FIRST_USER_DTYPE, _OURS, apply, call_site, written_to
 from ._op import NO_PARAMS, Op, state
 from .native.broadcasts import WORTH_A_LOOK, broadcast
 
@@ -92,6 +92,8 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
             origin = now.origin
             for r in recorders:
                 r.record(op, args, (result,), NO_PARAMS, origin, site)
+            if self._buf is not x or (kind is cls and other._buf is not y):
+                raise written_to(op)
         return result
 
     return method

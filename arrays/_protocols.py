@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._dispatch import Deferred, refuse_watched
+from ._dlpack import export, read_only
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -33,9 +34,7 @@ class Protocols:
             return host.astype(dtype)
         if copy:
             return host.copy()
-        view = host.view()
-        view.flags.writeable = False
-        return view
+        return read_only(host)
 
     def __array_namespace__(self: Array, /, *, api_version: str | None = None) -> Any:
         import meshtape.arrays as namespace
@@ -55,17 +54,22 @@ class Protocols:
         """A capsule for ``from_dlpack`` of another library.
 
         Nobody writes through it: consumers of DLPack 1.0 and later get the memory itself, marked read-only; older ones, whose
-        capsules cannot say so, get a copy, unless they ask for ``copy=False`` and so promise not to write. Views with negative
-        strides are copied: PyTorch (2.13) aborts the process when it meets one.
+        capsules cannot say so, get a copy, unless they ask for ``copy=False`` and so promise not to write. That holds on a GPU
+        too. A consumer that does not heed the mark (PyTorch 2.13) can write to the Array's memory: there, clone first. Views
+        with negative strides are copied: PyTorch (2.13) aborts the process when it meets one.
         """
-        from ._dlpack import export
-
         refuse_watched("__dlpack__", self)
         buf = self._concrete() if isinstance(self._buf, Deferred) else self._buf
-        if not isinstance(buf, np.ndarray):
-            extra = {} if copy is None else {"copy": copy}
-            return export(buf, stream=stream, max_version=max_version, dl_device=dl_device, **extra)
         marked = max_version is not None and max_version[0] >= 1
+        if not isinstance(buf, np.ndarray):
+            to_host = dl_device is not None and int(dl_device[0]) == 1  # for which CuPy makes a copy
+            shared = not to_host and copy is not True and (marked or copy is False)
+            if not shared and not to_host:
+                buf, copy = buf.copy(), None  # CuPy itself refuses to copy on the device
+            extra = {} if copy is None else {"copy": copy}
+            return export(
+                buf, read_only=shared and marked, stream=stream, max_version=max_version, dl_device=dl_device, **extra
+            )
         backwards = any(s < 0 and n > 1 for s, n in zip(buf.strides, buf.shape, strict=True))
         if backwards and copy is False:
             raise BufferError(
@@ -78,7 +82,7 @@ class Protocols:
             buf.flags.writeable = False
         elif not buf.flags.writeable:
             buf, copy = buf.copy(), None  # a capsule without the mark cannot be made of read-only memory
-        return export(buf, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+        return export(buf, read_only=False, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
 
     def __dlpack_device__(self: Array) -> tuple[Any, int]:
         return (self._concrete() if isinstance(self._buf, Deferred) else self._buf).__dlpack_device__()

@@ -67,6 +67,10 @@ class DonatedArrayError(MeshtapeError, RuntimeError):
     """An array whose memory was given to a compiled function (``mt.compile(…, donate=…)``) is used again."""
 
 
+class ConcurrentWriteError(MeshtapeError, RuntimeError):
+    """A thread wrote to an array in place while another one recorded a call on it, or had a tape watch it."""
+
+
 class BackendError(MeshtapeError, RuntimeError):
     """An optional backend (CuPy) is missing or does not work; the message says how to get it."""
 

@@ -28,6 +28,7 @@ from ..arrays.errors import NonDifferentiableError, ShapeError
 from ..arrays.indexing import GETITEM
 from ..arrays.indexsum import IndexSum
 from ..arrays.program import Const, Entry, ShapeDtype, Site, site_text
+from ..arrays.writing import Writing
 from . import anomaly
 from .recipe import Recipe
 from .rules._registry import same
@@ -391,7 +392,12 @@ def named(buf: Any, var: int) -> Array:
 
 def same_value(x: Array) -> Array:
     """A second Array of the value and name that ``x`` has now; a write to ``x`` does not reach it."""
-    return named(x._buf, x._id)
+    name = x._id
+    buf = x._buf
+    while x._id != name:  # another thread writes: the value before or after it, but not the one with the other's name
+        name = x._id
+        buf = x._buf
+    return buf.value() if type(buf) is Writing else named(buf, name)
 
 
 def _pull_decomposed(r: Recorded, g: Any, wrapped: bool, wide: bool) -> list[Any]:

@@ -82,6 +82,23 @@ def _record(
         t.record_call(call, args, outs, saved, state.origin, site)
 
 
+def _as_they_are(arrays: Sequence[Array]) -> list[Array]:
+    """The values that arrays have now, under names that tell them from later ones."""
+    for x in arrays:
+        new_id(x)
+    return [same_value(x) for x in arrays]
+
+
+def _refuse_written(where: str, fn: str, arrays: Sequence[Array], before: Sequence[Array]) -> None:
+    """Raise where a function has written to its arguments: no tape saw it, and what is computed from them would have no gradient."""
+    for x, old in zip(arrays, before, strict=True):
+        if x._id != old._id:
+            raise GradientError(
+                f"[{where}] {fn} wrote in place to an argument of shape {x.shape}, which the tape around it cannot see: write to "
+                "a copy (x = mt.asarray(x, copy=True)), or use x.at[...]"
+            )
+
+
 # ----- checkpoint -----------------------------------------------------------------------------------------------------
 
 
@@ -227,8 +244,11 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
             _note(())
             return fn(*args, **kwargs)
         region = Region(tapes)
+        given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Array)]
+        before = _as_they_are(given)
         with _without_tapes(region):
             result = fn(*args, **kwargs)
+        _refuse_written("checkpoint", "the function", given, before)
         leaves = [x for x in trees.flatten(result)[0] if isinstance(x, Array) and x._id in region.made]
         outs = list({x._id: x for x in leaves}.values())
         needed = {x._id for x in outs}
@@ -305,12 +325,18 @@ class _Custom:
 
     def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
         residual_def, residual_leaves = self.residuals  # type: ignore[misc]
-        kept = iter([b if isinstance(b, Array) else wrap(b) for b in r.saved])
-        residuals = trees.unflatten(residual_def, [next(kept) if x is _ARRAY else x for x in residual_leaves])
-        cots = iter(g if wrapped else [wrap(np.asarray(c) if isinstance(c, np.generic) else c) for c in g])
+        # All that the function gets is its own: it may write to it, and be called again.
+        kept = iter([same_value(b) if isinstance(b, Array) else wrap(b) for b in r.saved])
+        residuals = trees.unflatten(residual_def, [next(kept) if x is _ARRAY else _own(x) for x in residual_leaves])
+        cots = iter([same_value(c) if wrapped else wrap(np.asarray(c) if isinstance(c, np.generic) else c) for c in g])
         seed = trees.unflatten(self.out_def, [next(cots) if x is _ARRAY else None for x in self.statics])
         found = self.owner._backward(residuals, seed)  # type: ignore[misc]
         return _as_cotangents(self, found, r.recipe.wanted, wrapped)
+
+
+def _own(x: Any) -> Any:
+    """A copy of a NumPy array, whose owner may write to it; all else as it is."""
+    return x.copy() if isinstance(x, np.ndarray) else x
 
 
 def _as_cotangents(call: _Custom, found: Any, wanted: Sequence[int], wrapped: bool) -> list[Any]:
@@ -331,7 +357,7 @@ def _as_cotangents(call: _Custom, found: Any, wanted: Sequence[int], wrapped: bo
             )
         leaves += given
     arrays = [c for c, x in zip(leaves, call.leaves, strict=True) if x is _ARRAY]
-    out = [None if arrays[p] is None else asarray(arrays[p]) for p in wanted]
+    out = [None if arrays[p] is None else same_value(asarray(arrays[p])) for p in wanted]
     return out if wrapped else [None if c is None else c._buf for c in out]
 
 
@@ -381,10 +407,11 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
             )
         tapes = _tapes()
         leaves, args_def = trees.flatten(args)
-        arrays = [x for x in leaves if isinstance(x, Array)]
         if not tapes:
             _note(())
             return self._fn(*args, **kwargs)
+        given = [x for x in leaves if isinstance(x, Array)]
+        arrays = _as_they_are(given)
         call = _Custom(self, args_def, leaves, kwargs)
         # A single tape never looks at its own backward pass, so that it needs nothing of the forward function. Of several, any
         # may differentiate the residuals, which it must have seen come about. A forward function that calls this one again
@@ -398,6 +425,7 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
                 made = self._forward(*args, **kwargs)
         finally:
             _active.owners = before
+        _refuse_written("custom_vjp", f"the forward function of {self.__name__}", given, arrays)
         if not isinstance(made, tuple) or len(made) != 2:
             raise GradientError(
                 f"[custom_vjp] the forward function of {self.__name__} must return (value, residuals), got "
@@ -406,7 +434,7 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
         values, call.out_def = trees.flatten(made[0])
         residuals, residual_def = trees.flatten(made[1])
         call.statics = [_ARRAY if isinstance(x, Array) else x for x in values]
-        call.residuals = residual_def, [_ARRAY if isinstance(x, Array) else x for x in residuals]
+        call.residuals = residual_def, [_ARRAY if isinstance(x, Array) else _own(x) for x in residuals]
         # The results are values of their own, also where the function handed an argument on.
         fresh = [named(x._buf, next_id()) if isinstance(x, Array) else x for x in values]
         saved = [same_value(x) for x in residuals if isinstance(x, Array)]
@@ -449,10 +477,10 @@ class _Hooked:
 
 def run_hook(fn: Callable[[Array], Any], g: Array) -> Array:
     """What a hook makes of a cotangent. Raises :class:`GradientError` where that has another shape."""
-    found = fn(g)
+    found = fn(same_value(g))  # to which it may write
     if found is None:
         return g
-    found = asarray(found)
+    found = same_value(asarray(found))
     if found.shape != g.shape:
         raise GradientError(f"[gradient_hook] the hook made {found.shape} of a cotangent of shape {g.shape}")
     return found

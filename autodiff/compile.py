@@ -28,6 +28,7 @@ from ..arrays.program import (
     register_tracer,
     simplify,
 )
+from ..arrays.writing import settled
 from .anomaly import is_checker
 from .backward import same_value
 from .calls import custom_vjp
@@ -228,7 +229,7 @@ class _Ready:
             bufs = (
                 given_up(inputs, self.donated, getattr(self.run, "taken", ()), self.name)
                 if self.donated
-                else [a._buf for a in inputs]
+                else [settled(a) for a in inputs]
             )
             found = [wrap(b) for b in self.run(bufs)]
         return self.rebuilt(found)
@@ -261,7 +262,7 @@ class _Ready:
             def forward(*inputs: Array) -> tuple[list[Array], Any]:
                 if not local:
                     densify(inputs)
-                return [wrap(b) for b in run([a._buf for a in inputs])], inputs
+                return [wrap(b) for b in run([settled(a) for a in inputs])], inputs
 
             self._differentiable = custom_vjp(code)
             self._differentiable.defvjp(forward, pull)

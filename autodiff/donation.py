@@ -16,6 +16,7 @@ from ..arrays.devices import CPU
 from ..arrays.errors import DonatedArrayError
 from ..arrays.pool import is_free
 from ..arrays.program import ShapeDtype
+from ..arrays.writing import settled
 
 
 class Gone(Deferred):
@@ -78,7 +79,7 @@ def given_up(inputs: Sequence[Array], donated: Iterable[int], written: Iterable[
     for x in inputs:
         if type(x._buf) is Gone:
             raise x._buf._error()
-    bufs = [x._buf for x in inputs]
+    bufs = [settled(x) for x in inputs]
     once = Counter(map(id, bufs))
     for i in donated:
         if isinstance(inputs[i]._buf, np.ndarray) and type(bufs[i]) is np.ndarray:

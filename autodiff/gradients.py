@@ -17,6 +17,7 @@ from ..arrays._op import state
 from ..arrays.creation import asarray, zeros_like
 from ..arrays.elementwise import ALIAS
 from ..arrays.errors import GradientError
+from ..arrays.writing import settled
 from .backward import same_value
 from .tape import Tape, is_differentiable
 
@@ -24,7 +25,7 @@ from .tape import Tape, is_differentiable
 def own(x: Any) -> Any:
     """A number as an Array of its own: an array passed twice gets two gradients."""
     if type(x) is Array and not state.now.recorders:
-        return wrap(x._buf)
+        return wrap(settled(x))
     if isinstance(x, bool | str | bytes) or not isinstance(x, Array | int | float | complex | np.ndarray | np.generic):
         return x
     return apply(ALIAS, (asarray(float(x) if isinstance(x, int) else x),))

@@ -15,6 +15,7 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays.indexsum import IndexSum, densify
 from ..arrays.program import freeze
+from ..arrays.writing import settled
 from .tracing import Tracer
 
 _CODE = FunctionType | BuiltinFunctionType | ModuleType | type
@@ -81,7 +82,7 @@ def leaf_keys(given: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def leaf_key(x: Any) -> Any:
-    if type(x) is Array and type(x._buf) is np.ndarray:
+    if type(x) is Array and (type(x._buf) is np.ndarray or type(settled(x)) is np.ndarray):
         return (x._buf.shape, x._buf.dtype)
     if isinstance(x, Array):
         return ("array", x.shape, x.dtype, x.device, x.sharding, type(x._buf) is IndexSum)

@@ -10,6 +10,7 @@ same rules run on Arrays and are themselves recorded.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +30,9 @@ from ..arrays.devices import Device
 from ..arrays.errors import GradientError
 from ..arrays.indexsum import IndexSum, densify
 from ..arrays.program import Entry, Site
+from ..arrays.writing import WATCHERS, settled
 from .anomaly import is_checker
-from .backward import Hook, Recorded, cast, walk
+from .backward import Hook, Recorded, cast, same_value, walk
 from .calls import CallRecipe, run_hook
 from .recording import Recording, is_differentiable
 
@@ -70,11 +72,14 @@ class Tape(Recording):
         if self in now.recorders:
             raise GradientError("this tape is recording already: use another one for a gradient inside a gradient")
         now.recorders = (*now.recorders, self)
+        if self._watched:
+            WATCHERS[id(self)] = threading.get_ident(), self
         return self
 
     def __exit__(self, *exc: object) -> None:
         now = state.now
         now.recorders = tuple([r for r in now.recorders if r is not self])
+        WATCHERS.pop(id(self), None)
 
     def watch(self, *arrays: Any) -> None:
         """Record what is computed from these arrays (or the arrays in these trees). Integers are passed over."""
@@ -82,8 +87,14 @@ class Tape(Recording):
             if not isinstance(x, Array):
                 raise GradientError(f"[watch] takes Arrays, got {type(x).__name__}: make one with mt.asarray(...)")
             if is_differentiable(x.dtype):
-                self._live.add(new_id(x))
-                self._watched[id(x)] = weakref.ref(x), x._id
+                if self in state.now.recorders:
+                    WATCHERS[id(self)] = threading.get_ident(), self
+                name = 0
+                while not name or x._id != name:  # again where another thread wrote to it meanwhile
+                    name = new_id(x)
+                    self._live.add(name)
+                    settled(x)
+                self._watched[id(x)] = weakref.ref(x), name
 
     def watch_values(self, arrays: Sequence[Array]) -> None:
         """Watch arrays whose gradients are asked for by the names that they get here, and not by the objects."""
@@ -261,7 +272,8 @@ class Tape(Recording):
                 g = g.settled()
             elif xp is np and type(g) is not np.ndarray:
                 g = np.asarray(g)
-            kept[v] = g if wrapped else wrap(g)
+            # One Array may be the cotangent of several values; what is given is its owner's, to write to.
+            kept[v] = same_value(g) if wrapped else wrap(g)
         return kept
 
 

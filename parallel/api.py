@@ -14,6 +14,7 @@ from ..arrays.creation import asarray
 from ..arrays.errors import MeshError, ReshardError, ShardingConflict
 from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype
+from ..arrays.writing import settled
 from ..autodiff.compile import compile
 from ..autodiff.tracing import Tracer
 from .mesh import Mesh
@@ -66,7 +67,7 @@ def distribute(tree: Any, target: Mesh | Sharding, /, **placements: Placement) -
         fitted = sharding.check(x.shape, x.dtype)
         if fitted.partial:
             raise ReshardError("distribute makes no pending reductions: use Shard(dim) or Replicate()")
-        if isinstance(x._buf, Deferred):
+        if isinstance(settled(x), Deferred):
             return reshard(x, fitted)
         refuse_watched("distribute", x, "distribute it before tape.watch(...)")
         host = np.asarray(x._concrete())

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..arrays._array import Array
 from ..arrays._dispatch import wrap
+from ..arrays._dlpack import read_only
 from ..arrays.blocks import ceil_blocks
 from ..arrays.errors import MeshError, ShapeError
 from ..arrays.program import ShapeDtype
@@ -39,7 +40,7 @@ def to_dask(buf: ShardedBuffer) -> da.Array:
     mesh, layout = buf.mesh, buf.layout
     chunks = _chunks(buf.shape, layout, mesh.sizes)
     if isinstance(buf.handle, HostValue):
-        return da.from_array(buf.handle.value, chunks=chunks)
+        return da.from_array(exported(buf.handle.value), chunks=chunks)
     owners: dict[tuple[int, ...], int] = {}
     for rank in range(mesh.size):
         place = _place(rank, layout, mesh, buf.shape)
@@ -48,7 +49,7 @@ def to_dask(buf: ShardedBuffer) -> da.Array:
     name = f"meshtape-{uuid.uuid4().hex}"
     if isinstance(mesh.runtime, LocalRuntime):
         blocks = mesh.runtime.fetch(buf.handle, list(owners.values()))
-        graph = {(name, *place): blocks[rank] for place, rank in owners.items()}
+        graph = {(name, *place): exported(blocks[rank]) for place, rank in owners.items()}
     else:
         graph = {(name, *place): _future(buf, rank) for place, rank in owners.items()}
     return da.Array(graph, name, chunks, dtype=buf.dtype)
@@ -88,7 +89,12 @@ def _future(buf: ShardedBuffer, rank: int) -> Any:
 def only_block(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.ndarray]]) -> np.ndarray:
     """On a worker: the block of the rank that is asked for."""
     (rank,) = payloads
-    return blocks[rank][0]
+    return exported(blocks[rank][0])
+
+
+def exported(block: Any) -> Any:
+    """A block as Dask's tasks may have it: they share the memory of a worker with the mesh, and can write to theirs alone."""
+    return read_only(block) if isinstance(block, np.ndarray) else block.copy()
 
 
 def from_dask(d: da.Array, mesh: Mesh, /, **placements: Placement) -> Array:
@@ -141,7 +147,8 @@ def _local(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> A
 
     boxes = [block_box(layout, mesh.sizes, shape, r) for r in range(mesh.size)]
     distinct = list(dict.fromkeys(boxes))
-    found = dict(zip(distinct, dask.compute(*(d[b.slices] for b in distinct)), strict=True))
+    # Copies: a chunk may be memory that its owner goes on writing to, or that the Dask array keeps.
+    found = dict(zip(distinct, map(np.array, dask.compute(*(d[b.slices] for b in distinct))), strict=True))
     return mesh.runtime.adopt({r: np.asarray(found[b], d.dtype) for r, b in enumerate(boxes)})
 
 
@@ -175,9 +182,8 @@ def adopt(spec: Any, *parts: np.ndarray) -> Any:
     from .gang import kept
 
     state = spec.seat.take()
-    blocks = {
-        r: np.asarray(parts[k], dtype, order="C").reshape(shape) for r, (k, shape, dtype) in spec.payloads.items()
-    }
+    # Copies: Dask may keep the chunk, and in-process workers share memory with whoever made it.
+    blocks = {r: np.array(parts[k], dtype, order="C").reshape(shape) for r, (k, shape, dtype) in spec.payloads.items()}
     return kept(spec, state, {0: blocks})
 
 

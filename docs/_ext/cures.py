@@ -16,6 +16,7 @@ CURES = {
     "TracedValueError": "Take the `float(...)`, `if` or `np.asarray` out of the compiled function, use `mt.where`, or pass the value as a static argument.",
     "NondeterministicError": "Draw with `mt.random` from a key that is an argument, and pass times and numbers drawn elsewhere as arrays.",
     "DonatedArrayError": "Go on with what the compiled function returned; pass a copy where the old array is needed, or leave it out of `donate=`.",
+    "ConcurrentWriteError": "Put a lock around the writes and around what reads the array, or give each thread a copy: `mt.asarray(x, copy=True)`.",
     "BackendError": "Install what the message names, such as `pip install 'meshtape[cuda13]'`; `meshtape info` shows what is missing.",
     "GradientError": "Make the result a scalar (`mt.sum`, `mt.mean`) or give a seed; watch the input, and make it floating.",
     "AnomalyError": "Look at the call and line it names: a logarithm or division of zero, an overflow. Guard the input, not the result.",

@@ -437,14 +437,14 @@ class Trainer:
                 "learning rate or clip= may help; mt.detect_anomaly() finds the op"
             )
         for c in self.callbacks:
-            c.on_log(self, numbers)
+            c.on_log(self, dict(numbers))  # each its own
 
     def _evaluate(self) -> None:
         assert self.held_out is not None
         numbers = self.session.evaluate(self.held_out, self.evaluate_average)
         self.report.judged(self.progress.step, numbers)
         for c in self.callbacks:
-            c.on_evaluate(self, numbers)
+            c.on_evaluate(self, dict(numbers))
 
     def newest(self) -> str | None:
         """The newest checkpoint of this run."""

@@ -15,8 +15,8 @@ import pytest
 import meshtape as mt
 from meshtape.arrays._dispatch import apply
 
-for _folder in ("autodiff", "arrays"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "autodiff"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "arrays"))
 
 from derivative_samples import SAMPLES as DERIVATIVES
 from test_shape_rules import SAMPLES as CALLS

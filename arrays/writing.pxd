@@ -1,0 +1,1 @@
+from meshtape.arrays._core cimport Value
