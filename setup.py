@@ -41,7 +41,7 @@ COMPILED = {
         "autodiff",
         ("recipe", "recording", "backward", "executable", "gradients", "signature", "tape"),
     ),
-    "meshtape.autodiff.rules": ("autodiff/rules", ("structure", "softmax", "reductions", "elementwise")),
+    "meshtape.autodiff.rules": ("autodiff/rules", ("_registry", "structure", "softmax", "reductions", "elementwise")),
     "meshtape.parallel": ("parallel", ("executor", "rounds")),
     "meshtape.parallel.transports": ("parallel/transports", ("frames", "group", "links", "pieces", "slots", "waiting")),
 }

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ._array import Array
 
 ndarray = np.ndarray
+_getframe = sys._getframe
+_CALLER = 0 if COMPILED else 2  # frames from :func:`record` to the caller of the function that shows it a call
 SCALARS = frozenset({bool, int, float, complex})
 _REAL_SCALARS = frozenset({bool, int, float})
 _FIRST_USER_DTYPE = 256  # NPY_USERDEF: type numbers from here on are registered by other libraries
@@ -177,7 +179,7 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
         result = tuple(wrap(np.asarray(o)) for o in out)
     now: Now = state.now
     if now.recorders:
-        _record(op, args, bufs, result, params)
+        record(op, args, bufs, result, params)
     return result
 
 
@@ -212,7 +214,7 @@ def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> 
     wrapped = tuple(wrap(o) for o in outs)
     result = wrapped[0] if op.nout == 1 else wrapped
     if state.recorders:
-        _record(op, args, bufs, result, params)
+        record(op, args, bufs, result, params)
     return result
 
 
@@ -357,17 +359,23 @@ _OURS: dict[int, bool] = {}
 """Whether the module with the globals of this id is one of this package."""
 
 
-def _record(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], result: Any, params: Mapping[str, Any]) -> None:
+def record(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], result: Any, params: Mapping[str, Any]) -> None:
     """Show a call to the recorders. ``bufs`` are what the arguments had when it was computed, if they have values."""
-    outs = result if op.nout > 1 else (result,)
-    site = call_site(3)
+    outs = (result,) if op.nout == 1 else result
     now: Now = state.now
+    site = now.site
+    if site is None:
+        frame = _getframe(_CALLER)
+        site = (frame.f_code, frame.f_lasti) if _OURS.get(id(frame.f_globals)) is False else call_site(3)
     origin = now.origin
     for r in now.recorders:
         r.record(op, args, outs, params, origin, site)
-    for a, b in zip(args, bufs):  # noqa: B905  none where the values are not here
-        if type(a) is _array_type and a._buf is not b:
-            raise written_to(op)
+    for k in range(len(bufs)):  # none where the values are not here
+        a = args[k]
+        if type(a) is _array_type:
+            x: Value = a
+            if x._buf is not bufs[k]:
+                raise written_to(op)
 
 
 def written_to(op: Op) -> ConcurrentWriteError:

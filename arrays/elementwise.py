@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _infer
 from ._direct import HALF, REFUSED, buffer, result
-from ._dispatch import apply, wrap
+from ._dispatch import apply, record, wrap
 from ._erf import erf32
 from ._examples import EXAMPLES
 from ._op import NO_PARAMS, Op, state
@@ -38,25 +38,31 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
 
         def fn(x: Any, /) -> Array:
             buf = getattr(x, "_buf", None)
-            if type(buf) is _ndarray and not state.now.recorders:
+            if type(buf) is _ndarray:
                 try:
                     out = compute(buf)
                 except REFUSED:
                     pass
                 else:
-                    return wrap(out if type(out) is _ndarray else np.asarray(out))
+                    result = wrap(out if type(out) is _ndarray else np.asarray(out))
+                    if state.now.recorders:
+                        record(op, (x,), (buf,), result, NO_PARAMS)
+                    return result
             return apply(op, (x,), NO_PARAMS)
     else:
 
         def fn(x1: Any, x2: Any, /) -> Array:
             buf1, buf2 = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
-            if type(buf1) is _ndarray and type(buf2) is _ndarray and not state.now.recorders:
+            if type(buf1) is _ndarray and type(buf2) is _ndarray:
                 try:
                     out = compute(buf1, buf2)
                 except REFUSED:
                     pass
                 else:
-                    return wrap(out if type(out) is _ndarray else np.asarray(out))
+                    result = wrap(out if type(out) is _ndarray else np.asarray(out))
+                    if state.now.recorders:
+                        record(op, (x1, x2), (buf1, buf2), result, NO_PARAMS)
+                    return result
             return apply(op, (x1, x2), NO_PARAMS)
 
     fn.__name__ = fn.__qualname__ = op.name

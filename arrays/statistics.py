@@ -110,7 +110,7 @@ def nanmean(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     if filled.dtype.kind in "biu":
         filled = astype(filled, np.float64)
     count = sum(astype(~bad, np.int64), axis=axis, keepdims=keepdims)
-    n = astype(count, np.float64 if filled.dtype.kind == "c" else filled.dtype)
+    n = astype(count, np.empty(0, filled.dtype).real.dtype)
     with np.errstate(invalid="ignore"):
         return sum(filled, axis=axis, keepdims=keepdims) / n
 

@@ -33,6 +33,8 @@ from . import anomaly
 from .recipe import Recipe
 from .rules._registry import same
 
+ndarray, multiply = np.ndarray, np.multiply
+
 Hook = Callable[[Array], Array]
 """What is called with the complete cotangent of a value, and gives what is to take its place."""
 
@@ -42,13 +44,13 @@ NO_HOOKS: Any = MappingProxyType({})
 class Recorded(NamedTuple):
     """One call on a tape. A tape holds plain tuples of these fields, which are made and read in a fraction of the time.
 
-    ``operands`` has the name, shape and dtype of each watched operand, or the name alone of the one array of an elementwise call
-    with its shape and dtype: what the rule gives then fits. ``inputs`` has the names of all operands; a scalar is a ``Const``,
+    ``operands`` has the name, shape and dtype of each watched operand, or the names alone of those of an elementwise call that have
+    the shape and dtype of its result: what the rule gives then fits. One such name stands without a tuple. ``inputs`` has the names of all operands; a scalar is a ``Const``,
     or itself where it is a float. ``saved`` is what the recipe keeps: buffers, and scalars.
     """
 
     recipe: Recipe
-    operands: int | Sequence[tuple[int, tuple[int, ...], np.dtype]]
+    operands: int | Sequence[int] | Sequence[tuple[int, tuple[int, ...], np.dtype]]
     inputs: Sequence[Any]
     outputs: Sequence[int]
     saved: Sequence[Any]
@@ -118,8 +120,7 @@ def walk(
                     g = g.concrete()
                 owned.discard(v)
                 found = widened(_by_rules(recipe, g, saved, params, avals, xp))
-                if type(operands) is int:
-                    operands = ((operands, g.shape, g.dtype),)
+                operands = spelled(operands, g.shape, g.dtype)
             elif quick is None or aside:
                 operands, found = _found(fields, cots, keep, owned, short, xp, wrapped)
                 if found is None:
@@ -133,8 +134,7 @@ def walk(
                     owned.discard(v)
                 if type(g) is IndexSum:
                     g, found = _pull_sparse(recipe, g, saved, xp)
-                    if type(operands) is int:
-                        operands = ((operands, g.shape, g.dtype),)
+                    operands = spelled(operands, g.shape, g.dtype)
                 elif type(operands) is int:
                     ((pull, at),) = quick
                     if pull is None:
@@ -144,9 +144,9 @@ def walk(
                     else:
                         if type(at) is int:
                             value = saved[at]
-                            if recipe.op is MULTIPLY and type(value) is float and type(g) is np.ndarray:
+                            if recipe.op is MULTIPLY and type(value) is float and type(g) is ndarray:
                                 # The most frequent rule of all, `g * value`, without the two calls that it takes.
-                                gx = np.multiply(g, NUMBERS64.get(value, value) if g.dtype is FLOAT64 else value)
+                                gx = multiply(g, NUMBERS64.get(value, value) if g.dtype is FLOAT64 else value)
                             else:
                                 gx = pull(xp, g, value)
                         else:
@@ -158,25 +158,39 @@ def walk(
                     if operands not in cots:
                         cots[operands] = gx
                         continue
-                    found, operands = (gx,), ((operands, g.shape, g.dtype),)
+                    found, operands = (gx,), (operands,)
                 else:
-                    found = []
-                    for pull, at in quick:
-                        if pull is same:
-                            found.append(g)
-                        elif pull is None:
-                            found.append(None)
-                        elif type(at) is int:
-                            found.append(pull(xp, g, saved[at]))
+                    found = None  # one by one below
+            for k in range(len(operands)):
+                if found is not None:
+                    gx = found[k]
+                else:
+                    pull, at = quick[k]
+                    if pull is same:
+                        gx = g
+                    elif pull is None:
+                        continue
+                    elif type(at) is int:
+                        value = saved[at]
+                        if recipe.op is MULTIPLY and type(value) is ndarray and value.dtype is FLOAT64:
+                            gx = multiply(g, value)
                         else:
-                            found.append(pull(xp, g, *[saved[k] for k in at]))
-            for gx, (var, shape, dtype) in zip(found, operands):  # noqa: B905  of one length; checking costs
+                            gx = pull(xp, g, value)
+                    else:
+                        gx = pull(xp, g, *[saved[i] for i in at])
                 if gx is None:
                     continue
-                if gx.shape != shape or (gx.dtype is not dtype and gx.dtype != dtype):
-                    if dtype.num >= HALF:
-                        short[var], dtype = dtype, FLOAT32
-                    gx = fit(xp, gx, shape, dtype)
+                operand = operands[k]
+                if type(operand) is int:
+                    var = operand
+                    if gx.dtype is not g.dtype:
+                        gx = fit(xp, gx, g.shape, g.dtype)
+                else:
+                    var, shape, dtype = operand
+                    if gx.shape != shape or (gx.dtype is not dtype and gx.dtype != dtype):
+                        if dtype.num >= HALF:
+                            short[var], dtype = dtype, FLOAT32
+                        gx = fit(xp, gx, shape, dtype)
                 before = cots.get(var)
                 if before is None:
                     cots[var] = gx
@@ -238,6 +252,13 @@ _OWN_SUMS = frozenset(
 """Ops whose derivative is a call of another op that sums short floats in float32: what a GPU has units of its own for."""
 
 
+def spelled(operands: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """Operands with shapes and dtypes; those that are names alone have those of the result."""
+    if type(operands) is int:
+        return ((operands, shape, dtype),)
+    return [(v, shape, dtype) for v in operands] if type(operands[0]) is int else operands
+
+
 def _sums_itself(recipe: Recipe, operands: Any, g: Any) -> bool:
     # Where broadcasting is still to be undone, as it is beside a vector, the products of a product are summed outside of it. (One
     # matrix beside a stack of them is multiplied with all rows together.)
@@ -281,8 +302,8 @@ def _found(
         if v not in keep:
             cots.pop(v, None)
             short.pop(v, None)
-    if type(operands) is int:
-        operands = ((operands, gs[0].shape, rounded[0] or gs[0].dtype),)
+    if recipe.single:
+        operands = spelled(operands, gs[0].shape, rounded[0] or gs[0].dtype)
     wide = any(rounded)
     if wide and (hasattr(recipe.op, "pull") or _sums_itself(recipe, operands, gs[0])):
         gs = [g if d is None else cast(g, d) for g, d in zip(gs, rounded, strict=True)]

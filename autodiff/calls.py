@@ -219,6 +219,8 @@ def _renamed(operands: Any, names: Mapping[int, int]) -> Any:
     """The operands of a record under other names."""
     if type(operands) is int:
         return names.get(operands, operands)
+    if type(operands[0]) is int:
+        return tuple([names.get(v, v) for v in operands])
     return tuple([(names.get(v, v), shape, dtype) for v, shape, dtype in operands])
 
 

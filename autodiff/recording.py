@@ -95,7 +95,12 @@ class Recording:
                 else:
                     operands = ((w, b.shape, b.dtype),)
             else:
-                operands = ((v, a.shape, a.dtype), (w, b.shape, b.dtype))
+                dtype = answer.dtype
+                alike = a.dtype is dtype and b.dtype is dtype and (dtype is FLOAT64 or dtype is FLOAT32)
+                if alike and recipe.floating and a.shape == b.shape:
+                    operands = (v, w)
+                else:
+                    operands = ((v, a.shape, a.dtype), (w, b.shape, b.dtype))
             inputs = (v, w)
             keeps = recipe.keeps
             saved = (a, b) if keeps == 3 else (a,) if keeps == 1 else (b,) if keeps == 2 else ()

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...arrays._core import FLOAT32, FLOAT64
 from ...arrays._op import Op
 
 
@@ -125,6 +126,8 @@ def conj(xp: Any, x: Any) -> Any:
     if type(x) is float or type(x) is int:  # most numbers are
         return x
     dtype = getattr(x, "dtype", None)
+    if dtype is FLOAT64 or dtype is FLOAT32:
+        return x
     if dtype is None:
         return x.conjugate() if isinstance(x, complex) else x
     return xp.conj(x) if dtype.kind == "c" else x
