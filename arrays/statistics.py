@@ -111,7 +111,7 @@ def nanmean(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     count = sum(astype(~bad, np.int64), axis=axis, keepdims=keepdims)
     n = astype(count, np.float64 if filled.dtype.kind == "c" else filled.dtype)
     with np.errstate(invalid="ignore"):
-        return sum(filled, axis=axis, keepdims=keepdims) / n
+        return astype(sum(filled, axis=axis, keepdims=keepdims) / n, filled.dtype, copy=False)
 
 
 @composite("nanvar")

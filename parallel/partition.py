@@ -166,13 +166,17 @@ def _place_entry(w: Writer, e: Entry, renamed: dict[int, int]) -> None:
 
 def _place_wide(w: Writer, e: Entry, placed: Placed, avals: tuple[Any, ...], renamed: dict[int, int]) -> None:
     """A call of which a result is a pending sum of short floats: made in float32, and what is not pending rounded at once."""
-    inputs, outputs = e.inputs, []
-    if e.op is not GETITEM:  # each element is read by one rank: the others add zeros
+    inputs = tuple(
+        w.moved_to(v, layout, e.origin, reason(e.origin or e.op.name, placed, i, w.layouts[v], w.sizes))
+        if v in w.rounded and layout is not None and not w.is_wide(w.rounded[v], layout)
+        else v
+        for i, (v, layout) in enumerate(zip(e.inputs, placed.operands, strict=True))
+    )
+    if e.op is not GETITEM or inputs[0] in w.rounded:  # each element is read by one rank, and the others add zeros
         inputs = tuple(w.widened(v) if isinstance(v, int) else v for v in inputs)
         known = iter([w.avals[v] for v in inputs if isinstance(v, int)])
         avals = tuple(next(known) if isinstance(a, ShapeDtype) else a for a in avals)
-    for a in e.op.avals(avals, e.params):
-        outputs.append(w.new(a, REPLICATED))
+    outputs = [w.new(a, REPLICATED) for a in e.op.avals(avals, e.params)]
     local: dict[int, int] = {}
     _place(w, e._replace(inputs=inputs, outputs=tuple(outputs)), placed, local)
     for v, o, layout in zip(e.outputs, outputs, placed.results, strict=True):
