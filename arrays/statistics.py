@@ -112,7 +112,7 @@ def nanmean(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     count = sum(astype(~bad, np.int64), axis=axis, keepdims=keepdims)
     n = astype(count, np.empty(0, filled.dtype).real.dtype)
     with np.errstate(invalid="ignore"):
-        return sum(filled, axis=axis, keepdims=keepdims) / n
+        return astype(sum(filled, axis=axis, keepdims=keepdims) / n, filled.dtype, copy=False)
 
 
 @composite("nanvar")

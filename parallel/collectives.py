@@ -13,6 +13,7 @@ from typing import Any
 
 from ..arrays import tree as trees
 from ..arrays._array import Array
+from ..arrays._rows import wide
 from ..arrays.blocks import ceil_blocks
 from ..arrays.creation import asarray
 from ..arrays.errors import AxisError, DTypeError, MeshError, ShapeError
@@ -63,6 +64,13 @@ def _refuse_reduced(name: str, trace: RankTrace, axes: tuple[int, ...], x: Array
             f"[{name}] the value is the same on all ranks of {', '.join(map(repr, same))} already (replicated, or reduced before, "
             "as the gradient of what is replicated is); where the sum of equal values is meant, multiply by mt.axis_size"
         )
+
+
+def _mean(x: Array, count: int, add: Callable[[Array], Array]) -> Array:
+    """The mean by a sum over ranks; that of short floats may be beyond their range."""
+    inner = wide(x.dtype)
+    out = add(x.astype(inner, copy=False)) / count
+    return out if inner == x.dtype else out.astype(x.dtype)
 
 
 def axis_size(axis: Axis) -> int:
@@ -131,7 +139,7 @@ def all_reduce(x: Any, axis: Axis, *, op: str = "sum") -> Any:
             raise DTypeError(f"[all_reduce] op {op!r} does not reduce {x.dtype.name}: booleans take 'any' and 'all'")
         _refuse_reduced("all_reduce", trace, axes, x)
         if op == "mean":
-            return ops.sum_over(x, axes) / trace.group_size(axes)
+            return _mean(x, trace.group_size(axes), lambda x: ops.sum_over(x, axes))
         return ops.sum_over(x, axes, op)
 
     return _each("all_reduce", x, axis, one)
@@ -191,9 +199,10 @@ def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: str = "sum", sizes: 
                 f"[reduce_scatter] sizes {lengths} do not divide dimension {at} of length {x.shape[at]} between {n} ranks"
             )
         _refuse_reduced("reduce_scatter", trace, axes, x)
-        if op in ("sum", "mean"):
-            out = ops.scatter_sum(x, axes, at, lengths)
-            return out / n if op == "mean" else out
+        if op == "mean":
+            return _mean(x, n, lambda x: ops.scatter_sum(x, axes, at, lengths))
+        if op == "sum":
+            return ops.scatter_sum(x, axes, at, lengths)
         return ops.own_part(all_reduce(x, axis, op=op), axes, at, lengths)
 
     return _each("reduce_scatter", x, axis, one)

@@ -106,7 +106,8 @@ def stream(
     passes, parts = _divide(program, given, mesh, limit)
     paths = _paths(to, result_def, statics)
     last = passes[-1].program
-    shapes = [(last.avals[v], last.layouts[v]) for v in last.outputs]
+    # A sum over blocks is kept in float32 until it is whole; it is stored, and given back, as what the function returned.
+    shapes = [(program.avals[o], last.layouts[v]) for o, v in zip(program.outputs, last.outputs, strict=True)]
     written = [_over_blocks(layout, last.sizes) for _, layout in shapes]
     for i, (path, (_, layout)) in enumerate(zip(paths, shapes, strict=True)):
         if written[i] and path is None:
@@ -129,10 +130,10 @@ def stream(
             kept = make_layout({d: [a for a in axes if a < len(mesh.sizes)] for d, axes in layout.shards}, {})
             out.append(Stored(str(path), aval.shape, aval.dtype, Sharding.of(mesh, kept)))
         elif path is not None:
-            _write(path, value)
+            _write(path, value.astype(aval.dtype, copy=False))
             out.append(Stored(path, aval.shape, aval.dtype, Sharding.of(mesh, REPLICATED)))
         else:
-            out.append(asarray(value))
+            out.append(asarray(value.astype(aval.dtype, copy=False)))
     rest = iter(out)
     return trees.unflatten(result_def, [next(rest) if s is _ARRAY else s for s in statics])
 
@@ -170,7 +171,9 @@ def _run_passes(
         for i, (v, o) in enumerate(zip(p.outputs, outputs, strict=True)):
             if isinstance(o, Parts):  # what ranks contributed is joined as it is read again
                 layouts = {v: p.layouts[v].reduced()}
-                join = RankProgram(p.sizes, (v,), (), (v,), {v: p.avals[v]}, layouts, name="stream")
+                join = RankProgram(
+                    p.sizes, (v,), (), (v,), {v: program.avals[program.outputs[i]]}, layouts, name="stream"
+                )
                 _run_pass(join, mesh, parts, {v: o}, [paths[i]])
     return values
 

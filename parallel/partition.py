@@ -12,9 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..arrays._dispatch import wrap
 from ..arrays._op import Op, state
 from ..arrays.elementwise import ALIAS
+from ..arrays.indexing import GETITEM
 from ..arrays.program import Entry, Program, ShapeDtype, freeze, simplify, site_text
 from .dispatch_steps import place_dispatch
 from .factors import rule_for
@@ -22,7 +25,7 @@ from .ops import RESHARD
 from .overlap import dropped, variables
 from .parts import place_part
 from .placement import REPLICATED, Layout
-from .propagate import propagate, reason
+from .propagate import Placed, propagate, reason
 from .rank_code import ShardMapOp
 from .rank_lowering import lower
 from .rank_program import Local, RankProgram, Step
@@ -49,6 +52,9 @@ def partition(
     elif settle:
         reduce_early.update(program.outputs)
     renamed = _same_constants(program, w.layouts)
+    for v in (*program.inputs, *program.constants):
+        if v not in renamed and w.is_wide(w.avals[v].dtype, w.layouts[v]):
+            renamed[v] = w.widened(v)  # a pending sum is kept so where it came from; one that a user gave may not be
     pending: dict[int, int] = {}  # values that were reduced where they appeared, as they were before
     for e in program.entries:
         _place_entry(
@@ -135,18 +141,58 @@ def _place_entry(w: Writer, e: Entry, renamed: dict[int, int]) -> None:
         code = e.params["code"]
         why = f"as the placements of {code.name} say"
         inputs = [w.moved_to(v, layout, e.origin, why) for v, layout in zip(e.inputs, code.in_layouts, strict=False)]
+        inputs = [w.cast(v, w.rounded[v]) if v in w.rounded else v for v in inputs]  # the code's own dtype
         w.use(inputs)
         for v, found, layout in zip(e.outputs, lower(w, e, inputs), code.out_layouts, strict=True):
             w.inner(ALIAS, (found,), (v,), {}, {r: {} for r in range(math.prod(w.sizes))}, code.name, "")
             w.layouts[v] = layout
+            if w.is_wide(w.avals[v].dtype, layout):
+                renamed[v] = w.widened(v)
         return
-    avals = tuple(w.avals[v] if isinstance(v, int) else v.value for v in e.inputs)
+    avals = tuple(w.aval(v) if isinstance(v, int) else v.value for v in e.inputs)
     out_avals = tuple(w.avals[v] for v in e.outputs)
     layouts = [w.layouts[v] if isinstance(v, int) else None for v in e.inputs]
     placed = w.hints.placed(e, propagate(e.op, avals, out_avals, e.params, layouts, w.sizes), layouts, w.sizes)
     if placed.lost and e.op.decompose is not None:
         _inline(w, e, avals, renamed)
         return
+    if placed.rule.valueless or not any(
+        w.is_wide(a.dtype, layout) for a, layout in zip(out_avals, placed.results, strict=True)
+    ):
+        _place(w, e, placed, renamed)
+    else:
+        _place_wide(w, e, placed, avals, renamed)
+
+
+def _place_wide(w: Writer, e: Entry, placed: Placed, avals: tuple[Any, ...], renamed: dict[int, int]) -> None:
+    """A call of which a result is a pending sum of short floats: made in float32, and what is not pending rounded at once."""
+    inputs = tuple(
+        w.moved_to(v, layout, e.origin, reason(e.origin or e.op.name, placed, i, w.layouts[v], w.sizes))
+        if v in w.rounded and layout is not None and not w.is_wide(w.rounded[v], layout)
+        else v
+        for i, (v, layout) in enumerate(zip(e.inputs, placed.operands, strict=True))
+    )
+    if e.op is not GETITEM or inputs[0] in w.rounded:  # each element is read by one rank, and the others add zeros
+        inputs = tuple(w.widened(v) if isinstance(v, int) else v for v in inputs)
+        known = iter([w.avals[v] for v in inputs if isinstance(v, int)])
+        avals = tuple(next(known) if isinstance(a, ShapeDtype) else a for a in avals)
+    outputs = [w.new(a, REPLICATED) for a in e.op.avals(avals, e.params)]
+    local: dict[int, int] = {}
+    _place(w, e._replace(inputs=inputs, outputs=tuple(outputs)), placed, local)
+    for v, o, layout in zip(e.outputs, outputs, placed.results, strict=True):
+        o, dtype = local.get(o, o), w.avals[v].dtype
+        w.layouts[v] = layout
+        if w.is_wide(dtype, layout):
+            renamed[v] = o if o in w.rounded or w.avals[o].dtype == np.float32 else w.cast(o, np.dtype(np.float32))
+            w.rounded[renamed[v]] = dtype
+        elif w.avals[o].dtype == dtype:
+            renamed[v] = o
+        else:
+            w.cast(o, dtype, v)
+
+
+def _place(w: Writer, e: Entry, placed: Placed, renamed: dict[int, int]) -> None:
+    """The steps of a call whose layouts were chosen."""
     if placed.rule.part is not None and not placed.split.isdisjoint(placed.rule.part.factors):
         place_part(w, e, placed)
         return

@@ -1,4 +1,8 @@
-"""What the partitioner writes with: the steps of a rank program so far, and where its variables are."""
+"""What the partitioner writes with: the steps of a rank program so far, and where its variables are.
+
+A sum (or product) of floats of one or two bytes that is still to be made is kept in float32: ranks add in it, scale in it and send it,
+and round what they get. ``rounded`` says which variables are such, and the dtype of the values that they stand for.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..arrays._op import Op
 from ..arrays.blocks import Box
+from ..arrays.elementwise import ASTYPE
 from ..arrays.program import Const, Program, ShapeDtype
+from ..arrays.reductions import _is_low_precision
 from .collective_plans import Collective
 from .factors import FactorRule, RankView
 from .placement import REPLICATED, Layout, Replicate, block_box, make_layout
@@ -33,6 +41,8 @@ class Writer:
         self.next_var = max(program.avals, default=-1) + 1
         self.inners: set[int] = set()
         self.hints = Hints()
+        self.rounded: dict[int, np.dtype] = {}
+        self.roundings: list[Local] = []  # of what the moves that are due bring
 
     def new(self, aval: ShapeDtype, layout: Layout) -> int:
         v = self.next_var
@@ -40,9 +50,42 @@ class Writer:
         self.avals[v], self.layouts[v] = aval, layout
         return v
 
+    def aval(self, var: int) -> ShapeDtype:
+        """Shape and dtype of the values that a variable stands for."""
+        return ShapeDtype(self.avals[var].shape, self.rounded.get(var, self.avals[var].dtype))
+
+    def is_wide(self, dtype: np.dtype, layout: Layout) -> bool:
+        """Whether values of this dtype and layout are kept in float32."""
+        return _is_low_precision(dtype) and any(
+            op in ("sum", "prod") and self.sizes[a] > 1 for a, op in layout.partials
+        )
+
+    def cast(self, var: int, dtype: np.dtype, target: int | None = None) -> int:
+        """The variable in another dtype, its layout as it is. A ``target`` is written to; else equal casts are one."""
+        key = ("cast", var, dtype)
+        if target is None and key in self.seen:
+            return self.seen[key][0]
+        out = self.new(ShapeDtype(self.avals[var].shape, dtype), self.layouts[var]) if target is None else target
+        if target is None:
+            self.seen[key] = (out,)
+        self.use((var,))
+        self.steps.append(_cast(var, out, dtype))
+        return out
+
+    def widened(self, var: int) -> int:
+        """A variable of short floats in float32; others as they are."""
+        if var in self.rounded or not _is_low_precision(self.avals[var].dtype):
+            return var
+        out = self.cast(var, _FLOAT32)
+        if self.is_wide(self.avals[var].dtype, self.layouts[var]):
+            self.rounded[out] = self.avals[var].dtype
+        return out
+
     def moved_to(self, var: int, layout: Layout, origin: str | None, why: str | None = None) -> int:
         """The variable with another layout; the same move is written once."""
         now = self.layouts[var]
+        if now != layout and self.is_wide(self.aval(var).dtype, layout):
+            var = self.widened(var)
         if now == layout or _same_blocks(now, layout, self.avals[var].shape, self.sizes):
             return var
         key = (var, layout)
@@ -63,11 +106,19 @@ class Writer:
             found = self.moved[key] = self.new(self.avals[var], layout)
             if var in self.due_targets:
                 self.flush()
+            dtype = self.rounded.get(var)
             if _is_local(now, layout):
                 # Nothing is sent: no reason to carry out the reductions that can still wait.
                 self.steps.append(Moves((Move(var, found, origin, None, why),)))
             else:
                 self.due.append(Move(var, found, origin, None, why))
+                self.due_targets.add(found)
+            if dtype is not None and self.is_wide(dtype, layout):
+                self.rounded[found] = dtype
+            elif dtype is not None:
+                whole, found = found, self.new(self.aval(var), layout)
+                self.moved[key] = found
+                self.roundings.append(_cast(whole, found, dtype))
                 self.due_targets.add(found)
         return found
 
@@ -107,6 +158,8 @@ class Writer:
             by_rank[r] = rule.part.localize(made.params, view)
         out = self.new(self.avals[var], between)
         self.steps.append(made._replace(op=rule.part.op, outputs=(out,), rule=AS_IT_IS, by_rank=by_rank))
+        if var in self.rounded:
+            self.rounded[out] = self.rounded[var]
         return out
 
     def new_inner(self, aval: ShapeDtype) -> int:
@@ -168,7 +221,8 @@ class Writer:
     def flush(self) -> None:
         if self.due:
             self.steps.append(Moves(tuple(self.due)))
-            self.due, self.due_targets = [], set()
+            self.steps += self.roundings
+            self.due, self.due_targets, self.roundings = [], set(), []
 
     def use(self, variables: Sequence[int | Const]) -> None:
         """Before these are read: carry out the moves that are due, if one of them is among them."""
@@ -184,6 +238,11 @@ def _made_view(w: Writer, made: Local, rank: int) -> tuple[Box | None, ...]:
 
 
 AS_IT_IS = FactorRule((), (), ())
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _cast(var: int, target: int, dtype: np.dtype) -> Local:
+    return Local(ASTYPE, (var,), (target,), {"dtype": dtype}, AS_IT_IS, "astype", "")
 
 
 def _is_local(now: Layout, then: Layout) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cmath
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +41,9 @@ def _linear(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> li
     out = []
     for group in _LINEAR.get(op, ()):
         scalars = [avals[i] for i in group if i not in arrays]
+        others = [a for i, a in enumerate(avals) if i not in group]
+        if op in (ew.MULTIPLY, ew.DIVIDE) and not all(_scales(op, a) for a in others):
+            continue
         if not scalars:
             out.append(group)
         elif op is ew.WHERE and all(s == 0 for s in scalars) and len(scalars) < len(group):
@@ -46,9 +51,17 @@ def _linear(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> li
     if op is ew.ASTYPE:
         # Rounding contributions before they are summed loses digits: only a wider or equal float may pass.
         x, y = avals[0].dtype, out_avals[0].dtype
-        if not (x.kind == y.kind and x.kind in "fc" and y.itemsize >= x.itemsize):
+        if not (x.kind == y.kind and x.kind in "fc" and y.itemsize >= max(x.itemsize, 4)):
             return []
     return out
+
+
+def _scales(op: Op, factor: Any) -> bool:
+    """Whether the sum of what is scaled is the scaled sum. Parts may be zero or infinite where the sum is neither: a factor that is
+    zero or not finite makes NaN of them. A single number that is known only when the program runs may be one; so may a divisor."""
+    if isinstance(factor, ShapeDtype):
+        return op is ew.MULTIPLY and math.prod(factor.shape) != 1
+    return factor != 0 and cmath.isfinite(factor)
 
 
 def _elementwise(
