@@ -235,7 +235,9 @@ def numpy_key(template: Template, arrays: Sequence[Any]) -> tuple[Any, ...]:
         if isinstance(p, Span):
             key.append(slice(*p))
         elif isinstance(p, Slot):
-            key.append(arrays[p.n])
+            a = arrays[p.n]
+            # CuPy computes places in the dtype of the index, which a short one cannot hold.
+            key.append(a if isinstance(a, np.ndarray) or a.dtype.kind == "b" else a.astype(np.int64, copy=False))
         else:
             key.append(p.value if isinstance(p, Truth) else Ellipsis if isinstance(p, Gap) else p)
     return tuple(key)
