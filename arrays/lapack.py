@@ -14,7 +14,7 @@ import numpy as np
 from . import _infer, waits
 from ._dispatch import apply, as_array
 from ._op import Op
-from .errors import DTypeError, ShapeError
+from .errors import DTypeError, LinAlgError, ShapeError
 from .manipulation import astype
 from .program import ShapeDtype
 
@@ -119,7 +119,8 @@ def _called(xp: Any, name: str, *args: Any, **params: Any) -> Any:
         try:
             return fn(*args, **params)
         except np.linalg.LinAlgError as e:
-            raise np.linalg.LinAlgError(_FAILURES.get(name, f"the iteration did not converge: {e}")) from None
+            text = _FAILURES.get(name, f"cuSOLVER found no result: {e}")
+            raise LinAlgError(f"[{name}] {text} (of shape {', '.join(str(a.shape) for a in args)})") from None
 
 
 def _plain(name: str) -> Callable[..., Any]:
