@@ -103,8 +103,7 @@ class Fold:
     def __init__(self, out: np.ndarray, terms: Sequence[np.ndarray | None], reducer: np.ufunc, wide: bool) -> None:
         self.out, self._terms, self._reducer, self._wide = out, tuple(terms), reducer, wide
         self._chunks = chunks(out.shape, out.itemsize)
-        # Device memory is joined in place: the small place is for a CPU's cache.
-        self._stream = not wide and isinstance(out, np.ndarray) and is_large(out)
+        self._stream = not wide and is_large(out)
         self._place: np.ndarray | None = None  # for one chunk of a large result
         self._k = self._t = 0
         self._first: np.ndarray | None = None  # the first contribution while nothing is joined to it yet
