@@ -488,5 +488,12 @@ def _is_frozen(host: np.ndarray) -> bool:
     return owner is host
 
 
+def _count_holders() -> None:
+    x = wrap(np.empty(1))
+    buf = x._buf
+    x._buf = take(x, buf)
+
+
 register_array_type(Array)
+_count_holders()
 __all__ = ["Array", "new_id", "not_recording"]

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from . import _cuda
 from ._core import Now
 from .program import ShapeDtype
 
@@ -104,12 +105,12 @@ class Op:
         fn = self._bound.get(key)
         if fn is None:
             special = self.overrides.get(key)
+            if special is None or key != "numpy":
+                fn = getattr(xp, self.impl) if isinstance(self.impl, str) else functools.partial(self.impl, xp)
             if special is not None:
-                fn = special
-            elif isinstance(self.impl, str):
-                fn = getattr(xp, self.impl)
-            else:
-                fn = functools.partial(self.impl, xp)
+                fn = special if fn is None else _cuda.chosen(special, fn)
+            if key != "numpy":
+                fn = _cuda.by_the_rule(self, fn)
             self._bound[key] = fn
         return fn
 

@@ -16,6 +16,7 @@ from ._dispatch import apply, record, wrap
 from ._erf import erf32
 from ._examples import EXAMPLES
 from ._op import NO_PARAMS, Op, state
+from .errors import DTypeError
 from .native import AVAILABLE, ops
 from .native.calls import first
 
@@ -88,8 +89,15 @@ def _unary(
     return op, _function(op, doc)
 
 
-def _binary(name: str, doc: str, impl: str | Callable[..., Any] | None = None, *, nograd: str | None = None) -> Any:
-    op = Op(name, ("x", "y"), impl or name, _infer.elementwise, nondifferentiable=nograd)
+def _binary(
+    name: str,
+    doc: str,
+    impl: str | Callable[..., Any] | None = None,
+    *,
+    nograd: str | None = None,
+    overrides: Mapping[str, Callable[..., Any]] = NO_PARAMS,
+) -> Any:
+    op = Op(name, ("x", "y"), impl or name, _infer.elementwise, nondifferentiable=nograd, overrides=overrides)
     return op, _function(op, doc)
 
 
@@ -138,6 +146,17 @@ def _tanh(xp: Any, x: Any) -> Any:
     return out
 
 
+def _on_cuda(name: str) -> Mapping[str, Callable[..., Any]]:
+    """A logical function of CuPy, which takes no complex numbers, on their truths."""
+
+    def impl(*operands: Any) -> Any:
+        import cupy
+
+        return getattr(cupy, name)(*[a != 0 if getattr(a, "dtype", _BOOLS).kind == "c" else a for a in operands])
+
+    return {"cupy": impl}
+
+
 def _sign(xp: Any, x: Any) -> Any:
     out = xp.sign(x)
     # That of -0.0 is 0.0, which ml_dtypes' loops leave as it is.
@@ -149,6 +168,7 @@ def _conj(xp: Any, x: Any) -> Any:
 
 
 _BOOL = "boolean result"
+_BOOLS = np.dtype(bool)
 _INT = "integer result"
 _STEP = "piecewise constant: its derivative is zero wherever it exists"
 
@@ -222,10 +242,10 @@ LESS, less = _binary("less", "Whether ``x1 < x2``.", nograd=_BOOL)
 LESS_EQUAL, less_equal = _binary("less_equal", "Whether ``x1 <= x2``.", nograd=_BOOL)
 GREATER, greater = _binary("greater", "Whether ``x1 > x2``.", nograd=_BOOL)
 GREATER_EQUAL, greater_equal = _binary("greater_equal", "Whether ``x1 >= x2``.", nograd=_BOOL)
-LOGICAL_AND, logical_and = _binary("logical_and", "Both true.", nograd=_BOOL)
-LOGICAL_OR, logical_or = _binary("logical_or", "Either true.", nograd=_BOOL)
-LOGICAL_XOR, logical_xor = _binary("logical_xor", "Exactly one true.", nograd=_BOOL)
-LOGICAL_NOT, logical_not = _unary("logical_not", "Not true.", nograd=_BOOL)
+LOGICAL_AND, logical_and = _binary("logical_and", "Both true.", nograd=_BOOL, overrides=_on_cuda("logical_and"))
+LOGICAL_OR, logical_or = _binary("logical_or", "Either true.", nograd=_BOOL, overrides=_on_cuda("logical_or"))
+LOGICAL_XOR, logical_xor = _binary("logical_xor", "Exactly one true.", nograd=_BOOL, overrides=_on_cuda("logical_xor"))
+LOGICAL_NOT, logical_not = _unary("logical_not", "Not true.", nograd=_BOOL, overrides=_on_cuda("logical_not"))
 ISNAN, isnan = _unary("isnan", "Whether NaN.", nograd=_BOOL)
 ISINF, isinf = _unary("isinf", "Whether infinite.", nograd=_BOOL)
 ISFINITE, isfinite = _unary("isfinite", "Whether neither infinite nor NaN.", nograd=_BOOL)
@@ -326,6 +346,10 @@ def _erf(xp: Any, x: Any) -> Any:
             return erf32(x.astype(np.float32)).astype(x.dtype)
         from scipy.special import erf as special_erf
     else:
+        if x.dtype.kind == "c":
+            raise DTypeError(
+                f"[erf] of {x.dtype.name} is computed on a CPU alone: move the array with x.to_device('cpu')"
+            )
         from cupyx.scipy.special import erf as special_erf
     if x.dtype.itemsize <= 2 and x.dtype.kind not in "biu":  # SciPy knows no float of one or two bytes but float16
         return special_erf(x.astype(np.float32)).astype(x.dtype)

@@ -125,7 +125,8 @@ def _gelu(xp: Any, x: Any) -> Any:
 def _gelu_backward(xp: Any, dy: Any, x: Any) -> Any:
     if _is_single(xp, dy, x):
         return _run(_backward_block, dy, x)
-    return dy * (0.5 * (1.0 + ERF.bind(xp)(x * _ROOT_HALF)) + x * xp.exp(-0.5 * x * x) * _DENSITY)
+    out = dy * (0.5 * (1.0 + ERF.bind(xp)(x * _ROOT_HALF)) + x * xp.exp(-0.5 * x * x) * _DENSITY)
+    return out.astype(np.result_type(dy.dtype, x.dtype), copy=False)
 
 
 GELU = Op("gelu", ("x",), _gelu, _infer.elementwise, overrides={"numpy": first(ops.gelu, _gelu)})

@@ -202,7 +202,7 @@ def _wrapped(index: Array, axis: int, n: int) -> Array:
     """Indices that need no check, since they wrap around: no place outside of the array is touched."""
     if n == 0 and index.size:
         raise ArrayIndexError(f"an index is out of bounds for axis {axis} with size 0")
-    return wrap(index._buf % max(n, 1))
+    return wrap(index._buf.astype(np.int64, copy=False) % max(n, 1))  # a short index may not hold n
 
 
 def _check_range(buf: Any, axis: int, n: int) -> None:
@@ -235,7 +235,9 @@ def numpy_key(template: Template, arrays: Sequence[Any]) -> tuple[Any, ...]:
         if isinstance(p, Span):
             key.append(slice(*p))
         elif isinstance(p, Slot):
-            key.append(arrays[p.n])
+            a = arrays[p.n]
+            # CuPy computes places in the dtype of the index, which a short one cannot hold.
+            key.append(a if isinstance(a, np.ndarray) or a.dtype.kind == "b" else a.astype(np.int64, copy=False))
         else:
             key.append(p.value if isinstance(p, Truth) else Ellipsis if isinstance(p, Gap) else p)
     return tuple(key)

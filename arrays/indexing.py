@@ -164,8 +164,20 @@ INDEX_SET = Op(
 INDEX_ADD = Op(
     "index_add", ("x", "v", "*arrays"), _index_add, _infer_index_write, overrides={"cupy": kernels.index_add}
 )
-INDEX_MIN = Op("index_min", ("x", "v", "*arrays"), _index_extremum("minimum"), _infer_index_write)
-INDEX_MAX = Op("index_max", ("x", "v", "*arrays"), _index_extremum("maximum"), _infer_index_write)
+INDEX_MIN = Op(
+    "index_min",
+    ("x", "v", "*arrays"),
+    _index_extremum("minimum"),
+    _infer_index_write,
+    overrides={"cupy": kernels.index_extremum("minimum")},
+)
+INDEX_MAX = Op(
+    "index_max",
+    ("x", "v", "*arrays"),
+    _index_extremum("maximum"),
+    _infer_index_write,
+    overrides={"cupy": kernels.index_extremum("maximum")},
+)
 SCATTER = Op("scatter", ("g", "*arrays"), _scatter, _infer_scatter, overrides={"cupy": kernels.scatter})
 LAST_WRITES = Op("last_writes", ("g", "*arrays"), _last_writes, _infer_getitem, overrides={"cupy": kernels.last_writes})
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _infer
+from . import _infer, waits
 from ._dispatch import apply, as_array
 from ._op import Op
-from .errors import DTypeError, ShapeError
+from .errors import DTypeError, LinAlgError, ShapeError
 from .manipulation import astype
 from .program import ShapeDtype
 
@@ -100,34 +100,62 @@ def _infer_pinv(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 # ----- ops ------------------------------------------------------------------------------------------------------------
 
 
+_FAILURES = {
+    "inv": "Singular matrix",
+    "solve": "Singular matrix",
+    "cholesky": "Matrix is not positive definite",
+}
+
+
+def _called(xp: Any, name: str, *args: Any, **params: Any) -> Any:
+    """A function of ``xp.linalg``. CuPy's give numbers without meaning where cuSOLVER fails, unless they are told to look."""
+    fn = getattr(xp.linalg, name)
+    if xp.__name__ != "cupy" or name in ("det", "slogdet"):  # a singular matrix has a determinant
+        return fn(*args, **params)
+    import cupyx
+
+    waits.note(f"the success of {name} is checked")
+    with cupyx.errstate(linalg="raise"):
+        try:
+            return fn(*args, **params)
+        except np.linalg.LinAlgError as e:
+            text = _FAILURES.get(name, f"cuSOLVER found no result: {e}")
+            raise LinAlgError(f"[{name}] {text} (of shape {', '.join(str(a.shape) for a in args)})") from None
+
+
 def _plain(name: str) -> Callable[..., Any]:
     def impl(xp: Any, *args: Any, **params: Any) -> Any:
-        return getattr(xp.linalg, name)(*args, **params)
+        return _called(xp, name, *args, **params)
 
     return impl
 
 
 def _solve(xp: Any, a: Any, b: Any) -> Any:
-    return xp.linalg.solve(a, b)
+    if xp is not np:  # CuPy's takes stacks of one shape alone
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a, b = xp.broadcast_to(a, (*batch, *a.shape[-2:])), xp.broadcast_to(b, (*batch, *b.shape[-2:]))
+        if not a.size or not b.size:
+            return xp.zeros(b.shape, np.result_type(a.dtype, b.dtype))
+    return _called(xp, "solve", a, b)
 
 
 def _eig(xp: Any, x: Any) -> Any:
-    w, v = xp.linalg.eig(x)
+    w, v = _called(xp, "eig", x)
     dtype = _complex_of(x.dtype)  # NumPy answers in real numbers where all of them happen to be
     return w.astype(dtype, copy=False), v.astype(dtype, copy=False)
 
 
 def _eigvals(xp: Any, x: Any) -> Any:
-    return xp.linalg.eigvals(x).astype(_complex_of(x.dtype), copy=False)
+    return _called(xp, "eigvals", x).astype(_complex_of(x.dtype), copy=False)
 
 
 def _svdvals(xp: Any, x: Any) -> Any:
-    return xp.linalg.svd(x, compute_uv=False)
+    return _called(xp, "svd", x, compute_uv=False)
 
 
 def _adjugate(xp: Any, x: Any) -> Any:
     """``det(x) inv(x)``, which exists for singular matrices too: from the products of all other singular values."""
-    u, s, vh = xp.linalg.svd(x)
+    u, s, vh = _called(xp, "svd", x)
     n = x.shape[-1]
     others = xp.stack([xp.prod(xp.delete(s, i, axis=-1), axis=-1) for i in range(n)], axis=-1) if n else s
     phase = xp.linalg.det(u) * xp.linalg.det(vh)
@@ -136,7 +164,7 @@ def _adjugate(xp: Any, x: Any) -> Any:
 
 
 def _pinv(xp: Any, x: Any, rtol: float) -> Any:
-    u, s, vh = xp.linalg.svd(x, full_matrices=False)
+    u, s, vh = _called(xp, "svd", x, full_matrices=False)
     largest = s[..., :1] if s.shape[-1] else s
     kept = s > rtol * largest
     inverse = xp.where(kept, 1 / xp.where(kept, s, 1), 0).astype(s.dtype, copy=False)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def shifted(xp: Any, out: Any, x: Any) -> None:
     """``out = x - max``; an infinite maximum is not subtracted."""
-    m = x.max(axis=1, keepdims=True, initial=-np.inf)
+    m = x.max(axis=1, keepdims=True, initial=-np.inf) if xp is np or not x.shape[1] else x.max(axis=1, keepdims=True)
     m[xp.isinf(m)] = 0
     less(xp, x, m, out)
 

@@ -94,6 +94,10 @@ _TURNS = 100
 WATCHERS: dict[int, tuple[int, Any]] = {}
 """Tapes that were told to watch arrays and are recording, by id, with their threads."""
 
+_alone: list[int] = []
+"""What is counted for a buffer that its array alone has: of the first one, taken when the package is put together. Versions of Python differ
+in it, and so does the compiled form of this module."""
+
 _swap = threading.Lock()
 """Of two threads that write to one array, one takes the buffer, and the other waits for it."""
 
@@ -118,12 +122,16 @@ def take(x: Value, buf: np.ndarray, copy: bool = True) -> np.ndarray | None:
     try:
         if x._id and WATCHERS:
             _refuse_watched(x, buf)
-        if sys.getrefcount(buf) > _HOLDERS or not is_sole(buf):
-            if not copy:
-                x._buf = buf
-                return None
-            buf = mark.held = buf.copy()
-        return buf
+        holders = sys.getrefcount(buf)
+        if not _alone:
+            _alone.append(holders)
+        if holders <= _alone[0] and is_sole(buf):
+            return buf
+        if not copy:
+            x._buf = buf
+            return None
+        mine = mark.held = buf.copy()
+        return mine
     except BaseException:
         mark.name = x._id
         x._buf = buf
@@ -162,24 +170,3 @@ def _refuse_watched(x: Value, buf: np.ndarray) -> None:
                 f"[setitem] a tape of another thread watches this array (shape {buf.shape}): the gradient it is to give is that "
                 "of the value it watched. Write to a copy, or after that thread has left its tape"
             )
-
-
-_HOLDERS = 1 << 30
-
-
-def _calibrated() -> int:
-    """What is counted for a buffer that its array alone has, when a method calls :func:`take`; versions of Python differ in it."""
-    counts: list[int] = []
-
-    def count(x: Value, buf: np.ndarray) -> None:
-        mark = Writing(x, buf)
-        x._buf = mark
-        counts.append(sys.getrefcount(buf))
-
-    x = Value()
-    buf = x._buf = np.empty(0)
-    count(x, buf)
-    return counts[0]
-
-
-_HOLDERS = _calibrated()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._cuda import for_floats
 from .geometry import MAX_GRID, ceil_div, vector_length
 from .launch import FLOATS, contiguous, i64, named, runner, wide
 from .row_norms import dtypes_of, pairs, sum_parts
@@ -80,6 +81,7 @@ def _group_numbers(x: Any, lay: Layout, num_groups: int, eps: float) -> tuple[An
     return i64(lay.samples), i64(num_groups), i64(lay.channels // num_groups), i64(lay.spatial), np.float64(eps)
 
 
+@for_floats
 def group_norm(x: Any, weight: Any, bias: Any, *, num_groups: int, axis: int, eps: float) -> Any:
     """See :data:`meshtape.arrays.channel_norms.GROUP_NORM`."""
     r = runner()
@@ -96,6 +98,7 @@ def group_norm(x: Any, weight: Any, bias: Any, *, num_groups: int, axis: int, ep
     return y.astype(out_dtype, copy=False)
 
 
+@for_floats
 def group_norm_backward(g: Any, x: Any, weight: Any, *, num_groups: int, axis: int, eps: float) -> tuple[Any, Any, Any]:
     """See :data:`meshtape.arrays.channel_norms.GROUP_NORM_BACKWARD`."""
     r = runner()
@@ -165,6 +168,7 @@ def _normalized(x: Any, mean: Any, var: Any, weight: Any, bias: Any, lay: Layout
     return y
 
 
+@for_floats
 def batch_norm(x: Any, weight: Any, bias: Any, *, axis: int, eps: float) -> tuple[Any, Any, Any]:
     """See :data:`meshtape.arrays.batch_norms.BATCH_NORM`."""
     r, lay = runner(), layout(x.shape, axis)
@@ -179,6 +183,7 @@ def batch_norm(x: Any, weight: Any, bias: Any, *, axis: int, eps: float) -> tupl
     return y.astype(out_dtype, copy=False), mean.astype(stats, copy=False), var.astype(stats, copy=False)
 
 
+@for_floats
 def batch_norm_inference(x: Any, mean: Any, var: Any, weight: Any, bias: Any, *, axis: int, eps: float) -> Any:
     """See :data:`meshtape.arrays.batch_norms.BATCH_NORM_INFERENCE`."""
     out_dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
@@ -190,6 +195,7 @@ def batch_norm_inference(x: Any, mean: Any, var: Any, weight: Any, bias: Any, *,
     return y.astype(out_dtype, copy=False)
 
 
+@for_floats
 def batch_norm_backward(
     g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, *, axis: int, eps: float
 ) -> tuple[Any, Any, Any]:

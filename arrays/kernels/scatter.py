@@ -8,7 +8,7 @@ order of the rows: sorted by place, and added up chunk by chunk. Of several rows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -216,6 +216,12 @@ def write_rows(out: Any, v: Any, template: Any, arrays: Sequence[Any]) -> None:
     if not count * inner:
         return
     values, one = _values(v, places, inner, template, arrays, out)
+    _put(out, places, values, inner, one)
+
+
+def _put(out: Any, places: Any, values: Any, inner: int, one: bool) -> None:
+    """Each row of ``values`` (or one number) at its place in ``out``: the last write in order stays."""
+    count = places.shape[0]
     if one and out.dtype.itemsize == 16:
         values, one = contiguous(runner().xp.broadcast_to(values, (count, inner))), False
     kept = last_writes_kept(places, out.size // inner)
@@ -256,3 +262,50 @@ def last_writes(g: Any, *arrays: Any, template: Any) -> Any:
         kernel = named("read_kept", source.dtype)
         _launch(kernel, count * inner, places, kept, source, target, i64(count), i64(inner))
     return out
+
+
+# ----- extremes -------------------------------------------------------------------------------------------------------
+
+
+def index_extremum(name: str) -> Callable[..., Any]:
+    """See :data:`meshtape.arrays.indexing.INDEX_MAX`.
+
+    CuPy's atomic forms lack short numbers, truths and complex ones, lose NaN, and compare float64 as float32. Here the writes are sorted
+    by place, and each meets its neighbours at growing distances.
+    """
+
+    def impl(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
+        from ..index_keys import is_basic, numpy_key
+        from ..indexing import _fit
+
+        xp = runner().xp
+        meet = getattr(xp, name)
+        out = xp.array(x, order="C")
+        if is_basic(template):
+            key = numpy_key(template, arrays)
+            out[key] = meet(out[key], xp.asarray(_fit(v, out, template, arrays)).astype(out.dtype, copy=False))
+            return out
+        places, inner = rows_of(template, arrays, out.shape)
+        count = places.shape[0]
+        if not count * inner:
+            return out
+        values, _ = _values(v, places, inner, template, arrays, out)
+        values = xp.broadcast_to(values.astype(_compared_as(out.dtype), copy=False), (count, inner))
+        order = xp.argsort(places, kind="stable")
+        places, values = contiguous(places[order]), values[order]
+        distance = 1
+        while distance < count:
+            joined = (places[distance:] == places[:-distance])[:, None]
+            later = values[distance:]
+            later = xp.where(joined, meet(later, values[:-distance]), later)
+            values = xp.concatenate([values[:distance], later])
+            distance *= 2
+        before = out.reshape(-1, inner)[places].astype(values.dtype, copy=False)
+        _put(out, places, contiguous(meet(before, values).astype(out.dtype, copy=False)), inner, False)
+        return out
+
+    return impl
+
+
+def _compared_as(dtype: np.dtype) -> np.dtype:
+    return wide(dtype) if dtype in FLOATS else dtype

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .._cuda import for_floats
 from .geometry import MAX_GRID, ladder, row_plan
 from .launch import FLOATS, contiguous, i64, named, runner, wide
 
@@ -82,21 +83,25 @@ def _backward(log: bool, g: Any, y: Any, axis: int) -> Any:
     return _along(rows, axis, g.astype(d, copy=False), y.astype(d, copy=False)).astype(y.dtype, copy=False)
 
 
+@for_floats
 def softmax(x: Any, *, axis: int, masked: bool) -> Any:
     """See :data:`meshtape.arrays.softmax.SOFTMAX`."""
     return _forward(False, x, axis, masked)
 
 
+@for_floats
 def softmax_backward(g: Any, y: Any, *, axis: int) -> Any:
     """See :data:`meshtape.arrays.softmax.SOFTMAX_BACKWARD`."""
     return _backward(False, g, y, axis)
 
 
+@for_floats
 def log_softmax(x: Any, *, axis: int, masked: bool) -> Any:
     """See :data:`meshtape.arrays.softmax.LOG_SOFTMAX`."""
     return _forward(True, x, axis, masked)
 
 
+@for_floats
 def log_softmax_backward(g: Any, y: Any, *, axis: int) -> Any:
     """See :data:`meshtape.arrays.softmax.LOG_SOFTMAX_BACKWARD`."""
     return _backward(True, g, y, axis)
@@ -110,6 +115,7 @@ def _labels(labels: Any, ignore_index: int | None) -> tuple[Any, bool, int]:
     return contiguous(labels.astype(np.int64, copy=False)), has_ignored, ignore_index if has_ignored else 0
 
 
+@for_floats
 def cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None, label_smoothing: float) -> Any:
     """See :data:`meshtape.arrays.cross_entropy.CROSS_ENTROPY`."""
     xp, x = runner().xp, contiguous(logits)
@@ -124,6 +130,7 @@ def cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None, label_s
     return losses
 
 
+@for_floats
 def cross_entropy_backward(
     g: Any, logits: Any, labels: Any, *, ignore_index: int | None, label_smoothing: float
 ) -> Any:

@@ -17,8 +17,8 @@ _WORTH_A_CALL = 64 << 10
 
 
 def is_large(to: np.ndarray) -> bool:
-    """Whether what is copied to an array should go past the caches, and can."""
-    return _kernels is not None and to.nbytes >= LARGE
+    """Whether what is copied to an array should go past the caches, and can: those of a CPU, where the array is in host memory."""
+    return _kernels is not None and isinstance(to, np.ndarray) and to.nbytes >= LARGE
 
 
 def stream(to: np.ndarray, source: np.ndarray) -> None:

@@ -51,6 +51,9 @@ def _pow_x(xp, g, x, y):
 
 def _pow_y(xp, g, x, ans):
     # x**y is constant in y at x = 0 (for y > 0): log 0 must not reach the product.
+    if isinstance(x, bool | int | float | complex):  # a number, which CuPy's functions do not take
+        with np.errstate(all="ignore"):
+            return g * conj(xp, ans * (np.log(x).item() if x else 0.0))
     return g * conj(xp, ans * xp.log(xp.where(x == 0, 1.0, x)))
 
 

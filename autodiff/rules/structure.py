@@ -41,8 +41,10 @@ def _matmul_x(xp, g, y, x_like):
     if len(y.shape) == 1:
         return xp.expand_dims(g, axis=-1) * conj(xp, y)
     if len(x_like.shape) == 1:
-        return xp.matmul(conj(xp, y), xp.expand_dims(g, axis=-1))[..., 0]
-    return products.times_transposed(g, y) if xp is np else xp.matmul(g, xp.matrix_transpose(conj(xp, y)))
+        return call(xp, products.MATMUL, conj(xp, y), xp.expand_dims(g, axis=-1))[..., 0]
+    if xp is np:
+        return products.times_transposed(g, y)
+    return call(xp, products.MATMUL, g, xp.matrix_transpose(conj(xp, y)))
 
 
 def _matmul_y(xp, g, x, y_like):
@@ -56,7 +58,9 @@ def _matmul_y(xp, g, x, y_like):
         # the dimensions stay apart, as each may be split in its own way.
         rows = math.prod(x.shape[:-1])
         x, g = xp.reshape(x, (rows, x.shape[-1])), xp.reshape(g, (rows, g.shape[-1]))
-    return products.transposed_times(x, g) if xp is np else xp.matmul(xp.matrix_transpose(conj(xp, x)), g)
+    if xp is np:
+        return products.transposed_times(x, g)
+    return call(xp, products.MATMUL, xp.matrix_transpose(conj(xp, x)), g)
 
 
 defvjp(products.MATMUL, x=_matmul_x, y=_matmul_y)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from meshtape import arrays as mt
+from meshtape.arrays._dispatch import wrap
+from meshtape.arrays._dlpack import contents
 
 
 def test_export_is_the_memory_itself_but_read_only():
@@ -30,6 +32,80 @@ class Old:
 
     def __dlpack_device__(self):
         return self.x.__dlpack_device__()
+
+
+READ_ONLY, COPIED = 1, 2
+"""DLPACK_FLAG_BITMASK_READ_ONLY and _IS_COPIED."""
+
+
+class OnDevice:
+    """An array of CuPy's, as far as DLPack asks: it never says that its memory is not to be written, and refuses to copy on its device."""
+
+    def __init__(self, a):
+        self.a, self.dtype, self.shape, self.ndim = a, a.dtype, a.shape, a.ndim
+
+    def copy(self):
+        return OnDevice(self.a.copy())
+
+    def view(self, dtype):
+        return OnDevice(self.a.view(dtype))
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        if dl_device is not None and dl_device[0] == 1:
+            return self.a.copy().__dlpack__(max_version=max_version)
+        if copy:
+            raise BufferError("copy=True only supported for copy to CPU.")
+        return self.a.__dlpack__(max_version=max_version)
+
+
+REQUESTS = {
+    "versioned": ({"max_version": (1, 0)}, True, True),
+    "newer": ({"max_version": (1, 3)}, True, True),
+    "versioned, the memory": ({"max_version": (1, 0), "copy": False}, True, True),
+    "versioned, a copy": ({"max_version": (1, 0), "copy": True}, False, False),
+    "old": ({}, False, None),
+    "old, the memory": ({"copy": False}, True, None),
+    "old, a copy": ({"copy": True}, False, None),
+    "old, version 0": ({"max_version": (0, 8)}, False, None),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "bool", "complex64", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_capsules_of_shared_memory_are_marked_read_only(device, request_, dtype):
+    """Read from the C structure: who may not be told gets memory of his own."""
+    asked, shares, marked = REQUESTS[request_]
+    host = np.asarray(mt.astype(mt.asarray([1.0, 0.0, 1.0]), dtype)).copy()
+    x = wrap(host if device == "cpu" else OnDevice(host))
+    capsule = x.__dlpack__(**asked)
+    found = contents(capsule)
+    assert (found.tensor.data == host.ctypes.data) is shares
+    if marked is None:
+        assert not hasattr(found, "flags")
+    else:
+        assert bool(found.flags & READ_ONLY) is marked
+    assert found.tensor.dtype.bits * found.tensor.dtype.lanes == host.dtype.itemsize * 8
+
+
+def test_what_goes_to_the_host_is_a_copy_and_the_consumers():
+    host = np.ones(3)
+    capsule = wrap(OnDevice(host)).__dlpack__(max_version=(1, 0), dl_device=(1, 0))
+    found = contents(capsule)
+    assert found.tensor.data != host.ctypes.data
+    assert not found.flags & READ_ONLY
+
+
+def test_a_backend_that_cannot_mark_is_refused(monkeypatch):
+    class Stubborn(OnDevice):
+        def __dlpack__(self, **options):
+            return self.a.__dlpack__()
+
+    with pytest.raises(BufferError, match=r"marked read-only.*copy=True"):
+        wrap(Stubborn(np.ones(3))).__dlpack__(max_version=(1, 0))
 
 
 def test_an_old_consumer_gets_a_copy_unless_it_asks_for_the_memory():

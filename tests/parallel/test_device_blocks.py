@@ -349,3 +349,64 @@ def test_the_emulation_is_as_strict_as_cupy(gpus):
             assert type(np.add(x, x)) is type(x)
         with pytest.raises(ValueError, match="device must be same"):
             x + x
+
+
+# ----- what else must stay on the device ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+def test_a_pickled_array_comes_back_to_its_device(gpus, protocol):
+    with gpus(2):
+        x = mt.asarray(np.arange(6.0).reshape(2, 3), device="cuda:1")
+        pickled = pickle.dumps(x, protocol)
+        y = pickle.loads(pickled)
+        assert str(y.device) == "cuda:1"
+        np.testing.assert_array_equal(y.numpy(), x.numpy())
+        with mt.use_device("cpu"):
+            z = pickle.loads(pickled)
+        assert str(z.device) == "cpu"
+        z[0, 0] = 7.0
+        np.testing.assert_array_equal(x.numpy(), np.arange(6.0).reshape(2, 3))
+        with mt.use_device("cuda:0"):
+            assert str(pickle.loads(pickled).device) == "cuda:0"
+            assert str(pickle.loads(pickle.dumps(z)).device) == "cpu"
+    with gpus(1), pytest.raises(errors.DeviceError, match=r"pickled on cuda:1.*use_device"):
+        pickle.loads(pickled)
+    with pytest.raises(errors.BackendError, match=r"pickled on cuda:1.*use_device.*to_device"):
+        pickle.loads(pickled)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_large_reductions_on_a_device_have_no_scratch_on_the_host(gpus, monkeypatch, wide, count):
+    from meshtape.arrays.native import copies
+    from meshtape.parallel.transports import pieces
+
+    dtype = np.float16 if wide else np.float64
+    with gpus(1) as cupy:
+        if not wide:
+            monkeypatch.setattr(copies, "LARGE", 1)
+            monkeypatch.setattr(copies, "_kernels", object())
+            assert copies.is_large(np.ones(3))
+        terms = [cupy.asarray(np.full(1 << 20, i + 1.0, dtype)) for i in range(count)]
+        out = cupy.zeros(1 << 20, dtype)
+        fold = pieces.Fold(out, terms, np.add, wide)
+        assert fold.done
+        np.testing.assert_array_equal(out.get(), np.full(1 << 20, sum(range(1, count + 1)), dtype))
+        out = cupy.zeros(1 << 20, dtype)
+        fold = pieces.Fold(out, [None, *terms], np.add, wide)
+        for k, part in enumerate(pieces.chunks(out.shape, out.itemsize)):
+            assert fold.accept(k, 0, cupy.ones(out.shape, dtype)[part])
+        assert fold.done
+        np.testing.assert_array_equal(out.get(), np.full(1 << 20, 1 + sum(range(1, count + 1)), dtype))
+
+
+@pytest.mark.parametrize("dtype", "bBhHiIlL")
+def test_unchecked_indices_of_every_dtype(gpus, dtype):
+    with gpus(1):
+        x = mt.asarray(np.arange(100000.0), device="cuda:0")
+        at = mt.asarray(np.array([1, 2, 100], dtype), device="cuda:0")
+        for checked in (True, False):
+            with mt.index_checks(checked):
+                assert x[at].numpy().tolist() == [1.0, 2.0, 100.0]
+                assert x.at[at].set(0.0).numpy()[[0, 1, 2, 3]].tolist() == [0.0, 0.0, 0.0, 3.0]

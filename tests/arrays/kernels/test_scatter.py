@@ -70,6 +70,8 @@ def test_every_key(emulator: Any, place: Any, mode: bool, shape: Any, key: Any) 
         ("scatter", (v, *arrays), {"template": template, "shape": shape}),
         ("index_add", (x, v, *arrays), {"template": template}),
         ("index_set", (x, v, *arrays), {"template": template}),
+        ("index_min", (x, v, *arrays), {"template": template}),
+        ("index_max", (x, v, *arrays), {"template": template}),
         ("last_writes", (x, *arrays), {"template": template}),
     ):
         before = [a.copy() for a in args]
@@ -90,6 +92,7 @@ def test_arrays_without_dimensions_and_keys_without_arrays(emulator: Any, place:
         ("scatter", (v,), {"template": template, "shape": shape}),
         ("index_add", (x, v), {"template": template}),
         ("index_set", (x, v), {"template": template}),
+        ("index_max", (x, v), {"template": template}),
         ("last_writes", (x,), {"template": template}),
     ):
         got, expected = cuda(name, *args, **params), cpu(name, *args, **params)
@@ -109,7 +112,7 @@ def test_exact_dtypes(emulator: Any, place: Any, mode: bool, dtype: Any) -> None
     template, (ids,) = parsed((4, 3), (np.array([0, 3, 3, 0, 3, 2]),))
     rng = np.random.default_rng(1)
     x, v = (place(rng.integers(0, 200, s).astype(dtype)) for s in ((4, 3), (6, 3)))
-    for name in ("index_add", "index_set"):
+    for name in ("index_add", "index_set", "index_min", "index_max"):
         got = cuda(name, x, v, place(ids), template=template)
         assert got.dtype == dtype
         np.testing.assert_array_equal(got, cpu(name, x, v, ids, template=template))
@@ -198,3 +201,28 @@ def test_offsets_beyond_two_to_the_31(emulator: Any, emulation: Any, place: Any)
         wide = emulation.guarded(((1 << 29) + 8,), np.float32, emulator.xp._at)
         scatter.add_rows(wide, place([(1 << 29) + 7]), place([1.5], np.float32), 1, False)
     assert float(wide[-1]) == 1.5
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *EXACT], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("name", ["index_min", "index_max"])
+def test_extremes_of_every_dtype(emulator: Any, place: Any, name: str, dtype: Any) -> None:
+    """Many writes to few places, numbers that are different in their last bits alone, NaN among them."""
+    rng = np.random.default_rng(2)
+    ids = rng.integers(0, 5, 600)
+    template, _ = parsed((6, 3), (ids,))
+    x, v = rng.normal(size=(6, 3)) * 20, rng.normal(size=(600, 3)) * 20
+    if np.dtype(dtype).kind == "c":
+        x, v = x + 1j * rng.normal(size=x.shape), np.round(v) + 1j * rng.normal(size=v.shape)
+    with np.errstate(all="ignore"):
+        x, v = place(x, dtype), place(v, dtype)
+    if np.dtype(dtype) in (np.dtype(np.float64), np.dtype(np.float32)):
+        v[:50] = np.nextafter(v.dtype.type(60), v.dtype.type(100)) if name == "index_max" else v[:50]
+    for written in (v, v[:1, :1] if v.ndim else v):
+        got, want = (f(name, x, written, *at, template=template) for f, at in ((cuda, [place(ids)]), (cpu, [ids])))
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+    if np.dtype(dtype).kind in "fcV":
+        v[300] = np.nan
+        got, want = (f(name, x, v, *at, template=template) for f, at in ((cuda, [place(ids)]), (cpu, [ids])))
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        assert np.isnan(want).any()
