@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._op import composite
-from .creation import asarray, inexact
+from .creation import inexact, ordered
 from .elementwise import abs, clip, expm1, logaddexp, relu, sigmoid, tanh, where
 from .errors import ShapeError
 from .manipulation import moveaxis
@@ -24,7 +24,7 @@ def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
     """
     if not beta > 0:
         raise ValueError(f"[softplus] beta must be positive, got {beta}")
-    x = inexact(x)
+    x = inexact(ordered("softplus", x))
     return logaddexp(x, 0.0) if beta == 1 else logaddexp(x * beta, 0.0) / beta
 
 
@@ -36,7 +36,7 @@ def log_sigmoid(x: Any, /) -> Array:
     >>> mt.nn.log_sigmoid(mt.asarray([-1000.0, 1000.0]))
     Array([-1000.,    -0.], dtype=float64)
     """
-    return -softplus(-inexact(x))
+    return -softplus(-inexact(ordered("log_sigmoid", x)))
 
 
 @composite("elu")
@@ -47,7 +47,7 @@ def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
     >>> mt.nn.elu(mt.asarray([-1.0, 2.0]))
     Array([-0.63212056,  2.        ], dtype=float64)
     """
-    x = inexact(x)
+    x = inexact(ordered("elu", x))
     # The branch that is not taken must not overflow: infinity times a zero cotangent is NaN.
     return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x)))
 
@@ -71,7 +71,7 @@ def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
     >>> mt.nn.celu(mt.asarray([-1.0, 2.0]), alpha=2.0)
     Array([-0.78693868,  2.        ], dtype=float64)
     """
-    x = inexact(x)
+    x = inexact(ordered("celu", x))
     return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x) / alpha))
 
 
@@ -83,7 +83,7 @@ def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
     >>> mt.nn.leaky_relu(mt.asarray([-1.0, 2.0]))
     Array([-0.01,  2.  ], dtype=float64)
     """
-    x = inexact(x)
+    x = inexact(ordered("leaky_relu", x))
     return where(x > 0, x, negative_slope * x)
 
 
@@ -95,7 +95,7 @@ def relu6(x: Any, /) -> Array:
     >>> mt.nn.relu6(mt.asarray([-1.0, 3.0, 9.0]))
     Array([0., 3., 6.], dtype=float64)
     """
-    return clip(asarray(x), 0, 6)
+    return clip(ordered("relu6", x), 0, 6)
 
 
 @composite("hard_tanh")
@@ -106,7 +106,7 @@ def hard_tanh(x: Any, /) -> Array:
     >>> mt.nn.hard_tanh(mt.asarray([-3.0, 0.5]))
     Array([-1. ,  0.5], dtype=float64)
     """
-    return clip(asarray(x), -1, 1)
+    return clip(ordered("hard_tanh", x), -1, 1)
 
 
 @composite("hard_sigmoid")
@@ -117,7 +117,7 @@ def hard_sigmoid(x: Any, /) -> Array:
     >>> mt.nn.hard_sigmoid(mt.asarray([-4.0, 0.0]))
     Array([0. , 0.5], dtype=float64)
     """
-    return relu6(inexact(x) + 3.0) / 6.0
+    return relu6(inexact(ordered("hard_sigmoid", x)) + 3.0) / 6.0
 
 
 @composite("hard_silu")
@@ -128,7 +128,7 @@ def hard_silu(x: Any, /) -> Array:
     >>> mt.nn.hard_silu(mt.asarray([-4.0, 3.0]))
     Array([-0.,  3.], dtype=float64)
     """
-    x = inexact(x)
+    x = inexact(ordered("hard_silu", x))
     return x * hard_sigmoid(x)
 
 
@@ -140,7 +140,7 @@ def mish(x: Any, /) -> Array:
     >>> mt.nn.mish(mt.asarray([0.0, 1.0]))
     Array([0.        , 0.86509839], dtype=float64)
     """
-    x = inexact(x)
+    x = inexact(ordered("mish", x))
     return x * tanh(softplus(x))
 
 
@@ -179,5 +179,5 @@ def squared_relu(x: Any, /) -> Array:
     >>> mt.nn.squared_relu(mt.asarray([-1.0, 3.0]))
     Array([0., 9.], dtype=float64)
     """
-    y = relu(asarray(x))
+    y = relu(ordered("squared_relu", x))
     return y * y

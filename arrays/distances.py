@@ -117,6 +117,10 @@ def cosine_similarity(x: Any, y: Any, /, *, axis: int = -1, eps: float = 1e-8) -
 
     x, y = asarray(x), asarray(y)
     out = np.result_type(x.dtype, y.dtype)
+    if out.kind == "c":
+        raise DTypeError(
+            f"[cosine_similarity] x and y must be real, got {out.name}: two complex vectors have no one angle"
+        )
     if out.kind in "biu":
         out = np.dtype(np.float64)
     wide = np.dtype(np.float32) if out.itemsize <= 2 else out

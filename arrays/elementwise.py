@@ -16,6 +16,7 @@ from ._dispatch import apply, wrap
 from ._erf import erf32
 from ._examples import EXAMPLES
 from ._op import NO_PARAMS, Op, state
+from .errors import DTypeError
 from .native import AVAILABLE, ops
 from .native.calls import first
 
@@ -309,6 +310,8 @@ def _bounds_nothing(op: Op, dtype: np.dtype, bound: Any) -> bool:
 
 
 def _relu(xp: Any, x: Any) -> Any:
+    if x.dtype.kind == "c":
+        raise DTypeError(f"[relu] takes real numbers, got {x.dtype.name}: take real(x), imag(x) or abs(x) first")
     return xp.maximum(x, 0)
 
 
@@ -334,9 +337,10 @@ def _sigmoid(xp: Any, x: Any) -> Any:
         np.exp(out, out=out)
         out += 1
         return np.reciprocal(out, out=out)
-    # One exponential of a non-positive number: no overflow for either sign.
-    e = xp.exp(-xp.abs(x))
-    return xp.where(x >= 0, 1 / (1 + e), e / (1 + e)).astype(x.dtype, copy=False)
+    # One exponential of a non-positive number (or one whose real part is not positive): no overflow for either sign.
+    right = x.real >= 0 if x.dtype.kind == "c" else x >= 0
+    e = xp.exp(xp.where(right, -x, x) if x.dtype.kind == "c" else -xp.abs(x))
+    return xp.where(right, 1 / (1 + e), e / (1 + e)).astype(x.dtype, copy=False)
 
 
 RELU, relu = _unary("relu", "``max(x, 0)``, with gradient 0 at 0.", _relu)

@@ -19,9 +19,9 @@ from ._infer import normalize_axis
 from ._op import Op, composite
 from ._rows import by_rows, less, row_dots, row_sums
 from ._rows import wide as _wide
-from .creation import asarray
+from .creation import asarray, inexact
 from .elementwise import abs as abs_
-from .elementwise import exp, log, stop_gradient
+from .elementwise import exp, log, real, stop_gradient
 from .elementwise import where as where_
 from .errors import DTypeError
 from .kernels import softmaxes
@@ -235,8 +235,9 @@ def logsumexp(x: Any, /, *, axis: int | tuple[int, ...] | None = None, keepdims:
     >>> mt.nn.logsumexp(mt.asarray([[1000.0, 1000.0], [0.0, -mt.inf]]), axis=1)
     Array([1000.69314718,    0.        ], dtype=float64)
     """
-    x = asarray(x)
+    x = inexact(x)
     axes = tuple(range(x.ndim)) if axis is None else axis
-    m = _finite_max(x, axes)
+    # Of complex numbers a real number is taken off and put back, so that the imaginary part is that of the logarithm.
+    m = _finite_max(real(x) if x.dtype.kind == "c" else x, axes)
     out = log(sum_(exp(x - m), axis=axes, keepdims=True)) + m
     return out if keepdims else squeeze(out, axes)

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import elementwise as ew
 from .._op import composite
-from ..creation import asarray, inexact
+from ..creation import asarray, inexact, ordered
 from ..cumulative import cumulative_sum, diff
 from ..elementwise import where
 
@@ -159,7 +159,7 @@ def heaviside(x: Any, at_zero: Any, /) -> Array:
     >>> mt.heaviside(mt.asarray([-1.0, 0.0, 2.0]), 0.5)
     Array([0. , 0.5, 1. ], dtype=float64)
     """
-    x = inexact(x)
+    x = inexact(ordered("heaviside", x))
     out = where(x < 0, np.asarray(0, x.dtype), where(x == 0, at_zero, np.asarray(1, x.dtype)))
     return where(ew.isnan(x), x, out)
 

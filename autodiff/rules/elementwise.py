@@ -51,7 +51,9 @@ def _pow_x(xp, g, x, y):
 
 def _pow_y(xp, g, x, ans):
     # x**y is constant in y at x = 0 (for y > 0): log 0 must not reach the product.
-    return g * conj(xp, ans * xp.log(xp.where(x == 0, 1.0, x)))
+    base = xp.where(x == 0, 1.0, x)
+    # The logarithm of a negative base is complex where the power is.
+    return g * conj(xp, ans * xp.log(base + 0j if ans.dtype.kind == "c" else base))
 
 
 defvjp(ew.POW, x=_pow_x, y=_pow_y)
@@ -146,19 +148,21 @@ defvjp(
     y=lambda xp, g, condition: call(xp, ew.WHERE, condition, 0.0, g),
 )
 defvjp(ew.RELU, x=in_c(native.relu_backward, lambda xp, g, ans: xp.where(ans > 0, g, 0.0)))
-defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * xp.exp(-x * x))
-defvjp(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * ans * (1.0 - ans)))
+defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * conj(xp, xp.exp(-x * x)))
+defvjp(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * conj(xp, ans * (1.0 - ans))))
 
 
 def _gelu_slope(xp, g, dy, x):
     # The slope of dy (Phi(x) + x phi(x)) in x, where Phi' = phi and phi' = -x phi.
-    return g * dy * (2.0 - x * x) * xp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    return g * conj(xp, dy * (2.0 - x * x) * xp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi)))
 
 
 def _gelu(xp, g, x, ans):
     # The result, which the next op keeps anyway, saves computing half of the slope a second time.
-    return gelu.cotangent(xp, g, x, ans) if xp is np else call(xp, gelu.GELU_BACKWARD, g, x)
+    if xp is np:
+        return gelu.cotangent(xp, g, conj(xp, x), conj(xp, ans))
+    return call(xp, gelu.GELU_BACKWARD, g, conj(xp, x))
 
 
 defvjp(gelu.GELU, x=_gelu)
-defvjp(gelu.GELU_BACKWARD, dy=lambda xp, g, x: call(xp, gelu.GELU_BACKWARD, g, x), x=_gelu_slope)
+defvjp(gelu.GELU_BACKWARD, dy=lambda xp, g, x: call(xp, gelu.GELU_BACKWARD, g, conj(xp, x)), x=_gelu_slope)
