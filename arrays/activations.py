@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ._op import composite
 from .creation import inexact, ordered
-from .elementwise import abs, clip, expm1, logaddexp, relu, sigmoid, tanh, where
+from .elementwise import abs, clip, expm1, isinf, logaddexp, maximum, relu, sigmoid, sign, tanh, where
 from .errors import ShapeError
 from .manipulation import moveaxis
 
 if TYPE_CHECKING:
     from ._array import Array
+
+
+def straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:
+    """``gated(x)``, which is ``x`` above 40 and 0 below ``low``, in the digits of every dtype: also where ``x`` times a gate that is 0 is NaN."""
+    return where(x > 40.0, x, gated(clip(x, low, 40.0)))
 
 
 @composite("softplus")
@@ -129,7 +135,7 @@ def hard_silu(x: Any, /) -> Array:
     Array([-0.,  3.], dtype=float64)
     """
     x = inexact(ordered("hard_silu", x))
-    return x * hard_sigmoid(x)
+    return maximum(x, -3.0) * hard_sigmoid(x)
 
 
 @composite("mish")
@@ -141,7 +147,7 @@ def mish(x: Any, /) -> Array:
     Array([0.        , 0.86509839], dtype=float64)
     """
     x = inexact(ordered("mish", x))
-    return x * tanh(softplus(x))
+    return straight_above(x, lambda x: x * tanh(softplus(x)), low=-1e4)
 
 
 @composite("softsign")
@@ -153,7 +159,11 @@ def softsign(x: Any, /) -> Array:
     Array([-0.5 ,  0.75], dtype=float64)
     """
     x = inexact(x)
-    return x / (1.0 + abs(x))
+    if x.dtype.kind == "c":
+        return x / (1.0 + abs(x))
+    far = isinf(x)
+    near = where(far, 0.0, x)
+    return where(far, sign(x), near / (1.0 + abs(near)))
 
 
 @composite("glu")

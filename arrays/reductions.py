@@ -396,6 +396,8 @@ def std(
 ) -> Array:
     """Standard deviation: the root of :func:`var`; ``ddof`` is NumPy's older name of ``correction``.
 
+    Its gradient where all elements are equal is 0, as that of a norm at the origin. (That of ``sqrt(var(x))`` is NaN there.)
+
     >>> import meshtape as mt
     >>> mt.std(mt.asarray([1.0, 3.0]))
     Array(1., dtype=float64)
@@ -407,6 +409,12 @@ def std(
 
 @composite("std")
 def _std(x: Any, axis: Axis, correction: float, keepdims: bool) -> Array:
-    from .elementwise import sqrt
+    return root(_var(x, axis, correction, keepdims))
 
-    return sqrt(_var(x, axis, correction, keepdims))
+
+def root(variance: Array) -> Array:
+    """The square root whose slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
+    from .elementwise import sqrt, where
+
+    none = variance == 0
+    return where(none, 0.0, sqrt(where(none, 1.0, variance)))

@@ -150,9 +150,9 @@ def nanstd(x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: b
     >>> mt.nanstd(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
-    from .elementwise import sqrt
+    from .reductions import root
 
-    return sqrt(nanvar(x, axis=axis, correction=correction, keepdims=keepdims))
+    return root(nanvar(x, axis=axis, correction=correction, keepdims=keepdims))
 
 
 # ----- counting -------------------------------------------------------------------------------------------------------

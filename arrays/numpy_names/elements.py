@@ -50,22 +50,6 @@ def exp2(x: Any, /) -> Array:
     return ew.pow(np.asarray(2, x.dtype), x)
 
 
-@composite("cbrt")
-def cbrt(x: Any, /) -> Array:
-    """Cube root, negative for negative numbers.
-
-    >>> import meshtape as mt
-    >>> mt.cbrt(mt.asarray([-8.0, 27.0]))
-    Array([-2.,  3.], dtype=float64)
-    """
-    x = inexact(x)
-    zero = x == 0
-    size = where(zero, 1, ew.abs(x))  # the slope of a power is not finite at 0
-    root = size ** (1 / 3)
-    near = root - (root**3 - size) / (3 * root**2)  # one step of Newton's: the exponent is not exactly a third
-    return where(zero | ew.isinf(x), x, ew.copysign(where(ew.isinf(x), 1, near), x))
-
-
 @composite("deg2rad")
 def deg2rad(x: Any, /) -> Array:
     """Degrees as radians.
@@ -188,7 +172,9 @@ def logaddexp2(x: Any, y: Any, /) -> Array:
     Array(1001., dtype=float64)
     """
     ln2 = math.log(2)
-    return ew.logaddexp(inexact(x) * ln2, inexact(y) * ln2) / ln2
+    # (A Python number stays one, which does not widen the array beside it.)
+    x, y = (v * ln2 if isinstance(v, int | float) else inexact(v) * ln2 for v in (x, y))
+    return ew.logaddexp(x, y) / ln2
 
 
 @composite("nan_to_num")

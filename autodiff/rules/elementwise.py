@@ -38,8 +38,16 @@ defvjp(
     x=lambda xp, g, y: g / conj(xp, y),
     y=lambda xp, g, y, ans: -g * conj(xp, ans / y),
 )
+
+
 # The quotient that the remainder was formed with; floor(x / y) may be off by one where x is close to a multiple of y.
-defvjp(ew.REMAINDER, x=same, y=lambda xp, g, x, y: -g * xp.floor_divide(x, y))
+def _remainder_y(xp, g, x, y, ans):
+    # (By an infinite divisor `floor_divide` gives the limits of the quotient, while `remainder` was formed with 0 or -1.)
+    quotient = xp.where(xp.isinf(y), xp.where(ans == x, 0.0, -1.0), xp.floor_divide(x, y))
+    return -g * xp.where(ans == ans, quotient, math.nan)
+
+
+defvjp(ew.REMAINDER, x=same, y=_remainder_y)
 
 
 def _pow_x(xp, g, x, y):
@@ -75,7 +83,15 @@ defvjp(ew.SIGN, x=_sign)
 defvjp(ew.RECIPROCAL, x=lambda xp, g, ans: -g * conj(xp, ans * ans))
 defvjp(ew.SQUARE, x=lambda xp, g, x: 2.0 * g * conj(xp, x))
 defvjp(ew.SQRT, x=lambda xp, g, ans: 0.5 * g / conj(xp, ans))
-defvjp(ew.HYPOT, x=lambda xp, g, x, ans: g * x / ans, y=lambda xp, g, y, ans: g * y / ans)
+defvjp(ew.CBRT, x=lambda xp, g, ans: g / (3.0 * ans * ans))
+
+
+def _cosine(xp, g, x, ans):
+    # 0 at the origin, as of every norm; an infinite side is the whole of the length.
+    return g * xp.where(xp.isinf(x), xp.sign(x), x / xp.where(ans == 0, 1.0, ans))
+
+
+defvjp(ew.HYPOT, x=_cosine, y=lambda xp, g, y, ans: _cosine(xp, g, y, ans))
 
 # Ties: maximum and minimum give each side half, as the reductions share evenly; fmax and fmin give all to the first.
 
@@ -109,7 +125,14 @@ defvjp(ew.LOG, x=lambda xp, g, x: g / conj(xp, x))
 defvjp(ew.LOG1P, x=lambda xp, g, x: g / conj(xp, x + 1.0))
 defvjp(ew.LOG2, x=lambda xp, g, x: g / conj(xp, x * math.log(2)))
 defvjp(ew.LOG10, x=lambda xp, g, x: g / conj(xp, x * math.log(10)))
-defvjp(ew.LOGADDEXP, x=lambda xp, g, x, ans: g * xp.exp(x - ans), y=lambda xp, g, y, ans: g * xp.exp(y - ans))
+
+
+def _share(xp, g, x, y):
+    # The part of x in the sum: a half of two equal infinities.
+    return g * call(xp, ew.SIGMOID, xp.where(x == y, 0.0, x - y))
+
+
+defvjp(ew.LOGADDEXP, x=_share, y=lambda xp, g, x, y: _share(xp, g, y, x))
 
 # ----- trigonometry ---------------------------------------------------------------------------------------------------
 
@@ -150,6 +173,16 @@ defvjp(
 defvjp(ew.RELU, x=in_c(native.relu_backward, lambda xp, g, ans: xp.where(ans > 0, g, 0.0)))
 defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * conj(xp, xp.exp(-x * x)))
 defvjp(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * conj(xp, ans * (1.0 - ans))))
+
+
+def _silu(xp, g, x):
+    s = call(xp, ew.SIGMOID, x)
+    # Beyond the bounds the sigmoid is 0 or 1, and the slope is that: the product of infinity and 0 would be NaN.
+    near = x if x.dtype.kind == "c" else xp.clip(x, ew.SILU_IS_ZERO, -ew.SILU_IS_ZERO)
+    return g * conj(xp, s * (1.0 + near * (1.0 - s)))
+
+
+defvjp(ew.SILU, x=_silu)
 
 
 def _gelu_slope(xp, g, dy, x):
