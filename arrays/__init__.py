@@ -74,6 +74,7 @@ from .elementwise import (
     bitwise_or,
     bitwise_right_shift,
     bitwise_xor,
+    cbrt,
     ceil,
     clip,
     conj,

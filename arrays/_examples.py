@@ -17,6 +17,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "reciprocal": ("mt.reciprocal(mt.asarray([2.0, 4.0]))", "Array([0.5 , 0.25], dtype=float64)"),
     "square": ("mt.square(mt.asarray([3, -4]))", "Array([ 9, 16])"),
     "sqrt": ("mt.sqrt(mt.asarray([4.0, 9.0]))", "Array([2., 3.], dtype=float64)"),
+    "cbrt": ("mt.cbrt(mt.asarray([-8.0, 27.0]))", "Array([-2.,  3.], dtype=float64)"),
     "hypot": ("mt.hypot(mt.asarray([3.0, 1e300]), mt.asarray([4.0, 0.0]))", "Array([5.e+000, 1.e+300], dtype=float64)"),
     "maximum": ("mt.maximum(mt.asarray([1, 5]), 3)", "Array([3, 5])"),
     "minimum": ("mt.minimum(mt.asarray([1, 5]), 3)", "Array([1, 3])"),

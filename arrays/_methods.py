@@ -82,29 +82,41 @@ class Methods:
 
     # ----- reductions ---------------------------------------------------------------------------------------------------
 
-    def sum(self, axis: Any = None, *, keepdims: bool = False) -> Array:
+    def sum(self, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
         """See :func:`meshtape.sum`."""
-        return reductions.sum(self, axis=axis, keepdims=keepdims)
+        return reductions.sum(self, axis=axis, dtype=dtype, keepdims=keepdims)
 
-    def prod(self, axis: Any = None, *, keepdims: bool = False) -> Array:
+    def prod(self, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
         """See :func:`meshtape.prod`."""
-        return reductions.prod(self, axis=axis, keepdims=keepdims)
+        return reductions.prod(self, axis=axis, dtype=dtype, keepdims=keepdims)
 
-    def mean(self, axis: Any = None, *, keepdims: bool = False) -> Array:
+    def mean(self, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
         """See :func:`meshtape.mean`."""
-        return reductions.mean(self, axis=axis, keepdims=keepdims)
+        return reductions.mean(self, axis=axis, dtype=dtype, keepdims=keepdims)
 
     def var(
-        self, axis: Any = None, *, correction: float = 0.0, keepdims: bool = False, ddof: float | None = None
+        self,
+        axis: Any = None,
+        dtype: Any = None,
+        *,
+        correction: float = 0.0,
+        keepdims: bool = False,
+        ddof: float | None = None,
     ) -> Array:
         """See :func:`meshtape.var`."""
-        return reductions.var(self, axis=axis, correction=correction, keepdims=keepdims, ddof=ddof)
+        return reductions.var(self, axis, correction=correction, keepdims=keepdims, ddof=ddof, dtype=dtype)
 
     def std(
-        self, axis: Any = None, *, correction: float = 0.0, keepdims: bool = False, ddof: float | None = None
+        self,
+        axis: Any = None,
+        dtype: Any = None,
+        *,
+        correction: float = 0.0,
+        keepdims: bool = False,
+        ddof: float | None = None,
     ) -> Array:
         """See :func:`meshtape.std`."""
-        return reductions.std(self, axis=axis, correction=correction, keepdims=keepdims, ddof=ddof)
+        return reductions.std(self, axis, correction=correction, keepdims=keepdims, ddof=ddof, dtype=dtype)
 
     def max(self, axis: Any = None, *, keepdims: bool = False) -> Array:
         """See :func:`meshtape.max`."""
@@ -140,17 +152,17 @@ class Methods:
 
         return names.round(self, decimals)
 
-    def cumsum(self, axis: int | None = None) -> Array:
+    def cumsum(self, axis: int | None = None, dtype: Any = None) -> Array:
         """See :func:`meshtape.cumsum`."""
         from . import numpy_names as names
 
-        return names.cumsum(self, axis)
+        return names.cumsum(self, axis, dtype)
 
-    def cumprod(self, axis: int | None = None) -> Array:
+    def cumprod(self, axis: int | None = None, dtype: Any = None) -> Array:
         """See :func:`meshtape.cumprod`."""
         from . import numpy_names as names
 
-        return names.cumprod(self, axis)
+        return names.cumprod(self, axis, dtype)
 
     def dot(self, other: Any) -> Array:
         """See :func:`meshtape.dot`."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ._op import composite
-from .creation import asarray, inexact
-from .elementwise import abs, clip, expm1, logaddexp, relu, sigmoid, tanh, where
+from .creation import inexact, ordered
+from .elementwise import abs, clip, expm1, isinf, logaddexp, maximum, relu, sigmoid, sign, tanh, where
 from .errors import ShapeError
 from .manipulation import moveaxis
 
 if TYPE_CHECKING:
     from ._array import Array
+
+
+def straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:
+    """``gated(x)``, which is ``x`` above 40 and 0 below ``low``, in the digits of every dtype: also where ``x`` times a gate that is 0 is NaN."""
+    return where(x > 40.0, x, gated(clip(x, low, 40.0)))
 
 
 @composite("softplus")
@@ -24,7 +30,7 @@ def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
     """
     if not beta > 0:
         raise ValueError(f"[softplus] beta must be positive, got {beta}")
-    x = inexact(x)
+    x = inexact(ordered("softplus", x))
     return logaddexp(x, 0.0) if beta == 1 else logaddexp(x * beta, 0.0) / beta
 
 
@@ -36,7 +42,7 @@ def log_sigmoid(x: Any, /) -> Array:
     >>> mt.nn.log_sigmoid(mt.asarray([-1000.0, 1000.0]))
     Array([-1000.,    -0.], dtype=float64)
     """
-    return -softplus(-inexact(x))
+    return -softplus(-inexact(ordered("log_sigmoid", x)))
 
 
 @composite("elu")
@@ -47,7 +53,7 @@ def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
     >>> mt.nn.elu(mt.asarray([-1.0, 2.0]))
     Array([-0.63212056,  2.        ], dtype=float64)
     """
-    x = inexact(x)
+    x = inexact(ordered("elu", x))
     # The branch that is not taken must not overflow: infinity times a zero cotangent is NaN.
     return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x)))
 
@@ -71,7 +77,7 @@ def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
     >>> mt.nn.celu(mt.asarray([-1.0, 2.0]), alpha=2.0)
     Array([-0.78693868,  2.        ], dtype=float64)
     """
-    x = inexact(x)
+    x = inexact(ordered("celu", x))
     return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x) / alpha))
 
 
@@ -83,7 +89,7 @@ def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
     >>> mt.nn.leaky_relu(mt.asarray([-1.0, 2.0]))
     Array([-0.01,  2.  ], dtype=float64)
     """
-    x = inexact(x)
+    x = inexact(ordered("leaky_relu", x))
     return where(x > 0, x, negative_slope * x)
 
 
@@ -95,7 +101,7 @@ def relu6(x: Any, /) -> Array:
     >>> mt.nn.relu6(mt.asarray([-1.0, 3.0, 9.0]))
     Array([0., 3., 6.], dtype=float64)
     """
-    return clip(asarray(x), 0, 6)
+    return clip(ordered("relu6", x), 0, 6)
 
 
 @composite("hard_tanh")
@@ -106,7 +112,7 @@ def hard_tanh(x: Any, /) -> Array:
     >>> mt.nn.hard_tanh(mt.asarray([-3.0, 0.5]))
     Array([-1. ,  0.5], dtype=float64)
     """
-    return clip(asarray(x), -1, 1)
+    return clip(ordered("hard_tanh", x), -1, 1)
 
 
 @composite("hard_sigmoid")
@@ -117,7 +123,7 @@ def hard_sigmoid(x: Any, /) -> Array:
     >>> mt.nn.hard_sigmoid(mt.asarray([-4.0, 0.0]))
     Array([0. , 0.5], dtype=float64)
     """
-    return relu6(inexact(x) + 3.0) / 6.0
+    return relu6(inexact(ordered("hard_sigmoid", x)) + 3.0) / 6.0
 
 
 @composite("hard_silu")
@@ -128,8 +134,8 @@ def hard_silu(x: Any, /) -> Array:
     >>> mt.nn.hard_silu(mt.asarray([-4.0, 3.0]))
     Array([-0.,  3.], dtype=float64)
     """
-    x = inexact(x)
-    return x * hard_sigmoid(x)
+    x = inexact(ordered("hard_silu", x))
+    return maximum(x, -3.0) * hard_sigmoid(x)
 
 
 @composite("mish")
@@ -140,8 +146,8 @@ def mish(x: Any, /) -> Array:
     >>> mt.nn.mish(mt.asarray([0.0, 1.0]))
     Array([0.        , 0.86509839], dtype=float64)
     """
-    x = inexact(x)
-    return x * tanh(softplus(x))
+    x = inexact(ordered("mish", x))
+    return straight_above(x, lambda x: x * tanh(softplus(x)), low=-1e4)
 
 
 @composite("softsign")
@@ -153,7 +159,11 @@ def softsign(x: Any, /) -> Array:
     Array([-0.5 ,  0.75], dtype=float64)
     """
     x = inexact(x)
-    return x / (1.0 + abs(x))
+    if x.dtype.kind == "c":
+        return x / (1.0 + abs(x))
+    far = isinf(x)
+    near = where(far, 0.0, x)
+    return where(far, sign(x), near / (1.0 + abs(near)))
 
 
 @composite("glu")
@@ -179,5 +189,5 @@ def squared_relu(x: Any, /) -> Array:
     >>> mt.nn.squared_relu(mt.asarray([-1.0, 3.0]))
     Array([0., 9.], dtype=float64)
     """
-    y = relu(asarray(x))
+    y = relu(ordered("squared_relu", x))
     return y * y

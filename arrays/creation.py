@@ -170,6 +170,14 @@ def inexact(x: Any) -> Array:
     return x.astype(np.float64) if x.dtype.kind in "biu" else x
 
 
+def ordered(name: str, x: Any) -> Array:
+    """``x`` as an Array of real numbers. Raises :class:`DTypeError` for complex ones, which have no order."""
+    x = asarray(x)
+    if x.dtype.kind == "c":
+        raise DTypeError(f"[{name}] takes real numbers, got {x.dtype.name}: take real(x), imag(x) or abs(x) first")
+    return x
+
+
 def beside(x: Array) -> Device | None:
     """Where new arrays go that will meet ``x`` in an op: its device; None (anywhere) where it is traced or split."""
     return None if isinstance(x._buf, Deferred) else x.device

@@ -118,5 +118,9 @@ def cosine_similarity(x: Any, y: Any, /, *, axis: int = -1, eps: float = 1e-8) -
     from .elementwise import maximum
 
     x, y = inexact(asarray(x)), inexact(asarray(y))
+    if "c" in (x.dtype.kind, y.dtype.kind):
+        raise DTypeError(
+            f"[cosine_similarity] x and y must be real, got {x.dtype.name} and {y.dtype.name}: two complex vectors have no one angle"
+        )
     lengths = [maximum(vector_norm(v, axis=axis, keepdims=True), eps) for v in (x, y)]
     return vecdot(x / lengths[0], y / lengths[1], axis=axis)

@@ -225,3 +225,8 @@ def result_type(*arrays_and_dtypes: Any) -> np.dtype:
     if joined.num >= 256:  # NumPy's weak numbers do not reach dtypes that others register
         return np.result_type(joined, np.complex64) if any(isinstance(n, complex) for n in numbers) else joined
     return np.result_type(joined, *numbers)
+
+
+def real_of(dtype: np.dtype) -> np.dtype:
+    """The dtype of the real part."""
+    return np.dtype(dtype.type(0).real.dtype) if dtype.kind == "c" else dtype

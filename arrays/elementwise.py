@@ -190,6 +190,7 @@ SIGN, sign = _unary("sign", "-1, 0 or 1 (``x / abs(x)`` for complex numbers).", 
 RECIPROCAL, reciprocal = _unary("reciprocal", "One over ``x``.")
 SQUARE, square = _unary("square", "``x * x``.")
 SQRT, sqrt = _unary("sqrt", "Square root.")
+CBRT, cbrt = _unary("cbrt", "Cube root, negative for negative numbers.")
 HYPOT, hypot = _binary("hypot", "``sqrt(x1**2 + x2**2)`` without overflow on the way.")
 MAXIMUM, maximum = _binary("maximum", "The larger one; NaN if either is. At ties each gets half of the gradient.")
 MINIMUM, minimum = _binary("minimum", "The smaller one; NaN if either is. At ties each gets half of the gradient.")
@@ -335,6 +336,8 @@ def _bounds_nothing(op: Op, dtype: np.dtype, bound: Any) -> bool:
 
 
 def _relu(xp: Any, x: Any) -> Any:
+    if x.dtype.kind == "c":
+        raise DTypeError(f"[relu] takes real numbers, got {x.dtype.name}: take real(x), imag(x) or abs(x) first")
     return xp.maximum(x, 0)
 
 
@@ -364,9 +367,19 @@ def _sigmoid(xp: Any, x: Any) -> Any:
         np.exp(out, out=out)
         out += 1
         return np.reciprocal(out, out=out)
-    # One exponential of a non-positive number: no overflow for either sign.
-    e = xp.exp(-xp.abs(x))
-    return xp.where(x >= 0, 1 / (1 + e), e / (1 + e)).astype(x.dtype, copy=False)
+    # One exponential of a non-positive number (or one whose real part is not positive): no overflow for either sign.
+    right = x.real >= 0 if x.dtype.kind == "c" else x >= 0
+    e = xp.exp(xp.where(right, -x, x) if x.dtype.kind == "c" else -xp.abs(x))
+    return xp.where(right, 1 / (1 + e), e / (1 + e)).astype(x.dtype, copy=False)
+
+
+def _silu(xp: Any, x: Any) -> Any:
+    s = SIGMOID.bind(xp)(x)
+    # From where on the sigmoid is 0 in every dtype the product is: that of -inf would be NaN.
+    return x * s if x.dtype.kind == "c" else xp.maximum(x, SILU_IS_ZERO) * s
+
+
+SILU_IS_ZERO = -1e4
 
 
 RELU, relu = _unary("relu", "``max(x, 0)``, with gradient 0 at 0.", _relu)
@@ -377,6 +390,7 @@ SIGMOID, sigmoid = _unary(
     _sigmoid,
     overrides={"numpy": first(ops.sigmoid, _sigmoid)} if AVAILABLE else NO_PARAMS,
 )
+SILU = Op("silu", ("x",), _silu, _infer.elementwise)
 
 # ----- identity with a meaning ----------------------------------------------------------------------------------------
 

@@ -62,6 +62,10 @@ def _run(fn: Any, *arrays: np.ndarray) -> np.ndarray:
     return out.astype(arrays[0].dtype, copy=False)
 
 
+# Beyond it Phi is 0 or 1 in every dtype, and its density 0: the products with an infinite x would be NaN.
+_FAR = 40.0
+
+
 def _odds(x: np.ndarray, square: np.ndarray, out: np.ndarray) -> None:
     """``out = 1 / Phi(x)``, and ``square = x²``."""
     np.multiply(x, x, out=square)
@@ -77,7 +81,8 @@ def _odds(x: np.ndarray, square: np.ndarray, out: np.ndarray) -> None:
 
 def _forward_block(x: np.ndarray, out: np.ndarray, t: np.ndarray) -> None:
     _odds(x, t, out)
-    np.divide(x, out, out=out)
+    np.maximum(x, -_FAR, out=t)
+    np.divide(t, out, out=out)
 
 
 def _backward_block(dy: np.ndarray, x: np.ndarray, out: np.ndarray, t: np.ndarray) -> None:
@@ -85,7 +90,7 @@ def _backward_block(dy: np.ndarray, x: np.ndarray, out: np.ndarray, t: np.ndarra
     np.divide(_ONE, out, out=out)
     t *= _MINUS_HALF
     np.exp(t, out=t)
-    t *= x
+    t *= np.clip(x, -_FAR, _FAR)
     t *= _FACTOR
     out += t
     out *= dy
@@ -93,6 +98,9 @@ def _backward_block(dy: np.ndarray, x: np.ndarray, out: np.ndarray, t: np.ndarra
 
 def _cotangent_block(dy: np.ndarray, x: np.ndarray, ans: np.ndarray, out: np.ndarray, t: np.ndarray) -> None:
     np.multiply(x, x, out=t)
+    if np.maximum.reduce(t) == np.inf:
+        _backward_block(dy, x, out, t)
+        return
     # The quotient is Phi(x), exact but where x is 0, or so small that the result has lost digits.
     small = None if np.minimum.reduce(t) >= _SMALL else t < _SMALL
     t *= _MINUS_HALF
@@ -119,12 +127,14 @@ def cotangent(xp: Any, g: Any, x: Any, ans: Any) -> Any:
 def _gelu(xp: Any, x: Any) -> Any:
     if _is_single(xp, x):
         return _run(_forward_block, x)
-    return 0.5 * x * (1.0 + ERF.bind(xp)(x * _ROOT_HALF))
+    far = x if x.dtype.kind == "c" else xp.maximum(x, -_FAR)
+    return 0.5 * far * (1.0 + ERF.bind(xp)(x * _ROOT_HALF))
 
 
 def _gelu_backward(xp: Any, dy: Any, x: Any) -> Any:
     if _is_single(xp, dy, x):
         return _run(_backward_block, dy, x)
+    x = x if x.dtype.kind == "c" else xp.clip(x, -_FAR, _FAR)
     out = dy * (0.5 * (1.0 + ERF.bind(xp)(x * _ROOT_HALF)) + x * xp.exp(-0.5 * x * x) * _DENSITY)
     return out.astype(np.result_type(dy.dtype, x.dtype), copy=False)
 

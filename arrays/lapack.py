@@ -14,6 +14,7 @@ import numpy as np
 from . import _infer, waits
 from ._dispatch import apply, as_array
 from ._op import Op
+from .dtypes import real_of
 from .errors import DTypeError, LinAlgError, ShapeError
 from .manipulation import astype
 from .program import ShapeDtype
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
     from ._array import Array
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------
-
-
-def real_of(dtype: np.dtype) -> np.dtype:
-    return np.dtype(dtype.type(0).real.dtype)
 
 
 def _complex_of(dtype: np.dtype) -> np.dtype:

@@ -13,6 +13,7 @@ from ._direct import buffer, result
 from ._dispatch import apply, as_array
 from ._op import composite
 from .creation import asarray, beside
+from .dtypes import real_of
 from .elementwise import (
     abs,
     floor,
@@ -27,7 +28,7 @@ from .elementwise import (
     stop_gradient,
     where,
 )
-from .lapack import SVDVALS, back, matrices, real_of
+from .lapack import SVDVALS, back, matrices
 from .manipulation import astype, expand_dims, squeeze
 from .reductions import max, min, sum
 

@@ -24,16 +24,17 @@ from .activations import (
     softplus,
     softsign,
     squared_relu,
+    straight_above,
 )
 from .attention import scaled_dot_product_attention
 from .batch_norms import batch_norm
 from .channel_norms import group_norm, instance_norm
 from .convolution import conv1d, conv2d, pool
-from .creation import arange, asarray, beside
+from .creation import arange, asarray, beside, inexact
 from .distances import binary_cross_entropy, cosine_similarity, huber_loss, l1_loss, mse_loss
 from .dropout import dropout, dropout_add
 from .dtypes import as_dtype, iinfo
-from .elementwise import relu, sigmoid, stop_gradient, tanh
+from .elementwise import SILU, relu, sigmoid, stop_gradient, tanh
 from .elementwise import where as where_
 from .errors import DTypeError
 from .experts import experts
@@ -102,10 +103,14 @@ def gelu(x: Any, /, *, approximate: bool = False) -> Array:
     >>> round(float(mt.nn.gelu(mt.asarray(1.0))), 6)
     0.841345
     """
-    x = asarray(x)
-    if approximate:
+    x = inexact(x)
+    if not approximate:
+        return apply(GELU, (x,))
+
+    def gated(x: Array) -> Array:
         return 0.5 * x * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-    return apply(GELU, (x,))
+
+    return gated(x) if x.dtype.kind == "c" else straight_above(x, gated)
 
 
 @composite("silu")
@@ -116,8 +121,7 @@ def silu(x: Any, /) -> Array:
     >>> round(float(mt.nn.silu(mt.asarray(1.0))), 6)
     0.731059
     """
-    x = asarray(x)
-    return x * sigmoid(x)
+    return apply(SILU, (inexact(x),))
 
 
 @composite("one_hot")

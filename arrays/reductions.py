@@ -14,8 +14,9 @@ from . import _infer
 from ._direct import HALF, REFUSED, TAKES_ELLIPSIS, buffer, result
 from ._dispatch import apply, as_array, as_number, wrap
 from ._op import OPS, Op, composite, state
-from .dtypes import as_dtype
+from .dtypes import as_dtype, real_of
 from .errors import ShapeError
+from .pieces import LARGE, large, reduced
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -183,6 +184,14 @@ def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
     from .manipulation import astype
 
     dtype = as_dtype(dtype, op.name)
+    if (buf := large(x)) is not None and (buf.dtype.kind != "c" or dtype.kind == "c"):
+        axes, reduce = _axes_of(op.name, axis, buf.ndim), _UFUNC_REDUCE[op.name]
+        wide = np.dtype(np.float32) if _is_low_precision(dtype) else None
+
+        def piece(b: np.ndarray) -> np.ndarray:
+            return reduce(b.astype(dtype, copy=False), axis=axes, dtype=wide, keepdims=True)
+
+        return wrap(reduced(piece, np.add if op is SUM else np.multiply, axes, keepdims, buf).astype(dtype, copy=False))
     return astype(_reduce(op, astype(x, dtype, copy=False), axis, keepdims), dtype, copy=False)
 
 
@@ -314,6 +323,8 @@ def _plain_mean(buf: Any, axis: int | None, keepdims: bool) -> Any:
 
 def _plain_var(buf: Any, axis: int | None, correction: float, keepdims: bool) -> Any:
     """The variance in two passes over one array of the size of ``buf``; None where there is nothing to divide by."""
+    if buf.size >= LARGE:
+        return None
     center = _plain_mean(buf, axis, True)
     rest = (buf.size if axis is None else buf.shape[axis]) - correction
     if center is None or type(rest) not in (int, float) or rest <= 0:
@@ -336,77 +347,132 @@ def _moment(x: Any, axis: Axis, plain: Callable[..., Any], *args: Any) -> Array 
     return None
 
 
-def mean(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
-    """Arithmetic mean; NaN for no elements. Integers give the default float.
+def mean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
+    """Arithmetic mean; NaN for no elements. Integers give the default float; ``dtype`` is that of the result, and what it is summed in.
 
     >>> import meshtape as mt
     >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))
     Array(3., dtype=float64)
     """
-    out = _moment(x, axis, _plain_mean, keepdims)
-    return _mean(x, axis, keepdims) if out is None else out
+    out = _moment(x, axis, _plain_mean, keepdims) if dtype is None else None
+    return _mean(x, axis, keepdims, dtype) if out is None else out
+
+
+def moment_dtypes(name: str, x: Array, dtype: Any) -> tuple[np.dtype, np.dtype]:
+    """In which dtype a moment of ``x`` is computed, and in which it is given where ``dtype`` is asked for (None: by that of ``x``).
+
+    Low-precision floats are rounded once, when all parts are together; a sum of integers may overflow where their mean does not.
+    """
+    out = x.dtype if dtype is None else as_dtype(dtype, name)
+    if out.kind in "biu":
+        return np.dtype(np.float64), np.dtype(np.float64) if dtype is None else out
+    return np.dtype(np.float32) if _is_low_precision(out) else out, out
+
+
+def keeps_values(x: np.dtype, wide: np.dtype) -> bool:
+    """Whether a cast drops no imaginary part. (The function `astype` refuses one that does.)"""
+    return x.kind != "c" or wide.kind == "c"
 
 
 @composite("mean")
-def _mean(x: Any, axis: Axis, keepdims: bool) -> Array:
+def _mean(x: Any, axis: Axis, keepdims: bool, dtype: Any = None) -> Array:
+    from .manipulation import astype
+
     x = as_array(x)
-    dtype = x.dtype
-    if _is_low_precision(dtype):  # rounded once, when all parts of the mean are together
-        return _mean(x.astype(np.float32), axis, keepdims).astype(dtype)
-    if dtype.kind in "biu":
-        x = x.astype(np.float64)  # a sum of integers may overflow where their mean does not
+    wide, out = moment_dtypes("mean", x, dtype)
     axes = _axes_of("mean", axis, x.ndim)
     count = math.prod([x.shape[a] for a in axes])
-    return apply(MEAN, (x,), {"axis": axes, "keepdims": bool(keepdims), "count": count})
+    if x.dtype != wide and (buf := large(x)) is not None and keeps_values(buf.dtype, wide):
+        total = reduced(lambda b: np.add.reduce(b.astype(wide), axis=axes, keepdims=True), np.add, axes, keepdims, buf)
+        return wrap(np.asarray(total / (count or np.nan)).astype(out, copy=False))
+    found = apply(MEAN, (astype(x, wide, copy=False),), {"axis": axes, "keepdims": bool(keepdims), "count": count})
+    return astype(found, out, copy=False)
 
 
 def var(
-    x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: bool = False, ddof: float | None = None
+    x: Any,
+    /,
+    axis: Axis = None,
+    *,
+    correction: float = 0.0,
+    keepdims: bool = False,
+    ddof: float | None = None,
+    dtype: Any = None,
 ) -> Array:
     """Variance, divided by ``n - correction``, in two passes (no cancellation); of complex numbers that of the plane.
 
-    ``ddof`` is NumPy's older name of ``correction``.
+    ``ddof`` is NumPy's older name of ``correction``; ``dtype`` is that of the result, and of what it is computed in.
 
     >>> import meshtape as mt
     >>> mt.var(mt.asarray([1.0, 3.0]), correction=1)
     Array(2., dtype=float64)
     """
     correction = correction if ddof is None else ddof
-    out = _moment(x, axis, _plain_var, correction, keepdims)
-    return _var(x, axis, correction, keepdims) if out is None else out
+    out = _moment(x, axis, _plain_var, correction, keepdims) if dtype is None else None
+    return _var(x, axis, correction, keepdims, dtype) if out is None else out
 
 
 @composite("var")
-def _var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Array:
+def _var(x: Any, axis: Axis, correction: float, keepdims: bool, dtype: Any = None) -> Array:
     from .elementwise import abs, square
+    from .manipulation import astype
 
     x = as_array(x)
-    if _is_low_precision(x.dtype):
-        # A mean rounded to few digits would count as deviation.
-        return _var(x.astype(np.float32), axis, correction, keepdims).astype(x.dtype)
-    n = math.prod([x.shape[a] for a in _axes_of("var", axis, x.ndim)])
-    rest = as_number("var", "correction", n - correction)
+    wide, out = moment_dtypes("var", x, dtype)
+    out = real_of(out)
+    axes = _axes_of("var", axis, x.ndim)
+    rest = as_number("var", "correction", math.prod([x.shape[a] for a in axes]) - correction)
+    rest = rest if rest > 0 else math.nan
+    if (buf := large(x)) is not None and keeps_values(buf.dtype, wide):
+        center = _mean(x, axis, True, wide)._buf
+        total = reduced(lambda b, c: squares(b.astype(wide, copy=False) - c, axes), np.add, axes, keepdims, buf, center)
+        return wrap(np.asarray(total / rest).astype(out, copy=False))
+    # (A mean rounded to few digits would count as deviation.)
+    x = astype(x, wide, copy=False)
     d = x - _mean(x, axis, True)
     d = abs(d) if x.dtype.kind == "c" else d
-    return sum(square(d), axis=axis, keepdims=keepdims) / (rest if rest > 0 else float("nan"))
+    return astype(sum(square(d), axis=axis, keepdims=keepdims) / rest, out, copy=False)
+
+
+def squares(d: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Sum of the squares (of the magnitudes, of complex numbers), dimensions kept; ``d`` is written over."""
+    if d.dtype.kind == "c":
+        return np.add.reduce(d.real**2 + d.imag**2, axis=axes, keepdims=True)
+    np.multiply(d, d, d)
+    return np.add.reduce(d, axis=axes, keepdims=True)
 
 
 def std(
-    x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: bool = False, ddof: float | None = None
+    x: Any,
+    /,
+    axis: Axis = None,
+    *,
+    correction: float = 0.0,
+    keepdims: bool = False,
+    ddof: float | None = None,
+    dtype: Any = None,
 ) -> Array:
-    """Standard deviation: the root of :func:`var`; ``ddof`` is NumPy's older name of ``correction``.
+    """Standard deviation: the root of :func:`var`; ``ddof`` and ``dtype`` are as there.
+
+    Its gradient where all elements are equal is 0, as that of a norm at the origin. (That of ``sqrt(var(x))`` is NaN there.)
 
     >>> import meshtape as mt
     >>> mt.std(mt.asarray([1.0, 3.0]))
     Array(1., dtype=float64)
     """
     correction = correction if ddof is None else ddof
-    out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims)
-    return _std(x, axis, correction, keepdims) if out is None else out
+    out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims) if dtype is None else None
+    return _std(x, axis, correction, keepdims, dtype) if out is None else out
 
 
 @composite("std")
-def _std(x: Any, axis: Axis, correction: float, keepdims: bool) -> Array:
-    from .elementwise import sqrt
+def _std(x: Any, axis: Axis, correction: float, keepdims: bool, dtype: Any = None) -> Array:
+    return root(_var(x, axis, correction, keepdims, dtype))
 
-    return sqrt(_var(x, axis, correction, keepdims))
+
+def root(variance: Array) -> Array:
+    """The square root whose slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
+    from .elementwise import sqrt, where
+
+    none = variance == 0
+    return where(none, 0.0, sqrt(where(none, 1.0, variance)))

@@ -12,6 +12,7 @@ from ._dispatch import Deferred, apply, as_array, wrap
 from ._op import Op, composite
 from .errors import DTypeError, ShapeError
 from .kernels import compact
+from .pieces import large, reduced
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -185,4 +186,16 @@ def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Arr
     from .manipulation import astype
     from .reductions import sum
 
+    if (buf := large(x)) is not None:
+        axes = _infer.normalize_axis("count_nonzero", axis, buf.ndim)
+        zero = buf.dtype.type(0)
+        return wrap(
+            reduced(
+                lambda b: np.add.reduce(b != zero, axis=axes, dtype=np.int64, keepdims=True),
+                np.add,
+                axes,
+                keepdims,
+                buf,
+            )
+        )
     return sum(astype(as_array(x) != 0, np.int64), axis=axis, keepdims=keepdims)

@@ -20,9 +20,9 @@ from ._op import Op, composite
 from ._rows import by_rows, less, row_dots, row_sums
 from ._rows import wide as _wide
 from ._wide import in_float32
-from .creation import asarray
+from .creation import asarray, inexact
 from .elementwise import abs as abs_
-from .elementwise import exp, log, stop_gradient
+from .elementwise import exp, log, real, stop_gradient
 from .elementwise import where as where_
 from .errors import DTypeError
 from .kernels import softmaxes
@@ -233,12 +233,19 @@ def softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
 def logsumexp(x: Any, /, *, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Array:
     """``log(sum(exp(x)))`` without overflow; -inf where all elements are -inf.
 
+    Infinite elements have the slope of a maximum. Of complex numbers it is the principal logarithm.
+
     >>> import meshtape as mt
     >>> mt.nn.logsumexp(mt.asarray([[1000.0, 1000.0], [0.0, -mt.inf]]), axis=1)
     Array([1000.69314718,    0.        ], dtype=float64)
     """
-    x = asarray(x)
+    x = inexact(x)
     axes = tuple(range(x.ndim)) if axis is None else axis
-    m = _finite_max(x, axes)
-    out = log(sum_(exp(x - m), axis=axes, keepdims=True)) + m
+    # Of complex numbers a real number is taken off and put back, so that the imaginary part is that of the logarithm.
+    r = real(x) if x.dtype.kind == "c" else x
+    m = _finite_max(r, axes) if x.size == 0 else max_(r, axis=axes, keepdims=True)
+    # An infinite maximum is the result, and has the slope of one.
+    far = abs_(m) == math.inf
+    level = stop_gradient(where_(far, 0.0, m))
+    out = where_(far, m, log(sum_(exp(where_(far, 0.0, x) - level), axis=axes, keepdims=True)) + level)
     return out if keepdims else squeeze(out, axes)

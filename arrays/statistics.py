@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ._dispatch import as_number, has_history, refuse_history
+from ._dispatch import as_array, as_number, has_history, refuse_history, wrap
 from ._op import composite
 from ._rows import wide as wide_of
-from ._wide import in_float32
+from .dtypes import as_dtype, real_of
 from .errors import DTypeError, ShapeError
 
 if TYPE_CHECKING:
@@ -22,53 +22,106 @@ Axis = int | Sequence[int] | None
 # ----- passing over NaN -----------------------------------------------------------------------------------------------
 
 
-def _without_nan(x: Any, fill: float) -> tuple[Array, Array]:
+def _without_nan(x: Array, fill: float) -> tuple[Array, Array]:
     """NaN replaced, and where it was."""
-    from .creation import asarray
     from .elementwise import isnan, where
 
-    x = asarray(x)
     bad = isnan(x)
-    return (where(bad, fill, x) if x.dtype.kind in "fcV" else x), bad
+    return where(bad, fill, x), bad
+
+
+def _filled(b: np.ndarray, fill: float, wide: np.dtype) -> np.ndarray:
+    """A piece with NaN replaced, wide enough to be summed."""
+    return np.where(np.isnan(b), wide.type(fill), b.astype(wide, copy=False))
+
+
+def _large(x: Array, wide: np.dtype) -> Any:
+    """The memory of an array that is reduced in pieces of the dtype ``wide``; else None."""
+    from .pieces import large
+    from .reductions import keeps_values
+
+    buf = large(x)
+    return buf if buf is not None and keeps_values(buf.dtype, wide) else None
+
+
+def _total(x: Array, fill: int, axis: Axis, keepdims: bool, wide: np.dtype) -> Array:
+    """The sum (the product, where ``fill`` is 1) of what is not NaN, in the dtype ``wide``."""
+    from .pieces import reduced
+    from .reductions import _axes_of, prod, sum
+
+    if (buf := _large(x, wide)) is None:
+        return (prod if fill else sum)(_without_nan(x, fill)[0], axis=axis, keepdims=keepdims, dtype=wide)
+    axes, ufunc = _axes_of("nansum", axis, buf.ndim), np.multiply if fill else np.add
+    return wrap(
+        reduced(lambda b: ufunc.reduce(_filled(b, fill, wide), axis=axes, keepdims=True), ufunc, axes, keepdims, buf)
+    )
+
+
+def _counted(x: Array, axis: Axis, keepdims: bool) -> Array:
+    """How many elements are not NaN."""
+    from .elementwise import isnan
+    from .manipulation import astype
+    from .pieces import reduced
+    from .reductions import _axes_of, sum
+
+    if (buf := _large(x, x.dtype)) is None:
+        return sum(astype(~isnan(x), np.int64), axis=axis, keepdims=keepdims)
+    axes = _axes_of("count", axis, buf.ndim)
+
+    def piece(b: np.ndarray) -> np.ndarray:
+        return np.add.reduce(~np.isnan(b), axis=axes, dtype=np.int64, keepdims=True)
+
+    return wrap(reduced(piece, np.add, axes, keepdims, buf))
+
+
+def _nan_total(name: str, fill: int, x: Any, axis: Axis, dtype: Any, keepdims: bool) -> Array:
+    from .manipulation import astype
+    from .reductions import prod, sum
+
+    x = as_array(x)
+    if x.dtype.kind in "biu" or (dtype is not None and as_dtype(dtype, name).kind in "biu"):
+        # (An integer is no NaN; NaN becomes one after it was replaced.)
+        x = x if x.dtype.kind in "biu" else _without_nan(x, fill)[0]
+        return (prod if fill else sum)(x, axis=axis, keepdims=keepdims, dtype=dtype)
+    out = x.dtype if dtype is None else as_dtype(dtype, name)
+    return astype(_total(x, fill, axis, keepdims, wide_of(out)), out, copy=False)
 
 
 @composite("nansum")
-def nansum(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+def nansum(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
     """Sum of what is not NaN.
 
     >>> import meshtape as mt
     >>> mt.nansum(mt.asarray([1.0, float("nan"), 2.0]))
     Array(3., dtype=float64)
     """
-    from .reductions import sum
-
-    return sum(_without_nan(x, 0)[0], axis=axis, keepdims=keepdims)
+    return _nan_total("nansum", 0, x, axis, dtype, keepdims)
 
 
 @composite("nanprod")
-def nanprod(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+def nanprod(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
     """Product of what is not NaN.
 
     >>> import meshtape as mt
     >>> mt.nanprod(mt.asarray([2.0, mt.nan, 3.0]))
     Array(6., dtype=float64)
     """
-    from .reductions import prod
-
-    return prod(_without_nan(x, 1)[0], axis=axis, keepdims=keepdims)
+    return _nan_total("nanprod", 1, x, axis, dtype, keepdims)
 
 
 def _nan_extremum(x: Any, axis: Axis, keepdims: bool, largest: bool) -> Array:
-    from .creation import asarray
     from .elementwise import where
-    from .reductions import all, max, min
+    from .pieces import reduced
+    from .reductions import _axes_of, all, max, min
 
-    x = asarray(x)
-    reduce = max if largest else min
+    x = as_array(x)
     if x.dtype.kind in "biu":
-        return reduce(x, axis=axis, keepdims=keepdims)
+        return (max if largest else min)(x, axis=axis, keepdims=keepdims)
+    if x.dtype.kind != "c" and (buf := _large(x, x.dtype)) is not None:
+        axes, ufunc = _axes_of("nanmax", axis, buf.ndim), np.fmax if largest else np.fmin
+        return wrap(reduced(lambda b: ufunc.reduce(b, axis=axes, keepdims=True), ufunc, axes, keepdims, buf))
     filled, bad = _without_nan(x, -np.inf if largest else np.inf)
-    out = reduce(filled, axis=axis, keepdims=keepdims)
+    out = (max if largest else min)(filled, axis=axis, keepdims=keepdims)
     return where(all(bad, axis=axis, keepdims=keepdims), np.nan, out)
 
 
@@ -95,30 +148,39 @@ def nanmin(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
 
 
 @composite("nanmean")
-@in_float32
-def nanmean(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
-    """Mean of what is not NaN; NaN where all are.
+def nanmean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
+    """Mean of what is not NaN; NaN where all are. ``dtype`` is that of the result, and what it is summed in.
 
     >>> import meshtape as mt
     >>> mt.nanmean(mt.asarray([2.0, mt.nan, 3.0]))
     Array(2.5, dtype=float64)
     """
     from .manipulation import astype
-    from .reductions import sum
+    from .reductions import mean, moment_dtypes
 
-    filled, bad = _without_nan(x, 0)
-    if filled.dtype.kind in "biu":
-        filled = astype(filled, np.float64)
-    count = sum(astype(~bad, np.int64), axis=axis, keepdims=keepdims)
-    n = astype(count, np.empty(0, filled.dtype).real.dtype)
+    x = as_array(x)
+    if x.dtype.kind in "biu":
+        return mean(x, axis=axis, dtype=dtype, keepdims=keepdims)
+    wide, out = moment_dtypes("nanmean", x, dtype)
+    n = astype(_counted(x, axis, keepdims), real_of(wide))
     with np.errstate(invalid="ignore"):
-        return astype(sum(filled, axis=axis, keepdims=keepdims) / n, filled.dtype, copy=False)
+        return astype(_total(x, 0, axis, keepdims, wide) / n, out, copy=False)
 
 
 @composite("nanvar")
-@in_float32
-def nanvar(x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: bool = False) -> Array:
+def nanvar(
+    x: Any,
+    /,
+    axis: Axis = None,
+    *,
+    correction: float = 0.0,
+    keepdims: bool = False,
+    ddof: float | None = None,
+    dtype: Any = None,
+) -> Array:
     """Variance of what is not NaN, divided by their number less ``correction``; NaN where that is not positive.
+
+    ``ddof`` is NumPy's older name of ``correction``; ``dtype`` is that of the result, and of what it is computed in.
 
     >>> import meshtape as mt
     >>> mt.nanvar(mt.asarray([1.0, mt.nan, 3.0]))
@@ -126,30 +188,52 @@ def nanvar(x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: b
     """
     from .elementwise import abs, square, where
     from .manipulation import astype
-    from .reductions import sum
+    from .pieces import reduced
+    from .reductions import _axes_of, moment_dtypes, squares, sum, var
 
-    filled, bad = _without_nan(x, 0)
-    if filled.dtype.kind in "biu":
-        filled = astype(filled, np.float64)
-    mean = nanmean(where(bad, np.nan, filled), axis=axis, keepdims=True)
-    d = where(bad, 0.0, filled - mean)
-    squares = square(abs(d)) if d.dtype.kind == "c" else square(d)
-    count = sum(astype(~bad, np.int64), axis=axis, keepdims=keepdims)
-    n = astype(count, squares.dtype) - correction
-    return sum(squares, axis=axis, keepdims=keepdims) / where(n > 0, n, np.nan)
+    x = as_array(x)
+    correction = correction if ddof is None else ddof
+    if x.dtype.kind in "biu":
+        return var(x, axis=axis, correction=correction, keepdims=keepdims, dtype=dtype)
+    wide, out = moment_dtypes("nanvar", x, dtype)
+    n = astype(_counted(x, axis, keepdims), real_of(wide)) - correction
+    center = nanmean(x, axis=axis, keepdims=True, dtype=wide)
+    if (buf := _large(x, wide)) is not None:
+        axes = _axes_of("nanvar", axis, buf.ndim)
+
+        def piece(b: np.ndarray, c: np.ndarray) -> np.ndarray:
+            d = b.astype(wide, copy=False) - c
+            d[np.isnan(b)] = 0
+            return squares(d, axes)
+
+        total = wrap(reduced(piece, np.add, axes, keepdims, buf, center._buf))
+    else:
+        filled, bad = _without_nan(astype(x, wide, copy=False), 0)
+        d = where(bad, 0.0, filled - center)
+        total = sum(square(abs(d)) if d.dtype.kind == "c" else square(d), axis=axis, keepdims=keepdims)
+    return astype(total / where(n > 0, n, np.nan), real_of(out), copy=False)
 
 
 @composite("nanstd")
-def nanstd(x: Any, /, axis: Axis = None, *, correction: float = 0.0, keepdims: bool = False) -> Array:
+def nanstd(
+    x: Any,
+    /,
+    axis: Axis = None,
+    *,
+    correction: float = 0.0,
+    keepdims: bool = False,
+    ddof: float | None = None,
+    dtype: Any = None,
+) -> Array:
     """Root of :func:`nanvar`.
 
     >>> import meshtape as mt
     >>> mt.nanstd(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
-    from .elementwise import sqrt
+    from .reductions import root
 
-    return sqrt(nanvar(x, axis=axis, correction=correction, keepdims=keepdims))
+    return root(nanvar(x, axis=axis, correction=correction, keepdims=keepdims, ddof=ddof, dtype=dtype))
 
 
 # ----- counting -------------------------------------------------------------------------------------------------------

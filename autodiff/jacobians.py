@@ -1,4 +1,10 @@
-"""Jacobians and Hessians: one pull back for each element of the value, in blocks of rows."""
+"""Jacobians and Hessians: one pull back for each element of the value, in blocks of rows.
+
+One convention for complex numbers: a Jacobian ``J`` is the matrix of ``jvp(v) = J @ v``, of which the real part is taken where the
+value is real, and of ``vjp(c) = J^H @ c``, of which the real part is taken where the argument is. So ``J`` is complex where the value
+or the argument is, and holds ``f'(z)`` where both are. A complex function of complex numbers has such a matrix only if it is
+holomorphic; the derivative of others (``conj(z)``, ``z * abs(z)``) is no complex number, and asking for it is an error.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +18,20 @@ import numpy as np
 from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._dispatch import wrap
-from ..arrays._op import state
-from ..arrays.creation import zeros, zeros_like
-from ..arrays.errors import GradientError
+from ..arrays._op import not_recording, state
+from ..arrays.creation import asarray, ones_like, zeros, zeros_like
+from ..arrays.elementwise import conj
+from ..arrays.errors import GradientError, TracedValueError
 from ..arrays.manipulation import concat, reshape, stack
 from .gradients import chosen_arguments
-from .transforms import argument_positions, check_function, grad, vjp
+from .transforms import argument_positions, check_function, vjp
 
 BLOCK_SIZE = 64
 
 
-def jacobian_blocks(fn: Callable[[Any], Any], x: Any, *, block_size: int = BLOCK_SIZE) -> Iterator[tuple[slice, Any]]:
+def jacobian_blocks(
+    fn: Callable[[Any], Any], x: Any, *, block_size: int = BLOCK_SIZE, holomorphic: bool = False
+) -> Iterator[tuple[slice, Any]]:
     """The rows of a Jacobian, block after block: for one that is too large to be kept whole.
 
     Parameters
@@ -33,6 +42,8 @@ def jacobian_blocks(fn: Callable[[Any], Any], x: Any, *, block_size: int = BLOCK
         Where to differentiate.
     block_size
         Rows in a block (the last one may have fewer). The memory in use is that of one block.
+    holomorphic
+        As in :func:`jacobian`.
 
     Yields
     ------
@@ -42,7 +53,7 @@ def jacobian_blocks(fn: Callable[[Any], Any], x: Any, *, block_size: int = BLOCK
     Raises
     ------
     GradientError
-        When the function returns anything but an Array.
+        When the function returns anything but an Array, or is not holomorphic (:func:`jacobian` says when that counts).
 
     Examples
     --------
@@ -57,7 +68,56 @@ def jacobian_blocks(fn: Callable[[Any], Any], x: Any, *, block_size: int = BLOCK
     value, pull = vjp(fn, x)
     if not isinstance(value, Array):
         raise GradientError(f"[jacobian_blocks] the function must return an Array, got {type(value).__name__}")
-    return _blocks(value, lambda seed: pull(seed)[0], block_size)
+    row = _row_of("jacobian_blocks", value, lambda seed: pull(seed)[0], holomorphic)
+    return _blocks(value, row, block_size)
+
+
+def _row_of(who: str, value: Array, pull: Callable[[Array], Any], holomorphic: bool) -> Callable[[Array], Any]:
+    """From a seed, which is 1 at one element of the value, to that row of the Jacobian, by the convention of this module."""
+    checked = value.dtype.kind != "c"
+
+    def row(seed: Array) -> Any:
+        nonlocal checked
+        leaves, treedef = trees.flatten(pull(seed))
+        if not checked and any(x.dtype.kind == "c" for x in leaves):
+            _check_holomorphic(who, value, pull, holomorphic)
+            checked = True
+        if value.dtype.kind != "c" or all(x.dtype.kind == "c" for x in leaves):
+            return trees.unflatten(treedef, [conj(x) if x.dtype.kind == "c" else x for x in leaves])
+        # Of a real argument a cotangent is a real part: the seed turned by a right angle gives the imaginary one.
+        turned = trees.flatten(pull(seed * 1j))[0]
+        both = [conj(x) if x.dtype.kind == "c" else x + y * 1j for x, y in zip(leaves, turned, strict=True)]
+        return trees.unflatten(treedef, both)
+
+    return row
+
+
+def _check_holomorphic(who: str, value: Array, pull: Callable[[Array], Any], promised: bool) -> None:
+    """Raise unless ``pull`` is linear over the complex numbers, which one direction taken at random tells."""
+    rng = np.random.default_rng(0)
+    cot = asarray((rng.normal(size=value.shape) + 1j * rng.normal(size=value.shape)).astype(value.dtype))
+    with not_recording():
+        plain, turned = (trees.flatten(pull(c))[0] for c in (cot, cot * 1j))
+        for x, y in zip(plain, turned, strict=True):
+            if x.dtype.kind != "c":
+                continue
+            try:
+                a, b = x._concrete() * 1j, y._concrete()
+            except TracedValueError:
+                if promised:
+                    return
+                raise GradientError(
+                    f"[{who}] a complex function of complex arguments has a Jacobian only if it is holomorphic, which cannot be "
+                    "checked while it is traced: promise it with holomorphic=True"
+                ) from None
+            known = np.isfinite(a) & np.isfinite(b)
+            size = np.abs(a[known]).max(initial=0)
+            if np.abs(a[known] - b[known]).max(initial=0) > np.sqrt(np.finfo(a.dtype).eps) * size:
+                raise GradientError(
+                    f"[{who}] the function is not holomorphic, so that its derivative is no complex number: differentiate with "
+                    "respect to the real and the imaginary part, mt.jacobian(lambda a, b: fn(a + 1j * b), argnums=(0, 1)), or "
+                    "take products with mt.jvp and mt.vjp"
+                )
 
 
 def _blocks(value: Array, pull: Callable[[Array], Any], block_size: int) -> Iterator[tuple[slice, Any]]:
@@ -81,12 +141,17 @@ def jacobian(
     *,
     has_aux: bool = False,
     block_size: int = BLOCK_SIZE,
+    holomorphic: bool = False,
 ) -> Callable[..., Any]:
     """Jacobian of a function from an array, or a tree of them, to an array, or a tree of them.
 
     The result has the structure of the value, with the structure of the argument in place of each array; its leaves have the
     shape ``(*output, *leaf)``. One pull back an output element; beside the result no more than ``block_size`` rows are kept.
     For one that is too large to be kept whole, see :func:`jacobian_blocks`.
+
+    With complex numbers the Jacobian ``J`` is the matrix of ``jvp(v) = J @ v`` (the real part of it, where the value is real), and
+    of ``vjp(c) = J^H @ c`` (the real part of it, where the argument is real). Of a holomorphic function it is ``f'(z)``. Of a real
+    function of complex numbers it is the conjugate of the gradient, since ``grad`` is ``vjp`` of 1.
 
     Parameters
     ----------
@@ -98,11 +163,14 @@ def jacobian(
         ``fn`` returns ``(value, aux)``; the result is then ``(jacobian, aux)``.
     block_size
         Rows that are kept beside the result.
+    holomorphic
+        A promise that complex values are holomorphic in complex arguments. It is checked at the point given, whether promised or not,
+        except where values are traced (``mt.compile``, ``mt.shard_map``): there the promise is needed.
 
     Raises
     ------
     GradientError
-        When the function returns anything but Arrays.
+        When the function returns anything but Arrays, and where a complex value is not holomorphic in a complex argument.
 
     Examples
     --------
@@ -123,13 +191,7 @@ def jacobian(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         chosen = chosen_arguments("jacobian", positions, len(args))
 
-        def of_chosen(*xs: Any) -> Any:
-            full = list(args)
-            for i, x in zip(chosen, xs, strict=True):
-                full[i] = x
-            return fn(*full, **kwargs)
-
-        value, pull, *rest = vjp(of_chosen, *(args[i] for i in chosen), has_aux=has_aux)
+        value, pull, *rest = vjp(_of_chosen(fn, args, kwargs, chosen), *(args[i] for i in chosen), has_aux=has_aux)
         outputs, out_def = trees.flatten(value)
         for y in outputs:
             if not isinstance(y, Array):
@@ -141,13 +203,27 @@ def jacobian(
                 found = pull(trees.unflatten(out_def, [*zero[:k], seed, *zero[k + 1 :]]))
                 return found[0] if isinstance(argnums, int) else found
 
-            like = of(zero[k])
-            return _joined(outputs[k].shape, like, _blocks(outputs[k], of, block_size))
+            row = _row_of("jacobian", outputs[k], of, holomorphic)
+            return _joined(outputs[k].shape, row(zero[k]), _blocks(outputs[k], row, block_size))
 
         found = trees.unflatten(out_def, [of_output(k) for k in range(len(outputs))])
         return (found, *rest) if has_aux else found
 
     return wrapped
+
+
+def _of_chosen(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], chosen: Sequence[int]
+) -> Callable[..., Any]:
+    """``fn`` as a function of the chosen arguments alone."""
+
+    def of_chosen(*xs: Any) -> Any:
+        full = list(args)
+        for i, x in zip(chosen, xs, strict=True):
+            full[i] = x
+        return fn(*full, **kwargs)
+
+    return of_chosen
 
 
 def _joined(shape: tuple[int, ...], like: Any, blocks: Iterator[tuple[slice, Any]]) -> Any:
@@ -175,12 +251,16 @@ def hessian(
     *,
     has_aux: bool = False,
     block_size: int = BLOCK_SIZE,
+    holomorphic: bool = False,
 ) -> Callable[..., Any]:
     """Hessian of a scalar function of one array (shape ``(*input, *input)``) or of a tree.
 
     Of a tree it is a tree of trees: ``hessian(fn)(params)["w"]["b"]`` has the shape ``(*w, *b)``. For products with it alone, see
     :func:`hvp`; for its rows block after block, ``jacobian_blocks(grad(fn), x)``. ``argnums``, ``has_aux`` and ``block_size`` are as
     in :func:`jacobian`: of the arguments 0 and 1 it is ``h[0][1]``, with the shape ``(*first, *second)``.
+
+    Of a complex value it is the second derivative, ``f''(z)`` where the argument is complex too. Of a real value it is the Jacobian of
+    the gradient; in complex arguments few gradients are holomorphic (that of ``abs(z)**2`` is), and the others are refused.
 
     >>> import meshtape as mt
     >>> mt.hessian(lambda x: (x ** 3).sum())(mt.asarray([1.0, 2.0]))
@@ -190,7 +270,27 @@ def hessian(
     >>> h["a"]["b"].tolist(), h["b"]["b"].tolist()
     ([[1.0], [1.0]], [[0.0]])
     """
-    return jacobian(grad(fn, argnums, has_aux=has_aux), argnums, has_aux=has_aux, block_size=block_size)
+    check_function("hessian", fn)
+    positions = argument_positions("hessian", argnums)
+
+    @functools.wraps(fn, updated=())
+    def slope(*args: Any, **kwargs: Any) -> Any:
+        chosen = chosen_arguments("hessian", positions, len(args))
+        value, pull, *rest = vjp(_of_chosen(fn, args, kwargs, chosen), *(args[i] for i in chosen), has_aux=has_aux)
+        if not isinstance(value, Array) or value.size != 1:
+            shown = f"shape {value.shape}" if isinstance(value, Array) else type(value).__name__
+            raise GradientError(
+                f"[hessian] the function must return an Array of one element, got {shown}: reduce it, y.sum()"
+            )
+
+        def of(seed: Array) -> Any:
+            return pull(seed)[0] if isinstance(argnums, int) else pull(seed)
+
+        of = _row_of("hessian", value, of, holomorphic) if value.dtype.kind == "c" else of
+        found = of(ones_like(value))
+        return (found, *rest) if has_aux else found
+
+    return jacobian(slope, argnums, has_aux=has_aux, block_size=block_size, holomorphic=holomorphic)
 
 
 __all__ = ["hessian", "jacobian", "jacobian_blocks"]

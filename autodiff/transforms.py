@@ -43,6 +43,8 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     -------
     value, pull[, aux]
         ``pull(cotangent)`` takes a tree like ``value`` and gives one tree for each primal; it can be called again.
+        With complex numbers it is ``J^H @ cotangent``, of which the real part is taken for real primals; ``J`` is that of
+        :func:`jacobian`. (JAX's ``vjp`` gives ``J^T @ cotangent``.)
 
     Examples
     --------
@@ -123,6 +125,9 @@ def value_and_grad(
 def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """A function that gives the gradient of ``fn`` (with ``has_aux``: the gradient and the rest that ``fn`` returned).
 
+    ``fn`` gives a real number. By a complex argument its gradient is ``dL/d(re z) + i dL/d(im z)``, the direction of steepest ascent as
+    in PyTorch, and the conjugate of JAX's.
+
     >>> import meshtape as mt
     >>> cube = lambda x: x * x * x
     >>> float(mt.grad(mt.grad(cube))(2.0))
@@ -142,6 +147,9 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
     """Value of ``fn(*primals)`` and its derivative along ``tangents``.
 
     The VJP is linear in its cotangent; pulling back through *it* pushes tangents forward, so that no op needs a second rule.
+
+    With complex numbers it is ``J @ tangents`` with the ``J`` of :func:`jacobian`, of which the real part is taken where the value is real.
+    For functions that are not holomorphic, which have no such ``J``, it is the derivative along the tangents just the same.
 
     >>> import meshtape as mt
     >>> y, dy = mt.jvp(lambda x: x * x, [mt.asarray(3.0)], [mt.asarray(2.0)])

@@ -19,9 +19,9 @@ KERNEL(gelu) { /* x, out */
     const REAL *x = job->at[0];
     REAL *out = job->at[1];
 #ifdef IS_FLOAT
-    EACH for (ptrdiff_t k = start; k < stop; k++) out[k] = x[k] / FN(odds)(x[k]);
+    EACH for (ptrdiff_t k = start; k < stop; k++) out[k] = (x[k] < -40 ? -40 : x[k]) / FN(odds)(x[k]);
 #else
-    EACH for (ptrdiff_t k = start; k < stop; k++) out[k] = 0.5 * x[k] * (1 + erf(x[k] * 0.70710678118654752440));
+    EACH for (ptrdiff_t k = start; k < stop; k++) out[k] = 0.5 * (x[k] < -40 ? -40 : x[k]) * (1 + erf(x[k] * 0.70710678118654752440));
 #endif
 }
 
@@ -29,7 +29,8 @@ static INLINE void FN(gelu_pull)(const Job *job, ptrdiff_t start, ptrdiff_t stop
     const REAL *g = job->at[0], *x = job->at[1];
     REAL *out = job->at[2];
     EACH for (ptrdiff_t k = start; k < stop; k++) {
-        const REAL v = x[k], density = FN(exponential)(LITERAL(-0.5) * v * v) * LITERAL(0.39894228040143267794);
+        const REAL u = x[k] < -40 ? -40 : x[k], v = u > 40 ? 40 : u; /* beyond it an infinity would meet a density of 0 */
+        const REAL density = FN(exponential)(LITERAL(-0.5) * v * v) * LITERAL(0.39894228040143267794);
 #ifdef IS_FLOAT
         const REAL cdf = 1 / FN(odds)(v);
 #else

@@ -10,7 +10,6 @@ from __future__ import annotations
 from .closeness import allclose, array_equal, array_equiv, isclose
 from .elements import (
     angle,
-    cbrt,
     deg2rad,
     degrees,
     exp2,

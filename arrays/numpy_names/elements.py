@@ -10,7 +10,7 @@ import numpy as np
 from .. import elementwise as ew
 from .._op import composite
 from .._wide import in_float32
-from ..creation import asarray, inexact
+from ..creation import asarray, inexact, ordered
 from ..cumulative import cumulative_sum, diff
 from ..elementwise import where
 
@@ -49,22 +49,6 @@ def exp2(x: Any, /) -> Array:
     """
     x = inexact(x)
     return ew.pow(np.asarray(2, x.dtype), x)
-
-
-@composite("cbrt")
-def cbrt(x: Any, /) -> Array:
-    """Cube root, negative for negative numbers.
-
-    >>> import meshtape as mt
-    >>> mt.cbrt(mt.asarray([-8.0, 27.0]))
-    Array([-2.,  3.], dtype=float64)
-    """
-    x = inexact(x)
-    zero = x == 0
-    size = where(zero, 1, ew.abs(x))  # the slope of a power is not finite at 0
-    root = size ** (1 / 3)
-    near = root - (root**3 - size) / (3 * root**2)  # one step of Newton's: the exponent is not exactly a third
-    return where(zero | ew.isinf(x), x, ew.copysign(where(ew.isinf(x), 1, near), x))
 
 
 @composite("deg2rad")
@@ -160,7 +144,7 @@ def heaviside(x: Any, at_zero: Any, /) -> Array:
     >>> mt.heaviside(mt.asarray([-1.0, 0.0, 2.0]), 0.5)
     Array([0. , 0.5, 1. ], dtype=float64)
     """
-    x = inexact(x)
+    x = inexact(ordered("heaviside", x))
     out = where(x < 0, np.asarray(0, x.dtype), where(x == 0, at_zero, np.asarray(1, x.dtype)))
     return where(ew.isnan(x), x, out)
 
@@ -189,7 +173,9 @@ def logaddexp2(x: Any, y: Any, /) -> Array:
     Array(1001., dtype=float64)
     """
     ln2 = math.log(2)
-    return ew.logaddexp(inexact(x) * ln2, inexact(y) * ln2) / ln2
+    # (A Python number stays one, which does not widen the array beside it.)
+    x, y = (v * ln2 if isinstance(v, int | float) else inexact(v) * ln2 for v in (x, y))
+    return ew.logaddexp(x, y) / ln2
 
 
 @composite("nan_to_num")

@@ -38,8 +38,16 @@ defvjp(
     x=lambda xp, g, y: g / conj(xp, y),
     y=lambda xp, g, y, ans: -g * conj(xp, ans / y),
 )
+
+
 # The quotient that the remainder was formed with; floor(x / y) may be off by one where x is close to a multiple of y.
-defvjp(ew.REMAINDER, x=same, y=lambda xp, g, x, y: -g * xp.floor_divide(x, y))
+def _remainder_y(xp, g, x, y, ans):
+    # (By an infinite divisor `floor_divide` gives the limits of the quotient, while `remainder` was formed with 0 or -1.)
+    quotient = xp.where(xp.isinf(y), xp.where(ans == x, 0.0, -1.0), xp.floor_divide(x, y))
+    return -g * xp.where(ans == ans, quotient, math.nan)
+
+
+defvjp(ew.REMAINDER, x=same, y=_remainder_y)
 
 
 def _pow_x(xp, g, x, y):
@@ -51,10 +59,12 @@ def _pow_x(xp, g, x, y):
 
 def _pow_y(xp, g, x, ans):
     # x**y is constant in y at x = 0 (for y > 0): log 0 must not reach the product.
+    complex_too = ans.dtype.kind == "c"  # the logarithm of a negative base is complex where the power is
     if isinstance(x, bool | int | float | complex):  # a number, which CuPy's functions do not take
         with np.errstate(all="ignore"):
-            return g * conj(xp, ans * (np.log(x).item() if x else 0.0))
-    return g * conj(xp, ans * xp.log(xp.where(x == 0, 1.0, x)))
+            return g * conj(xp, ans * (np.log(complex(x) if complex_too else x).item() if x else 0.0))
+    base = xp.where(x == 0, 1.0, x)
+    return g * conj(xp, ans * xp.log(base + 0j if complex_too else base))
 
 
 defvjp(ew.POW, x=_pow_x, y=_pow_y)
@@ -76,7 +86,15 @@ defvjp(ew.SIGN, x=_sign)
 defvjp(ew.RECIPROCAL, x=lambda xp, g, ans: -g * conj(xp, ans * ans))
 defvjp(ew.SQUARE, x=lambda xp, g, x: 2.0 * g * conj(xp, x))
 defvjp(ew.SQRT, x=lambda xp, g, ans: 0.5 * g / conj(xp, ans))
-defvjp(ew.HYPOT, x=lambda xp, g, x, ans: g * x / ans, y=lambda xp, g, y, ans: g * y / ans)
+defvjp(ew.CBRT, x=lambda xp, g, ans: g / (3.0 * ans * ans))
+
+
+def _cosine(xp, g, x, ans):
+    # 0 at the origin, as of every norm; an infinite side is the whole of the length.
+    return g * xp.where(xp.isinf(x), xp.sign(x), x / xp.where(ans == 0, 1.0, ans))
+
+
+defvjp(ew.HYPOT, x=_cosine, y=lambda xp, g, y, ans: _cosine(xp, g, y, ans))
 
 # Ties: maximum and minimum give each side half, as the reductions share evenly; fmax and fmin give all to the first.
 
@@ -110,7 +128,14 @@ defvjp(ew.LOG, x=lambda xp, g, x: g / conj(xp, x))
 defvjp(ew.LOG1P, x=lambda xp, g, x: g / conj(xp, x + 1.0))
 defvjp(ew.LOG2, x=lambda xp, g, x: g / conj(xp, x * math.log(2)))
 defvjp(ew.LOG10, x=lambda xp, g, x: g / conj(xp, x * math.log(10)))
-defvjp(ew.LOGADDEXP, x=lambda xp, g, x, ans: g * xp.exp(x - ans), y=lambda xp, g, y, ans: g * xp.exp(y - ans))
+
+
+def _share(xp, g, x, y):
+    # The part of x in the sum: a half of two equal infinities.
+    return g * call(xp, ew.SIGMOID, xp.where(x == y, 0.0, x - y))
+
+
+defvjp(ew.LOGADDEXP, x=_share, y=lambda xp, g, x, y: _share(xp, g, y, x))
 
 # ----- trigonometry ---------------------------------------------------------------------------------------------------
 
@@ -149,19 +174,31 @@ defvjp(
     y=lambda xp, g, condition: call(xp, ew.WHERE, condition, 0.0, g),
 )
 defvjp(ew.RELU, x=in_c(native.relu_backward, lambda xp, g, ans: xp.where(ans > 0, g, 0.0)))
-defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * xp.exp(-x * x))
-defvjp(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * ans * (1.0 - ans)))
+defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * conj(xp, xp.exp(-x * x)))
+defvjp(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * conj(xp, ans * (1.0 - ans))))
+
+
+def _silu(xp, g, x):
+    s = call(xp, ew.SIGMOID, x)
+    # Beyond the bounds the sigmoid is 0 or 1, and the slope is that: the product of infinity and 0 would be NaN.
+    near = x if x.dtype.kind == "c" else xp.clip(x, ew.SILU_IS_ZERO, -ew.SILU_IS_ZERO)
+    return g * conj(xp, s * (1.0 + near * (1.0 - s)))
+
+
+defvjp(ew.SILU, x=_silu)
 
 
 def _gelu_slope(xp, g, dy, x):
     # The slope of dy (Phi(x) + x phi(x)) in x, where Phi' = phi and phi' = -x phi.
-    return g * dy * (2.0 - x * x) * xp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    return g * conj(xp, dy * (2.0 - x * x) * xp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi)))
 
 
 def _gelu(xp, g, x, ans):
     # The result, which the next op keeps anyway, saves computing half of the slope a second time.
-    return gelu.cotangent(xp, g, x, ans) if xp is np else call(xp, gelu.GELU_BACKWARD, g, x)
+    if xp is np:
+        return gelu.cotangent(xp, g, conj(xp, x), conj(xp, ans))
+    return call(xp, gelu.GELU_BACKWARD, g, conj(xp, x))
 
 
 defvjp(gelu.GELU, x=_gelu)
-defvjp(gelu.GELU_BACKWARD, dy=lambda xp, g, x: call(xp, gelu.GELU_BACKWARD, g, x), x=_gelu_slope)
+defvjp(gelu.GELU_BACKWARD, dy=lambda xp, g, x: call(xp, gelu.GELU_BACKWARD, g, conj(xp, x)), x=_gelu_slope)

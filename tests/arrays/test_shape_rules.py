@@ -35,7 +35,7 @@ BF16 = mt.bfloat16
 FLOAT_UNARY = [
     "exp expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh atanh",
     "negative positive abs sign reciprocal square sqrt floor ceil trunc round conj isnan isinf isfinite signbit",
-    "relu erf sigmoid gelu alias barrier stop_gradient",
+    "relu erf sigmoid silu cbrt gelu alias barrier stop_gradient",
 ]
 FLOAT_BINARY = [
     "divide floor_divide remainder pow hypot maximum minimum fmax fmin logaddexp atan2 copysign nextafter",

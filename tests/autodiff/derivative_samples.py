@@ -232,6 +232,8 @@ SAMPLES: dict[str, list[Sample]] = {
     "relu": [*unary("relu", 0.2, 2, complex_too=False), (mt.nn.relu, (I([-1.0, 2.0, -0.3]),))],
     "erf": unary("erf", -1, 1, complex_too=False),
     "sigmoid": [*unary("sigmoid", -3, 3, complex_too=False), (mt.nn.sigmoid, (I([-800.0, 800.0]),))],
+    "silu": [*unary("silu", -3, 3, complex_too=False), (mt.nn.silu, (I([-800.0, 800.0]),)), (mt.nn.silu, (cplx(3),))],
+    "cbrt": [*unary("cbrt", 0.5, 2.0, complex_too=False), (mt.cbrt, (I([-8.0, 2.0]),))],
     "alias": [(call("alias"), (real(2, 3),)), (call("alias"), (cplx(2),)), (call("alias"), (real(),))],
     "gelu": [(mt.nn.gelu, (real(2, 3),)), (mt.nn.gelu, (real(),)), (mt.nn.gelu, (real(0, 2),))],
     "gelu_backward": [

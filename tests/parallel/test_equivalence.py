@@ -448,7 +448,7 @@ SAMPLES: dict[str, list[Sample]] = {
     **linear_algebra(),
     **along_axes(),
     **unary("negative positive square abs conj real imag", kinds="f8 c16"),
-    **unary("sign exp expm1 sin cos sinh cosh tanh asinh atan floor ceil trunc round relu erf sigmoid"),
+    **unary("sign exp expm1 sin cos sinh cosh tanh asinh atan floor ceil trunc round relu erf sigmoid silu cbrt"),
     **unary("reciprocal sqrt log log2 log10", 0.25, 3.0),
     **unary("log1p tan", -0.75, 0.75),
     **unary("asin acos atanh", -0.75, 0.75),

@@ -1,0 +1,58 @@
+"""Reductions of large arrays piece by piece, so that what they compute on the way is never there in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _infer
+from ._direct import buffer
+
+LARGE = 1 << 20
+"""Elements from which an array is reduced in pieces. Smaller ones take the plain way, which has fewer calls."""
+
+PIECE = 1 << 18
+"""Elements of a piece: a few temporaries of it fit the cache."""
+
+
+def large(x: Any) -> Any:
+    """The memory of an Array that is to be reduced in pieces: NumPy's, large, while nobody records; else None."""
+    buf = buffer(x)
+    return buf if buf is not None and buf.size >= LARGE else None
+
+
+def reduced(
+    piece: Callable[..., np.ndarray], combine: np.ufunc, axes: tuple[int, ...], keepdims: bool, *operands: np.ndarray
+) -> np.ndarray:
+    """A reduction of the first operand over ``axes``.
+
+    ``piece`` computes it of parts of the operands, with the reduced dimensions kept, and ``combine`` joins two of its results. The other
+    operands have the same number of dimensions, and are cut along those that are not of length one.
+    """
+    out = _over(piece, combine, axes, operands)
+    return out if keepdims else out.reshape(_infer.reduced_shape(operands[0].shape, axes, False))
+
+
+def _over(
+    piece: Callable[..., np.ndarray], combine: np.ufunc, axes: tuple[int, ...], operands: Sequence[np.ndarray]
+) -> np.ndarray:
+    x = operands[0]
+    if x.size <= PIECE:
+        return piece(*operands)
+    # Along the dimension whose steps are the longest a part is one stretch of memory.
+    along = max(range(x.ndim), key=lambda i: abs(x.strides[i]) if x.shape[i] > 1 else -1)
+    n = x.shape[along]
+    step = max(1, n * PIECE // x.size)
+    out: Any = None
+    for start in range(0, n, step):
+        cut = (*(slice(None),) * along, slice(start, start + step))
+        part = _over(piece, combine, axes, [o[cut] if o.shape[along] == n else o for o in operands])
+        if along in axes:
+            out = part if out is None else combine(out, part, out)
+            continue
+        if out is None:
+            out = np.empty((*part.shape[:along], n, *part.shape[along + 1 :]), part.dtype)
+        out[cut] = part
+    return out

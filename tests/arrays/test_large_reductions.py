@@ -1,0 +1,169 @@
+"""Reductions of large arrays: a few megabytes beyond the result, and the values of the plain way; and `dtype=`, as NumPy has it."""
+
+from __future__ import annotations
+
+import tracemalloc
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.arrays import pieces
+
+MIB = 2**20
+BEYOND = 16 * MIB
+FUNCTIONS: dict[str, Any] = {
+    "count_nonzero": mt.count_nonzero,
+    "sum": mt.sum,
+    "sum in int64": lambda x, **k: mt.sum(x, dtype="int64", **k),
+    "sum in float64": lambda x, **k: mt.sum(x, dtype="float64", **k),
+    "prod in float32": lambda x, **k: mt.prod(x, dtype="float32", **k),
+    "mean": mt.mean,
+    "mean in float32": lambda x, **k: mt.mean(x, dtype="float32", **k),
+    "var": mt.var,
+    "std": lambda x, **k: mt.std(x, correction=1, **k),
+    "any": mt.any,
+    "all": mt.all,
+    "max": mt.max,
+    "min": mt.min,
+    "average": mt.average,
+    "ptp": mt.ptp,
+    "nansum": mt.nansum,
+    "nanprod": mt.nanprod,
+    "nanmean": mt.nanmean,
+    "nanvar": mt.nanvar,
+    "nanstd": mt.nanstd,
+    "nanmax": mt.nanmax,
+    "nanmin": mt.nanmin,
+}
+DTYPES = ["bool", "uint8", "int16", "int64", "float16", "bfloat16", "float32", "float64", "complex64"]
+UNORDERED = {"max", "min", "ptp", "nanmax", "nanmin"}
+
+
+def filled(dtype: str, shape: tuple[int, int], order: Any = "C") -> mt.Array:
+    rng = np.random.default_rng(2)
+    host = rng.integers(0, 4, size=shape).astype(np.float32)
+    return mt.asarray(np.asarray(np.asarray(mt.asarray(host).astype(dtype)), order=order))
+
+
+def skipped(name: str, dtype: str) -> bool:
+    cast = dtype == "complex64" and "in" in name.split()
+    return cast or (dtype == "complex64" and name in UNORDERED) or (name == "ptp" and dtype == "bool")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_they_take_little_memory(dtype):
+    itemsize = mt.zeros(1, dtype=dtype).nbytes
+    x = filled(dtype, (20 * MIB // itemsize // 1024, 1024))
+    assert x.nbytes > BEYOND
+    for name, fn in FUNCTIONS.items():
+        if skipped(name, dtype):
+            continue
+        for axis in (None, 0, 1):
+            tracemalloc.start()
+            try:
+                before = tracemalloc.get_traced_memory()[0]
+                fn(x, axis=axis)
+                peak = tracemalloc.get_traced_memory()[1] - before
+            finally:
+                tracemalloc.stop()
+            assert peak < BEYOND, (name, axis, f"{peak / MIB:.0f} MiB beyond an array of 20")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_in_pieces_they_give_what_they_give_at_once(dtype, order, monkeypatch):
+    x = filled(dtype, (120, 70), order)
+    if x.dtype.kind not in "biu":
+        x[3, 4] = x[:, 7] = mt.nan
+    numbers = filled(dtype, (120, 70), order)
+    for name, fn in FUNCTIONS.items():
+        if skipped(name, dtype):
+            continue
+        given = x if "nan" in name else numbers
+        for axis in (None, 0, 1, (0, 1)):
+            for keepdims in (False, True):
+                if name == "average" and isinstance(axis, tuple):
+                    continue
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    plain = fn(given, axis=axis, keepdims=keepdims)
+                    with monkeypatch.context() as m:
+                        m.setattr(pieces, "LARGE", 1)
+                        m.setattr("meshtape.arrays.reductions.LARGE", 1)
+                        m.setattr(pieces, "PIECE", 900)
+                        parts = fn(given, axis=axis, keepdims=keepdims)
+                assert (parts.shape, parts.dtype) == (plain.shape, plain.dtype), name
+                eps = 1e-2 if dtype in ("float16", "bfloat16") else 1e-5
+                wide = np.complex128 if parts.dtype.kind == "c" else np.float64
+                np.testing.assert_allclose(
+                    np.asarray(parts).astype(wide), np.asarray(plain).astype(wide), rtol=eps, err_msg=name
+                )
+
+
+# ----- dtype= ------------------------------------------------------------------------------------------------------------
+
+WITH_DTYPE = [
+    "sum",
+    "prod",
+    "mean",
+    "std",
+    "var",
+    "nansum",
+    "nanprod",
+    "nanmean",
+    "nanstd",
+    "nanvar",
+    "cumsum",
+    "cumprod",
+    "nancumsum",
+    "nancumprod",
+]
+METHODS = ["sum", "prod", "mean", "std", "var", "cumsum", "cumprod"]
+PAIRS = [
+    ("float32", "float64"),
+    ("float64", "float32"),
+    ("int16", "float32"),
+    ("int64", "float64"),
+    ("bool", "int8"),
+    ("float32", "complex64"),
+    ("float64", "int64"),
+]
+
+
+@pytest.mark.parametrize(("given", "asked"), PAIRS)
+@pytest.mark.parametrize("name", WITH_DTYPE)
+def test_dtype(name, given, asked):
+    if asked in ("int8", "int64") and name in ("std", "var", "nanstd", "nanvar", "nanmean", "mean"):
+        pytest.skip("NumPy cannot: it has no place for the quotient")
+    host = np.asarray([[1, 2, 3], [2, 0, 1]]).astype(given)
+    x = mt.asarray(host)
+    for axis in (None, 0, 1):
+        expected = getattr(np, name)(host, axis=axis, dtype=asked)
+        ways = [getattr(mt, name), mt.compile(getattr(mt, name))]
+        calls = [f(x, axis=axis, dtype=asked) for f in ways]
+        if name in METHODS:
+            calls += [getattr(x, name)(axis=axis, dtype=asked), getattr(x, name)(axis, asked)]
+        for found in calls:
+            real = name.endswith(("std", "var"))
+            # NumPy calls the variance of complex numbers complex, with an imaginary part of 0.
+            assert found.dtype == (expected.real.dtype if real else expected.dtype)
+            np.testing.assert_allclose(np.asarray(found), expected.real if real else expected, rtol=1e-6)
+    split = mt.distribute(x, mt.Mesh({"data": 2}), data=mt.Shard(0))
+    np.testing.assert_allclose(
+        np.asarray(getattr(mt, name)(split, axis=1, dtype=asked)),
+        getattr(np, name)(host, axis=1, dtype=asked).real,
+        rtol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("name", ["mean", "var", "std", "nanmean", "nanvar", "nanstd", "nansum", "sum"])
+def test_dtype_has_a_gradient_and_its_errors(name):
+    fn = getattr(mt, name)
+    mt.check_grads(lambda x: fn(x, dtype="float64"), mt.asarray([0.5, 2.0, -1.0]), order=1)
+    with pytest.raises(mt.errors.DTypeError, match="imaginary"):
+        fn(mt.asarray([1j, 2.0]), dtype="float64")
+    with pytest.raises((TypeError, ValueError), match="dtype"):
+        fn(mt.asarray([1.0]), dtype="no such")
