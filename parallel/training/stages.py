@@ -30,7 +30,7 @@ from .pipeline import Pipeline, Stage
 from .sampling import Sampler
 from .session import Session, check_meshes
 from .sources import Source
-from .step import Recipe
+from .step import Recipe, sample_keys
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,7 @@ class StagedSession(Session):
         recipe = self.recipe
         if self._steps < 0:
             self._steps = int(np.asarray(self._states[0]["step"]))
-        step_key = random.fold_in(self.key, self._steps)
-        keys = [random.fold_in(step_key, i) for i in range(len(batch.micro))]
+        keys = sample_keys(random.fold_in(self.key, self._steps), batch.micro)
         whole = self._walk([s["params"] for s in self._states], lambda k, row: row[self.owner[k]], lambda row: row[0])
         trained = recipe.masked(whole)
         last = self.ranks - 1

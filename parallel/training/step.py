@@ -20,7 +20,7 @@ import numpy as np
 from ...arrays import random
 from ...arrays import tree as trees
 from ...arrays._array import Array
-from ...arrays.creation import asarray
+from ...arrays.creation import arange, asarray
 from ...arrays.elementwise import where
 from ...arrays.errors import TrainingError
 from ...arrays.manipulation import astype
@@ -151,8 +151,8 @@ class Recipe:
         step_key = random.fold_in(key, state["step"])
         grads: Any = None
         sums: dict[str, Any] = {}
-        for i, batch in enumerate(micro):
-            loss = self._scaled(params, batch, random.fold_in(step_key, i), scale)
+        for batch, batch_key in zip(micro, sample_keys(step_key, micro), strict=True):
+            loss = self._scaled(params, batch, batch_key, scale)
             (_, seen), g = value_and_grad(loss, has_aux=True)(train)
             if scale is not None:  # what was differentiated is a mean: a sum would leave float16's range
                 g = trees.tree_map(lambda x, w=seen["weight"]: x * astype(w, x.dtype, copy=False), g)
@@ -237,6 +237,16 @@ class Recipe:
         mesh = next((x.sharding.mesh for x in trees.flatten(params)[0] if x.sharding is not None), None)
         # What the propagator chose may differ from where the state rests; the next step must find it there.
         return self.place(new, mesh) if mesh is not None else new
+
+
+def sample_keys(key: Array, micro: Sequence[Any]) -> list[Array]:
+    """For each micro-batch the keys of its samples, ``(n, 1, 2)``: functions of their places in the whole batch, however that is cut."""
+    out, first = [], 0
+    for batch in micro:
+        after = first + max((len(x) for x in trees.flatten(batch)[0] if getattr(x, "ndim", 0)), default=1)
+        out.append(random.fold_in(key, arange(first, after)))
+        first = after
+    return out
 
 
 def merged(train: Any, params: Any) -> Any:

@@ -39,7 +39,8 @@ class Trainer:
     loss
         ``loss(params, batch, key)``: a mean over the samples of the batch, or ``(total, weight)``, a sum over what counts (tokens)
         and how much that is, or ``(total, weight, metrics)``. Gradients are those of the mean over the whole global batch. ``key``
-        is for dropout: another one for each step and micro-batch, None in an evaluation.
+        is for dropout: a key for each sample of the batch (see ``mt.random.fold_in``), which is a function of the step and of the sample's
+        place in the whole batch; None in an evaluation.
     init
         The parameters (a tree of local arrays), or a function of a key that makes them.
     optimizer
@@ -50,7 +51,7 @@ class Trainer:
         Samples of a step, over all ranks.
     micro, accumulation
         Samples that a rank computes at a time, or into how many micro-batches a step is cut; one of them or neither. All must
-        divide evenly. Random numbers belong to micro-batches: with a fixed ``accumulation`` they are the same on every mesh.
+        divide evenly. Random numbers belong to samples: they are the same however a batch is cut, and on every mesh.
     steps, epochs
         When to stop; at least one of them.
     mesh
