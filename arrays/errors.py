@@ -144,6 +144,10 @@ class TrainingError(MeshtapeError, RuntimeError):
     """A training run cannot start, resume or go on; says why."""
 
 
+class NonFiniteError(TrainingError, FloatingPointError):
+    """A loss, gradients, or the parameters of a checkpoint are NaN or infinite; names the step, and what there is to go on from."""
+
+
 class RestartsExhausted(TrainingError):
     """Workers were lost more often than the run may restart; names the last loss."""
 
