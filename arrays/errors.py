@@ -132,6 +132,10 @@ class PlanError(MeshtapeError, ValueError):
     """A sharding plan names a part that does not exist, or parts that do not go together."""
 
 
+class UnsupportedModel(MeshtapeError, ValueError):
+    """A ``config.json`` describes a model that the one here would compute wrongly; names each field, its value and the reason."""
+
+
 class BatchSizeError(MeshtapeError, ValueError):
     """Sizes of batches do not divide evenly; names global and micro batch, ranks and accumulation steps."""
 
