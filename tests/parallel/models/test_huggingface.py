@@ -327,7 +327,7 @@ def test_encoders_are_read(file, config):
 def test_a_file_that_is_no_config_is_refused(tmp_path):
     for text in ("{", "[]", "3"):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(REFUSED, match="config.json"):
+        with pytest.raises(REFUSED, match=r"config\.json"):
             de.Config.from_huggingface(tmp_path / "config.json")
 
 
