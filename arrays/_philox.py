@@ -175,8 +175,14 @@ def draw(
 ) -> Any:
     """The block of ``shape`` that starts at ``offset`` of the global array.
 
-    Memory beyond the result is bounded by a chunk, whatever the shapes are.
+    Memory beyond the result is bounded by a chunk, whatever the shapes are. Keys of shape ``(n, 1, 2)`` are those of the rows of the
+    global array, each of which is an array of its own.
     """
+    if key.ndim == 3:
+        rows = xp.empty(shape, dtype)
+        for i in range(shape[0]):
+            rows[i] = draw(xp, key[offset[0] + i, 0], recipe, dtype, shape[1:], offset[1:], global_shape[1:], stream)
+        return rows
     size = math.prod(shape)
     out = xp.empty(size, dtype)
     if size == 0:

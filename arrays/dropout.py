@@ -21,7 +21,7 @@ from .creation import asarray, wrap_same
 from .errors import DTypeError
 from .kernels import philox as kernels
 from .kernels.launch import FLOATS, contiguous, runner
-from .manipulation import astype
+from .manipulation import astype, reshape
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -62,6 +62,12 @@ def _start(shape: tuple[int, ...], offset: tuple[int, ...], whole: tuple[int, ..
 
 def _on_cuda(x: Any, y: Any, key: Any, rate: float, offset: tuple[int, ...], global_shape: tuple[int, ...]) -> Any:
     xp = runner().xp
+    if key.ndim == 3:
+        rows = xp.empty(x.shape, x.dtype)
+        for i in range(len(x)):
+            one = key[offset[0] + i, 0]
+            rows[i] = _on_cuda(x[i], None if y is None else y[i], one, rate, offset[1:], global_shape[1:])
+        return rows
     start = _start(x.shape, offset, global_shape)
     if start is None or x.dtype not in FLOATS or rate == 1:
         params = {"rate": rate, "offset": offset, "global_shape": global_shape}
@@ -94,14 +100,23 @@ DROPOUT_ADD = Op(
 
 
 def _prepared(name: str, x: Array, rate: float, key: Any) -> tuple[Array, dict[str, Any]]:
-    """The key as an array, checked, and the params of the op."""
-    from .random._draw import as_key
+    """The key as an array, checked, and the params of the op, which is laid over ``x`` in their ``global_shape``."""
+    from .random._draw import as_key, by_sample
 
     if key is None:
         raise ValueError(f"[{name}] needs a key: key=mt.random.key(seed), another one for each call")
     if x.dtype.kind in "biu":
         raise DTypeError(f"[{name}] x must be floating, got {x.dtype.name}")
-    return as_key(name, key), {"rate": as_number(name, "rate", rate), "offset": (0,) * x.ndim, "global_shape": x.shape}
+    key, shape = by_sample(as_key(name, key), x.shape)
+    return key, {"rate": as_number(name, "rate", rate), "offset": (0,) * len(shape), "global_shape": shape}
+
+
+def _over(op: Op, arrays: tuple[Array, ...], key: Array, params: dict[str, Any]) -> Array:
+    """The op in the shape that its key asks for."""
+    shape, wanted = arrays[0].shape, params["global_shape"]
+    if shape == wanted:
+        return apply(op, (*arrays, key), params)
+    return reshape(apply(op, (*(reshape(x, wanted) for x in arrays), key), params), shape)
 
 
 def _check_rate(name: str, rate: float) -> None:
@@ -114,7 +129,8 @@ def dropout(x: Any, rate: float, /, *, key: Any = None, training: bool = True) -
     """Each element set to 0 with probability ``rate``, the others divided by ``1 - rate`` (Srivastava et al., 2014).
 
     The mask is a function of the key and of the place in the global array: it is the same however ``x`` is split, and in a
-    second forward pass with the same key. With ``training=False``, or a rate of 0, it is ``x``, and takes no key.
+    second forward pass with the same key. Keys of samples, of shape ``(n, 1, 2)``, give each of the ``n`` parts of the first dimension a mask
+    of its own, which is then the same however a batch is cut. With ``training=False``, or a rate of 0, it is ``x``, and takes no key.
 
     >>> import meshtape as mt
     >>> mt.nn.dropout(mt.ones(4), 1.0, key=mt.random.key(0))
@@ -125,7 +141,7 @@ def dropout(x: Any, rate: float, /, *, key: Any = None, training: bool = True) -
     if not training or rate == 0:
         return wrap_same(x)
     key, params = _prepared("dropout", x, rate, key)
-    return apply(DROPOUT, (x, key), params)
+    return _over(DROPOUT, (x,), key, params)
 
 
 @composite("dropout_add")
@@ -145,7 +161,7 @@ def dropout_add(x: Any, y: Any, rate: float, /, *, key: Any = None, training: bo
         key, params = _prepared("dropout_add", x, rate, key)
         if x.shape == y.shape:
             x, y = (astype(a, dtype, copy=False) for a in (x, y))
-            return apply(DROPOUT_ADD, (x, y, key), params)
+            return _over(DROPOUT_ADD, (x, y), key, params)
     if dtype.itemsize <= 2 and dtype.kind not in "biu":
         x, y = astype(x, np.float32), astype(y, np.float32)
     return astype(dropout(x, rate, key=key, training=training) + y, dtype, copy=False)

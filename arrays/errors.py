@@ -140,6 +140,10 @@ class PlanError(MeshtapeError, ValueError):
     """A sharding plan names a part that does not exist, or parts that do not go together."""
 
 
+class UnsupportedModel(MeshtapeError, ValueError):
+    """A ``config.json`` describes a model that the one here would compute wrongly; names each field, its value and the reason."""
+
+
 class BatchSizeError(MeshtapeError, ValueError):
     """Sizes of batches do not divide evenly; names global and micro batch, ranks and accumulation steps."""
 
@@ -150,6 +154,10 @@ class DataError(MeshtapeError, RuntimeError):
 
 class TrainingError(MeshtapeError, RuntimeError):
     """A training run cannot start, resume or go on; says why."""
+
+
+class NonFiniteError(TrainingError, FloatingPointError):
+    """A loss, gradients, or the parameters of a checkpoint are NaN or infinite; names the step, and what there is to go on from."""
 
 
 class RestartsExhausted(TrainingError):

@@ -243,6 +243,8 @@ def _like_labels(op: Op, call: _Call) -> bool:
 def _dropped(op: Op, call: _Call) -> bool:
     x, *others, key = call.args
     check_key(op.name, key)
+    if len(key.shape) == 3 and key.shape[0] != call.params["global_shape"][0]:
+        return False
     return all(y.shape == x.shape for y in others)
 
 

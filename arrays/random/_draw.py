@@ -15,7 +15,7 @@ from .._infer import as_shape
 from .._op import Op
 from .._philox import Recipe, draw
 from ..dtypes import as_dtype
-from ..errors import DTypeError, TracedValueError
+from ..errors import DTypeError, ShapeError, TracedValueError
 from ..program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -28,10 +28,14 @@ RANDOM_BITS = "random bits"
 
 
 def check_key(name: str, key: Any) -> None:
-    """A key is two words."""
-    if not isinstance(key, ShapeDtype) or key.dtype != recipes.U64 or key.shape != (2,):
+    """A key is two words; keys of samples have a dimension of one between, so that what ``split`` gives is not taken for them."""
+    shaped = isinstance(key, ShapeDtype) and (key.shape == (2,) or (len(key.shape) == 3 and key.shape[1:] == (1, 2)))
+    if not shaped or key.dtype != recipes.U64:
         what = f"{key.dtype.name} of shape {key.shape}" if isinstance(key, ShapeDtype) else type(key).__name__
-        raise DTypeError(f"[{name}] a key is uint64 of shape (2,), made by mt.random.key or split; got {what}")
+        raise DTypeError(
+            f"[{name}] a key is uint64 of shape (2,), made by mt.random.key or split, and keys of n samples are of shape (n, 1, 2); "
+            f"got {what}"
+        )
 
 
 def as_key(name: str, key: Any) -> Array:
@@ -45,6 +49,20 @@ def as_key(name: str, key: Any) -> Array:
     if k.shape != (2,) or k.dtype != recipes.U64:
         check_key(name, ShapeDtype(k.shape, k.dtype))
     return k
+
+
+def by_sample(key: Array, shape: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
+    """The key of a draw, and the shape to draw in, of which the first dimension is that of ``key`` where it has a row for each sample.
+
+    A draw whose first dimension is a multiple of the samples belongs to them, row by row. Any other one belongs to the batch: it takes
+    the key of the first sample.
+    """
+    if key.ndim == 1:
+        return key, shape
+    n = key.shape[0]
+    if shape and (shape[0] == n or (n and shape[0] % n == 0)):
+        return key, shape if shape[0] == n else (n, shape[0] // n, *shape[1:])
+    return key[0, 0], shape
 
 
 def floating(name: str, dtype: Any) -> np.dtype:
@@ -84,8 +102,15 @@ def not_negative(name: str, what: str, value: Any) -> float:
 
 def infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
     """The shape rule of ops that draw."""
-    check_key(op.name.removeprefix("random_"), args[0])
+    name, key = op.name.removeprefix("random_"), args[0]
+    check_key(name, key)
+    if len(key.shape) == 3 and params["global_shape"][:1] != key.shape[:1]:
+        raise ShapeError(f"[{name}] {key.shape[0]} keys of samples do not fit the shape {params['global_shape']}")
     return ShapeDtype(params["shape"], params["dtype"])
+
+
+BY_PLACE: set[Op] = set()
+"""Ops whose elements are functions of the key and their place alone. The others (a permutation) take one key."""
 
 
 def op_of(name: str, recipe: Callable[..., Recipe], *, takes_dtype: bool = True, stream: int = 0) -> Op:
@@ -103,15 +128,21 @@ def op_of(name: str, recipe: Callable[..., Recipe], *, takes_dtype: bool = True,
         how = recipe(dtype, **own) if takes_dtype else recipe(**own)
         return draw(xp, key, how, dtype, shape, offset, global_shape, stream)
 
-    return Op(f"random_{name}", ("key",), impl, infer, nondifferentiable=RANDOM_BITS)
+    op = Op(f"random_{name}", ("key",), impl, infer, nondifferentiable=RANDOM_BITS)
+    BY_PLACE.add(op)
+    return op
 
 
 def drawn(op: Op, key: Any, shape: int | Sequence[int], dtype: np.dtype, *operands: Any, **own: Any) -> Array:
     """The whole array that an op draws."""
     name = op.name.removeprefix("random_")
     full = as_shape(name, shape)
-    params = {"shape": full, "offset": (0,) * len(full), "global_shape": full, "dtype": dtype, **own}
-    return apply(op, (as_key(name, key), *operands), params)
+    k, rows = as_key(name, key), full
+    if k.ndim == 3:
+        k, rows = by_sample(k, full) if op in BY_PLACE else (k[0, 0], full)
+    params = {"shape": rows, "offset": (0,) * len(rows), "global_shape": rows, "dtype": dtype, **own}
+    out = apply(op, (k, *operands), params)
+    return out if rows is full else out.reshape(full)
 
 
 class Request(NamedTuple):

@@ -14,7 +14,7 @@ from .._dispatch import apply
 from .._op import Op
 from .._philox import philox4x64, words
 from ..devices import Device
-from ..errors import DTypeError
+from ..errors import DTypeError, ShapeError
 from ..program import ShapeDtype
 from ._draw import RANDOM_BITS, as_key, check_key, drawn, op_of
 
@@ -26,6 +26,13 @@ _SPLITS, _FOLDS, _NAMES = 1, 2, 3
 
 
 def _fold_impl(xp: Any, key: Any, data: Any, stream: int) -> Any:
+    if key.ndim == 3 or getattr(data, "ndim", 0):  # a key for each row, or for each number
+        count = xp.asarray(data).astype(np.uint64).reshape(-1)
+        zero = xp.zeros((1,), np.uint64)
+        found = philox4x64(
+            xp, (count, zero, zero, zero + np.uint64(stream)), (key[..., 0].reshape(-1), key[..., 1].reshape(-1))
+        )
+        return xp.stack(found[:2], axis=1)[:, None]
     if xp is np:
         return words(np, key, 4 * (int(data) % 2**64), 2, stream)
     zero = xp.zeros((1,), np.uint64)
@@ -34,8 +41,13 @@ def _fold_impl(xp: Any, key: Any, data: Any, stream: int) -> Any:
 
 
 def _infer_fold(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    check_key("fold_in", args[0])
-    return ShapeDtype((2,), recipes.U64)
+    key, data = args
+    check_key("fold_in", key)
+    try:
+        rows = np.broadcast_shapes(key.shape[:-2], getattr(data, "shape", ()))
+    except ValueError:
+        raise ShapeError(f"[fold_in] {data.shape[0]} numbers do not fit {key.shape[0]} keys") from None
+    return ShapeDtype((*rows, 1, 2) if rows else (2,), recipes.U64)
 
 
 SPLIT = op_of("split", lambda: recipes.bits(recipes.U64), takes_dtype=False, stream=_SPLITS)
@@ -88,6 +100,10 @@ def split(key: Any, num: int = 2) -> Array:
         raise DTypeError(f"[split] the number of keys is an integer, got {num!r}") from None
     if count < 0:
         raise ValueError(f"[split] the number of keys must not be negative, got {count}")
+    if getattr(key, "ndim", 1) == 3:  # the keys of n samples: num times as many
+        from ..manipulation import permute_dims
+
+        return permute_dims(drawn(SPLIT, key, (len(key), 1, count, 2), recipes.U64), (2, 0, 1, 3))
     return drawn(SPLIT, key, (count, 2), recipes.U64)
 
 
@@ -100,7 +116,8 @@ def fold_in(key: Any, data: Any) -> Array:
         A key.
     data
         An integer ``0 <= data < 2**64``, a 0-d integer array (a step counter inside a compiled function), or a string
-        (a named stream: by the first 8 bytes of its BLAKE2b hash). Integers and names never meet.
+        (a named stream: by the first 8 bytes of its BLAKE2b hash). Integers and names never meet. A vector of n integers gives n keys, of
+        shape ``(n, 1, 2)``: the keys of n samples. Of such, each row is folded.
 
     Examples
     --------
@@ -117,8 +134,10 @@ def fold_in(key: Any, data: Any) -> Array:
     if isinstance(data, str):
         data, stream = int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest(), "little"), _NAMES
     elif isinstance(data, Array):
-        if data.ndim != 0 or data.dtype.kind not in "iu":
-            raise DTypeError(f"[fold_in] data must be a 0-d integer array, got {data.dtype.name} of shape {data.shape}")
+        if data.ndim > 1 or data.dtype.kind not in "iu":
+            raise DTypeError(
+                f"[fold_in] data must be a 0-d integer array or a vector of integers, got {data.dtype.name} of shape {data.shape}"
+            )
     else:
         try:
             data = int(operator.index(data))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +18,15 @@ from ...arrays.errors import ShapeError
 from ...arrays.manipulation import astype, matrix_transpose
 from ...arrays.reductions import sum as sum_
 from ...autodiff import checkpoint
-from . import moe
+from . import huggingface, moe
 from .layers import (
     Keys,
     Recompute,
+    RopeScaling,
     check_ids,
     check_recompute,
     dense,
+    expected,
     join_heads,
     linear,
     maybe_dropout,
@@ -51,6 +54,44 @@ ACTIVATIONS = {
 }
 
 
+_LLAMA = dict.fromkeys(
+    (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "max_position_embeddings",
+    ),
+    ...,
+) | {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+}
+_SAME = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+}
+_MIXTRAL = {
+    "num_key_value_heads": 8,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+FAMILIES = {
+    "llama": huggingface.Family("mt.models.decoder", _LLAMA, _SAME),
+    "mistral": huggingface.Family("mt.models.decoder", _LLAMA | {"num_key_value_heads": 8}, _SAME),
+    "mixtral": huggingface.Family("mt.models.decoder", _LLAMA | _MIXTRAL, _SAME | {"router_jitter_noise": (0.0, 0)}),
+}
+"""The models of Hugging Face that are this one, with the defaults of their ``config.json``."""
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes of a decoder.
@@ -71,6 +112,8 @@ class Config:
         Longest sequence.
     theta
         Base of the rotary wave lengths.
+    rope
+        Scaling of the rotary angles (``mt.models.decoder.RopeScaling``), or None.
     eps
         Of the RMS norms.
     tied
@@ -95,6 +138,7 @@ class Config:
     ffn: int | None = None
     max_length: int = 2048
     theta: float = 10000.0
+    rope: RopeScaling | None = None
     eps: float = 1e-5
     tied: bool = True
     dropout: float = 0.0
@@ -120,6 +164,41 @@ class Config:
     def head_size(self) -> int:
         """Length of a head."""
         return self.width // self.heads
+
+    @classmethod
+    def from_huggingface(cls, path: str | Path, *, max_length: int | None = None) -> Config:
+        """From the ``config.json`` of a Llama, Mistral or Mixtral model.
+
+        Parameters
+        ----------
+        path
+            Of the file.
+        max_length
+            The longest sequence, where it is to be less than the model's: no longer than Mistral's sliding window, for example.
+
+        Raises
+        ------
+        UnsupportedModel
+            Where the model is not this one, or has what this one lacks; names each field.
+        """
+        c = huggingface.read(path, FAMILIES, max_length=max_length)
+        kv_heads, experts = c["num_key_value_heads"], None
+        if "num_local_experts" in c:
+            experts = moe.Config(c["num_local_experts"], c["num_experts_per_tok"], capacity_factor=None)
+        return cls(
+            vocab=c["vocab_size"],
+            width=c["hidden_size"],
+            layers=c["num_hidden_layers"],
+            heads=c["num_attention_heads"],
+            kv_heads=c["num_attention_heads"] if kv_heads is None else kv_heads,
+            ffn=c["intermediate_size"],
+            max_length=c["max_position_embeddings"],
+            theta=float(c["rope_theta"]),
+            rope=c["rope"],
+            eps=c["rms_norm_eps"],
+            tied=c["tie_word_embeddings"],
+            experts=experts,
+        )
 
 
 def init(key: Array, config: Config, *, dtype: Any = np.float32) -> dict[str, Any]:
@@ -230,7 +309,7 @@ def blocks(
     """A run of blocks, of which the first has the number ``first``; and the sum of their balance losses."""
     check_recompute(recompute)
     aux: Any = 0.0
-    tables = rotary_tables(np.arange(x.shape[1]), config.head_size, config.theta)
+    tables = rotary_tables(np.arange(x.shape[1]), config.head_size, config.theta, config.rope)
     for i, layer in enumerate(layers):
         block_key = None if key is None else _block_key(key, first + i)
 
@@ -411,7 +490,8 @@ def plan(name: str | Plan) -> Plan:
 def rules(config: Config) -> Rules:
     """Key rules from the names of Hugging Face's Llama to this tree; ``.inverse`` leads back.
 
-    They stored weights as ``(outputs, inputs)``. A decoder with experts follows the names of Mixtral.
+    They stored weights as ``(outputs, inputs)``. A decoder with experts follows the names of Mixtral. Names say nothing of how a model
+    computes: :func:`from_pretrained` reads that too, and refuses what this one would compute wrongly.
     """
     from ...storage import Rules
 
@@ -438,6 +518,42 @@ def rules(config: Config) -> Rules:
                 f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight -> layers.{{i}}.ffn.experts.{ours}, "
                 f"permute(), reshape([1, {', '.join(map(str, shapes[ours]))}]), concat(0)"
             )
-    if not config.tied:
-        lines.append("lm_head.weight -> head, permute()")
+    lines.append("model.layers.{i}.self_attn.rotary_emb.inv_freq -> _, optional()")
+    lines.append("lm_head.weight -> _, optional()" if config.tied else "lm_head.weight -> head, permute()")
     return Rules("\n".join(lines))
+
+
+def shapes(config: Config) -> Any:
+    """Shapes of the parameters, in the tree of :func:`init`."""
+    c = config
+    up, down = (c.width, c.ffn), (c.ffn, c.width)
+    ffn: dict[str, Any] = {"gate": up, "up": up, "down": down}
+    if c.experts is not None:
+        n = c.experts.experts
+        ffn = {"router": (c.width, n), "experts": {name: (n, *shape) for name, shape in ffn.items()}}
+    kv = (c.width, c.kv_heads * c.head_size)
+    attn = {"q": (c.width, c.width), "k": kv, "v": kv, "o": (c.width, c.width)}
+    layer = {"attn_norm": (c.width,), "attn": attn, "ffn_norm": (c.width,), "ffn": ffn}
+    whole: dict[str, Any] = {"embed": (c.vocab, c.width), "layers": [layer] * c.layers, "norm": (c.width,)}
+    return whole if c.tied else whole | {"head": (c.width, c.vocab)}
+
+
+def from_pretrained(
+    directory: str | Path,
+    mesh: Any = None,
+    plan: str | Plan = "dp",
+    *,
+    dtype: Any = np.float32,
+    max_length: int | None = None,
+) -> tuple[dict[str, Any], Config]:
+    """Parameters and sizes of a Llama, Mistral or Mixtral model in a Hugging Face directory (``config.json`` and safetensors).
+
+    With a mesh each rank reads its own blocks, as the plan says. ``dtype`` is that of the result; see also :meth:`Config.from_huggingface`.
+    """
+    from ...storage import load
+
+    directory = Path(directory)
+    config = Config.from_huggingface(directory / "config.json", max_length=max_length)
+    like = expected(shapes(config), mesh, parse(plan, PARAMETERS, ACTIVATIONS), dtype)
+    single = directory / "model.safetensors"
+    return load(single if single.exists() else directory, like=like, rules=rules(config), cast=True), config

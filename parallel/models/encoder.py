@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from ...arrays.linalg import vector_norm
 from ...arrays.manipulation import astype, expand_dims
 from ...arrays.reductions import sum as sum_
 from ...autodiff import checkpoint
+from . import huggingface
 from .layers import (
     Keys,
     Recompute,
@@ -44,6 +44,25 @@ PARAMETERS = {
     "vocab": {"embed.word": 0},
 }
 ACTIVATIONS = {"tp": {"residual": -1}, "sp": {"residual": 1, "region": -1}}
+
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+FAMILIES = {
+    "bert": huggingface.Family(
+        "mt.models.encoder",
+        dict.fromkeys((*_SIZES, "max_position_embeddings"), ...) | {"type_vocab_size": 2, "layer_norm_eps": 1e-12},
+        {
+            "hidden_act": ("gelu",),
+            "position_embedding_type": ("absolute",),
+            "is_decoder": (False,),
+            "is_encoder_decoder": (False,),
+            "add_cross_attention": (False,),
+            "tie_word_embeddings": (True, False),
+            "tie_encoder_decoder": (False,),
+        },
+    )
+}
+"""The models of Hugging Face that are this one, with the defaults of their ``config.json``."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +113,8 @@ class Config:
 
     @classmethod
     def from_huggingface(cls, path: str | Path) -> Config:
-        """From the ``config.json`` of a BERT model. Raises :class:`ShapeError` where it is of another kind."""
-        c = json.loads(Path(path).read_text())
-        unlike = {
-            k: c.get(k, wanted)
-            for k, wanted in (("hidden_act", "gelu"), ("position_embedding_type", "absolute"), ("model_type", "bert"))
-            if c.get(k, wanted) != wanted
-        }
-        if unlike:
-            raise ShapeError(f"{path} does not describe a BERT encoder with gelu and absolute positions: {unlike}")
+        """From the ``config.json`` of a BERT model. Raises :class:`UnsupportedModel` where it is of another kind; names each field."""
+        c = huggingface.read(path, FAMILIES)
         return cls(
             vocab=c["vocab_size"],
             width=c["hidden_size"],

@@ -100,14 +100,52 @@ def join_heads(x: Array) -> Array:
     return reshape(permute_dims(x, (0, 3, 1, 2, 4)), (b, s, heads * groups * d))
 
 
-def rotary_tables(positions: np.ndarray, d: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary angles are slowed down, for sequences longer than those of the first training.
+
+    Parameters
+    ----------
+    factor
+        By how much.
+    low, high, original
+        Without them all angles are (``"linear"``; Chen et al., 2023). With them Llama 3.1's way: those that turn less than ``low`` times in
+        ``original`` tokens are, those that turn more than ``high`` times are not, and between it goes smoothly from one to the other.
+    """
+
+    factor: float
+    low: float | None = None
+    high: float | None = None
+    original: float | None = None
+
+    __is_tree__ = False
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1:
+            raise ValueError(f"factor must be at least 1, got {self.factor}")
+        if self.low is not None and not (self.high is not None and self.original and 0 < self.low < self.high):
+            raise ValueError(f"low and high must be positive, low the smaller one, with original, got {self}")
+
+    def __call__(self, speeds: np.ndarray) -> np.ndarray:
+        """Angles of a token from those without scaling."""
+        if self.low is None or self.high is None or self.original is None:
+            return speeds / self.factor
+        turns = self.original * speeds / (2 * math.pi)
+        share = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+        return speeds * (share + (1.0 - share) / self.factor)
+
+
+def rotary_tables(
+    positions: np.ndarray, d: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines of shape ``(s, d)`` for :func:`rotate` (Su et al., 2021), in float32.
 
     Pairs are the elements ``i`` and ``i + d/2``, the order of Hugging Face's Llama.
     """
     if d % 2:
         raise ShapeError(f"rotary positions need heads of even length, got {d}")
-    angles = np.outer(positions.astype(np.float64), theta ** (-np.arange(0, d, 2) / d))
+    speeds = theta ** (-np.arange(0, d, 2) / d)
+    angles = np.outer(positions.astype(np.float64), speeds if scaling is None else scaling(speeds))
     angles = np.concatenate([angles, angles], axis=1)
     sign = np.concatenate([-np.ones(d // 2), np.ones(d // 2)])
     return np.cos(angles).astype(np.float32), (np.sin(angles) * sign).astype(np.float32)

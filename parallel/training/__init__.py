@@ -15,7 +15,7 @@ from .loading import Batch, Loader
 from .pipeline import Pipeline
 from .precision import Precision
 from .sampling import Sampler
-from .sources import ArraySource, ArrowSource, DaskSource, ParquetSource, Source, TokenSource, ZarrSource
+from .sources import ArraySource, ArrowSource, DaskSource, MapSource, ParquetSource, Source, TokenSource, ZarrSource
 from .trainer import Trainer, TrainResult
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "EarlyStop",
     "Elastic",
     "Loader",
+    "MapSource",
     "ParquetSource",
     "Pipeline",
     "Precision",

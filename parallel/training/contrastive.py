@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays import nn, random
 from ...arrays import tree as trees
 from ...arrays._array import Array
-from ...arrays.creation import asarray
+from ...arrays.creation import arange, asarray
 from ...arrays.elementwise import where
 from ...arrays.errors import ShapeError
 from ...arrays.linalg import vector_norm
@@ -81,7 +81,8 @@ def grad_cache(
     """A loss over all embeddings of a batch whose encoder holds only one chunk in memory at a time (Gao et al., 2021).
 
     The forward pass embeds chunk by chunk and keeps nothing but the embeddings; the backward pass computes each chunk again, with the
-    same random numbers, when its gradient has come. The gradients are those of the whole batch.
+    same random numbers, when its gradient has come. The gradients are those of the whole batch. So are dropout and other random numbers:
+    ``embed`` is given a key for each of its rows, which follows the sample whatever the chunk and the mesh.
 
     Parameters
     ----------
@@ -125,10 +126,13 @@ def grad_cache(
             parts = 1  # blocks of different lengths: rows change ranks, the result is the same
         rows = n // parts
         pieces = []
-        for number, start in enumerate(range(0, rows, chunk)):
+        if key is not None:
+            key = asarray(key)
+            key = key if key.shape == (n, 1, 2) else random.fold_in(key, arange(n))
+        for start in range(0, rows, chunk):
             stop = min(start + chunk, rows)
             part = trees.tree_map(lambda x, a=start, b=stop: _rows(asarray(x), parts, a, b), inputs)
-            chunk_key = None if key is None else random.fold_in(key, number)
+            chunk_key = None if key is None else _rows(key, parts, start, stop)
 
             def one(params: Any, part: Any, chunk_key: Array | None = chunk_key) -> Any:
                 return embed(params, part, chunk_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ..mesh import Mesh
@@ -22,21 +23,26 @@ class Meter:
         """Numbers of one more step."""
         self._held.append(found)
 
-    def read(self, step: int) -> dict[str, float]:
-        """Means over the steps since the last call, weighted by what each loss counts; and how fast they went.
+    def rows(self) -> list[dict[str, float]]:
+        """The numbers of the steps since the last call. Reading waits for them."""
+        rows = [{n: float(v) for n, v in found.items()} for found in self._held]
+        self._held.clear()
+        return rows
+
+    def means(self, rows: Sequence[dict[str, float]]) -> dict[str, float]:
+        """Means over steps, weighted by what each loss counts; and how fast they went since the last call.
 
         ``per_second`` is the weight a second: tokens, or samples where the loss is a mean over them. Where nothing counted there are no
-        means.
+        means. A step that was left out counts nothing.
         """
-        rows = [{n: float(v) for n, v in found.items()} for found in self._held]
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        self._held.clear()
-        weight = sum(r["weight"] for r in rows)
+        counted = [r for r in rows if r["finite"]]
+        weight = sum(r["weight"] for r in counted)
         out = {
-            n: sum(r[n] * r["weight"] for r in rows) / weight
+            n: sum(r[n] * r["weight"] for r in counted) / weight
             for n in rows[0]
-            if weight and n not in ("weight", "grad_norm", "scale")
+            if weight and n not in ("weight", "grad_norm", "finite", "scale")
         }
         out |= {n: rows[-1][n] for n in ("grad_norm", "scale") if n in rows[-1]}
         out |= {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,9 @@ from ...arrays import tree as trees
 from ...arrays._array import Array
 from ...arrays.creation import asarray
 from ...arrays.dtypes import as_dtype
-from ...arrays.elementwise import isfinite, logical_and, maximum, minimum, where
+from ...arrays.elementwise import maximum, minimum, where
 from ...arrays.errors import TrainingError
 from ...arrays.manipulation import astype
-from ...arrays.reductions import all as all_
 
 DTYPES = {
     "float64": np.dtype(np.float64),
@@ -47,7 +45,8 @@ class Precision:
         What the loss is multiplied by at first, so that small gradients survive in float16; 1 for all others.
     growth, every
         The scale grows by this factor after so many good steps in a row, and halves at a step whose gradients are not finite;
-        that step is left out (Micikevicius et al., 2018). A run whose scale comes down to 2 to the -14th ends with an error.
+        that step is left out (Micikevicius et al., 2018). Where it comes down to 2 to the -14th, ``on_nonfinite`` of the Trainer says how the
+        run goes on.
     """
 
     compute: str = "float32"
@@ -108,28 +107,5 @@ class Precision:
             "skipped": state["skipped"] + astype(~good, np.int64),
         }
 
-    def hopeless(self, numbers: Mapping[str, float]) -> str | None:
-        """Why a run that has logged these numbers cannot go on, or None. A step that overflows at one scale is tried at a smaller one.
 
-        >>> Precision().hopeless({"loss": float("nan")})
-        'the loss is nan'
-        >>> Precision("float16", scale=2.0**15).hopeless({"loss": float("nan"), "scale": 2.0**15})
-        """
-        if not self.scales:
-            loss = numbers.get("loss", 0.0)  # there is none where no sample counted
-            return None if math.isfinite(loss) else f"the loss is {loss}"
-        if numbers["scale"] > LEAST:
-            return None
-        return f"the gradients are not finite at any scale of the loss (which is {numbers.get('loss', 0.0)})"
-
-
-def all_finite(tree: Any) -> Array:
-    """Whether every element of every array is finite."""
-    good: Any = None
-    for x in trees.flatten(tree)[0]:
-        here = all_(isfinite(x))
-        good = here if good is None else logical_and(good, here)
-    return asarray(True) if good is None else good
-
-
-__all__ = ["DTYPES", "LEAST", "Precision", "all_finite"]
+__all__ = ["DTYPES", "LEAST", "Precision"]

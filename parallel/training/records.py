@@ -19,6 +19,8 @@ class Progress:
     samples: int = 0
     batch: int = 0
     callbacks: dict[str, Any] = field(default_factory=dict)
+    skipped: int = 0
+    rollbacks: int = 0
 
     __is_tree__ = False
 

@@ -6,12 +6,13 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from ...arrays.errors import BatchSizeError, ClusterError, MeshtapeError, RestartsExhausted
+from ...arrays.errors import BatchSizeError, ClusterError, MeshtapeError, NonFiniteError, RestartsExhausted
 from ..mesh import Mesh
 from ..models.plans import AXES
 from ..replicas import Replica
 from .batching import batch_sizes
 from .elastic import Elastic, alive, client_of, is_loss, rebuild, workers_of
+from .nonfinite import ROLLBACKS, NonFiniteStep
 from .records import Progress
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Recovery:
         self.restarts = 0
         self.snapshots: list[tuple[Progress, Replica]] = []  # the newest last; all but that one are complete
         self._failed_at: int | None = None
+        self._rolled = (-1, 0)  # the step of the last rollback, and how many have led there
 
     def take_snapshot(self) -> None:
         """Begin a copy of the state in the memory of the workers; the one before is dropped when the next one begins."""
@@ -54,7 +56,10 @@ class Recovery:
         self.snapshots = []
 
     def after(self, error: Exception) -> None:
-        """Go on after a loss; raise the error where it was none, or one too many."""
+        """Go on after a loss, or after a step that was not finite; raise the error where it was none of these, or one too many."""
+        if isinstance(error, NonFiniteStep):
+            self._roll_back(error)
+            return
         while True:
             mesh = self.trainer.session.mesh
             self._still_connected(error, mesh)
@@ -67,6 +72,21 @@ class Recovery:
                 return
             except Exception as e:  # another loss, while the state was being put on the new mesh
                 error = e
+
+    def _roll_back(self, error: NonFiniteStep) -> None:
+        """The run at the newest snapshot or checkpoint, with the samples after those that failed."""
+        t = self.trainer
+        if t.recipe.on_nonfinite != "rollback" or error.consumed is None:
+            raise error
+        rollbacks, consumed = t.progress.rollbacks + 1, error.consumed
+        t.report.display.say(f"rolled back: {error}")
+        self._restore(self._newest_complete())
+        at = t.progress
+        self._rolled = (at.step, self._rolled[1] + 1 if self._rolled[0] == at.step else 1)
+        if self._rolled[1] > ROLLBACKS:
+            raise NonFiniteError(f"after {ROLLBACKS} rollbacks to step {at.step} it is the same: {error}") from error
+        at.rollbacks, at.consumed, at.epoch = rollbacks, consumed, t.sampler.epoch(consumed)
+        t.report.open_writers()
 
     def _still_connected(self, error: Exception, mesh: Mesh | None) -> None:
         """Say so where the scheduler is gone: what the connection's end looks like to what was under way says little."""
@@ -124,31 +144,36 @@ class Recovery:
         t.session.close()
         t.mesh = mesh
         t.session = t.new_session(mesh)
-        saved = self._newest_complete()
-        if not self._from_memory(saved or 0):
-            t.session.start(t.init)
-            path = t.resumed_path() if saved is None else t.checkpoints.path(saved)
-            t.report.display.say(f"going on from {path or 'the beginning'}")
-            if path is not None:
-                t.load(path)
-            else:
-                at = t.progress
-                t.go_to(Progress(seed=at.seed, samples=at.samples, batch=at.batch))
-        t.saved_at = saved
+        self._restore(self._newest_complete())
         t.report.open_writers()
         for c in t.callbacks:
             c.on_start(t)
         t.report.note("running", error=None)
 
+    def _restore(self, saved: int | None) -> None:
+        """State and position of the newest of: the snapshot in memory, the checkpoints up to ``saved``, the beginning."""
+        t = self.trainer
+        if not self._from_memory(saved or 0):
+            t.session.start(t.init)
+            path = t.resume_from(t.resume) if saved is None else t.resume_from("auto", saved)
+            t.report.display.say(f"going on from {path or 'the beginning'}")
+            if path is None:
+                at = t.progress
+                t.go_to(Progress(seed=at.seed, samples=at.samples, batch=at.batch))
+        t.saved_at = saved
+
     def _from_memory(self, saved: int) -> bool:
         """Go on from the newest snapshot that is not older than the checkpoint, if there is one whose workers are there."""
         t = self.trainer
-        there = alive(client_of(t.mesh))
+        client = client_of(t.mesh)
+        there = [] if client is None else alive(client)
         while self.snapshots:
             progress, copy = self.snapshots[-1]
             if progress.step >= saved and copy.available(there):
                 try:
                     t.session.restore(copy)
+                    if not t.session.finite():
+                        raise NonFiniteError("its parameters are not finite")
                 except (MeshtapeError, OSError) as e:
                     t.report.display.say(f"the snapshot of step {progress.step} cannot be used: {e}")
                 else:

@@ -14,6 +14,7 @@ import numpy as np
 from ...arrays import random
 from ...arrays import tree as trees
 from ...arrays._array import Array
+from ...arrays.creation import asarray
 from ...arrays.errors import MeshError, TrainingError
 from ...autodiff import compile
 from ..mesh import Mesh
@@ -21,6 +22,7 @@ from ..placement import Sharding
 from ..replicas import Replica
 from .batching import BatchSizes, batch_sizes
 from .loading import Batch, Loader
+from .nonfinite import are_finite
 from .sampling import Sampler
 from .sources import Source
 from .step import Recipe, weighted
@@ -53,6 +55,7 @@ class Session:
     def _prepare(self) -> None:
         if self.mesh is not None:
             self.key = self.mesh.replicate(self.key)
+        self.go()
         self._step = compile(self.recipe.step)
         self._evaluate = compile(self._sums)
 
@@ -90,9 +93,27 @@ class Session:
 
     def step(self, batch: Batch) -> dict[str, Array]:
         """One optimizer step. The numbers are computed when they are read."""
-        with np.errstate(over="ignore", invalid="ignore") if self.recipe.precision.scales else np.errstate():
-            self.state, found = self._step(self.state, batch.micro, self.key)
+        with self._quiet():
+            self.state, found = self._step(self.state, batch.micro, self.key, self._going)
+        if self.recipe.halts:
+            self._going = found["finite"]
         return found
+
+    def _quiet(self) -> Any:
+        """NumPy says nothing of overflows that the step handles by itself."""
+        return np.errstate(over="ignore", invalid="ignore") if not self.recipe.halts else np.errstate()
+
+    def go(self) -> None:
+        """Steps are taken again, after one that was not finite."""
+        self._going = self._everywhere(np.asarray(True)) if self.recipe.halts else None
+
+    def _everywhere(self, x: Any) -> Array:
+        """A value on all ranks."""
+        return asarray(x) if self.mesh is None else self.mesh.replicate(asarray(x))
+
+    def finite(self) -> bool:
+        """Whether all parameters are."""
+        return are_finite(self.state["params"])
 
     def _sums(self, params: Any, batch: Any) -> dict[str, Array]:
         held = self.recipe.precision.cast(self.recipe.gathered(params))

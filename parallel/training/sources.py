@@ -10,8 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ...arrays import tree as trees
+from ...arrays._array import Array
 from ...arrays.errors import DataError
 from .columnar import ArrowSource, ParquetSource
+from .mapping import MapSource, array_of, is_map_style
 from .parts import from_parts
 
 
@@ -43,7 +45,7 @@ class ArraySource:
     remote = False
 
     def __init__(self, tree: Any) -> None:
-        self.tree = trees.tree_map(np.asarray, tree)
+        self.tree = trees.tree_map(array_of, tree)
         leaves = trees.flatten_with_path(self.tree)
         lengths = {trees.path_name(p): len(x) if x.ndim else None for p, x in leaves}
         if not leaves or len(set(lengths.values())) != 1 or None in lengths.values():
@@ -236,20 +238,27 @@ def _as_tree(part: Any) -> Any:
 
 
 def as_source(data: Any) -> Any:
-    """A source as it is; a tree of arrays, a data frame, an Arrow table or a Dask collection as a source."""
+    """A source as it is; a tree of arrays, a data frame, an Arrow table, a Dask collection or a map-style data set as a source."""
     if isinstance(data, Source):
         return data
+    if isinstance(data, Array):  # which is a Dask collection too
+        return ArraySource(data)
     if hasattr(data, "__dask_graph__"):
         return DaskSource(data)
     if hasattr(data, "column_names") and hasattr(data, "to_batches"):
         return ArrowSource(data)
-    return ArraySource(_as_tree(data) if hasattr(data, "iloc") else data)
+    if hasattr(data, "iloc"):
+        return ArraySource(_as_tree(data))
+    if is_map_style(data):
+        return MapSource(data)
+    return ArraySource(dict(data) if isinstance(data, Mapping) else data)
 
 
 __all__ = [
     "ArraySource",
     "ArrowSource",
     "DaskSource",
+    "MapSource",
     "ParquetSource",
     "Source",
     "TokenSource",

@@ -18,6 +18,7 @@ import numpy as np
 from ...arrays import random
 from ...arrays import tree as trees
 from ...arrays._array import Array
+from ...arrays.creation import asarray
 from ...arrays.elementwise import sqrt, square
 from ...arrays.errors import PlanError, TrainingError
 from ...autodiff import compile
@@ -30,7 +31,7 @@ from .pipeline import Pipeline, Stage
 from .sampling import Sampler
 from .session import Session, check_meshes
 from .sources import Source
-from .step import Recipe
+from .step import Recipe, sample_keys
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,12 @@ class StagedSession(Session):
         self._reduced = [compile(recipe.reduced) for _ in self.parts]
         self._finished = [compile(recipe.finished) for _ in self.parts]
         self._states: list[Any] = []
+        self.go()
+
+    def go(self) -> None:
+        """See :meth:`Session.go`."""
         self._steps = -1
+        self._going = self._pipe.to(asarray(True), self.ranks - 1) if self.recipe.halts else None
 
     def _stage(self, number: int, fn: Stage) -> Stage:
         """A stage as a function of those leaves of the model's tree that it needs."""
@@ -211,15 +217,14 @@ class StagedSession(Session):
 
     def step(self, batch: Batch) -> dict[str, Array]:
         """See :meth:`Session.step`."""
-        with np.errstate(over="ignore", invalid="ignore") if self.recipe.precision.scales else np.errstate():
+        with self._quiet():
             return self._stepped(batch)
 
     def _stepped(self, batch: Batch) -> dict[str, Array]:
         recipe = self.recipe
         if self._steps < 0:
             self._steps = int(np.asarray(self._states[0]["step"]))
-        step_key = random.fold_in(self.key, self._steps)
-        keys = [random.fold_in(step_key, i) for i in range(len(batch.micro))]
+        keys = sample_keys(random.fold_in(self.key, self._steps), batch.micro)
         whole = self._walk([s["params"] for s in self._states], lambda k, row: row[self.owner[k]], lambda row: row[0])
         trained = recipe.masked(whole)
         last = self.ranks - 1
@@ -231,32 +236,26 @@ class StagedSession(Session):
             scale=self._states[last]["scaler"]["scale"] if recipe.precision.scales else None,
         )
         reduced = [fn(g) for fn, g in zip(self._reduced, self._gathered_grads(grads), strict=True)]
-        facts = self._agreed([f for _, f in reduced])
+        norm = self._agreed([n for _, n in reduced])
         self._states, found = map(
             list,
             zip(
                 *(
-                    finish(state, g, self._pipe.to(facts, r), self._pipe.to(sums, r))
+                    finish(state, g, *self._pipe.to((norm, sums, self._going), r))
                     for r, (finish, state, (g, _)) in enumerate(zip(self._finished, self._states, reduced, strict=True))
                 ),
                 strict=True,
             ),
         )
         self._steps += 1
+        if recipe.halts:
+            self._going = found[last]["finite"]
         return found[last]
 
-    def _agreed(self, facts: Sequence[dict[str, Array]]) -> dict[str, Array]:
-        """What holds of the gradients of all parts, on the last one."""
-        held = [self._pipe.to(f, self.ranks - 1) for f in facts]
-        out: dict[str, Array] = {}
-        if "norm" in facts[0]:
-            out["norm"] = sqrt(sum((square(f["norm"]) for f in held[1:]), square(held[0]["norm"])))
-        if "finite" in facts[0]:
-            good = held[0]["finite"]
-            for f in held[1:]:
-                good = good & f["finite"]
-            out["finite"] = good
-        return out
+    def _agreed(self, norms: Sequence[Array]) -> Array:
+        """The norm of the gradients of all parts, on the last one."""
+        first, *others = [square(self._pipe.to(n, self.ranks - 1)) for n in norms]
+        return sqrt(sum(others, first))
 
     def average(self) -> Any:
         """See :meth:`Session.average`."""

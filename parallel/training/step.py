@@ -1,5 +1,8 @@
 """One optimizer step as a pure function of the state and the micro-batches, traced once for each shape of a batch.
 
+A step whose loss or gradients are not finite changes nothing: parameters, slots, averages and masters stay as they were, on all ranks alike,
+as the norm of all gradients is one number that all of them have.
+
 The state is a tree: ``params``, ``optimizer``, ``step``, and where they are used ``ema`` and ``scaler``. Losses are sums with
 their weights (tokens, or samples), so that the gradient is that of the mean over the whole global batch, however unevenly it is
 cut. All micro-batches are in one program: gradients stay unreduced from micro-batch to micro-batch, and each is reduced once.
@@ -13,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from ...arrays import random
 from ...arrays import tree as trees
 from ...arrays._array import Array
-from ...arrays.creation import asarray
-from ...arrays.elementwise import where
+from ...arrays.creation import arange, asarray
+from ...arrays.elementwise import isfinite, where
 from ...arrays.errors import TrainingError
 from ...arrays.manipulation import astype
 from ...autodiff import value_and_grad
@@ -31,7 +34,8 @@ from ..api import distribute, reshard
 from ..mesh import Mesh
 from ..models.plans import AXES, Plan, widen
 from ..placement import Sharding
-from .precision import Precision, all_finite
+from .nonfinite import OnNonFinite
+from .precision import Precision
 
 Loss = Callable[[Any, Any, Array], Any]
 """``loss(params, batch, key)``: the mean over the samples of the batch; or ``(total, weight)``, the sum over what counts and how
@@ -56,6 +60,8 @@ class Recipe:
         Average of the parameters, or None.
     trainable
         Whether the parameter at a path is trained; all are by default.
+    on_nonfinite
+        See :mod:`.nonfinite`.
     """
 
     loss: Loss
@@ -66,6 +72,7 @@ class Recipe:
     clip: float | None = None
     ema: Average | None = None
     trainable: Callable[[trees.Path], bool] | None = None
+    on_nonfinite: OnNonFinite = "raise"
 
     __is_tree__ = False
 
@@ -74,6 +81,15 @@ class Recipe:
             raise TrainingError(f"zero must be a stage from 0 to 3, got {self.zero!r}")
         if self.clip is not None and not self.clip > 0:
             raise TrainingError(f"clip must be positive, got {self.clip}")
+        if self.on_nonfinite not in get_args(OnNonFinite):
+            raise TrainingError(
+                f"on_nonfinite must be one of {', '.join(get_args(OnNonFinite))}, got {self.on_nonfinite!r}"
+            )
+
+    @property
+    def halts(self) -> bool:
+        """Whether the steps after one that is not finite do nothing, until somebody has looked. A scaled loss is tried at a smaller scale."""
+        return self.on_nonfinite != "skip" and not self.precision.scales
 
     # ----- shardings ----------------------------------------------------------------------------------------------------
 
@@ -143,39 +159,36 @@ class Recipe:
 
     # ----- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, state: Any, micro: Sequence[Any], key: Array) -> tuple[Any, dict[str, Array]]:
-        """The state after one step, and numbers about it: ``loss``, ``weight``, ``grad_norm`` and the loss's own metrics."""
+    def step(self, state: Any, micro: Sequence[Any], key: Array, going: Any = None) -> tuple[Any, dict[str, Array]]:
+        """The state after one step, and numbers about it: ``loss``, ``weight``, ``grad_norm``, ``finite`` and the loss's own metrics.
+
+        ``going`` is ``finite`` of the step before, for a recipe that halts: where it is false the step changes nothing.
+        """
         params = state["params"]
         train = self.masked(params)
         scale = state["scaler"]["scale"] if self.precision.scales else None
         step_key = random.fold_in(key, state["step"])
         grads: Any = None
         sums: dict[str, Any] = {}
-        for i, batch in enumerate(micro):
-            loss = self._scaled(params, batch, random.fold_in(step_key, i), scale)
+        for batch, batch_key in zip(micro, sample_keys(step_key, micro), strict=True):
+            loss = self._scaled(params, batch, batch_key, scale)
             (_, seen), g = value_and_grad(loss, has_aux=True)(train)
             if scale is not None:  # what was differentiated is a mean: a sum would leave float16's range
                 g = trees.tree_map(lambda x, w=seen["weight"]: x * astype(w, x.dtype, copy=False), g)
             grads = g if grads is None else trees.tree_map(lambda a, b: a + b, grads, g)
             sums = seen if not sums else {n: sums[n] + v for n, v in seen.items()}
-        return self.finished(state, *self.reduced(grads), sums)
+        return self.finished(state, *self.reduced(grads), sums, going)
 
-    def reduced(self, grads: Any) -> tuple[Any, dict[str, Array]]:
-        """Sums of gradients where the optimizer wants them, and what must be known of all before it moves: their ``norm`` and whether
-        they are ``finite``, as far as a recipe asks for it."""
+    def reduced(self, grads: Any) -> tuple[Any, Array]:
+        """Sums of gradients where the optimizer wants them, and what must be known of all before it moves: their norm."""
         if self.stage >= 2:
             grads = self._moved(grads, self._split)
         elif self.stage == 1:
             grads = self._moved(self._moved(grads, self._whole), self._split)
-        facts: dict[str, Array] = {}
-        if self.clip is not None:
-            facts["norm"] = global_norm(grads)
-        if self.precision.scales:
-            facts["finite"] = all_finite(grads)
-        return grads, facts
+        return grads, global_norm(grads)
 
     def finished(
-        self, state: Any, grads: Any, facts: Mapping[str, Array], sums: Mapping[str, Array]
+        self, state: Any, grads: Any, norm: Array, sums: Mapping[str, Array], going: Any = None
     ) -> tuple[Any, dict[str, Array]]:
         """The state after a step with these sums of gradients and losses."""
         scale = state["scaler"]["scale"] if self.precision.scales else None
@@ -184,18 +197,21 @@ class Recipe:
         divisor = over if scale is None else over * scale
         found = {n: v / over for n, v in sums.items() if n != "weight"} | {"weight": weight}
         factor = 1.0 / divisor
+        found["grad_norm"] = norm / divisor
+        good = isfinite(norm) & isfinite(found["loss"])
+        if going is not None:
+            good = good & going
+        found["finite"] = good
         if self.clip is not None:
-            found["grad_norm"] = facts["norm"] / divisor
             factor = clip_scale(found["grad_norm"], self.clip) * factor
         # The mean and the clipping in one product of each element.
         grads = trees.tree_map(lambda g: scaled(g, factor), grads)
         new = self._updated(state, self.masked(state["params"]), grads, found["loss"])
+        new = trees.tree_map(lambda a, b: where(good, a, b), new, {k: state[k] for k in new})
         if scale is not None:
-            good = facts["finite"]
-            new = trees.tree_map(lambda a, b: where(good, a, b), new, {k: state[k] for k in new})
             new["scaler"] = self.precision.update(state["scaler"], good)
             found["scale"] = scale
-        new["step"] = state["step"] + 1
+        new["step"] = state["step"] + (astype(good, np.int64) if self.halts else 1)
         return new, found
 
     def _scaled(self, params: Any, batch: Any, key: Array, scale: Any) -> Callable[[Any], Any]:
@@ -239,6 +255,16 @@ class Recipe:
         return self.place(new, mesh) if mesh is not None else new
 
 
+def sample_keys(key: Array, micro: Sequence[Any]) -> list[Array]:
+    """For each micro-batch the keys of its samples, ``(n, 1, 2)``: functions of their places in the whole batch, however that is cut."""
+    out, first = [], 0
+    for batch in micro:
+        after = first + max((len(x) for x in trees.flatten(batch)[0] if getattr(x, "ndim", 0)), default=1)
+        out.append(random.fold_in(key, arange(first, after)))
+        first = after
+    return out
+
+
 def merged(train: Any, params: Any) -> Any:
     """``params`` with the trained ones from ``train``, in which the others are None."""
     chosen, treedef = trees.flatten(train, is_leaf=lambda x: x is None)
@@ -256,7 +282,7 @@ def weighted(found: Any, batch: Any) -> tuple[Array, Array, dict[str, Array]]:
             )
         total, weight = found[:2]
         metrics = found[2] if len(found) == 3 else {}
-        taken = {"loss", "weight", "grad_norm", "scale"} & set(metrics)
+        taken = {"loss", "weight", "grad_norm", "finite", "scale", "skipped", "rollbacks"} & set(metrics)
         if taken:
             raise TrainingError(f"metrics of a loss cannot be called {', '.join(sorted(taken))}")
         return _wide(total), _wide(weight), {n: _wide(v) for n, v in metrics.items()}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...arrays import tree as trees
-from ...arrays.errors import TrainingError
+from ...arrays.errors import NonFiniteError, TrainingError
 from ...autodiff.optim import Average, Optimizer
 from ...storage import CheckpointManager, load, open_checkpoint
 from ..mesh import Mesh
@@ -19,6 +21,7 @@ from .elastic import Elastic
 from .jobs import current_job
 from .loading import Batch
 from .measuring import Meter
+from .nonfinite import NonFiniteStep, OnNonFinite, Watch
 from .precision import Precision
 from .records import METADATA_KEY, Progress, TrainResult
 from .recovery import Recovery
@@ -39,7 +42,8 @@ class Trainer:
     loss
         ``loss(params, batch, key)``: a mean over the samples of the batch, or ``(total, weight)``, a sum over what counts (tokens)
         and how much that is, or ``(total, weight, metrics)``. Gradients are those of the mean over the whole global batch. ``key``
-        is for dropout: another one for each step and micro-batch, None in an evaluation.
+        is for dropout: a key for each sample of the batch (see ``mt.random.fold_in``), which is a function of the step and of the sample's
+        place in the whole batch; None in an evaluation.
     init
         The parameters (a tree of local arrays), or a function of a key that makes them.
     optimizer
@@ -50,7 +54,7 @@ class Trainer:
         Samples of a step, over all ranks.
     micro, accumulation
         Samples that a rank computes at a time, or into how many micro-batches a step is cut; one of them or neither. All must
-        divide evenly. Random numbers belong to micro-batches: with a fixed ``accumulation`` they are the same on every mesh.
+        divide evenly. Random numbers belong to samples: they are the same however a batch is cut, and on every mesh.
     steps, epochs
         When to stop; at least one of them.
     mesh
@@ -72,6 +76,11 @@ class Trainer:
         Largest global norm of the gradients.
     ema
         ``mt.optim.ema(…)``: an average of the parameters, kept in the state under ``"ema"``.
+    on_nonfinite
+        After a step whose loss or gradients are NaN or infinite, which itself changes nothing: ``"raise"`` :class:`NonFiniteError` and stand
+        before it; ``"skip"`` it (30 in a row end the run); or ``"rollback"``: go on from the newest snapshot or checkpoint with the batch
+        after it (a fourth time to the same place ends the run). The log counts them. What float16 loses at one scale of the loss is
+        tried at a smaller one first.
     trainable
         ``trainable(path)`` says whether a parameter is trained; the others stay as they are and cost no optimizer state.
     seed
@@ -146,6 +155,7 @@ class Trainer:
         precision: str | Precision = "float32",
         clip: float | None = None,
         ema: Average | None = None,
+        on_nonfinite: OnNonFinite = "raise",
         trainable: Callable[[trees.Path], bool] | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -183,7 +193,8 @@ class Trainer:
             directory = job.directory
         if job is not None and resume == "auto":
             resume = job.resume
-        self.recipe = Recipe(loss, optimizer, of_any_model(plan), Precision.of(precision), zero, clip, ema, trainable)
+        plan = of_any_model(plan)
+        self.recipe = Recipe(loss, optimizer, plan, Precision.of(precision), zero, clip, ema, trainable, on_nonfinite)
         self.pipelining = None if stages is None else Pipelining(stages, schedule, chunks)
         self.mesh = mesh
         self.source = as_source(data)
@@ -252,8 +263,10 @@ class Trainer:
         ------
         RestartsExhausted
             Workers were lost more often than ``elastic`` allows.
+        NonFiniteError
+            A loss or gradients became NaN or infinite, see ``on_nonfinite``; or no checkpoint has finite parameters.
         TrainingError
-            The loss became NaN or infinite (in float16: at any scale), or a checkpoint does not belong to this run.
+            A checkpoint does not belong to this run.
         """
         self._reason = None
         self.report.begin(self.total())
@@ -300,20 +313,36 @@ class Trainer:
     def _begin(self) -> None:
         """The state to start from: that of the session, a checkpoint, or new."""
         if self.session.state is None:
-            path = self.resumed_path()
             self.session.start(self.init)
-            if path is not None:
-                self.load(path)
+            self.resume_from(self.resume)
         for c in self.callbacks:
             c.on_start(self)
 
-    def resumed_path(self) -> str | None:
-        """The checkpoint that ``resume`` names, or None."""
-        if self.resume == "never":
+    def resume_from(self, which: str, most: float = math.inf) -> str | None:
+        """Load the checkpoint that ``which`` names, as the option ``resume`` does: for ``"auto"`` the newest, up to step ``most``, whose
+        parameters are finite. Its path, or None where there is none."""
+        if which not in ("auto", "never"):
+            self.load(which)
+            if not self.session.finite():
+                raise NonFiniteError(
+                    f"{which} holds parameters that are not finite: give an earlier checkpoint, or resume='auto'"
+                )
+            return which
+        if which == "never" or self.checkpoints is None or self.checkpoints.latest() is None:
             return None
-        if self.resume == "auto":
-            return None if self.checkpoints is None else self.checkpoints.latest()
-        return self.resume
+        steps = [s for s in self.checkpoints.steps() if s <= most]
+        for step in reversed(steps):
+            path = self.checkpoints.path(step)
+            self.load(path)
+            if self.session.finite():
+                return path
+            warnings.warn(f"skipped {path}: its parameters are not finite", stacklevel=3)
+        if steps:
+            raise NonFiniteError(
+                f"no checkpoint in {self.checkpoints.directory} has finite parameters (steps {', '.join(map(str, steps))}): begin anew "
+                "with resume='never' and another directory"
+            )
+        return None
 
     def load(self, path: str) -> None:
         """State and position from a checkpoint."""
@@ -358,18 +387,20 @@ class Trainer:
             return self._done() or ""
         if self.snapshot_every is not None:
             self.recovery.take_snapshot()
+        self.session.go()
+        self.watch = Watch(self.recipe.on_nonfinite, self.recipe.precision.scales)
         batches = self.session.batches(at.consumed, self.epochs)
         try:
             for batch in batches:
                 found = self.session.step(batch)
+                self.watch.begin(at)
                 meter.step(found)
                 self._advance(batch)
                 self.report.display.step(at.step)
                 reason = self._done()
                 save = self.save_every is not None and at.step % self.save_every == 0
-                # The loss is looked at before a checkpoint is written: none holds a run that has come to NaN.
                 if at.step % self.log_every == 0 or reason or save or self.signals.received is not None:
-                    self._log(meter.read(at.step))
+                    self._read(meter)
                 if self.held_out is not None and self.eval_every and at.step % self.eval_every == 0:
                     self._evaluate()
                 reason = reason or self._interrupted()
@@ -427,15 +458,24 @@ class Trainer:
 
     # ----- numbers --------------------------------------------------------------------------------------------------------
 
-    def _log(self, numbers: dict[str, Any]) -> None:
-        step = self.progress.step
-        self.report.log(step, {"epoch": self.progress.epoch, **numbers})
-        wrong = self.recipe.precision.hopeless(numbers)
+    def _read(self, meter: Meter) -> None:
+        """Look at the steps since the last time: log them, or raise what was wrong with them."""
+        at, rows = self.progress, meter.rows()
+        wrong = self.watch.read(rows, at)
+        if wrong is None or any(r["finite"] for r in rows):
+            counts = {"rollbacks": at.rollbacks} if self.recipe.on_nonfinite == "rollback" else {}
+            if not self.recipe.halts:
+                counts["skipped"] = at.skipped
+            self._log({**meter.means(rows), **counts})
         if wrong is not None:
-            raise TrainingError(
-                f"{wrong} at step {step}; the newest checkpoint is {self.newest() or 'none'}. A smaller "
-                "learning rate or clip= may help; mt.detect_anomaly() finds the op"
+            wrong.args = (
+                f"{wrong}; the newest checkpoint is {self.newest() or 'none'}. A smaller learning rate or clip= may help; "
+                "mt.detect_anomaly() finds the op",
             )
+            raise wrong
+
+    def _log(self, numbers: dict[str, Any]) -> None:
+        self.report.log(self.progress.step, {"epoch": self.progress.epoch, **numbers})
         for c in self.callbacks:
             c.on_log(self, dict(numbers))  # each its own
 
@@ -455,6 +495,8 @@ class Trainer:
     def _save(self) -> None:
         assert self.checkpoints is not None
         at = self.position()
+        if not self.session.finite():
+            raise NonFiniteStep(f"the parameters are not finite after step {at.step}, and are not saved", at.consumed)
         last = self.history[-1] if self.history else {}
         metrics = {n: v for n, v in last.items() if n != "step" and isinstance(v, int | float)}
         done = self.checkpoints.save(

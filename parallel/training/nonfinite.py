@@ -1,0 +1,89 @@
+"""Steps whose loss or gradients are NaN or infinite, and how a run goes on after them.
+
+``"raise"``: the run ends with a :class:`NonFiniteError`, at the step before. ``"skip"``: the step is left out, and its batch with it.
+``"rollback"``: the run goes on from its newest snapshot or checkpoint, with the batch after the one that failed. The step itself never
+changes anything (:mod:`.step`). Its flag is read where numbers are logged or saved; for ``"raise"`` and ``"rollback"`` the steps between
+do nothing, so that the run stands where it stood before the step.
+
+A scaled loss (float16) is tried at smaller scales first; the policy is for what overflows at the least of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ...arrays import tree as trees
+from ...arrays.elementwise import isfinite
+from ...arrays.errors import NonFiniteError
+from ...arrays.manipulation import stack
+from ...arrays.reductions import all as all_
+from .precision import LEAST
+from .records import Progress
+
+OnNonFinite = Literal["raise", "skip", "rollback"]
+
+IN_A_ROW = 30
+"""So many steps that are left out one after the other end a run."""
+
+ROLLBACKS = 3
+"""How often a run is rolled back to one step."""
+
+
+def are_finite(params: Any) -> bool:
+    """Whether all numbers of a tree are finite. Each mesh is asked once."""
+    flags: dict[int, list[Any]] = {}
+    for x in trees.flatten(params)[0]:
+        if x.dtype.kind in "fcV":
+            flags.setdefault(0 if x.sharding is None else id(x.sharding.mesh), []).append(all_(isfinite(x)))
+    return all(bool(np.asarray(stack(found)).all()) for found in flags.values())
+
+
+class NonFiniteStep(NonFiniteError):
+    """The error of a step. A rollback goes on after ``consumed`` samples; with None there is no use in one."""
+
+    def __init__(self, message: str, consumed: int | None = None) -> None:
+        super().__init__(message)
+        self.consumed = consumed
+
+
+class Watch:
+    """Reads the flags of steps, and knows where each of those that were not read yet began."""
+
+    def __init__(self, policy: OnNonFinite, scales: bool) -> None:
+        self.policy, self.scales = policy, scales
+        self._before: list[Progress] = []
+        self._in_a_row = 0
+
+    def begin(self, at: Progress) -> None:
+        """A step begins here."""
+        self._before.append(dataclasses.replace(at))
+
+    def read(self, rows: Sequence[Mapping[str, float]], at: Progress) -> NonFiniteStep | None:
+        """Count the steps that were left out; and what ends the run or takes it back, if anything does.
+
+        ``at`` is after the last step. Where the steps did nothing from the first bad one on, it becomes the place before that.
+        """
+        before, self._before = self._before, []
+        for i, row in enumerate(rows):
+            if row["finite"]:
+                self._in_a_row = 0
+                continue
+            said = f"at step {before[i].step + 1} the loss is {row['loss']} and the norm of the gradients {row['grad_norm']}"
+            if self.policy != "skip" and not self.scales:
+                consumed = before[i + 1].consumed if i + 1 < len(rows) else at.consumed
+                at.step, at.consumed, at.epoch = before[i].step, before[i].consumed, before[i].epoch
+                return NonFiniteStep(said, consumed)
+            at.skipped += 1
+            self._in_a_row += 1
+            if self.scales and row["scale"] <= LEAST and self.policy != "skip":
+                return NonFiniteStep(f"the gradients are not finite at any scale of the loss: {said}", at.consumed)
+            if self._in_a_row == IN_A_ROW:
+                return NonFiniteStep(f"{IN_A_ROW} steps in a row were skipped: {said}")
+        return None
+
+
+__all__ = ["ROLLBACKS", "NonFiniteStep", "OnNonFinite", "Watch", "are_finite"]
