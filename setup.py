@@ -38,7 +38,7 @@ COMPILED = {
     "meshtape.arrays.native": ("arrays/native", ("broadcasts", "calls", "ops")),
     "meshtape.autodiff": (
         "autodiff",
-        ("recipe", "recording", "backward", "executable", "gradients", "signature", "tape"),
+        ("recipe", "recording", "backward", "captures", "executable", "gradients", "signature", "tape"),
     ),
     "meshtape.autodiff.rules": ("autodiff/rules", ("structure", "softmax", "reductions", "elementwise")),
     "meshtape.parallel": ("parallel", ("executor", "rounds")),

@@ -31,10 +31,11 @@ from ..arrays.program import (
 from .anomaly import is_checker
 from .backward import same_value
 from .calls import custom_vjp
+from .captures import Captures, Outside, Wrapper
 from .determinism import Chance, refuse_other
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
-from .signature import Outside, Wrapper, arrays_in, as_inputs, is_traced, leaf_keys, outside
+from .signature import as_inputs, is_traced, leaf_keys, read_too
 from .tracing import _Trace
 from .transforms import vjp
 
@@ -109,14 +110,15 @@ class Compiled(Wrapper):
         treedef: trees.TreeDef,
         donated: frozenset[int] = frozenset(),
     ) -> _Ready:
-        key = (treedef, leaf_keys(arrays), self._outside.key())
+        reads = self._outside.look(read_too(arrays))
+        key = (treedef, leaf_keys(arrays), reads.key, state.now.device)
         with self._lock:
             ready = self._cache.get(key)
             if ready is not None:
                 self._cache.move_to_end(key)
                 return ready
         # Traced outside the lock: the code of the function is the user's, and may call this very function.
-        ready = _trace(self._fn, arrays, treedef, self._cuda_graph, donated)
+        ready = _trace(self._fn, reads, arrays, treedef, self._cuda_graph, donated)
         with self._lock:
             self._traced += 1
             self._cache[key] = ready
@@ -309,10 +311,10 @@ register_tracer(_traced)
 
 
 def _recorded(
-    fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
+    fn: Callable[..., Any], reads: Captures, arrays: Sequence[Any], treedef: trees.TreeDef
 ) -> tuple[_Trace, Program, list[Any], trees.TreeDef]:
     """One pass through the function: the trace, its program, and what the function returned, flat."""
-    trace = _Trace(x for v in outside(fn) for x in arrays_in(v))
+    trace = _Trace(x for x, _ in reads.arrays)
     stand_ins = [trace.input(a) if isinstance(a, Array) else a for a in arrays]
     args, kwargs = trees.unflatten(treedef, stand_ins)
     try:
@@ -328,16 +330,17 @@ def _recorded(
 
 def _trace(
     fn: Callable[..., Any],
+    reads: Captures,
     arrays: Sequence[Any],
     treedef: trees.TreeDef,
     cuda_graph: bool = False,
     donated: frozenset[int] = frozenset(),
 ) -> _Ready:
-    chance = Chance(fn, arrays)
-    trace, program, outs, out_def = _recorded(fn, arrays, treedef)
+    chance = Chance(reads, arrays)
+    trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef)
     title = getattr(fn, "__name__", "the function")
     if chance.doubtful():
-        refuse_other(title, program, _recorded(fn, arrays, treedef)[1])
+        refuse_other(title, program, _recorded(fn, reads, arrays, treedef)[1])
     statics = [_ARRAY if isinstance(o, Array) else o for o in outs]
     inputs = [a for a in arrays if isinstance(a, Array)]
     leaves = [i for i, a in enumerate(arrays) if isinstance(a, Array)]
