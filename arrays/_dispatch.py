@@ -114,6 +114,14 @@ def wrap(buf: Any) -> Array:
     return x
 
 
+def made(x: Array, of: Any = None) -> Array:
+    """``x``, after telling those who record that it was made here, of a NumPy array or of nothing."""
+    for r in state.now.recorders:
+        if hasattr(r, "note_made"):
+            r.note_made(x, of)
+    return x
+
+
 def as_array(x: Any) -> Array:
     """``asarray(x)`` for the functions of this package: an Array is handed on without the call, and without an import of its module."""
     if type(x) is _array_type:

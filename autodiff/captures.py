@@ -13,6 +13,7 @@ import abc
 import array
 import collections
 import functools
+import gc
 import operator
 import random
 import sys
@@ -41,6 +42,7 @@ from ..arrays.errors import TracedValueError
 from ..arrays.indexsum import densify
 from ..arrays.program import freeze
 from .codes import is_library, names_in
+from .tracing import memory
 
 LARGEST_COMPARED = 1 << 20
 """Bytes of a NumPy array up to which its elements are compared at every call."""
@@ -83,17 +85,17 @@ class Captures:
         "functions",
         "items",
         "key",
+        "known",
         "named",
         "objects",
         "others",
-        "where",
     )
 
     def __init__(self) -> None:
         self.key: CaptureKey
         self.named: set[str] = set()  # what the code of the user looks up
         self.chance: list[Any] = []  # generators of random numbers
-        self.where: dict[int, str] = {}  # by id, of arrays of both kinds
+        self.known: set[int] = set()  # ids of arrays of both kinds
         # Places, and what stood there.
         self.items: list[tuple[Callable[..., Any], Any, Any]] = []  # of dicts: their method `get`, and a key
         self.cells: list[tuple[Any, Any]] = []
@@ -248,7 +250,7 @@ class _Walk:
         self.seen.add(id(value))
         self.held.append(value)
         if kind is Array:
-            self._array(value, path)
+            self._array(value)
         elif isinstance(value, np.ndarray):
             self._numpy(value, path)
         elif isinstance(value, Wrapper):
@@ -288,16 +290,18 @@ class _Walk:
         elif not isinstance(value, _SKIPPED):
             self._object(value, path)
 
-    def _array(self, x: Array, path: str) -> None:
+    def _array(self, x: Array) -> None:
         densify([x])
         buffer = x._buf
         self.held.append(buffer)
         self.key.append(id(buffer))
         self.found.arrays.append((x, buffer))
-        self.found.where.setdefault(id(x), path)
+        self.found.known |= {id(x), id(buffer)}
+        if isinstance(buffer, np.ndarray):
+            self.found.known.add(id(memory(buffer)))
 
     def _numpy(self, x: np.ndarray, path: str) -> None:
-        self.found.where.setdefault(id(x), path)
+        self.found.known |= {id(x), id(memory(x))}
         if x.dtype == object:
             self._sequence(x, path, x.ravel().tolist)
             return
@@ -410,6 +414,20 @@ class _Walk:
             self.visit(k, f"a key of {path}")
             self.visit(v, f"{path}[{k!r}]")
 
+    def _kept(self, function: Any) -> None:
+        """Arrays that ``functools.lru_cache`` keeps: results of the function, which gives them again without being called."""
+        left = gc.get_referents(function)
+        while left:
+            x = left.pop()
+            if type(x) is Array:
+                self._array(x)
+            elif isinstance(x, np.ndarray):
+                self._numpy(x, f"what {self.title} keeps by lru_cache")
+            elif isinstance(x, dict | list | tuple) or type(x).__name__ == "_lru_list_elem":
+                left += [v for v in gc.get_referents(x) if not isinstance(v, type | str) and id(v) not in self.seen]
+                self.seen.add(id(x))
+                self.held.append(x)
+
     def _object(self, x: Any, path: str) -> None:
         kind = type(x)
         if isinstance(x, list | tuple | collections.deque):
@@ -429,6 +447,7 @@ class _Walk:
             self.visit(value, path)
         elif kind is functools._lru_cache_wrapper:
             self.visit(x.__wrapped__, path)
+            self._kept(x)
         variables = getattr(x, "__dict__", None)
         if is_library(kind.__module__):
             if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None and kind is not tuple:

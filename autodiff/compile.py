@@ -31,8 +31,8 @@ from ..arrays.program import (
 from .anomaly import is_checker
 from .backward import same_value
 from .calls import custom_vjp
-from .captures import Captures, Outside, Wrapper
-from .determinism import Chance, refuse_other
+from .captures import Captures, Outside, Wrapper, captures_of
+from .determinism import Chance, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
 from .signature import as_inputs, is_traced, leaf_keys, read_too
@@ -314,7 +314,7 @@ def _recorded(
     fn: Callable[..., Any], reads: Captures, arrays: Sequence[Any], treedef: trees.TreeDef
 ) -> tuple[_Trace, Program, list[Any], trees.TreeDef]:
     """One pass through the function: the trace, its program, and what the function returned, flat."""
-    trace = _Trace(x for x, _ in reads.arrays)
+    trace = _Trace((x for x, _ in reads.arrays), reads.known)
     stand_ins = [trace.input(a) if isinstance(a, Array) else a for a in arrays]
     args, kwargs = trees.unflatten(treedef, stand_ins)
     try:
@@ -339,8 +339,12 @@ def _trace(
     chance = Chance(reads, arrays)
     trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef)
     title = getattr(fn, "__name__", "the function")
-    if chance.doubtful():
-        refuse_other(title, program, _recorded(fn, reads, arrays, treedef)[1])
+    if chance.doubtful() or trace.strangers:
+        now = captures_of(fn, read_too(arrays))  # with what the function keeps since
+        again, second, _, _ = _recorded(fn, now, arrays, treedef)
+        if chance.doubtful():
+            refuse_other(title, program, second)
+        refuse_strangers(title, trace.strangers, again.strangers)
     statics = [_ARRAY if isinstance(o, Array) else o for o in outs]
     inputs = [a for a in arrays if isinstance(a, Array)]
     leaves = [i for i, a in enumerate(arrays) if isinstance(a, Array)]

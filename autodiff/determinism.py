@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..arrays._dispatch import wrap
 from ..arrays._op import not_recording
-from ..arrays.errors import NondeterministicError
-from ..arrays.program import Const, Entry, Program, freeze, site_text
+from ..arrays.errors import NondeterministicError, TracedValueError
+from ..arrays.program import Const, Entry, Program, Site, freeze, site_text
 from .captures import Captures
 
 SOURCES = frozenset(
@@ -96,6 +96,16 @@ def refuse_other(name: str, first: Program, second: Program) -> None:
         if not _same_value(value, second.constants.get(v)):
             where = f", read by {users[v].op.name}, called at {site_text(users[v].site)}" if v in users else ""
             raise _error(name, f"the constant %{v} ({first.avals[v]}) with two values{where}")
+
+
+def refuse_strangers(name: str, first: Mapping[int, tuple[Any, Site | None]], second: Mapping[int, Any]) -> None:
+    """Raise :class:`TracedValueError` where a function met the very same array twice, which it neither made nor holds anywhere."""
+    for i, (x, site) in first.items():
+        if i in second:
+            raise TracedValueError(
+                f"[compile] {name} reads an array of {x.dtype.name}{list(x.shape)}, at {site_text(site)}, from where later changes "
+                "would not be noticed (code that is not Python, or an object of a library): pass it as an argument"
+            )
 
 
 def _error(name: str, what: str) -> NondeterministicError:

@@ -877,7 +877,7 @@ def test_turns_of_a_loop(mesh):
 
     m = Model()
     for local in (True, False):
-        put = (lambda v: mt.asarray(v)) if local else lambda v: mt.distribute(v, mesh, data=mt.Shard(0))  # noqa: E731
+        put = (lambda v: mt.asarray(v)) if local else lambda v: mt.distribute(v, mesh, data=mt.Shard(0))
         for change in (lambda: None, lambda: setattr(m, "k", m.k + 1.0), lambda: m.w.__setitem__(0, 6.0)):
             change()
             s, xs = np.zeros(2), [np.asarray([1.0, 2.0]), np.asarray([3.0, 4.0])]
@@ -911,3 +911,59 @@ def test_programs_and_their_derivatives():
         assert mt.grad(fast)(X).tolist() == mt.grad(f)(X).tolist()
         hooked = mt.compile(lambda x: mt.gradient_hook(f(x), lambda g: g * held["w"]))
         assert mt.grad(hooked)(X).tolist() == (mt.grad(f)(X) * w).tolist()
+
+
+# ----- arrays from where nobody can look --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [mt.ones(3), mt.ones(3, dtype=mt.int32), np.ones(3)], ids=["array", "ints", "NumPy"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, v: x * v,
+        lambda x, v: x + mt.asarray(v)[0:2].sum(),
+        lambda x, v: x * mt.sum(mt.asarray(v) * 2),
+        lambda x, v: mt.stack([x, mt.asarray(v) * 1.0]),
+        lambda x, v: x * float(mt.asarray(v)[0]),
+    ],
+)
+def test_an_array_from_nowhere_is_refused(value, use):
+    owner = threading.Thread()
+    owner.value = value
+    with pytest.raises(
+        mt.errors.TracedValueError, match=r"reads an array of .*\[3\], at .*test_captures.*pass it as an arg"
+    ):
+        mt.compile(lambda x: use(x, owner.value))(X)
+
+
+def test_what_is_made_inside_is_no_stranger():
+    traced = []
+
+    @functools.lru_cache
+    def mask(n):
+        return mt.tril(mt.ones((n, n)))
+
+    @functools.lru_cache
+    def table(n):
+        return np.arange(float(n))
+
+    kept = {}
+
+    def f(x):
+        traced.append(1)
+        n = x.shape[0]
+        y = mask(n) @ x + mt.arange(n) * mt.full((n,), 2.0) + mt.zeros_like(x) + mt.asarray([1.0] * n)
+        return y + mt.random.normal(mt.random.key(0), (n,)) + mt.eye(n)[0] + mt.linspace(0.0, 1.0, n)
+
+    fast = mt.compile(f)
+    agree(fast, f, "ours")
+    assert len(traced) == 1 + 2
+    mt.compile(f)(X)  # with what is kept
+
+    def g(x):
+        if "np" not in kept:
+            kept["np"] = np.ones(3)
+        return x * table(3) + np.arange(3) + kept["np"]
+
+    for _ in range(2):
+        agree(mt.compile(g), g, "NumPy's")
