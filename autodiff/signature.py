@@ -38,8 +38,10 @@ def read_too(leaves: Sequence[Any]) -> list[Any]:
     return [x for x in leaves if type(x) is not Array and not isinstance(x, Array) and not is_plain(x)]
 
 
-def leaf_keys(given: Sequence[Any]) -> tuple[Any, ...]:
-    """What the program depends on of arguments that :func:`as_inputs` gave."""
+def leaf_keys(given: Sequence[Any], numbers: bool = False) -> tuple[Any, ...]:
+    """What the program depends on of arguments that :func:`as_inputs` gave; with ``numbers``, their values apart."""
+    if numbers:
+        return tuple([type(x) if type(x) is float or type(x) is int else leaf_key(x) for x in given])
     return tuple([leaf_key(x) for x in given])
 
 

@@ -132,6 +132,10 @@ class _Trace:
         self.staged_vars: dict[int, tuple[int, ...]] = {}
         self.open = True
         self.has_calls = False
+        # Numbers of the call that is traced: those that the program is given, and those that it holds for alone.
+        self.leaves: Sequence[Any] = ()
+        self.numbers: dict[Any, int] = {}
+        self.pinned: frozenset[int] = frozenset()
         # Of what is neither traced, nor known by id to be read from around the function, nor seen to be made inside.
         self.known = set(known)
         self.made: dict[int, weakref.ref[Array]] = {}
@@ -211,6 +215,13 @@ class _Trace:
         aval = ShapeDtype(tuple(buf.shape), buf.dtype)
         host = buf.host if isinstance(buf, Deferred) else None
         return wrap(Tracer(self, self.builder.input(aval), aval, x.device, x.sharding, host))
+
+    def number(self, made: Any, device: Any) -> Array:
+        """A Python number as an input, which comes after those that are arrays."""
+        aval = ShapeDtype((), made.dtype)
+        if made not in self.numbers:
+            self.numbers[made] = self.builder.input(aval)
+        return wrap(Tracer(self, self.numbers[made], aval, device, None, None))
 
     def _var(self, x: Array) -> int:
         buf = x._buf
