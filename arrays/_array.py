@@ -106,6 +106,9 @@ class Array(Value, Methods, Protocols):
     def _concrete(self) -> np.ndarray:
         """The value in host memory; computed now where it is pending, refused where it is traced."""
         waits.note("a value is read")
+        for r in state.now.recorders:
+            if hasattr(r, "note_read"):
+                r.note_read(self)
         buf = self._buf
         return buf.concrete() if isinstance(buf, Deferred) else backend_of(buf).to_host(buf)
 

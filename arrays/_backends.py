@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ._core import FIRST_USER_DTYPE
 from ._dispatch import Deferred
 from ._op import Op
 from .devices import CPU, Device, device
@@ -30,9 +31,6 @@ def memory_text(error: Any, free: int, total: int, held: int, used: int) -> str:
 
     sizes = [human_bytes(n) for n in (free, total, held, used)]
     return "{}; {} of {} are free, CuPy holds {}, of which {} are in use".format(error, *sizes)
-
-
-_FIRST_USER_DTYPE = 256
 
 
 class NumPyBackend:
@@ -89,7 +87,7 @@ class CuPyBackend:
 
     def filled(self, shape: tuple[int, ...], value: Any, dtype: np.dtype, where: Device) -> Any:
         """A buffer of one repeated value, made on the device."""
-        if dtype.num >= _FIRST_USER_DTYPE:  # CuPy does not fill the dtypes that others register
+        if dtype.num >= FIRST_USER_DTYPE:  # CuPy does not fill the dtypes that others register
             return self.from_host(np.full(shape, value, dtype), where)
         with self.xp.cuda.Device(where.index), self.memory():
             return self.xp.full(shape, value, dtype)

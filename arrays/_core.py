@@ -52,6 +52,9 @@ class Now:
         self.device: Any = None
 
 
+FIRST_USER_DTYPE = 256
+"""NPY_USERDEF: type numbers from here on are of dtypes that other libraries register, such as bfloat16."""
+
 FLOAT64, FLOAT32 = np.dtype(np.float64), np.dtype(np.float32)
 
 # A Python number beside an array is what NumPy spends half of a small call on: it makes an array of it each time. Programs use

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ._core import FIRST_USER_DTYPE
 from .kernels.launch import FLOATS
 from .program import ShapeDtype
 
-_FIRST_USER_DTYPE = 256
 _MOST = 512
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,7 +44,7 @@ def by_the_rule(op: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(*bufs: Any, **params: Any) -> Any:
         dtypes = [getattr(b, "dtype", type(b)) for b in bufs]
         for d in dtypes:
-            if type(d) is not type and (d.num >= _FIRST_USER_DTYPE or d.kind in "cb"):
+            if type(d) is not type and (d.num >= FIRST_USER_DTYPE or d.kind in "cb"):
                 break
         else:
             return fn(*bufs, **params)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ._core import COMPILED, Now, Value
+from ._core import COMPILED, FIRST_USER_DTYPE, Now, Value
 from ._op import NO_PARAMS, Op, state
 from .errors import (
     ConcurrentWriteError,
@@ -36,7 +36,6 @@ _getframe = sys._getframe
 _CALLER = 0 if COMPILED else 2  # frames from :func:`record` to the caller of the function that shows it a call
 SCALARS = frozenset({bool, int, float, complex})
 _REAL_SCALARS = frozenset({bool, int, float})
-_FIRST_USER_DTYPE = 256  # NPY_USERDEF: type numbers from here on are registered by other libraries
 
 
 class ProgramHost(Protocol):
@@ -110,6 +109,16 @@ class Deferred:
         return (x[i] for i in range(self.shape[0]))
 
 
+class Symbol:
+    """Stands for a Python number whose value a program is to be told at each call."""
+
+    __slots__ = ()
+
+    def operand(self, op: Op, args: tuple[Any, ...]) -> Any:
+        """What takes its place among these arguments of a call: an Array, or the number."""
+        raise NotImplementedError
+
+
 _array_type: type[Array]
 
 
@@ -125,6 +134,14 @@ def wrap(buf: Any) -> Array:
     x: Value = cls.__new__(cls)
     x._buf = buf
     x._id = 0
+    return x
+
+
+def made(x: Array, of: Any = None) -> Array:
+    """``x``, after telling those who record that it was made here, of a NumPy array or of nothing."""
+    for r in state.now.recorders:
+        if hasattr(r, "note_made"):
+            r.note_made(x, of)
     return x
 
 
@@ -159,11 +176,7 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
             return _apply_general(op, args, params)
     if scalars:
         for b in bufs:
-            if (
-                type(b) is ndarray
-                and b.dtype.num >= _FIRST_USER_DTYPE
-                and (strong := _strong_scalars(args)) is not None
-            ):
+            if type(b) is ndarray and b.dtype.num >= FIRST_USER_DTYPE and (strong := _strong_scalars(args)) is not None:
                 return apply(op, strong, params)
     try:
         # The empty mapping is a proxy, which NumPy's calls would first have to copy.
@@ -225,7 +238,7 @@ def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     float32, and ``where(c, bfloat16, 0.0)`` float64.
     """
     for a in args:
-        if type(a) is _array_type and a._buf.dtype.num >= _FIRST_USER_DTYPE:
+        if type(a) is _array_type and a._buf.dtype.num >= FIRST_USER_DTYPE:
             break
     else:
         return None
@@ -264,6 +277,10 @@ def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Ex
 
 def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The operands, NumPy's scalars beside the arrays that they meet."""
+    for a in args:
+        if isinstance(a, Symbol):
+            args = tuple(a.operand(op, args) if isinstance(a, Symbol) else a for a in args)
+            break
     where = next((a._buf for a in args if type(a) is _array_type), None)
     if where is not None and type(where) is not ndarray and not isinstance(where, Deferred):
         from ._backends import backend_of

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ._core import FIRST_USER_DTYPE
 from .dtypes import bfloat16, float8_e4m3fn, float8_e5m2
 
 _UNSIGNED = 1
@@ -53,7 +54,6 @@ class _Versioned(ctypes.Structure):
 
 
 _LAYOUTS = ((b"dltensor_versioned", _Versioned), (b"dltensor", _Managed))
-_FIRST_USER_DTYPE = 256
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
@@ -93,7 +93,7 @@ def read_only(a: np.ndarray) -> np.ndarray:
     """The same memory, as an array that nobody can make writable: its ``base`` is an opaque capsule, and no array that can be written."""
     view = a.view()
     view.flags.writeable = False
-    known = a.dtype.num < _FIRST_USER_DTYPE
+    known = a.dtype.num < FIRST_USER_DTYPE
     try:
         out = np.from_dlpack(view if known else view.view(f"u{a.dtype.itemsize}"))
     except (BufferError, ValueError):  # strides that are no multiple of an element, which a capsule cannot tell

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from . import _dispatch
-from ._core import COMPILED, FLOAT32, FLOAT64, NUMBERS32, NUMBERS64, Now, Value, number
-from ._dispatch import _FIRST_USER_DTYPE, _OURS, apply, call_site, written_to
+from ._core import COMPILED, FIRST_USER_DTYPE, FLOAT32, FLOAT64, NUMBERS32, NUMBERS64, Now, Value, number
+from ._dispatch import _OURS, apply, call_site, written_to
 from ._op import NO_PARAMS, Op, state
 from .native.broadcasts import WORTH_A_LOOK, broadcast
 
@@ -63,7 +63,7 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
                     y = NUMBERS32[other]
                 except KeyError:
                     y = number(other, FLOAT32)
-            elif dtype.num < _FIRST_USER_DTYPE:
+            elif dtype.num < FIRST_USER_DTYPE:
                 y = other
             else:
                 return operate(op, other, self) if reflected else operate(op, self, other)

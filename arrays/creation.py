@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ._array import Array
 from ._backends import backend_for
-from ._dispatch import Deferred, has_history, refuse_history, wrap
+from ._dispatch import Deferred, has_history, made, refuse_history, wrap
 from ._dlpack import read
 from ._infer import as_shape
 from ._op import state
@@ -22,7 +23,17 @@ from .pool import copied
 
 def _place(host: np.ndarray, where: Device | str | None) -> Array:
     target = default_device() if where is None else device(where)
-    return wrap(host) if target is CPU else wrap(backend_for(target).from_host(host, target))
+    x = wrap(host if target is CPU else backend_for(target).from_host(host, target))
+    return made(x) if state.now.recorders else x
+
+
+def _is_new(obj: Any) -> bool:
+    """Whether nobody but the caller, who was given it, holds a NumPy array: it was made for this."""
+    return sys.getrefcount(obj) <= _NEW and getattr(obj, "base", None) is None
+
+
+_NEW = 3
+"""References to an argument that its caller was given as one: of the two functions, and of the count."""
 
 
 def _filled(
@@ -31,13 +42,14 @@ def _filled(
     """One repeated value, made where it will live; on a CPU by ``host(shape, value, dtype)``."""
     target = default_device() if where is None else device(where)
     try:
-        return wrap(
+        x = wrap(
             host(shape, value, dtype) if target is CPU else backend_for(target).filled(shape, value, dtype, target)
         )
     except (MemoryError, ValueError) as e:
         if isinstance(e, ValueError) and "too big" not in str(e):
             raise
         raise OutOfMemory(f"[{name}] {e}") from None
+    return made(x) if state.now.recorders else x
 
 
 def _zeros(shape: tuple[int, ...], value: Any, dtype: np.dtype) -> np.ndarray:
@@ -89,8 +101,10 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         if type(obj) is Array and not copy:
             return obj
         if type(obj) is np.ndarray and state.device is None and (known := OWN.get(obj.dtype)) is not None:
+            source = None if not state.now.recorders or _is_new(obj) else obj
             host = obj if copy is False else copied(obj)
-            return wrap(host if host.dtype is known else host.view(known))
+            x = wrap(host if host.dtype is known else host.view(known))
+            return made(x, source) if state.now.recorders else x
     from .manipulation import astype
 
     wanted = None if dtype is None else as_dtype(dtype, "asarray")
@@ -100,7 +114,8 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
             return astype(x, wanted)
         return wrap_same(x) if copy else x
     if isinstance(obj, np.ndarray | np.generic):
-        return _place(_of_numpy(obj, wanted, copy), device)
+        source = None if not state.now.recorders or _is_new(obj) else obj
+        return made(_place(_of_numpy(obj, wanted, copy), device), source)
     if hasattr(obj, "__cuda_array_interface__"):
         from ._backends import cupy_backend
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
+from ._core import FIRST_USER_DTYPE
 from ._direct import REFUSED
-from ._dispatch import _FIRST_USER_DTYPE, apply, as_array, wrap
+from ._dispatch import apply, as_array, wrap
 from ._op import Op, state
 from .errors import ShapeError
 from .native import ops as native
@@ -87,7 +88,7 @@ def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
     if xp is np and _is_low_precision(dtype):
         return xp.matmul(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
     if (
-        xp is not np and dtype.num >= _FIRST_USER_DTYPE and (x.ndim > 2 or y.ndim > 2)
+        xp is not np and dtype.num >= FIRST_USER_DTYPE and (x.ndim > 2 or y.ndim > 2)
     ):  # CuPy has products of two matrices of these alone
         if y.ndim == 2 and x.shape[-1]:
             rows = _matmul(xp, x.reshape(-1, x.shape[-1]), y)

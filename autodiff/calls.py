@@ -24,8 +24,8 @@ from ..arrays.elementwise import BARRIER
 from ..arrays.errors import GradientError
 from ..arrays.program import Const, Site, site_text
 from .backward import Recorded, named, same_value
+from .captures import Wrapper
 from .recipe import Recipe
-from .signature import Wrapper
 
 
 class Call(Protocol):

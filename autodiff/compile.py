@@ -24,6 +24,7 @@ from ..arrays.indexsum import IndexSum, densify
 from ..arrays.program import (
     Program,
     Traced,
+    freeze,
     last_uses,
     register_tracer,
     simplify,
@@ -32,10 +33,12 @@ from ..arrays.writing import settled
 from .anomaly import is_checker
 from .backward import same_value
 from .calls import custom_vjp
-from .determinism import Chance, refuse_other
+from .captures import Captures, Outside, Wrapper, captures_of
+from .determinism import Chance, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
-from .signature import Outside, Wrapper, arrays_in, as_inputs, is_traced, leaf_keys, outside
+from .numbers import KINDS, OtherKind, Term, TracedNumber
+from .signature import as_inputs, is_traced, leaf_keys, read_too
 from .tracing import _Trace
 from .transforms import vjp
 
@@ -52,6 +55,9 @@ class Compiled(Wrapper):
         self._outside = Outside(fn)
         self._donate = tuple(donate)
         self._cache: OrderedDict[Any, _Ready] = OrderedDict()  # the last used at the end
+        self._pinned: dict[
+            Any, frozenset[int]
+        ] = {}  # by key without numbers: which of these the programs hold for alone
         self._cache_size = cache_size
         self._cuda_graph = cuda_graph
         self._lock = threading.Lock()  # threads may call one compiled function
@@ -68,13 +74,20 @@ class Compiled(Wrapper):
         if (recorders and any(isinstance(r, _Trace) for r in recorders)) or is_traced(inputs):
             return self._fn(*args, **kwargs)  # inside another compiled function: part of its program
         donated = donated_leaves(args, self._donate, self._name) if self._donate else frozenset()
-        ready = self._ready(leaves, arrays, treedef, donated)
+        ready = self._ready(leaves, arrays, treedef, donated, numbers=True)
+        if ready.numbers:
+            try:
+                numbers = [n.buffer(arrays) for n in ready.numbers]
+            except OtherKind:
+                ready, numbers = self._ready(leaves, arrays, treedef, donated), []
+        else:
+            numbers = []
         if ready.has_calls and ready.is_watched(inputs):
             if ready.is_watched(()) or any(map(is_checker, state.recorders)):
                 # Watched arrays that the code reads from around it are known to the code alone; faults are looked for there.
                 return self._fn(*args, **kwargs)
             return ready.rebuilt(ready.differentiable(self._fn, arrays, treedef)(*inputs))
-        return ready(inputs)
+        return ready(inputs, numbers)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled method; the object it is called on is an argument like any other."""
@@ -109,16 +122,36 @@ class Compiled(Wrapper):
         arrays: Sequence[Any],
         treedef: trees.TreeDef,
         donated: frozenset[int] = frozenset(),
+        numbers: bool = False,
     ) -> _Ready:
-        key = (treedef, leaf_keys(arrays), self._outside.key())
+        """The program for these arguments; with ``numbers``, one that takes those numbers as inputs that only enter arithmetic."""
+        reads = self._outside.look(read_too(arrays))
+        key: Any = (treedef, leaf_keys(arrays, numbers), reads.key, state.now.device)
+        free = [i for i, x in enumerate(arrays) if type(x) in KINDS] if numbers else []
+        pinned = self._pinned.get(key, frozenset()) if free else frozenset()
         with self._lock:
-            ready = self._cache.get(key)
+            ready = self._cache.get((key, _values(arrays, pinned)) if free else key)
             if ready is not None:
-                self._cache.move_to_end(key)
+                self._cache.move_to_end((key, _values(arrays, pinned)) if free else key)
                 return ready
         # Traced outside the lock: the code of the function is the user's, and may call this very function.
-        ready = _trace(self._fn, arrays, treedef, self._cuda_graph, donated)
+        inputs = frozenset(free) - pinned
+        trace = functools.partial(_trace, self._fn, reads, arrays, treedef, self._cuda_graph, donated)
+        try:
+            ready = trace(inputs)
+        except Exception:
+            if not inputs:
+                raise
+            ready = None  # if the stand-ins of numbers were the reason, it goes well with the numbers
+        if ready is None or (ready.has_calls and ready.numbers):  # the derivative of a call is traced by itself
+            inputs = frozenset()
+            ready = trace(inputs)
         with self._lock:
+            if free:
+                if len(self._pinned) >= self._cache_size:
+                    self._pinned.clear()
+                self._pinned[key] = pinned = frozenset(free) - inputs | ready.pinned
+                key = (key, _values(arrays, pinned))
             self._traced += 1
             self._cache[key] = ready
             while len(self._cache) > self._cache_size:
@@ -191,6 +224,10 @@ def compile(
     return Compiled(fn, cache_size, cuda_graph, given)
 
 
+def _values(arrays: Sequence[Any], places: frozenset[int]) -> tuple[Any, ...]:
+    return tuple([(i, freeze(arrays[i])) for i in sorted(places)])
+
+
 class _Ready:
     """A traced program with its executable and the structure of its result."""
 
@@ -211,6 +248,7 @@ class _Ready:
         self.local = isinstance(run, Executable)
         self.lifted = [c for c in trace.lifted.values() if c.var in program.constants]
         self.has_calls = trace.has_calls
+        self.numbers, self.pinned = list(trace.numbers), trace.pinned
         self._differentiable: custom_vjp | None = None
 
     def is_watched(self, inputs: Sequence[Array]) -> bool:
@@ -219,10 +257,11 @@ class _Ready:
             r.watches(a) for r in state.recorders for a in (*inputs, *(c.current() for c in self.lifted))
         )
 
-    def __call__(self, inputs: Sequence[Array]) -> Any:
+    def __call__(self, inputs: Sequence[Array], numbers: Sequence[Any] = ()) -> Any:
+        """The result for these inputs, and for the buffers of numbers."""
         recorders = state.now.recorders
         if recorders and (self.is_watched(inputs) or any(map(is_checker, recorders))):
-            found = self._replay(inputs)
+            found = self._replay([*inputs, *map(wrap, numbers)])
         else:
             if not self.local:
                 densify(inputs)
@@ -231,7 +270,7 @@ class _Ready:
                 if self.donated
                 else [settled(a) for a in inputs]
             )
-            found = [wrap(b) for b in self.run(bufs)]
+            found = [wrap(b) for b in self.run([*bufs, *numbers] if numbers else bufs)]
         return self.rebuilt(found)
 
     def rebuilt(self, arrays: Iterable[Array]) -> Any:
@@ -310,16 +349,29 @@ register_tracer(_traced)
 
 
 def _recorded(
-    fn: Callable[..., Any], arrays: Sequence[Any], treedef: trees.TreeDef
+    fn: Callable[..., Any],
+    reads: Captures,
+    arrays: Sequence[Any],
+    treedef: trees.TreeDef,
+    numbers: frozenset[int],
 ) -> tuple[_Trace, Program, list[Any], trees.TreeDef]:
     """One pass through the function: the trace, its program, and what the function returned, flat."""
-    trace = _Trace(x for v in outside(fn) for x in arrays_in(v))
-    stand_ins = [trace.input(a) if isinstance(a, Array) else a for a in arrays]
+    trace = _Trace((x for x, _ in reads.arrays), reads.known)
+    trace.leaves = arrays
+    stand_ins = [
+        trace.input(a)
+        if isinstance(a, Array)
+        else TracedNumber(trace, a, Term(type(a), i), frozenset({i}))
+        if i in numbers
+        else a
+        for i, a in enumerate(arrays)
+    ]
     args, kwargs = trees.unflatten(treedef, stand_ins)
     try:
         with not_recording(), recording(trace):
             result = fn(*args, **kwargs)
         outs, out_def = trees.flatten(result)
+        outs = [o._read() if type(o) is TracedNumber else o for o in outs]
         densify(outs)
         outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
     finally:
@@ -329,16 +381,22 @@ def _recorded(
 
 def _trace(
     fn: Callable[..., Any],
+    reads: Captures,
     arrays: Sequence[Any],
     treedef: trees.TreeDef,
     cuda_graph: bool = False,
     donated: frozenset[int] = frozenset(),
+    numbers: frozenset[int] = frozenset(),
 ) -> _Ready:
-    chance = Chance(fn, arrays)
-    trace, program, outs, out_def = _recorded(fn, arrays, treedef)
+    chance = Chance(reads, arrays)
+    trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef, numbers)
     title = getattr(fn, "__name__", "the function")
-    if chance.doubtful():
-        refuse_other(title, program, _recorded(fn, arrays, treedef)[1])
+    if chance.doubtful() or trace.strangers:
+        now = captures_of(fn, read_too(arrays))  # with what the function keeps since
+        again, second, _, _ = _recorded(fn, now, arrays, treedef, numbers)
+        if chance.doubtful():
+            refuse_other(title, program, second)
+        refuse_strangers(title, trace.strangers, again.strangers)
     statics = [_ARRAY if isinstance(o, Array) else o for o in outs]
     inputs = [a for a in arrays if isinstance(a, Array)]
     leaves = [i for i, a in enumerate(arrays) if isinstance(a, Array)]
@@ -353,10 +411,11 @@ def _trace(
         return _Ready(program, run, out_def, statics, trace, given, title)
     if host is not None:
         name = getattr(fn, "__name__", "")
-        run = host.prepare(program, [a.sharding for a in inputs], name if name.isidentifier() else "compiled")
+        shardings = [a.sharding for a in inputs] + [None] * len(trace.numbers)
+        run = host.prepare(program, shardings, name if name.isidentifier() else "compiled")
         return _Ready(program, run, out_def, statics, trace, given, title)
     device = inputs[0].device if inputs else None
     xp = backend_for(device).xp if device is not None else backend_of(None).xp
-    thin = [v for v, a in zip(program.inputs, inputs, strict=True) if type(a._buf) is IndexSum]
+    thin = [v for v, a in zip(program.inputs, inputs, strict=False) if type(a._buf) is IndexSum]
     run = local_executable(program, xp, sparse=thin, donated=[program.inputs[k] for k in given])
     return _Ready(program, run, out_def, statics, trace, given, title)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..arrays._dispatch import wrap
 from ..arrays._op import not_recording
-from ..arrays.errors import NondeterministicError
-from ..arrays.program import Const, Entry, Program, freeze, site_text
-from .signature import _names_in, outside
+from ..arrays.errors import NondeterministicError, TracedValueError
+from ..arrays.program import Const, Entry, Program, Site, freeze, site_text
+from .captures import Captures
 
 SOURCES = frozenset(
     [
@@ -51,19 +51,15 @@ SOURCES = frozenset(
 class Chance:
     """What a function may draw from, before it is traced."""
 
-    def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
-        reached = [fn, *outside(fn)]
-        # Our own functions draw from nothing that is not an argument, whatever names they use.
-        users = [f for f in reached if not str(getattr(f, "__module__", "")).startswith("meshtape.")]
-        self._named = any(SOURCES.intersection(_names_in(getattr(f, "__code__", None))) for f in users)
+    def __init__(self, reads: Captures, arguments: Iterable[Any] = ()) -> None:
+        self._named = not SOURCES.isdisjoint(reads.named)
         kinds: tuple[type, ...] = (random.Random,)
         generators = [random._inst]  # type: ignore[attr-defined]
         numpy_random = sys.modules.get("numpy.random")  # nobody has drawn from what nobody has imported
         if numpy_random is not None:
             kinds += (numpy_random.Generator, numpy_random.RandomState)
             generators.append(numpy_random.mtrand._rand)
-        held = (g for v in (*reached, *arguments) for g in (v if isinstance(v, list | tuple) else (v,)))
-        self._generators = [*generators, *(g for g in held if isinstance(g, kinds))]
+        self._generators = [*generators, *(g for g in (*reads.chance, *arguments) if isinstance(g, kinds))]
         self._before = [_state(g) for g in self._generators]
 
     def doubtful(self) -> bool:
@@ -100,6 +96,16 @@ def refuse_other(name: str, first: Program, second: Program) -> None:
         if not _same_value(value, second.constants.get(v)):
             where = f", read by {users[v].op.name}, called at {site_text(users[v].site)}" if v in users else ""
             raise _error(name, f"the constant %{v} ({first.avals[v]}) with two values{where}")
+
+
+def refuse_strangers(name: str, first: Mapping[int, tuple[Any, Site | None]], second: Mapping[int, Any]) -> None:
+    """Raise :class:`TracedValueError` where a function met the very same array twice, which it neither made nor holds anywhere."""
+    for i, (x, site) in first.items():
+        if i in second:
+            raise TracedValueError(
+                f"[compile] {name} reads an array of {x.dtype.name}{list(x.shape)}, at {site_text(site)}, from where later changes "
+                "would not be noticed (code that is not Python, or an object of a library): pass it as an argument"
+            )
 
 
 def _error(name: str, what: str) -> NondeterministicError:

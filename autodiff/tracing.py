@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,6 +66,13 @@ _WRAPPERS = frozenset({"inner", "wrapped", "wrapper", "method"})
 _CONVERSIONS = frozenset({"item", "tolist", "numpy", "to_device", "concrete"})
 
 
+def memory(x: np.ndarray) -> np.ndarray:
+    """The array whose memory ``x`` is a view of."""
+    while isinstance(x.base, np.ndarray):
+        x = x.base
+    return x
+
+
 class Lifted(NamedTuple):
     """An array that a traced function reads without being passed it, and the buffer that it had then."""
 
@@ -113,22 +121,51 @@ class _Trace:
     # Arrays that the function reads from around it are values of the program, and never only numbers (arrays.nested).
     lifts = True
 
-    def __init__(self, outside: Iterable[Array] = ()) -> None:
+    def __init__(self, outside: Iterable[Array] = (), known: Iterable[int] = ()) -> None:
         self.builder = ProgramBuilder()
         self.lifted: dict[tuple[int, int], Lifted] = {}
         # By id of the Array, and by id of the buffer for its aliases; all of them are held, so that ids stay their own.
-        known = [x for x in outside if is_differentiable(x.dtype)]
-        self.outside = {id(x): x for x in known} | {id(x._buf): x for x in reversed(known)}
-        self.outside_bufs = [x._buf for x in known]
+        floats = [x for x in outside if is_differentiable(x.dtype)]
+        self.outside = {id(x): x for x in floats} | {id(x._buf): x for x in reversed(floats)}
+        self.outside_bufs = [x._buf for x in floats]
         self.results: dict[int, Result] = {}  # by id of the buffer
         self.detached: dict[int, Held] = {}  # by id of the Array
         self.staged_vars: dict[int, tuple[int, ...]] = {}
         self.open = True
         self.has_calls = False
+        # Numbers of the call that is traced: those that the program is given, and those that it holds for alone.
+        self.leaves: Sequence[Any] = ()
+        self.numbers: dict[Any, int] = {}
+        self.pinned: frozenset[int] = frozenset()
+        # Of what is neither traced, nor known by id to be read from around the function, nor seen to be made inside.
+        self.known = set(known)
+        self.made: dict[int, weakref.ref[Array]] = {}
+        self.strangers: dict[int, tuple[Any, Site | None]] = {}  # by id; they are held, so that ids stay their own
 
     def note_call(self, outs: Sequence[Array]) -> None:
         """Called where the function makes a call that tapes record as one (``checkpoint``, ``custom_vjp``, ``gradient_hook``)."""
         self.has_calls = True
+
+    # ----- arrays of unknown origin -------------------------------------------------------------------------------------
+
+    def note_made(self, x: Array, of: Any) -> None:
+        """Called where an array is made of a NumPy array, or of nothing."""
+        self.made[id(x)] = weakref.ref(x)
+        if isinstance(of, np.ndarray):
+            of = memory(of)
+            if id(of) not in self.known:
+                self.strangers.setdefault(id(of), (of, call_site()))
+
+    def note_read(self, x: Array) -> None:
+        """Called where an array that is not traced takes part in a call, or is turned into numbers."""
+        buf = x._buf
+        if isinstance(buf, Tracer) or id(x) in self.known or id(buf) in self.known:
+            return
+        ref = self.made.get(id(x))
+        if ref is None or ref() is not x:
+            site = call_site()
+            self.strangers.setdefault(id(x), (x, site))
+            self.strangers.setdefault(id(buf), (buf, site))
 
     # ----- calls without a traced array -------------------------------------------------------------------------------
 
@@ -144,8 +181,12 @@ class _Trace:
         origin: str | None,
         site: Site | None,
     ) -> None:
+        for a in args:
+            if isinstance(a, Array):
+                self.note_read(a)
         if any(isinstance(o._buf, Tracer) for o in outs):
             return
+        self.made.update((id(o), weakref.ref(o)) for o in outs)
         sources = tuple(self._source(a) if isinstance(a, Array) else a for a in args)
         if not any(type(s) is Result or (type(s) is Held and id(s.array) in self.outside) for s in sources):
             return
@@ -176,6 +217,13 @@ class _Trace:
         host = buf.host if isinstance(buf, Deferred) else None
         return wrap(Tracer(self, self.builder.input(aval), aval, x.device, x.sharding, host))
 
+    def number(self, made: Any, device: Any) -> Array:
+        """A Python number as an input, which comes after those that are arrays."""
+        aval = ShapeDtype((), made.dtype)
+        if made not in self.numbers:
+            self.numbers[made] = self.builder.input(aval)
+        return wrap(Tracer(self, self.numbers[made], aval, device, None, None))
+
     def _var(self, x: Array) -> int:
         buf = x._buf
         if isinstance(buf, Tracer):
@@ -196,6 +244,7 @@ class _Trace:
                 )
             return self.staged_vars[id(call)][source.k]
         x, buf = source
+        self.note_read(x)
         # Arrays that share a buffer are different values to a tape.
         key = (id(x), id(buf))
         known = self.lifted.get(key)

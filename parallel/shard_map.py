@@ -8,11 +8,12 @@ from typing import Any
 
 from ..arrays import tree as trees
 from ..arrays._array import Array
-from ..arrays._op import Op
+from ..arrays._op import Op, recording, state
 from ..arrays.errors import MeshError, ShardingConflict
 from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype, freeze
-from ..autodiff.signature import Outside, Wrapper, arrays_in, as_array, leaf_key, outside
+from ..autodiff.captures import Outside, Wrapper
+from ..autodiff.signature import as_array, leaf_key, read_too
 from .mesh import Mesh
 from .placement import Layout, Partial, Placement, Replicate, Shard, Sharding
 from .rank_code import RankCode
@@ -65,19 +66,20 @@ class ShardMapped(Wrapper):
         arrays = [x for x in leaves if isinstance(x, Array)]
         densify(arrays)
         keys = tuple((x.shape, x.dtype) if isinstance(x, Array) else leaf_key(x) for x in leaves)
-        key = (treedef, keys, self._outside.key())
+        reads = self._outside.look(read_too(leaves))
+        key = (treedef, keys, reads.key, state.now.device)
         found = self._cache.get(key)
         if found is None:
-            *found, keep = self._traced(args, kwargs, leaves, treedef)  # type: ignore[assignment]
+            *found, keep = self._traced(args, kwargs, leaves, treedef, [x for x, _ in reads.arrays])  # type: ignore[assignment]
             if keep:
                 self._cache[key] = found  # type: ignore[assignment]
         code, out_def, statics = found  # type: ignore[misc]
         results = iter(code(arrays))
         return trees.unflatten(out_def, [next(results) if s is _ARRAY else s for s in statics])
 
-    def _traced(self, args: Any, kwargs: Any, leaves: Sequence[Any], treedef: trees.TreeDef) -> Any:
-        from ..arrays._op import recording
-
+    def _traced(
+        self, args: Any, kwargs: Any, leaves: Sequence[Any], treedef: trees.TreeDef, known: Sequence[Array]
+    ) -> Any:
         name = getattr(self._fn, "__name__", "shard_map")
         specs = self._in if isinstance(self._in, tuple) else tuple(self._in for _ in args)
         if len(specs) != len(args):
@@ -111,7 +113,7 @@ class ShardMapped(Wrapper):
             results.setdefault(None, results[trace.rank])
             return lifted
 
-        derived = _Derived([x for v in outside(self._fn) for x in arrays_in(v)])
+        derived = _Derived(known)
         with recording(derived):
             code = RankCode(
                 name,
