@@ -107,7 +107,8 @@ defvjp(ew.LOG, x=lambda xp, g, x: g / conj(xp, x))
 defvjp(ew.LOG1P, x=lambda xp, g, x: g / conj(xp, x + 1.0))
 defvjp(ew.LOG2, x=lambda xp, g, x: g / conj(xp, x * math.log(2)))
 defvjp(ew.LOG10, x=lambda xp, g, x: g / conj(xp, x * math.log(10)))
-defvjp(ew.LOGADDEXP, x=lambda xp, g, x, ans: g * xp.exp(x - ans), y=lambda xp, g, y, ans: g * xp.exp(y - ans))
+# Both operands are kept: where they are short, the backward pass computes the result again, in float32.
+defvjp(ew.LOGADDEXP, x=lambda xp, g, x, y, ans: g * xp.exp(x - ans), y=lambda xp, g, x, y, ans: g * xp.exp(y - ans))
 
 # ----- trigonometry ---------------------------------------------------------------------------------------------------
 
