@@ -116,7 +116,11 @@ def walk(
                 if type(g) is IndexSum and recipe.op is not GETITEM:
                     g = g.concrete()
                 owned.discard(v)
-                found = widened(_by_rules(recipe, g, saved, params, avals, xp))
+                found = _by_rules(recipe, g, saved, params, avals, xp)
+                if g.dtype is FLOAT32 and [x for x in found if x is not None and x.dtype is not FLOAT32]:
+                    found = widened(
+                        found
+                    )  # a loss of short logits is float32, and their cotangent as short as they are
                 if type(operands) is int:
                     operands = ((operands, g.shape, g.dtype),)
             elif quick is None or aside:
