@@ -88,3 +88,45 @@ def test_gradients(name: str, dtype: str, ulps: Callable[[Any, Any, Any], float]
                 assert ulps(g, w, short) <= 2, what
         for k, (t, w) in enumerate(zip(pushed(fn, xs, short), pushed(fn, exact, short), strict=True)):
             assert ulps(t, w, short) <= 2, f"tangent of result {k} of sample {i}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_users_see_on_the_way_is_rounded(dtype: str) -> None:
+    short, seen = DTYPES[dtype], []
+
+    def look(g: mt.Array) -> None:
+        seen.append((g.dtype, g.tolist()))
+
+    @mt.custom_vjp
+    def twice(x: Any) -> Any:
+        return x * 2
+
+    def backward(_: Any, g: mt.Array) -> tuple[mt.Array]:
+        look(g)
+        return (g * 2,)
+
+    twice.defvjp(lambda x: (twice(x), None), backward)
+    b = mt.ones(1, dtype=short)
+    rounded = np.asarray([5000.0]).astype(short).astype(float).tolist()
+    g = mt.grad(lambda b: mt.sum(mt.zeros((5000, 1), dtype=short) + mt.gradient_hook(twice(b), look)))(b)
+    assert seen == [(short, rounded)] * 2
+    assert (g.dtype, g.tolist()) == (short, [2 * rounded[0]])
+    with mt.Tape() as tape:
+        tape.watch(b)
+        y = b * 1
+        tape.hook(y, look)
+        total = mt.sum(mt.zeros((5000, 1), dtype=short) + y)
+    assert tape.gradient(total, [y, b])[0].dtype == short
+    assert seen[2:] == [(short, rounded)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_a_table_stays_sparse(dtype: str) -> None:
+    short = DTYPES[dtype]
+    ids = mt.asarray(np.r_[np.full(5000, 7), 9])
+    table = mt.ones((100_000, 2), dtype=short)
+    g = mt.grad(lambda t: mt.sum((t * 2)[ids].astype(mt.float32)))(table)
+    assert type(g._buf).__name__ == "IndexSum"
+    places, rows = mt.gradient_rows(g)
+    assert (places.tolist(), rows.dtype) == ([7, 9], short)
+    assert rows.tolist() == np.asarray([[10000.0] * 2, [2.0] * 2]).astype(short).astype(float).tolist()
