@@ -27,7 +27,10 @@ def in_float32(fn: Callable[P, R]) -> Callable[P, R]:
         dtypes = [a.dtype for a in (*args, *kwargs.values()) if isinstance(getattr(a, "dtype", None), np.dtype)]
         if not any(map(_is_low_precision, dtypes)):
             return fn(*args, **kwargs)
-        out = np.result_type(*dtypes)
+        try:
+            out = np.result_type(*dtypes)
+        except TypeError:  # the function says so itself
+            return fn(*args, **kwargs)
         if not _is_low_precision(out):
             return fn(*args, **kwargs)
         from .manipulation import astype

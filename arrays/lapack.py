@@ -14,6 +14,7 @@ import numpy as np
 from . import _infer, waits
 from ._dispatch import apply, as_array
 from ._op import Op
+from ._rows import wide
 from .dtypes import real_of
 from .errors import DTypeError, LinAlgError, ShapeError
 from .manipulation import astype
@@ -152,7 +153,7 @@ def _svdvals(xp: Any, x: Any) -> Any:
 
 def _adjugate(xp: Any, x: Any) -> Any:
     """``det(x) inv(x)``, which exists for singular matrices too: from the products of all other singular values."""
-    u, s, vh = _called(xp, "svd", x)
+    u, s, vh = _called(xp, "svd", x.astype(wide(x.dtype), copy=False))
     n = x.shape[-1]
     others = xp.stack([xp.prod(xp.delete(s, i, axis=-1), axis=-1) for i in range(n)], axis=-1) if n else s
     phase = xp.linalg.det(u) * xp.linalg.det(vh)

@@ -111,9 +111,11 @@ def _hoisted(program: RankProgram) -> tuple[dict[int, int], dict[int, int]]:
     calls: dict[int, int] = {}  # variables that are made from one other, and where
     for i, s in enumerate(program.steps):
         if isinstance(s, Local):
-            made.update(dict.fromkeys(s.outputs, i))
             if len(s.outputs) == 1 and len({v for v in s.inputs if isinstance(v, int)}) == 1:
                 calls[s.outputs[0]] = i
+            for v in made.keys() & set(s.outputs):
+                calls.pop(v, None)  # ranks make it in several steps, each its own
+            made.update(dict.fromkeys(s.outputs, i))
         else:
             made.update((m.target, i) for m in s.moves)
     hoisted: dict[int, int] = {}

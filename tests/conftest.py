@@ -151,3 +151,24 @@ def _peak_of(fn: Callable[[], Any]) -> int:
 def peak_of() -> Callable[[Callable[[], Any]], int]:
     """``peak_of(fn)``: the most bytes that a call of ``fn`` holds."""
     return _peak_of
+
+
+@pytest.fixture(scope="session")
+def ulps() -> Callable[[Any, Any, Any], float]:
+    """The largest difference of two arrays in units in the last place of a short dtype; of an element far below the largest, in those
+    of a sixteenth of that. What the dtype cannot hold is to be infinite, or NaN."""
+    import ml_dtypes
+    import numpy as np
+
+    def measure(got: Any, want: Any, dtype: Any) -> float:
+        found, exact = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert found.shape == exact.shape
+        if not exact.size:
+            return 0.0
+        info = ml_dtypes.finfo(dtype)
+        size = np.maximum(np.abs(exact), np.abs(exact).max() / 16)
+        unit = 2.0 ** np.floor(np.log2(np.maximum(size, float(info.tiny)))) * float(info.eps)
+        beyond = (np.abs(exact) > float(info.max)) & ~np.isfinite(found)
+        return float(np.nan_to_num(np.where(beyond, 0, np.abs(found - exact) / unit), nan=np.inf).max())
+
+    return measure

@@ -20,6 +20,7 @@ from ...arrays.errors import MeshError, TrainingError
 from ...arrays.manipulation import astype
 from ...autodiff import compile, value_and_grad, vjp
 from ...autodiff.optim import Optimizer
+from ...autodiff.parameters import wide
 from ..api import distribute, reshard
 from ..mesh import Mesh
 from ..models.plans import Plan, of_any_model
@@ -98,7 +99,7 @@ class Pipeline:
         self._backward = [
             {k: compile(_backward(s, i == 0, *which)) for k, which in halves.items()} for i, s in enumerate(stages[:-1])
         ]
-        self._add = compile(lambda a, b: trees.tree_map(lambda x, y: x + y, a, b))
+        self._add = compile(lambda a, b: trees.tree_map(lambda x, y: wide(x) + wide(y), a, b))
         self.peak: tuple[int, ...] = ()
 
     # ----- where things live ----------------------------------------------------------------------------------------------

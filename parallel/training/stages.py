@@ -22,6 +22,7 @@ from ...arrays.creation import asarray
 from ...arrays.elementwise import sqrt, square
 from ...arrays.errors import PlanError, TrainingError
 from ...autodiff import compile
+from ...autodiff.parameters import wide
 from ..mesh import Mesh
 from ..models.plans import AXES, Stages
 from ..placement import Sharding
@@ -212,7 +213,7 @@ class StagedSession(Session):
                 if g is not None:
                     r = self.owner[k]
                     g, held = self._pipe.to(g, r), parts[r][k]
-                    parts[r][k] = g if held is None else held + g
+                    parts[r][k] = g if held is None else wide(held) + wide(g)
         return [trees.unflatten(self._form, leaves) for leaves in parts]
 
     def step(self, batch: Batch) -> dict[str, Array]:

@@ -30,6 +30,7 @@ from ...arrays.manipulation import astype
 from ...autodiff import value_and_grad
 from ...autodiff.clipping import clip_scale, scaled
 from ...autodiff.optim import Average, Optimizer, global_norm, masters
+from ...autodiff.parameters import wide
 from ..api import distribute, reshard
 from ..mesh import Mesh
 from ..models.plans import AXES, Plan, widen
@@ -175,7 +176,7 @@ class Recipe:
             (_, seen), g = value_and_grad(loss, has_aux=True)(train)
             if scale is not None:  # what was differentiated is a mean: a sum would leave float16's range
                 g = trees.tree_map(lambda x, w=seen["weight"]: x * astype(w, x.dtype, copy=False), g)
-            grads = g if grads is None else trees.tree_map(lambda a, b: a + b, grads, g)
+            grads = g if grads is None else trees.tree_map(lambda a, b: wide(a) + wide(b), grads, g)
             sums = seen if not sums else {n: sums[n] + v for n, v in seen.items()}
         return self.finished(state, *self.reduced(grads), sums, going)
 

@@ -84,7 +84,7 @@ def test_a_step_whose_gradients_overflow_is_left_out_by_every_stage(trainer):
 
 def test_a_gradient_that_overflows_in_the_first_stage_alone_leaves_the_step_out_of_all():
     cut = mt.models.Stages(
-        lambda n: [lambda p, x, b, k: b * p["a"], lambda p, x, b, k: mt.mean(x * p["b"])],
+        lambda n: [lambda p, x, b, k: b @ p["a"][:, None], lambda p, x, b, k: mt.mean(x * p["b"])],
         lambda p, n: [{"a": p["a"]}, {"b": p["b"]}],
     )
     params = {"a": mt.full(1, 1e-4, dtype=mt.float32), "b": mt.ones(1, dtype=mt.float32)}

@@ -1,0 +1,130 @@
+"""Functions that sum give for bfloat16, float16 and float8 what float64 gives, rounded: they add up in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import meshtape as mt
+
+DTYPES = {n: np.dtype(getattr(ml_dtypes, n, n)) for n in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")}
+N = 5000
+rng = np.random.default_rng(0)
+X, Y = (np.asarray(rng.uniform(0.5, 1.0, N)) for _ in range(2))
+NEAR_ONE = np.r_[np.tile([0.875, 1.125], 16), np.ones(N - 32)]
+FIRST = mt.asarray(np.zeros(N, int))
+L, nn = mt.linalg, mt.nn
+
+
+def zeros(x: Any, n: int = 1) -> mt.Array:
+    return mt.zeros(n, dtype=x.dtype)
+
+
+def knots(x: Any) -> mt.Array:
+    return mt.asarray(np.linspace(0, 1, 9)).astype(x.dtype)
+
+
+ONE: dict[str, Callable[[Any], Any]] = {
+    "sum": mt.sum,
+    "sum of rows": lambda x: mt.sum(x.reshape((N, 1)), axis=0),
+    "sum in a dtype": lambda x: mt.sum(x.astype(mt.float32), dtype=x.dtype),
+    "mean": mt.mean,
+    "var": mt.var,
+    "std": mt.std,
+    "cumulative_sum": mt.cumulative_sum,
+    "cumulative_sum in a dtype": lambda x: mt.cumulative_sum(x.astype(mt.float32), dtype=x.dtype),
+    "at.add": lambda x: zeros(x).at[FIRST].add(x),
+    "at.add of one number": lambda x: (zeros(x) + x[:1]).at[FIRST].add(1.0),
+    "at.add of rows": lambda x: zeros(x, 2).reshape((1, 2)).at[FIRST[: N // 2]].add(x.reshape((N // 2, 2))),
+    "einsum": lambda x: mt.einsum("i->", x),
+    "einsum of three": lambda x: mt.einsum("i,i,i->", x, x, x),
+    "trace": lambda x: mt.trace(mt.broadcast_to(x[:700], (700, 700))),
+    "vector_norm": L.vector_norm,
+    "vector_norm of one": lambda x: L.vector_norm(x, ord=1),
+    "vector_norm of three": lambda x: L.vector_norm(x, ord=3),
+    "matrix_norm": lambda x: L.matrix_norm(x.reshape((50, 100))),
+    "matrix_norm of columns": lambda x: L.matrix_norm(x.reshape((N, 1)), ord=1),
+    "trapezoid": mt.trapezoid,
+    "trapezoid of steps": lambda x: mt.trapezoid(x, dx=0.5),
+    "interp": lambda x: mt.interp(x, knots(x), knots(x)),
+    "bincount": lambda x: mt.bincount(FIRST, weights=x),
+    "average": mt.average,
+    "nansum": mt.nansum,
+    "nanmean": mt.nanmean,
+    "nanvar": mt.nanvar,
+    "nanstd": mt.nanstd,
+    "nancumsum": mt.nancumsum,
+    "cumsum": mt.cumsum,
+    "median": mt.median,
+    "quantile": lambda x: mt.quantile(x, 0.3),
+    "logsumexp": nn.logsumexp,
+    "softmax": nn.softmax,
+    "log_softmax": nn.log_softmax,
+    "layer_norm": lambda x: mt.layer_norm(x, N),
+    "rms_norm": lambda x: mt.rms_norm(x, N),
+    "group_norm": lambda x: mt.group_norm(x.reshape((1, 2, N // 2)), 2),
+    "cross_entropy": lambda x: nn.cross_entropy(x.reshape((N // 2, 2)), FIRST[: N // 2], reduction="sum"),
+    "pool": lambda x: nn.pool(x.reshape((1, 1, N)), 1000, kind="mean"),
+    "polyval": lambda x: mt.polyval(x[:600], x[:20]),
+    "unwrap": mt.unwrap,
+    "global_norm": lambda x: mt.optim.global_norm([x]),
+    "histogram of weights": lambda x: mt.histogram(mt.asarray(X), 1, range=(0.0, 2.0), weights=x).counts,
+}
+TWO: dict[str, Callable[[Any, Any], Any]] = {
+    "matmul": mt.matmul,
+    "vecdot": mt.vecdot,
+    "dot": mt.dot,
+    "inner": mt.inner,
+    "tensordot": lambda x, y: mt.tensordot(x, y, axes=1),
+    "einsum of two": lambda x, y: mt.einsum("i,i->", x, y),
+    "einsum in steps": lambda x, y: mt.einsum("ij,jk,k->", x.reshape((50, 100)), y.reshape((100, 50)), x[:50]),
+    "convolve": lambda x, y: mt.convolve(x, y, mode="valid"),
+    "correlate": lambda x, y: mt.correlate(x, y, mode="valid"),
+    "weighted average": lambda x, y: mt.average(x, weights=y),
+    "cov": lambda x, y: mt.cov(mt.stack([x, y])),
+    "corrcoef": lambda x, y: mt.corrcoef(mt.stack([x, y + x])),
+    "cosine_similarity": lambda x, y: nn.cosine_similarity(x, y),
+    "mse_loss": lambda x, y: nn.mse_loss(x, y, reduction="sum"),
+    "conv1d": lambda x, y: nn.conv1d(x.reshape((1, 1, N)), y.reshape((1, 1, N))),
+    "polymul": lambda x, y: mt.polymul(x[:500], y[:500]),
+    "polyfit": lambda x, y: mt.polyfit(x[:50], y[:50], 1),
+    "lstsq": lambda x, y: L.lstsq(x.reshape((N // 2, 2)), y[: N // 2])[0],
+}
+PRODUCTS: dict[str, Callable[[Any], Any]] = {
+    "prod": mt.prod,
+    "cumulative_prod": mt.cumulative_prod,
+    "nanprod": mt.nanprod,
+    "at.multiply": lambda x: (zeros(x) + 1).at[FIRST].multiply(x),
+    "at.multiply of rows": lambda x: (
+        mt.ones((1, 2), dtype=x.dtype).at[FIRST[: N // 2]].multiply(x.reshape((N // 2, 2)))
+    ),
+}
+CALLS = [
+    *((n, f, (X,)) for n, f in ONE.items()),
+    *((n, f, (X, Y)) for n, f in TWO.items()),
+    *((n, f, (NEAR_ONE,)) for n, f in PRODUCTS.items()),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("fn", "args"), [c[1:] for c in CALLS], ids=[c[0] for c in CALLS])
+def test_sums_are_those_of_float64_rounded(
+    fn: Callable[..., Any], args: tuple[np.ndarray, ...], dtype: str, ulps: Callable[[Any, Any, Any], float]
+) -> None:
+    short = DTYPES[dtype]
+    xs = [mt.asarray(a.astype(short)) for a in args]
+    with np.errstate(all="ignore"):
+        got, want = fn(*xs), fn(*[x.astype(mt.float64) for x in xs])
+        assert ulps(got, want, short) <= 2
+    assert got.dtype == short or got.dtype == np.float32  # losses and norms of gradients stay wide
+
+
+def test_the_result_of_several_operands_has_their_common_dtype() -> None:
+    x, y = mt.ones(3, dtype=mt.bfloat16), mt.ones(3, dtype=mt.float32)
+    assert mt.einsum("i,i->", x, y).dtype == mt.float32
+    assert mt.einsum("i,i->", x, x).dtype == mt.bfloat16
+    assert mt.interp(x, y, y).dtype == mt.float32
