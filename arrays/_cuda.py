@@ -24,10 +24,13 @@ def for_floats(kernel: F) -> F:
     return kernel
 
 
+def is_partial(kernel: Callable[..., Any]) -> bool:
+    """Whether an implementation is one :func:`for_floats` alone."""
+    return getattr(kernel, "for_floats", False)
+
+
 def chosen(kernel: Callable[..., Any], composed: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel where it takes the operands, else the composed implementation."""
-    if not getattr(kernel, "for_floats", False):
-        return kernel
 
     def run(*bufs: Any, **params: Any) -> Any:
         takes = bufs[0].dtype in FLOATS and not any(b.dtype.kind == "c" for b in bufs if hasattr(b, "dtype"))

@@ -105,10 +105,12 @@ class Op:
         fn = self._bound.get(key)
         if fn is None:
             special = self.overrides.get(key)
-            if special is None or key != "numpy":
+            if special is not None and not _cuda.is_partial(special):
+                fn = special
+            else:
                 fn = getattr(xp, self.impl) if isinstance(self.impl, str) else functools.partial(self.impl, xp)
-            if special is not None:
-                fn = special if fn is None else _cuda.chosen(special, fn)
+                if special is not None:
+                    fn = _cuda.chosen(special, fn)
             if key != "numpy":
                 fn = _cuda.by_the_rule(self, fn)
             self._bound[key] = fn

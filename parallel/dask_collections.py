@@ -93,7 +93,7 @@ def only_block(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.nda
 
 
 def exported(block: Any) -> Any:
-    """A block as Dask's tasks may have it: they share the memory of a worker with the mesh, and can write to theirs alone."""
+    """A block for Dask's tasks. They share the memory of a worker with the mesh: NumPy's is read-only for them, a device's is copied."""
     return read_only(block) if isinstance(block, np.ndarray) else block.copy()
 
 
@@ -147,8 +147,7 @@ def _local(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> A
 
     boxes = [block_box(layout, mesh.sizes, shape, r) for r in range(mesh.size)]
     distinct = list(dict.fromkeys(boxes))
-    # Copies: a chunk may be memory that its owner goes on writing to, or that the Dask array keeps.
-    found = dict(zip(distinct, map(np.array, dask.compute(*(d[b.slices] for b in distinct))), strict=True))
+    found = dict(zip(distinct, dask.compute(*(d[b.slices] for b in distinct)), strict=True))
     return mesh.runtime.adopt({r: np.asarray(found[b], d.dtype) for r, b in enumerate(boxes)})
 
 
@@ -182,8 +181,9 @@ def adopt(spec: Any, *parts: np.ndarray) -> Any:
     from .gang import kept
 
     state = spec.seat.take()
-    # Copies: Dask may keep the chunk, and in-process workers share memory with whoever made it.
-    blocks = {r: np.array(parts[k], dtype, order="C").reshape(shape) for r, (k, shape, dtype) in spec.payloads.items()}
+    blocks = {
+        r: np.asarray(parts[k], dtype, order="C").reshape(shape) for r, (k, shape, dtype) in spec.payloads.items()
+    }
     return kept(spec, state, {0: blocks})
 
 

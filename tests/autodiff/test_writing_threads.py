@@ -355,3 +355,34 @@ def test_a_write_between_a_call_and_its_record_is_an_error(monkeypatch):
             tape.watch_values([x])
             with pytest.raises(errors.ConcurrentWriteError, match="while a tape recorded"):
                 call()
+
+
+@pytest.mark.parametrize("size", [4, 1 << 17])
+def test_an_array_that_nobody_shares_is_written_where_it_is(size):
+    writes = (
+        lambda x: x.__setitem__(0, 1.0),
+        lambda x: x.__setitem__(slice(None), 2.0),
+        lambda x: x.__setitem__(x > 1.0, 3.0),
+        lambda x: x.__setitem__(mt.asarray([0, 1]), mt.asarray([4.0, 5.0])),
+        lambda x: x.__setitem__([0, 1], 6.0),
+        lambda x: x.__iadd__(1.0),
+        lambda x: x.__imul__(mt.ones(size)),
+    )
+    for write in writes:
+        x = mt.ones(size) * 1.0
+        place = x._buf.ctypes.data
+        write(x)
+        write(x)
+        assert x._buf.ctypes.data == place
+        for hold in (
+            lambda x: x[1:],
+            lambda x: x.T if x.ndim > 1 else x[None],
+            lambda x: np.asarray(x),
+            lambda x: mt.asarray(x, copy=True),
+        ):
+            held = hold(x)
+            before = np.array(held)
+            write(x)
+            assert x._buf.ctypes.data != place
+            np.testing.assert_array_equal(np.asarray(held), before)
+            place = x._buf.ctypes.data

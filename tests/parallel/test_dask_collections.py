@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from types import SimpleNamespace
 
@@ -143,3 +144,61 @@ def test_low_precision_on_a_cluster(processes):
         x = mt.distribute(np.arange(6).astype(ml_dtypes.bfloat16), mesh, a=mt.Shard(0)) * 2
         value = processes.compute(x.to_dask().astype("f4")).result()
         assert value.tolist() == [0, 2, 4, 6, 8, 10]
+
+
+# ----- memory that is shared ---------------------------------------------------------------------------------------------
+
+
+def spoil(block):
+    """A user's function of blocks that writes to its argument, by every way that NumPy has."""
+    for a in (block, block.base):
+        if isinstance(a, np.ndarray):
+            with contextlib.suppress(ValueError):
+                a.flags.writeable = True
+                a[...] = 9.0
+    with contextlib.suppress(ValueError):
+        block[...] = 9.0
+    return np.zeros_like(block)
+
+
+@pytest.mark.parametrize("where", ["here", "workers"])
+def test_functions_of_blocks_cannot_write_to_the_mesh(where, request):
+    client = request.getfixturevalue("threads") if where == "workers" else None
+    mesh = mt.Mesh({"a": 2}, client=client)
+    data = np.arange(12.0).reshape(6, 2)
+    for x in (
+        mt.distribute(data, mesh, a=mt.Shard(0)),
+        mt.distribute(data, mesh) + 0.0,
+        mt.distribute(data, mesh, a=mt.Shard(0)) * 1.0,
+    ):
+        d = x.to_dask().map_blocks(spoil, dtype=float, meta=np.empty((0, 0)))
+        got = client.compute(d).result() if client else d.compute(scheduler="sync")
+        np.testing.assert_array_equal(got, np.zeros((6, 2)))
+        np.testing.assert_array_equal(np.asarray(x + 0.0), data)
+        np.testing.assert_array_equal(np.asarray(x), data)
+        spoil(np.asarray(x))
+        np.testing.assert_array_equal(np.asarray(x), data)
+
+
+@pytest.mark.parametrize("where", ["here", "workers"])
+def test_the_source_of_blocks_may_be_written_to(where, request):
+    client = request.getfixturevalue("threads") if where == "workers" else None
+    mesh = mt.Mesh({"a": 2}, client=client)
+    data = np.arange(12.0).reshape(6, 2)
+    local = mt.asarray(data)
+    held = [
+        mt.distribute(data, mesh, a=mt.Shard(0)),
+        mt.distribute(local, mesh, a=mt.Shard(0)),
+        mt.distribute(local, mesh),
+        mt.distribute(local, mesh, a=mt.Shard(0)) * 1.0,
+        mt.from_dask(da.from_array(data, chunks=(3, 2)), mesh, a=mt.Shard(0)),
+        mt.from_dask(da.from_array(data, chunks=(6, 2)), mesh),
+    ]
+    for x in held:
+        if isinstance(x._buf.handle, type(None)):
+            mt.compute(x)
+    want = data.copy()
+    data[...] = 9.0
+    local[...] = 8.0
+    for x in held:
+        np.testing.assert_array_equal(np.asarray(x), want)
