@@ -124,13 +124,21 @@ def astype(
     return apply(ASTYPE, (x,), {"dtype": dtype})
 
 
-def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Array:
-    """The same elements, in C order, in another shape; one length may be -1.
+def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, order: str = "C") -> Array:
+    """The same elements, in C order, in another shape; one length may be -1. With ``order="F"`` the first index runs fastest.
 
     >>> import meshtape as mt
     >>> mt.reshape(mt.arange(6), (2, -1)).shape
     (2, 3)
     """
+    if order != "C":
+        if order != "F":
+            raise ValueError(
+                f"[reshape] order must be 'C' or 'F', got {order!r}: how the elements lie in memory is nobody's business"
+            )
+        full = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+        turned = permute_dims(x, tuple(range(as_array(x).ndim))[::-1])
+        return permute_dims(reshape(turned, full[::-1]), tuple(range(len(full)))[::-1])
     buf = buffer(x)
     if buf is not None and type(shape) is tuple:
         try:
@@ -408,7 +416,7 @@ def roll(x: Any, /, shift: int | Sequence[int], axis: int | Sequence[int] | None
     return astype(x, x.dtype) if out is x else out
 
 
-def tile(x: Any, repetitions: Sequence[int], /) -> Array:
+def tile(x: Any, repetitions: int | Sequence[int], /) -> Array:
     """``x`` as a whole laid side by side, ``repetitions[i]`` times along axis ``i`` (counted from the last one).
 
     >>> import meshtape as mt
@@ -417,7 +425,8 @@ def tile(x: Any, repetitions: Sequence[int], /) -> Array:
            [0, 1, 0, 1]])
     """
     x = as_array(x)
-    reps = tuple(map(operator.index, repetitions))
+    several = isinstance(repetitions, Sequence) or np.ndim(repetitions)
+    reps = tuple(map(operator.index, repetitions if several else (repetitions,)))
     if any(n < 0 for n in reps):
         raise ShapeError(f"[tile] repetitions must not be negative, got {reps}")
     shape = (1,) * (len(reps) - x.ndim) + x.shape
