@@ -143,7 +143,6 @@ from .manipulation import (
     flip,
     matrix_transpose,
     moveaxis,
-    pad,
     permute_dims,
     repeat,
     reshape,
@@ -155,6 +154,7 @@ from .manipulation import (
 )
 from .norms import layer_norm, rms_norm
 from .numpy_names import *  # noqa: F403
+from .padding import pad
 from .prefetch import Prefetcher, prefetch
 from .products import matmul, tensordot, vecdot
 from .program import Const, Entry, Program, ShapeDtype

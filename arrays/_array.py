@@ -9,6 +9,7 @@ when this Array is the one holder.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -149,6 +150,28 @@ class Array(Value, Methods, Protocols):
 
     def __int__(self) -> int:
         return self._number(int)
+
+    # (NumPy's 0-d results are scalars, which Python rounds to an int, or to one of their own kind.)
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        if ndigits is not None and not self.ndim:
+            return self.round(ndigits)
+        return round(self._real_number("round"))
+
+    def __floor__(self) -> int:
+        return math.floor(self._real_number("floor"))
+
+    def __ceil__(self) -> int:
+        return math.ceil(self._real_number("ceil"))
+
+    def __trunc__(self) -> int:
+        return math.trunc(self._real_number("trunc"))
+
+    def _real_number(self, name: str) -> Any:
+        """The element as a Python number, an integer with all of its digits."""
+        if self.ndim:
+            raise TypeError(f"{name}() takes a 0-d array, this one has shape {self.shape}: write mt.{name}(x)")
+        return self._number(int if self.dtype.kind in "biu" else float)
 
     def __complex__(self) -> complex:
         return self._number(complex, complex_ok=True)
@@ -408,7 +431,7 @@ _INEXACT = frozenset(np.dtype(t).num for t in "efdFD")
 def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
     """``x op= y``. The memory of ``x`` is used again where nobody else holds it and no tape listens."""
     kind, buf = type(y), x._buf
-    if kind is not Array and not isinstance(y, bool | int | float | complex | np.ndarray | np.generic):
+    if kind is not Array and not isinstance(y, bool | int | float | complex | np.ndarray | np.generic | list | tuple):
         return NotImplemented
     if (
         type(buf) is np.ndarray

@@ -160,7 +160,7 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
     ``args`` are Arrays, Python scalars or whatever :func:`coerce` accepts; ``params`` must not be changed afterwards.
     """
     bufs = []
-    scalars = False
+    scalars = arrays = False
     for a in args:
         t = type(a)
         if t is _array_type:
@@ -169,12 +169,15 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
             if type(b) is not ndarray:
                 return _apply_general(op, args, params)
             bufs.append(b)
+            arrays = True
         elif t in SCALARS:
             bufs.append(a)
             scalars = True
         else:
             return _apply_general(op, args, params)
     if scalars:
+        if not arrays:
+            return apply(op, tuple([as_array(a) for a in args]), params)
         for b in bufs:
             if type(b) is ndarray and b.dtype.num >= FIRST_USER_DTYPE and (strong := _strong_scalars(args)) is not None:
                 return apply(op, strong, params)
@@ -288,11 +291,15 @@ def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
         backend = backend_of(where)
         device = backend.device_of(where)
         args = tuple(wrap(backend.from_host(np.asarray(a), device)) if isinstance(a, np.generic) else a for a in args)
+        if any(isinstance(a, list | tuple) for a in args):
+            from .creation import asarray
+
+            args = tuple(asarray(a, device=device) if isinstance(a, list | tuple) else a for a in args)
     return tuple(coerce(op, a) for a in args)
 
 
 def coerce(op: Op, a: Any) -> Any:
-    """An operand as an ``Array`` or a Python scalar. Raises :class:`DTypeError` for anything else."""
+    """An operand as an ``Array`` or a Python scalar; a list is an array. Raises :class:`DTypeError` for anything else."""
     t = type(a)
     if t is _array_type or t in SCALARS:
         return a
@@ -300,6 +307,8 @@ def coerce(op: Op, a: Any) -> Any:
         from .creation import asarray
 
         return asarray(a, device="cpu")
+    if isinstance(a, list | tuple):
+        return as_array(a)
     for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
         if isinstance(a, base):
             return base(a)

@@ -59,15 +59,15 @@ class Methods:
 
         return wrap_same(self)
 
-    def reshape(self, *shape: Any) -> Array:
+    def reshape(self, *shape: Any, order: str = "C") -> Array:
         """See :func:`meshtape.reshape`; takes a tuple or the lengths one by one."""
         if len(shape) == 1 and type(shape[0]) is not int and not isinstance(shape[0], int | np.integer):
             (shape,) = shape
-        return manipulation.reshape(self, shape)
+        return manipulation.reshape(self, shape, order=order)
 
-    def flatten(self) -> Array:
-        """The elements in C order, in one dimension."""
-        return manipulation.reshape(self, (-1,))
+    def flatten(self, order: str = "C") -> Array:
+        """The elements in C order, in one dimension; with ``order="F"`` the first index runs fastest."""
+        return manipulation.reshape(self, (-1,), order=order)
 
     ravel = flatten
 

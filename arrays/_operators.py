@@ -22,7 +22,7 @@ from .native.broadcasts import WORTH_A_LOOK, broadcast
 _getframe = sys._getframe
 _ndarray = np.ndarray
 _CALLER = 0 if COMPILED else 1  # frames from the method to the line with the operator
-_OPERANDS = bool | int | float | complex | np.ndarray | np.generic
+_OPERANDS = bool | int | float | complex | np.ndarray | np.generic | list | tuple
 
 
 def operate(op: Op, x: Any, y: Any) -> Any:

@@ -147,7 +147,8 @@ def _convolution(
     name: str, n: int, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Array:
     from .creation import asarray
-    from .manipulation import pad, reshape
+    from .manipulation import reshape
+    from .padding import pad
 
     x, w = asarray(x), asarray(weight)
     if x.ndim != n + 2 or w.ndim != n + 2:
@@ -269,7 +270,8 @@ def pool(
     [[[5.0, 3.0]]]
     """
     from .creation import asarray, beside
-    from .manipulation import pad, stack
+    from .manipulation import stack
+    from .padding import pad
     from .reductions import max, sum
 
     x = asarray(x)

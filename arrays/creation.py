@@ -414,8 +414,10 @@ def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | N
     return out.to_device(device)
 
 
-def meshgrid(*arrays: Any, indexing: str = "xy") -> tuple[Array, ...]:
+def meshgrid(*arrays: Any, indexing: str = "xy", sparse: bool = False) -> tuple[Array, ...]:
     """Coordinate arrays of a grid with these coordinates along its axes (``"xy"`` exchanges the first two axes).
+
+    With ``sparse`` each has its own dimension alone, and they broadcast against each other.
 
     >>> import meshtape as mt
     >>> [g.tolist() for g in mt.meshgrid(mt.arange(2), mt.arange(3), indexing="ij")]
@@ -433,10 +435,8 @@ def meshgrid(*arrays: Any, indexing: str = "xy") -> tuple[Array, ...]:
     shape = [0] * n
     for x, axis in zip(xs, order, strict=True):
         shape[axis] = x.size
-    return tuple(
-        broadcast_to(reshape(x, tuple(x.size if i == axis else 1 for i in range(n))), shape)
-        for x, axis in zip(xs, order, strict=True)
-    )
+    own = [reshape(x, tuple(x.size if i == axis else 1 for i in range(n))) for x, axis in zip(xs, order, strict=True)]
+    return tuple(own) if sparse else tuple(broadcast_to(x, shape) for x in own)
 
 
 def _triangle(name: str, x: Any, k: int, lower: bool) -> Array:

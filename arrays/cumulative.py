@@ -125,6 +125,8 @@ def diff(x: Any, /, n: int = 1, axis: int = -1, *, prepend: Any = None, append: 
     axis = _infer.one_axis("diff", axis, x.ndim)
     if n < 0:
         raise ValueError(f"[diff] n must not be negative, got {n}")
+    if n == 0:  # as NumPy: then nothing is joined on
+        return astype(x, x.dtype)
     parts = []
     for piece in (prepend, x, append):
         if piece is not None:

@@ -69,7 +69,8 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     Array([ 0,  1, 12, 23, 30])
     """
     from .creation import asarray
-    from .manipulation import flip, pad
+    from .manipulation import flip
+    from .padding import pad
     from .products import matmul
 
     a, v = asarray(a), asarray(v)

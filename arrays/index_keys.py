@@ -172,7 +172,7 @@ def _true_places(mask: Array, x: Array, axis: int) -> list[Array]:
 
 
 def _is_empty(item: Any) -> bool:
-    return isinstance(item, Sequence) and len(item) == 0
+    return isinstance(item, Sequence) and all(_is_empty(part) for part in item)
 
 
 def _check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:

@@ -38,9 +38,9 @@ class NamespaceInfo:
         kinds = ("bool", "numeric") if kind is None else (kind,) if isinstance(kind, str) else kind
         return {name: d for name, d in dt.BY_NAME.items() if d not in EXTENSIONS and any(isdtype(d, k) for k in kinds)}
 
-    def devices(self) -> tuple[Device, ...]:
-        """All devices that can be used here."""
-        return tuple(devices())
+    def devices(self) -> list[Device]:
+        """All devices that can be used here. (A list, as the standard has it: its consumers put more to it.)"""
+        return devices()
 
 
 def _known(where: Device | str | None) -> None:

@@ -124,13 +124,21 @@ def astype(
     return apply(ASTYPE, (x,), {"dtype": dtype})
 
 
-def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Array:
-    """The same elements, in C order, in another shape; one length may be -1.
+def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, order: str = "C") -> Array:
+    """The same elements, in C order, in another shape; one length may be -1. With ``order="F"`` the first index runs fastest.
 
     >>> import meshtape as mt
     >>> mt.reshape(mt.arange(6), (2, -1)).shape
     (2, 3)
     """
+    if order != "C":
+        if order != "F":
+            raise ValueError(
+                f"[reshape] order must be 'C' or 'F', got {order!r}: how the elements lie in memory is nobody's business"
+            )
+        full = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+        turned = permute_dims(x, tuple(range(as_array(x).ndim))[::-1])
+        return permute_dims(reshape(turned, full[::-1]), tuple(range(len(full)))[::-1])
     buf = buffer(x)
     if buf is not None and type(shape) is tuple:
         try:
@@ -408,7 +416,7 @@ def roll(x: Any, /, shift: int | Sequence[int], axis: int | Sequence[int] | None
     return astype(x, x.dtype) if out is x else out
 
 
-def tile(x: Any, repetitions: Sequence[int], /) -> Array:
+def tile(x: Any, repetitions: int | Sequence[int], /) -> Array:
     """``x`` as a whole laid side by side, ``repetitions[i]`` times along axis ``i`` (counted from the last one).
 
     >>> import meshtape as mt
@@ -417,7 +425,8 @@ def tile(x: Any, repetitions: Sequence[int], /) -> Array:
            [0, 1, 0, 1]])
     """
     x = as_array(x)
-    reps = tuple(map(operator.index, repetitions))
+    several = isinstance(repetitions, Sequence) or np.ndim(repetitions)
+    reps = tuple(map(operator.index, repetitions if several else (repetitions,)))
     if any(n < 0 for n in reps):
         raise ShapeError(f"[tile] repetitions must not be negative, got {reps}")
     shape = (1,) * (len(reps) - x.ndim) + x.shape
@@ -455,65 +464,3 @@ def repeat(x: Any, repeats: Any, /, axis: int | None = None) -> Array:
         return reshape(full, (*x.shape[:axis], n * k, *x.shape[axis + 1 :]))
     places = np.repeat(np.arange(n), counts)
     return x[(*(slice(None),) * axis, places)]
-
-
-_PAD_MODES = ("constant", "edge", "reflect", "symmetric", "wrap")
-
-
-def pad(x: Any, pad_width: Any, /, mode: str = "constant", *, constant_values: Any = 0) -> Array:
-    """``x`` with elements put before and after along each axis.
-
-    Parameters
-    ----------
-    pad_width
-        A number for all sides, a pair (before, after) for all axes, or one pair an axis.
-    mode
-        ``"constant"``, ``"edge"`` (the last element), ``"reflect"`` (mirrored at the last element), ``"symmetric"`` (mirrored
-        behind it) or ``"wrap"`` (from the other end).
-    constant_values
-        What ``"constant"`` puts there.
-
-    Examples
-    --------
-    >>> import meshtape as mt
-    >>> mt.pad(mt.asarray([1, 2, 3]), (1, 2), mode="reflect")
-    Array([2, 1, 2, 3, 2, 1])
-    """
-    from .creation import beside, full
-
-    x = as_array(x)
-    if mode not in _PAD_MODES:
-        raise ValueError(f"[pad] mode must be one of {', '.join(_PAD_MODES)}, got {mode!r}")
-    try:
-        widths = np.broadcast_to(np.asarray(pad_width), (x.ndim, 2))
-    except ValueError:
-        raise ShapeError(f"[pad] pad_width {pad_width} does not fit an array of shape {x.shape}") from None
-    if widths.dtype.kind not in "iu" or (widths < 0).any():
-        raise ValueError(f"[pad] pad_width must be integers that are not negative, got {pad_width}")
-    if mode == "constant":
-        shape = tuple(int(b) + n + int(a) for n, (b, a) in zip(x.shape, widths, strict=True))
-        place = tuple(slice(int(b), int(b) + n) for n, (b, _) in zip(x.shape, widths, strict=True))
-        return full(shape, constant_values, dtype=x.dtype, device=beside(x)).at[place].set(x)
-    for axis, (before, after) in enumerate(widths.tolist()):
-        if before or after:
-            n = x.shape[axis]
-            if n == 0:
-                raise ShapeError(f"[pad] axis {axis} of shape {x.shape} has no elements to repeat")
-            places = _padded_places(np.arange(-before, n + after), n, mode)
-            x = x[(*(slice(None),) * axis, places)]
-    return x
-
-
-def _padded_places(i: np.ndarray, n: int, mode: str) -> np.ndarray:
-    """Which of ``n`` elements stands at each place, also before the first and after the last."""
-    if mode == "edge":
-        return np.clip(i, 0, n - 1)
-    if mode == "wrap":
-        return i % n
-    if mode == "symmetric":
-        i = i % (2 * n)
-        return np.minimum(i, 2 * n - 1 - i)
-    if n == 1:
-        return np.zeros_like(i)
-    i = i % (2 * n - 2)
-    return np.minimum(i, 2 * n - 2 - i)

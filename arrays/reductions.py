@@ -179,6 +179,17 @@ def _axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     return tuple(range(ndim)) if axis is None else _infer.normalize_axis(name, axis, ndim)
 
 
+def plainly(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
+    """The reduction of all elements."""
+    return _reduce(op, x, axis, keepdims) if dtype is None else _reduce_in(op, x, axis, keepdims, dtype)
+
+
+def _selected(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any, where: Any, initial: Any) -> Array:
+    from .selected import reduced
+
+    return reduced(op, x, axis, keepdims, dtype, where, initial)
+
+
 def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
     """The reduction computed, and given, in another dtype; small integers asked for are accumulated wide and cut off."""
     from .manipulation import astype
@@ -213,63 +224,81 @@ def repeated(g: Any, shape: tuple[int, ...], axis: tuple[int, ...], keepdims: bo
     return out
 
 
-def sum(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
+def sum(
+    x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False, initial: Any = None, where: Any = None
+) -> Array:
     """Sum over axes. Small integers sum in the default integer; 0 for no elements.
+
+    Only elements where ``where`` holds are summed, and ``initial`` is added.
 
     >>> import meshtape as mt
     >>> mt.sum(mt.asarray([[1, 2], [3, 4]]), axis=0)
     Array([4, 6])
     """
+    if where is not None or initial is not None:
+        return _selected(SUM, x, axis, keepdims, dtype, where, initial)
     return _reduce(SUM, x, axis, keepdims) if dtype is None else _reduce_in(SUM, x, axis, keepdims, dtype)
 
 
-def prod(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
-    """Product over axes; 1 for no elements.
+def prod(
+    x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False, initial: Any = None, where: Any = None
+) -> Array:
+    """Product over axes; 1 for no elements. ``initial`` and ``where`` are as in :func:`sum`.
 
     >>> import meshtape as mt
     >>> mt.prod(mt.asarray([2, 3, 4]))
     Array(24)
     """
+    if where is not None or initial is not None:
+        return _selected(PROD, x, axis, keepdims, dtype, where, initial)
     return _reduce(PROD, x, axis, keepdims) if dtype is None else _reduce_in(PROD, x, axis, keepdims, dtype)
 
 
-def max(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+def max(x: Any, /, axis: Axis = None, *, keepdims: bool = False, initial: Any = None, where: Any = None) -> Array:
     """Largest element; NaN if there is one. Tied elements share the gradient evenly.
 
     >>> import meshtape as mt
     >>> mt.max(mt.asarray([[1, 5], [7, 2]]), axis=1)
     Array([5, 7])
     """
+    if where is not None or initial is not None:
+        return _selected(MAX, x, axis, keepdims, None, where, initial)
     return _reduce(MAX, x, axis, keepdims)
 
 
-def min(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+def min(x: Any, /, axis: Axis = None, *, keepdims: bool = False, initial: Any = None, where: Any = None) -> Array:
     """Smallest element; NaN if there is one. Tied elements share the gradient evenly.
 
     >>> import meshtape as mt
     >>> mt.min(mt.asarray([[1, 5], [7, 2]]), axis=0)
     Array([1, 2])
     """
+    if where is not None or initial is not None:
+        return _selected(MIN, x, axis, keepdims, None, where, initial)
     return _reduce(MIN, x, axis, keepdims)
 
 
-def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None) -> Array:
     """Whether any element is true.
 
     >>> import meshtape as mt
     >>> mt.any(mt.asarray([[True, False], [False, False]]), axis=1)
     Array([ True, False])
     """
+    if where is not None:
+        return _selected(ANY, x, axis, keepdims, None, where, None)
     return _reduce(ANY, x, axis, keepdims)
 
 
-def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None) -> Array:
     """Whether all elements are true.
 
     >>> import meshtape as mt
     >>> mt.all(mt.asarray([[True, False], [True, True]]), axis=1)
     Array([False,  True])
     """
+    if where is not None:
+        return _selected(ALL, x, axis, keepdims, None, where, None)
     return _reduce(ALL, x, axis, keepdims)
 
 
@@ -347,13 +376,17 @@ def _moment(x: Any, axis: Axis, plain: Callable[..., Any], *args: Any) -> Array 
     return None
 
 
-def mean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
+def mean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False, where: Any = None) -> Array:
     """Arithmetic mean; NaN for no elements. Integers give the default float; ``dtype`` is that of the result, and what it is summed in.
 
     >>> import meshtape as mt
     >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))
     Array(3., dtype=float64)
     """
+    if where is not None:
+        from . import selected
+
+        return selected.mean(x, axis, keepdims, dtype, where)
     out = _moment(x, axis, _plain_mean, keepdims) if dtype is None else None
     return _mean(x, axis, keepdims, dtype) if out is None else out
 
@@ -398,6 +431,7 @@ def var(
     keepdims: bool = False,
     ddof: float | None = None,
     dtype: Any = None,
+    where: Any = None,
 ) -> Array:
     """Variance, divided by ``n - correction``, in two passes (no cancellation); of complex numbers that of the plane.
 
@@ -408,6 +442,10 @@ def var(
     Array(2., dtype=float64)
     """
     correction = correction if ddof is None else ddof
+    if where is not None:
+        from . import selected
+
+        return selected.var(x, axis, correction, keepdims, dtype, where)
     out = _moment(x, axis, _plain_var, correction, keepdims) if dtype is None else None
     return _var(x, axis, correction, keepdims, dtype) if out is None else out
 
@@ -451,6 +489,7 @@ def std(
     keepdims: bool = False,
     ddof: float | None = None,
     dtype: Any = None,
+    where: Any = None,
 ) -> Array:
     """Standard deviation: the root of :func:`var`; ``ddof`` and ``dtype`` are as there.
 
@@ -461,6 +500,8 @@ def std(
     Array(1., dtype=float64)
     """
     correction = correction if ddof is None else ddof
+    if where is not None:
+        return root(var(x, axis, correction=correction, keepdims=keepdims, dtype=dtype, where=where))
     out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims) if dtype is None else None
     return _std(x, axis, correction, keepdims, dtype) if out is None else out
 

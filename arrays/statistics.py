@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from . import _infer, pieces, reductions
+from . import elementwise as ew
 from ._dispatch import as_array, as_number, has_history, refuse_history, wrap
 from ._op import composite
 from ._rows import wide as wide_of
 from .dtypes import as_dtype, real_of
+from .elementwise import clip, isnan, square, where
 from .errors import DTypeError, ShapeError
+from .manipulation import astype, reshape, squeeze
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -24,8 +28,6 @@ Axis = int | Sequence[int] | None
 
 def _without_nan(x: Array, fill: float) -> tuple[Array, Array]:
     """NaN replaced, and where it was."""
-    from .elementwise import isnan, where
-
     bad = isnan(x)
     return where(bad, fill, x), bad
 
@@ -37,54 +39,51 @@ def _filled(b: np.ndarray, fill: float, wide: np.dtype) -> np.ndarray:
 
 def _large(x: Array, wide: np.dtype) -> Any:
     """The memory of an array that is reduced in pieces of the dtype ``wide``; else None."""
-    from .pieces import large
-    from .reductions import keeps_values
-
-    buf = large(x)
-    return buf if buf is not None and keeps_values(buf.dtype, wide) else None
+    buf = pieces.large(x)
+    return buf if buf is not None and reductions.keeps_values(buf.dtype, wide) else None
 
 
-def _total(x: Array, fill: int, axis: Axis, keepdims: bool, wide: np.dtype) -> Array:
-    """The sum (the product, where ``fill`` is 1) of what is not NaN, in the dtype ``wide``."""
-    from .pieces import reduced
-    from .reductions import _axes_of, prod, sum
-
-    if (buf := _large(x, wide)) is None:
-        return (prod if fill else sum)(_without_nan(x, fill)[0], axis=axis, keepdims=keepdims, dtype=wide)
-    axes, ufunc = _axes_of("nansum", axis, buf.ndim), np.multiply if fill else np.add
-    return wrap(
-        reduced(lambda b: ufunc.reduce(_filled(b, fill, wide), axis=axes, keepdims=True), ufunc, axes, keepdims, buf)
-    )
-
-
-def _counted(x: Array, axis: Axis, keepdims: bool) -> Array:
-    """How many elements are not NaN."""
-    from .elementwise import isnan
-    from .manipulation import astype
-    from .pieces import reduced
-    from .reductions import _axes_of, sum
-
-    if (buf := _large(x, x.dtype)) is None:
-        return sum(astype(~isnan(x), np.int64), axis=axis, keepdims=keepdims)
-    axes = _axes_of("count", axis, buf.ndim)
-
-    def piece(b: np.ndarray) -> np.ndarray:
-        return np.add.reduce(~np.isnan(b), axis=axes, dtype=np.int64, keepdims=True)
-
-    return wrap(reduced(piece, np.add, axes, keepdims, buf))
+def _in_pieces(
+    piece: Callable[..., np.ndarray], ufunc: np.ufunc, axis: Axis, keepdims: bool, *operands: np.ndarray
+) -> Array:
+    """``piece(part, …, axes)`` of all parts, joined by ``ufunc``."""
+    axes = _infer.normalize_axis("reduce", axis, operands[0].ndim)
+    return wrap(pieces.reduced(lambda *parts: piece(*parts, axes), ufunc, axes, keepdims, *operands))
 
 
 def _nan_total(name: str, fill: int, x: Any, axis: Axis, dtype: Any, keepdims: bool) -> Array:
-    from .manipulation import astype
-    from .reductions import prod, sum
-
+    """The sum (the product, where ``fill`` is 1) of what is not NaN."""
     x = as_array(x)
-    if x.dtype.kind in "biu" or (dtype is not None and as_dtype(dtype, name).kind in "biu"):
-        # (An integer is no NaN; NaN becomes one after it was replaced.)
-        x = x if x.dtype.kind in "biu" else _without_nan(x, fill)[0]
-        return (prod if fill else sum)(x, axis=axis, keepdims=keepdims, dtype=dtype)
+    reduce = reductions.prod if fill else reductions.sum
+    if x.dtype.kind in "biu":
+        return reduce(x, axis=axis, keepdims=keepdims, dtype=dtype)
     out = x.dtype if dtype is None else as_dtype(dtype, name)
-    return astype(_total(x, fill, axis, keepdims, wide_of(out)), out, copy=False)
+    wide = wide_of(out)
+    if out.kind in "biu" or (buf := _large(x, wide)) is None:
+        return reduce(_without_nan(x, fill)[0], axis=axis, keepdims=keepdims, dtype=dtype)
+    ufunc = np.multiply if fill else np.add
+    found = _in_pieces(lambda b, axes: _folded(ufunc, b, fill, wide, axes), ufunc, axis, keepdims, buf)
+    return astype(found, out, copy=False)
+
+
+def _folded(ufunc: np.ufunc, b: np.ndarray, fill: int, wide: np.dtype, axes: tuple[int, ...]) -> np.ndarray:
+    return ufunc.reduce(_filled(b, fill, wide), axis=axes, keepdims=True)
+
+
+def _total_and_count(x: Array, axis: Axis, keepdims: bool, wide: np.dtype) -> tuple[Array, Array]:
+    """Of what is not NaN: the sum in the dtype ``wide``, and how many elements it is, as a real number of that."""
+    if (buf := _large(x, wide)) is not None:
+        total = _in_pieces(lambda b, axes: _folded(np.add, b, 0, wide, axes), np.add, axis, keepdims, buf)
+        count = _in_pieces(_counted, np.add, axis, keepdims, buf)
+    else:
+        filled, bad = _without_nan(astype(x, wide, copy=False), 0)
+        total = reductions.sum(filled, axis=axis, keepdims=keepdims)
+        count = reductions.sum(astype(~bad, np.int64), axis=axis, keepdims=keepdims)
+    return total, astype(count, real_of(wide))
+
+
+def _counted(b: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    return np.add.reduce(~np.isnan(b), axis=axes, dtype=np.int64, keepdims=True)
 
 
 @composite("nansum")
@@ -110,19 +109,16 @@ def nanprod(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool =
 
 
 def _nan_extremum(x: Any, axis: Axis, keepdims: bool, largest: bool) -> Array:
-    from .elementwise import where
-    from .pieces import reduced
-    from .reductions import _axes_of, all, max, min
-
     x = as_array(x)
+    reduce = reductions.max if largest else reductions.min
     if x.dtype.kind in "biu":
-        return (max if largest else min)(x, axis=axis, keepdims=keepdims)
+        return reduce(x, axis=axis, keepdims=keepdims)
     if x.dtype.kind != "c" and (buf := _large(x, x.dtype)) is not None:
-        axes, ufunc = _axes_of("nanmax", axis, buf.ndim), np.fmax if largest else np.fmin
-        return wrap(reduced(lambda b: ufunc.reduce(b, axis=axes, keepdims=True), ufunc, axes, keepdims, buf))
+        ufunc = np.fmax if largest else np.fmin
+        return _in_pieces(lambda b, axes: ufunc.reduce(b, axis=axes, keepdims=True), ufunc, axis, keepdims, buf)
     filled, bad = _without_nan(x, -np.inf if largest else np.inf)
-    out = (max if largest else min)(filled, axis=axis, keepdims=keepdims)
-    return where(all(bad, axis=axis, keepdims=keepdims), np.nan, out)
+    out = reduce(filled, axis=axis, keepdims=keepdims)
+    return where(reductions.all(bad, axis=axis, keepdims=keepdims), np.nan, out)
 
 
 @composite("nanmax")
@@ -155,16 +151,13 @@ def nanmean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool =
     >>> mt.nanmean(mt.asarray([2.0, mt.nan, 3.0]))
     Array(2.5, dtype=float64)
     """
-    from .manipulation import astype
-    from .reductions import mean, moment_dtypes
-
     x = as_array(x)
     if x.dtype.kind in "biu":
-        return mean(x, axis=axis, dtype=dtype, keepdims=keepdims)
-    wide, out = moment_dtypes("nanmean", x, dtype)
-    n = astype(_counted(x, axis, keepdims), real_of(wide))
+        return reductions.mean(x, axis=axis, dtype=dtype, keepdims=keepdims)
+    wide, out = reductions.moment_dtypes("nanmean", x, dtype)
+    total, n = _total_and_count(x, axis, keepdims, wide)
     with np.errstate(invalid="ignore"):
-        return astype(_total(x, 0, axis, keepdims, wide) / n, out, copy=False)
+        return astype(total / n, out, copy=False)
 
 
 @composite("nanvar")
@@ -186,32 +179,29 @@ def nanvar(
     >>> mt.nanvar(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
-    from .elementwise import abs, square, where
-    from .manipulation import astype
-    from .pieces import reduced
-    from .reductions import _axes_of, moment_dtypes, squares, sum, var
-
     x = as_array(x)
     correction = correction if ddof is None else ddof
     if x.dtype.kind in "biu":
-        return var(x, axis=axis, correction=correction, keepdims=keepdims, dtype=dtype)
-    wide, out = moment_dtypes("nanvar", x, dtype)
-    n = astype(_counted(x, axis, keepdims), real_of(wide)) - correction
-    center = nanmean(x, axis=axis, keepdims=True, dtype=wide)
+        return reductions.var(x, axis=axis, correction=correction, keepdims=keepdims, dtype=dtype)
+    wide, out = reductions.moment_dtypes("nanvar", x, dtype)
+    total, n = _total_and_count(x, axis, True, wide)
+    with np.errstate(invalid="ignore"):
+        center = total / n
     if (buf := _large(x, wide)) is not None:
-        axes = _axes_of("nanvar", axis, buf.ndim)
 
-        def piece(b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        def piece(b: np.ndarray, c: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
             d = b.astype(wide, copy=False) - c
             d[np.isnan(b)] = 0
-            return squares(d, axes)
+            return reductions.squares(d, axes)
 
-        total = wrap(reduced(piece, np.add, axes, keepdims, buf, center._buf))
+        squares = _in_pieces(piece, np.add, axis, True, buf, center._buf)
     else:
         filled, bad = _without_nan(astype(x, wide, copy=False), 0)
         d = where(bad, 0.0, filled - center)
-        total = sum(square(abs(d)) if d.dtype.kind == "c" else square(d), axis=axis, keepdims=keepdims)
-    return astype(total / where(n > 0, n, np.nan), real_of(out), copy=False)
+        squares = reductions.sum(square(ew.abs(d)) if d.dtype.kind == "c" else square(d), axis=axis, keepdims=True)
+    rest = n - correction
+    found = astype(squares / where(rest > 0, rest, np.nan), real_of(out), copy=False)
+    return found if keepdims else squeeze(found, _infer.normalize_axis("nanvar", axis, x.ndim))
 
 
 @composite("nanstd")
@@ -231,16 +221,14 @@ def nanstd(
     >>> mt.nanstd(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
-    from .reductions import root
-
-    return root(nanvar(x, axis=axis, correction=correction, keepdims=keepdims, ddof=ddof, dtype=dtype))
+    return reductions.root(nanvar(x, axis=axis, correction=correction, keepdims=keepdims, ddof=ddof, dtype=dtype))
 
 
 # ----- counting -------------------------------------------------------------------------------------------------------
 
 
 @composite("bincount")
-def bincount(x: Any, /, *, weights: Any = None, length: int | None = None) -> Array:
+def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int | None = None) -> Array:
     """How often each of ``0 … length-1`` occurs (or the sum of the weights that stand beside it).
 
     Parameters
@@ -249,6 +237,8 @@ def bincount(x: Any, /, *, weights: Any = None, length: int | None = None) -> Ar
         Integers that are not negative, in one dimension.
     weights
         One number an element; the result is differentiable in them. Small integers sum in 64 bits, short floats in float32.
+    minlength
+        The result is longer where an element asks for it.
     length
         Of the result; the largest element and one by default, which must then be known. Elements beyond it are an error.
 
@@ -259,16 +249,19 @@ def bincount(x: Any, /, *, weights: Any = None, length: int | None = None) -> Ar
     Array([1, 0, 2, 0])
     """
     from .creation import asarray, beside, zeros
-    from .manipulation import astype
 
     x = asarray(x)
     if x.dtype.kind not in "iu" or x.ndim != 1:
         raise DTypeError(f"[bincount] takes integers in one dimension, got {x.dtype.name} of shape {x.shape}")
+    if minlength < 0:
+        raise ValueError(f"[bincount] minlength must not be negative, got {minlength}")
     host = x._concrete() if length is None or beside(x) is not None else None
     if host is not None and host.size and host.min() < 0:
         raise ValueError(f"[bincount] elements must not be negative, got {int(host.min())}")
     if length is None:
-        length = int(host.max()) + 1 if host is not None and host.size else 0
+        length = max(int(host.max()) + 1 if host is not None and host.size else 0, minlength)
+    elif length < minlength:
+        raise ValueError(f"[bincount] a length of {length} is less than the minlength of {minlength}")
     values: Any = 1 if weights is None else asarray(weights)
     if weights is not None and values.shape != x.shape:
         raise ShapeError(f"[bincount] weights of shape {values.shape} for elements of shape {x.shape}")
@@ -311,9 +304,6 @@ def histogram(
     """
     from .creation import asarray, beside, linspace
     from .cumulative import diff
-    from .elementwise import clip, where
-    from .manipulation import astype, reshape
-    from .reductions import max, min, sum
     from .searching import searchsorted
 
     flat = reshape(asarray(x), (-1,))
@@ -342,7 +332,7 @@ def histogram(
     n = edges.size - 1
     where_to = asarray(edges, device=beside(flat))
     if moving:  # the outermost edges are elements, which have derivatives
-        where_to = linspace(min(flat), max(flat), n + 1)
+        where_to = linspace(reductions.min(flat), reductions.max(flat), n + 1)
     at = searchsorted(where_to, flat, side="right") - 1
     at = where(flat == where_to[-1], n - 1, at)
     inside = (at >= 0) & (at < n) & (flat == flat)
@@ -351,5 +341,5 @@ def histogram(
     counts = bincount(clip(at, 0, n - 1), weights=values, length=n)
     if density:
         counts = astype(counts, np.float64) if counts.dtype.kind in "biu" else counts
-        counts = counts / sum(counts) / diff(where_to)
+        counts = counts / reductions.sum(counts) / diff(where_to)
     return Histogram(counts, where_to)

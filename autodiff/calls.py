@@ -333,7 +333,7 @@ class _Custom:
         cots = iter([same_value(c) if wrapped else wrap(np.asarray(c) if isinstance(c, np.generic) else c) for c in g])
         seed = trees.unflatten(self.out_def, [next(cots) if x is _ARRAY else None for x in self.statics])
         found = self.owner._backward(residuals, seed)  # type: ignore[misc]
-        return _as_cotangents(self, found, r.recipe.wanted, wrapped)
+        return _as_cotangents(self, found, r, wrapped)
 
 
 def _own(x: Any) -> Any:
@@ -341,7 +341,8 @@ def _own(x: Any) -> Any:
     return x.copy() if isinstance(x, np.ndarray) else x
 
 
-def _as_cotangents(call: _Custom, found: Any, wanted: Sequence[int], wrapped: bool) -> list[Any]:
+def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> list[Any]:
+    wanted = r.recipe.wanted
     children = call.args_def.children
     if not isinstance(found, tuple) or len(found) != len(children):
         shown = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
@@ -360,6 +361,21 @@ def _as_cotangents(call: _Custom, found: Any, wanted: Sequence[int], wrapped: bo
         leaves += given
     arrays = [c for c, x in zip(leaves, call.leaves, strict=True) if x is _ARRAY]
     out = [None if arrays[p] is None else same_value(asarray(arrays[p])) for p in wanted]
+    results = {a.shape for a in r.out_avals or ()}
+    for g, p, (_, shape, dtype) in zip(out, wanted, r.operands, strict=True):
+        if g is None:
+            continue
+        # (The broadcasting of a result is undone where all cotangents are: in `backward.fit`.)
+        if g.shape != shape and not (g.shape in results and np.broadcast_shapes(g.shape, shape) == g.shape):
+            raise GradientError(
+                f"[custom_vjp] the backward function of {call.name} returned a cotangent of shape {g.shape} for array {p} of the "
+                f"arguments, which has shape {shape}"
+            )
+        if g.dtype.kind == "c" and dtype.kind != "c":
+            raise GradientError(
+                f"[custom_vjp] the backward function of {call.name} returned a {g.dtype.name} cotangent for array {p} of the "
+                f"arguments, which is {dtype.name}: the cotangent of a real number is real, take mt.real of it"
+            )
     return out if wrapped else [None if c is None else c._buf for c in out]
 
 

@@ -14,6 +14,7 @@ from typing import Any as _Any
 from . import errors
 from .arrays import *  # noqa: F403
 from .arrays import __all__ as _arrays_all
+from .arrays import __array_api_version__, __array_namespace_info__
 from .autodiff import (
     SparseGradient,
     Tape,

@@ -7,7 +7,6 @@ of a tensor can therefore not be told from a smaller tensor; a hole, an overlap,
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CorruptCheckpoint, IncompleteCheckpoint
-from . import safetensors, stores
+from . import safetensors, stores, strict_json
 from .grid import tiled
 from .manifest import Leaf
 from .opened import Checkpoint, StoredArray
@@ -64,7 +63,7 @@ class TiledTensor:
 def _offsets(where: str, header: safetensors.Header) -> dict[str, tuple[int, ...]]:
     """Where the blocks of a file lie, checked."""
     try:
-        said = json.loads(header.metadata[INFO])
+        said = strict_json.loads(header.metadata[INFO])
         out = {name: tuple(said[name]["saved_offsets"]) for name in header.tensors}
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise CorruptCheckpoint(f"{where}: {INFO} does not say where every block lies: {e!r}") from None

@@ -31,7 +31,7 @@ from ..arrays.errors import (
     IncompleteCheckpoint,
 )
 from ..arrays.tree import Path
-from . import dtypes, names, stores
+from . import dtypes, names, stores, strict_json
 from .checksums import crc32c
 from .compression import Compression, fits, of_plain
 from .grid import Grid
@@ -391,7 +391,7 @@ def _loads(data: bytes, source: str) -> Manifest:
     found = _TAIL.search(data)
     body = data[: found.start()] + b"}" if found else data
     try:
-        top = json.loads(body)
+        top = strict_json.loads(body)
     except (ValueError, RecursionError) as e:
         raise CorruptCheckpoint(f"{source}: not a manifest: {e}") from None
     if not isinstance(top, dict) or top.get("format") != FORMAT:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
-from . import manifest
+from . import manifest, strict_json
 from .commit import Folder, has_left, host
 from .documents import PROGRAM, beside
 from .objects import ObjectStore
@@ -61,7 +61,7 @@ def _owner_is_gone(store: ObjectStore, claim: Entry) -> bool:
     if f"{store.root}/{claim.name}" in _mine:
         return False
     try:
-        said = json.loads(store.get(claim.name))
+        said = strict_json.loads(store.get(claim.name))
         owner, pid = said["host"], int(said["pid"])
     except FileNotFoundError:
         return False  # just finished
@@ -88,7 +88,7 @@ def _named(store: ObjectStore, held: set[str]) -> set[str] | None:
         return {HF_SINGLE, *beside(store.root)}
     if PROGRAM in held:
         try:
-            return {PROGRAM, str(json.loads(store.get(PROGRAM))["file"])}
+            return {PROGRAM, str(strict_json.loads(store.get(PROGRAM))["file"])}
         except (ValueError, KeyError, TypeError) as e:
             raise CorruptCheckpoint(f"{store.root}/{PROGRAM}: no program: {e}") from None
     return None
@@ -166,7 +166,7 @@ def _renew_group(store: ObjectStore) -> None:
         return
     wanted = {a.directory for a in found.arrays}
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        if set(json.loads(store.get(_GROUP))["consolidated_metadata"]["metadata"]) == wanted:
+        if set(strict_json.loads(store.get(_GROUP))["consolidated_metadata"]["metadata"]) == wanted:
             return
     texts = {d: store.get(f"{d}/zarr.json") for d in wanted}
     store.put(_GROUP, group_metadata(manifest.VERSION, texts))

@@ -9,7 +9,6 @@ That is a meshtape manifest, a safetensors file, a Hugging Face directory, a Zar
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
-from . import commit, dcp, dcp_safetensors, documents, foreign, manifest, names, safetensors, stores
+from . import commit, dcp, dcp_safetensors, documents, foreign, manifest, names, safetensors, stores, strict_json
 from .compressed import CompressedTensor
 from .opened import Checkpoint, StoredArray
 from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
@@ -251,7 +250,7 @@ def read_index(root: str, index: str = HF_INDEX) -> tuple[dict[str, str], dict[s
     path = names.inside(root, index, root)
     data = stores.at(root).get(index)
     try:
-        top = json.loads(data)
+        top = strict_json.loads(data)
         weight_map = top["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise ValueError("weight_map is not a map from names to files")

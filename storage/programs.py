@@ -39,7 +39,7 @@ from ..arrays.errors import (
 from ..arrays.program import Program, last_uses, trace
 from ..arrays.program_json import current, decode, encode, from_json, to_json
 from ..arrays.program_memory import most_held
-from . import dtypes, names, stores
+from . import dtypes, names, stores, strict_json
 from .checksums import crc32c
 from .commit import replacing, resolve, room_for
 from .documents import PROGRAM, marked
@@ -161,7 +161,7 @@ def load_program(source: str | os.PathLike[str] | Mapping[str, Any]) -> LoadedPr
         except (FileNotFoundError, NotADirectoryError):
             raise NotACheckpoint(f"{where} holds no program: there is no {PROGRAM} in it") from None
         try:
-            document = json.loads(data)
+            document = strict_json.loads(data)
         except (ValueError, RecursionError) as e:
             raise ProgramError(f"{stores.join(where, PROGRAM)} is no JSON document: {e}") from e
     _check_signature(document, where)

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
-from . import commit, scratch, stores
+from . import commit, scratch, stores, strict_json
 from .files import active
 from .read_back import Step, Steps
 from .sinks import Sink, Unit, Writer
@@ -104,7 +104,7 @@ def _listed(fd: int, key: str, units: Sequence[Unit]) -> dict[Unit, list[int]] |
     out: dict[Unit, list[int]] = {}
     for line in lines[1:]:
         with contextlib.suppress(ValueError, TypeError, IndexError):
-            number, sums = json.loads(line)
+            number, sums = strict_json.loads(line)
             if type(number) is int and number >= 0 and isinstance(sums, list):
                 out[units[number]] = sums
     return out

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, StoreError
-from . import object_commit, stores
+from . import object_commit, stores, strict_json
 from .checksums import crc32c
 from .object_commit import JOURNAL
 from .sinks import Sink, Stream
@@ -75,7 +75,7 @@ class _Journal:
     def read(store: object_commit.ObjectStore, key: str) -> tuple[str, dict[str, list[int]]] | None:
         """(mark, files) of an earlier run of the same plan."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-            said = json.loads(store.get(JOURNAL))
+            said = strict_json.loads(store.get(JOURNAL))
             if said["plan"] == key and isinstance(said["mark"], str):
                 return said["mark"], {str(n): [int(x) for x in row] for n, row in said["files"].items()}
         return None

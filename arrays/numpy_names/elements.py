@@ -179,8 +179,10 @@ def logaddexp2(x: Any, y: Any, /) -> Array:
 
 
 @composite("nan_to_num")
-def nan_to_num(x: Any, /, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Array:
+def nan_to_num(x: Any, /, copy: bool = True, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Array:
     """NaN replaced by ``nan``, infinities by the largest and smallest finite numbers or what is given.
+
+    ``copy`` stands where NumPy has it. It has no meaning here: arrays are values.
 
     >>> import meshtape as mt
     >>> mt.nan_to_num(mt.asarray([mt.nan, 1.0, mt.inf]), posinf=9.0)
@@ -192,7 +194,9 @@ def nan_to_num(x: Any, /, nan: Any = 0.0, posinf: Any = None, neginf: Any = None
     if x.dtype.kind in "biu":
         return x
     if x.dtype.kind == "c":
-        return nan_to_num(ew.real(x), nan, posinf, neginf) + 1j * nan_to_num(ew.imag(x), nan, posinf, neginf)
+        return nan_to_num(ew.real(x), copy, nan, posinf, neginf) + 1j * nan_to_num(
+            ew.imag(x), copy, nan, posinf, neginf
+        )
     limits = finfo(x.dtype)
     x = where(ew.isnan(x), nan, x)
     x = where(x == math.inf, limits.max if posinf is None else posinf, x)

@@ -66,7 +66,7 @@ def outer(x: Any, y: Any, /) -> Array:
 
 
 @composite("cross")
-def cross(x: Any, y: Any, /, axis: int = -1) -> Array:
+def cross(x: Any, y: Any, /, *, axis: int = -1) -> Array:
     """Vector products of vectors of length 3 along ``axis``.
 
     >>> import meshtape as mt

@@ -89,14 +89,14 @@ def swapaxes(x: Any, axis1: int, axis2: int, /) -> Array:
     return permute_dims(x, order)
 
 
-def ravel(x: Any, /) -> Array:
-    """The elements in C order, in one dimension.
+def ravel(x: Any, /, order: str = "C") -> Array:
+    """The elements in C order, in one dimension; with ``order="F"`` the first index runs fastest.
 
     >>> import meshtape as mt
     >>> mt.ravel(mt.ones((2, 3))).shape
     (6,)
     """
-    return reshape(asarray(x), (-1,))
+    return reshape(asarray(x), (-1,), order=order)
 
 
 def flipud(x: Any, /) -> Array:

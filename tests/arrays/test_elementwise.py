@@ -234,7 +234,7 @@ def test_expm1_of_complex_numbers_near_zero():
 # ----- errors ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", ["text", None, [1, 2], object(), {"a": 1}])
+@pytest.mark.parametrize("bad", ["text", None, object(), {"a": 1}])
 def test_what_is_no_array_is_refused_by_name(bad):
     with pytest.raises(DTypeError, match=r"\[add\] cannot take"):
         mt.add(mt.ones(2), bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -447,3 +448,28 @@ def test_the_first_version_is_read_for_ever():
     )
     assert run(mt.ones((2, 3), dtype=mt.float32)).tolist() == [[2, 3], [2, 3]]
     assert pj.to_json(program)[0] == GOLDEN
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_file_with_a_number_that_json_has_not_is_refused(tmp_path, number):
+    where = tmp_path / "p"
+    mt.save_program(str(where), lambda x: mt.sum(x * 2.0), mt.ones(3))
+    file = where / "program.json"
+    document = json.loads(file.read_text())
+    del document["crc32c"]
+    whole = json.dumps(document)
+    for old in ("[3]", '"const": 2.0', '"version": 1'):
+        assert old in whole
+        bad = whole.replace(old, old.replace("3", number).replace("2.0", number).replace("1", number), 1)
+        file.write_text(bad)
+        with pytest.raises(mt.errors.ProgramError, match=r"no JSON|beyond all numbers"):
+            mt.load_program(str(where))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_document_with_a_shape_that_is_no_number_is_refused(number):
+    document = mt.storage.program_document(lambda x: mt.sum(x * 2.0), mt.ones(3))
+    del document["crc32c"]
+    document["types"]["0"][1][0] = number
+    with pytest.raises(mt.errors.ProgramError, match="is no integer"):
+        mt.load_program(document)
