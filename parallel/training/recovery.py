@@ -188,7 +188,7 @@ class Recovery:
         t = self.trainer
         try:
             t.landed(wait=True)
-        except (MeshtapeError, OSError) as e:  # the one being written when the worker went: that before it counts
+        except Exception as e:  # the one being written when the worker went: that before it counts
             t.report.display.say(f"a background save failed: {e}")
         if t.checkpoints is None or t.saved_at is None:
             return None

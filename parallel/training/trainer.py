@@ -524,12 +524,14 @@ class Trainer:
             raise NonFiniteStep(f"the parameters are not finite after step {at.step}, and are not saved", at.consumed)
         last = self.history[-1] if self.history else {}
         metrics = {n: v for n, v in last.items() if n != "step" and isinstance(v, int | float)}
+        self.landed(wait=self.checkpoints.when_busy == "wait")
         done = self.checkpoints.save(
             at.step, self.state, {METADATA_KEY: dataclasses.asdict(at)}, metrics=metrics, overwrite=True
         )
         if done is None:  # left out, as the one before is still being written
             return
-        self.landed(wait=True)  # the one before, which the manager has waited for
+        if self._saving is not None:  # it was complete just now
+            self._saved(self._saving[0])
         if isinstance(done, SaveHandle):
             self._saving = (at.step, done)
         else:
@@ -539,8 +541,9 @@ class Trainer:
         """Note the checkpoint that was written in the background, if it is complete; raise what went wrong with it."""
         if self._saving is None or not (wait or self._saving[1].done()):
             return
-        (step, handle), self._saving = self._saving, None
-        handle.wait()
+        assert self.checkpoints is not None
+        (step, _), self._saving = self._saving, None
+        self.checkpoints.wait()
         self._saved(step)
 
     def saving_at(self) -> int | None:

@@ -230,6 +230,7 @@ def test_the_end_of_the_scheduler_is_said_to_be_that(tmp_path):
     class End(tr.Callback):
         def on_log(self, trainer, numbers):
             if trainer.progress.step == 5:
+                trainer.landed(wait=True)
                 client.cluster.close()
                 client.close()
 
