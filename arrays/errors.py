@@ -160,6 +160,27 @@ class NonFiniteError(TrainingError, FloatingPointError):
     """A loss, gradients, or the parameters of a checkpoint are NaN or infinite; names the step, and what there is to go on from."""
 
 
+class DirectoryInUse(TrainingError):
+    """Another run holds the directory; names its process, its host, and since when."""
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM ended a run, which saved what it had. ``result`` is what :meth:`Trainer.fit` would have returned.
+
+    No ``Exception``: what catches errors to go on must not catch this. It is a ``SystemExit`` too, which ends a script with the exit code 143 after
+    SIGTERM and 130 after SIGINT; after SIGINT also a ``KeyboardInterrupt``, and nothing but that in an interactive session, which it leaves as
+    it is.
+    """
+
+    def __init__(self, message: str, signal: int, result: Any) -> None:
+        super().__init__(message)
+        self.signal, self.result = signal, result
+        self.code = 128 + signal
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class RestartsExhausted(TrainingError):
     """Workers were lost more often than the run may restart; names the last loss."""
 
@@ -246,4 +267,6 @@ class StorageFull(MeshtapeError, OSError):
         return Exception.__str__(self)
 
 
-__all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Exception)]
+__all__ = [
+    name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, BaseException)
+]

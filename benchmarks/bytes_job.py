@@ -153,11 +153,11 @@ def main() -> None:
         progress=True,
         **a,
     )
-    if not t.fit().stopped:  # a run that was stopped by a signal is not judged
-        judged = next(h["eval_loss"] for h in reversed(t.history) if "eval_loss" in h)
-        print(f"held-out bits per byte: {judged / math.log(2):.3f}")
-        for name, value in baselines(*sources(), a["length"]).items():
-            print(f"{value:8.3f}  {name}")
+    t.fit()
+    judged = next(h["eval_loss"] for h in reversed(t.history) if "eval_loss" in h)
+    print(f"held-out bits per byte: {judged / math.log(2):.3f}")
+    for name, value in baselines(*sources(), a["length"]).items():
+        print(f"{value:8.3f}  {name}")
 
 
 if __name__ == "__main__":

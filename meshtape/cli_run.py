@@ -25,7 +25,7 @@ import click
 
 from .cli_parts import JSON, examples, print_json
 from .cli_parts import as_json as json_text
-from .errors import ClusterError, MeshtapeError
+from .errors import ClusterError, Interrupted, MeshtapeError
 
 SUMMARY = "summary.json"
 
@@ -108,6 +108,7 @@ def run(
     if sum(x is not None for x in (scheduler, scheduler_file, local)) > 1:
         raise click.UsageError("--scheduler, --scheduler-file and --local exclude each other")
     from .parallel.training.jobs import Job, parse_axes
+    from .parallel.training.lock import held
     from .parallel.training.ranklogs import collected
 
     try:
@@ -118,6 +119,7 @@ def run(
     home = home.absolute()
     home.mkdir(parents=True, exist_ok=True)
     security = _security(tls_ca, tls_cert, tls_key)
+    click.get_current_context().with_resource(held(home))
     (home / SUMMARY).unlink(missing_ok=True)  # a job that is killed leaves none, and not that of the one before
     summary: dict[str, Any] = {
         "script": str(Path(script).absolute()),
@@ -136,7 +138,7 @@ def run(
             if client is not None:
                 _wait_for_workers(client, workers, wait)
                 _same_versions(client)
-            job = Job(home, client, wanted, resume)
+            job = Job(home, client, wanted, resume, holds=True)
             aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
             with collected(client, home / "logs", quiet=local is not None), aside:
                 code = _script(script, job, summary)
@@ -270,6 +272,8 @@ def _script(script: str, job: Any, summary: dict[str, Any]) -> int:
     try:
         with running(job):
             _run_as_main(script)
+    except Interrupted as e:
+        return e.code
     except SystemExit as e:
         if isinstance(e.code, str):
             click.echo(e.code, err=True)

@@ -159,6 +159,22 @@ class Files:
         return s.f_bavail * s.f_frsize
 
 
+def try_lock(fd: int) -> bool:
+    """Whether this process has an open file for itself now. The lock goes with the process, and where there are none it is taken for granted."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks here; two processes on one target are then the user's care
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+    return True
+
+
 def preadv(fd: int, buffers: list[Any], offset: int) -> int:
     """Fill all buffers from ``offset`` on, or as many as the file has bytes for; returns the number of bytes."""
     wanted = sum(memoryview(b).nbytes for b in buffers)

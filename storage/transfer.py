@@ -14,7 +14,6 @@ Every window is read back and compared while others are written, at the end the 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from . import commit, scratch, stores, strict_json
-from .files import active
+from .files import active, try_lock
 from .read_back import Step, Steps
 from .sinks import Sink, Unit, Writer
 from .spreading import Executor, Spread
@@ -56,21 +55,6 @@ def fingerprint(source: str, sink: Sink, windows: int, memory_limit: int, thread
     return hashlib.sha256(plan.encode()).hexdigest()
 
 
-def _lock(fd: int) -> bool:
-    try:
-        import fcntl
-    except ImportError:  # no such locks here; two processes on one target are then the user's care
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
-    return True
-
-
 @contextlib.contextmanager
 def _journal(part: str) -> Iterator[int]:
     """The locked journal of a part directory, which is made where it is missing."""
@@ -83,7 +67,7 @@ def _journal(part: str) -> Iterator[int]:
             raise CheckpointExists(f"{part} is in the way: it is no unfinished transfer; move it elsewhere")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
-            if not _lock(fd):
+            if not try_lock(fd):
                 raise CheckpointError(f"another process is working on {part}; wait for it to end")
             # Between the open and the lock, another run may have committed this very directory.
             with contextlib.suppress(FileNotFoundError):

@@ -30,7 +30,7 @@ class Callback:
         """After each evaluation; names begin with ``eval_``."""
 
     def on_save(self, trainer: Trainer, path: str) -> None:
-        """After a checkpoint was written, or begun in the background."""
+        """After a checkpoint is complete: for one that is written in the background, before one of the steps after it, or at the end."""
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
         """After the last step."""

@@ -3,7 +3,7 @@
 The policy is a value. When a rank is lost the run waits a moment for its worker to come back (a nanny starts a new one within a
 second), then builds a mesh of the workers that are there, puts the newest snapshot on it and goes on. With ``on_loss="shrink"``
 each worker keeps the number of ranks it had, and the data axis gets shorter; with ``"keep"`` the mesh keeps its axes, and workers
-take more ranks each, so that the numbers stay the same to the bit. All other axes keep their lengths in either case: where too few
+take more ranks each, so that the numbers stay the same to the bit, until workers are back. All other axes keep their lengths in either case: where too few
 workers are left for them, workers take more ranks.
 """
 

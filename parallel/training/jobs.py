@@ -30,6 +30,8 @@ class Job:
         ``"auto"``, ``"never"`` or a path.
     meshes, results
         What the script made.
+    holds
+        Whether the job has locked the directory, for all its runs.
     """
 
     directory: Path
@@ -38,6 +40,7 @@ class Job:
     resume: str = "auto"
     meshes: list[Mesh] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
+    holds: bool = False
 
     __is_tree__ = False
 

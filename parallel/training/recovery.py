@@ -186,25 +186,29 @@ class Recovery:
     def _newest_complete(self) -> int | None:
         """Step of the newest complete checkpoint of this run."""
         t = self.trainer
+        try:
+            t.landed(wait=True)
+        except Exception as e:  # the one being written when the worker went: that before it counts
+            t.report.display.say(f"a background save failed: {e}")
         if t.checkpoints is None or t.saved_at is None:
             return None
-        try:
-            t.checkpoints.wait()
-        except (MeshtapeError, OSError) as e:  # the one being written when the worker went: that before it counts
-            t.report.display.say(f"a background save failed: {e}")
         return max((s for s in t.checkpoints.steps() if s <= t.saved_at), default=None)
 
     def grow(self) -> bool:
-        """Right after a checkpoint or a snapshot: whether workers were added that a longer data axis has use for; the run is on them then."""
+        """Right after a checkpoint or a snapshot: whether workers were added that a longer data axis, or ranks that share a worker, have use
+        for; the run is on them then."""
         t = self.trainer
         mesh, client = t.session.mesh, client_of(t.session.mesh)
         if self.policy is None or client is None or mesh is None:
             return False
-        now = self.policy.axes(self.axes, self.per_worker, len(alive(client)), self._fits)
-        if math.prod(now.values()) <= mesh.size:
+        there = len(alive(client))
+        now = self.policy.axes(self.axes, self.per_worker, there, self._fits)
+        # More ranks; or as many on more workers, as ranks moved together where workers were lost.
+        room = min(there, -(-math.prod(now.values()) // self.per_worker))
+        if math.prod(now.values()) <= mesh.size and room <= len(workers_of(mesh)):
             return False
-        if t.checkpoints is not None and t.saved_at == t.progress.step:
-            t.checkpoints.wait()
+        if t.saving_at() == t.progress.step:
+            t.landed(wait=True)
             self.drop_snapshots()
         elif not self.snapshots or not self.snapshots[-1][1].wait(SNAPSHOT_LIMIT):
             return False

@@ -1,12 +1,34 @@
-"""SIGINT and SIGTERM end a run at the next step, with a checkpoint; a second one ends it at once."""
+"""SIGINT and SIGTERM end a run at the next step, with a checkpoint and :class:`Interrupted`; a second one ends it at once."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
+
+from ...arrays.errors import Interrupted
+
+
+class _Terminated(Interrupted, SystemExit):
+    """After SIGTERM."""
+
+
+class _KeyboardInterrupted(Interrupted, KeyboardInterrupt):
+    """After SIGINT in an interactive session, which goes on."""
+
+
+class _ScriptInterrupted(_KeyboardInterrupted, SystemExit):
+    """After SIGINT in a script. (Python gives 130 for ``KeyboardInterrupt`` itself alone; for what is derived from it, 1.)"""
+
+
+def interrupted(message: str, received: signal.Signals, result: Any) -> Interrupted:
+    """The end of a run that a signal stopped."""
+    by_hand = _KeyboardInterrupted if hasattr(sys, "ps1") else _ScriptInterrupted
+    kind = by_hand if received == signal.SIGINT else _Terminated
+    return kind(message, int(received), result)
 
 
 class StopSignals:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+import signal
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,13 +15,14 @@ from typing import Any
 from ...arrays import tree as trees
 from ...arrays.errors import NonFiniteError, TrainingError
 from ...autodiff.optim import Average, Optimizer
-from ...storage import CheckpointManager, load, open_checkpoint
+from ...storage import CheckpointManager, SaveHandle, load, open_checkpoint
 from ..mesh import Mesh
 from ..models.plans import Plan, Stages, of_any_model
 from .callbacks import Callback
 from .elastic import Elastic
 from .jobs import current_job
 from .loading import Batch
+from .lock import held
 from .measuring import Meter
 from .nonfinite import NonFiniteStep, OnNonFinite, Watch
 from .precision import Precision
@@ -28,7 +31,7 @@ from .recovery import Recovery
 from .reporting import Reporting
 from .sampling import Sampler
 from .session import Session
-from .signals import StopSignals
+from .signals import StopSignals, interrupted
 from .sources import as_source
 from .stages import Pipelining, session_of
 from .step import Loss, Recipe
@@ -93,9 +96,10 @@ class Trainer:
         Where checkpoints, ``metrics.jsonl``, events for TensorBoard and ``status.json`` go. Inside ``meshtape run`` that of the job.
         Without one nothing is written.
     checkpoints
-        A ``CheckpointManager`` of your own, instead of one in ``directory/checkpoints``.
+        A ``CheckpointManager`` of your own, instead of one in ``directory/checkpoints``, which keeps two and writes in the background: one
+        at a time, from a copy that costs nothing, while steps go on. An error of it ends the run at the next step.
     save_every
-        Steps between checkpoints; one is written at the end and at a signal in any case.
+        Steps between checkpoints; one is written at the end and at a signal in any case. The run waits for it before it ends.
     resume
         ``"auto"``: from the newest checkpoint if there is one; ``"never"``; or the path of a checkpoint.
     evaluate, eval_every
@@ -209,7 +213,7 @@ class Trainer:
         self.directory = None if directory is None else Path(directory).absolute()
         self.save_every = save_every
         if checkpoints is None and self.directory is not None:
-            checkpoints = CheckpointManager(self.directory / "checkpoints", keep=2)
+            checkpoints = CheckpointManager(self.directory / "checkpoints", keep=2, asynchronous=True)
         if checkpoints is None and save_every is not None:
             raise TrainingError("save_every needs directory= or checkpoints=, a place to save to")
         self.checkpoints = checkpoints
@@ -218,7 +222,8 @@ class Trainer:
         self.progress = Progress(seed=seed, samples=len(self.source), batch=batch)
         self.report = Reporting(self, progress)
         self._reason: str | None = None
-        self.saved_at: int | None = None
+        self.saved_at: int | None = None  # step of the newest complete checkpoint of this run
+        self._saving: tuple[int, SaveHandle] | None = None
         self.session = self.new_session(mesh)
         self.recovery = Recovery(self, elastic)
 
@@ -261,6 +266,10 @@ class Trainer:
 
         Raises
         ------
+        Interrupted
+            SIGINT or SIGTERM came: the step that was running was done and saved. It has the result.
+        DirectoryInUse
+            Another run holds the directory.
         RestartsExhausted
             Workers were lost more often than ``elastic`` allows.
         NonFiniteError
@@ -268,6 +277,17 @@ class Trainer:
         TrainingError
             A checkpoint does not belong to this run.
         """
+        with contextlib.nullcontext() if (place := self._place()) is None else held(place):
+            return self._fit()
+
+    def _place(self) -> Path | None:
+        """The directory that this run alone may write to, where its job does not hold it already."""
+        place, job = self.directory, current_job()
+        if place is None and self.checkpoints is not None and "://" not in self.checkpoints.directory:
+            place = Path(self.checkpoints.directory)
+        return None if job is not None and job.holds and job.directory == place else place
+
+    def _fit(self) -> TrainResult:
         self._reason = None
         self.report.begin(self.total())
         try:
@@ -283,6 +303,7 @@ class Trainer:
                     except Exception as e:
                         self.recovery.after(e)
         except BaseException as e:
+            self._let_land()
             self.report.note("failed", error=f"{type(e).__name__}: {e}")
             raise
         finally:
@@ -302,6 +323,9 @@ class Trainer:
         job = current_job()
         if job is not None:
             job.results.append(result)
+        if result.stopped:
+            text = f"{reason} stopped the run after step {result.step}; the newest checkpoint is {result.checkpoint or 'none'}"
+            raise interrupted(text, signal.Signals[reason], result)
         return result
 
     def total(self) -> int:
@@ -396,6 +420,7 @@ class Trainer:
                 self.watch.begin(at)
                 meter.step(found)
                 self._advance(batch)
+                self.landed()
                 self.report.display.step(at.step)
                 reason = self._done()
                 save = self.save_every is not None and at.step % self.save_every == 0
@@ -449,10 +474,10 @@ class Trainer:
         ):
             self._evaluate()
         if self.checkpoints is not None:
-            self.checkpoints.wait()
+            self.landed(wait=True)
             if self.saved_at != at.step:
                 self._save()
-                self.checkpoints.wait()
+                self.landed(wait=True)
         for c in self.callbacks:
             c.on_stop(self, reason)
 
@@ -499,12 +524,42 @@ class Trainer:
             raise NonFiniteStep(f"the parameters are not finite after step {at.step}, and are not saved", at.consumed)
         last = self.history[-1] if self.history else {}
         metrics = {n: v for n, v in last.items() if n != "step" and isinstance(v, int | float)}
+        self.landed(wait=self.checkpoints.when_busy == "wait")
         done = self.checkpoints.save(
             at.step, self.state, {METADATA_KEY: dataclasses.asdict(at)}, metrics=metrics, overwrite=True
         )
         if done is None:  # left out, as the one before is still being written
             return
-        self.saved_at = at.step
+        if self._saving is not None:  # it was complete just now
+            self._saved(self._saving[0])
+        if isinstance(done, SaveHandle):
+            self._saving = (at.step, done)
+        else:
+            self._saved(at.step)
+
+    def landed(self, wait: bool = False) -> None:
+        """Note the checkpoint that was written in the background, if it is complete; raise what went wrong with it."""
+        if self._saving is None or not (wait or self._saving[1].done()):
+            return
+        assert self.checkpoints is not None
+        (step, _), self._saving = self._saving, None
+        self.checkpoints.wait()
+        self._saved(step)
+
+    def saving_at(self) -> int | None:
+        """Step of the newest checkpoint that was begun."""
+        return self.saved_at if self._saving is None else self._saving[0]
+
+    def _saved(self, step: int) -> None:
+        assert self.checkpoints is not None
+        self.saved_at = step
         self.report.note("running")
         for c in self.callbacks:
-            c.on_save(self, self.checkpoints.path(at.step))
+            c.on_save(self, self.checkpoints.path(step))
+
+    def _let_land(self) -> None:
+        """Nothing is being written when the run ends. A run that ends well has waited before: this is for one that ends by another error."""
+        try:
+            self.landed(wait=True)
+        except Exception as e:
+            self.report.display.say(f"a background save failed: {e}")

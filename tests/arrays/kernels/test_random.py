@@ -89,11 +89,12 @@ def test_dropout_is_its_composition(emulator: Any, place: Any, dtype: np.dtype, 
 def test_dropout_of_any_block(emulator: Any, place: Any, dtype: np.dtype, shape: Any, offset: Any, whole: Any) -> None:
     rng = np.random.default_rng(0)
     x, y = (place(rng.normal(size=shape), dtype) for _ in range(2))
-    for rate in (0.3, 1.0):
+    of_samples = rng.integers(0, 2**63, (whole[0], 1, 2)).astype(np.uint64)
+    for rate, key in ((0.3, KEY), (1.0, KEY), (0.3, of_samples), (1.0, of_samples)):
         params = {"rate": rate, "offset": offset, "global_shape": whole}
         for name, args in (("dropout", (x,)), ("dropout_add", (x, y))):
-            got = OPS[name].overrides["cupy"](*args, place(KEY), **params)
-            expected = OPS[name].numpy(*args, KEY, **params)
+            got = OPS[name].overrides["cupy"](*args, place(key), **params)
+            expected = OPS[name].numpy(*args, key, **params)
             assert got.dtype == dtype
             np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
 

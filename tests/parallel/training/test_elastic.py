@@ -121,6 +121,35 @@ def test_without_its_worker_the_run_goes_on_with_fewer_ranks_and_grows_again(tmp
     np.testing.assert_allclose(losses(result), unbroken, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kept", ["on disk", "in memory"])
+def test_ranks_that_were_kept_on_fewer_workers_spread_when_workers_return(tmp_path, unbroken, kept):
+    """The mesh keeps its two ranks throughout, and the numbers their bits: on two workers, on one, and on two again, once."""
+
+    class Where(tr.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_start(self, trainer):
+            self.seen.append(len(trainer.mesh.runtime.addresses))
+
+        def on_log(self, trainer, numbers):
+            if trainer.progress.step == 12:
+                client.cluster.scale(3)  # the retired one still counts for it
+                client.wait_for_workers(2, timeout=LIMIT)
+
+    where = Where()
+    options = {"directory": tmp_path, "save_every": 4} if kept == "on disk" else {"snapshot_every": 4}
+    with local_cluster(2) as client:
+        result = trainer(
+            mt.Mesh({"data": 2}, client=client),
+            callbacks=[Kill([6], retire=True), where],
+            elastic=Elastic(rejoin=0.0, on_loss="keep"),
+            **options,
+        ).fit()
+    assert (result.reason, result.restarts, where.seen) == ("steps", 1, [2, 1, 2])
+    assert losses(result) == unbroken
+
+
 def test_a_run_that_is_only_kept_in_memory_grows_too(unbroken):
     class Add(Sizes):
         def on_log(self, trainer, numbers):
@@ -201,6 +230,7 @@ def test_the_end_of_the_scheduler_is_said_to_be_that(tmp_path):
     class End(tr.Callback):
         def on_log(self, trainer, numbers):
             if trainer.progress.step == 5:
+                trainer.landed(wait=True)
                 client.cluster.close()
                 client.close()
 

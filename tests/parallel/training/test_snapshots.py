@@ -83,7 +83,7 @@ def test_a_newer_checkpoint_goes_before_a_snapshot(mortal, tmp_path):
         callbacks=[kill],
         snapshot_every=3,
         save_every=7,
-        directory=tmp_path,
+        checkpoints=mt.CheckpointManager(tmp_path),  # complete before the next step
         elastic=KEEP,
     )
     assert (result.step, result.restarts, kill.began) == (9, 1, [0, 7])
