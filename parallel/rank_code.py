@@ -165,7 +165,9 @@ class RankCode:
         given = [*arguments, *(made(c.current()) for c in self.captured)]
         operands = [self._placed(x) for x in given]
         if not any(isinstance(x._buf, Deferred) and x._buf.host is self.mesh for x in operands):
-            operands.append(self.mesh.replicate(made(wrap(np.zeros((), np.int8)))))  # so that the call goes to the mesh
+            operands.append(
+                made(self.mesh.replicate(made(wrap(np.zeros((), np.int8)))))
+            )  # so that the call goes to the mesh
         op = shard_map_op(len(self.out_avals))
         out = apply(op, tuple(operands), {"code": self})
         return [out] if op.nout == 1 else list(out)
