@@ -167,12 +167,22 @@ def compile(
 ) -> Compiled:
     """A function that is traced once for each signature and then replayed as a program.
 
-    Arguments and results are trees. Arrays (NumPy's too) are inputs; everything else in the arguments is static: a new value
-    is a new signature, so pass a number that changes at every call as ``mt.asarray(number)``. The signature is compared by
-    equality: shapes, dtypes, devices, shardings, static arguments, and the arrays and numbers that the function reads from
-    around it. A program is differentiated like the code it came from, at any order. Where that has a ``checkpoint``, a
+    Arguments and results are trees. Arrays (NumPy's too) are inputs, and so are Python numbers that only enter arithmetic: a
+    learning rate that changes at every call costs one trace. A number that the code compares, indexes or makes a shape with is
+    static, and so is everything else: a new value is a new signature. The signature is compared by equality: shapes, dtypes,
+    devices, shardings, and static arguments.
+
+    What the function reads from around it is read again, and compared, at every call; where it changed, the function is traced
+    again. That is whatever its code can reach, and that of the functions it calls: closures, variables of modules, default
+    arguments, attributes of objects and classes, what lies in containers, arrays that are written in place. See the page on the
+    tape for what cannot be seen.
+
+    A program is differentiated like the code it came from, at any order. Where that has a ``checkpoint``, a
     ``custom_vjp`` or a ``gradient_hook``, its derivative becomes a second program, which computes the values again; Python code in
     hooks runs while that is traced. (``compile(grad(f))`` has both in one program, and computes them once.)
+
+    On a CPU results have the bits of eager ones, but for sums and products over large arrays that the function has turned
+    (``mt.sum(-x.T)``): a program lays these out in another order, in which they are then summed. They differ by rounding.
 
     Parameters
     ----------
@@ -198,10 +208,12 @@ def compile(
     DeviceError
         With ``cuda_graph``, for arrays that are not on one CUDA device.
     TracedValueError
-        When the function asks for a value (``if x > 0``, ``float(x)``) or for a shape that depends on values.
+        When the function asks for a value (``if x > 0``, ``float(x)``) or for a shape that depends on values; and when it reads from
+        around it what could change unseen: a NumPy array above a megabyte that may be written to, or an array from where Python
+        code cannot look.
     NondeterministicError
-        When what the function draws from Python's or NumPy's random numbers, or reads from a clock, becomes part of the program. A
-        function that does either is traced twice to see.
+        When what the function draws from Python's or NumPy's random numbers, or from an iterator, or reads from a clock, becomes part
+        of the program. A function that does either is traced twice to see, and so is one that makes NumPy arrays.
 
     Examples
     --------

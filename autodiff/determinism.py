@@ -111,7 +111,7 @@ def refuse_strangers(name: str, first: Mapping[int, tuple[Any, Site | None]], se
 def _error(name: str, what: str) -> NondeterministicError:
     return NondeterministicError(
         f"[compile] {name} was traced twice and gave {what}. A program repeats what was drawn or read while it was traced: "
-        "draw with mt.random from a key that is an argument, and pass times and numbers drawn elsewhere as mt.asarray(number)"
+        "draw with mt.random from a key that is an argument, and pass times and numbers drawn elsewhere as arguments"
     )
 
 

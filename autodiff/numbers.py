@@ -182,7 +182,7 @@ class TracedNumber(Symbol):
         return np.asarray(self._read(), dtype)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or not hasattr(self._term.kind, name):  # which the type knows
             raise AttributeError(name)
         return getattr(self._read(), name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,7 +139,9 @@ class _Trace:
         self.pinned: frozenset[int] = frozenset()
         # Of what is neither traced, nor known by id to be read from around the function, nor seen to be made inside.
         self.known = set(known)
-        self.made: dict[int, weakref.ref[Array]] = {}
+        self.made: dict[
+            int, Callable[[], Any]
+        ] = {}  # arrays and their buffers by id, and how to see that they are still these
         self.strangers: dict[int, tuple[Any, Site | None]] = {}  # by id; they are held, so that ids stay their own
 
     def note_call(self, outs: Sequence[Array]) -> None:
@@ -150,19 +152,28 @@ class _Trace:
 
     def note_made(self, x: Array, of: Any) -> None:
         """Called where an array is made of a NumPy array, or of nothing."""
-        self.made[id(x)] = weakref.ref(x)
+        self._made(x)
         if isinstance(of, np.ndarray):
             of = memory(of)
             if id(of) not in self.known:
                 self.strangers.setdefault(id(of), (of, call_site()))
+
+    def _made(self, x: Array) -> None:
+        buf = x._buf
+        self.made[id(x)] = weakref.ref(x)
+        # (What cannot be referred to weakly is held.)
+        self.made[id(buf)] = weakref.ref(buf) if isinstance(buf, np.ndarray) else lambda: buf
+
+    def _is_made(self, x: Any) -> bool:
+        ref = self.made.get(id(x))
+        return ref is not None and ref() is x
 
     def note_read(self, x: Array) -> None:
         """Called where an array that is not traced takes part in a call, or is turned into numbers."""
         buf = x._buf
         if isinstance(buf, Tracer) or id(x) in self.known or id(buf) in self.known:
             return
-        ref = self.made.get(id(x))
-        if ref is None or ref() is not x:
+        if not self._is_made(x) and not self._is_made(buf):
             site = call_site()
             self.strangers.setdefault(id(x), (x, site))
             self.strangers.setdefault(id(buf), (buf, site))
@@ -186,7 +197,8 @@ class _Trace:
                 self.note_read(a)
         if any(isinstance(o._buf, Tracer) for o in outs):
             return
-        self.made.update((id(o), weakref.ref(o)) for o in outs)
+        for o in outs:
+            self._made(o)
         sources = tuple(self._source(a) if isinstance(a, Array) else a for a in args)
         if not any(type(s) is Result or (type(s) is Held and id(s.array) in self.outside) for s in sources):
             return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays._array import Array
-from ..arrays._dispatch import Deferred, apply, wrap
+from ..arrays._dispatch import Deferred, apply, made, wrap
 from ..arrays._op import Op, state
 from ..arrays.elementwise import where
 from ..arrays.errors import GradientError, NonDifferentiableError, ShardingConflict
@@ -162,10 +162,12 @@ class RankCode:
         """The call, as one op."""
         if not self.out_avals:
             return []
-        given = [*arguments, *(c.current() for c in self.captured)]
+        given = [*arguments, *(made(c.current()) for c in self.captured)]
         operands = [self._placed(x) for x in given]
         if not any(isinstance(x._buf, Deferred) and x._buf.host is self.mesh for x in operands):
-            operands.append(self.mesh.replicate(wrap(np.zeros((), np.int8))))  # so that the call goes to the mesh
+            operands.append(
+                made(self.mesh.replicate(made(wrap(np.zeros((), np.int8)))))
+            )  # so that the call goes to the mesh
         op = shard_map_op(len(self.out_avals))
         out = apply(op, tuple(operands), {"code": self})
         return [out] if op.nout == 1 else list(out)
