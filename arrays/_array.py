@@ -27,9 +27,10 @@ from ._op import not_recording, state
 from ._operators import operator
 from ._protocols import Protocols
 from .at import AtIndex, masked_write
-from .devices import CPU, Device, device
-from .errors import BackendError, DeviceError, DTypeError, ShapeError
+from .devices import Device, device
+from .errors import DeviceError, DTypeError, ShapeError
 from .pool import is_sole
+from .unpickling import unpickle
 from .writing import become, settled, take
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class Array(Value, Methods, Protocols):
         refuse_watched("pickle", self)
         # Read-only: out-of-band buffers are this array's own memory.
         value = (read_only(self._concrete()),)
-        return _unpickle, value if isinstance(self._buf, np.ndarray | Deferred) else (*value, str(self.device))
+        return unpickle, value if isinstance(self._buf, np.ndarray | Deferred) else (*value, str(self.device))
 
     # ----- display ----------------------------------------------------------------------------------------------------
 
@@ -480,38 +481,6 @@ def new_id(x: Array) -> int:
     if not name:
         name = x._id = next(_ids)
     return name
-
-
-def _unpickle(host: np.ndarray, where: str | None = None) -> Array:
-    """An array as it was pickled: on the device where it was, or on that of ``mt.use_device``."""
-    if where is None:
-        return wrap(host if _is_frozen(host) else host.copy())
-    from ._backends import backend_for
-
-    target = state.device or device(where)
-    try:
-        return wrap(backend_for(target).from_host(host.copy() if target is CPU else host, target))
-    except (BackendError, DeviceError) as e:
-        raise type(e)(
-            f"[pickle] this array was pickled on {where}, and goes to {target}: {e}. Inside `with mt.use_device('cpu'):` it is "
-            "unpickled on the CPU; to send it anywhere, pickle x.to_device('cpu')"
-        ) from None
-
-
-def _is_frozen(host: np.ndarray) -> bool:
-    """Whether nobody can write to an unpickled array's memory. Out-of-band buffers are read-only for us, but perhaps not for others."""
-    owner: Any = host
-    while owner.base is not None:
-        if owner.flags.writeable:
-            return False
-        owner = owner.base
-        if not isinstance(owner, np.ndarray):
-            if isinstance(owner, bytes) or type(owner).__name__ == "PyCapsule":
-                return True
-            owner = memoryview(owner).obj
-            if not isinstance(owner, np.ndarray):
-                return isinstance(owner, bytes)
-    return owner is host
 
 
 def _count_holders() -> None:

@@ -2,8 +2,9 @@
 
 from . import optim
 from .anomaly import detect_anomaly
-from .calls import checkpoint, custom_vjp, gradient_hook
+from .calls import checkpoint, gradient_hook
 from .compile import compile
+from .custom_calls import custom_vjp
 from .jacobians import hessian, jacobian, jacobian_blocks
 from .sparse import SparseGradient, gradient_rows, sparse_gradient
 from .tape import Tape

@@ -1,4 +1,4 @@
-"""Calls that a tape records as one, with a derivative of their own: ``checkpoint``, ``custom_vjp`` and ``gradient_hook``.
+"""Calls that a tape records as one, with a derivative of their own: ``checkpoint`` and ``gradient_hook``, and `.custom_calls`.
 
 The ops inside such a call are hidden from the tapes; each tape gets one record in their place, whose recipe pulls cotangents
 back in its own way. A recorder takes part by a method ``record_call`` beside ``record``; one without it (the tracer of
@@ -8,7 +8,6 @@ back in its own way. A recorder takes part by a method ``record_call`` beside ``
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -22,9 +21,8 @@ from ..arrays._op import Op, state
 from ..arrays.creation import asarray
 from ..arrays.elementwise import BARRIER
 from ..arrays.errors import GradientError
-from ..arrays.program import Const, Site, site_text
+from ..arrays.program import Const, Site
 from .backward import Recorded, named, same_value
-from .captures import Wrapper
 from .recipe import Recipe
 
 
@@ -52,7 +50,7 @@ class CallRecipe(Recipe):
 
 
 @contextmanager
-def _without_tapes(*instead: Any) -> Iterator[None]:
+def without_tapes(*instead: Any) -> Iterator[None]:
     """What is computed inside is shown to ``instead``, and not to the recorders that take whole calls."""
     before = state.recorders
     state.recorders = (*instead, *(r for r in before if not hasattr(r, "record_call")))
@@ -62,34 +60,34 @@ def _without_tapes(*instead: Any) -> Iterator[None]:
         state.recorders = before
 
 
-def _tapes() -> list[Any]:
+def recording_tapes() -> list[Any]:
     return [r for r in state.recorders if hasattr(r, "record_call")]
 
 
-def _note(outs: Sequence[Array]) -> None:
+def note_call_made(outs: Sequence[Array]) -> None:
     """Tell the recorders that see the calls inside that they belong to a call with a derivative of its own."""
     for r in state.recorders:
         if hasattr(r, "note_call"):
             r.note_call(outs)
 
 
-def _record(
+def record_on(
     call: Call, args: Sequence[Array], outs: Sequence[Array], saved: Sequence[Any], tapes: Sequence[Any]
 ) -> None:
     site = call_site()
-    _note(outs)
+    note_call_made(outs)
     for t in tapes:
         t.record_call(call, args, outs, saved, state.origin, site)
 
 
-def _as_they_are(arrays: Sequence[Array]) -> list[Array]:
+def as_they_are(arrays: Sequence[Array]) -> list[Array]:
     """The values that arrays have now, under names that tell them from later ones."""
     for x in arrays:
         new_id(x)
     return [same_value(x) for x in arrays]
 
 
-def _refuse_written(where: str, fn: str, arrays: Sequence[Array], before: Sequence[Array]) -> None:
+def refuse_written(where: str, fn: str, arrays: Sequence[Array], before: Sequence[Array]) -> None:
     """Raise where a function has written to its arguments: no tape saw it, and what is computed from them would have no gradient."""
     for x, old in zip(arrays, before, strict=True):
         if x._id != old._id:
@@ -190,12 +188,12 @@ class _Recomputed:
         return [env[v] for v in self.outputs]
 
     def again(self, arrays: Sequence[Array]) -> list[Array]:
-        tapes = _tapes()
-        with _without_tapes():
+        tapes = recording_tapes()
+        with without_tapes():
             outs = self.run(arrays)
         for o in outs:
             o._id = o._id or next_id()
-        _record(self, arrays, outs, [a._buf for a in arrays], tapes)
+        record_on(self, arrays, outs, [a._buf for a in arrays], tapes)
         return outs
 
     def expand(self, r: Recorded, wrapped: bool) -> tuple[list[tuple[Any, ...]], list[int]]:
@@ -241,16 +239,16 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        tapes = _tapes()
+        tapes = recording_tapes()
         if not tapes:
-            _note(())
+            note_call_made(())
             return fn(*args, **kwargs)
         region = Region(tapes)
         given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Array)]
-        before = _as_they_are(given)
-        with _without_tapes(region):
+        before = as_they_are(given)
+        with without_tapes(region):
             result = fn(*args, **kwargs)
-        _refuse_written("checkpoint", "the function", given, before)
+        refuse_written("checkpoint", "the function", given, before)
         leaves = [x for x in trees.flatten(result)[0] if isinstance(x, Array) and x._id in region.made]
         outs = list({x._id: x for x in leaves}.values())
         needed = {x._id for x in outs}
@@ -261,219 +259,13 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
                 steps.append(s)
         sources = [x for v, x in region.sources.items() if v in needed]
         call = _Recomputed(steps[::-1], [x._id for x in sources], [x._id for x in outs])
-        _record(call, sources, outs, [x._buf for x in sources], tapes)
+        record_on(call, sources, outs, [x._buf for x in sources], tapes)
         return result
 
     return wrapped
 
 
 # ----- custom_vjp -----------------------------------------------------------------------------------------------------
-
-
-class _Guard:
-    """The recorder inside a function with a derivative of its own: what that derivative cannot know of is refused."""
-
-    def __init__(self, name: str, tapes: Sequence[Any], args: Sequence[Array]) -> None:
-        self.name, self.tapes = name, tapes
-        self.known = {new_id(a) for a in args}
-
-    def note_call(self, outs: Sequence[Array]) -> None:
-        self.known.update(o._id for o in outs)
-
-    def watches(self, x: Array) -> bool:
-        return any(t.watches(x) for t in self.tapes)
-
-    def record(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        outs: tuple[Array, ...],
-        params: Mapping[str, Any],
-        origin: str | None,
-        site: Site | None,
-    ) -> None:
-        for a in args:
-            if type(a) is Array and a._id not in self.known and self.watches(a) and not op.nondifferentiable:
-                raise GradientError(
-                    f"[custom_vjp] {self.name} reads a watched array of shape {a.shape} from around it (by {op.name}, at "
-                    f"{site_text(site)}), which its own derivative cannot know of: pass it as an argument, or take "
-                    "mt.stop_gradient of it"
-                )
-        for o in outs:
-            o._id = o._id or next_id()
-            self.known.add(o._id)
-
-
-class _Custom:
-    """One call of a function with a derivative of its own."""
-
-    nondifferentiable = None
-
-    def __init__(
-        self, owner: custom_vjp, args_def: trees.TreeDef, leaves: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        self.owner, self.args_def, self.kwargs = owner, args_def, kwargs
-        self.name = owner.__name__
-        # Everything but the arrays: what a record saves is up to the tape.
-        self.leaves = [_ARRAY if isinstance(x, Array) else x for x in leaves]
-        self.out_def: trees.TreeDef | None = None
-        self.statics: list[Any] = []  # what stands among the results beside arrays
-        self.residuals: tuple[trees.TreeDef, list[Any]] | None = None
-
-    def again(self, arrays: Sequence[Array]) -> list[Array]:
-        given = iter(arrays)
-        args = trees.unflatten(self.args_def, [next(given) if x is _ARRAY else x for x in self.leaves])
-        return [x for x in trees.flatten(self.owner(*args, **self.kwargs))[0] if isinstance(x, Array)]
-
-    def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
-        residual_def, residual_leaves = self.residuals  # type: ignore[misc]
-        # All that the function gets is its own: it may write to it, and be called again.
-        kept = iter([same_value(b) if isinstance(b, Array) else wrap(b) for b in r.saved])
-        residuals = trees.unflatten(residual_def, [next(kept) if x is _ARRAY else _own(x) for x in residual_leaves])
-        cots = iter([same_value(c) if wrapped else wrap(np.asarray(c) if isinstance(c, np.generic) else c) for c in g])
-        seed = trees.unflatten(self.out_def, [next(cots) if x is _ARRAY else None for x in self.statics])
-        found = self.owner._backward(residuals, seed)  # type: ignore[misc]
-        return _as_cotangents(self, found, r, wrapped)
-
-
-def _own(x: Any) -> Any:
-    """A copy of a NumPy array, whose owner may write to it; all else as it is."""
-    return x.copy() if isinstance(x, np.ndarray) else x
-
-
-def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> list[Any]:
-    wanted = r.recipe.wanted
-    children = call.args_def.children
-    if not isinstance(found, tuple) or len(found) != len(children):
-        shown = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
-        raise GradientError(
-            f"[custom_vjp] the backward function of {call.name} must return a tuple of {len(children)} cotangents, one for "
-            f"each positional argument, got {shown}"
-        )
-    leaves: list[Any] = []
-    for i, (child, cot) in enumerate(zip(children, found, strict=True)):
-        given = [None] * child.size if cot is None else trees.flatten(cot, is_leaf=lambda x: x is None)[0]
-        if len(given) != child.size:
-            raise GradientError(
-                f"[custom_vjp] the backward function of {call.name} returned {len(given)} cotangent(s) for argument {i}, "
-                f"which has {child.size} leaves"
-            )
-        leaves += given
-    arrays = [c for c, x in zip(leaves, call.leaves, strict=True) if x is _ARRAY]
-    out = [None if arrays[p] is None else same_value(asarray(arrays[p])) for p in wanted]
-    results = {a.shape for a in r.out_avals or ()}
-    for g, p, (_, shape, dtype) in zip(out, wanted, r.operands, strict=True):
-        if g is None:
-            continue
-        # (The broadcasting of a result is undone where all cotangents are: in `backward.fit`.)
-        if g.shape != shape and not (g.shape in results and np.broadcast_shapes(g.shape, shape) == g.shape):
-            raise GradientError(
-                f"[custom_vjp] the backward function of {call.name} returned a cotangent of shape {g.shape} for array {p} of the "
-                f"arguments, which has shape {shape}"
-            )
-        if g.dtype.kind == "c" and dtype.kind != "c":
-            raise GradientError(
-                f"[custom_vjp] the backward function of {call.name} returned a {g.dtype.name} cotangent for array {p} of the "
-                f"arguments, which is {dtype.name}: the cotangent of a real number is real, take mt.real of it"
-            )
-    return out if wrapped else [None if c is None else c._buf for c in out]
-
-
-class custom_vjp(Wrapper):  # a decorator, used like a function
-    """A function whose derivative is given by hand.
-
-    Used as a decorator; ``defvjp(forward, backward)`` declares the derivative. ``forward(*args)`` returns ``(value, residuals)``;
-    ``backward(residuals, cotangent)`` returns a tuple with one cotangent (a tree like the argument, or None for zero) for each
-    positional argument. Both are written with ordinary functions, which are recorded: derivatives of higher order are those of
-    ``backward`` and of the residuals. Keyword arguments are passed on and have no derivative.
-
-    A function that reads a watched array from around it is refused, as its derivative could not know of it.
-
-    Examples
-    --------
-    >>> import meshtape as mt
-    >>> @mt.custom_vjp
-    ... def log1pexp(x):
-    ...     return mt.log1p(mt.exp(x))
-    >>> log1pexp.defvjp(lambda x: (log1pexp(x), x), lambda x, g: (g * (1.0 - 1.0 / (1.0 + mt.exp(x))),))
-    >>> float(mt.grad(log1pexp)(1000.0))
-    1.0
-    """
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        self._forward: Callable[..., Any] | None = None
-        self._backward: Callable[..., Any] | None = None
-        self.__name__ = getattr(fn, "__name__", "the function")
-        functools.update_wrapper(self, fn, updated=())
-
-    def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        """Declare the derivative."""
-        self._forward, self._backward = forward, backward
-
-    def functions(self) -> list[Callable[..., Any]]:
-        return [f for f in (self._fn, self._forward, self._backward) if f is not None]
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As a method: the object is the first argument, as for any function."""
-        return self if instance is None else functools.partial(self, instance)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._forward is None:
-            raise GradientError(
-                f"[custom_vjp] {self.__name__} has no derivative yet: call its defvjp(forward, backward)"
-            )
-        tapes = _tapes()
-        leaves, args_def = trees.flatten(args)
-        if not tapes:
-            _note(())
-            return self._fn(*args, **kwargs)
-        given = [x for x in leaves if isinstance(x, Array)]
-        arrays = _as_they_are(given)
-        call = _Custom(self, args_def, leaves, kwargs)
-        # A single tape never looks at its own backward pass, so that it needs nothing of the forward function. Of several, any
-        # may differentiate the residuals, which it must have seen come about. A forward function that calls this one again
-        # does so with one tape fewer each time.
-        inner = self in _active.owners
-        shown = tapes if len(tapes) > 1 and not inner else tapes[:-1]
-        before = _active.owners
-        _active.owners = (*before, self)
-        try:
-            with _without_tapes(_Guard(self.__name__, tapes, arrays), *shown):
-                made = self._forward(*args, **kwargs)
-        finally:
-            _active.owners = before
-        _refuse_written("custom_vjp", f"the forward function of {self.__name__}", given, arrays)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise GradientError(
-                f"[custom_vjp] the forward function of {self.__name__} must return (value, residuals), got "
-                f"{type(made).__name__}"
-            )
-        values, call.out_def = trees.flatten(made[0])
-        residuals, residual_def = trees.flatten(made[1])
-        call.statics = [_ARRAY if isinstance(x, Array) else x for x in values]
-        call.residuals = residual_def, [_ARRAY if isinstance(x, Array) else _own(x) for x in residuals]
-        # The results are values of their own, also where the function handed an argument on.
-        fresh = [named(x._buf, next_id()) if isinstance(x, Array) else x for x in values]
-        saved = [same_value(x) for x in residuals if isinstance(x, Array)]
-        _record(call, arrays, [x for x in fresh if isinstance(x, Array)], saved, tapes)
-        return trees.unflatten(call.out_def, fresh)
-
-    def __repr__(self) -> str:
-        return f"custom_vjp({self.__name__})"
-
-
-class _Active(threading.local):
-    owners: tuple[custom_vjp, ...] = ()
-
-
-_active = _Active()
-"""The functions whose forward function this thread is in."""
-
-_ARRAY = object()
-
-
-# ----- gradient_hook --------------------------------------------------------------------------------------------------
 
 
 class _Hooked:
@@ -523,10 +315,10 @@ def gradient_hook(x: Any, fn: Callable[[Array], Any]) -> Any:
         if not isinstance(a, Array):
             return a
         out = named(a._buf, next_id())
-        _record(_Hooked(fn), [a], [out], [], _tapes())
+        record_on(_Hooked(fn), [a], [out], [], recording_tapes())
         return out
 
     return trees.tree_map(hooked, x)
 
 
-__all__ = ["checkpoint", "custom_vjp", "gradient_hook"]
+__all__ = ["checkpoint", "gradient_hook"]

@@ -32,8 +32,8 @@ from ..arrays.program import (
 from ..arrays.writing import settled
 from .anomaly import is_checker
 from .backward import same_value
-from .calls import custom_vjp
 from .captures import Captures, Outside, Wrapper, captures_of
+from .custom_calls import custom_vjp
 from .determinism import Chance, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable

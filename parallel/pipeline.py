@@ -16,7 +16,7 @@ from ..arrays._array import Array
 from ..arrays.creation import asarray, full, zeros
 from ..arrays.errors import MeshError, ShapeError
 from ..arrays.manipulation import concat, stack
-from ..autodiff.calls import custom_vjp
+from ..autodiff.custom_calls import custom_vjp
 from ..autodiff.transforms import vjp
 from .mesh import Mesh
 from .placement import Partial, Placement, Shard

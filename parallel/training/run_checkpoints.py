@@ -1,0 +1,79 @@
+"""The checkpoints of a run, written in the background while steps go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ...storage import SaveHandle
+from .nonfinite import NonFiniteStep
+from .records import METADATA_KEY
+
+if TYPE_CHECKING:
+    from ...storage import CheckpointManager
+    from .reporting import Reporting
+
+
+class RunCheckpoints:
+    """Base of the trainer: at most one checkpoint is being written, and one counts once it is complete."""
+
+    checkpoints: CheckpointManager | None
+    report: Reporting
+    saved_at: int | None
+    _saving: tuple[int, SaveHandle] | None
+    session: Any
+    history: Any
+    callbacks: Any
+    state: Any
+    position: Any
+
+    def newest(self) -> str | None:
+        """The newest checkpoint of this run."""
+        return None if self.saved_at is None or self.checkpoints is None else self.checkpoints.path(self.saved_at)
+
+    def _save(self) -> None:
+        assert self.checkpoints is not None
+        at = self.position()
+        if not self.session.finite():
+            raise NonFiniteStep(f"the parameters are not finite after step {at.step}, and are not saved", at.consumed)
+        last = self.history[-1] if self.history else {}
+        metrics = {n: v for n, v in last.items() if n != "step" and isinstance(v, int | float)}
+        self.landed(wait=self.checkpoints.when_busy == "wait")
+        done = self.checkpoints.save(
+            at.step, self.state, {METADATA_KEY: dataclasses.asdict(at)}, metrics=metrics, overwrite=True
+        )
+        if done is None:  # left out, as the one before is still being written
+            return
+        if self._saving is not None:  # it was complete just now
+            self._saved(self._saving[0])
+        if isinstance(done, SaveHandle):
+            self._saving = (at.step, done)
+        else:
+            self._saved(at.step)
+
+    def landed(self, wait: bool = False) -> None:
+        """Note the checkpoint that was written in the background, if it is complete; raise what went wrong with it."""
+        if self._saving is None or not (wait or self._saving[1].done()):
+            return
+        assert self.checkpoints is not None
+        (step, _), self._saving = self._saving, None
+        self.checkpoints.wait()
+        self._saved(step)
+
+    def saving_at(self) -> int | None:
+        """Step of the newest checkpoint that was begun."""
+        return self.saved_at if self._saving is None else self._saving[0]
+
+    def _saved(self, step: int) -> None:
+        assert self.checkpoints is not None
+        self.saved_at = step
+        self.report.note("running")
+        for c in self.callbacks:
+            c.on_save(self, self.checkpoints.path(step))
+
+    def _let_land(self) -> None:
+        """Nothing is being written when the run ends. A run that ends well has waited before: this is for one that ends by another error."""
+        try:
+            self.landed(wait=True)
+        except Exception as e:
+            self.report.display.say(f"a background save failed: {e}")
