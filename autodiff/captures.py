@@ -357,7 +357,7 @@ class _Walk:
         self.anything |= names.anything
         for name in names.variables:
             self._item(module, name, name, name in noted)
-        if names.anything:
+        if names.any_variable:
             self._data(module, fn.__module__)
         for name in names.modules:
             for m in (name, *(f"{name}.{n}" for n in names.attributes)):

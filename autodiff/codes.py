@@ -22,6 +22,8 @@ class Names(NamedTuple):
     """Variables and attributes that are only asked to take something in (``notes.append(x)``): their contents are not read."""
     anything: bool
     """Whether attributes may be read whose names stand nowhere."""
+    any_variable: bool
+    """Whether variables of the module may be."""
     modules: frozenset[str]
     """Modules that are imported where the function runs."""
 
@@ -43,6 +45,7 @@ _ANYTHING = frozenset(
         "astuple",
     }
 )
+_ANY_VARIABLE = frozenset({"globals", "eval", "exec"})
 _CAUGHT = frozenset({"AttributeError", "Exception", "BaseException"})
 _VARIABLES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _CELLS = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
@@ -115,6 +118,7 @@ def names_in(code: CodeType | None) -> Names:
         frozenset(found.attributes | texts | {f"?{name}" for name in unsure}),
         frozenset(found.noted - found.read),
         found.anything,
+        not found.variables.isdisjoint(_ANY_VARIABLE),
         frozenset(found.modules),
     )
 

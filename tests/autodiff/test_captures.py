@@ -790,6 +790,16 @@ def test_a_large_numpy_array_is_refused_by_name():
     assert fast(X).tolist() == (X * 2.0).tolist()
 
 
+def test_what_no_code_names_is_not_looked_at():
+    """A name that is made up is one of an attribute; only `globals` reads variables by such."""
+    name = "tanh"
+    fast = mt.compile(lambda x: getattr(mt, name)(x))
+    assert fast(X).tolist() == mt.tanh(X).tolist()
+    name = "sin"
+    assert fast(X).tolist() == mt.sin(X).tolist()
+    assert len(fast._outside.look().items) < 20
+
+
 def test_what_is_taken_from_an_iterator_is_refused():
     numbers = iter(range(100))
     with pytest.raises(mt.errors.NondeterministicError):
