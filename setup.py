@@ -39,7 +39,7 @@ COMPILED = {
     "meshtape.arrays.native": ("arrays/native", ("broadcasts", "calls", "ops")),
     "meshtape.autodiff": (
         "autodiff",
-        ("recipe", "recording", "backward", "captures", "executable", "gradients", "signature", "tape"),
+        ("recipe", "recording", "backward", "executable", "gradients", "guards", "signature", "tape"),
     ),
     "meshtape.autodiff.rules": ("autodiff/rules", ("_registry", "structure", "softmax", "reductions", "elementwise")),
     "meshtape.parallel": ("parallel", ("executor", "rounds")),

@@ -42,6 +42,7 @@ from ..arrays.errors import TracedValueError
 from ..arrays.indexsum import densify
 from ..arrays.program import freeze
 from .codes import is_library, names_in
+from .guards import ABSENT, CaptureKey, Captures
 from .tracing import memory
 
 LARGEST_COMPARED = 1 << 20
@@ -54,83 +55,6 @@ class Wrapper(abc.ABC):
     @abc.abstractmethod
     def functions(self) -> list[Callable[..., Any]]:
         """The functions."""
-
-
-class CaptureKey:
-    """A key that is compared by value where it holds numbers and texts, by identity for all else, and keeps that alive."""
-
-    __slots__ = ("_hash", "_held", "_key")
-
-    def __init__(self, key: tuple[Any, ...], held: Sequence[Any]) -> None:
-        self._key, self._held, self._hash = key, held, hash(key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, CaptureKey) and other._key == self._key)
-
-
-_ABSENT: Any = type("_Absent", (), {"__repr__": lambda self: "nothing"})()
-
-
-class Captures:
-    """What a function reads beside its arguments, at one moment."""
-
-    __slots__ = (
-        "arrays",
-        "cells",
-        "chance",
-        "contents",
-        "functions",
-        "items",
-        "key",
-        "known",
-        "named",
-        "objects",
-        "others",
-    )
-
-    def __init__(self) -> None:
-        self.key: CaptureKey
-        self.named: set[str] = set()  # what the code of the user looks up
-        self.chance: list[Any] = []  # generators of random numbers
-        self.known: set[int] = set()  # ids of arrays of both kinds
-        # Places, and what stood there.
-        self.items: list[tuple[Callable[..., Any], Any, Any]] = []  # of dicts: their method `get`, and a key
-        self.cells: list[tuple[Any, Any]] = []
-        self.arrays: list[tuple[Array, Any]] = []  # with their buffers
-        self.functions: list[tuple[FunctionType, Any, Any, Any]] = []
-        self.objects: list[tuple[Any, type, Any]] = []  # with their classes and dicts
-        self.contents: list[tuple[Callable[[], Sequence[Any]], Sequence[Any]]] = []  # compared by identity
-        self.others: list[tuple[Callable[[], Any], Any]] = []  # compared by equality
-
-    def hold(self) -> bool:
-        """Whether the function would read the very same now."""
-        for get, name, value in self.items:
-            if get(name, _ABSENT) is not value:
-                return False
-        for cell, value in self.cells:
-            try:
-                if cell.cell_contents is not value:
-                    return False
-            except ValueError:  # not bound
-                if value is not _ABSENT:
-                    return False
-        for x, buffer in self.arrays:
-            if x._buf is not buffer:
-                return False
-        for fn, code, defaults, named in self.functions:
-            if fn.__code__ is not code or fn.__defaults__ is not defaults or fn.__kwdefaults__ is not named:
-                return False
-        for x, cls, variables in self.objects:
-            if type(x) is not cls or getattr(x, "__dict__", None) is not variables:
-                return False
-        for look, values in self.contents:
-            now = look()
-            if len(now) != len(values) or not all(map(operator.is_, now, values)):
-                return False
-        return not self.others or all(look() == value for look, value in self.others)
 
 
 class Outside:
@@ -239,8 +163,8 @@ class _Walk:
         if kind in _PLAIN or is_plain(value):
             self.key.append((kind, freeze(value) if kind is not slice else repr(value)))
             return
-        if value is _ABSENT:
-            self.key.append(_ABSENT)
+        if value is ABSENT:
+            self.key.append(ABSENT)
             return
         # What has an equality of its own is known by what can be read of it, all else by identity.
         structural = kind.__eq__ is not object.__eq__ and not isinstance(value, Array | np.ndarray | type)
@@ -345,7 +269,7 @@ class _Walk:
             try:
                 value = cell.cell_contents
             except ValueError:  # a variable that is not bound yet
-                value = _ABSENT
+                value = ABSENT
             self.found.cells.append((cell, value))
             self._named(value, name, name in noted)
         if ours:
@@ -373,7 +297,7 @@ class _Walk:
             self.visit(value, path)
 
     def _item(self, variables: Mapping[str, Any], name: str, path: str, noted: bool = False) -> None:
-        value = variables.get(name, _ABSENT)
+        value = variables.get(name, ABSENT)
         self.found.items.append((variables.get, name, value))
         self._named(value, path, noted)
 
@@ -488,20 +412,20 @@ class _Walk:
 
     def _attribute(self, x: Any, name: str, path: str, variables: Any, classes: Sequence[type]) -> None:
         noted = name in self.noted
-        mine = variables.get(name, _ABSENT) if isinstance(variables, dict) else _ABSENT
+        mine = variables.get(name, ABSENT) if isinstance(variables, dict) else ABSENT
         home = next((i for i, c in enumerate(classes) if name in vars(c)), None)
-        if isinstance(variables, dict) and (mine is not _ABSENT or home is not None):
+        if isinstance(variables, dict) and (mine is not ABSENT or home is not None):
             self._item(variables, name, path, noted)
-            if mine is not _ABSENT and (home is None or not isinstance(vars(classes[home])[name], property)):
+            if mine is not ABSENT and (home is None or not isinstance(vars(classes[home])[name], property)):
                 return
         if home is None:
             if isinstance(variables, dict) and (
                 f"?{name}" in self.names or any("__getattr__" in vars(c) for c in classes)
             ):
-                self.found.items += [(d.get, name, _ABSENT) for d in (variables, *map(vars, classes))]
+                self.found.items += [(d.get, name, ABSENT) for d in (variables, *map(vars, classes))]
             return
         for c in classes[:home]:  # one that comes to stand before it hides it
-            self.found.items.append((vars(c).get, name, _ABSENT))
+            self.found.items.append((vars(c).get, name, ABSENT))
         member = vars(classes[home])[name]
         if isinstance(member, MemberDescriptorType):
             if not isinstance(x, type):
@@ -514,10 +438,10 @@ class _Walk:
         variables = vars(x)
         library = is_library(x.__name__)
         for name in names:
-            value = variables.get(name, _ABSENT)
-            if value is _ABSENT and not library and f"?{name}" in self.names:
+            value = variables.get(name, ABSENT)
+            if value is ABSENT and not library and f"?{name}" in self.names:
                 self.found.items.append((variables.get, name, value))
-            if value is _ABSENT or (library and isinstance(value, ModuleType)) or value is sys.modules:
+            if value is ABSENT or (library and isinstance(value, ModuleType)) or value is sys.modules:
                 continue
             self.found.items.append((variables.get, name, value))
             if library and (callable(value) or type(value).__module__.startswith("meshtape.")):
@@ -535,4 +459,4 @@ def _slot(member: Any, x: Any) -> Any:
     try:
         return member.__get__(x)
     except AttributeError:
-        return _ABSENT
+        return ABSENT

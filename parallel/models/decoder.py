@@ -19,7 +19,7 @@ from ...arrays.manipulation import astype, matrix_transpose
 from ...arrays.reductions import sum as sum_
 from ...autodiff import checkpoint
 from . import huggingface, moe
-from .decoder_families import FAMILIES
+from .decoder_families import FAMILIES, rules
 from .layers import (
     Keys,
     Recompute,
@@ -39,7 +39,7 @@ from .layers import (
 from .plans import AXES, Plan, Stages, block_cuts, parse
 
 if TYPE_CHECKING:
-    from ...storage import Rules
+    pass
 
 PARAMETERS = {
     "tp": {"*attn.[qkv]": 1, "*attn.o": 0, "*ffn.gate": 1, "*ffn.up": 1, "*ffn.down": 0, "*experts.gate": 2}
@@ -448,42 +448,6 @@ def plan(name: str | Plan) -> Plan:
     Sharding(data=Replicate(), model=Shard(0))
     """
     return parse(name, PARAMETERS, ACTIVATIONS)
-
-
-def rules(config: Config) -> Rules:
-    """Key rules from the names of Hugging Face's Llama to this tree; ``.inverse`` leads back.
-
-    They stored weights as ``(outputs, inputs)``. A decoder with experts follows the names of Mixtral. Names say nothing of how a model
-    computes: :func:`from_pretrained` reads that too, and refuses what this one would compute wrongly.
-    """
-    from ...storage import Rules
-
-    lines = [
-        "model.embed_tokens.weight -> embed",
-        "model.norm.weight -> norm",
-        "model.layers.{i}.input_layernorm.weight -> layers.{i}.attn_norm",
-        "model.layers.{i}.post_attention_layernorm.weight -> layers.{i}.ffn_norm",
-        *(f"model.layers.{{i}}.self_attn.{n}_proj.weight -> layers.{{i}}.attn.{n}, permute()" for n in "qkvo"),
-    ]
-    if config.experts is None:
-        lines += [
-            f"model.layers.{{i}}.mlp.{n}_proj.weight -> layers.{{i}}.ffn.{n}, permute()" for n in ("gate", "up", "down")
-        ]
-    else:
-        lines.append("model.layers.{i}.block_sparse_moe.gate.weight -> layers.{i}.ffn.router, permute()")
-        shapes = {
-            "gate": (config.width, config.ffn),
-            "up": (config.width, config.ffn),
-            "down": (config.ffn, config.width),
-        }
-        for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
-            lines.append(
-                f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight -> layers.{{i}}.ffn.experts.{ours}, "
-                f"permute(), reshape([1, {', '.join(map(str, shapes[ours]))}]), concat(0)"
-            )
-    lines.append("model.layers.{i}.self_attn.rotary_emb.inv_freq -> _, optional()")
-    lines.append("lm_head.weight -> _, optional()" if config.tied else "lm_head.weight -> head, permute()")
-    return Rules("\n".join(lines))
 
 
 def shapes(config: Config) -> Any:

@@ -1,8 +1,13 @@
-"""The models of Hugging Face that the decoder computes, and the values of their ``config.json``."""
+"""The models of Hugging Face that the decoder computes: the values of their ``config.json``, and the names of their weights."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import huggingface
+
+if TYPE_CHECKING:
+    from ...storage import Rules
 
 _LLAMA = dict.fromkeys(
     (
@@ -40,3 +45,39 @@ FAMILIES = {
     "mixtral": huggingface.Family("mt.models.decoder", _LLAMA | _MIXTRAL, _SAME | {"router_jitter_noise": (0.0, 0)}),
 }
 """The models of Hugging Face that are this one, with the defaults of their ``config.json``."""
+
+
+def rules(config: Any) -> Rules:
+    """Key rules from the names of Hugging Face's Llama to this tree; ``.inverse`` leads back.
+
+    They stored weights as ``(outputs, inputs)``. A decoder with experts follows the names of Mixtral. Names say nothing of how a model
+    computes: :func:`~meshtape.models.decoder.from_pretrained` reads that too, and refuses what this one would compute wrongly.
+    """
+    from ...storage import Rules
+
+    lines = [
+        "model.embed_tokens.weight -> embed",
+        "model.norm.weight -> norm",
+        "model.layers.{i}.input_layernorm.weight -> layers.{i}.attn_norm",
+        "model.layers.{i}.post_attention_layernorm.weight -> layers.{i}.ffn_norm",
+        *(f"model.layers.{{i}}.self_attn.{n}_proj.weight -> layers.{{i}}.attn.{n}, permute()" for n in "qkvo"),
+    ]
+    if config.experts is None:
+        lines += [
+            f"model.layers.{{i}}.mlp.{n}_proj.weight -> layers.{{i}}.ffn.{n}, permute()" for n in ("gate", "up", "down")
+        ]
+    else:
+        lines.append("model.layers.{i}.block_sparse_moe.gate.weight -> layers.{i}.ffn.router, permute()")
+        shapes = {
+            "gate": (config.width, config.ffn),
+            "up": (config.width, config.ffn),
+            "down": (config.ffn, config.width),
+        }
+        for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
+            lines.append(
+                f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight -> layers.{{i}}.ffn.experts.{ours}, "
+                f"permute(), reshape([1, {', '.join(map(str, shapes[ours]))}]), concat(0)"
+            )
+    lines.append("model.layers.{i}.self_attn.rotary_emb.inv_freq -> _, optional()")
+    lines.append("lm_head.weight -> _, optional()" if config.tied else "lm_head.weight -> head, permute()")
+    return Rules("\n".join(lines))
