@@ -9,6 +9,7 @@ its liveness and held against the limit.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -219,7 +220,8 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
         return wrap(Tracer(trace, trace.builder.input(aval), aval, CPU, None, None))
 
     # Tapes go on listening, so that what is made of a watched array on the way is known as such.
-    with not_recording(*(r for r in state.recorders if not isinstance(r, Tape))), recording(trace):
+    others = [r for r in state.recorders if not isinstance(r, Tape)]
+    with not_recording(*others) if others else contextlib.nullcontext(), recording(trace):
         result = fn(*trees.unflatten(treedef, list(map(stand_in, leaves))))
     outs, result_def = trees.flatten(result)
     outputs = [trace._var(o) for o in outs if isinstance(o, Array)]

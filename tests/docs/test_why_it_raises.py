@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def names() -> dict[str, Any]:
 @pytest.mark.parametrize(("code", "result"), ROWS, ids=[code for code, _ in ROWS])
 def test_row(code: str, result: str) -> None:
     if result.isidentifier() and result.endswith("Error"):
-        error = getattr(mt.errors, result, None) or {"TypeError": TypeError}[result]
+        error = getattr(mt.errors, result, None) or getattr(builtins, result)
         with pytest.raises(error):
             eval(code, names())
         return

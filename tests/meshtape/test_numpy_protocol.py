@@ -449,8 +449,10 @@ def test_arguments_of_functions() -> None:
     same(np.sort(x, kind="stable"), np.sort(A))
     same(np.nanmedian(x, overwrite_input=True), np.asarray(np.nanmedian(A)))
     same(np.ravel(x, order="C"), A.ravel())
-    with pytest.raises(mt.errors.NumPyFunctionError, match=r"numpy\.ravel.*order="):
-        np.ravel(x, order="F")
+    same(np.ravel(x, order="F"), A.ravel(order="F"))
+    same(np.sum(x, axis=0, where=A > 0, initial=2.0), np.sum(A, axis=0, where=A > 0, initial=2.0))
+    with pytest.raises(mt.errors.NumPyFunctionError, match=r"numpy\.linalg\.eigh.*UPLO="):
+        np.linalg.eigh(mt.eye(2), UPLO="U")
     with pytest.raises(mt.errors.NumPyFunctionError, match=r"numpy\.linspace.*retstep="):
         np.linspace(mt.asarray(0.0), 1, 3, retstep=True)
     with pytest.raises(mt.errors.NumPyFunctionError, match=r"out="):

@@ -250,3 +250,22 @@ def test_on_worker_processes(processes, tmp_path, stored):
             mt.stream(distance, x, memory=2_000)
         found = mt.stream(distance, x, memory=2_000, scratch=tmp_path / "room")
         np.testing.assert_allclose(float(found), float(distance(mt.asarray(host))))
+
+
+STREAMED = {
+    "an argument": lambda x, w: mt.stream(lambda x, w: mt.sum(x * w), x, w),
+    "a number from around it": lambda x, w: mt.stream(lambda x: mt.sum(x * w), x),
+    "made from one around it": lambda x, w: mt.stream(lambda x: mt.sum(x * mt.exp(2 * w)), x),
+}
+
+
+@pytest.mark.parametrize("way", STREAMED)
+def test_streams_say_that_they_have_no_derivative(stored, way):
+    _, path = stored
+    x, w = mt.from_zarr(path, mt.Mesh({"a": 2}), a=mt.Shard(0)), mt.asarray(0.5)
+    assert np.isfinite(float(STREAMED[way](x, w)))
+    with pytest.raises(errors.GradientError, match=r"\[stream\].*no derivative"):
+        mt.grad(lambda w: STREAMED[way](x, w))(w)
+    with pytest.raises(errors.TracedValueError):
+        mt.compile(lambda w: STREAMED[way](x, w))(w)
+    assert float(mt.grad(lambda w: w * STREAMED[way](x, mt.stop_gradient(w)))(w)) != 0
