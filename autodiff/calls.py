@@ -87,14 +87,26 @@ def as_they_are(arrays: Sequence[Array]) -> list[Array]:
     return [same_value(x) for x in arrays]
 
 
-def refuse_written(where: str, fn: str, arrays: Sequence[Array], before: Sequence[Array]) -> None:
-    """Raise where a function has written to its arguments: no tape saw it, and what is computed from them would have no gradient."""
-    for x, old in zip(arrays, before, strict=True):
-        if x._id != old._id:
-            raise GradientError(
-                f"[{where}] {fn} wrote in place to an argument of shape {x.shape}, which the tape around it cannot see: write to "
-                "a copy (x = mt.asarray(x, copy=True)), or use x.at[...]"
-            )
+class Around:
+    """Arrays that a function did not make itself, as they were when it first read them."""
+
+    def __init__(self, arrays: Sequence[Array] = ()) -> None:
+        self.seen: dict[int, tuple[Array, int]] = {}
+        for x in arrays:
+            self.note(x)
+
+    def note(self, x: Array) -> None:
+        """The function reads this array."""
+        self.seen.setdefault(id(x), (x, new_id(x)))
+
+    def refuse_written(self, where: str, fn: str) -> None:
+        """Raise where one was written to: no tape saw it, and what is computed from it would have no gradient."""
+        for x, name in self.seen.values():
+            if x._id != name:
+                raise GradientError(
+                    f"[{where}] {fn} wrote in place to an array of shape {x.shape} that it did not make, which the tape around it "
+                    "cannot see: write to a copy (x = mt.asarray(x, copy=True)), or use x.at[...] and return the result"
+                )
 
 
 # ----- checkpoint -----------------------------------------------------------------------------------------------------
@@ -118,6 +130,7 @@ class Region:
         self.tapes = tuple(tapes)
         self.steps: list[Step] = []
         self.sources: dict[int, Array] = {}  # what the calls read that none of them made
+        self.around = Around()
         self.made: set[int] = set()
         self.live: set[int] = set()
 
@@ -158,6 +171,7 @@ class Region:
         v = new_id(x)
         if v not in self.made:
             self.sources.setdefault(v, same_value(x))
+            self.around.note(x)
         return v
 
 
@@ -245,10 +259,10 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         region = Region(tapes)
         given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Array)]
-        before = as_they_are(given)
+        region.around = Around(given)
         with without_tapes(region):
             result = fn(*args, **kwargs)
-        refuse_written("checkpoint", "the function", given, before)
+        region.around.refuse_written("checkpoint", "the function")
         leaves = [x for x in trees.flatten(result)[0] if isinstance(x, Array) and x._id in region.made]
         outs = list({x._id: x for x in leaves}.values())
         needed = {x._id for x in outs}

@@ -17,7 +17,7 @@ from ..arrays.creation import asarray
 from ..arrays.errors import GradientError
 from ..arrays.program import Site, site_text
 from .backward import Recorded, named, same_value
-from .calls import as_they_are, note_call_made, record_on, recording_tapes, refuse_written, without_tapes
+from .calls import Around, as_they_are, note_call_made, record_on, recording_tapes, without_tapes
 from .captures import Wrapper
 
 
@@ -27,6 +27,7 @@ class _Guard:
     def __init__(self, name: str, tapes: Sequence[Any], args: Sequence[Array]) -> None:
         self.name, self.tapes = name, tapes
         self.known = {new_id(a) for a in args}
+        self.around = Around()
 
     def note_call(self, outs: Sequence[Array]) -> None:
         self.known.update(o._id for o in outs)
@@ -50,6 +51,8 @@ class _Guard:
                     f"{site_text(site)}), which its own derivative cannot know of: pass it as an argument, or take "
                     "mt.stop_gradient of it"
                 )
+            if type(a) is Array and a._id not in self.known:
+                self.around.note(a)
         for o in outs:
             o._id = o._id or next_id()
             self.known.add(o._id)
@@ -189,12 +192,14 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
         shown = tapes if len(tapes) > 1 and not inner else tapes[:-1]
         before = _active.owners
         _active.owners = (*before, self)
+        guard = _Guard(self.__name__, tapes, arrays)
+        guard.around = Around(given)
         try:
-            with without_tapes(_Guard(self.__name__, tapes, arrays), *shown):
+            with without_tapes(guard, *shown):
                 made = self._forward(*args, **kwargs)
         finally:
             _active.owners = before
-        refuse_written("custom_vjp", f"the forward function of {self.__name__}", given, arrays)
+        guard.around.refuse_written("custom_vjp", f"the forward function of {self.__name__}")
         if not isinstance(made, tuple) or len(made) != 2:
             raise GradientError(
                 f"[custom_vjp] the forward function of {self.__name__} must return (value, residuals), got "

@@ -282,3 +282,32 @@ def test_callbacks_have_numbers_of_their_own():
     )
     Trainer._log(fake, {"loss": 2.0})
     assert seen == [2.0]
+
+
+def test_checkpoints_and_forward_functions_that_write_to_arrays_around_them_are_refused() -> None:
+    @mt.custom_vjp
+    def doubled(a: mt.Array) -> mt.Array:
+        return a * 2
+
+    def through(kind: str, w: mt.Array) -> Any:
+        def fn(a: mt.Array) -> mt.Array:
+            w[0] = 5.0
+            return a * 2
+
+        if kind == "checkpoint":
+            return mt.checkpoint(fn)
+        doubled.defvjp(lambda a: (fn(a), None), lambda _, g: (2 * g,))
+        return doubled
+
+    for kind in ("checkpoint", "custom_vjp"):
+        for watched in (False, True):
+
+            def loss(v: mt.Array, kind: str = kind, watched: bool = watched) -> mt.Array:
+                w = v * 1.0 if watched else mt.ones(3)
+                return (through(kind, w)(v) + w).sum()
+
+            with pytest.raises(mt.errors.GradientError):
+                mt.grad(loss)(mt.asarray([1.0, 2.0, 3.0]))
+    w = mt.ones(3)
+    through("checkpoint", w)(mt.ones(3))  # no tape, no gradient that could be lost
+    assert float(w[0]) == 5.0
