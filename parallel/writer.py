@@ -84,7 +84,8 @@ class Writer:
     def moved_to(self, var: int, layout: Layout, origin: str | None, why: str | None = None) -> int:
         """The variable with another layout; the same move is written once."""
         now = self.layouts[var]
-        if now != layout and self.is_wide(self.aval(var).dtype, layout):
+        short = self.aval(var).dtype
+        if now != layout and self.is_wide(short, layout):
             var = self.widened(var)
         if now == layout or _same_blocks(now, layout, self.avals[var].shape, self.sizes):
             return var
@@ -106,7 +107,7 @@ class Writer:
             found = self.moved[key] = self.new(self.avals[var], layout)
             if var in self.due_targets:
                 self.flush()
-            dtype = self.rounded.get(var)
+            dtype = None if self.avals[var].dtype == short else short  # of what this stands for in float32
             if _is_local(now, layout):
                 # Nothing is sent: no reason to carry out the reductions that can still wait.
                 self.steps.append(Moves((Move(var, found, origin, None, why),)))

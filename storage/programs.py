@@ -23,7 +23,7 @@ import numpy as np
 
 from ..arrays import tree as trees
 from ..arrays._array import Array
-from ..arrays._dispatch import apply, wrap
+from ..arrays._dispatch import apply, made, wrap
 from ..arrays._op import state
 from ..arrays.creation import asarray
 from ..arrays.display import human_bytes
@@ -308,6 +308,8 @@ class LoadedProgram:
         if len(args) != len(self._arguments):
             raise ShapeError(f"the program takes {len(self._arguments)} argument(s), got {len(args)}")
         env = dict(self._constants)
+        for x in env.values() if state.recorders else ():
+            made(x)  # a program is never changed: whoever traces this call may keep what it holds
         for i, (a, want) in enumerate(zip(args, self._arguments, strict=True)):
             self._bind(a, want, f"argument {i}", env)
         self._check_room(env)

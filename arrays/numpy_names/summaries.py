@@ -66,7 +66,6 @@ def size(x: Any, /, axis: int | None = None) -> int:
 
 
 @composite("average")
-@in_float32
 def average(
     x: Any, /, axis: int | None = None, weights: Any = None, *, returned: bool = False, keepdims: bool = False
 ) -> Any:
@@ -82,7 +81,11 @@ def average(
     if weights is None:
         out = mean(x, axis=axis, keepdims=keepdims)
         return (out, out * 0 + x.size / builtins.max(out.size, 1)) if returned else out
-    w = asarray(weights)
+    return _weighted(x, axis, asarray(weights), returned, keepdims)
+
+
+@in_float32
+def _weighted(x: Array, axis: int | None, w: Array, returned: bool, keepdims: bool) -> Any:
     if w.shape != x.shape:
         if axis is None or w.ndim != 1 or w.shape[0] != x.shape[axis]:
             raise ShapeError(

@@ -55,6 +55,8 @@ UNARY = {
             "alias",
             "barrier",
             "conj",
+            "cbrt",
+            "silu",
             "real",
         ],
         (0.5, 1.5),
