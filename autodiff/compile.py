@@ -135,7 +135,7 @@ class Compiled(Wrapper):
                 self._cache.move_to_end((key, _values(arrays, pinned)) if free else key)
                 return ready
         # Traced outside the lock: the code of the function is the user's, and may call this very function.
-        inputs = frozenset(free) - pinned
+        inputs = frozenset(free) - pinned if _KINDS_ARE_READ.isdisjoint(reads.named) else frozenset()
         trace = functools.partial(_trace, self._fn, reads, arrays, treedef, self._cuda_graph, donated)
         try:
             ready = trace(inputs)
@@ -234,6 +234,10 @@ def compile(
             raise ValueError("[compile] the function is compiled already: pass donate= where that is done")
         return fn
     return Compiled(fn, cache_size, cuda_graph, given)
+
+
+# Code that asks for the type of a number would be told that of what stands for it: there numbers are part of the signature.
+_KINDS_ARE_READ = frozenset({"type", "__class__"})
 
 
 def _values(arrays: Sequence[Any], places: frozenset[int]) -> tuple[Any, ...]:

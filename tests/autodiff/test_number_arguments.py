@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -227,3 +228,13 @@ def test_programs_of_numbers_that_steer_make_room():
     fast(X, 4, 2.5)
     fast(X, 4, 3.5)
     assert fast.signatures == before
+
+
+@pytest.mark.parametrize("kind", [lambda n: type(n) is float, lambda n: n.__class__ is float, lambda n: type(n) == int])  # noqa: E721
+def test_code_that_asks_for_the_type_of_a_number_is_told_it(kind: Callable[[float], bool]) -> None:
+    def fn(x: mt.Array, n: float) -> mt.Array:
+        return x * 3 if kind(n) else x * 5
+
+    x, compiled = mt.asarray([1.0, 2.0]), mt.compile(fn)
+    for n in (0.5, 2, True, 1e39, -7):
+        assert compiled(x, n).tolist() == fn(x, n).tolist()
