@@ -126,16 +126,17 @@ def copy_chunks(
 class CopiedShard:
     """The bytes of one shard, from the chunks of a tensor that `keeps_bytes`: as `ShardBytes`, for targets that are written from their start.
 
-    When all ``pieces`` are gone, ``nbytes`` is their length and ``digest`` the crc32c.
+    When all ``pieces`` are gone, ``nbytes`` is their length, ``digest`` the crc32c, and ``sums`` the crc32c of each chunk.
     """
 
     def __init__(self, tensor: ChunkedTensor, grid: Grid, coord: Coord) -> None:
         self.tensor, self.grid, self.coord = tensor, grid, coord
         self.nbytes = self.digest = 0
+        self.sums: list[int] = []
 
     def pieces(self) -> Iterator[Any]:
         """The buffers one by one; each is valid until the next is asked for. Raises what reading the tensor would."""
-        self.digest = 0
+        self.digest, self.sums = 0, []
         grid, tensor = self.grid, self.tensor
         first = [i * k for i, k in zip(self.coord, grid.chunks_in_shard, strict=True)]
         every = [tuple(f + i for f, i in zip(first, local, strict=True)) for local in chunk_coords(grid, self.coord)]
@@ -182,11 +183,12 @@ class CopiedShard:
             data, at = tensor.frames(reader, path, source, first, count)
             for k in range(count):
                 stored = data[at[k] : at[k + 1]]
-                tensor.checked(path, source, first + k, stored)
+                self.sums.append(tensor.checked(path, source, first + k, stored))
                 self.digest = crc32c(stored[:-4], self.digest)
             return data, np.diff(at).tolist()
         nbytes = math.prod(self.grid.chunk) * tensor.dtype.itemsize
         data = scratch("copy", count * (nbytes + 4))
         for value in tensor.read_stored(reader, path, source, first, data):
             self.digest = combine(self.digest, value, nbytes)
+            self.sums.append(value)
         return data, [nbytes + 4] * count

@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays.blocks import BlockSharding
 from ..arrays.errors import CheckpointError
 from ..arrays.tree import Path
-from . import commit, manifest, names, stores
+from . import chunk_sums, commit, manifest, names, stores
 from .checksums import crc32c
 from .compression import Compression, fits, most_nbytes
 from .documents import marked
@@ -64,11 +64,14 @@ def finish_directory(
     documents: Mapping[str, bytes],
 ) -> int:
     """Write what makes shards a checkpoint: documents, Zarr's metadata, then the manifest. Returns the bytes of the directory."""
-    head.arrays = _entries(items, records)
+    head.arrays, table = _entries(items, records)
+    if table:
+        head.sums = marked(chunk_sums.FILE, folder.suffix)
+        folder.put(head.sums, table)
     head.documents = {name: (crc32c(data), marked(name, folder.suffix)) for name, data in documents.items()}
     for name, data in documents.items():
         folder.put(marked(name, folder.suffix), data)
-    nbytes = sum(r.nbytes for r in records) + sum(map(len, documents.values())) + _write_metadata(folder, items)
+    nbytes = sum(r.nbytes for r in records) + len(table) + sum(map(len, documents.values())) + _write_metadata(folder, items, head)
     data = head.dumps()
     manifest.loads(data, stores.join(target, manifest.FILE))  # never commit what could not be read again
     folder.put(manifest.FILE, data)
@@ -88,16 +91,18 @@ def is_checkpoint(path: str) -> bool:
     return "zarr.json" in entries and any(os.path.exists(os.path.join(path, e, "zarr.json")) for e in entries)
 
 
-def _entries(items: list[Item], records: list[Record]) -> list[manifest.ArrayEntry]:
-    """Manifest rows, after the check that every shard was written once, at its full length."""
+def _entries(items: list[Item], records: Sequence[Record]) -> tuple[list[manifest.ArrayEntry], bytes]:
+    """Manifest rows and the table of checksums, after the check that every shard was written once, at its full length."""
     written: dict[str, Record] = {}
     for r in records:
         if r.file in written:
             raise CheckpointError(f"shard {r.file} was written twice; the hosts of the mesh disagree about its blocks")
         written[r.file] = r
     entries, lost = [], []
+    table = bytearray()
     for item in items:
         rows: list[Any] = []
+        first = len(table)
         for coord in item.grid.shards():
             key = item.grid.key(coord)
             record = written.pop(f"{item.directory}/{key}", None)
@@ -106,6 +111,8 @@ def _entries(items: list[Item], records: list[Record]) -> list[manifest.ArrayEnt
                 continue
             box = item.grid.shard_box(coord)
             rows.append([key, list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}"])
+            if chunk_sums.has_section(item.grid):
+                table += record.sums
         sharding = None if item.sharding is None else [str(t) for t in item.sharding.describe()]
         entries.append(
             manifest.ArrayEntry(
@@ -117,17 +124,18 @@ def _entries(items: list[Item], records: list[Record]) -> list[manifest.ArrayEnt
                 sharding,
                 rows,
                 compression=item.compression,
+                sums=(first // 4, crc32c(bytes(table[first:]))) if len(table) > first else None,
             )
         )
     if lost or written:
         raise CheckpointError(
             f"the ranks did not write {lost[:8]}, and wrote {sorted(written)[:8]} unasked; nothing was saved"
         )
-    return entries
+    return entries, bytes(table)
 
 
-def _write_metadata(folder: commit.Folder, items: list[Item]) -> int:
-    """Zarr's own files, and the sync of every directory."""
+def _write_metadata(folder: commit.Folder, items: list[Item], head: manifest.Manifest) -> int:
+    """Zarr's own files, and the sync of every directory; the manifest is told their checksums."""
     texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path), i.compression) for i in items}
 
     def write(directory: str) -> None:
@@ -137,5 +145,8 @@ def _write_metadata(folder: commit.Folder, items: list[Item]) -> int:
     in_threads(write, list(texts), SYNCS)
     group = group_metadata(manifest.VERSION, texts)
     folder.put("zarr.json", group)
+    head.zarr = crc32c(group)
+    for entry in head.arrays:
+        entry.zarr = crc32c(texts[entry.directory])
     folder.settle()
     return len(group) + sum(map(len, texts.values()))

@@ -1,8 +1,9 @@
 """``meshtape.json``: what Zarr does not say about a checkpoint, and the sign that it is complete.
 
 It is one line of JSON: format and version, step, the user's metadata, the meshes, the tree, and for each array its path,
-shape, dtype, sharding, grid and stored objects (file, offset, shape, bytes, crc32c). Its last member is the crc32c of all that stands
-before, so that a damaged step or shape cannot pass for a true one.
+shape, dtype, sharding, grid, stored objects (file, offset, shape, bytes, crc32c), the crc32c of its ``zarr.json``, and where the checksums of
+its chunks stand (see ``chunk_sums``). Its last member is the crc32c of all that stands before, so that a damaged step or shape cannot
+pass for a true one.
 
 A manifest is read as hostile text: every type, range and file name is checked before it is used.
 """
@@ -33,6 +34,7 @@ from ..arrays.errors import (
 from ..arrays.tree import Path
 from . import dtypes, names, stores, strict_json
 from .checksums import crc32c
+from .chunk_sums import Section, has_section
 from .compression import Compression, fits, of_plain
 from .grid import Grid
 from .migrations import Migrations
@@ -72,6 +74,8 @@ class ArrayEntry:
     raw_objects: list[Any] = field(default_factory=list)
     source: str = FILE
     compression: Compression = None
+    sums: Section | None = None  # of its chunks, in the table of checksums
+    zarr: int | None = None  # crc32c of its ``zarr.json``
 
     @property
     def name(self) -> str:
@@ -102,6 +106,8 @@ class ArrayEntry:
             "nbytes": self.nbytes,
             "mesh": self.mesh,
             "sharding": self.sharding,
+            **({} if self.sums is None else {"sums": [self.sums[0], f"{self.sums[1]:08x}"]}),
+            **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
             "objects": self.raw_objects,
         }
 
@@ -177,6 +183,8 @@ class Manifest:
     meshes: list[dict[str, int]] = field(default_factory=list)
     version: int = VERSION
     documents: dict[str, tuple[int, str]] = field(default_factory=dict)  # crc32c, and file beside the arrays
+    sums: str | None = None  # the file of the table of checksums
+    zarr: int | None = None  # crc32c of the group's ``zarr.json``
 
     def dumps(self) -> bytes:
         body = {
@@ -188,6 +196,8 @@ class Manifest:
             "meshes": [[[k, n] for k, n in m.items()] for m in self.meshes],
             "tree": self.tree,
             **({"documents": {n: [f"{c:08x}", f] for n, (c, f) in self.documents.items()}} if self.documents else {}),
+            **({} if self.sums is None else {"sums": self.sums}),
+            **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
             "arrays": [a.to_json() for a in self.arrays],
         }
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
@@ -323,6 +333,19 @@ def _sizes(x: Any, least: int) -> tuple[int, ...]:
     return tuple(x)
 
 
+def _crc(text: Any) -> int | None:
+    return None if text is None else int(text, 16)
+
+
+def _section(x: Any, grid: Grid) -> Section | None:
+    if x is None:
+        return None
+    first, crc = x
+    if type(first) is not int or not 0 <= first < 1 << 60 or not has_section(grid):
+        raise ValueError(f"{str(x)[:80]} is not a place in the table of checksums")
+    return first, int(crc, 16)
+
+
 def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
     where = f"{source}: arrays[{number}]"
     try:
@@ -340,6 +363,7 @@ def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
         compression = of_plain(e.get("compression"))
         if compression is not None and not grid.shape:
             raise ValueError("a 0-d array is not compressed")
+        sums, zarr = _section(e.get("sums"), grid), _crc(e.get("zarr"))
         if not isinstance(e["objects"], list) or len(e["objects"]) != math.prod(grid.counts):
             raise ValueError(f"{math.prod(grid.counts)} objects are needed")
         mesh, sharding = e["mesh"], e["sharding"]
@@ -358,7 +382,7 @@ def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
         raise CorruptCheckpoint(f"{where}: lacks {err.args[0]!r}") from None
     except (ValueError, TypeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{where}: {err}") from None
-    return ArrayEntry(tuple(path), directory, grid, dtype, mesh, sharding, e["objects"], source, compression)
+    return ArrayEntry(tuple(path), directory, grid, dtype, mesh, sharding, e["objects"], source, compression, sums, zarr)
 
 
 def loads(data: bytes, source: str) -> Manifest:
@@ -426,14 +450,19 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
     _check_tree(top.get("tree"), entries, source)
     try:
         documents = {str(n): (int(crc, 16), str(file)) for n, (crc, file) in (top.get("documents") or {}).items()}
-        for file in [file for _, file in documents.values()]:
+        sums, zarr = top.get("sums"), _crc(top.get("zarr"))
+        for file in [*(file for _, file in documents.values()), *([] if sums is None else [sums])]:
             if "/" in names.inside("/", file, source)[1:]:
                 raise ValueError(f"{file!r} is not one name")
     except CorruptCheckpoint:
         raise
     except (TypeError, ValueError, AttributeError) as e:
         raise CorruptCheckpoint(f"{source}: malformed documents: {e}") from None
-    return Manifest(entries, top["tree"], step, decode_json(metadata), described, documents=documents)
+    if sums is None and any(e.sums for e in entries):
+        raise CorruptCheckpoint(f"{source}: arrays have checksums in a table that it does not name")
+    return Manifest(
+        entries, top["tree"], step, decode_json(metadata), described, documents=documents, sums=sums, zarr=zarr
+    )
 
 
 def read(root: str) -> Manifest | None:

@@ -80,6 +80,7 @@ def _named(store: ObjectStore, held: set[str]) -> set[str] | None:
                 _GROUP,
                 *(a.directory for a in found.arrays),
                 *(f for _, f in found.documents.values()),
+                *([] if found.sums is None else [found.sums]),
             }
     if HF_INDEX in held:
         files = {file.partition("/")[0] for file in read_index(store.root)[0].values()}

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
 from . import commit, dcp, dcp_safetensors, documents, foreign, manifest, names, safetensors, stores, strict_json
+from .chunk_sums import StoredSums
 from .compressed import CompressedTensor
 from .opened import Checkpoint, StoredArray
 from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
@@ -174,7 +175,7 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
         if e.sharding is not None and e.mesh is not None:
             mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
             text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
-        arrays[e.name] = StoredArray(e.path, _LazyObjects(root, e, verify), text, mesh, placements)
+        arrays[e.name] = StoredArray(e.path, _LazyObjects(root, e, m.sums, verify), text, mesh, placements)
     return Checkpoint(
         root,
         "meshtape",
@@ -190,8 +191,8 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
 class _LazyObjects:
     """A `ChunkedTensor` that checks its list of objects only when it is read."""
 
-    def __init__(self, root: str, entry: manifest.ArrayEntry, verify: bool) -> None:
-        self._root, self._entry, self._verify = root, entry, verify
+    def __init__(self, root: str, entry: manifest.ArrayEntry, table: str | None, verify: bool) -> None:
+        self._root, self._entry, self._table, self._verify = root, entry, table, verify
         self.name, self.shape, self.dtype, self.chunk = entry.name, entry.shape, entry.dtype, entry.grid.chunk
         self.compression = entry.compression
 
@@ -201,7 +202,8 @@ class _LazyObjects:
 
     def whole(self) -> ChunkedTensor:
         e = self._entry
-        held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify)
+        sums = None if e.sums is None else StoredSums(self._root, self._table or "", e.sums, e.grid, e.name)
+        held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify, sums)
         return ChunkedTensor(*held) if e.compression is None else CompressedTensor(*held, e.compression)
 
     def __getattr__(self, name: str) -> Any:

@@ -19,6 +19,7 @@ import numpy as np
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError
 from . import dtypes
+from .chunk_sums import packed
 from .compressed import digest
 from .compression import Compression
 from .copying import CopiedShard, keeps_bytes
@@ -64,7 +65,7 @@ def shard_of(
 
 @dataclass(frozen=True, slots=True)
 class ShardWriter:
-    """Shards of an array of a checkpoint, whole. The sums of one are the length of its file and its digest."""
+    """Shards of an array of a checkpoint, whole. The sums of one are the length of its file, its digest, and those of its chunks."""
 
     directory: str
     grid: Grid
@@ -89,19 +90,19 @@ class ShardWriter:
                 fs.unlink(path)
             with contextlib.suppress(FileExistsError):
                 fs.close(shard.write(fs, path))
-                return [shard.nbytes, shard.digest]
+                return [shard.nbytes, shard.digest, *shard.sums]
         raise CheckpointError(f"{path} keeps appearing: other processes write it")
 
     def check(self, root: str, window: Box, sums: list[int]) -> bool:
         path, coord = self._path(root, self._coord(window)), self._coord(window)
-        if not os.path.exists(path) or len(sums) != 2:
+        if not os.path.exists(path) or len(sums) < 2:
             return False
         with opened(path, "a shard") as reader:
             try:
-                value, bad = digest(reader, self.grid, coord, sums[0], self.dtype.itemsize)
+                value, bad, found = digest(reader, self.grid, coord, sums[0], self.dtype.itemsize)
             except ValueError:
                 return False
-        return not bad and value == sums[1]
+        return not bad and [value, *found] == sums[1:]
 
     def sync(self, root: str, window: Box, sums: list[int]) -> Record:
         """Make a shard durable."""
@@ -111,10 +112,10 @@ class ShardWriter:
             fs.fsync(fd)
         finally:
             fs.close(fd)
-        return Record(f"{self.directory}/{self.grid.key(coord)}", *sums)
+        return Record(f"{self.directory}/{self.grid.key(coord)}", *sums[:2], packed(sums[2:]))
 
 
 def pieces_of(shard: ShardBytes | CopiedShard, stream: Any) -> Iterator[Any]:
-    """The bytes of a shard, for a `sinks.Stream`, which is told their length and digest at the end."""
+    """The bytes of a shard, for a `sinks.Stream`, which is told their length and checksums at the end."""
     yield from shard.pieces()
-    stream.nbytes, stream.digest = shard.nbytes, shard.digest
+    stream.nbytes, stream.digest, stream.sums = shard.nbytes, shard.digest, shard.sums

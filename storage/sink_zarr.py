@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays.blocks import Box
-from . import manifest
+from . import chunk_sums, manifest
 from .checksums import combine, crc32c
+from .chunk_sums import packed
 from .commit import Folder
 from .copying import copy_chunks, keeps_bytes
 from .derived import whole_of
@@ -160,7 +161,7 @@ class ZarrSink:
 
     def create(self, root: str) -> None:
         fs = active()
-        clear(root, [manifest.FILE, "zarr.json", *self.documents, *(f"{i.directory}/zarr.json" for i in self.items)])
+        clear(root, [manifest.FILE, chunk_sums.FILE, "zarr.json", *self.documents, *(f"{i.directory}/zarr.json" for i in self.items)])
         for i in self.items:
             directory = os.path.join(root, i.directory)
             if not os.path.isdir(directory):
@@ -203,8 +204,9 @@ class ZarrSink:
     ) -> Record:
         fs, grid = active(), item.grid
         n, digest, total = math.prod(grid.chunk) * item.dtype.itemsize, 0, 0
-        for local in chunk_coords(grid, coord):
-            digest, total = combine(digest, held[coord, local], n), total + n + 4
+        values = [held[coord, local] for local in chunk_coords(grid, coord)]
+        for value in values:
+            digest, total = combine(digest, value, n), total + n + 4
         file = f"{item.directory}/{grid.key(coord)}"
         fd = fs.open(os.path.join(root, file))
         try:
@@ -213,7 +215,7 @@ class ZarrSink:
             fs.fsync(fd)
         finally:
             fs.close(fd)
-        return Record(file, total, digest)
+        return Record(file, total, digest, packed(values))
 
     def mark(self, suffix: str) -> None:
         for i in self.items:
@@ -234,7 +236,7 @@ class ZarrSink:
         ]
 
     def accept(self, streams: Sequence[Stream]) -> None:
-        self._records = [Record(s.name, s.nbytes, s.digest) for s in streams]
+        self._records = [Record(s.name, s.nbytes, s.digest, packed(s.sums)) for s in streams]
 
     def finish(self, folder: Folder, target: str) -> int:
         return finish_directory(folder, target, self.head, self.items, self._records, self.documents)

@@ -1,6 +1,6 @@
 """Stored arrays that give any box of themselves, reading as few bytes as their format lets them.
 
-Three formats, one face: `ChunkedTensor` (our Zarr shards: every chunk that is touched is read whole and its crc32c checked),
+Three formats, one face: `ChunkedTensor` (our Zarr shards: every chunk that is touched is read whole, and its crc32c is that of its place),
 `RawTensor` (a safetensors tensor: one row-major range of a file) and `ZarrTensor` (an array by others, read through zarr).
 All are small picklable values, so that a plan can be sent to where the bytes are wanted. ``jobs`` cuts a read into
 independent calls, each of which returns the number of bytes that it read; `run` executes many of them on threads.
@@ -79,7 +79,11 @@ def opened(where: str, what: str) -> Iterator[stores.Reader]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTensor:
-    """An array of a meshtape checkpoint. Offsets follow from the grid, as our writer leaves no choice to the index."""
+    """An array of a meshtape checkpoint. Offsets follow from the grid, as our writer leaves no choice to the index.
+
+    A chunk is compared with the checksum that the manifest knows of its place. The one that is stored beside it tells others' readers the same, and
+    counts here where a manifest of an earlier version has no table.
+    """
 
     root: str
     name: str
@@ -87,6 +91,7 @@ class ChunkedTensor:
     grid: Grid
     objects: Mapping[tuple[int, ...], StoredObject]
     verify: bool = True  # compare each chunk with its checksum
+    sums: Mapping[tuple[int, ...], np.ndarray] | None = None  # of the chunks of each shard, where shards hold several
 
     @property
     def readers(self) -> int:
@@ -106,7 +111,9 @@ class ChunkedTensor:
 
     def only(self, box: Box) -> ChunkedTensor:
         """The same tensor with just the objects that ``box`` needs: what is worth sending elsewhere."""
-        return replace(self, objects={c: self.objects[c] for c in self._shards(box)})
+        needed = list(self._shards(box))
+        sums = None if self.sums is None or not self.verify else {c: self.sums[c] for c in needed}
+        return replace(self, objects={c: self.objects[c] for c in needed}, sums=sums)
 
     def check(self) -> None:
         """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
@@ -163,12 +170,20 @@ class ChunkedTensor:
         self.check_length(reader, coord, path)
         if done != out.size:
             raise self.cut(path)
-        rows = out.reshape(-1, nbytes)
-        sums = [crc32c(row[:-4]) for row in rows]
-        for k, (row, value) in enumerate(zip(rows, sums, strict=True)):
-            if row[-4:].tobytes() != value.to_bytes(4, "little"):
-                raise self.damaged(path, first + k, coord)
-        return sums
+        return [self.checked(path, coord, first + k, row) for k, row in enumerate(out.reshape(-1, nbytes))]
+
+    def wanted(self, coord: tuple[int, ...]) -> Any:
+        """The checksums of the chunks of a shard, in their order, as the manifest knows them; None where it does not."""
+        if self.sums is not None:
+            return self.sums[coord]
+        return [self.objects[coord].crc32c] if math.prod(self.grid.chunks_in_shard) == 1 else None
+
+    def checked(self, path: str, coord: tuple[int, ...], number: int, stored: np.ndarray) -> int:
+        """The checksum of a chunk as it is stored; raises where it is not the one beside it, or not that of its place."""
+        value, wanted = crc32c(stored[:-4]), self.wanted(coord)
+        if value.to_bytes(4, "little") != stored[-4:].tobytes() or (wanted is not None and value != wanted[number]):
+            raise self.damaged(path, number, coord, value, int.from_bytes(stored[-4:].tobytes(), "little"))
+        return value
 
     def check_length(self, reader: stores.Reader, coord: tuple[int, ...], path: str) -> None:
         wanted = self.objects[coord].nbytes
@@ -182,12 +197,22 @@ class ChunkedTensor:
         """The place in its shard of the chunk that lies there as number ``number``."""
         return tuple(int(i) for i in np.unravel_index(number, self.grid.present(coord))) if self.grid.shape else ()
 
-    def damaged(self, path: str, number: int, coord: tuple[int, ...]) -> CorruptCheckpoint:
-        nbytes = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
+    def damaged(self, path: str, number: int, coord: tuple[int, ...], value: int, beside: int) -> CorruptCheckpoint:
+        """The error for a chunk: ``value`` is the checksum of its bytes, ``beside`` the one that is stored with them."""
+        chunk = f"{path}: chunk {self.index_of(number, coord)} of key {self.name!r}"
+        if value == beside:
+            return CorruptCheckpoint(
+                f"{chunk} is whole, but not the one that belongs there: it comes from another place or another save; "
+                "restore the file or another checkpoint"
+            )
         return CorruptCheckpoint(
-            f"{path}: chunk {self.index_of(number, coord)} of key {self.name!r} does not fit its crc32c "
-            f"(bytes {number * nbytes} to {(number + 1) * nbytes}); restore the file or another checkpoint"
+            f"{chunk} does not fit its crc32c{self.extent(number)}; restore the file or another checkpoint"
         )
+
+    def extent(self, number: int) -> str:
+        """The place of a chunk in its file, for a message."""
+        nbytes = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
+        return f" (bytes {number * nbytes} to {(number + 1) * nbytes})"
 
     def _read(self, coord: tuple[int, ...], local: Box, target: np.ndarray, chunks: list[tuple[int, ...]]) -> int:
         """Read some chunks of one shard; ``target`` is the memory of the box ``local``, counted within the shard."""
@@ -204,7 +229,7 @@ class ChunkedTensor:
         dtype = dtypes.bits(self.dtype)
         target = target.view(dtype)
         staging = None
-        total = 0
+        total, wanted = 0, self.wanted(coord) if self.verify else None
         with opened(path, f"part of {self.name!r}") as reader:
             for number, group in consecutive(chunks, present, slots):
                 buffers: list[np.ndarray] = []
@@ -227,9 +252,10 @@ class ChunkedTensor:
                     raise self.cut(path)
                 total += done
                 if self.verify:
-                    for k, value in enumerate(sums[: len(group), 0].tolist()):
-                        if crc32c(buffers[2 * k]) != value:
-                            raise self.damaged(path, number + k, coord)
+                    for k, beside in enumerate(sums[: len(group), 0].tolist()):
+                        value = crc32c(buffers[2 * k])
+                        if value != (beside if wanted is None else wanted[number + k]):
+                            raise self.damaged(path, number + k, coord, value, beside)
                 for place, source in copies:
                     copy(place, source)
         return total

@@ -40,8 +40,8 @@ def _sum(root: str, name: str, nbytes: int) -> int | None:
     return None
 
 
-def _send(stream: Stream, root: str) -> tuple[int, int, int]:
-    """Upload one file and read it back; returns its crc32c, its stream's digest, and its length."""
+def _send(stream: Stream, root: str) -> list[int]:
+    """Upload one file and read it back; returns its crc32c, its stream's digest, its length, and the checksums of its chunks."""
     value = 0
 
     def counted() -> Iterator[Any]:
@@ -56,7 +56,7 @@ def _send(stream: Stream, root: str) -> tuple[int, int, int]:
         raise CorruptCheckpoint(
             f"{stores.join(root, stream.name)} does not read back as it was written; nothing was committed"
         )
-    return value, stream.digest, nbytes
+    return [value, stream.digest, nbytes, *stream.sums]
 
 
 class _Journal:
@@ -117,10 +117,10 @@ def upload(
         journal = _Journal(folder, key)
         sizes = {s.name: s.nbytes for s in streams}  # those that are compressed come to be shorter
         total, reached, resumed = sum(sizes.values()), 0, 0
-        listed = [s for s in streams if len(held.get(s.name, ())) == 3]
+        listed = [s for s in streams if len(held.get(s.name, ())) >= 3]
         for s, value in spread.over(_sum, listed, lambda s: (target, s.name, held[s.name][2])):
             if value == held[s.name][0]:
-                _, s.digest, s.nbytes = held[s.name]
+                _, s.digest, s.nbytes, *s.sums = held[s.name]
                 journal.done[s.name] = held[s.name]
                 resumed += sizes[s.name]
         reached = resumed

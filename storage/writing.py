@@ -20,6 +20,7 @@ import numpy as np
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError
 from . import activity, commit, stores
+from .chunk_sums import packed
 from .compression import Compression
 from .files import active
 from .grid import Grid
@@ -52,6 +53,7 @@ class Record:
     file: str
     nbytes: int
     crc32c: int
+    sums: bytes  # of its chunks, in order (see ``chunk_sums``)
 
 
 def write_blocks(
@@ -75,7 +77,7 @@ def write_blocks(
         shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)
         fd = shard.write(fs, path)
         opened.add(fd)
-        return Record(task.file, shard.nbytes, shard.digest), fd
+        return Record(task.file, shard.nbytes, shard.digest, packed(shard.sums)), fd
 
     def sync(fd: int) -> None:
         fs.fsync(fd)
@@ -104,7 +106,7 @@ def _put_blocks(
         root, task, part = job
         shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)
         stores.at(root).put(task.file, shard.pieces)
-        return Record(task.file, shard.nbytes, shard.digest)
+        return Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))
 
     jobs = [
         (root, t, blocks[rank][t.array][(*t.part.slices, ...)])

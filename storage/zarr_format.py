@@ -100,7 +100,8 @@ def shard_index(grid: Grid, coord: tuple[int, ...], lengths: int | Sequence[int]
 
 
 class ShardBytes:
-    """The bytes of one shard, whose elements are ``block``. When all `pieces` are gone, ``nbytes`` is their length and ``digest`` the crc32c.
+    """The bytes of one shard, whose elements are ``block``. When all `pieces` are gone, ``nbytes`` is their length, ``digest`` the
+    crc32c, and ``sums`` the crc32c of each chunk.
 
     The checksum covers the chunks' data (as it is stored: compressed, where it is) one after the other, without their own checksums: bytes
     followed by their crc32c have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
@@ -122,6 +123,7 @@ class ShardBytes:
         self.threads = threads
         self.wrote = wrote  # told of the bytes of each batch, before compression, when the next one is asked for
         self.nbytes = self.digest = 0
+        self.sums: list[int] = []
 
     def _batches(self) -> Generator[list[Any]]:
         """Buffers, a few megabytes at a time; their memory is used again for the next ones.
@@ -133,9 +135,11 @@ class ShardBytes:
         slots = max(1, min(_BATCH // max(nbytes, 1), IOV_MAX // 2))
         pending: list[Any] = []
         lengths: list[int] = []
+        self.nbytes, self.digest, self.sums = 0, 0, []
         used = 0
         for data in self._chunks(slots) if codec is None else self._frames(codec):
             value = crc32c(data)
+            self.sums.append(value)
             if codec is None:
                 self.digest = combine(self.digest, value, nbytes)
             else:
@@ -193,7 +197,6 @@ class ShardBytes:
 
     def pieces(self) -> Iterator[Any]:
         """The buffers one by one, from the first; each is valid until the next is asked for."""
-        self.nbytes = self.digest = 0
         for batch in self._batches():
             yield from batch
 

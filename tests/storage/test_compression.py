@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape import errors, storage
 from meshtape.storage import (
+    chunk_sums,
     CheckpointManager,
     Zstd,
     compressed,
@@ -333,6 +334,9 @@ class Shard:
         for a in top["arrays"]:
             if a["dir"] == self.name:
                 a["objects"][0][3:] = [len(data), f"{crc32c(b''.join(frames)):08x}"]
+                table = chunk_sums.packed([crc32c(f) for f in frames])
+                (self.root / chunk_sums.FILE).write_bytes(table)
+                a["sums"] = [0, f"{crc32c(table):08x}"]
         text = json.dumps(top).encode()
         (self.root / manifest.FILE).write_bytes(text[:-1] + b', "crc32c": "%08x"}\n' % crc32c(text))
 
