@@ -208,6 +208,10 @@ class CorruptCheckpoint(CheckpointError):
     """Bytes are not what the manifest or the format says; names file, key and place."""
 
 
+class CheckpointReplaced(CheckpointError):
+    """A writer put another generation in the place of the one that was opened; names both. Nothing of either was mixed."""
+
+
 class CheckpointExists(CheckpointError, FileExistsError):
     """The target exists and ``overwrite=True`` was not given."""
 

@@ -142,7 +142,7 @@ class CompressedTensor(ChunkedTensor):
     def chunk_nbytes(self, coord: Coord, local: Coord) -> int:
         """Bytes that a chunk of a shard has in its file, checksum included."""
         path = self.path(coord)
-        with opened(path, f"part of {self.name!r}") as reader:
+        with opened(path, f"part of {self.name!r}", self.generation) as reader:
             starts = self.starts(reader, path, coord)
         number = ravel(local, self.grid.present(coord))
         return int(starts[number + 1] - starts[number])
@@ -180,7 +180,7 @@ class CompressedTensor(ChunkedTensor):
         slots = max(1, min(stores.at(self.root).batch // max(nbytes, 1), len(chunks)))
         places = [overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
         total = 0
-        with opened(path, f"part of {self.name!r}") as reader:
+        with opened(path, f"part of {self.name!r}", self.generation) as reader:
             for first, group in consecutive(chunks, grid.present(coord), slots):
                 data, at = self.frames(reader, path, coord, first, len(group))
                 total += data.size
@@ -196,6 +196,8 @@ class CompressedTensor(ChunkedTensor):
                     held = scratch("read", nbytes)
                     self.unpack(path, coord, first + k, stored[:-4], held)
                     place[...] = held.view(self.dtype).reshape(grid.chunk)[(*(p[1] for p in parts), ...)]
+        if not self.verify or self.wanted(coord) is None:  # nothing binds these bytes to what was opened
+            self.generation.check()
         return total
 
 

@@ -19,6 +19,7 @@ from .derived import Converted
 from .documents import Documents
 from .finishing import Item, is_checkpoint
 from .fitting import prune, select
+from .generations import Listed
 from .grid import choose_grid
 from .layouts import Choice, Chooser
 from .manifest import FILE, Leaf, scalar_leaves
@@ -308,7 +309,7 @@ def convert(
     kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
     with commit.writing(target), activity.under_way(kind, target) as work:
         nbytes, resumed = transfer(
-            held.ckpt.path,
+            Listed.now(held.ckpt.path) if held.ckpt.kind == "Zarr" else held.ckpt.generation,
             tensors,
             sink,
             target,

@@ -112,7 +112,7 @@ def copy_chunks(
         try:
             for source, group in itertools.groupby(theirs, key=lambda m: m.source):
                 path = tensor.path(source)
-                with opened(path, f"part of {tensor.name!r}") as reader:
+                with opened(path, f"part of {tensor.name!r}", tensor.generation) as reader:
                     for run in _runs(list(group), longest):
                         data = held[: len(run) * nbytes]
                         sums = tensor.read_stored(reader, path, source, run[0].at, data)
@@ -152,7 +152,9 @@ class CopiedShard:
                         stack.close()
                         readers.clear()
                     path = tensor.path(source)
-                    readers[source] = path, stack.enter_context(opened(path, f"part of {tensor.name!r}"))
+                    readers[source] = path, stack.enter_context(
+                        opened(path, f"part of {tensor.name!r}", tensor.generation)
+                    )
                 path, reader = readers[source]
                 for run in _runs(list(group), longest):
                     data, found = self._take(reader, path, source, run[0].at, len(run))

@@ -13,7 +13,7 @@ import io
 import struct
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +27,7 @@ from .manifest import Leaf, encode_json
 from .opened import Checkpoint, StoredArray
 from .tensors import Job, RawTensor, opened
 from .torch_values import Made, Named, Persistent, read_values
+from .writing import UPLOADS, in_threads
 
 FILE = ".metadata"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -41,6 +42,7 @@ class Chunk:
     file: str
     offset: int
     nbytes: int
+    tag: str = ""  # of the file when the checkpoint was opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class DcpTensor:
         order = sorted(range(len(chunk.box.shape)), key=lambda d: -strides[d])
         shape = tuple(chunk.box.shape[d] for d in order)
         # Elements may lie in another order of dimensions, as those of a transposed tensor do: read them in theirs.
-        raw = RawTensor(path, self.name, shape, self.dtype, start, file_nbytes)
+        raw = RawTensor(path, self.name, shape, self.dtype, start, file_nbytes, chunk.tag)
         part = Box(tuple(local.offset[d] for d in order), tuple(local.shape[d] for d in order))
         return sum(job() for job in raw.jobs(part, out.transpose(order)))
 
@@ -275,6 +277,11 @@ def open_dcp(root: str) -> Checkpoint:
         raise
     except (ValueError, TypeError, AttributeError, KeyError) as e:
         raise CorruptCheckpoint(f"{where}: not the metadata of a checkpoint: {e}") from None
+    store = stores.at(root)
+    files = sorted({c.file for t in tensors.values() for c in t.chunks})
+    tags = dict(zip(files, in_threads(store.tag, files, UPLOADS), strict=True))
+    for name, t in tensors.items():
+        tensors[name] = replace(t, chunks=tuple(replace(c, tag=tags[c.file] or "") for c in t.chunks))
     arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
     structure: dict[str, Any] = {name: Leaf(i) for i, name in enumerate(arrays)} | values
     return Checkpoint(root, "PyTorch DCP", arrays, structure, None, {"dcp.skipped": skipped} if skipped else {})

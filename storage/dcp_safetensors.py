@@ -98,7 +98,7 @@ def open_shards(root: str) -> Checkpoint | None:
         offsets = _offsets(where, header)
         for name, t in header.tensors.items():
             dtype = t.numpy_dtype(f"{where}: {name!r}")
-            raw = RawTensor(where, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes)
+            raw = RawTensor(where, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes, header.tag)
             held.setdefault(name, {}).setdefault(Box(offsets[name], t.shape), raw)  # replicas are equal: the first
     arrays = {name: StoredArray((name,), _joined(root, name, parts)) for name, parts in sorted(held.items())}
     structure: Any = {name: Leaf(i) for i, name in enumerate(arrays)}

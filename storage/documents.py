@@ -13,6 +13,7 @@ from typing import Any
 from ..arrays.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, IncompleteCheckpoint
 from . import names, stores
 from .checksums import crc32c
+from .generations import NONE
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
 MAX_NBYTES = 64 << 20
@@ -61,6 +62,7 @@ class Documents(Mapping[str, Any]):
 
     def __init__(self, root: str, held: Mapping[str, tuple[int | None, str]]) -> None:
         self._root, self._sums = root, dict(held)  # checksum and file by name
+        self.generation = NONE
 
     def raw(self, name: str) -> bytes:
         """The bytes of a document, checked."""
@@ -69,12 +71,15 @@ class Documents(Mapping[str, Any]):
             raise CheckpointKeyError(f"{self._root} has no document {name!r}; it has {', '.join(self._sums) or 'none'}")
         wanted, stored = self._sums[file]
         where = names.inside(self._root, stored, self._root)
-        try:
-            data = stores.at(self._root).get(stored)
-        except FileNotFoundError:
-            raise IncompleteCheckpoint(f"{where} is missing; restore it or another checkpoint") from None
-        if wanted is not None and crc32c(data) != wanted:
-            raise CorruptCheckpoint(f"{where} does not fit its crc32c: it is damaged or was edited")
+        with self.generation.guarded():
+            try:
+                data = stores.at(self._root).get(stored)
+            except FileNotFoundError:
+                raise IncompleteCheckpoint(f"{where} is missing; restore it or another checkpoint") from None
+            if wanted is not None and crc32c(data) != wanted:
+                raise CorruptCheckpoint(f"{where} does not fit its crc32c: it is damaged or was edited")
+        if wanted is None:
+            self.generation.of(where).check()
         return data
 
     def __getitem__(self, name: str) -> Any:

@@ -6,6 +6,7 @@ reported together, in one error. Split arrays are read by the ranks that will ho
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -17,9 +18,10 @@ import numpy as np
 
 from ..arrays import asarray
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError
+from ..arrays.errors import CheckpointError, CheckpointReplaced
 from ..arrays.tree import flatten, flatten_with_path, unflatten
 from .fitting import Ignored, Target, check_shardings, chosen, held, is_array, match_like, prune, resharded, select
+from .generations import ATTEMPTS
 from .names import leaf_name
 from .opened import fill
 from .opening import open_checkpoint
@@ -187,6 +189,8 @@ def load(
         that differs; nothing was read.
     CorruptCheckpoint
         Bytes do not fit their checksum; names file, key and chunk.
+    CheckpointReplaced
+        Writers replaced it again and again while it was read; each time the load began anew.
     RuleSyntaxError, RuleMatchError, RuleConflict
         The rules do not fit the checkpoint, or each other.
     IncompleteCheckpoint, NotACheckpoint, UnsupportedVersion, StoreError
@@ -206,9 +210,29 @@ def load(
     >>> tree["bias"], report.missing, report.unexpected
     (array([1.]), ['bias'], ['epoch'])
     """
-    started = time.perf_counter()
     if like is not None and shardings is not None:
         raise CheckpointError("load takes like= or shardings=, not both")
+    for attempt in range(ATTEMPTS):
+        with contextlib.suppress(*(() if attempt == ATTEMPTS - 1 else (CheckpointReplaced,))):
+            return _load(path, like, shardings, keys, prefix, cast, strict, ignore, rules, verify, report)
+    raise AssertionError("unreachable")
+
+
+def _load(
+    path: str | os.PathLike[str],
+    like: Any,
+    shardings: Any,
+    keys: Iterable[str] | None,
+    prefix: str | None,
+    cast: bool,
+    strict: bool,
+    ignore: Iterable[str] | None,
+    rules: Any,
+    verify: bool,
+    report: LoadReport | None,
+) -> Any:
+    """One attempt: it ends with `CheckpointReplaced` where a writer replaces the checkpoint meanwhile."""
+    started = time.perf_counter()
     kept = LoadReport() if report is None else report
     kept.reset()
     ckpt = open_checkpoint(path, verify=verify)

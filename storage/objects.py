@@ -28,7 +28,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 from ..arrays.errors import MeshtapeError, StoreError
-from .stores import READ_ONLY, Entry, Pieces, Reader, Store, join
+from .stores import READ_ONLY, Entry, Pieces, Reader, Store, join, recorded
 
 T = TypeVar("T")
 
@@ -272,11 +272,12 @@ def _in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes]) ->
 
 
 class _ObjectReader:
-    __slots__ = ("_client", "_key", "_nbytes", "_where")
+    __slots__ = ("_client", "_key", "_nbytes", "_tag", "_where")
 
     def __init__(self, client: Any, key: str, where: str) -> None:
         self._client, self._key, self._where = client, key, where
         self._nbytes: int | None = None
+        self._tag = ""
 
     @property
     def nbytes(self) -> int:
@@ -284,14 +285,30 @@ class _ObjectReader:
             self._nbytes = _repeated(self._length, self._where)
         return self._nbytes
 
+    @property
+    def tag(self) -> str:
+        """Of an object of which nothing was read yet, that of now."""
+        if not self._tag:
+            with contextlib.suppress(FileNotFoundError):
+                _repeated(self._length, self._where)
+        return self._tag
+
     def _length(self) -> int:
         try:
-            return _obstore().head(self._client, self._key)["size"]
+            return self._seen(_obstore().head(self._client, self._key))
         except FileNotFoundError as e:
             if "405" not in str(e):
                 raise
             # A server without HEAD; what it sends says how much there is.
-            return _obstore().get(self._client, self._key).meta["size"]
+            return self._seen(_obstore().get(self._client, self._key).meta)
+
+    def _seen(self, meta: Any) -> int:
+        """Remember what an answer says of the object: its version, and its length, which is returned."""
+        if not self._tag:
+            recorded(self._where, self)
+        self._nbytes = int(meta["size"])
+        self._tag = f"{meta['size']} bytes, version {meta.get('e_tag') or meta['last_modified']}"
+        return self._nbytes
 
     def readv(self, buffers: list[Any], offset: int) -> int:
         views = [memoryview(b).cast("B") for b in buffers]
@@ -338,7 +355,7 @@ class _ObjectReader:
             found = _obstore().get(self._client, self._key, options={"range": (start, start + n)})
         except NotSupportedError:
             return None
-        self._nbytes = found.meta["size"]
+        self._seen(found.meta)
         return memoryview(found.bytes())
 
     def _streamed(self, start: int, n: int) -> memoryview:
@@ -352,7 +369,7 @@ class _ObjectReader:
         encoding = str(found.attributes.get("Content-Encoding", "identity"))
         if encoding not in ("", "identity"):
             raise StoreError(f"{self._where}: the server sends it compressed ({encoding}); have it served as it is")
-        self._nbytes = found.meta["size"]
+        self._seen(found.meta)
         if (host := _host(self._where)) not in _rangeless:
             _rangeless.add(host)
             warnings.warn(

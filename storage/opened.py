@@ -15,8 +15,10 @@ from ..arrays.errors import ArrayIndexError, CheckpointKeyError, IncompleteCheck
 from ..arrays.tree import Path
 from . import manifest
 from .compression import Zstd, compression_of
+from .documents import Documents
+from .generations import NONE, Generation
 from .names import leaf_name
-from .tensors import StoredTensor, read_box
+from .tensors import StoredTensor, ZarrTensor, read_box
 
 if TYPE_CHECKING:
     from .browse.server import Page
@@ -152,6 +154,18 @@ class Checkpoint(Mapping[str, StoredArray]):
     meshes: list[dict[str, int]] = field(default_factory=list)
     mapping: list[tuple[str, int]] = field(default_factory=list)  # rules that made it, and how often each was applied
     documents: Mapping[str, Any] = field(default_factory=dict)  # files beside the arrays: config, generation_config, …
+    generation: Generation = NONE  # that was opened
+
+    def belongs_to(self, generation: Generation) -> None:
+        """Tie it, and all that is read of it later, to a generation of its place."""
+        self.generation = generation
+        if isinstance(self.documents, Documents):
+            self.documents.generation = generation
+        for a in self.arrays.values():
+            if isinstance(a.tensor, ZarrTensor):
+                a.tensor = replace(a.tensor, generation=generation)
+            elif hasattr(a.tensor, "generation"):
+                a.tensor.generation = generation
 
     def __getitem__(self, name: str) -> StoredArray:
         found = self.arrays.get(name)

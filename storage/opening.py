@@ -15,10 +15,29 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
-from . import commit, dcp, dcp_safetensors, documents, foreign, manifest, names, safetensors, stores, strict_json
+from ..arrays.errors import (
+    CheckpointError,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    NotACheckpoint,
+)
+from . import (
+    commit,
+    dcp,
+    dcp_safetensors,
+    documents,
+    foreign,
+    generations,
+    manifest,
+    names,
+    safetensors,
+    stores,
+    strict_json,
+)
 from .chunk_sums import StoredSums
 from .compressed import CompressedTensor
+from .generations import Generation
 from .opened import Checkpoint, StoredArray
 from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
 from .zarr_format import GROUP_ATTRIBUTE
@@ -57,6 +76,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
         A save was cut short there, or files are missing.
     CorruptCheckpoint
         The table of contents is damaged or hostile.
+    CheckpointReplaced
+        Writers replaced it again and again while it was opened.
     UnsupportedVersion
         A later meshtape wrote it.
     StoreError
@@ -75,6 +96,27 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     array([4., 6.])
     """
     given = stores.location(path)
+    for attempt in range(generations.ATTEMPTS):
+        with stores.recording() as tags:
+            try:
+                ckpt = _open(given, verify)
+                generation = Generation(tags())
+                if len(generation.tags) > 1:  # all of them were there when the first of these looks again
+                    generation.check()
+            except (CorruptCheckpoint, IncompleteCheckpoint):
+                with contextlib.suppress(CheckpointReplaced):
+                    Generation(tags()).check()
+                    raise
+            except CheckpointReplaced:
+                if attempt == generations.ATTEMPTS - 1:
+                    raise
+            else:
+                ckpt.belongs_to(generation)
+                return ckpt
+    raise CheckpointReplaced(f"{given} was replaced {generations.ATTEMPTS} times while it was opened; try again later")
+
+
+def _open(given: str, verify: bool) -> Checkpoint:
     root = commit.resolve(given)
     if stores.is_url(root):
         if root.endswith(".safetensors"):
@@ -195,6 +237,7 @@ class _LazyObjects:
         self._root, self._entry, self._table, self._verify = root, entry, table, verify
         self.name, self.shape, self.dtype, self.chunk = entry.name, entry.shape, entry.dtype, entry.grid.chunk
         self.compression = entry.compression
+        self.generation = generations.NONE
 
     @property
     def readers(self) -> int:
@@ -203,7 +246,7 @@ class _LazyObjects:
     def whole(self) -> ChunkedTensor:
         e = self._entry
         sums = None if e.sums is None else StoredSums(self._root, self._table or "", e.sums, e.grid, e.name)
-        held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify, sums)
+        held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify, sums, self.generation)
         return ChunkedTensor(*held) if e.compression is None else CompressedTensor(*held, e.compression)
 
     def __getattr__(self, name: str) -> Any:
@@ -228,7 +271,7 @@ def _raw_tensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     for name in sorted(header.tensors):
         t = header.tensors[name]
         dtype = t.numpy_dtype(f"{path}: {name!r}")
-        tensors[name] = RawTensor(path, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes)
+        tensors[name] = RawTensor(path, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes, header.tag)
     return tensors, header.metadata
 
 
@@ -313,6 +356,10 @@ def _open_zarr(root: str) -> Checkpoint:
             if isinstance(a, zarr.Array):
                 shape, chunk = tuple(map(int, a.shape)), tuple(map(int, a.shards or a.chunks))
                 tensors[name] = ZarrTensor(root, name, name, shape, np.dtype(a.dtype), chunk)
+        # What zarr itself has read; of an object store just the root, as each is a request.
+        for name in {"", *([] if stores.is_url(root) else found)}:
+            for file in _ZARR:
+                stores.at(root).tag(f"{name}/{file}" if name else file)
     except Exception as e:
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     return flat(root, "Zarr", tensors, attributes)

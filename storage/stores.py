@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
 
@@ -117,6 +118,10 @@ class Reader(Protocol):
     def nbytes(self) -> int:
         """The length of the whole object."""
 
+    @property
+    def tag(self) -> str:
+        """What tells the version of the object that is read: another writer's object has another."""
+
     def readv(self, buffers: list[Any], offset: int) -> int:
         """Fill all buffers from ``offset`` on, or as many as the object has bytes for; returns the number of bytes."""
 
@@ -180,6 +185,14 @@ class Store(ABC):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 
+    def tag(self, name: str) -> str | None:
+        """What tells the version of an object that is there now, or None where there is none."""
+        try:
+            with contextlib.closing(self.reader(name)) as r:
+                return r.tag or None
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
     def refuse_writes(self) -> None:
         if not self.writable:
             raise StoreError(f"{self.root} can only be read; write to a local directory, s3://, gs:// or az://")
@@ -198,6 +211,27 @@ def holding(where: str) -> tuple[Store, str]:
     """The store of a file's location, and the file's name in it."""
     head, name = split(where)
     return at(head), name
+
+
+_opened: ContextVar[list[tuple[str, Reader]] | None] = ContextVar("opened", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Callable[[], dict[str, str]]]:
+    """Gives what tells the tag of each object that was read meanwhile, in this thread."""
+    opened: list[tuple[str, Reader]] = []
+    token = _opened.set(opened)
+    try:
+        yield lambda: {where: tag for where, reader in opened if (tag := reader.tag)}
+    finally:
+        _opened.reset(token)
+
+
+def recorded(where: str, reader: Reader) -> Reader:
+    """The reader of an object, after `recording` was told."""
+    if (opened := _opened.get()) is not None:
+        opened.append((where, reader))
+    return reader
 
 
 _listings: ContextVar[dict[str, set[str]] | None] = ContextVar("listings", default=None)
@@ -242,15 +276,25 @@ def failed(error: OSError, what: str) -> StoreError:
     return out
 
 
+def _tag_of(s: os.stat_result) -> str:
+    at = datetime.fromtimestamp(s.st_mtime_ns // 10**9).isoformat(" ")
+    return f"{s.st_size} bytes, written {at}.{s.st_mtime_ns % 10**9:09d}, inode {s.st_ino}"
+
+
 class _LocalReader:
-    __slots__ = ("_fd", "_path")
+    __slots__ = ("_fd", "_path", "_tag")
 
     def __init__(self, fd: int, path: str) -> None:
-        self._fd, self._path = fd, path
+        self._fd, self._path, self._tag = fd, path, ""
 
     @property
     def nbytes(self) -> int:
         return os.fstat(self._fd).st_size
+
+    @property
+    def tag(self) -> str:
+        # Of a reader that is closed, the tag of when that was.
+        return self._tag or _tag_of(os.fstat(self._fd))
 
     def readv(self, buffers: list[Any], offset: int) -> int:
         try:
@@ -261,6 +305,8 @@ class _LocalReader:
             raise failed(e, f"{self._path} cannot be read") from e
 
     def close(self) -> None:
+        if _opened.get() is not None:
+            self._tag = self.tag
         os.close(self._fd)
 
 
@@ -276,7 +322,7 @@ class LocalStore(Store):
     def reader(self, name: str) -> Reader:
         path = self._path(name)
         try:
-            return _LocalReader(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)), path)
+            return recorded(path, _LocalReader(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)), path))
         except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as e:
@@ -317,7 +363,7 @@ class LocalStore(Store):
                 with contextlib.suppress(FileNotFoundError):
                     s = os.stat(path)
                     name = posixpath.join(*os.path.relpath(path, self.root).split(os.sep))
-                    found.append(Entry(name, s.st_size, s.st_mtime, str(s.st_mtime_ns)))
+                    found.append(Entry(name, s.st_size, s.st_mtime, _tag_of(s)))
         return iter(sorted(found, key=lambda e: e.name))
 
     def folders(self) -> list[str]:

@@ -24,9 +24,10 @@ import numpy as np
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..arrays.native.copies import is_large, stream
-from . import dtypes, names, stores
+from . import dtypes, generations, names, stores
 from .checksums import crc32c
 from .files import IOV_MAX
+from .generations import Generation
 from .grid import Grid, ravel, runs
 from .manifest import StoredObject
 from .scratch import scratch
@@ -62,16 +63,20 @@ def bytes_of(a: np.ndarray) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def opened(where: str, what: str) -> Iterator[stores.Reader]:
-    """A file of a checkpoint for reading; `IncompleteCheckpoint` where it is missing, at the opening or the first read."""
+def opened(where: str, what: str, generation: Generation = generations.NONE) -> Iterator[stores.Reader]:
+    """A file of a checkpoint for reading; `IncompleteCheckpoint` where it is missing, at the opening or the first read.
+
+    Where the checkpoint was replaced meanwhile, that and damage are `CheckpointReplaced`.
+    """
     store, name = stores.holding(where)
-    try:
-        with contextlib.closing(store.reader(name)) as reader:
-            yield reader
-    except (FileNotFoundError, NotADirectoryError):
-        raise IncompleteCheckpoint(
-            f"{where} is missing, which holds {what}; restore the file or another checkpoint"
-        ) from None
+    with generation.guarded():
+        try:
+            with contextlib.closing(store.reader(name)) as reader:
+                yield reader
+        except (FileNotFoundError, NotADirectoryError):
+            raise IncompleteCheckpoint(
+                f"{where} is missing, which holds {what}; restore the file or another checkpoint"
+            ) from None
 
 
 # ----- our Zarr shards ------------------------------------------------------------------------------------------------
@@ -92,6 +97,7 @@ class ChunkedTensor:
     objects: Mapping[tuple[int, ...], StoredObject]
     verify: bool = True  # compare each chunk with its checksum
     sums: Mapping[tuple[int, ...], np.ndarray] | None = None  # of the chunks of each shard, where shards hold several
+    generation: Generation = generations.NONE
 
     @property
     def readers(self) -> int:
@@ -112,13 +118,15 @@ class ChunkedTensor:
     def only(self, box: Box) -> ChunkedTensor:
         """The same tensor with just the objects that ``box`` needs: what is worth sending elsewhere."""
         needed = list(self._shards(box))
-        sums = None if self.sums is None or not self.verify else {c: self.sums[c] for c in needed}
+        with self.generation.guarded():
+            sums = None if self.sums is None or not self.verify else {c: self.sums[c] for c in needed}
         return replace(self, objects={c: self.objects[c] for c in needed}, sums=sums)
 
     def check(self) -> None:
         """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
         lost = stores.missing(self.root, self.directory, [o.file for o in self.objects.values()])
         if lost:
+            self.generation.check()
             shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
             raise IncompleteCheckpoint(
                 f"{self.root}: {len(lost)} of the {len(self.objects)} files of key {self.name!r} are missing: {shown}; "
@@ -229,8 +237,9 @@ class ChunkedTensor:
         dtype = dtypes.bits(self.dtype)
         target = target.view(dtype)
         staging = None
-        total, wanted = 0, self.wanted(coord) if self.verify else None
-        with opened(path, f"part of {self.name!r}") as reader:
+        total = 0
+        with opened(path, f"part of {self.name!r}", self.generation) as reader:
+            wanted = self.wanted(coord) if self.verify else None
             for number, group in consecutive(chunks, present, slots):
                 buffers: list[np.ndarray] = []
                 copies: list[tuple[np.ndarray, np.ndarray]] = []
@@ -258,6 +267,8 @@ class ChunkedTensor:
                             raise self.damaged(path, number + k, coord, value, beside)
                 for place, source in copies:
                     copy(place, source)
+        if wanted is None:  # nothing binds these bytes to what was opened
+            self.generation.check()
         return total
 
 
@@ -293,7 +304,7 @@ def consecutive(
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A row-major range of a file. The format has no checksums: only the length of the file can be checked."""
+    """A row-major range of a file. What binds it to its generation is the ``tag`` that the file had when its header was read."""
 
     path: str
     name: str
@@ -301,6 +312,7 @@ class RawTensor:
     dtype: np.dtype
     start: int
     file_nbytes: int
+    tag: str = ""
 
     @property
     def readers(self) -> int:
@@ -381,6 +393,7 @@ class RawTensor:
                 direct = one_run and place.flags.c_contiguous
                 buffer = bytes_of(place) if direct else scratch("read", nbytes)
                 done = reader.readv([buffer], offset)
+                generations.refuse(self.path, self.tag, reader.tag)
                 if reader.nbytes != self.file_nbytes:
                     raise CorruptCheckpoint(
                         f"{self.path} had {self.file_nbytes} bytes when it was opened, now {reader.nbytes}"
@@ -421,6 +434,7 @@ class ZarrTensor:
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk: tuple[int, ...]
+    generation: Generation = generations.NONE
 
     @property
     def readers(self) -> int:
@@ -448,7 +462,9 @@ class ZarrTensor:
             raise
         except Exception as e:
             # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
+            self.generation.check()
             raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e
+        self.generation.check()
         return box.size * self.dtype.itemsize
 
 

@@ -25,6 +25,7 @@ from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from . import commit, scratch, stores, strict_json
 from .files import active, try_lock
+from .generations import Generation
 from .read_back import Step, Steps
 from .sinks import Sink, Unit, Writer
 from .spreading import Executor, Spread
@@ -37,21 +38,9 @@ THREADS = 2
 _LEAST = 64 << 10
 
 
-def _stamp(path: str) -> list[Any]:
-    """What changes when a source changes: the names, lengths and versions of its files."""
-    store, name = stores.holding(path)
-    if not stores.is_url(path) and os.path.isfile(path):
-        s = os.stat(path)
-        return [["", s.st_size, s.st_mtime_ns]]
-    if not store.lists:
-        return [[path]]
-    found = [[e.name, e.nbytes, e.tag] for e in stores.at(path).entries()]
-    return found or [[e.name, e.nbytes, e.tag] for e in store.entries() if e.name == name]
-
-
-def fingerprint(source: str, sink: Sink, windows: int, memory_limit: int, threads: int) -> str:
+def fingerprint(source: Generation, sink: Sink, windows: int, memory_limit: int, threads: int) -> str:
     """What is the same for two runs that would write the same windows of the same bytes."""
-    plan = json.dumps([1, _stamp(source), sink.describe(), windows, memory_limit, threads], sort_keys=True)
+    plan = json.dumps([2, dict(source.tags), sink.describe(), windows, memory_limit, threads], sort_keys=True)
     return hashlib.sha256(plan.encode()).hexdigest()
 
 
@@ -115,7 +104,7 @@ def _whole(writer: Writer, root: str, box: Box, sums: list[int]) -> bool:
 
 
 def transfer(
-    source: str,
+    source: Generation,
     tensors: Sequence[Any],
     sink: Sink,
     target: str,
@@ -129,7 +118,7 @@ def transfer(
 ) -> tuple[int, int]:
     """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, and those that an earlier run had written.
 
-    ``source`` is the path whose files the tensors read. With an ``executor`` the windows are read and written by its processes, which
+    ``source`` is what the tensors read. With an ``executor`` the windows are read and written by its processes, which
     must see both; the journal stays here.
     """
     if memory_limit < 1 or threads < 1:
@@ -228,6 +217,7 @@ def transfer(
                     for unit, same in spread.over(_whole, rest, lambda u: (writers[u.array], part, u.box, kept[u])):
                         refuse_unless(same, unit)
                     synced.result()
+                source.check()
                 nbytes = sink.finish(commit.Folder(part), target)
                 commit.check_target(target, overwrite, ours)
                 commit.adopt(part, target, without=JOURNAL)

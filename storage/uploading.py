@@ -17,6 +17,7 @@ import numpy as np
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, StoreError
 from . import object_commit, stores, strict_json
 from .checksums import crc32c
+from .generations import Generation
 from .object_commit import JOURNAL
 from .sinks import Sink, Stream
 from .spreading import Spread
@@ -82,7 +83,7 @@ class _Journal:
 
 
 def upload(
-    source: str,
+    source: Generation,
     tensors: Sequence[Any],
     sink: Sink,
     target: str,
@@ -133,6 +134,7 @@ def upload(
             if progress is not None:
                 progress(reached, total)
         sink.accept(streams)
+        source.check()
         nbytes = sink.finish(folder, target)
         folder.commit()
     except BaseException as e:

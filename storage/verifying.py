@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,11 +17,13 @@ import numpy as np
 from ..arrays.errors import CheckpointError, CorruptCheckpoint
 from . import manifest, names, stores
 from .checksums import combine, crc32c
+from .chunk_sums import StoredSums
 from .compressed import CompressedTensor, frames_in
+from .opened import Checkpoint
 from .opening import open_checkpoint
 from .scratch import scratch
 from .tensors import ChunkedTensor, opened, run
-from .zarr_format import chunk_coords, shard_index
+from .zarr_format import chunk_coords, group_metadata, shard_index
 
 T = TypeVar("T")
 
@@ -62,6 +64,11 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     """
     started = time.perf_counter()
     ckpt = open_checkpoint(path)
+    with ckpt.generation.guarded():
+        return _verify(ckpt, started)
+
+
+def _verify(ckpt: Checkpoint, started: float) -> VerifyReport:
     if ckpt.kind != "meshtape":
         raise CheckpointError(f"{ckpt.path} is a {ckpt.kind} checkpoint, which has no checksums to verify")
     tensors = [a.tensor.whole() for a in ckpt.arrays.values()]
@@ -71,15 +78,49 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     faults: list[str] = []
     jobs = [lambda t=t, c=c: _check_object(t, c, faults) for t in tensors for c in t.objects]
     nbytes = run(jobs, max((t.readers for t in tensors), default=1))
-    for name in ckpt.documents:
+    nbytes += sum(_check_metadata(ckpt.path, faults))
+    # Each is checked when it is read.
+    rest: list[Callable[[], int]] = [lambda name=name: len(ckpt.documents.raw(name)) for name in ckpt.documents]
+    rest += [t.sums.check for t in tensors if isinstance(t.sums, StoredSums)]
+    for read in rest:
         try:
-            nbytes += len(ckpt.documents.raw(name))
+            nbytes += read()
         except CorruptCheckpoint as e:
             faults.append(str(e))
     if faults:
         shown = "\n  ".join(sorted(faults)[:20])
         raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged files:\n  {shown}")
+    ckpt.generation.check()
     return VerifyReport(ckpt.path, len(tensors), len(jobs) + len(ckpt.documents), nbytes, time.perf_counter() - started)
+
+
+def _check_metadata(root: str, faults: list[str]) -> Iterator[int]:
+    """Zarr's own files, from which others read the arrays; gives the length of each.
+
+    A manifest of an earlier version does not know their checksums: then only their presence is checked.
+    """
+    held = manifest.read(root)
+    assert held is not None  # it was opened by it
+    texts: dict[str, bytes] = {}
+    for entry in held.arrays:
+        file = f"{entry.directory}/zarr.json"
+        text = texts[entry.directory] = _text(root, file, faults)
+        if text and entry.zarr is not None and crc32c(text) != entry.zarr:
+            faults.append(f"{stores.join(root, file)} (key {entry.name!r}) does not fit its crc32c")
+        yield len(text)
+    group = _text(root, "zarr.json", faults)
+    # In an object store it may have been written anew after a kill, by another version of zarr.
+    if group and held.zarr not in (None, crc32c(group)) and group != group_metadata(manifest.VERSION, texts):
+        faults.append(f"{stores.join(root, 'zarr.json')} does not fit its crc32c")
+    yield len(group)
+
+
+def _text(root: str, file: str, faults: list[str]) -> bytes:
+    try:
+        return stores.at(root).get(file)
+    except FileNotFoundError:
+        faults.append(f"{stores.join(root, file)} is missing")
+        return b""
 
 
 def _batched(items: Iterable[T], n: int) -> Iterator[list[T]]:
@@ -117,7 +158,7 @@ def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -
     if bad:
         faults.append(f"{path} (key {t.name!r}): chunk {_some(bad)} does not fit its crc32c")
     elif digest != stored.crc32c:
-        faults.append(f"{path} (key {t.name!r}): its chunks are whole, but they are those of another save")
+        faults.append(f"{path} (key {t.name!r}): its chunks are whole, but they are those of another place or another save")
     elif t.grid.shape and tail.tobytes() != shard_index(t.grid, coord, nbytes + 4):
         faults.append(f"{path} (key {t.name!r}): its index is damaged; the values are whole")
     return position
@@ -148,6 +189,6 @@ def _check_frames(t: CompressedTensor, coord: tuple[int, ...], reader: stores.Re
     if bad:
         wrong = f"chunk {_some(bad)} does not fit its crc32c"
     elif not wrong and digest != stored.crc32c:
-        wrong = "its chunks are whole, but they are those of another save"
+        wrong = "its chunks are whole, but they are those of another place or another save"
     if wrong:
         faults.append(f"{path} (key {t.name!r}): {wrong}")

@@ -1,0 +1,81 @@
+"""Generations: which of the checkpoints that lay in a place, one after another, is being read.
+
+A writer that overwrites puts a whole checkpoint in the place of another, while readers may be at work. Each of them stays with the generation that it
+opened, by three means. A checkpoint is opened from files that were all there at one instant: their tags (inode, length and time of a file; ETag of an
+object) are taken while they are read, and compared when the last one was. Chunks of our own format are bound to the manifest by their checksums, so a
+chunk of another generation cannot pass; where it fails, `guarded` looks whether the manifest is still the one that was opened, and says which of the two
+is the reason. Files without checksums are compared with their tag whenever they were read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..arrays.errors import CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
+from . import stores
+from .writing import UPLOADS, in_threads
+
+ATTEMPTS = 10  # to open or load a checkpoint that writers keep replacing
+
+
+def refuse(where: str, then: str, now: str | None) -> None:
+    """Raise `CheckpointReplaced` where the tag of a file is another ``now`` than it was ``then``."""
+    if then and now != then:
+        raise CheckpointReplaced(
+            f"{where} was replaced after it was opened: it had {then}; "
+            + (f"now it has {now}. Open it again" if now else "now it is gone. Open another checkpoint")
+        )
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The files by which a checkpoint was opened, with the tag of each then."""
+
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise `CheckpointReplaced` where one of the files is another by now."""
+
+        def look(where: str) -> str | None:
+            store, name = stores.holding(where)
+            return store.tag(name)
+
+        where = list(self.tags)
+        for file, now in zip(where, in_threads(look, where, UPLOADS), strict=True):
+            refuse(file, self.tags[file], now)
+
+    def of(self, where: str) -> Generation:
+        """The part that speaks of one file."""
+        return Generation({where: self.tags[where]} if where in self.tags else {})
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Damage and missing files that come from a replacement are told as one."""
+        try:
+            yield
+        except (CorruptCheckpoint, IncompleteCheckpoint):
+            self.check()
+            raise
+
+
+NONE = Generation()
+
+
+@dataclass(frozen=True)
+class Listed(Generation):
+    """A checkpoint of which any file may change by itself: a Zarr hierarchy by others. All files below ``root`` tell its generation."""
+
+    root: str = ""
+
+    @classmethod
+    def now(cls, root: str) -> Generation:
+        """The generation that lies there."""
+        store = stores.at(root)
+        return cls({e.name: e.tag for e in store.entries()}, root) if store.lists else NONE
+
+    def check(self) -> None:
+        now = Listed.now(self.root).tags
+        for name in sorted(self.tags.keys() | now.keys()):
+            refuse(stores.join(self.root, name), self.tags.get(name, "no such file"), now.get(name))
