@@ -68,7 +68,9 @@ class StoredSums(Mapping[Coord, np.ndarray]):
         where = stores.join(self._root, self._file)
         try:
             with contextlib.closing(stores.at(self._root).reader(self._file)) as reader:
-                if count > _MANY and reader.nbytes < 4 * (first + count):  # before so much memory is taken on a manifest's word
+                if count > _MANY and reader.nbytes < 4 * (
+                    first + count
+                ):  # before so much memory is taken on a manifest's word
                     count = 0
                 out = np.empty(count, "<u4")
                 done = reader.readv([out], 4 * first)

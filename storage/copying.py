@@ -152,8 +152,9 @@ class CopiedShard:
                         stack.close()
                         readers.clear()
                     path = tensor.path(source)
-                    readers[source] = path, stack.enter_context(
-                        opened(path, f"part of {tensor.name!r}", tensor.generation)
+                    readers[source] = (
+                        path,
+                        stack.enter_context(opened(path, f"part of {tensor.name!r}", tensor.generation)),
                     )
                 path, reader = readers[source]
                 for run in _runs(list(group), longest):

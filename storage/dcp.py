@@ -22,6 +22,7 @@ import numpy as np
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointDTypeError, CorruptCheckpoint, IncompleteCheckpoint
 from . import dtypes, names, stores
+from .generations import NONE, Generation
 from .grid import tiled
 from .manifest import Leaf, encode_json
 from .opened import Checkpoint, StoredArray
@@ -42,7 +43,6 @@ class Chunk:
     file: str
     offset: int
     nbytes: int
-    tag: str = ""  # of the file when the checkpoint was opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class DcpTensor:
     shape: tuple[int, ...]
     dtype: np.dtype
     chunks: tuple[Chunk, ...]
+    generation: Generation = NONE
 
     @property
     def readers(self) -> int:
@@ -64,7 +65,10 @@ class DcpTensor:
         return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
 
     def only(self, box: Box) -> DcpTensor:
-        return DcpTensor(self.root, self.name, self.shape, self.dtype, tuple(c for c, _ in self._meeting(box)))
+        return replace(self, chunks=tuple(c for c, _ in self._meeting(box)))
+
+    def bound(self, generation: Generation) -> DcpTensor:
+        return replace(self, generation=generation)
 
     def check(self) -> None:
         """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
@@ -86,14 +90,16 @@ class DcpTensor:
             yield lambda c=c, common=common: self._read(c, common, out[(*common.within(box).slices, ...)])
 
     def _read(self, chunk: Chunk, common: Box, out: np.ndarray) -> int:
-        place = _place(self.root, chunk, self.name, self.dtype)
-        start, file_nbytes, strides = place
         path = names.inside(self.root, chunk.file, self.root)
+        with self.generation.guarded():
+            start, file_nbytes, strides = _place(
+                self.root, chunk, self.name, self.dtype, self.generation.tags.get(path)
+            )
         local = common.within(chunk.box)
         order = sorted(range(len(chunk.box.shape)), key=lambda d: -strides[d])
         shape = tuple(chunk.box.shape[d] for d in order)
         # Elements may lie in another order of dimensions, as those of a transposed tensor do: read them in theirs.
-        raw = RawTensor(path, self.name, shape, self.dtype, start, file_nbytes, chunk.tag)
+        raw = RawTensor(path, self.name, shape, self.dtype, start, file_nbytes, self.generation)
         part = Box(tuple(local.offset[d] for d in order), tuple(local.shape[d] for d in order))
         return sum(job() for job in raw.jobs(part, out.transpose(order)))
 
@@ -159,7 +165,7 @@ def _damage(where: str) -> Iterator[None]:
 
 
 @lru_cache(maxsize=4096)
-def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype) -> tuple[int, int, tuple[int, ...]]:
+def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype, tag: str | None) -> tuple[int, int, tuple[int, ...]]:
     """(byte of the first element in the file, length of the file, strides in elements) of a chunk."""
     path = names.inside(root, chunk.file, root)
     where = f"{path}, key {name!r}"
@@ -277,11 +283,8 @@ def open_dcp(root: str) -> Checkpoint:
         raise
     except (ValueError, TypeError, AttributeError, KeyError) as e:
         raise CorruptCheckpoint(f"{where}: not the metadata of a checkpoint: {e}") from None
-    store = stores.at(root)
-    files = sorted({c.file for t in tensors.values() for c in t.chunks})
-    tags = dict(zip(files, in_threads(store.tag, files, UPLOADS), strict=True))
-    for name, t in tensors.items():
-        tensors[name] = replace(t, chunks=tuple(replace(c, tag=tags[c.file] or "") for c in t.chunks))
+    # Their tags are those of the generation that is opened.
+    in_threads(stores.at(root).tag, sorted({c.file for t in tensors.values() for c in t.chunks}), UPLOADS)
     arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
     structure: dict[str, Any] = {name: Leaf(i) for i, name in enumerate(arrays)} | values
     return Checkpoint(root, "PyTorch DCP", arrays, structure, None, {"dcp.skipped": skipped} if skipped else {})

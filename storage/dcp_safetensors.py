@@ -17,6 +17,7 @@ import numpy as np
 from ..arrays.blocks import Box
 from ..arrays.errors import CorruptCheckpoint, IncompleteCheckpoint
 from . import safetensors, stores, strict_json
+from .generations import Generation
 from .grid import tiled
 from .manifest import Leaf
 from .opened import Checkpoint, StoredArray
@@ -51,6 +52,9 @@ class TiledTensor:
 
     def only(self, box: Box) -> TiledTensor:
         return replace(self, parts=tuple((place, tensor) for place, tensor, _ in self._meeting(box)))
+
+    def bound(self, generation: Generation) -> TiledTensor:
+        return replace(self, parts=tuple((place, tensor.bound(generation)) for place, tensor in self.parts))
 
     def planned(self, box: Box) -> int:
         return sum(tensor.planned(common.within(place)) for place, tensor, common in self._meeting(box))
@@ -98,7 +102,7 @@ def open_shards(root: str) -> Checkpoint | None:
         offsets = _offsets(where, header)
         for name, t in header.tensors.items():
             dtype = t.numpy_dtype(f"{where}: {name!r}")
-            raw = RawTensor(where, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes, header.tag)
+            raw = RawTensor(where, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes)
             held.setdefault(name, {}).setdefault(Box(offsets[name], t.shape), raw)  # replicas are equal: the first
     arrays = {name: StoredArray((name,), _joined(root, name, parts)) for name, parts in sorted(held.items())}
     structure: Any = {name: Leaf(i) for i, name in enumerate(arrays)}

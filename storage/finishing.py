@@ -71,7 +71,12 @@ def finish_directory(
     head.documents = {name: (crc32c(data), marked(name, folder.suffix)) for name, data in documents.items()}
     for name, data in documents.items():
         folder.put(marked(name, folder.suffix), data)
-    nbytes = sum(r.nbytes for r in records) + len(table) + sum(map(len, documents.values())) + _write_metadata(folder, items, head)
+    nbytes = (
+        sum(r.nbytes for r in records)
+        + len(table)
+        + sum(map(len, documents.values()))
+        + _write_metadata(folder, items, head)
+    )
     data = head.dumps()
     manifest.loads(data, stores.join(target, manifest.FILE))  # never commit what could not be read again
     folder.put(manifest.FILE, data)

@@ -382,7 +382,9 @@ def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
         raise CorruptCheckpoint(f"{where}: lacks {err.args[0]!r}") from None
     except (ValueError, TypeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{where}: {err}") from None
-    return ArrayEntry(tuple(path), directory, grid, dtype, mesh, sharding, e["objects"], source, compression, sums, zarr)
+    return ArrayEntry(
+        tuple(path), directory, grid, dtype, mesh, sharding, e["objects"], source, compression, sums, zarr
+    )
 
 
 def loads(data: bytes, source: str) -> Manifest:

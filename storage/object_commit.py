@@ -169,7 +169,7 @@ def _renew_group(store: ObjectStore) -> None:
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         if set(strict_json.loads(store.get(_GROUP))["consolidated_metadata"]["metadata"]) == wanted:
             return
-    texts = {d: store.get(f"{d}/zarr.json") for d in wanted}
+    texts = {a.directory: store.get(f"{a.directory}/zarr.json") for a in found.arrays}  # in the order of a save
     store.put(_GROUP, group_metadata(manifest.VERSION, texts))
 
 
@@ -290,6 +290,9 @@ class ObjectFolder(Folder):
             else:
                 self.store.replace(last, self._late[last], seen)
         except FileExistsError:
+            if seen is None and group is not None:  # which stands in the place of the other's by now
+                with contextlib.suppress(CheckpointError):
+                    _renew_group(self.store)
             raise CheckpointExists(
                 f"{self.root}: another process has saved there meanwhile; nothing was replaced"
             ) from None

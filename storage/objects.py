@@ -44,6 +44,7 @@ _UPLOADS = 4  # parts of one object on their way
 
 # Where clouds keep the credentials of their own machines: asked where the environment has none.
 _METADATA = re.compile(r"/latest/api/token|/latest/meta-data|computeMetadata|metadata/identity|169\.254\.169\.254")
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _SECRETS = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|SAS|CREDENTIAL")
 _STREAMED = 64 << 20  # of a server without ranges: bytes that are skipped at most
 _clients: dict[Any, Any] = {}
@@ -164,7 +165,7 @@ def _plain(error: BaseException) -> str:
 def _explained(error: Exception, where: str) -> Exception:
     """The error that is raised for one of obstore's."""
     kind = type(error).__name__
-    if re.search("NoSuchBucket|ContainerNotFound", str(error)):
+    if _NO_BUCKET.search(str(error)):
         return StoreError(f"{where}: the bucket does not exist, or these credentials do not see it")
     if _METADATA.search(str(error)):
         return StoreError(
@@ -446,7 +447,13 @@ class ObjectStore(Store):
                 first.append(data)
                 n += len(data)
                 if n > _PART:
-                    return _in_parts(held, key, first, rest)
+                    try:
+                        return _in_parts(held, key, first, rest)
+                    except FileNotFoundError as e:
+                        if _NO_BUCKET.search(str(e)):
+                            raise
+                        # The answer to its end was lost, and the client has asked again for the end of what had ended.
+                        raise ConnectionError(f"the upload came to an end that nobody has confirmed ({_plain(e)})") from None
             return self._put_whole(name, b"".join(first), mode)
 
         if made is not None:
@@ -454,7 +461,7 @@ class ObjectStore(Store):
         try:
             return once()
         except Exception as e:
-            if type(e).__module__.startswith("obstore"):
+            if type(e).__module__.startswith("obstore") or isinstance(e, ConnectionError):
                 raise _explained(e, where) from None
             raise
 

@@ -18,7 +18,7 @@ from .compression import Zstd, compression_of
 from .documents import Documents
 from .generations import NONE, Generation
 from .names import leaf_name
-from .tensors import StoredTensor, ZarrTensor, read_box
+from .tensors import StoredTensor, read_box
 
 if TYPE_CHECKING:
     from .browse.server import Page
@@ -162,10 +162,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         if isinstance(self.documents, Documents):
             self.documents.generation = generation
         for a in self.arrays.values():
-            if isinstance(a.tensor, ZarrTensor):
-                a.tensor = replace(a.tensor, generation=generation)
-            elif hasattr(a.tensor, "generation"):
-                a.tensor.generation = generation
+            a.tensor = a.tensor.bound(generation)
 
     def __getitem__(self, name: str) -> StoredArray:
         found = self.arrays.get(name)

@@ -243,6 +243,10 @@ class _LazyObjects:
     def readers(self) -> int:
         return stores.at(self._root).readers
 
+    def bound(self, generation: Generation) -> _LazyObjects:
+        self.generation = generation
+        return self
+
     def whole(self) -> ChunkedTensor:
         e = self._entry
         sums = None if e.sums is None else StoredSums(self._root, self._table or "", e.sums, e.grid, e.name)
@@ -271,7 +275,7 @@ def _raw_tensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     for name in sorted(header.tensors):
         t = header.tensors[name]
         dtype = t.numpy_dtype(f"{path}: {name!r}")
-        tensors[name] = RawTensor(path, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes, header.tag)
+        tensors[name] = RawTensor(path, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes)
     return tensors, header.metadata
 
 

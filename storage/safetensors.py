@@ -21,7 +21,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -73,7 +73,6 @@ class Header:
     metadata: dict[str, str]
     data_start: int
     file_nbytes: int
-    tag: str = ""  # of the file that was read (see ``stores``)
 
 
 # ----- reading --------------------------------------------------------------------------------------------------------
@@ -255,8 +254,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             except _Refused as e:
                 raise CorruptCheckpoint(f"{where}: {e}") from None
             rest = bytearray(max(0, 8 + n - len(prefix)))
-            header = parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where)
-            return replace(header, tag=reader.tag)
+            return parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise NotACheckpoint(f"{where}: no such file") from None
 

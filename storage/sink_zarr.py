@@ -161,7 +161,16 @@ class ZarrSink:
 
     def create(self, root: str) -> None:
         fs = active()
-        clear(root, [manifest.FILE, chunk_sums.FILE, "zarr.json", *self.documents, *(f"{i.directory}/zarr.json" for i in self.items)])
+        clear(
+            root,
+            [
+                manifest.FILE,
+                chunk_sums.FILE,
+                "zarr.json",
+                *self.documents,
+                *(f"{i.directory}/zarr.json" for i in self.items),
+            ],
+        )
         for i in self.items:
             directory = os.path.join(root, i.directory)
             if not os.path.isdir(directory):

@@ -27,7 +27,7 @@ from datetime import datetime
 from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
 
-from ..arrays.errors import CheckpointError, CorruptCheckpoint, StoreError
+from ..arrays.errors import CheckpointError, CheckpointReplaced, CorruptCheckpoint, StoreError
 from .files import active, preadv
 
 Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
@@ -222,9 +222,19 @@ def recording() -> Iterator[Callable[[], dict[str, str]]]:
     opened: list[tuple[str, Reader]] = []
     token = _opened.set(opened)
     try:
-        yield lambda: {where: tag for where, reader in opened if (tag := reader.tag)}
+        yield lambda: _tags(opened)
     finally:
         _opened.reset(token)
+
+
+def _tags(opened: list[tuple[str, Reader]]) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for where, reader in opened:
+        if out.setdefault(where, reader.tag) != reader.tag:
+            raise CheckpointReplaced(
+                f"{where} was replaced while the checkpoint was opened: it had {out[where]}; now it has {reader.tag}"
+            )
+    return out
 
 
 def recorded(where: str, reader: Reader) -> Reader:

@@ -304,7 +304,7 @@ def consecutive(
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A row-major range of a file. What binds it to its generation is the ``tag`` that the file had when its header was read."""
+    """A row-major range of a file. What binds it to its generation is the tag that the file had when its header was read."""
 
     path: str
     name: str
@@ -312,7 +312,7 @@ class RawTensor:
     dtype: np.dtype
     start: int
     file_nbytes: int
-    tag: str = ""
+    generation: Generation = generations.NONE
 
     @property
     def readers(self) -> int:
@@ -325,6 +325,9 @@ class RawTensor:
 
     def only(self, box: Box) -> RawTensor:
         return self
+
+    def bound(self, generation: Generation) -> RawTensor:
+        return replace(self, generation=generation)
 
     def planned(self, box: Box) -> int:
         return sum(n for _, _, n in self._reads(box))
@@ -386,14 +389,14 @@ class RawTensor:
         item = self.dtype.itemsize
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         total = 0
-        with opened(self.path, f"key {self.name!r}") as reader:
+        with opened(self.path, f"key {self.name!r}", self.generation) as reader:
             for part, one_run, nbytes in group:
                 place = _view(out, part.within(box))
                 offset = self.start + item * sum(o * s for o, s in zip(part.offset, strides, strict=True))
                 direct = one_run and place.flags.c_contiguous
                 buffer = bytes_of(place) if direct else scratch("read", nbytes)
                 done = reader.readv([buffer], offset)
-                generations.refuse(self.path, self.tag, reader.tag)
+                generations.refuse(self.path, self.generation.tags.get(self.path, ""), reader.tag)
                 if reader.nbytes != self.file_nbytes:
                     raise CorruptCheckpoint(
                         f"{self.path} had {self.file_nbytes} bytes when it was opened, now {reader.nbytes}"
@@ -442,6 +445,9 @@ class ZarrTensor:
 
     def only(self, box: Box) -> ZarrTensor:
         return self
+
+    def bound(self, generation: Generation) -> ZarrTensor:
+        return replace(self, generation=generation)
 
     def planned(self, box: Box) -> int:
         return box.size * self.dtype.itemsize

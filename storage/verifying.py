@@ -158,7 +158,9 @@ def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -
     if bad:
         faults.append(f"{path} (key {t.name!r}): chunk {_some(bad)} does not fit its crc32c")
     elif digest != stored.crc32c:
-        faults.append(f"{path} (key {t.name!r}): its chunks are whole, but they are those of another place or another save")
+        faults.append(
+            f"{path} (key {t.name!r}): its chunks are whole, but they are those of another place or another save"
+        )
     elif t.grid.shape and tail.tobytes() != shard_index(t.grid, coord, nbytes + 4):
         faults.append(f"{path} (key {t.name!r}): its index is damaged; the values are whole")
     return position

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -154,7 +154,8 @@ def in_threads(work: Callable[[Any], Any], items: Sequence[Any], threads: int | 
     if len(items) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="meshtape-io") as pool:
-        futures = [pool.submit(work, item) for item in items]
+        # In the context of the caller, as if it did the work itself.
+        futures = [pool.submit(copy_context().run, work, item) for item in items]
         try:
             return [f.result() for f in futures]
         except BaseException:

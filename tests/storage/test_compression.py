@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape import errors, storage
 from meshtape.storage import (
-    chunk_sums,
     CheckpointManager,
     Zstd,
+    chunk_sums,
     compressed,
     compression,
     convert,

@@ -92,7 +92,7 @@ def test_replacing_is_one_step_and_leaves_nothing_old(kit, place):
     assert equal(kit, load(url), tree(kit, 2))
     assert not any(n.startswith("w/") or n.startswith(object_commit.CLAIM) for n in names(url))
     # Who opened the old one is told, and does not read a mixture.
-    with pytest.raises(errors.IncompleteCheckpoint):
+    with pytest.raises(errors.CheckpointReplaced):
         storage.tensors.read_box(pickle.loads(before))
     save(url, {"other": np.ones(2)}, overwrite=True)
     assert list(open_checkpoint(url)) == ["other"]
@@ -251,7 +251,10 @@ def test_a_request_in_three_goes_wrong_and_nobody_notices(kit, s3, fault, monkey
     assert manager.steps() == [2]
     storage.verify(url)
     assert storage.diff(url, f"{s3.url}/hf", drop=["epoch"]).same
-    assert all("/zarr.json" in n or "/c" in n or n in ("zarr.json", "meshtape.json") or n.startswith("meshtape~") for n in names(url))
+    assert all(
+        "/zarr.json" in n or "/c" in n or n in ("zarr.json", "meshtape.json") or n.startswith("meshtape~")
+        for n in names(url)
+    )
 
 
 def test_a_server_that_stalls_is_asked_again(kit, s3, monkeypatch):

@@ -1,0 +1,279 @@
+"""One generation for every reader: writers that overwrite beside readers of every kind."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshtape import errors, storage
+from meshtape.storage import load, merge, open_checkpoint, reshard, save, save_safetensors, stores, verify
+
+NAMES = [f"w{i}" for i in range(5)]
+
+
+def tree(generation):
+    return {name: np.full((40, 90), generation, "f4") for name in NAMES}
+
+
+def write(layout, path, generation):
+    """Put a generation in the place of the one before."""
+    if layout == "file":
+        save_safetensors(path, tree(generation), overwrite=generation > 0)
+    elif layout == "hf":
+        source = f"{path}.source{generation % 2}"
+        save(source, tree(generation), overwrite=True)
+        merge(source, path, overwrite=True, max_shard_bytes=30_000)
+    else:
+        save(path, tree(generation), overwrite=True, step=generation, compression="zstd" if layout == "zstd" else None)
+
+
+def keep_writing(layout, path, stop):
+    generation = 0
+    while not stop.is_set():
+        generation += 1
+        write(layout, path, generation)
+
+
+@contextlib.contextmanager
+def writing(layout, path):
+    """A process that overwrites as fast as it can."""
+    write(layout, path, 0)
+    context = multiprocessing.get_context("fork")
+    stop = context.Event()
+    process = context.Process(target=keep_writing, args=(layout, path, stop))
+    process.start()
+    try:
+        yield process
+    finally:
+        stop.set()
+        process.join(30)
+        process.kill()
+
+
+def values(held):
+    return {float(v) for a in held for v in np.unique(np.asarray(a))}
+
+
+def read_once(path, home):
+    """One of each kind of reader; gives how many generations each has seen at a time."""
+
+    def slices():
+        ckpt = open_checkpoint(path)
+        return values(ckpt[name][3:5, ::7] for name in NAMES)
+
+    def unverified():
+        ckpt = open_checkpoint(path, verify=False)
+        return values(ckpt[name][1] for name in NAMES)
+
+    def export(act):
+        out = os.path.join(home, "out")
+        act(path, out)
+        return values(load(out).values())
+
+    yield lambda: values(load(path).values())
+    yield slices
+    yield unverified
+    yield lambda: export(lambda a, b: merge(a, b, overwrite=True))
+    yield lambda: export(lambda a, b: storage.convert(a, b, format="zarr", overwrite=True))
+    yield lambda: export(lambda a, b: reshard(a, b, mesh={"m": 2}, shardings={"w*": {"m": 0}}, overwrite=True))
+
+
+def race(layout, tmp_path, rounds):
+    path = str(tmp_path / ("c.safetensors" if layout == "file" else "c"))
+    seen, reads, replaced = set(), 0, 0
+    with writing(layout, path) as process:
+        for _ in range(rounds):
+            for read in read_once(path, str(tmp_path)):
+                try:
+                    found = read()
+                except errors.CheckpointReplaced:
+                    replaced += 1
+                    continue
+                assert len(found) == 1, f"{layout}: {found}"
+                seen |= found
+                reads += 1
+        assert process.is_alive()
+    return seen, reads, replaced
+
+
+@pytest.mark.parametrize("layout", ["zarr", "zstd", "file", "hf"])
+def test_readers_beside_a_writer_see_one_generation(layout, tmp_path):
+    seen, reads, _ = race(layout, tmp_path, 12)
+    assert len(seen) > 3
+    assert reads > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zarr", "zstd", "file", "hf"])
+def test_many_readers_beside_a_writer_see_one_generation(layout, tmp_path):
+    assert race(layout, tmp_path, 850)[1] > 4000
+
+
+@pytest.mark.parametrize("layout", ["zarr", "zstd", "file", "hf"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_what_was_opened_before_tells_of_the_replacement(layout, checked, tmp_path):
+    path = str(tmp_path / ("c.safetensors" if layout == "file" else "c"))
+    write(layout, path, 0)
+    ckpt = open_checkpoint(path, verify=checked)
+    travelled = pickle.loads(pickle.dumps([a.tensor.only(storage.tensors.Box.whole(a.shape)) for a in ckpt.values()]))
+    write(layout, path, 1)
+    for read in (
+        lambda: ckpt["w0"][:],
+        lambda: np.asarray(ckpt["w4"]),
+        lambda: storage.tensors.read_box(travelled[2]),
+    ):
+        with pytest.raises(errors.CheckpointReplaced, match=r"was replaced.*it had .* bytes.*now it has .* bytes"):
+            read()
+    with pytest.raises(errors.CheckpointReplaced):
+        ckpt["w1"][0]
+    assert values(load(path).values()) == {1.0}
+
+
+def test_a_load_begins_anew(tmp_path, monkeypatch):
+    path = str(tmp_path / "c")
+    write("zarr", path, 0)
+    opened = []
+
+    def replace_twice(*args, **kwargs):
+        ckpt = open_checkpoint(*args, **kwargs)
+        opened.append(ckpt.step)
+        if len(opened) < 3:
+            write("zarr", path, len(opened))
+        return ckpt
+
+    monkeypatch.setattr(storage.loading, "open_checkpoint", replace_twice)
+    assert values(load(path).values()) == {2.0}
+    assert opened == [0, 1, 2]
+
+
+def test_a_load_ends_though_writers_do_not(tmp_path, monkeypatch):
+    path = str(tmp_path / "c")
+    write("zarr", path, 0)
+
+    def replaced(*args, **kwargs):
+        ckpt = open_checkpoint(*args, **kwargs)
+        write("zarr", path, ckpt.step + 1)
+        return ckpt
+
+    monkeypatch.setattr(storage.loading, "open_checkpoint", replaced)
+    with pytest.raises(errors.CheckpointReplaced):
+        load(path)
+
+
+def test_damage_is_still_damage(tmp_path):
+    path = tmp_path / "c"
+    write("zarr", path, 0)
+    ckpt = open_checkpoint(path)
+    (path / "w1" / "c.0.0").unlink()
+    with pytest.raises(errors.IncompleteCheckpoint):
+        ckpt["w1"][:]
+    data = bytearray((path / "w2" / "c.0.0").read_bytes())
+    data[5] ^= 1
+    (path / "w2" / "c.0.0").write_bytes(data)
+    with pytest.raises(errors.CorruptCheckpoint):
+        ckpt["w2"][:]
+
+
+def test_an_export_of_a_checkpoint_that_is_replaced_meanwhile_commits_nothing(tmp_path):
+    for layout in ("zarr", "file", "hf"):
+        home = tmp_path / layout
+        home.mkdir()
+        path = str(home / ("c.safetensors" if layout == "file" else "c"))
+        write(layout, path, 0)
+        out = str(home / "out")
+        save(out, tree(7))
+        told = []
+
+        def progress(done, total, path=path, layout=layout, told=told):
+            if not told:
+                told.append(done)
+                write(layout, path, 1)
+
+        with pytest.raises(errors.CheckpointReplaced):
+            storage.convert(path, out, format="zarr", overwrite=True, progress=progress, threads=1)
+        assert values(load(out).values()) == {7.0}
+        verify(out)
+
+
+def test_an_interrupted_export_does_not_go_on_with_another_generation(tmp_path):
+    path, out = str(tmp_path / "c"), str(tmp_path / "out")
+    write("zarr", path, 0)
+
+    def stop(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        storage.convert(path, out, format="zarr", progress=stop, threads=1)
+    write("zarr", path, 1)
+    report = storage.convert(path, out, format="zarr")
+    assert report.resumed == 0
+    assert values(load(out).values()) == {1.0}
+
+
+def test_a_file_that_is_written_in_place(tmp_path):
+    """Others replace the bytes of a file, not the file."""
+    path = tmp_path / "c.safetensors"
+    write("file", str(path), 0)
+    ckpt = open_checkpoint(path)
+    data = path.read_bytes()
+    time.sleep(0.02)  # more than the grain of a file system's clock
+    path.write_bytes(data[:-4] + np.float32(3).tobytes())
+    with pytest.raises(errors.CheckpointReplaced):
+        ckpt["w4"][:]
+
+
+def test_a_zarr_hierarchy_by_others(tmp_path):
+    import zarr
+
+    def make(value):
+        group = zarr.open_group(tmp_path / "z", mode="w")
+        group.create_array("a", data=np.full((4, 4), value))
+
+    make(0)
+    ckpt = open_checkpoint(tmp_path / "z")
+    time.sleep(0.02)
+    make(1)
+    with pytest.raises(errors.CheckpointReplaced):
+        ckpt["a"][:]
+
+    def progress(done, total):
+        if not done:
+            time.sleep(0.02)
+            make(2)
+
+    with pytest.raises(errors.CheckpointReplaced):
+        storage.convert(tmp_path / "z", tmp_path / "out", format="zarr", progress=progress, threads=1)
+    assert not Path(tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", ["zarr", "zstd", "hf"])
+def test_in_an_object_store(layout, s3):
+    url = f"{s3.url}/c"
+    write(layout, url, 0)
+    ckpt = open_checkpoint(url)
+    assert ckpt["w0"][0, 0] == 0
+    write(layout, url, 1)
+    with pytest.raises(errors.CheckpointReplaced):
+        ckpt["w0"][:]
+    assert values(load(url).values()) == {1.0}
+
+
+def test_the_tags_of_objects(tmp_path):
+    """The tag changes with the object, and only then, in every store."""
+    for root in (str(tmp_path), "memory://tags"):
+        store = stores.at(root)
+        store.put("x", b"one")
+        first = store.tag("x")
+        assert first == store.tag("x")
+        assert "3 bytes" in first
+        time.sleep(0.02)
+        store.put("x", b"two")
+        assert store.tag("x") != first
+        store.delete(["x"])
+        assert store.tag("x") is None
