@@ -13,21 +13,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import itertools
 import os
-import queue
 import random
 import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 from ..arrays.errors import MeshtapeError, StoreError
+from . import multipart
+from .checksums import crc32c
 from .stores import READ_ONLY, Entry, Pieces, Reader, Store, join, recorded
 
 T = TypeVar("T")
@@ -39,8 +38,6 @@ CONNECT_TIMEOUT = timedelta(seconds=10)
 STALL_TIMEOUT = timedelta(seconds=30)  # without a byte
 WHOLE_TIMEOUT = timedelta(minutes=10)
 _REQUEST = 8 << 20  # bytes of one download
-_PART = 8 << 20  # bytes of one part of an upload
-_UPLOADS = 4  # parts of one object on their way
 
 # Where clouds keep the credentials of their own machines: asked where the environment has none.
 _METADATA = re.compile(r"/latest/api/token|/latest/meta-data|computeMetadata|metadata/identity|169\.254\.169\.254")
@@ -215,60 +212,6 @@ def _repeated(work: Callable[[], T], where: str) -> T:
     raise AssertionError("unreachable")
 
 
-# ----- uploads --------------------------------------------------------------------------------------------------------
-
-
-class _Ended:
-    """The last thing in the queue of an upload: nothing more, or an error of whoever makes the pieces."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
-
-
-def _owned(pieces: Iterable[Any]) -> Iterator[bytes]:
-    """Copies: who makes the pieces uses its buffers again."""
-    for piece in pieces:
-        if data := bytes(memoryview(piece).cast("B")):
-            yield data
-
-
-def _in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes]) -> int:
-    """Upload an object in parts, while its pieces are made here.
-
-    The client takes pieces inside its own event loop, where nothing else can be asked of it; pieces may themselves be downloads.
-    """
-    waiting: queue.Queue[Any] = queue.Queue(2 * _UPLOADS)
-    total = 0
-
-    def taken() -> Iterator[bytes]:
-        while not isinstance(item := waiting.get(), _Ended):
-            yield item
-        if item.error is not None:
-            raise item.error  # the client then gives the parts up
-
-    def give(item: Any) -> bool:
-        while not upload.done():
-            with contextlib.suppress(queue.Full):
-                waiting.put(item, timeout=1.0)
-                return True
-        return False
-
-    with ThreadPoolExecutor(1, thread_name_prefix="meshtape-upload") as pool:
-        upload = pool.submit(_obstore().put, held, key, taken(), chunk_size=_PART, max_concurrency=_UPLOADS)
-        try:
-            for data in itertools.chain(first, rest):
-                total += len(data)
-                if not give(data):
-                    break
-        except BaseException as e:
-            give(_Ended(e))
-            wait([upload])
-            raise
-        give(_Ended())
-        upload.result()
-    return total
-
-
 # ----- the store ------------------------------------------------------------------------------------------------------
 
 
@@ -441,19 +384,27 @@ class ObjectStore(Store):
         made = pieces if callable(pieces) else None
 
         def once() -> int:
-            rest = _owned(made() if made else pieces)
+            digest = 0
+
+            def summed() -> Iterator[bytes]:
+                nonlocal digest
+                for data in multipart.owned(made() if made else pieces):
+                    digest = crc32c(data, digest)
+                    yield data
+
+            rest = summed()
             first, n = [], 0
             for data in rest:
                 first.append(data)
                 n += len(data)
-                if n > _PART:
+                if n > multipart.PART:
                     try:
-                        return _in_parts(held, key, first, rest)
+                        return multipart.in_parts(held, key, first, rest)
                     except FileNotFoundError as e:
-                        if _NO_BUCKET.search(str(e)):
+                        # Where the answer to its end was lost, the client has asked again for the end of what had ended.
+                        if _NO_BUCKET.search(str(e)) or (nbytes := self._holds(name, digest)) is None:
                             raise
-                        # The answer to its end was lost, and the client has asked again for the end of what had ended.
-                        raise ConnectionError(f"the upload came to an end that nobody has confirmed ({_plain(e)})") from None
+                        return nbytes
             return self._put_whole(name, b"".join(first), mode)
 
         if made is not None:
@@ -461,9 +412,17 @@ class ObjectStore(Store):
         try:
             return once()
         except Exception as e:
-            if type(e).__module__.startswith("obstore") or isinstance(e, ConnectionError):
+            if type(e).__module__.startswith("obstore"):
                 raise _explained(e, where) from None
             raise
+
+    def _holds(self, name: str, digest: int) -> int | None:
+        """The length of an object where its bytes have this checksum."""
+        data, at, found = bytearray(multipart.PART), 0, 0
+        with contextlib.suppress(FileNotFoundError), contextlib.closing(self.reader(name)) as reader:
+            while n := reader.readv([data], at):
+                found, at = crc32c(bytes(data[:n]), found), at + n
+        return at if found == digest else None
 
     def _put_whole(self, name: str, data: bytes, mode: Any) -> int:
         held, key, where = self._at(name)

@@ -14,7 +14,17 @@ from serving import one_in_three
 import meshtape as mt
 from meshtape import errors, storage
 from meshtape.cli import main
-from meshtape.storage import CheckpointManager, LoadReport, load, object_commit, objects, open_checkpoint, save, stores
+from meshtape.storage import (
+    CheckpointManager,
+    LoadReport,
+    load,
+    multipart,
+    object_commit,
+    objects,
+    open_checkpoint,
+    save,
+    stores,
+)
 
 pytest.importorskip("obstore")
 
@@ -236,7 +246,7 @@ def test_two_savers_of_one_place(kit, place, monkeypatch):
 @pytest.mark.parametrize("fault", ["500", "cut", "lost", "slow"])
 def test_a_request_in_three_goes_wrong_and_nobody_notices(kit, s3, fault, monkeypatch):
     monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(objects, "_PART", 5 << 20)  # two parts, of which the server takes no smaller ones
+    monkeypatch.setattr(multipart, "PART", 5 << 20)  # two parts, of which the server takes no smaller ones
     monkeypatch.setattr(objects, "_clients", {})
     t, url = tree(kit, rows=3000), f"{s3.url}/c"
     s3.proxy.reset(one_in_three(fault))

@@ -6,7 +6,7 @@ from serving import one_in_three
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.storage import CheckpointManager, load, object_commit, objects, save, stores
+from meshtape.storage import CheckpointManager, load, multipart, object_commit, objects, save, stores
 
 
 def names(url):
@@ -47,7 +47,7 @@ def test_the_contract_of_a_store(cloud):
 
 
 def test_objects_in_parts(cloud, monkeypatch):
-    monkeypatch.setattr(objects, "_PART", 5 << 20)
+    monkeypatch.setattr(multipart, "PART", 5 << 20)
     a = np.arange(3_000_000, dtype="f4")
     save(f"{cloud.place}/c", {"a": a})
     assert sum("partNumber" in p or "comp=block&" in p for _, p in cloud.log) == 3
