@@ -49,6 +49,7 @@ MIGRATIONS.check()
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
 MAX_DEPTH = 200
 _MAX_NDIM = 64
+_REMEMBERED = 16  # rows of an array: most arrays have few
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         self._entry = entry
         self._where = f"{entry.source}: array {entry.name!r}"
         self._elsewhere: dict[str, int] | None = None
+        self._checked: dict[tuple[int, ...], StoredObject] = {}
 
     def __len__(self) -> int:
         return math.prod(self._entry.grid.counts)
@@ -131,6 +133,14 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         return self._entry.grid.shards()
 
     def __getitem__(self, coord: tuple[int, ...]) -> StoredObject:
+        found = self._checked.get(coord)
+        if found is None:
+            found = self._check(coord)
+            if len(self._checked) < _REMEMBERED:
+                self._checked[coord] = found
+        return found
+
+    def _check(self, coord: tuple[int, ...]) -> StoredObject:
         entry, grid = self._entry, self._entry.grid
         counts = grid.counts
         if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):

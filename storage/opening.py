@@ -238,6 +238,7 @@ class _LazyObjects:
         self.name, self.shape, self.dtype, self.chunk = entry.name, entry.shape, entry.dtype, entry.grid.chunk
         self.compression = entry.compression
         self.generation = generations.NONE
+        self._made: ChunkedTensor | None = None
 
     @property
     def readers(self) -> int:
@@ -245,9 +246,15 @@ class _LazyObjects:
 
     def bound(self, generation: Generation) -> _LazyObjects:
         self.generation = generation
+        self._made = None
         return self
 
     def whole(self) -> ChunkedTensor:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def _make(self) -> ChunkedTensor:
         e = self._entry
         sums = None if e.sums is None else StoredSums(self._root, self._table or "", e.sums, e.grid, e.name)
         held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify, sums, self.generation)

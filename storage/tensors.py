@@ -33,6 +33,7 @@ from .manifest import StoredObject
 from .scratch import scratch
 
 Job = Callable[[], int]
+_TOGETHER = 64
 
 
 def run(jobs: Sequence[Job], readers: int = 4) -> int:
@@ -43,8 +44,11 @@ def run(jobs: Sequence[Job], readers: int = 4) -> int:
     workers = min(readers, len(jobs), max(readers if readers > 4 else 2, os.cpu_count() or 1))
     if workers < 2:
         return sum(job() for job in jobs)
+    # To hand a job to a thread costs as much as a small one: where there are many, several go together.
+    size = max(1, min(_TOGETHER, len(jobs) // (8 * workers)))
+    groups = [jobs[i : i + size] for i in range(0, len(jobs), size)]
     with ThreadPoolExecutor(workers, thread_name_prefix="meshtape-io") as pool:
-        futures = [pool.submit(job) for job in jobs]
+        futures = [pool.submit(lambda group=group: sum(job() for job in group)) for group in groups]
         try:
             return sum(f.result() for f in futures)
         except BaseException:
