@@ -280,8 +280,10 @@ class Sharding:
 
 
 def identity_of(op: str, dtype: np.dtype) -> object:
-    """What a rank without elements contributes to a reduction."""
-    if op in ("sum", "any"):
+    """What a rank without elements contributes to a reduction. Of floats, a sum keeps its bits only beside a negative zero."""
+    if op == "sum":
+        return 0 if dtype.kind in "biu" else complex(-0.0, -0.0) if dtype.kind == "c" else -0.0
+    if op == "any":
         return 0
     if op in ("prod", "all"):
         return 1

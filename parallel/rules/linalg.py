@@ -44,7 +44,7 @@ def _solve(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params
         return [batch[at + i] if n == shape[at + i] else None for i, n in enumerate(own)]
 
     first = [*lead(a[:-2]), rows, letters.new(a[-1], whole=True)]
-    return letters.rule([first, [*lead(b[:-2]), rows, cols]], [[*batch, rows, cols]], [(1,)])
+    return letters.rule([first, [*lead(b[:-2]), rows, cols]], [[*batch, rows, cols]])
 
 
 # ----- along axes -----------------------------------------------------------------------------------------------------
