@@ -86,7 +86,7 @@ def _read(xp: Any, x: Any, *arrays: Any, template: keys.Template, parts: Sequenc
     whole = tuple(p[2] if p else n for p, n in zip(parts, x.shape, strict=True))
     shape = keys.result_shape(template, whole, list(map(_shape, arrays)))
     nothing = identity_of("sum", x.dtype)
-    if here is False or (x.size == 0 and math.prod(shape)):
+    if here is False or (x.size == 0 and any(parts)):
         return xp.full(shape, nothing, x.dtype)
     value = ix.GETITEM.bind(xp)(x, *own, template=inner)
     if here is True:
