@@ -133,17 +133,21 @@ def test_sums_still_wait_through_what_keeps_them():
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: mt.astype(mt.sum(x, axis=0, dtype=mt.int8), mt.int64),
-        lambda x: mt.sum(x, axis=0, dtype=mt.int8) + mt.asarray([0, 1]),
-        lambda x: mt.sum(x, axis=0, dtype=mt.int8) * 0.5,
-        lambda x: mt.sum(mt.sum(x, axis=0, dtype=mt.int8)),
-        lambda x: mt.sum(x, axis=0, dtype=mt.int8) / 2,
+        lambda s, y: s + y,
+        lambda s, y: y - s,
+        lambda s, y: mt.where(mt.asarray([True, False]), s, y),
+        lambda s, y: mt.concat([s, y]),
+        lambda s, y: y @ s,
+        lambda s, y: s * 3 + mt.astype(y, mt.int32),
+        lambda s, y: s * 0.5 + s / 2,
+        lambda s, y: mt.sum(s) + mt.astype(s, mt.int64)[0],
     ],
 )
 def test_sums_of_integers_wrap_as_one(fn):
     """100 + 100 is -56 of one byte, whatever is made of it then."""
-    x = np.array([[100, 1], [100, 2]], np.int8)
-    same(fn, [x], split(2, x))
+    x = np.full((40, 2), 100, np.int8)
+    x[:, 1] = np.arange(40)
+    same(lambda x, y: fn(x[0] + x[-1], y[3] + y[-2]), [x, x.astype(int)], split(2, x, x.astype(int)))
 
 
 EXTREMES = [mt.max, mt.min, mt.argmax, mt.argmin]

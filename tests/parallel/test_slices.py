@@ -20,7 +20,10 @@ bounded = settings(deadline=None, suppress_health_check=list(HealthCheck), datab
 def slices(n: int) -> st.SearchStrategy[slice]:
     ends = st.none() | st.integers(-2 * n - 1, 2 * n + 1)
     steps = st.none() | st.integers(-2 * n - 1, 2 * n + 1).filter(bool)
-    return st.builds(slice, ends, ends, steps)
+    # From the end to a place before it, which may be empty of the whole and not of a part; and backwards.
+    crossing = st.builds(slice, st.integers(-n, 0), st.integers(0, n), st.sampled_from([None, 1, 2]))
+    backwards = st.builds(slice, st.integers(0, n), st.integers(-n, 0), st.sampled_from([-1, -2]))
+    return st.one_of(st.builds(slice, ends, ends, steps), crossing, backwards)
 
 
 @st.composite
@@ -44,7 +47,7 @@ def keys(draw: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
 @st.composite
 def placed(draw: Any, mesh: mt.Mesh, x: np.ndarray) -> mt.Array:
     """Split, replicated, or waiting to be summed, along each axis of the mesh."""
-    kinds = [mt.Replicate(), *map(mt.Shard, range(x.ndim)), *map(mt.Shard, range(x.ndim)), mt.Partial()]
+    kinds = [*map(mt.Shard, range(x.ndim)), mt.Replicate(), mt.Partial()]
     chosen = {name: draw(st.sampled_from(kinds), label=name) for name in mesh.names}
     first = {name: mt.Replicate() if isinstance(p, mt.Partial) else p for name, p in chosen.items()}
     return mt.reshard(mt.distribute(x, mt.Sharding(mesh, **first)), mt.Sharding(mesh, **chosen))
@@ -76,11 +79,11 @@ def same(fn: Callable[..., Any], want: np.ndarray, *args: mt.Array) -> None:
     np.testing.assert_array_equal(np.asarray(mt.compile(fn)(*args)), want)
 
 
-@settings(bounded, max_examples=60)
+@settings(bounded, max_examples=80)
 @given(data=st.data())
 def test_any_slice_of_any_split(data):
     mesh = mt.Mesh(data.draw(st.sampled_from(MESHES), label="mesh"))
-    shape = tuple(data.draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8]), min_size=1, max_size=3), label="shape"))
+    shape = tuple(data.draw(st.lists(st.sampled_from([8, 5, 3, 2, 1, 0]), min_size=1, max_size=3), label="shape"))
     key, x = data.draw(keys(shape), label="key"), numbered(shape)
     part = x[key]
     v = numbered(part.shape if data.draw(st.booleans(), label="whole value") else part.shape[1:], 100)
