@@ -57,7 +57,7 @@ READS = {
     "diagonal": lambda x: mt.diagonal(mt.reshape(x, (2, 4))),
     "take_along_axis": lambda x: mt.take_along_axis(x, mt.asarray(IDS), axis=0),
     "negated": lambda x: -x[3],
-    "negated twice": lambda x: -(-x[0]),
+    "negated twice": lambda x: mt.negative(-x[0]),
     "subtracted": lambda x: x[0] - x[3],
     "subtracted from": lambda x: 0.0 - x[3],
     "scaled": lambda x: x[IDS] * -2.0,

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
+from meshtape import errors
 from meshtape.arrays.index_keys import Span
 
 MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 3, "b": 2}]
@@ -106,13 +108,19 @@ def test_any_slice_of_any_split(data):
             np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
+WRONG_ONCE = [slice(-2, 3), slice(0, -3, -1), slice(3, -3, -1), slice(5, 5), slice(-9, -20), slice(-1, -9, -1)]
+OTHER_SLICES = [
+    slice(9, 2),
+    slice(-1, None, -1),
+    slice(6, -9, -2),
+    slice(None, None, -3),
+    slice(-8, 8),
+    slice(2, 30, 30),
+]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8, 11])
-@pytest.mark.parametrize(
-    "key",
-    [slice(-2, 3), slice(0, -3, -1), slice(3, -3, -1), slice(5, 5), slice(-9, -20), slice(-1, -9, -1), slice(9, 2)]
-    + [slice(-1, None, -1), slice(6, -9, -2), slice(None, None, -3), slice(-8, 8), slice(2, 30, 30)],
-    ids=str,
-)
+@pytest.mark.parametrize("key", WRONG_ONCE + OTHER_SLICES, ids=str)
 def test_slices_that_changed_other_places(key, ranks):
     """An empty slice took the places that it has within a block: `x[-2:3]` of eight is `x[2:3]` of four."""
     mesh, x = mt.Mesh({"a": ranks}), numbered((8,))
@@ -160,3 +168,34 @@ def test_places_of_a_span_are_those_of_its_slice(data):
     n = data.draw(st.integers(0, 9))
     s = data.draw(slices(n))
     assert list(Span(s.start, s.stop, s.step).places(n)) == list(range(n))[s]
+
+
+STREAMED = {
+    "set": lambda x, key: x.at[key].set(0.0),
+    "add": lambda x, key: x.at[key].add(2.0),
+    "max": lambda x, key: x.at[key].max(4.0),
+    "read": lambda x, key: x[key],
+    "sum of a part": lambda x, key: mt.sum(x[key]),
+    "sum without a part": lambda x, key: -mt.sum(x.at[key].set(0.0)),
+}
+
+
+@pytest.mark.parametrize("fn", STREAMED.values(), ids=list(STREAMED))
+@pytest.mark.parametrize("key", WRONG_ONCE + OTHER_SLICES, ids=str)
+@pytest.mark.parametrize("split", [{}, {"a": mt.Shard(0)}], ids=str)
+def test_slices_of_streams(tmp_path, split, key, fn):
+    """Block by block, or refused, as parts of other blocks are needed. Empty reads ended in an error of no type of ours."""
+    x = numbered((8, 2))
+    zarr.create_array(str(tmp_path / "x"), shape=x.shape, chunks=(3, 2), dtype=x.dtype)[...] = x
+    stored = mt.from_zarr(str(tmp_path / "x"), mt.Mesh({"a": 2}), **split)
+    want = np.asarray(fn(mt.asarray(x), key))
+    refused = ""
+    try:
+        out = mt.stream(lambda x: fn(x, key), stored, memory=100, to=str(tmp_path / "out"))
+    except errors.ShardingConflict as e:
+        refused = str(e)
+    if refused:
+        assert "halo_exchange" in refused
+        assert fn(mt.asarray(x), key).size  # an empty part needs nothing of other blocks
+    else:
+        np.testing.assert_array_equal(np.asarray(out.load()), want)
