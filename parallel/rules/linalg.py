@@ -72,7 +72,7 @@ def _linear_along(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params:
 def _one_axis(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     # A product by doubling would multiply in another order: that has other bits, and NaN where complex numbers are infinite.
     found = _along(avals, out_avals, (params["axis"],), linear=False)
-    return replace(found, choice=f"as {op.name} goes along dimension {params['axis']} in order")
+    return replace(found, choice=f"as {op.name} needs dimension {params['axis']} whole")
 
 
 @rule(searching.SEARCHSORTED)
