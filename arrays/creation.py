@@ -334,7 +334,8 @@ def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None)
             check_cast(name, value.dtype, dtype)
             everywhere = apply(FULL_LIKE, (x,), {"value": True, "dtype": np.dtype(bool)})
             return select(everywhere, value.astype(dtype, copy=False), False if dtype.kind == "b" else 0)
-        full((), value, dtype=dtype, device=CPU)  # an error belongs to this call, and not to the run of a program
+        check_cast(name, np.asarray(value).dtype, dtype)
+        np.full((), value, dtype)  # an error belongs to this call, and not to the run of a program
         return apply(FULL_LIKE, (x,), {"value": value, "dtype": dtype})
     return full(x.shape, value, dtype=dtype, device=x.device if where is None else where)
 

@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshtape as mt
 from meshtape import errors
@@ -209,3 +211,46 @@ def test_a_fill_of_several_values_is_one_of_the_whole_array():
     same(lambda x: mt.full_like(x, [1.0, 2.0, 3.0]), [x], split(2, x))
     with pytest.raises(errors.MeshtapeError):
         mt.full_like(split(2, x)[0], [1.0, 2.0])
+
+
+# Ops that move elements, or round nothing: chains of them have the bits of the unsplit run.
+EXACT: dict[str, Callable[..., Any]] = {
+    "row": lambda x, y, k: x[k % x.shape[0]] + y,
+    "rows": lambda x, y, k: x[np.array([k % 3, -1, k % 2])],
+    "slice": lambda x, y, k: x[k % 4 - 3 : k % 5 : 1 + k % 2],
+    "backwards": lambda x, y, k: x[:: -1 - k % 2],
+    "written": lambda x, y, k: x.at[k % 4 - 3 : k % 5].set(-0.0),
+    "raised": lambda x, y, k: x.at[k % 3 :: 2].max(y[-1]),
+    "flip": lambda x, y, k: mt.flip(x, axis=k % 2),
+    "roll": lambda x, y, k: mt.roll(x, k - 4, axis=k % 2),
+    "repeat": lambda x, y, k: mt.repeat(x, k % 3, axis=0),
+    "pad": lambda x, y, k: mt.pad(x, ((k % 2, 1), (0, 0)), constant_values=-0.0),
+    "turned": lambda x, y, k: mt.permute_dims(mt.permute_dims(x, (1, 0))[: 2 + k % 3], (1, 0)),
+    "joined": lambda x, y, k: mt.concat([x, y], axis=0),
+    "negated": lambda x, y, k: -x,
+    "doubled": lambda x, y, k: x * (2.0 if k % 2 else -2.0),
+    "scaled": lambda x, y, k: x * y[:1],
+    "subtracted": lambda x, y, k: x - y[:1],
+    "chosen": lambda x, y, k: mt.where(x > 0, x, y[-1]),
+    "largest": lambda x, y, k: x + mt.max(y, axis=0),
+    "total": lambda x, y, k: mt.sum(x, axis=0, keepdims=True) * y[:1],
+}
+
+
+@settings(deadline=None, database=None, max_examples=60)
+@given(data=st.data())
+def test_chains_of_exact_ops(data):
+    plan = data.draw(st.lists(st.tuples(st.sampled_from(sorted(EXACT)), st.integers(0, 9)), min_size=1, max_size=6))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99), label="seed"))
+    hosts = [rng.choice([0.0, -0.0, 1, -2, 3, INF, -INF, NAN], (5, 4)) for _ in range(2)]
+    mesh = mt.Mesh(data.draw(st.sampled_from([{"a": 2}, {"a": 3}, {"a": 2, "b": 2}])))
+    kinds = st.sampled_from([mt.Shard(0), mt.Shard(1), mt.Replicate()])
+    placed = [mt.distribute(x, mt.Sharding(mesh, **{n: data.draw(kinds) for n in mesh.names})) for x in hosts]
+
+    def chain(x: mt.Array, y: mt.Array) -> mt.Array:
+        for name, k in plan:
+            if x.shape[0] and x.shape[1] == y.shape[1]:
+                x = EXACT[name](x, y, k)
+        return x
+
+    same(chain, hosts, placed)
