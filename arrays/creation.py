@@ -328,10 +328,14 @@ def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None)
     x = asarray(x)
     dtype = x.dtype if dtype is None else as_dtype(dtype, name)
     if isinstance(x._buf, Deferred) and where is None:
+        if not isinstance(value, int | float | complex | np.generic):
+            value = asarray(value)
         if isinstance(value, Array):  # chosen everywhere, in an array that lies as `x` does
             check_cast(name, value.dtype, dtype)
             everywhere = apply(FULL_LIKE, (x,), {"value": True, "dtype": np.dtype(bool)})
             return select(everywhere, value.astype(dtype, copy=False), False if dtype.kind == "b" else 0)
+        check_cast(name, np.asarray(value).dtype, dtype)
+        np.full((), value, dtype)  # an error belongs to this call, and not to the run of a program
         return apply(FULL_LIKE, (x,), {"value": value, "dtype": dtype})
     return full(x.shape, value, dtype=dtype, device=x.device if where is None else where)
 

@@ -33,6 +33,10 @@ class Span(NamedTuple):
     stop: int | None
     step: int | None
 
+    def places(self, n: int) -> range:
+        """The places that it takes of a dimension of ``n``: the one answer for reads, writes and their parts."""
+        return range(n)[slice(*self)]
+
 
 class Truth(NamedTuple):
     """A single boolean in a template: an index array of length one (or zero) that consumes no axis."""
@@ -298,7 +302,7 @@ def result_shape(
         if isinstance(p, Gap):
             continue
         if isinstance(p, Span):
-            out.append(len(range(*slice(*p).indices(shape[axis]))))
+            out.append(len(p.places(shape[axis])))
         elif advanced and front is None:
             front = len(out)
         axis += not isinstance(p, Truth)

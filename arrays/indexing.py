@@ -104,6 +104,11 @@ def check_value_dtype(name: str, value: Any, dtype: np.dtype) -> None:
     kind = value.dtype.kind if hasattr(value, "dtype") else "c" if isinstance(value, complex) else ""
     if kind == "c" and dtype.kind != "c":
         raise TypeError(f"[{name}] cannot write complex values into {dtype.name}: take the real part first")
+    if type(value) in (int, float) and dtype.kind in "iu":
+        try:
+            np.asarray(value, dtype)
+        except (OverflowError, ValueError) as e:
+            raise type(e)(f"[{name}] {e}: {value} has no place in {dtype.name}") from None
 
 
 def check_fits(name: str, result: np.dtype, dtype: np.dtype) -> None:

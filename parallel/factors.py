@@ -15,14 +15,15 @@ computes. Legend:
 Where what a rank runs on its part is not the op itself (a table of which it has some rows), ``part`` says what it is.
 
 ``linear`` lists the sets of operands in which the op is jointly linear: when exactly those are ``Partial("sum")`` along a mesh
-axis, so is the result, and nothing needs to be reduced yet. ``made`` says that any block of the results can be made from
+axis, so is the result, and nothing needs to be reduced yet. It has to hold for infinities and the signs of zeros too: a product with
+what another array holds is no such op, as the parts of a sum may be zero where the sum is not, and 0 × inf is NaN. ``made`` says that any block of the results can be made from
 operands that are whole along it (random numbers, broadcasts): a part of a replicated one is then made, not cut out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..arrays._op import Op
@@ -157,6 +158,11 @@ class Letters:
         )
 
 
+def bilinear(out_avals: Sequence[ShapeDtype]) -> list[tuple[int, ...]]:
+    """The linear sets of a product of two arrays: integers have no infinities."""
+    return [(0,), (1,)] if out_avals[0].dtype.kind in "iu" else []
+
+
 def replicated_rule(avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> FactorRule:
     """Every dimension whole: each rank computes everything."""
     letters = Letters()
@@ -168,4 +174,8 @@ def replicated_rule(avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> Fa
 def rule_for(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
     """The rule of a call; everything whole for an op that is ``replicate_only``."""
     maker = RULES.get(op)
-    return replicated_rule(avals, out_avals) if maker is None else maker(op, avals, out_avals, params)
+    found = replicated_rule(avals, out_avals) if maker is None else maker(op, avals, out_avals, params)
+    # Parts of a sum of integers may wrap around where the sum does not: they stay of the dtype in which they wrap alike.
+    wraps = {i for i, a in enumerate(avals) if isinstance(a, ShapeDtype) and a.dtype.kind in "iu"}
+    kept = tuple(g for g in found.linear if all(avals[i].dtype == out_avals[0].dtype for i in wraps.intersection(g)))
+    return found if kept == found.linear else replace(found, linear=kept)

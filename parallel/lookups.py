@@ -1,6 +1,6 @@
 """Indexing where the dimension that is looked up is split: each rank answers for the part that it holds.
 
-Reading gives zeros for what is elsewhere, so that the sum over the ranks is the value (a *masked partial*: vocabulary-parallel
+Reading gives the zeros that change nothing for what is elsewhere, so that the sum over the ranks is the value (a *masked partial*: vocabulary-parallel
 embeddings, Megatron-LM); writing leaves out what is elsewhere. No rank gets more of the array than it has. Indices are checked
 against the whole length first, as on one rank.
 """
@@ -19,6 +19,7 @@ from ..arrays._op import Op
 from ..arrays.errors import ArrayIndexError
 from ..arrays.program import ShapeDtype
 from .factors import RankView
+from .placement import identity_of
 from .rank_ops import RankOp
 from .windows import Window
 
@@ -84,12 +85,13 @@ def _read(xp: Any, x: Any, *arrays: Any, template: keys.Template, parts: Sequenc
     inner, own, here = _answers(xp, template, arrays, parts)
     whole = tuple(p[2] if p else n for p, n in zip(parts, x.shape, strict=True))
     shape = keys.result_shape(template, whole, list(map(_shape, arrays)))
-    if here is False or (x.size == 0 and math.prod(shape)):
-        return xp.zeros(shape, x.dtype)
+    nothing = identity_of("sum", x.dtype)
+    if here is False or (x.size == 0 and any(parts)):
+        return xp.full(shape, nothing, x.dtype)
     value = ix.GETITEM.bind(xp)(x, *own, template=inner)
     if here is True:
         return value
-    return xp.where(_spread(xp, here, template, arrays, value.ndim), value, xp.zeros((), x.dtype))
+    return xp.where(_spread(xp, here, template, arrays, value.ndim), value, xp.asarray(nothing, x.dtype))
 
 
 def _add_to_zeros(
@@ -171,12 +173,11 @@ def _within(
     d = 0
     for p in template:
         if isinstance(p, keys.Span) and (offset[d], shape[d]) != (0, whole[d]):
-            first, _, step = slice(*p).indices(whole[d])
-            m = len(range(*slice(*p).indices(whole[d])))
-            lo, count = Window("unslice", (first, step, m)).region(offset[d], shape[d])
-            start = first + lo * step - offset[d]
-            stop = start + count * step
-            p = keys.Span(start, stop if stop >= 0 else None, step) if count else keys.Span(0, 0, None)
+            taken = p.places(whole[d])
+            lo, count = Window("unslice", (taken.start, taken.step, len(taken))).region(offset[d], shape[d])
+            start = taken.start + lo * taken.step - offset[d]
+            stop = start + count * taken.step
+            p = keys.Span(start, stop if stop >= 0 else None, taken.step) if count else keys.Span(0, 0, None)
         out.append(p)
         d += not (p is None or isinstance(p, keys.Truth | keys.Gap))
     return tuple(out)
@@ -192,9 +193,7 @@ def local_read(whole: tuple[int, ...], params: Mapping[str, Any], view: RankView
     for p in template:
         if isinstance(p, keys.Span) and box.shape[d] != whole[d]:
             # The rank fetched just the elements of the slice that its block of the result needs.
-            step = slice(*p).indices(whole[d])[2]
-            full = p in (keys.Span(None, None, None), keys.Span(0, whole[d], 1), keys.Span(None, None, 1))
-            p = keys.Span(None, None, None if full else step)
+            p = keys.Span(None, None, p.places(whole[d]).step)
         inner.append(p)
         d += not (p is None or isinstance(p, keys.Truth | keys.Gap))
     return {"template": tuple(inner), "parts": _parts(template, whole, box.offset, box.shape)}

@@ -200,7 +200,7 @@ class Mesh:
         if isinstance(op, ShardMapOp):
             return params["code"].out_layouts
         placed = propagate(op, avals, out_avals, params, layouts, self.sizes)
-        if not placed.lost or op.decompose is None:
+        if not placed.lost or op.decompose is None or placed.rule.choice:
             self.check_moves(op, avals, layouts, placed)
             return placed.results
         # The op will be decomposed: what becomes of its results is found by partitioning just that.

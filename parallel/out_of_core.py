@@ -43,12 +43,13 @@ _NO_DERIVATIVE = "streams have no derivative; take that of a function of arrays 
 
 
 class _Job(NamedTuple):
-    """What a rank is told: the program, its virtual ranks, where inputs come from and results go."""
+    """What a rank is told: the program, its virtual ranks, where inputs come from and results go, and the axes of all blocks."""
 
     program: RankProgram
     virtual: tuple[int, ...]
     inputs: tuple[Any, ...]  # path of a store, contributions in one, or the value itself
     outputs: tuple[str | Parts | None, ...]
+    names: tuple[str, ...]
 
 
 def stream(
@@ -184,7 +185,10 @@ def _run_pass(
 ) -> list[np.ndarray | None]:
     """One pass over the blocks: its outputs, joined; None for those that go to ``outputs``."""
     inputs = tuple(sources[v] for v in p.inputs)
-    payloads = {r: _Job(p, tuple(range(r * parts, (r + 1) * parts)), inputs, tuple(outputs)) for r in _needed(p, mesh)}
+    names = (*mesh.names, "block")
+    payloads = {
+        r: _Job(p, tuple(range(r * parts, (r + 1) * parts)), inputs, tuple(outputs), names) for r in _needed(p, mesh)
+    }
     found: dict[int, list[Any]] = {}
     for part in mesh.run_on_blocks(_run_blocks, [], payloads):
         found.update(part)
@@ -366,7 +370,7 @@ def _run_rank(job: _Job) -> list[Any]:
             box = block_box(p.layouts[v], p.sizes, p.avals[v].shape, virtual)
             found = how.read(x, box, p.avals[v].dtype) if isinstance(how, Parts) else np.asarray(x[box.slices])
             inputs.append({virtual: memory.put(found)})
-        prepared = Prepared(p, (virtual,), homes, (), memory)
+        prepared = Prepared(p, (virtual,), homes, job.names, memory)
         for i, (v, found) in enumerate(zip(p.outputs, prepared.run(inputs), strict=True)):
             layout, block = p.layouts[v], on_host(found[virtual])
             out = job.outputs[i]

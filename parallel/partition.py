@@ -153,7 +153,7 @@ def _place_entry(w: Writer, e: Entry, renamed: dict[int, int]) -> None:
     out_avals = tuple(w.avals[v] for v in e.outputs)
     layouts = [w.layouts[v] if isinstance(v, int) else None for v in e.inputs]
     placed = w.hints.placed(e, propagate(e.op, avals, out_avals, e.params, layouts, w.sizes), layouts, w.sizes)
-    if placed.lost and e.op.decompose is not None:
+    if placed.lost and e.op.decompose is not None and not placed.rule.choice:
         _inline(w, e, avals, renamed)
         return
     if placed.rule.valueless or not any(

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import MeshError, ShapeError, ShardingConflict
+from ..arrays.errors import MeshError, ShardingConflict
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -280,8 +280,10 @@ class Sharding:
 
 
 def identity_of(op: str, dtype: np.dtype) -> object:
-    """What a rank without elements contributes to a reduction."""
-    if op in ("sum", "any"):
+    """What a rank without elements contributes to a reduction. Of floats, a sum keeps its bits only beside a negative zero."""
+    if op == "sum":
+        return 0 if dtype.kind in "biu" else complex(-0.0, -0.0) if dtype.kind == "c" else -0.0
+    if op == "any":
         return 0
     if op in ("prod", "all"):
         return 1
@@ -290,8 +292,8 @@ def identity_of(op: str, dtype: np.dtype) -> object:
         return info.min if op == "max" else info.max
     if dtype.kind == "b":
         return op == "min"
-    if dtype.kind == "c":
-        raise ShapeError(f"complex numbers have no {op}")
+    if dtype.kind == "c":  # in the order of their real parts, and then of the others
+        return complex(-math.inf, -math.inf) if op == "max" else complex(math.inf, math.inf)
     if dtype.kind == "V" and not has_infinity(dtype):
         info = ml_dtypes.finfo(dtype)
         return info.min if op == "max" else info.max

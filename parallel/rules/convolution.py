@@ -16,7 +16,7 @@ import numpy as np
 from ...arrays import convolution as c
 from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
-from ..factors import Dim, FactorRule, Letters, PartCall, RankView, rule
+from ..factors import Dim, FactorRule, Letters, PartCall, RankView, bilinear, rule
 from ..lookups import part_op
 from ..windows import Window
 
@@ -135,7 +135,7 @@ def _conv(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params)
     return letters.rule(
         [(batch, channels.ins, *image), (channels.outs, channels.seen, *kernel)],
         [(batch, channels.outs, *places)],
-        [(0,), (1,)],
+        bilinear(out_avals),
         part=part,
     )
 
@@ -156,7 +156,7 @@ def _image(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params
     return letters.rule(
         [(batch, channels.outs, *places), (channels.outs, channels.seen, *kernel)],
         [(batch, channels.ins, *image)],
-        [(0,), (1,)],
+        bilinear(out_avals),
         part=part,
     )
 
@@ -173,6 +173,6 @@ def _kernel(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Param
     return letters.rule(
         [(batch, channels.outs, *places), (batch, channels.ins, *image)],
         [(channels.outs, channels.seen, *kernel)],
-        [(0,), (1,)],
+        bilinear(out_avals),
         part=part,
     )

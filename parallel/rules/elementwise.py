@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,34 +14,34 @@ from ...arrays.program import ShapeDtype
 from ..factors import FactorRule, Letters, rule
 from ..ops import RESHARD
 
-# Sets of operands in which an op is jointly linear, by name.
+# Sets of operands in which an op is jointly linear, whatever the numbers.
 _LINEAR: dict[Op, tuple[tuple[int, ...], ...]] = {
     ew.ADD: ((0, 1),),
-    ew.SUBTRACT: ((0, 1),),
     ew.MULTIPLY: ((0,), (1,)),
     ew.DIVIDE: ((0,),),
-    ew.NEGATIVE: ((0,),),
     ew.POSITIVE: ((0,),),
     ew.ALIAS: ((0,),),
     ew.BARRIER: ((0,),),
     ew.STOP_GRADIENT: ((0,),),
-    ew.CONJ: ((0,),),
     ew.REAL: ((0,),),
     ew.IMAG: ((0,),),
     ew.WHERE: ((1, 2),),
     ew.ASTYPE: ((0,),),
     RESHARD: ((0,),),
 }
+# Of integers alone: where two floats cancel, or a rank has nothing, the sum is 0.0, and so it would be with the sign turned.
+_LINEAR_IN_INTEGERS: dict[Op, tuple[tuple[int, ...], ...]] = {ew.SUBTRACT: ((0, 1),), ew.NEGATIVE: ((0,),)}
 
 
 def _linear(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> list[tuple[int, ...]]:
     """The linear sets that hold for these arguments: a scalar beside a sum would be added once a rank."""
     arrays = {i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)}
     out = []
-    for group in _LINEAR.get(op, ()):
+    integers = out_avals[0].dtype.kind in "iu"
+    for group in _LINEAR.get(op, _LINEAR_IN_INTEGERS.get(op, ()) if integers else ()):
         scalars = [avals[i] for i in group if i not in arrays]
         others = [a for i, a in enumerate(avals) if i not in group]
-        if op in (ew.MULTIPLY, ew.DIVIDE) and not all(_scales(op, a) for a in others):
+        if op in (ew.MULTIPLY, ew.DIVIDE) and not integers and not all(map(_scales, others)):
             continue
         if not scalars:
             out.append(group)
@@ -56,12 +55,10 @@ def _linear(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> li
     return out
 
 
-def _scales(op: Op, factor: Any) -> bool:
-    """Whether the sum of what is scaled is the scaled sum. Parts may be zero or infinite where the sum is neither: a factor that is
-    zero or not finite makes NaN of them. A single number that is known only when the program runs may be one; so may a divisor."""
-    if isinstance(factor, ShapeDtype):
-        return op is ew.MULTIPLY and math.prod(factor.shape) != 1
-    return factor != 0 and cmath.isfinite(factor)
+def _scales(factor: Any) -> bool:
+    """Whether the sum of floats that are scaled is the scaled sum. Parts may be zero or infinite where the sum is neither: a factor that
+    is zero or not finite makes NaN of them, and a negative one turns the sign of a zero. What arrays hold is not known."""
+    return not isinstance(factor, ShapeDtype | complex) and 0 < factor < math.inf
 
 
 def _elementwise(

@@ -34,7 +34,7 @@ def _exchange(operands: Sequence[tuple[Dim, ...]], chosen: int) -> Exchange:
 def _experts(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
     letters = Letters()
     operands = _operands(letters, avals, None)
-    return letters.rule(operands, [operands[0]], [(2,), (5,)], exchange=_exchange(operands, 1))
+    return letters.rule(operands, [operands[0]], exchange=_exchange(operands, 1))
 
 
 @rule(e.EXPERTS_BACKWARD)
@@ -42,4 +42,4 @@ def _experts_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], par
     letters = Letters()
     operands = _operands(letters, avals[1:], "sum")
     x, _, weights, gate, up, down, _ = operands
-    return letters.rule([x, *operands], [x, weights, gate, up, down], [(0,)], exchange=_exchange(operands, 2))
+    return letters.rule([x, *operands], [x, weights, gate, up, down], exchange=_exchange(operands, 2))

@@ -67,25 +67,16 @@ def _dims(
             continue
         n = shape[axis] if axis < len(shape) else 0
         if isinstance(p, keys.Span):
-            first, stop, step = slice(*p).indices(n)
-            m = len(range(first, stop, step))
-            if (m, step) == (n, 1):
-                d = letters.new(n)
+            taken = p.places(n)
+            d = letters.new(len(taken) if reading else n)
+            if taken == range(n):
                 array.append(d)
                 out.append(d)
-            elif not m and not reading:
-                array.append(letters.new(n))
-                out.append(None)
-            elif reading:
-                d = letters.new(m)
-                array.append(Dim(d.factor, 1, Window("slice", (first, step))))
-                out.append(d)
-                sliced.add(d.factor)
             else:
-                d = letters.new(n)
-                array.append(d)
-                out.append(Dim(d.factor, 1, Window("unslice", (first, step, m))))
                 sliced.add(d.factor)
+                window = taken.start, taken.step
+                array.append(Dim(d.factor, 1, Window("slice", window)) if reading else d)
+                out.append(d if reading else Dim(d.factor, 1, Window("unslice", (*window, len(taken)))))
             axis += 1
             continue
         if advanced and front is None:

@@ -4,6 +4,7 @@ stays whole."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...arrays import cumulative, fft, searching, sorting
@@ -44,7 +45,7 @@ def _solve(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params
         return [batch[at + i] if n == shape[at + i] else None for i, n in enumerate(own)]
 
     first = [*lead(a[:-2]), rows, letters.new(a[-1], whole=True)]
-    return letters.rule([first, [*lead(b[:-2]), rows, cols]], [[*batch, rows, cols]], [(1,)])
+    return letters.rule([first, [*lead(b[:-2]), rows, cols]], [[*batch, rows, cols]])
 
 
 # ----- along axes -----------------------------------------------------------------------------------------------------
@@ -69,7 +70,9 @@ def _linear_along(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params:
 
 @rule(cumulative.CUMULATIVE_PROD, sorting.SORT, sorting.ARGSORT)
 def _one_axis(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    return _along(avals, out_avals, (params["axis"],), linear=False)
+    # A product by doubling would multiply in another order: that has other bits, and NaN where complex numbers are infinite.
+    found = _along(avals, out_avals, (params["axis"],), linear=False)
+    return replace(found, choice=f"as {op.name} needs dimension {params['axis']} whole")
 
 
 @rule(searching.SEARCHSORTED)

@@ -18,8 +18,11 @@ _REDUCE = {r.SUM: "sum", r.MEAN: "sum", r.PROD: "prod", r.MAX: "max", r.MIN: "mi
 def _reduction(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
     letters = Letters()
     axis, keepdims = params["axis"], params["keepdims"]
+    # Products of complex numbers are made in order: of infinite ones another order is NaN, and so is a product with 1.
+    whole = op is r.PROD and avals[0].dtype.kind == "c"
     dims = tuple(
-        letters.new(n, reduce=_REDUCE[op]) if i in axis else letters.new(n) for i, n in enumerate(avals[0].shape)
+        letters.new(n, whole=whole, reduce=_REDUCE[op]) if i in axis else letters.new(n)
+        for i, n in enumerate(avals[0].shape)
     )
     out = [None if i in axis else d for i, d in enumerate(dims) if keepdims or i not in axis]
     return letters.rule([dims], [out], [(0,)] if _REDUCE[op] == "sum" else [])

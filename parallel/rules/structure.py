@@ -11,7 +11,7 @@ from ...arrays import batch_norms, channel_norms, norms, products
 from ...arrays import manipulation as m
 from ...arrays._op import Op
 from ...arrays.program import ShapeDtype
-from ..factors import Dim, FactorRule, Letters, PartCall, RankView, rule
+from ..factors import Dim, FactorRule, Letters, PartCall, RankView, bilinear, rule
 from ..windows import Window
 
 Avals = Sequence[Any]
@@ -137,7 +137,7 @@ def _matmul(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Param
 
     a = [*lead(x), *rows, k]
     b = [*lead(y), k, *cols] if len(y) > 1 else [k]
-    return letters.rule([a, b], [[*batch, *rows, *cols]], [(0,), (1,)])
+    return letters.rule([a, b], [[*batch, *rows, *cols]], bilinear(out_avals))
 
 
 # ----- norms ----------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _row_norm_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], pa
     batch = letters.many(shape[: len(shape) - n], reduce="sum")
     inner = letters.many(shape[len(shape) - n :], whole=True)
     x = (*batch, *inner)
-    return letters.rule([x, x, inner], [x, *[inner] * (len(out_avals) - 1)], [(0,)])
+    return letters.rule([x, x, inner], [x, *[inner] * (len(out_avals) - 1)])
 
 
 def _image_dims(letters: Letters, shape: Sequence[int], params: Params, reduce: str | None) -> list[Dim]:
@@ -186,7 +186,7 @@ def _group_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: P
     local = functools.partial(_local_groups, max(shape[axis] // params["num_groups"], 1))
     if forward:
         return letters.rule([x, c, c], [x], localize=local)
-    return letters.rule([x, x, c], [x, c, c], [(0,)], local)
+    return letters.rule([x, x, c], [x, c, c], localize=local)
 
 
 def _by_channel(letters: Letters, shape: Sequence[int], axis: int, whole: bool) -> tuple[list[Dim], tuple[Dim, ...]]:
@@ -201,7 +201,7 @@ def _batch_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: P
     x, c = _by_channel(letters, out_avals[0].shape, params["axis"], whole=True)
     if op is batch_norms.BATCH_NORM:
         return letters.rule([x, c, c], [x, c, c])
-    return letters.rule([x, c, c, x, c], [x, c, c], [(0, 1, 2)])
+    return letters.rule([x, c, c, x, c], [x, c, c])
 
 
 @rule(batch_norms.BATCH_NORM_INFERENCE)
