@@ -91,7 +91,7 @@ def test_remains_of_dead_processes_are_collected_at_start(tmp_path):
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    from meshtape.storage.commit import host as _host
+    from meshtape.storage.owners import host as _host
 
     tail = f"{_host()}-{pid}-01234567"
     (tmp_path / f"step-00000030.tmp-{tail}" / "w").mkdir(parents=True)

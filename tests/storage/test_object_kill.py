@@ -14,6 +14,7 @@ from meshtape import errors
 from meshtape.storage import (
     CheckpointManager,
     commit,
+    owners,
     load,
     merge,
     object_commit,
@@ -234,7 +235,7 @@ def test_a_writer_of_another_machine_counts_as_gone_after_a_day(s3, monkeypatch)
     save(url, {"a": np.full((2, 2), 1), "b": np.ones(3)})  # under names of its own
     assert value(url) == 1
     assert "w/c.0" in names(url)
-    monkeypatch.setattr(commit, "FOREIGN_AGE", -60.0)
+    monkeypatch.setattr(owners, "FOREIGN_AGE", -60.0)
     assert set(object_commit.recover(url)) == {object_commit.CLAIM, "w/c.0"}
     clean(url)
 
@@ -260,7 +261,7 @@ def test_what_a_dead_writer_leaves_goes_and_what_the_user_put_there_stays(s3, me
     store = stores.at(where)
     store.put("notes.bin", b"mine")
     store.put("1_Pooling/config.json", b"{}")
-    claim = json.dumps({"host": object_commit.host(), "pid": 2**22 + 1, "id": "x"}).encode()
+    claim = json.dumps({"host": owners.host(), "pid": 2**22 + 1, "id": "x"}).encode()
     store.put(f"{object_commit.CLAIM}~g00000000", claim)
     store.put("a~g00000000/c.0", b"half")
     gone = object_commit.recover(where)
