@@ -30,6 +30,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ..arrays.errors import CheckpointExists, MeshtapeError, StorageFull
 from . import owners, stores
@@ -43,28 +44,28 @@ KINDS = re.compile(
 @contextlib.contextmanager
 def _owned(path: str) -> Iterator[str]:
     """A name that this process works under, locked if there is something."""
-    held = owners.Hold(path)
+    held = owners.Hold(path).lock()
     try:
         yield path
     finally:
         held.release()
 
 
-@contextlib.contextmanager
-def _folder(target: str) -> Iterator[str]:
-    """A new directory beside a target, which is this process's own."""
+def _new(target: str, make: Callable[[str], Any]) -> tuple[owners.Hold, Any]:
+    """A new temporary name, made and locked; and what ``make`` returned: a descriptor, or None for a directory."""
     while True:
-        path = f"{target}.tmp-{owners.new_id()}"
-        active().mkdir(path)
-        held = owners.Hold(path)
-        # Between the two lines a collector may have taken it for one that nobody holds.
-        if held.is_there():
-            break
+        held = owners.Hold(f"{target}.tmp-{owners.new_id()}")
+        try:
+            fd = make(held.path)
+            # Between the two a collector of another namespace may have taken it for one that nobody holds.
+            if held.lock(fd).is_there():
+                return held, fd
+        except BaseException:
+            held.release()
+            raise
         held.release()
-    try:
-        yield path
-    finally:
-        held.release()
+        if fd is not None:
+            active().close(fd)
 
 
 def is_begun(root: str) -> bool:
@@ -83,15 +84,13 @@ def temporary(target: str) -> Iterator[tuple[str, int]]:
     It is to be renamed within the block: its lock lasts as long as the descriptor is open.
     """
     recover(os.path.dirname(os.path.abspath(target)))
-    fs, name = active(), f"{target}.tmp-{owners.new_id()}"
-    fd = fs.create(name)
-    held = owners.Hold(name, fd)
+    fs = active()
+    held, fd = _new(target, fs.create)
     try:
-        yield name, fd
+        yield held.path, fd
     finally:
-        held.release()
         # Renamed, as a rule. The error that left it matters more than one of the clean-up; the next writer collects it.
-        for undo in (lambda: fs.close(fd), lambda: fs.unlink(name)):
+        for undo in (lambda: fs.unlink(held.path), lambda: fs.close(fd), held.release):
             with contextlib.suppress(OSError):
                 undo()
 
@@ -277,15 +276,16 @@ def replacing(target: str, *, overwrite: bool, tables: frozenset[str]) -> Iterat
     target = os.path.abspath(target)
     recover(os.path.dirname(target))
     check_target(target, overwrite, tables)
-    with _folder(target) as temporary:
-        folder = Folder(temporary, lambda: _swap_in(temporary, target, overwrite, tables))
-        try:
-            yield folder
-        finally:
-            if not folder.committed:
-                # The error that brought us here matters more than one of the clean-up; the next writer collects the rest.
-                with contextlib.suppress(OSError):
-                    fs.remove_tree(temporary)
+    held, _ = _new(target, fs.mkdir)
+    folder = Folder(held.path, lambda: _swap_in(held.path, target, overwrite, tables))
+    try:
+        yield folder
+    finally:
+        if not folder.committed:
+            # The error that brought us here matters more than one of the clean-up; the next writer collects the rest.
+            with contextlib.suppress(OSError):
+                fs.remove_tree(held.path)
+        held.release()
 
 
 def adopt(directory: str, target: str, without: str, *, overwrite: bool, tables: frozenset[str]) -> None:

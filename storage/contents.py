@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint
+from ..arrays.errors import CheckpointError, CheckpointExists, StoreError
 from . import manifest, stores, strict_json
 from .documents import PROGRAM, is_kept
 from .opening import HF_INDEX, HF_SINGLE, read_index
@@ -83,11 +83,11 @@ def listing(root: str, held: Iterable[str]) -> Listing:
         if PROGRAM in tables and not tables & CHECKPOINTS:
             said = strict_json.loads(stores.at(root).get(PROGRAM))
             out.files.add(str(said["file"]))
+    except StoreError:
+        raise
     except (CheckpointError, ValueError, KeyError, TypeError, FileNotFoundError):
         out.damaged = True
-        out.files |= {GROUP}
-        if tables == PROGRAMS:
-            raise CorruptCheckpoint(f"{stores.join(root, PROGRAM)}: no program; move it elsewhere") from None
+        out.files |= {GROUP, "constants.safetensors"}
     return out
 
 

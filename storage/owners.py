@@ -59,30 +59,32 @@ def new_id() -> str:
 
 
 class Hold:
-    """A name that this process fills, moves or deletes now, and the lock on what is there, if it could be had.
+    """A name that this process fills, moves or deletes now, there or not yet, and the lock on what is there, if it can be had."""
 
-    ``fd`` is a descriptor of it that somebody else closes; by default the hold has its own.
-    """
-
-    def __init__(self, path: str, fd: int | None = None) -> None:
-        self.path, self._fd = path, None
+    def __init__(self, path: str) -> None:
+        self.path, self._fd = path, -1
+        self._own = False  # whether the descriptor is the hold's
         self.locked: bool | None = None  # None: such things take no locks here
         _holds.add(self)
+
+    def lock(self, fd: int | None = None) -> Hold:
+        """Lock what is there now. ``fd`` is a descriptor of it that somebody else closes; by default the hold has its own."""
         if fd is not None:
-            self.locked = try_lock(fd)
-            return
+            self._fd, self.locked = fd, try_lock(fd)
+            return self
         try:
-            fd = _open(path)
+            self._fd = _open(self.path)
         except FileNotFoundError:
             self.locked = False
-            return
         except OSError:  # no directories can be opened here
-            return
-        self._fd, self.locked = fd, try_lock(fd)
+            pass
+        else:
+            self._own, self.locked = True, try_lock(self._fd)
+        return self
 
     def is_there(self) -> bool:
         """Whether the name still means what was locked: a collector may have been faster than the lock."""
-        if self._fd is None:
+        if self._fd < 0:
             return self.locked is not False
         try:
             return self.locked is not False and os.stat(self.path).st_ino == os.fstat(self._fd).st_ino
@@ -92,9 +94,9 @@ class Hold:
     def release(self) -> None:
         """Give it back."""
         _holds.discard(self)
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+        if self._own:
+            self._own = False
+            os.close(self._fd)
 
 
 def _open(path: str) -> int:

@@ -13,12 +13,12 @@ import pytest
 from meshtape import errors
 from meshtape.storage import (
     CheckpointManager,
-    commit,
-    owners,
+    gc,
     load,
     merge,
     object_commit,
     open_checkpoint,
+    owners,
     save,
     save_safetensors,
     stores,
@@ -171,6 +171,8 @@ class TestKilled:
             assert steps in ([1, 2], [1, 2, 3], [2, 3]), steps
             saw.add(tuple(steps))
             assert np.asarray(again.restore()["a"]).max() == steps[-1]
+            gc(home)
+            assert again.steps() == steps
             assert stores.at(home).folders() == [f"step-{s:08d}" for s in steps]
             if not killed:
                 break
@@ -244,10 +246,12 @@ def test_a_deletion_that_had_not_begun_does_not_happen(s3):
     url = f"{s3.url}/run/step-00000001"
     save(url, {"a": np.full((2, 2), 1), "b": np.ones(3)}, step=1)
     stores.at(url).put(object_commit.TRASH, b"")
+    assert gc(f"{s3.url}/run") != []
     assert CheckpointManager(f"{s3.url}/run").steps() == [1]
     clean(url)
     stores.at(url).put(object_commit.TRASH, b"")
     stores.at(url).delete(["meshtape.json"])
+    assert gc(f"{s3.url}/run") != []
     assert CheckpointManager(f"{s3.url}/run").steps() == []
     assert names(url) == []
 
