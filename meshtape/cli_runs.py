@@ -50,11 +50,12 @@ def _plain(x: Any) -> dict[str, Any]:
 
 def show(path: str, as_json: bool) -> bool:
     """List the steps of a run and its leftovers; False where the place has neither."""
-    from .storage import leftovers
+    from .storage import leftovers, stores
     from .storage.browse.runs import history, is_run
     from .storage.browse.text import visible
     from .tables import Column, write
 
+    path = stores.location(path)
     try:
         left = leftovers(path)
     except (CheckpointError, OSError):  # no list can be had
@@ -128,7 +129,9 @@ def gc(path: str, dry_run: bool, older_than: float | None, parts: bool, as_json:
     PATH is a directory of checkpoints, or a checkpoint. What a live process holds is never touched, nor is any file of yours.
     """
     from .storage import gc as run
+    from .storage import stores
 
+    path = stores.location(path)
     found = run(path, dry_run=dry_run, older_than=None if older_than is None else 3600 * older_than, parts=parts)
     if as_json:
         print_json({"path": path, "dry_run": dry_run, "leftovers": [_plain(x) for x in found]})

@@ -44,7 +44,7 @@ CURES = {
     "NotACheckpoint": "Check the path; `meshtape ls` on its parent shows what lies there.",
     "IncompleteCheckpoint": "Take the step before: `CheckpointManager.latest()` skips unfinished ones. Files that are missing must be copied again.",
     "CorruptCheckpoint": "`meshtape verify` lists all damage. Copy those files again, or take the step before; a damaged file is never used in part.",
-    "CheckpointExists": "Choose another name, or say `overwrite=True` (`--overwrite`).",
+    "CheckpointExists": "Choose another name, or say `overwrite=True` (`--overwrite`); move away what it names as not the checkpoint's.",
     "CheckpointKeyError": "Compare the names with `meshtape ls`; map them with key rules, or load with `strict=False` and read the report.",
     "CheckpointShapeError": "Make the model as it was saved, or let a key rule `pad`, `slice`, `permute` or `reshape`.",
     "CheckpointDTypeError": "Load with `dtype=`, or let a key rule `cast`.",
