@@ -116,7 +116,7 @@ def test_a_writer_that_is_robbed_before_it_has_the_lock_takes_another_name(tmp_p
 
 def test_a_live_writer_that_replaces_without_an_exchange_is_left_alone(tmp_path, elsewhere):
     """Between its two renames the checkpoint has its set-aside name alone."""
-    for at in range(8, 16):
+    for at in (9, 11, 13):
         home = tmp_path / str(at)
         save(home / "c", {"w": np.full(4, 1.0)})
         writer = Writer(elsewhere, "save", home / "c", at, "no exchange")
