@@ -182,7 +182,7 @@ class CheckpointManager:
         for place in collecting.places(self.directory):
             commit.recover(place)
         kept = dict(metadata or {})
-        kept[branches.KEY] = self._place(step)
+        kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
             kept[METRICS] = {name: float(value) for name, value in metrics.items()}
         options: dict[str, Any] = {
@@ -204,7 +204,7 @@ class CheckpointManager:
         self._running = handle
         return handle
 
-    def _place(self, step: int) -> dict[str, Any]:
+    def _place(self, step: int, overwrite: bool) -> dict[str, Any]:
         """What the manifest of a step says about its branch, which begins here where the run has gone back."""
         if self._branch is None:
             found = self._complete()
@@ -213,6 +213,7 @@ class CheckpointManager:
             self._newest = line[-1].step if line else None
         newest, back = self._newest, self._restored
         if newest is not None and back is not None and back[0] < step <= newest:
+            commit.check_target(self.path(step), overwrite, contents.SAVED)  # a save that is refused begins nothing
             self._begin(back[1].after(back[0], self._current()), back[0])
         elif newest is not None and step < newest:
             warnings.warn(

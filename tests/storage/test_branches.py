@@ -125,6 +125,9 @@ def test_restore_of_a_step_and_a_save_below_the_newest_begins_a_branch(place):
     filled(place, [10, 20, 30])
     manager = CheckpointManager(place, keep=None)
     manager.restore(10)
+    with pytest.raises(errors.CheckpointExists):
+        manager.save(20, tree(21))
+    assert latest(manager) == 30
     manager.save(15, tree(15))
     manager.save(25, tree(25))
     assert manager.branch() == [10, 15, 25]
