@@ -103,7 +103,11 @@ def test_documents_stay_and_the_checkpoint_is_replaced(place, writer):
     assert {n: d for n, d in everything(at).items() if n in documents} == documents
 
 
-@pytest.mark.parametrize("strangers", STRANGERS)
+@pytest.mark.parametrize(
+    ("place", "strangers"),
+    [*(("local", s) for s in STRANGERS), ("s3", "a nested run"), ("s3", "a file of ours that no index lists")],
+    indirect=["place"],
+)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_strangers_are_named_and_nothing_is_written(place, writer, strangers):
     first, again, value = WRITERS[writer]

@@ -89,7 +89,7 @@ def names(home):
     return sorted(e.name for e in home.iterdir())
 
 
-@pytest.mark.parametrize(("what", "at"), [("save", 3), ("save", 8), ("file", 2), ("manager", 3)])
+@pytest.mark.parametrize(("what", "at"), [("save", 3), ("file", 2), ("manager", 3)])
 def test_a_live_writer_of_another_container_is_left_alone(tmp_path, elsewhere, what, at):
     where = {"save": tmp_path / "c", "file": tmp_path / "x.safetensors", "manager": tmp_path}[what]
     writer = Writer(elsewhere, what, where, at)
@@ -116,7 +116,7 @@ def test_a_writer_that_is_robbed_before_it_has_the_lock_takes_another_name(tmp_p
 
 def test_a_live_writer_that_replaces_without_an_exchange_is_left_alone(tmp_path, elsewhere):
     """Between its two renames the checkpoint has its set-aside name alone."""
-    for at in (9, 11, 13):
+    for at in (10, 12):
         home = tmp_path / str(at)
         save(home / "c", {"w": np.full(4, 1.0)})
         writer = Writer(elsewhere, "save", home / "c", at, "no exchange")
@@ -128,16 +128,16 @@ def test_a_live_writer_that_replaces_without_an_exchange_is_left_alone(tmp_path,
         assert names(home) == ["c", "other"]
 
 
-def test_what_killed_writers_of_five_containers_left_goes_with_the_next_save(tmp_path, elsewhere):
-    writers = [Writer(elsewhere, "save", tmp_path / f"c{k}", 6) for k in range(5)]
-    assert [x.dead for x in leftovers(tmp_path)] == [False] * 5
+def test_what_killed_writers_of_other_containers_left_goes_with_the_next_save(tmp_path, elsewhere):
+    writers = [Writer(elsewhere, "save", tmp_path / f"c{k}", 6) for k in range(3)]
+    assert [x.dead for x in leftovers(tmp_path)] == [False] * 3
     for writer in writers:
         writer.kill()
     left = leftovers(tmp_path)
-    assert len(left) == 5
+    assert len(left) == 3
     assert all(x.dead and x.nbytes > 0 and "lock" in x.why for x in left)
     CheckpointManager(tmp_path)
-    assert len(leftovers(tmp_path)) == 5
+    assert len(leftovers(tmp_path)) == 3
     save(tmp_path / "mine", {"w": np.ones(2)})
     assert names(tmp_path) == ["mine"]
 
