@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from . import __version__, cli_look, cli_run
+from . import __version__, cli_look, cli_run, cli_runs
 from .cli_browse import browse
 from .cli_help import FittingContext, use_in
 from .cli_parts import JSON, Interrupted, examples, print_json
@@ -171,7 +171,7 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "meshtape", "_MESHTAPE_COMPLETE").source())
 
 
-for _command in (cli_look.ls, cli_look.show, *COMMANDS, *cli_run.COMMANDS):
+for _command in (cli_look.ls, cli_look.show, cli_runs.gc, *COMMANDS, *cli_run.COMMANDS):
     main.add_command(_command)
 main.add_command(browse)
 use_in(main)

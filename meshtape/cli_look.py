@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from .arrays.errors import CheckpointError
 from .cli_parts import CHECKPOINT, JSON, array_names, checked, dtype_names, examples, print_json
 
 _CORNER = (8, 6)  # rows and columns of a large array that are printed
@@ -30,18 +31,26 @@ _WHOLE = 1 << 20  # bytes up to which an array is read for its text
 )
 @JSON
 def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool) -> None:
-    """List the arrays of a checkpoint.
+    """List the arrays of a checkpoint, or the steps of a run.
 
     PATH is a meshtape checkpoint, a safetensors file, a Hugging Face directory, or a Zarr group. Reads its table of contents alone. On a terminal the table fits its width; in a pipe every line is whole.
+
+    Of a directory of numbered checkpoints it lists these, with their branches, and what killed writers left there.
     """
     import meshtape as mt
 
+    from . import cli_runs
     from .arrays.display import human_bytes
     from .storage.browse.inventory import Inventory, Query
     from .storage.browse.text import visible
     from .tables import Column, write
 
-    ckpt = mt.open_checkpoint(path)
+    try:
+        ckpt = mt.open_checkpoint(path)
+    except CheckpointError:
+        if not cli_runs.show(path, as_json):
+            raise
+        return
     held = Inventory(ckpt)
     rows = held.select(Query(match or "", dtype or ""))
     if sort != "stored":

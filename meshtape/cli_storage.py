@@ -88,7 +88,11 @@ _TARGET = (
         type=click.IntRange(min=1),
         help="Memory for what is on its way.",
     ),
-    click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint."),
+    click.option(
+        "--overwrite",
+        is_flag=True,
+        help="Replace an existing checkpoint. Documents beside it stay; where there is anything else, nothing is done.",
+    ),
 )
 
 
@@ -207,6 +211,8 @@ def _write(
                 **own,
             )
         except CheckpointExists:
+            if overwrite:
+                raise
             raise CheckpointExists(f"{dst} exists; --overwrite replaces it") from None
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted. What was written stays: the same command goes on with {dst}") from None

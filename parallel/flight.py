@@ -204,7 +204,15 @@ class Flight:
         for direct in (True, False):
             try:
                 return self.client.gather(this.futures, direct=direct)
-            except OSError:
-                if not direct:
-                    raise
+            except MeshtapeError:
+                raise
+            except Exception as e:
+                # The tasks have ended well: what is lost now are their answers. Dask says so by errors of many kinds.
+                if direct and isinstance(e, OSError):
+                    continue
+                names = [self.names[self.addresses.index(a)] for a in self._gone()]
+                who = ", ".join(names) or "a worker"
+                raise RankLost(
+                    f"{who} left the cluster before the answer of {this.what} was here: {type(e).__name__}: {e}"
+                ) from e
         raise AssertionError

@@ -14,6 +14,7 @@ array([3., 4., 5.])
 
 import sys as _sys
 
+from .collecting import Leftover, gc, leftovers
 from .comparing import ArrayDiff, DiffReport, diff
 from .compression import Zstd
 from .converting import ConvertReport, convert, reshard
@@ -40,6 +41,7 @@ __all__ = [
     "ConvertReport",
     "DiffReport",
     "Estimate",
+    "Leftover",
     "LoadReport",
     "LoadedProgram",
     "MergeReport",
@@ -55,6 +57,8 @@ __all__ = [
     "dequantize",
     "diff",
     "estimate",
+    "gc",
+    "leftovers",
     "load",
     "load_program",
     "load_safetensors",

@@ -15,8 +15,10 @@ The protocol, for a target ``NAME``:
    taken for a checkpoint.
 
 A kill at any point leaves ``NAME`` (or ``NAME.old-ID``) whole, and at most one ``.tmp-``, ``.old-`` or ``.trash-`` directory.
-`recover` deletes those whose owner is gone. An owner that still runs is left alone; one on another host counts as gone
-after a day, because this host cannot ask.
+Whoever fills, moves or deletes one of these holds a lock on it (see ``owners``). A writer, and nobody else, collects beside its target those
+whose owner is gone: `recover`. Readers and managers that start delete nothing.
+
+A replacement never takes what is not the checkpoint's: see ``contents``. Documents that stay are linked into the new generation before step 4.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
@@ -27,56 +29,43 @@ import contextlib
 import errno
 import os
 import re
-import time
-import uuid
-import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from socket import gethostname
+from typing import Any
 
 from ..arrays.errors import CheckpointExists, MeshtapeError, StorageFull
-from . import stores
-from .files import Files, active
+from . import owners, stores
+from .files import active
 
-_KINDS = re.compile(r"\A(?P<name>.+)\.(?P<kind>tmp|old|trash)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}\Z", re.S)
-FOREIGN_AGE = 24 * 3600.0  # seconds
-
-_mine: set[str] = set()  # what this process, in any thread, is filling, moving or deleting now
+KINDS = re.compile(
+    r"\A(?P<name>.+)\.(?P<kind>tmp|old|trash)-(?P<owner>[0-9a-f]{8}(-[0-9a-f]{8})?)-(?P<pid>\d+)-[0-9a-f]{8}\Z", re.S
+)
 
 
 @contextlib.contextmanager
 def _owned(path: str) -> Iterator[str]:
-    _mine.add(path)
+    """A name that this process works under, locked if there is something."""
+    held = owners.Hold(path).lock()
     try:
         yield path
     finally:
-        _mine.discard(path)
+        held.release()
 
 
-def host() -> str:
-    """This machine, in names and claims."""
-    return f"{zlib.crc32(gethostname().encode()):08x}"
-
-
-def has_left(owner_host: str, pid: int, modified: float) -> bool:
-    """Whether the process that a leftover names, which this one does not hold, is no more.
-
-    Of another host's only the age tells: ``modified`` is when the leftover was last written, in seconds since the epoch.
-    """
-    if owner_host != host():
-        return time.time() - modified > FOREIGN_AGE
-    if pid == os.getpid():
-        return True  # of this process, and not being filled: an earlier process had the same number
-    import psutil
-
-    try:
-        return not psutil.pid_exists(pid)
-    except OverflowError:  # no process has such a number
-        return True
-
-
-def _new_id() -> str:
-    return f"{host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+def _new(target: str, make: Callable[[str], Any]) -> tuple[owners.Hold, Any]:
+    """A new temporary name, made and locked; and what ``make`` returned: a descriptor, or None for a directory."""
+    while True:
+        held = owners.Hold(f"{target}.tmp-{owners.new_id()}")
+        try:
+            fd = make(held.path)
+            # Between the two a collector of another namespace may have taken it for one that nobody holds.
+            if held.lock(fd).is_there():
+                return held, fd
+        except BaseException:
+            held.release()
+            raise
+        held.release()
+        if fd is not None:
+            active().close(fd)
 
 
 def is_begun(root: str) -> bool:
@@ -89,16 +78,21 @@ def is_begun(root: str) -> bool:
 
 
 @contextlib.contextmanager
-def temporary(target: str) -> Iterator[str]:
-    """A name beside a file that is written anew; what dead writers of it left goes first, and so does this when it is left behind."""
-    recover(*os.path.split(os.path.abspath(target)))
-    with _owned(f"{target}.tmp-{_new_id()}") as name:
-        try:
-            yield name
-        finally:
-            # Renamed, as a rule. The error that left it matters more than one of the clean-up; the next writer collects it.
+def temporary(target: str) -> Iterator[tuple[str, int]]:
+    """A new file beside one that is written anew, and its descriptor; what dead writers left goes first, and so does this when it is left behind.
+
+    It is to be renamed within the block: its lock lasts as long as the descriptor is open.
+    """
+    recover(os.path.dirname(os.path.abspath(target)))
+    fs = active()
+    held, fd = _new(target, fs.create)
+    try:
+        yield held.path, fd
+    finally:
+        # Renamed, as a rule. The error that left it matters more than one of the clean-up; the next writer collects it.
+        for undo in (lambda: fs.unlink(held.path), lambda: fs.close(fd), held.release):
             with contextlib.suppress(OSError):
-                active().unlink(name)
+                undo()
 
 
 def siblings(target: str, kind: str) -> list[str]:
@@ -108,7 +102,7 @@ def siblings(target: str, kind: str) -> list[str]:
         listed = sorted(os.listdir(parent))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = ((entry, _KINDS.match(entry)) for entry in listed)
+    found = ((entry, KINDS.match(entry)) for entry in listed)
     return [os.path.join(parent, entry) for entry, m in found if m and m["name"] == name and m["kind"] == kind]
 
 
@@ -128,26 +122,15 @@ def resolve(target: str) -> str:
     return target
 
 
-def _owner_is_gone(path: str, m: re.Match[str]) -> bool:
-    if path in _mine:
-        return False
-    try:
-        return has_left(m["host"], int(m["pid"]), os.lstat(path).st_mtime)
-    except OSError:
-        return False
+def recover(parent: str) -> list[str]:
+    """Put back what was set aside, delete what dead owners left in a directory; returns the paths dealt with.
 
-
-def recover(parent: str, name: str | None = None) -> list[str]:
-    """Put back what was set aside, delete what dead owners left; returns the paths dealt with.
-
-    ``name`` limits it to one target of the directory ``parent``.
+    In an object store ``parent`` is one target.
     """
     if stores.is_url(parent):
         from . import object_commit
 
-        targets = stores.at(parent).folders() if name is None else [name]
-        return [p for t in targets for p in object_commit.recover(stores.join(parent, t))]
-    fs = active()
+        return object_commit.recover(parent)
     parent = os.path.abspath(parent)
     try:
         listed = sorted(os.listdir(parent))
@@ -155,20 +138,27 @@ def recover(parent: str, name: str | None = None) -> list[str]:
         return []
     done = []
     for entry in listed:
-        m = _KINDS.match(entry)
+        m = KINDS.match(entry)
         path = os.path.join(parent, entry)
-        if not m or (name is not None and m["name"] != name) or not _owner_is_gone(path, m):
-            continue
-        target = os.path.join(parent, m["name"])
-        # Another process may be collecting the same directory; whoever comes second finds it gone.
-        with contextlib.suppress(FileNotFoundError):
-            if m["kind"] == "old" and not os.path.lexists(target):
-                fs.rename(path, target)
-                fs.fsync_dir(parent)
-            else:
-                discard(path)
-            done.append(path)
+        # Another process may be collecting the same: whoever comes second finds it gone. What cannot be deleted is no error of a save.
+        with contextlib.suppress(OSError):
+            if m and owners.why_gone(path, m["owner"], int(m["pid"])):
+                collect(path)
+                done.append(path)
     return done
+
+
+def collect(path: str) -> None:
+    """End what the dead owner of a temporary name had begun: put back what has no successor, and delete the rest."""
+    fs = active()
+    parent, entry = os.path.split(path)
+    m = KINDS.match(entry)
+    target = os.path.join(parent, m["name"]) if m else path
+    if m and m["kind"] == "old" and not os.path.lexists(target):
+        fs.rename(path, target)
+        fs.fsync_dir(parent)
+    else:
+        discard(path)
 
 
 def discard(path: str) -> None:
@@ -179,13 +169,13 @@ def discard(path: str) -> None:
         object_commit.discard(path)
         return
     fs = active()
-    m = _KINDS.match(os.path.basename(path))
+    m = KINDS.match(os.path.basename(path))
     if m and m["kind"] == "trash":
         fs.remove_tree(path)
         return
     parent = os.path.dirname(path)
     name = m["name"] if m else os.path.basename(path)
-    with _owned(os.path.join(parent, f"{name}.trash-{_new_id()}")) as trash:
+    with _owned(path), _owned(os.path.join(parent, f"{name}.trash-{owners.new_id()}")) as trash:
         fs.rename(path, trash)
         fs.fsync_dir(parent)
         fs.remove_tree(trash)
@@ -215,7 +205,7 @@ def writing(target: str, needs: str = "more room") -> Iterator[None]:
         if e.errno is None or stores.is_url(target) or isinstance(e, (ConnectionError, TimeoutError)):
             raise
         where, name = os.path.split(os.path.abspath(target))
-        if m := _KINDS.match(name):  # a name beside it, of which the user knows nothing
+        if m := KINDS.match(name):  # a name beside it, of which the user knows nothing
             target = os.path.join(where, m["name"])
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(f"{target} needs {needs}; {where} filled up while it was written: {e.strerror}") from e
@@ -271,78 +261,76 @@ class Folder:
 
 
 @contextlib.contextmanager
-def replacing(target: str, *, overwrite: bool, ours: Callable[[str], bool]) -> Iterator[Folder]:
+def replacing(target: str, *, overwrite: bool, tables: frozenset[str]) -> Iterator[Folder]:
     """Give a directory to fill and `Folder.commit`; without the commit, nothing is left behind.
 
-    ``ours(path)`` says whether an existing directory is of a kind that may be replaced: ``overwrite=True`` never deletes a
-    directory that holds something else.
+    ``tables`` are the tables of contents of what may be replaced (see ``contents``): ``overwrite=True`` never deletes anything else.
     """
     if stores.is_url(target):
         from . import object_commit
 
-        with object_commit.replacing(target, overwrite=overwrite, ours=ours) as there:
+        with object_commit.replacing(target, overwrite=overwrite, tables=tables) as there:
             yield there
         return
     fs = active()
     target = os.path.abspath(target)
-    parent, name = os.path.split(target)
-    recover(parent, name)
-    check_target(target, overwrite, ours)
-    temporary = os.path.join(parent, f"{name}.tmp-{_new_id()}")
-
-    def commit() -> None:
-        check_target(target, overwrite, ours)
-        _swap_in(fs, temporary, target)
-
-    folder = Folder(temporary, commit)
-    with _owned(temporary):
-        try:
-            fs.mkdir(temporary)
-            yield folder
-        finally:
-            if not folder.committed:
-                # The error that brought us here matters more than one of the clean-up; the next writer collects the rest.
-                with contextlib.suppress(OSError):
-                    fs.remove_tree(temporary)
+    recover(os.path.dirname(target))
+    check_target(target, overwrite, tables)
+    held, _ = _new(target, fs.mkdir)
+    folder = Folder(held.path, lambda: _swap_in(held.path, target, overwrite, tables))
+    try:
+        yield folder
+    finally:
+        if not folder.committed:
+            # The error that brought us here matters more than one of the clean-up; the next writer collects the rest.
+            with contextlib.suppress(OSError):
+                fs.remove_tree(held.path)
+        held.release()
 
 
-def adopt(directory: str, target: str, without: str) -> None:
+def adopt(directory: str, target: str, without: str, *, overwrite: bool, tables: frozenset[str]) -> None:
     """Commit a finished directory that stands beside the target under a name of its own, less its file ``without``."""
     fs = active()
-    with _owned(f"{target}.tmp-{_new_id()}") as temporary:
+    check_target(target, overwrite, tables)
+    temporary = f"{target}.tmp-{owners.new_id()}"
+    # Locked before it has a name that others collect.
+    with _owned(directory), _owned(temporary):
         fs.rename(directory, temporary)
         # Only now: a directory of the former name without this file could not be told from somebody else's.
         fs.unlink(os.path.join(temporary, without))
         fs.fsync_dir(temporary)
-        _swap_in(fs, temporary, target)
+        _swap_in(temporary, target, overwrite, tables)
 
 
-def check_target(target: str, overwrite: bool, ours: Callable[[str], bool]) -> None:
-    """Raise `CheckpointExists` where ``target`` may not be replaced."""
+def check_target(target: str, overwrite: bool, tables: frozenset[str]) -> list[str]:
+    """Raise `CheckpointExists` where ``target`` may not be replaced; returns the documents there that stay."""
+    from . import contents
+
     if stores.is_url(target):
         from . import object_commit
 
-        object_commit.check_target(target, overwrite, ours)
-        return
+        return object_commit.check_target(target, overwrite, tables)
     if not os.path.lexists(target):
-        return
+        return []
     if not overwrite:
         raise CheckpointExists(f"{target} exists; pass overwrite=True to replace it")
-    path = Path(target)
-    if path.is_symlink() or not path.is_dir():
+    if os.path.islink(target) or not os.path.isdir(target):
         raise CheckpointExists(f"{target} is not a directory; overwrite=True replaces checkpoint directories alone")
-    if any(path.iterdir()) and not ours(target):
-        raise CheckpointExists(f"{target} holds something that is not a checkpoint; refused to replace it")
+    return contents.check(target, tables)
 
 
-def _swap_in(fs: Files, temporary: str, target: str) -> None:
+def _swap_in(temporary: str, target: str, overwrite: bool, tables: frozenset[str]) -> None:
+    fs = active()
     parent = os.path.dirname(target)
+    # Again: somebody may have put something there while we wrote.
+    documents = check_target(target, overwrite, tables)
     if not os.path.lexists(target):
         fs.rename(temporary, target)
         fs.fsync_dir(parent)
         return
-    old = f"{target}.old-{_new_id()}"
-    with _owned(old):
+    _bring(target, temporary, documents)
+    old = f"{target}.old-{owners.new_id()}"
+    with _owned(target), _owned(old):
         if fs.exchange(temporary, target):
             old = temporary
         else:
@@ -353,6 +341,23 @@ def _swap_in(fs: Files, temporary: str, target: str) -> None:
                 fs.rename(old, target)
                 raise
         fs.fsync_dir(parent)
-        # The new generation is in place and durable: from here on an error is no longer one of the save.
-        with contextlib.suppress(OSError):
-            discard(old)
+    # The new generation is in place and durable: from here on an error is no longer one of the save.
+    with contextlib.suppress(OSError):
+        discard(old)
+
+
+def _bring(source: str, target: str, documents: list[str]) -> None:
+    """Bring documents that stay into the next generation, as links where there are such."""
+    fs = active()
+    brought = [d for d in documents if not os.path.lexists(os.path.join(target, d))]
+    for name in brought:
+        there, here = os.path.join(source, name), os.path.join(target, name)
+        try:
+            fs.link(there, here)
+        except OSError as e:
+            if e.errno not in (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES):
+                raise
+            with open(there, "rb") as f:
+                fs.write_file(here, f.read())
+    if brought:
+        fs.fsync_dir(target)

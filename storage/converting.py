@@ -15,17 +15,18 @@ import numpy as np
 from ..arrays.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
 from . import activity, commit, dtypes, manifest, names, stores
 from .compression import Compression, Zstd, chosen
+from .contents import CHECKPOINTS
 from .derived import Converted
 from .documents import Documents
-from .finishing import Item, is_checkpoint
+from .finishing import Item
 from .fitting import prune, select
 from .generations import Listed
 from .grid import choose_grid
 from .layouts import Choice, Chooser
-from .manifest import FILE, Leaf, scalar_leaves
+from .manifest import Leaf, scalar_leaves
 from .names import leaf_name
 from .opened import Checkpoint, fill
-from .opening import HF_INDEX, HF_SINGLE, open_checkpoint
+from .opening import open_checkpoint
 from .rules import Rules
 from .sink_safetensors import HuggingFaceSink
 from .sink_zarr import ZarrSink
@@ -81,14 +82,6 @@ def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[lis
         out[-1].append(name)
         used += n
     return out
-
-
-def replaceable(path: str) -> bool:
-    """Whether a directory may be replaced: a Hugging Face directory, or a checkpoint of ours."""
-    if stores.is_url(path):
-        return is_checkpoint(path)
-    entries = set(os.listdir(path))
-    return bool(entries & {HF_INDEX, HF_SINGLE, FILE}) or is_checkpoint(path)
 
 
 @dataclass
@@ -316,7 +309,7 @@ def convert(
             memory_limit=memory_limit,
             threads=threads,
             overwrite=overwrite,
-            ours=replaceable,
+            tables=CHECKPOINTS,
             progress=work.follow(progress),
             executor=_executor(client),
         )

@@ -18,6 +18,8 @@ from .generations import NONE
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
 MAX_NBYTES = 64 << 20
 PROGRAM = "program.json"  # what makes a directory a program file (see ``programs``)
+_KEPT = (*SUFFIXES, ".md", ".rst", ".py", ".yaml", ".yml")
+_KEPT_NAMES = frozenset(["LICENSE", "LICENCE", "NOTICE", "README", ".gitattributes"])
 _OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json", PROGRAM])
 
 
@@ -45,6 +47,16 @@ def encode(given: Mapping[str, Any] | None) -> dict[str, bytes]:
             raise CheckpointKeyError(f"a document cannot be named {file!r}; choose a plain file name")
         out[file] = data
     return out
+
+
+def is_kept(name: str) -> bool:
+    """Whether a file of a checkpoint's directory is a document of its user, which stays where the checkpoint is replaced.
+
+    >>> [is_kept(n) for n in ("README.md", "tokenizer.model", "meshtape.json", "old.safetensors", "run/notes.txt")]
+    [True, True, False, False, False]
+    """
+    plain = "/" not in name and name not in _OURS
+    return plain and (name in _KEPT_NAMES or (name.endswith(_KEPT) and not name.startswith(".")))
 
 
 def marked(file: str, suffix: str) -> str:

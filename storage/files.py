@@ -159,19 +159,21 @@ class Files:
         return s.f_bavail * s.f_frsize
 
 
-def try_lock(fd: int) -> bool:
-    """Whether this process has an open file for itself now. The lock goes with the process, and where there are none it is taken for granted."""
+def try_lock(fd: int) -> bool | None:
+    """Whether this process has an open file for itself now; None where there are no such locks. The lock goes with the process."""
     try:
         import fcntl
-    except ImportError:  # no such locks here; two processes on one target are then the user's care
-        return True
+    except ImportError:
+        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
-        if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+        # (Some network file systems lock no directories.)
+        if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL):
             raise
+        return None
     return True
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,18 +81,6 @@ def finish_directory(
     folder.put(manifest.FILE, data)
     folder.settle()
     return nbytes + len(data)
-
-
-def is_checkpoint(path: str) -> bool:
-    """Whether a directory is one that `save` wrote, complete or not: what ``overwrite=True`` may replace."""
-    if stores.is_url(path):
-        from .object_commit import is_ours
-
-        return is_ours(path)
-    entries = os.listdir(path)
-    if manifest.FILE in entries:
-        return True
-    return "zarr.json" in entries and any(os.path.exists(os.path.join(path, e, "zarr.json")) for e in entries)
 
 
 def _entries(items: list[Item], records: Sequence[Record]) -> tuple[list[manifest.ArrayEntry], bytes]:

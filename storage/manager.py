@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..arrays.errors import CheckpointError, NotACheckpoint
-from . import commit, manifest, stores
+from ..arrays.errors import CheckpointError, MeshtapeError, NotACheckpoint
+from . import branches, collecting, commit, contents, manifest, stores
+from .branches import Branch
 from .compression import Zstd, chosen
 from .inflight import SaveHandle
 from .loading import load
@@ -35,6 +36,7 @@ class _Complete:
     step: int
     path: str
     metrics: dict[str, float]
+    branch: Branch
 
 
 class CheckpointManager:
@@ -42,7 +44,11 @@ class CheckpointManager:
 
     What counts as last is the step in the manifest, never a time of the file system. A directory without a manifest is not
     a checkpoint: it is never returned, and never deleted. Rotation runs after a new checkpoint is complete, so there is
-    always a complete one. Remains of processes that were killed are collected when a manager starts and before each save.
+    always a complete one. Remains of processes that were killed are collected before each save; a manager that only reads changes nothing.
+
+    A run that goes back to an earlier step begins a branch there: with `rollback`, or where `restore` of a step is followed by a save between
+    it and the newest. `latest` follows the branch that was begun last. Steps of the others are there until rotation, which takes them first, or
+    `delete`.
 
     Parameters
     ----------
@@ -118,12 +124,12 @@ class CheckpointManager:
         self.compression = chosen(compression)
         self.skipped = 0
         self._running: SaveHandle | None = None
+        self._branch: Branch | None = None  # that of this manager's saves; None: the current one when it saves
+        self._newest: int | None = None  # step of that branch
+        self._restored: tuple[int, Branch] | None = None
         self._last_save = time.monotonic()
         with commit.writing(self.directory):
             commit.make_parents(stores.join(self.directory, "x"))
-        # A run that this process may not write to can still be read, remains and all.
-        with contextlib.suppress(*(() if stores.is_url(self.directory) else (OSError,))):
-            commit.recover(self.directory)
 
     def path(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
@@ -173,8 +179,10 @@ class CheckpointManager:
                 self.skipped += 1
                 return None
             self.wait()
-        commit.recover(self.directory)
+        for place in collecting.places(self.directory):
+            commit.recover(place)
         kept = dict(metadata or {})
+        kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
             kept[METRICS] = {name: float(value) for name, value in metrics.items()}
         options: dict[str, Any] = {
@@ -187,12 +195,141 @@ class CheckpointManager:
         if not self.asynchronous:
             report = save(target, tree, **options)
             self._last_save = time.monotonic()
+            self._saved(step)
             self._rotate(target)
             return report
         handle = save_async(target, tree, **options, then=lambda: self._rotate(target))
         self._last_save = time.monotonic()
+        self._saved(step)
         self._running = handle
         return handle
+
+    def _place(self, step: int, overwrite: bool) -> dict[str, Any]:
+        """What the manifest of a step says about its branch, which begins here where the run has gone back."""
+        if self._branch is None:
+            found = self._complete()
+            self._branch = branches.current(self.directory, found)
+            line = self._branch.line(found)
+            self._newest = line[-1].step if line else None
+        newest, back = self._newest, self._restored
+        if newest is not None and back is not None and back[0] < step <= newest:
+            commit.check_target(self.path(step), overwrite, contents.SAVED)  # a save that is refused begins nothing
+            self._begin(back[1].after(back[0], self._current()), back[0])
+        elif newest is not None and step < newest:
+            warnings.warn(
+                f"step {step} is saved below step {newest} of its branch, which stays the latest; where the run went back, call "
+                "rollback(step) before it saves",
+                stacklevel=3,
+            )
+        return {**self._branch.plain(), "parent": self._newest}
+
+    def _saved(self, step: int) -> None:
+        self._restored = None
+        self._newest = step if self._newest is None else max(step, self._newest)
+
+    def _begin(self, branch: Branch, step: int | None) -> None:
+        branches.begin(self.directory, branch)
+        self._branch, self._newest, self._restored = branch, step, None
+
+    def _current(self) -> Branch:
+        return branches.current(self.directory, self._complete())
+
+    def _of_step(self, step: int) -> _Complete:
+        found = self._complete()
+        for c in found:
+            if c.path == self.path(step):
+                return c
+        there = ", ".join(str(c.step) for c in found) or "none"
+        raise NotACheckpoint(f"{self.directory} holds no complete checkpoint of step {step}; its steps are {there}")
+
+    def rollback(self, step: int | None) -> str | None:
+        """Go back to a step, or forth to one of an abandoned branch: `latest` is that checkpoint until a save goes on from it.
+
+        Nothing is deleted. A kill leaves the branch from before, or the new one.
+
+        Parameters
+        ----------
+        step
+            That of a complete checkpoint; None begins anew, from nothing.
+
+        Returns
+        -------
+        str or None
+            Path of the checkpoint.
+
+        Examples
+        --------
+        >>> import numpy as np, tempfile
+        >>> manager = CheckpointManager(tempfile.mkdtemp(), keep=None)
+        >>> for step in (10, 20, 30):
+        ...     _ = manager.save(step, {"w": np.full(2, step)})
+        >>> manager.rollback(10)[-2:]
+        '10'
+        >>> _ = manager.save(15, {"w": np.zeros(2)})
+        >>> manager.steps(), manager.branch()
+        ([10, 15, 20, 30], [10, 15])
+        """
+        self.wait()
+        if step is None:
+            self._begin(Branch().after(None, self._current()), None)
+            return None
+        c = self._of_step(int(step))
+        found = self._complete()
+        now = branches.current(self.directory, found)
+        line = now.line(found)
+        if line and line[-1].path == c.path:  # there already
+            self._branch, self._newest, self._restored = now, c.step, None
+        else:
+            self._begin(c.branch.after(c.step, now), c.step)
+        return c.path
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of a step: all of it, or nothing that a reader notices.
+
+        Refused for the only complete one of the current branch, and where its directory holds what is not the checkpoint's.
+
+        Examples
+        --------
+        >>> import numpy as np, tempfile
+        >>> manager = CheckpointManager(tempfile.mkdtemp())
+        >>> for step in (10, 20):
+        ...     _ = manager.save(step, {"w": np.ones(2)})
+        >>> manager.delete(20)
+        >>> manager.steps(), manager.latest()[-2:]
+        ([10], '10')
+        """
+        self.wait()
+        c, line = self._of_step(int(step)), self._line()
+        if [x.path for x in line] == [c.path]:
+            raise CheckpointError(
+                f"step {c.step} is the only complete checkpoint of {self.directory}, or of its current branch; save or roll back to another first"
+            )
+        contents.refuse_strangers(c.path, contents.beside(c.path), "only a checkpoint is deleted")
+        commit.discard(c.path)
+        self._branch = None  # its newest step may be another now
+
+    def _line(self, warn: bool = False) -> list[_Complete]:
+        """The complete checkpoints of the current branch, oldest first; of all branches where it has lost its own."""
+        found = self._complete(warn)
+        now = branches.current(self.directory, found)
+        line = now.line(found)
+        if warn and found and line and line[-1].step < found[-1].step:
+            warnings.warn(
+                f"step {found[-1].step} of {self.directory} is not of {now}, which was begun last: the latest is step {line[-1].step}; "
+                f"rollback({found[-1].step}) goes on from the other, delete({found[-1].step}) removes it",
+                stacklevel=4,
+            )
+        if line or not found or not now.forks:
+            return line
+        if warn:
+            warnings.warn(
+                f"{self.directory} has no checkpoint of {now} any more; taken is that of another", stacklevel=4
+            )
+        return sorted(found, key=lambda c: (c.branch, c.step))
+
+    def branch(self) -> list[int]:
+        """Steps of the complete checkpoints of the current branch, in order: those that the latest comes from, and itself."""
+        return [c.step for c in self._line()]
 
     def wait(self) -> None:
         """Wait for the background save that runs, if any, and for its rotation; raises what it raised."""
@@ -211,8 +348,11 @@ class CheckpointManager:
         return [c.step for c in self._complete()]
 
     def latest(self) -> str | None:
-        """The path of the complete checkpoint with the highest step, or None. Incomplete ones are skipped with a warning."""
-        found = self._complete(warn=True)
+        """The path of the last complete checkpoint of the branch that was begun last, or None.
+
+        Incomplete ones are skipped with a warning. One is given, too, where a higher step belongs to another branch.
+        """
+        found = self._line(warn=True)
         return found[-1].path if found else None
 
     def best(self) -> str | None:
@@ -227,7 +367,11 @@ class CheckpointManager:
         loaded that it made way for.
         """
         if step is not None:
-            return load(self.path(step), **load_arguments)
+            tree = load(self.path(step), **load_arguments)
+            with contextlib.suppress(NotACheckpoint):  # rotated away meanwhile
+                self._restored = int(step), self._of_step(step).branch
+            return tree
+        self._branch = self._restored = None  # as it is now: another process may have rolled back
         target = self.latest()
         while True:
             if target is None:
@@ -245,7 +389,11 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         best = f", best={self.best_metric!r}, best_is={self.best_is!r}" if self.best_metric else ""
-        return f"CheckpointManager({self.directory!r}, keep={self.keep}{best})"
+        try:
+            now = branches.current(self.directory, [])
+        except MeshtapeError:  # a store that does not answer
+            now = Branch()
+        return f"CheckpointManager({self.directory!r}, keep={self.keep}{best}{f', {now}' if now.number else ''})"
 
     def _repr_html_(self) -> str:
         from .browse.embed import run_html
@@ -283,7 +431,8 @@ class CheckpointManager:
                 number = int(name.partition("-")[2])
                 metrics = held.metadata.get(METRICS)
                 metrics = metrics if isinstance(metrics, dict) else {}
-                found.append(_Complete(number if held.step is None else held.step, target, metrics))
+                branch = branches.of_plain(held.metadata.get(branches.KEY))
+                found.append(_Complete(number if held.step is None else held.step, target, metrics, branch))
         return sorted(found, key=lambda c: (c.step, c.path))
 
     def _ranked(self, complete: list[_Complete]) -> list[_Complete]:
@@ -304,15 +453,22 @@ class CheckpointManager:
         complete = self._complete()
         if all(c.path != newest for c in complete):  # someone took it away meanwhile: what is left may be all there is
             return
-        kept = {newest, *(c.path for c in self._ranked(complete)[: self.keep_best])}
+        own = next(c.branch for c in complete if c.path == newest).line(complete)
+        # Another process may have gone back meanwhile: what it counts on stays, too.
+        line = branches.current(self.directory, complete).line(complete)
+        kept = {newest, *(c.path for c in line[-1:]), *(c.path for c in self._ranked(complete)[: self.keep_best])}
         milestones = {c.path for c in complete if self.keep_every is not None and c.step % self.keep_every == 0}
-        for c in reversed(complete):
+        for c in reversed([*(c for c in complete if c not in own), *own]):
             if len(kept) >= self.keep:
                 break
             if c.path not in milestones:
                 kept.add(c.path)
         for c in complete:
-            if c.path not in kept | milestones:
-                # Another process may rotate the same directory, and a full deletion can wait for the next start.
-                with contextlib.suppress(OSError):
+            if c.path in kept | milestones:
+                continue
+            # Another process may rotate the same directory, and a full deletion can wait for the next start.
+            with contextlib.suppress(OSError):
+                if strangers := contents.beside(c.path):
+                    warnings.warn(f"kept {c.path}, which holds {strangers[0]}: no manifest lists it", stacklevel=2)
+                else:
                     commit.discard(c.path)

@@ -10,10 +10,12 @@ The protocol, for a target ``NAME`` (an object ``NAME/x`` is called x here):
    was none before, it is put only if there still is none; where one is replaced, only if it is still the one that was seen. At every instant
    ``NAME`` is therefore nothing, the old generation whole, or the new one whole. Zarr's own group metadata comes just before a first
    manifest, and just after one that replaces.
-4. What no table of contents names any more, and no living writer claims, is deleted; the claim last.
+4. What the old table of contents listed and the new one does not is deleted; the claim last. Nobody else's objects are touched: a claim lists
+   the names at the top of ``NAME`` that it replaces, and all else that a writer puts has its mark.
 
-A kill leaves a claim and objects that nothing names. `recover`, which each save to ``NAME`` and each manager runs, deletes them when the
-owner is gone: a process of this host that does not run any more, or any that is silent for a day. Until then they cost space alone.
+A kill leaves a claim and objects that nothing names. `recover`, which each save to ``NAME`` and ``meshtape gc`` run, deletes them when the
+owner is gone: a process of this PID namespace that does not run any more, or any that put nothing for a day. Until then they cost space
+alone. (Parts of an upload that was cut short show in no list; a rule of the bucket removes them.)
 A deletion first puts ``.meshtape-trash``, then removes the manifest; `recover` ends what it finds half done.
 """
 
@@ -24,15 +26,16 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
-from . import manifest, strict_json
-from .commit import Folder, has_left, host
-from .documents import PROGRAM, beside
+from ..arrays.errors import CheckpointError, CheckpointExists, StoreError
+from . import chunk_sums, contents, manifest, owners, strict_json
+from .commit import Folder
+from .documents import PROGRAM, is_kept
 from .objects import ObjectStore
-from .opening import HF_INDEX, HF_SINGLE, read_index
+from .opening import HF_INDEX, HF_SINGLE
+from .owners import host
 from .stores import Entry, split
 from .writing import in_threads
 from .zarr_format import group_metadata
@@ -53,53 +56,43 @@ def _mark_of(name: str) -> str:
     return found[0] if found else ""
 
 
-def _claim_text() -> bytes:
-    return json.dumps({"host": host(), "pid": os.getpid(), "id": uuid.uuid4().hex}).encode()
+def is_of_a_writer(name: str) -> bool:
+    """Whether a name is one that writers alone make, whatever became of them."""
+    return name in (TRASH, JOURNAL) or name.startswith(CLAIM) or bool(_mark_of(name))
 
 
-def _owner_is_gone(store: ObjectStore, claim: Entry) -> bool:
+def _claim_text(replaces: Iterable[str]) -> bytes:
+    said = {"host": host(), "pid": os.getpid(), "id": uuid.uuid4().hex, "replaces": sorted(replaces)}
+    return json.dumps(said).encode()
+
+
+def why_gone(store: ObjectStore, claim: Entry, entries: Iterable[Entry], silence: float | None = None) -> str | None:
+    """The reason to take the owner of a claim for dead; None where it may live."""
     if f"{store.root}/{claim.name}" in _mine:
-        return False
+        return None
     try:
         said = strict_json.loads(store.get(claim.name))
-        owner, pid = said["host"], int(said["pid"])
+        owner, pid = str(said["host"]), int(said["pid"])
     except FileNotFoundError:
-        return False  # just finished
+        return None  # just finished
     except (ValueError, KeyError, TypeError):
         owner, pid = "", 0
-    return has_left(owner, pid, claim.modified)
+    mark = _mark_of(claim.name)
+    last = max([claim.modified, *(e.modified for e in entries if _mark_of(e.name) == mark)])
+    return owners.why_dead(owner, pid, last, owners.FOREIGN_AGE if silence is None else silence)
 
 
-def _named(store: ObjectStore, held: set[str]) -> set[str] | None:
-    """What the committed table of contents names at the top level, itself included; None where there is none."""
-    if manifest.FILE in held:
-        found = manifest.read(store.root)
-        if found is not None:
-            return {
-                manifest.FILE,
-                _GROUP,
-                *(a.directory for a in found.arrays),
-                *(f for _, f in found.documents.values()),
-                *([] if found.sums is None else [found.sums]),
-            }
-    if HF_INDEX in held:
-        files = {file.partition("/")[0] for file in read_index(store.root)[0].values()}
-        return {HF_INDEX, *files, *beside(store.root)}
-    if HF_SINGLE in held:
-        return {HF_SINGLE, *beside(store.root)}
-    if PROGRAM in held:
-        try:
-            return {PROGRAM, str(strict_json.loads(store.get(PROGRAM))["file"])}
-        except (ValueError, KeyError, TypeError) as e:
-            raise CorruptCheckpoint(f"{store.root}/{PROGRAM}: no program: {e}") from None
-    return None
+def _replaced(store: ObjectStore, claim: str) -> set[str]:
+    """The names that a claim says it replaces."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return {str(name) for name in strict_json.loads(store.get(claim))["replaces"]}
+    return set()
 
 
 def _is_written(name: str, held: set[str]) -> bool:
-    """Whether a writer of ours makes such names for arrays: beside a checkpoint that is whole, anything else belongs to its user."""
-    top = name.partition("/")[0]
-    of_an_array = f"{top}/zarr.json" in held or re.fullmatch(r"[^/]+/c([./].*)?", name) is not None
-    return bool(_mark_of(name)) or name == JOURNAL or top.endswith(".safetensors") or of_an_array
+    """Whether a writer makes such names where there was nothing: arrays, shards, Zarr's metadata and documents."""
+    own = name in (JOURNAL, _GROUP, chunk_sums.FILE) or ("/" not in name and name.endswith(".safetensors"))
+    return own or bool(_mark_of(name)) or contents.in_array(name, held) or is_kept(name)
 
 
 def _delete(store: ObjectStore, names: list[str]) -> None:
@@ -112,52 +105,58 @@ def is_begun(root: str) -> bool:
     return any(name.startswith(CLAIM) for name in ObjectStore(root).files())
 
 
-def is_ours(root: str) -> bool:
-    """Whether what lies there may be replaced: a checkpoint, a Hugging Face directory, or remains of one."""
-    names = {e.name for e in ObjectStore(root).entries()}
-    return bool(names & {manifest.FILE, HF_INDEX, HF_SINGLE, TRASH}) or any(
-        n.startswith(CLAIM) or n.endswith("/zarr.json") for n in names - {PROGRAM}
-    )
-
-
-def is_program(root: str) -> bool:
-    """Whether a program file lies there, or what is left of a writer."""
-    names = {e.name for e in ObjectStore(root).entries()}
-    others = any(n in (manifest.FILE, HF_INDEX, HF_SINGLE) or n.endswith("/zarr.json") for n in names)
-    return not others and (PROGRAM in names or any(n == TRASH or n.startswith(CLAIM) for n in names))
-
-
-def recover(root: str) -> list[str]:
-    """Delete what dead writers and half a deletion left below a target; returns the names."""
-    store = ObjectStore(root)
+def remains(store: ObjectStore, silence: float | None = None) -> dict[str, tuple[list[Entry], str | None]]:
+    """By claim, or mark of a deletion: what its owner left, and why it is taken for dead (None where it may live)."""
     if not any(name == TRASH or name.startswith(CLAIM) for name in store.files()):
-        return []  # as nearly always: without a look into the folders
+        return {}  # as nearly always: without a look into the folders
     entries = list(store.entries())
     held = {e.name for e in entries}
-    claims = [e for e in entries if e.name.startswith(CLAIM)]
-    dead = [c for c in claims if _owner_is_gone(store, c)]
-    if not dead and TRASH not in held:
+    named = contents.listing(store.root, held)
+    known = bool(named.tables)
+    beaten = known and all(_mark_of(n) for n in named.tops - {_GROUP, *named.tables})
+    out: dict[str, tuple[list[Entry], str | None]] = {}
+    for claim in (e for e in entries if e.name == TRASH or e.name.startswith(CLAIM)):
+        deletion = claim.name == TRASH
+        # Beside a table of contents a deletion had not begun, so it does not happen.
+        why = "a deletion was cut short" if deletion else why_gone(store, claim, entries, silence)
+        mark, replaced = _mark_of(claim.name), _replaced(store, claim.name)
+
+        def left(name: str, mark: str = mark, replaced: set[str] = replaced, deletion: bool = deletion) -> bool:
+            if name in _LAST or name == TRASH or name.startswith(CLAIM):
+                return False
+            if known and (named.damaged or named.has(name, held) or name in named.files):
+                return False
+            if name == JOURNAL:
+                return True
+            if mark:
+                return _mark_of(name) == mark or name.partition("/")[0] in replaced
+            # Without a mark: a deletion, or a writer that came to an empty place. Another may have been faster, under marked names.
+            own = not _mark_of(name) and (_is_written(name, held) or name.partition("/")[0] in replaced)
+            return own and (not known or (beaten and not is_kept(name)))
+
+        out[claim.name] = [claim, *(e for e in entries if left(e.name))], why
+    if not known and TRASH in out:
+        marked = [e for e in entries if (m := _mark_of(e.name)) and f"{CLAIM}{m}" not in out]
+        out[TRASH][0].extend(marked)
+    return out
+
+
+def recover(root: str, silence: float | None = None) -> list[str]:
+    """Delete what dead writers and half a deletion left below a target; returns the names."""
+    store = ObjectStore(root)
+    found = remains(store, silence)
+    dead = {claim: left for claim, (left, why) in found.items() if why is not None}
+    if not dead:
         return []
-    try:
-        named = _named(store, held)
-    except CheckpointError:
+    if contents.listing(root, held := set(store.files())).damaged:
         return []  # what a damaged table of contents names cannot be told from what it does not
-    alive = {_mark_of(c.name) for c in claims if c not in dead}
-    gone = []
-    for e in entries:
-        if e.name in held & {*(c.name for c in claims), TRASH, *_LAST}:
-            continue
-        if _mark_of(e.name) in alive:
-            continue
-        if named is not None and (e.name.partition("/")[0] in named or not _is_written(e.name, held)):
-            continue
-        gone.append(e.name)
+    kept = {e.name for claim, (left, why) in found.items() if why is None for e in left}
+    gone = sorted({e.name for left in dead.values() for e in left[1:]} - kept)
     _delete(store, gone)
-    if named is not None and manifest.FILE in held:
+    if manifest.FILE in held:
         _renew_group(store)
-    # A manifest beside the mark of a deletion: it had not begun, so it does not happen.
-    _delete(store, [TRASH] * (TRASH in held) + [c.name for c in dead])
-    return [*gone, *(c.name for c in dead)]
+    _delete(store, list(dead))
+    return [*gone, *(name for name in dead if name != TRASH)]
 
 
 def _renew_group(store: ObjectStore) -> None:
@@ -176,14 +175,16 @@ def _renew_group(store: ObjectStore) -> None:
 def discard(root: str) -> None:
     """Delete a checkpoint: its table of contents first, so that nobody takes what is left for one."""
     store = ObjectStore(root)
-    store.put(TRASH, b"")
+    held = {e.name for e in store.entries()}
+    found = contents.listing(root, held)
+    store.put(TRASH, json.dumps({"replaces": sorted(found.tops)}).encode())
     store.delete(list(_LAST))
-    _delete(store, sorted(e.name for e in store.entries() if e.name != TRASH))
+    _delete(store, sorted(n for n in held if found.has(n, held)))
     store.delete([TRASH])
 
 
-def check_target(root: str, overwrite: bool, ours: Callable[[str], bool]) -> None:
-    """Raise `CheckpointExists` where ``root`` may not be written to."""
+def check_target(root: str, overwrite: bool, tables: frozenset[str]) -> list[str]:
+    """Raise `CheckpointExists` where ``root`` may not be written to; returns the documents there that stay."""
     store = ObjectStore(root)
     store.refuse_writes()
     if not split(root)[1]:
@@ -191,8 +192,10 @@ def check_target(root: str, overwrite: bool, ours: Callable[[str], bool]) -> Non
     held = {e.name for e in store.entries()}
     if not overwrite and held & {*_LAST, HF_SINGLE}:
         raise CheckpointExists(f"{root} exists; pass overwrite=True to replace it")
-    if held and not ours(root):
-        raise CheckpointExists(f"{root} holds something that is not a checkpoint; refused to replace it")
+    users = {n for n in held if not is_of_a_writer(n)}
+    if not held & (contents.CHECKPOINTS | contents.PROGRAMS) and users < held:
+        return []  # somebody writes there, or did: we shall write beside that, and delete nothing of it
+    return contents.check(root, tables, users | (held & contents.listing(root, held).files))
 
 
 class ObjectFolder(Folder):
@@ -205,6 +208,8 @@ class ObjectFolder(Folder):
         self._after: dict[str, bytes] = {}
         self._claim = CLAIM
         self._seen: dict[str, dict[str, str]] = {}
+        self._replaces: set[str] = set()
+        self._documents: set[str] = set()
         self._unfinished = False
 
     def begin(self) -> None:
@@ -217,47 +222,53 @@ class ObjectFolder(Folder):
             raise
 
     def _claim_names(self) -> None:
-        text = _claim_text()
         _mine.add(f"{self.root}/{CLAIM}")
         try:
-            if list(self.store.entries()):
+            self._see(entries := list(self.store.entries()))
+            if entries:
                 raise FileExistsError
-            self.store.put(CLAIM, text, new=True)
+            self.store.put(CLAIM, _claim_text([]), new=True)
             # Between the two looks another writer may have come and gone.
             if [e.name for e in self.store.entries()] != [CLAIM]:
                 self.store.delete([CLAIM])
+                self._see(self.store.entries())
                 raise FileExistsError
         except FileExistsError:
             _mine.discard(f"{self.root}/{CLAIM}")
             self.suffix = f"~g{uuid.uuid4().hex[:8]}"
             self._claim = f"{CLAIM}{self.suffix}"
             _mine.add(f"{self.root}/{self._claim}")
-            self.store.put(self._claim, text)
-        self._see(self.store.entries())
+            self.store.put(self._claim, _claim_text(self._replaces))
 
     def take_over(self, suffix: str) -> bool:
         """Go on under the names of a writer that is gone; False where there is none, or it lives."""
         claim = f"{CLAIM}{suffix}"
         entries = list(self.store.entries())
         found = next((e for e in entries if e.name == claim), None)
-        if found is None or not _owner_is_gone(self.store, found):
+        if found is None or why_gone(self.store, found, entries) is None:
             return False
         self.suffix, self._claim = suffix, claim
         _mine.add(f"{self.root}/{claim}")
         try:
-            self.store.put(claim, _claim_text())
+            self._see(entries)
+            self.store.put(claim, _claim_text(self._replaces))
         except BaseException:
             self.leave()
             raise
-        self._see(entries)
         return True
 
     def _see(self, entries: Iterable[Entry]) -> None:
-        """Remember which table of contents is there, to replace that one and no other."""
+        """Remember which table of contents is there, to replace that one and no other, and what it lists."""
+        entries = list(entries)
+        held = {e.name for e in entries}
         for e in entries:
             if e.name in _LAST:
                 with contextlib.suppress(FileNotFoundError):  # gone meanwhile
                     self._seen[e.name] = self.store.version(e)
+        found = contents.listing(self.root, held)
+        listed = {n for n in held if found.tables and found.has(n, held)}
+        self._replaces = {n.partition("/")[0] for n in listed}
+        self._documents = {n for n in held - listed if is_kept(n) and not _mark_of(n)}
 
     def leave(self) -> None:
         """Stop, and leave what was written to whoever takes it over."""
@@ -312,37 +323,29 @@ class ObjectFolder(Folder):
 
     def _collect(self) -> None:
         entries = list(self.store.entries())
-        named = _named(self.store, {e.name for e in entries})
-        alive = {_mark_of(e.name) for e in entries if e.name.startswith(CLAIM) and e.name != self._claim}
-        _delete(
-            self.store,
-            [
-                e.name
-                for e in entries
-                if named is not None
-                and e.name.partition("/")[0] not in named
-                and not e.name.startswith(CLAIM)
-                and e.name not in _LAST
-                and _mark_of(e.name) not in alive
-            ],
-        )
+        held = {e.name for e in entries}
+        found = contents.listing(self.root, held)
+        if not found.tables or found.damaged:
+            return
+        alive = {_mark_of(name) for name in held if name.startswith(CLAIM) and name != self._claim}
+        # A document that stayed makes way for a new one of its name, which has a mark.
+        renewed = self._documents & {name for name, file in found.documents.items() if name != file}
+
+        def is_old(name: str) -> bool:
+            if name in _LAST or name.startswith(CLAIM) or found.has(name, held):
+                return False
+            if mark := _mark_of(name):
+                return mark not in alive
+            return name.partition("/")[0] in self._replaces or name in renewed
+
+        _delete(self.store, [name for name in held if is_old(name)])
 
     def end(self, committed: bool) -> None:
         """Give the claim back; without the commit, delete what was written under it."""
         try:
             if not committed:
-                named = _named(self.store, {e.name for e in self.store.entries()}) or set()
-                _delete(
-                    self.store,
-                    [
-                        e.name
-                        for e in self.store.entries()
-                        if (_mark_of(e.name) == self.suffix or e.name == JOURNAL)
-                        and not e.name.startswith(CLAIM)
-                        and e.name not in (*_LAST, TRASH)
-                        and e.name.partition("/")[0] not in named
-                    ],
-                )
+                left = remains(self.store).get(self._claim)
+                _delete(self.store, [e.name for e in left[0][1:]] if left else [])
             if not self._unfinished:
                 self.store.delete([self._claim, JOURNAL])
         finally:
@@ -350,11 +353,11 @@ class ObjectFolder(Folder):
 
 
 @contextlib.contextmanager
-def replacing(root: str, *, overwrite: bool, ours: Callable[[str], bool]) -> Iterator[Any]:
+def replacing(root: str, *, overwrite: bool, tables: frozenset[str]) -> Iterator[Any]:
     """As `commit.replacing`, in an object store."""
     ObjectStore(root).refuse_writes()
     recover(root)
-    check_target(root, overwrite, ours)
+    check_target(root, overwrite, tables)
     folder = ObjectFolder(root)
     folder.begin()
     try:

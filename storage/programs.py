@@ -42,6 +42,7 @@ from ..arrays.program_memory import most_held
 from . import dtypes, names, stores, strict_json
 from .checksums import crc32c
 from .commit import replacing, resolve, room_for
+from .contents import PROGRAMS
 from .documents import PROGRAM, marked
 from .safetensors import load_safetensors, save_safetensors
 
@@ -89,7 +90,7 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: An
     target = stores.location(path)
     stores.at(target).refuse_writes()
     nbytes = 4096 + len(json.dumps(document, indent=1)) + sum(a.nbytes for a in constants.values())
-    with room_for(nbytes, target), replacing(target, overwrite=overwrite, ours=_is_program) as folder:
+    with room_for(nbytes, target), replacing(target, overwrite=overwrite, tables=PROGRAMS) as folder:
         document["file"] = marked(_CONSTANTS, folder.suffix)
         save_safetensors(stores.join(folder.root, document["file"]), constants)
         folder.put(PROGRAM, json.dumps(_signed(document), indent=1, allow_nan=False).encode())
@@ -373,14 +374,6 @@ class LoadedProgram:
 
     def __repr__(self) -> str:
         return f"LoadedProgram({len(self.program.inputs)} arrays, {len(self.program.entries)} entries)"
-
-
-def _is_program(path: str) -> bool:
-    if stores.is_url(path):
-        from .object_commit import is_program
-
-        return is_program(path)
-    return os.path.isfile(os.path.join(path, PROGRAM))
 
 
 def _structure(x: Any, variables: Any, where: str) -> Any:

@@ -22,10 +22,10 @@ from ..arrays._op import not_recording
 from ..arrays.blocks import BlockSharding, Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
 from ..arrays.tree import Path, flatten_with_path
-from . import activity, commit, dtypes, manifest, names, stores
+from . import activity, commit, contents, dtypes, manifest, names, stores
 from .compression import Compression, Zstd, chosen
 from .documents import encode
-from .finishing import Item, finish_directory, is_checkpoint
+from .finishing import Item, finish_directory
 from .grid import Grid, choose_grid
 from .inflight import SaveHandle, finish_earlier, start
 from .writing import Record, Task, write_blocks
@@ -351,7 +351,7 @@ class _Save:
         """Hold the values as they are now, so that `run` may come later and in another thread."""
         if not self.overwrite:
             # Refused now rather than in the background; what is there may be replaced, or not, is looked at again then.
-            commit.check_target(self.target, False, lambda _: True)
+            commit.check_target(self.target, False, contents.SAVED)
         meshes, groups = _by_mesh(self.items)
         for mesh, group in zip(meshes, groups, strict=True):
             for item, settled in zip(group, mesh.settle([i.array for i in group]), strict=True):
@@ -374,7 +374,7 @@ class _Save:
         with (
             activity.under_way(kind, target, expected) as work,
             commit.room_for(sum(i.least_nbytes for i in items) + slack, target),
-            commit.replacing(target, overwrite=self.overwrite, ours=is_checkpoint) as folder,
+            commit.replacing(target, overwrite=self.overwrite, tables=contents.SAVED) as folder,
         ):
             work.root = folder.root
             for item in items:

@@ -344,14 +344,10 @@ class LocalStore(Store):
         fs, path = active(), self._path(name)
         make_parents(path)
         total = 0
-        with temporary(path) as beside:
-            fd = fs.create(beside)
-            try:
-                for piece in [pieces] if isinstance(pieces, bytes) else pieces() if callable(pieces) else pieces:
-                    total += fs.write(fd, [piece], total)
-                fs.fsync(fd)
-            finally:
-                fs.close(fd)
+        with temporary(path) as (beside, fd):
+            for piece in [pieces] if isinstance(pieces, bytes) else pieces() if callable(pieces) else pieces:
+                total += fs.write(fd, [piece], total)
+            fs.fsync(fd)
             if new:
                 # A hard link fails where the name exists; a rename would replace it.
                 fs.link(beside, path)

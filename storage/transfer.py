@@ -56,7 +56,7 @@ def _journal(part: str) -> Iterator[int]:
             raise CheckpointExists(f"{part} is in the way: it is no unfinished transfer; move it elsewhere")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
-            if not try_lock(fd):
+            if try_lock(fd) is False:  # (without locks, two runs on one target are their user's care)
                 raise CheckpointError(f"another process is working on {part}; wait for it to end")
             # Between the open and the lock, another run may have committed this very directory.
             with contextlib.suppress(FileNotFoundError):
@@ -112,7 +112,7 @@ def transfer(
     memory_limit: int,
     threads: int,
     overwrite: bool,
-    ours: Callable[[str], bool],
+    tables: frozenset[str],
     progress: Progress | None,
     executor: Executor | None = None,
 ) -> tuple[int, int]:
@@ -134,14 +134,13 @@ def transfer(
             memory_limit=memory_limit,
             spread=Spread(threads, executor),
             overwrite=overwrite,
-            ours=ours,
+            tables=tables,
             progress=progress,
         )
     spread = Spread(threads, executor)
     commit.make_parents(target)
-    parent, name = os.path.split(target)
-    commit.recover(parent, name)
-    commit.check_target(target, overwrite, ours)
+    commit.recover(os.path.dirname(target))
+    commit.check_target(target, overwrite, tables)
     part = f"{target}.part"
     if not os.path.isdir(part):
         commit.check_room(sink.nbytes, target)  # before a plan of perhaps millions of windows is made
@@ -219,8 +218,7 @@ def transfer(
                     synced.result()
                 source.check()
                 nbytes = sink.finish(commit.Folder(part), target)
-                commit.check_target(target, overwrite, ours)
-                commit.adopt(part, target, without=JOURNAL)
+                commit.adopt(part, target, without=JOURNAL, overwrite=overwrite, tables=tables)
         except BaseException as e:
             # Nothing was written yet, the source or the plan is wrong, or another process was first: what is there is of no use.
             if not begun or (isinstance(e, CheckpointError) and not isinstance(e, StoreError)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ def upload(
     memory_limit: int,
     spread: Spread,
     overwrite: bool,
-    ours: Callable[[str], bool],
+    tables: frozenset[str],
     progress: Progress | None,
 ) -> tuple[int, int]:
     """As `transfer`, for a target in an object store."""
@@ -99,7 +99,7 @@ def upload(
         raise CheckpointError(
             f"{target}: uploads are made by this process; leave out client=, or write to a shared directory"
         )
-    object_commit.check_target(target, overwrite, ours)
+    object_commit.check_target(target, overwrite, tables)
     limit = max(64 << 10, memory_limit // (3 * spread.threads))
     key = fingerprint(source, sink, 0, memory_limit, spread.threads)
     found = _Journal.read(object_commit.ObjectStore(target), key)
@@ -109,7 +109,7 @@ def upload(
         held = found[1]
     else:
         object_commit.recover(target)
-        object_commit.check_target(target, overwrite, ours)
+        object_commit.check_target(target, overwrite, tables)
         folder.begin()
     keep = False
     try:

@@ -36,7 +36,7 @@ def held(directory: Path) -> Iterator[None]:
     fd = os.open(directory / FILE, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         locked, before = try_lock(fd), _read(fd)
-        if not locked:
+        if locked is False:
             raise DirectoryInUse(
                 f"{directory} belongs to another run, {_said(before)}: wait for its end, stop it, or give this one a directory of its own"
             )

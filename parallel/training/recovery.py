@@ -192,7 +192,7 @@ class Recovery:
             t.report.display.say(f"a background save failed: {e}")
         if t.checkpoints is None or t.saved_at is None:
             return None
-        return max((s for s in t.checkpoints.steps() if s <= t.saved_at), default=None)
+        return max((s for s in t.checkpoints.branch() if s <= t.saved_at), default=None)
 
     def grow(self) -> bool:
         """Right after a checkpoint or a snapshot: whether workers were added that a longer data axis, or ranks that share a worker, have use

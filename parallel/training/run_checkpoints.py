@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...storage import SaveHandle
@@ -30,6 +31,12 @@ class RunCheckpoints:
     def newest(self) -> str | None:
         """The newest checkpoint of this run."""
         return None if self.saved_at is None or self.checkpoints is None else self.checkpoints.path(self.saved_at)
+
+    def _go_back(self, path: str) -> None:
+        """Where the state just loaded is that of an earlier checkpoint of this run, the next one goes on from it."""
+        c, step = self.checkpoints, self.position().step
+        if c is not None and Path(path).absolute() == Path(c.path(step)).absolute():
+            c.rollback(step)
 
     def _save(self) -> None:
         assert self.checkpoints is not None

@@ -352,14 +352,19 @@ class Trainer(RunCheckpoints):
                 raise NonFiniteError(
                     f"{which} holds parameters that are not finite: give an earlier checkpoint, or resume='auto'"
                 )
+            self._go_back(which)
             return which
-        if which == "never" or self.checkpoints is None or self.checkpoints.latest() is None:
+        if self.checkpoints is None or self.checkpoints.latest() is None:
             return None
-        steps = [s for s in self.checkpoints.steps() if s <= most]
+        if which == "never":
+            self.checkpoints.rollback(None)  # the steps of the run before are not this one's
+            return None
+        steps = [s for s in self.checkpoints.branch() if s <= most]
         for step in reversed(steps):
             path = self.checkpoints.path(step)
             self.load(path)
             if self.session.finite():
+                self._go_back(path)
                 return path
             warnings.warn(f"skipped {path}: its parameters are not finite", stacklevel=3)
         if steps:

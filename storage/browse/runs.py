@@ -1,7 +1,7 @@
 """The directory of a run, local or in an object store: its checkpoints in order of their steps, their sizes and metrics, and what is
 incomplete there.
 
-It only looks: unlike a `CheckpointManager` it collects no remains and deletes nothing.
+It only looks: unlike the save of a `CheckpointManager` it collects no remains and deletes nothing.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import math
 import os
 import re
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ...arrays.errors import CheckpointError
-from .. import commit, manifest, stores
+from .. import branches, commit, manifest, stores
+from ..branches import Branch
 from ..manager import METRICS
 
 _STEP = re.compile(r"\Astep-(\d{8,})\Z")
-_REMAINS = re.compile(r"\.(tmp|old|trash)-[0-9a-f]{8}-\d+-[0-9a-f]{8}\Z")
 _MOST = 2000
 
 
@@ -33,6 +33,7 @@ class Step:
     saved: float = 0.0
     metrics: tuple[tuple[str, float], ...] = ()
     note: str = ""
+    branch: Branch = field(default_factory=Branch)
 
     def metric(self, name: str) -> float | None:
         return dict(self.metrics).get(name)
@@ -47,6 +48,7 @@ class Run:
     metrics: list[str]
     metric: str = ""
     best_is: Literal["lowest", "highest"] = "lowest"
+    branch: Branch = field(default_factory=Branch)  # that was begun last
 
     @property
     def complete(self) -> list[Step]:
@@ -54,7 +56,8 @@ class Run:
 
     @property
     def latest(self) -> Step | None:
-        return self.complete[-1] if self.complete else None
+        line = self.branch.line(self.complete) or self.complete
+        return line[-1] if line else None
 
     @property
     def best(self) -> Step | None:
@@ -108,8 +111,9 @@ def history(directory: str, metric: str = "", best_is: Literal["lowest", "highes
     steps = [_step(directory, e) for e in sorted(named)[-_MOST:] if _STEP.match(e)]
     steps.sort(key=lambda s: (s.step, s.name))
     metrics = list(dict.fromkeys(name for s in steps for name, _ in s.metrics))
-    remains = [e for e in entries if _REMAINS.search(e)]
-    return Run(steps, remains, metrics, metric if metric in metrics else next(iter(metrics), ""), best_is)
+    remains = [e for e in entries if commit.KINDS.match(e)]
+    now = branches.current(directory, [s for s in steps if not s.note])
+    return Run(steps, remains, metrics, metric if metric in metrics else next(iter(metrics), ""), best_is, now)
 
 
 def _step(directory: str, name: str) -> Step:
@@ -144,6 +148,7 @@ def _step(directory: str, name: str) -> Step:
         sum(a.nbytes for a in held.arrays),
         saved,
         metrics,
+        branch=branches.of_plain(held.metadata.get(branches.KEY)),
     )
     if mark is not None:
         _known[mark] = out

@@ -152,7 +152,11 @@ def test_looking(home: Path) -> None:
     first = str(home / "run" / "step-00000001")
     listed = call("ls", first, "--match", "params.*")
     assert json.loads(listed)["arrays"] == len(json.loads(listed)["rows"]) == 6
-    check("ls", listed, call("ls", str(home / "packed")), call("ls", str(home / "hf")))
+    left = home / "run" / "step-00000004.tmp-01234567-01234567-7-01234567"
+    left.mkdir()
+    check("ls", listed, call("ls", str(home / "packed")), call("ls", str(home / "hf")), call("ls", str(home / "run")))
+    check("gc", call("gc", str(home / "run"), "--older-than", "0", "--dry-run"))
+    left.rmdir()
     check("show", *(call("show", first, f"params.{n}") for n in ("w", "n", "none", "empty")))
     check("tree", call("tree", first), call("tree", str(home / "hf")))
     check("browse", call("browse", first, str(home / "run"), str(home)))

@@ -71,3 +71,48 @@ def test_one_of_two_writers_fails(mortal: Client, tmp_path: Path, end: str, how:
             mortal.run(restoring(), workers=[victim])
             how(tmp_path / "c", {"x": held}, step=2, overwrite=True)
             assert open_checkpoint(tmp_path / "c").step == 2
+
+
+def test_a_writer_dies_when_its_part_is_done_and_its_answer_is_not_yet_here(
+    mortal: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshtape.parallel.flight import Flight
+
+    mortal.wait_for_workers(2, timeout=200)
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        x = mt.distribute(np.arange(8.0).reshape(4, 2), mesh, a=mt.Shard(0))
+        save(tmp_path / "c", {"x": x}, step=1)
+        victim = sorted(known_workers(mortal))[-1]
+        pid = mortal.run(os.getpid, workers=[victim])[victim]
+        settle = Flight.settle
+
+        def dies(self: Flight, this: Any) -> None:
+            settle(self, this)
+            if this.what == "write_blocks":
+                monkeypatch.setattr(Flight, "settle", settle)
+                os.kill(pid, signal.SIGKILL)
+
+        monkeypatch.setattr(Flight, "settle", dies)
+        with pytest.raises((mt.errors.RankLost, mt.errors.ClusterError)):
+            save(tmp_path / "c", {"x": x}, step=2, overwrite=True)
+        assert open_checkpoint(tmp_path / "c").step == 1
+        assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("error", [KeyError("write_blocks-0"), AttributeError("'NoneType'"), OSError("closed")])
+def test_whatever_dask_raises_for_an_answer_that_is_lost(
+    mortal: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    mortal.wait_for_workers(2, timeout=200)
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        x = mt.distribute(np.arange(8.0).reshape(4, 2), mesh, a=mt.Shard(0))
+
+        def lost(*args: Any, **kw: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(mesh.runtime.client, "gather", lost)
+        with pytest.raises(mt.errors.RankLost, match="write_blocks") as told:
+            save(tmp_path / "c", {"x": x})
+        assert told.value.__cause__ is error
+        monkeypatch.undo()
+        assert list(tmp_path.iterdir()) == []

@@ -85,13 +85,13 @@ def test_saving_a_step_again(tmp_path):
     assert np.asarray(manager.restore()["w"]).tolist() == [0, 0]
 
 
-def test_remains_of_dead_processes_are_collected_at_start(tmp_path):
+def test_remains_of_dead_processes_are_collected_by_the_next_save(tmp_path):
     manager = filled(tmp_path, [10, 20])
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    from meshtape.storage.commit import host as _host
+    from meshtape.storage.owners import host as _host
 
     tail = f"{_host()}-{pid}-01234567"
     (tmp_path / f"step-00000030.tmp-{tail}" / "w").mkdir(parents=True)
@@ -104,11 +104,15 @@ def test_remains_of_dead_processes_are_collected_at_start(tmp_path):
     elsewhere = tmp_path / "step-00000050.tmp-00000000-1-01234567"
     alive.mkdir()
     elsewhere.mkdir()
+    before = sorted(e.name for e in tmp_path.iterdir())
     again = CheckpointManager(tmp_path)
     assert again.steps() == [10, 20]
-    assert sorted(e.name for e in tmp_path.iterdir()) == ["step-00000010", "step-00000020", alive.name, elsewhere.name]
+    assert sorted(e.name for e in tmp_path.iterdir()) == before  # a manager that starts changes nothing
+    again.save(30, {"w": np.ones(2)})
+    left = [f"step-{n:08d}" for n in (20, 30)] + [alive.name, elsewhere.name]
+    assert sorted(e.name for e in tmp_path.iterdir()) == left
     os.utime(elsewhere, (0, 0))
-    CheckpointManager(tmp_path)
+    again.save(40, {"w": np.ones(2)})
     assert not elsewhere.exists()
 
 

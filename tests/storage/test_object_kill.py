@@ -13,11 +13,12 @@ import pytest
 from meshtape import errors
 from meshtape.storage import (
     CheckpointManager,
-    commit,
+    gc,
     load,
     merge,
     object_commit,
     open_checkpoint,
+    owners,
     save,
     save_safetensors,
     stores,
@@ -170,6 +171,8 @@ class TestKilled:
             assert steps in ([1, 2], [1, 2, 3], [2, 3]), steps
             saw.add(tuple(steps))
             assert np.asarray(again.restore()["a"]).max() == steps[-1]
+            gc(home)
+            assert again.steps() == steps
             assert stores.at(home).folders() == [f"step-{s:08d}" for s in steps]
             if not killed:
                 break
@@ -234,7 +237,7 @@ def test_a_writer_of_another_machine_counts_as_gone_after_a_day(s3, monkeypatch)
     save(url, {"a": np.full((2, 2), 1), "b": np.ones(3)})  # under names of its own
     assert value(url) == 1
     assert "w/c.0" in names(url)
-    monkeypatch.setattr(commit, "FOREIGN_AGE", -60.0)
+    monkeypatch.setattr(owners, "FOREIGN_AGE", -60.0)
     assert set(object_commit.recover(url)) == {object_commit.CLAIM, "w/c.0"}
     clean(url)
 
@@ -243,10 +246,12 @@ def test_a_deletion_that_had_not_begun_does_not_happen(s3):
     url = f"{s3.url}/run/step-00000001"
     save(url, {"a": np.full((2, 2), 1), "b": np.ones(3)}, step=1)
     stores.at(url).put(object_commit.TRASH, b"")
+    assert gc(f"{s3.url}/run") != []
     assert CheckpointManager(f"{s3.url}/run").steps() == [1]
     clean(url)
     stores.at(url).put(object_commit.TRASH, b"")
     stores.at(url).delete(["meshtape.json"])
+    assert gc(f"{s3.url}/run") != []
     assert CheckpointManager(f"{s3.url}/run").steps() == []
     assert names(url) == []
 
@@ -260,7 +265,7 @@ def test_what_a_dead_writer_leaves_goes_and_what_the_user_put_there_stays(s3, me
     store = stores.at(where)
     store.put("notes.bin", b"mine")
     store.put("1_Pooling/config.json", b"{}")
-    claim = json.dumps({"host": object_commit.host(), "pid": 2**22 + 1, "id": "x"}).encode()
+    claim = json.dumps({"host": owners.host(), "pid": 2**22 + 1, "id": "x"}).encode()
     store.put(f"{object_commit.CLAIM}~g00000000", claim)
     store.put("a~g00000000/c.0", b"half")
     gone = object_commit.recover(where)

@@ -394,7 +394,7 @@ def test_everything_that_reads_works_on_a_disk_that_may_only_be_read(disk, sourc
     def work(d):
         with CheckpointManager(d.where / "run") as manager:
             manager.save(1, value(1))
-        gone = d.where / "run" / f"step-00000002.tmp-{storage.commit.host()}-{2**22 + 1}-00000000"
+        gone = d.where / "run" / f"step-00000002.tmp-{storage.owners.host()}-{2**22 + 1}-00000000"
         gone.mkdir()  # what a killed writer left; nobody can collect it now
         storage.merge(manager.path(1), d.where / "hf")
         d.read_only()

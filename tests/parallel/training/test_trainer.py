@@ -182,6 +182,28 @@ def test_background_saves_hold_the_state_of_their_step(trainer, tmp_path):
     assert equal(mt.load(manager.path(2)), early.state)
 
 
+def test_a_run_that_goes_back_resumes_along_its_new_branch(trainer, tmp_path):
+    place = tmp_path / "checkpoints"
+    manager = mt.CheckpointManager(place, keep=None)
+    trainer(steps=6, save_every=2, checkpoints=manager).fit()
+    first = mt.load(manager.path(6))
+    back = trainer(steps=3, save_every=1, checkpoints=mt.CheckpointManager(place, keep=None), resume=manager.path(2))
+    back.fit()
+    assert (manager.branch(), manager.steps()) == ([2, 3], [2, 3, 4, 6])
+    with pytest.warns(UserWarning, match="step 6 .*the latest is step 3"):
+        assert manager.latest() == manager.path(3)
+    seen = []
+    on = trainer(steps=5, save_every=1, checkpoints=mt.CheckpointManager(place, keep=None))
+    on.load, load = lambda path: (seen.append(path), load(path)), on.load
+    on.fit()
+    assert seen == [manager.path(3)]
+    assert manager.branch() == [2, 3, 4, 5]
+    assert equal(mt.load(manager.path(6)), first)
+    anew = trainer(steps=1, save_every=1, checkpoints=mt.CheckpointManager(place, keep=None), resume="never")
+    anew.fit()
+    assert manager.branch() == [1]
+
+
 # ----- evaluation and stopping ----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,225 @@
+"""``overwrite=True`` replaces what a manifest or an index lists: documents stay, and for the sake of anything else the place is refused."""
+
+import os
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape import errors, storage
+from meshtape.storage import CheckpointManager, load, merge, save, save_safetensors, stores
+
+OLD, NEW = {"w": np.full((4, 4), 1.0, "f4")}, {"w": np.full((4, 4), 2.0, "f4")}
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request, tmp_path):
+    if request.param == "local":
+        return os.fspath(tmp_path)
+    pytest.importorskip("obstore")
+    return request.getfixturevalue("s3").url
+
+
+def source(place):
+    if not stores.at(f"{place}/source").files():
+        save(f"{place}/source", NEW)
+    return f"{place}/source"
+
+
+def program(at, k, **kw):
+    held = np.full(3, float(k))
+    mt.save_program(at, lambda x: x + held, mt.zeros(3), **kw)
+
+
+# How a place is filled first, how it is replaced, and how its value is read.
+VALUE = lambda at: float(np.asarray(load(at)["w"]).max())  # noqa: E731
+WRITERS = {
+    "save": (lambda at, place: save(at, OLD), lambda at, place: save(at, NEW, overwrite=True), VALUE),
+    "save_async": (
+        lambda at, place: save(at, OLD),
+        lambda at, place: storage.save_async(at, NEW, overwrite=True).wait(),
+        VALUE,
+    ),
+    "merge over a checkpoint": (
+        lambda at, place: save(at, OLD),
+        lambda at, place: merge(source(place), at, overwrite=True),
+        VALUE,
+    ),
+    "merge over Hugging Face": (
+        lambda at, place: merge(save(f"{place}/first", OLD).path, at, max_shard_bytes=16),
+        lambda at, place: merge(source(place), at, overwrite=True),
+        VALUE,
+    ),
+    "merge over a single file": (
+        lambda at, place: save_safetensors(f"{at}/model.safetensors", OLD),
+        lambda at, place: merge(source(place), at, overwrite=True),
+        VALUE,
+    ),
+    "convert": (
+        lambda at, place: merge(save(f"{place}/first", OLD).path, at),
+        lambda at, place: storage.convert(source(place), at, format="zarr", overwrite=True),
+        VALUE,
+    ),
+    "reshard": (
+        lambda at, place: save(at, OLD),
+        lambda at, place: storage.reshard(source(place), at, mesh={"m": 2}, shardings={"w": {"m": 0}}, overwrite=True),
+        VALUE,
+    ),
+    "a program": (
+        lambda at, place: program(at, 1),
+        lambda at, place: program(at, 2, overwrite=True),
+        lambda at: float(np.asarray(mt.load_program(at)(mt.zeros(3))).max()),
+    ),
+}
+STRANGERS = {
+    "a file": ["pytorch_model.bin"],
+    "a file of ours that no index lists": ["lora.safetensors"],
+    "a nested run": ["run/step-00000001/meshtape.json"],
+    "a foreign Zarr group": ["other/zarr.json", "other/c/0/0"],
+    "a hidden file": [".env"],
+    "a file among the chunks": ["w/notes.txt"],
+    "many": [f"part-{i:02d}.bin" for i in range(20)],
+}
+
+
+def everything(at):
+    return {e.name: stores.at(at).get(e.name) for e in stores.at(at).entries()}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_documents_stay_and_the_checkpoint_is_replaced(place, writer):
+    first, again, value = WRITERS[writer]
+    at = f"{place}/at"
+    first(at, place)
+    documents = {"README.md": b"# mine", "tokenizer.json": b"{}", "vocab.txt": b"a b", "LICENSE": b"MIT"}
+    for name, data in documents.items():
+        stores.at(at).put(name, data)
+    assert value(at) == 1
+    again(at, place)
+    assert value(at) == 2
+    for name, data in documents.items():
+        assert stores.at(at).get(name) == data
+    again(at, place)  # and once more, over what has them now
+    assert {n: d for n, d in everything(at).items() if n in documents} == documents
+
+
+@pytest.mark.parametrize(
+    ("place", "strangers"),
+    [*(("local", s) for s in STRANGERS), ("s3", "a nested run"), ("s3", "a file of ours that no index lists")],
+    indirect=["place"],
+)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_strangers_are_named_and_nothing_is_written(place, writer, strangers):
+    first, again, value = WRITERS[writer]
+    at = f"{place}/at"
+    first(at, place)
+    for name in STRANGERS[strangers]:
+        stores.at(at).put(name, b"mine")
+    source(place)
+    before = everything(at)
+    around = sorted(stores.at(place).folders())
+    with pytest.raises(errors.CheckpointExists) as caught:
+        again(at, place)
+    assert STRANGERS[strangers][0].partition("/")[0] in str(caught.value)
+    assert len(str(caught.value)) < 800
+    assert everything(at) == before
+    assert sorted(stores.at(place).folders()) == around
+    assert value(at) == 1
+
+
+def test_what_is_no_checkpoint_is_never_replaced(place):
+    import zarr
+
+    held = {"group": "zarr", "home": "thesis.tex"}
+    stores.at(f"{place}/home").put("thesis.tex", b"x")
+    if "://" in place:
+        stores.at(f"{place}/group").put("zarr.json", b"{}")
+        stores.at(f"{place}/group").put("a/zarr.json", b"{}")
+    else:
+        zarr.open_group(f"{place}/group", mode="w")["a"] = np.ones(3)
+    for name in held:
+        before = everything(f"{place}/{name}")
+        for again in (
+            lambda at: save(at, NEW, overwrite=True),
+            lambda at: merge(source(place), at, overwrite=True),
+            lambda at: storage.convert(source(place), at, format="zarr", overwrite=True),
+            lambda at: program(at, 2, overwrite=True),
+        ):
+            with pytest.raises(errors.CheckpointExists, match="not a checkpoint"):
+                again(f"{place}/{name}")
+        assert everything(f"{place}/{name}") == before
+
+
+def test_new_documents_replace_old_ones(place):
+    at = f"{place}/at"
+    merge(save(f"{place}/first", OLD, documents={"config": {"layers": 1}}).path, at)
+    stores.at(at).put("README.md", b"mine")
+    merge(save(f"{place}/second", NEW, documents={"config": {"layers": 2}}).path, at, overwrite=True)
+    assert storage.open_checkpoint(at).documents["config"] == {"layers": 2}
+    assert stores.at(at).get("README.md") == b"mine"
+
+
+def test_a_damaged_checkpoint_can_be_replaced_and_strangers_in_it_cannot(tmp_path):
+    save(tmp_path / "c", OLD)
+    (tmp_path / "c" / "meshtape.json").write_bytes(b"{}")
+    (tmp_path / "c" / "w" / "mine.txt").write_text("x")
+    with pytest.raises(errors.CheckpointExists, match=r"w/mine\.txt"):
+        save(tmp_path / "c", NEW, overwrite=True)
+    (tmp_path / "c" / "w" / "mine.txt").unlink()
+    save(tmp_path / "c", NEW, overwrite=True)
+    assert VALUE(tmp_path / "c") == 2
+
+
+def test_a_link_to_a_folder_is_a_stranger_and_a_linked_document_stays(tmp_path):
+    save(tmp_path / "c", OLD)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").write_text("x")
+    (tmp_path / "c" / "data").symlink_to("../data")
+    (tmp_path / "blob").write_text("words")
+    (tmp_path / "c" / "tokenizer.json").symlink_to("../blob")
+    with pytest.raises(errors.CheckpointExists, match="data"):
+        save(tmp_path / "c", NEW, overwrite=True)
+    (tmp_path / "c" / "data").unlink()
+    save(tmp_path / "c", NEW, overwrite=True)
+    assert (tmp_path / "c" / "tokenizer.json").read_text() == "words"
+    assert (tmp_path / "blob").read_text() == "words"
+
+
+def test_what_comes_while_a_save_writes_is_not_lost(tmp_path, kit):
+    from meshtape.storage.files import using
+
+    save(tmp_path / "c", OLD)
+    late = kit.Counting(8, lambda: (tmp_path / "c" / "mine.bin").write_text("x"))
+    with using(late), pytest.raises(errors.CheckpointExists, match=r"mine\.bin"):
+        save(tmp_path / "c", NEW, overwrite=True)
+    assert (tmp_path / "c" / "mine.bin").read_text() == "x"
+    assert VALUE(tmp_path / "c") == 1
+    assert sorted(e.name for e in tmp_path.iterdir()) == ["c"]
+
+
+def test_rotation_and_delete_keep_what_is_not_theirs(place):
+    manager = CheckpointManager(f"{place}/run", keep=1)
+    manager.save(1, OLD)
+    stores.at(manager.path(1)).put("notes.md", b"why this one diverged")
+    with pytest.warns(UserWarning, match=r"kept .*step-00000001.*notes\.md"):
+        manager.save(2, NEW)
+    assert manager.steps() == [1, 2]
+    with pytest.raises(errors.CheckpointExists, match=r"notes\.md"):
+        manager.delete(1)
+    assert manager.steps() == [1, 2]
+    stores.at(manager.path(1)).delete(["notes.md"])
+    manager.delete(1)
+    assert manager.steps() == [2]
+    assert stores.at(f"{place}/run").folders() == ["step-00000002"]
+
+
+def test_the_command_names_the_strangers_too(tmp_path):
+    from click.testing import CliRunner
+
+    from meshtape.cli import main
+
+    merge(save(tmp_path / "a", OLD).path, tmp_path / "hf")
+    (tmp_path / "hf" / "mine.bin").write_text("x")
+    done = CliRunner().invoke(main, ["merge", str(tmp_path / "a"), str(tmp_path / "hf"), "--overwrite"])
+    assert done.exit_code == 1
+    assert "mine.bin" in done.output

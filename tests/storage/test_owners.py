@@ -1,0 +1,308 @@
+"""Who may clean up: a temporary name is its writer's for as long as the writer lives, in whatever container; no longer, and nobody else's."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from meshtape.storage import CheckpointManager, gc, leftovers, load, merge, owners, save, stores
+
+# Fills a directory, says so at the N-th operation, and waits to be told to go on.
+WRITER = """
+import os, sys
+import numpy as np
+from meshtape.storage import save, save_safetensors, CheckpointManager
+from meshtape.storage.files import Files, using
+
+what, where, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+class Slow(Files):
+    done = 0
+    def step(self):
+        self.done += 1
+        if self.done == at:
+            print("there", flush=True)
+            sys.stdin.readline()
+    can_exchange = len(sys.argv) < 5
+    def exchange(self, a, b):
+        return self.can_exchange and super().exchange(a, b)
+
+for name in ("mkdir", "create", "write", "fsync", "rename", "fsync_dir", "unlink", "rmdir"):
+    def wrapped(self, *args, _name=name):
+        out = getattr(Files, _name)(self, *args)
+        self.step()
+        return out
+    setattr(Slow, name, wrapped)
+
+with using(Slow()):
+    if what == "save":
+        save(where, {"w": np.full(1000, 2.0)}, overwrite=True)
+    elif what == "file":
+        save_safetensors(where, {"w": np.full(1000, 2.0)}, overwrite=True)
+    else:
+        CheckpointManager(where, keep=1).save(2, {"w": np.full(1000, 2.0)})
+"""
+ELSEWHERE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def _namespaces():
+    tried = subprocess.run([*ELSEWHERE, "true"], capture_output=True, text=True, check=False)
+    return tried.returncode == 0, tried.stderr.strip()
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """The start of a command in another PID namespace of the same host name."""
+    try:
+        works, why = _namespaces()
+    except FileNotFoundError:
+        works, why = False, "there is no unshare here"
+    if not works:
+        pytest.skip(f"no PID namespace can be made here: {why}")
+    return ELSEWHERE
+
+
+class Writer:
+    def __init__(self, prefix, *args):
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", WRITER, *map(str, args)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout.readline() == "there\n", self.process.stderr.read()
+
+    def go_on(self):
+        _out, err = self.process.communicate("\n", timeout=120)
+        assert self.process.returncode == 0, err
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)  # unshare takes its child with it
+        self.process.communicate()
+
+
+def names(home):
+    return sorted(e.name for e in home.iterdir())
+
+
+@pytest.mark.parametrize(("what", "at"), [("save", 3), ("file", 2), ("manager", 3)])
+def test_a_live_writer_of_another_container_is_left_alone(tmp_path, elsewhere, what, at):
+    where = {"save": tmp_path / "c", "file": tmp_path / "x.safetensors", "manager": tmp_path}[what]
+    writer = Writer(elsewhere, what, where, at)
+    before = names(tmp_path)
+    assert len(before) == 1
+    assert [(x.dead, x.kind) for x in leftovers(tmp_path, older_than=-1)] == [(False, "tmp")]
+    CheckpointManager(tmp_path)
+    assert gc(tmp_path, older_than=-1) == []
+    save(tmp_path / "other", {"w": np.ones(2)})
+    assert names(tmp_path) == sorted([*before, "other"])
+    writer.go_on()
+    got = load(where if what != "manager" else CheckpointManager(tmp_path).latest())
+    assert np.asarray(got["w"]).max() == 2
+
+
+@pytest.mark.parametrize("what", ["save", "file"])
+def test_a_writer_that_is_robbed_before_it_has_the_lock_takes_another_name(tmp_path, elsewhere, what):
+    writer = Writer(elsewhere, what, tmp_path / "c", 1)
+    assert len(gc(tmp_path)) == 1
+    assert names(tmp_path) == []
+    writer.go_on()
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_live_writer_that_replaces_without_an_exchange_is_left_alone(tmp_path, elsewhere):
+    """Between its two renames the checkpoint has its set-aside name alone."""
+    for at in (10, 12):
+        home = tmp_path / str(at)
+        save(home / "c", {"w": np.full(4, 1.0)})
+        writer = Writer(elsewhere, "save", home / "c", at, "no exchange")
+        gc(home, older_than=-1)
+        save(home / "other", {"w": np.ones(2)})
+        assert np.asarray(load(home / "c")["w"]).max() in (1, 2)
+        writer.go_on()
+        assert np.asarray(load(home / "c")["w"]).max() == 2
+        assert names(home) == ["c", "other"]
+
+
+def test_what_killed_writers_of_other_containers_left_goes_with_the_next_save(tmp_path, elsewhere):
+    writers = [Writer(elsewhere, "save", tmp_path / f"c{k}", 6) for k in range(3)]
+    assert [x.dead for x in leftovers(tmp_path)] == [False] * 3
+    for writer in writers:
+        writer.kill()
+    left = leftovers(tmp_path)
+    assert len(left) == 3
+    assert all(x.dead and x.nbytes > 0 and "lock" in x.why for x in left)
+    CheckpointManager(tmp_path)
+    assert len(leftovers(tmp_path)) == 3
+    save(tmp_path / "mine", {"w": np.ones(2)})
+    assert names(tmp_path) == ["mine"]
+
+
+def test_a_killed_writer_here_and_a_live_one(tmp_path):
+    dead = Writer([], "save", tmp_path / "a", 4)
+    alive = Writer([], "save", tmp_path / "b", 4)
+    dead.kill()
+    assert sorted((x.path.partition(".tmp-")[0][-1], x.dead) for x in leftovers(tmp_path)) == [
+        ("a", True),
+        ("b", False),
+    ]
+    assert [x.path[len(str(tmp_path)) + 1] for x in gc(tmp_path, dry_run=True)] == ["a"]
+    assert len(names(tmp_path)) == 2
+    assert len(gc(tmp_path)) == 1
+    assert len(names(tmp_path)) == 1
+    alive.go_on()
+    assert names(tmp_path) == ["b"]
+
+
+def test_two_live_writers_of_one_place(tmp_path):
+    writers = [Writer([], "save", tmp_path / "c", at) for at in (3, 6)]
+    for writer in writers:
+        writer.go_on()
+    assert np.asarray(load(tmp_path / "c")["w"]).max() == 2
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_fork_does_not_keep_its_parents_locks(tmp_path):
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        from meshtape.storage.commit import replacing
+
+        with replacing(os.fspath(tmp_path / "c"), overwrite=False, tables=frozenset()):
+            if os.fork() == 0:
+                os.write(writer, b"x")
+                signal.pause()  # a worker of a data loader that outlives its parent
+            os.write(writer, b"%d" % os.getpid())
+            signal.pause()
+    os.set_blocking(reader, True)
+    said = b""
+    while len(said) < 2:
+        said += os.read(reader, 100)
+    (child,) = (
+        int(p) for p in subprocess.run(["pgrep", "-P", str(parent)], capture_output=True, text=True).stdout.split()
+    )
+    try:
+        assert [x.dead for x in leftovers(tmp_path)] == [False]
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        assert [x.dead for x in leftovers(tmp_path)] == [True]
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("owner", "pid", "age", "dead"),
+    [
+        ("here", "self", 0, True),
+        ("here", "gone", 0, True),
+        ("here", "init", 0, False),
+        ("here", "init", 10**10, True),  # older than the process of that number
+        ("boot", "gone", 0, True),  # another namespace, same machine: the lock is free
+        ("machine", "gone", 60, False),
+        ("machine", "gone", 7200, True),
+        ("old style", "gone", 60, False),
+        ("old style", "gone", 7200, True),
+    ],
+)
+def test_of_whom_what_tells(tmp_path, owner, pid, age, dead):
+    number = {"self": os.getpid(), "gone": 2**22 + 1, "init": 1}[pid]
+    who = {
+        "here": owners.host(),
+        "boot": f"{owners.boot()}-01234567",
+        "machine": "01234567-01234567",
+        "old style": "01234567",
+    }[owner]
+    left = tmp_path / f"c.tmp-{who}-{number}-01234567"
+    left.mkdir()
+    then = max(0.0, left.stat().st_mtime - age)
+    os.utime(left, (then, then))
+    assert [x.dead for x in leftovers(tmp_path)] == [dead]
+    save(tmp_path / "other", {"w": np.ones(2)})
+    assert left.exists() is not dead
+
+
+def test_one_of_another_machine_that_still_writes_is_not_silent(tmp_path):
+    left = tmp_path / "c.tmp-01234567-01234567-7-01234567"
+    (left / "w").mkdir(parents=True)
+    os.utime(left, (0, 0))
+    save(tmp_path / "other", {"w": np.ones(2)})
+    assert left.exists()
+
+
+@pytest.mark.parametrize("pid", ["gone", "init"])
+def test_without_locks_the_number_of_the_process_tells(tmp_path, monkeypatch, pid):
+    monkeypatch.setattr(owners, "try_lock", lambda fd: None)
+    number = {"gone": 2**22 + 1, "init": 1}[pid]
+    left = [tmp_path / f"c.tmp-{h}-{number}-01234567" for h in (owners.host(), f"{owners.boot()}-01234567")]
+    for path in left:
+        path.mkdir()
+    save(tmp_path / "other", {"w": np.ones(2)})
+    assert [p.exists() for p in left] == [pid == "init", True]
+
+
+def test_an_unfinished_transfer_is_listed_and_goes_when_that_is_asked(tmp_path, kit):
+    save(tmp_path / "a", {"w": np.ones(10000)})
+    assert kit.die_at(6, lambda: merge(tmp_path / "a", tmp_path / "hf"))
+    (left,) = leftovers(tmp_path)
+    assert (left.kind, left.dead) == ("part", True)
+    assert gc(tmp_path) == []
+    assert names(tmp_path) == ["a", "hf.part"]
+    assert len(gc(tmp_path, parts=True)) == 1
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_checkpoint_that_was_set_aside_is_put_back(tmp_path, kit):
+    save(tmp_path / "c", {"w": np.ones(3)})
+    os.rename(tmp_path / "c", tmp_path / f"c.old-{owners.boot()}-01234567-7-01234567")
+    assert np.asarray(load(tmp_path / "c")["w"]).tolist() == [1, 1, 1]
+    assert [x.kind for x in gc(tmp_path)] == ["old"]
+    assert names(tmp_path) == ["c"]
+
+
+def test_in_an_object_store_another_container_is_not_asked_by_its_process_number(s3):
+    import json
+
+    url = f"{s3.url}/run/step-00000001"
+    there = stores.at(url)
+    there.put("w/c.0", b"half")
+    for owner, pid in ((f"{owners.boot()}-01234567", 1), (owners.host(), 1), ("01234567", 2**22 + 1)):
+        there.put(".meshtape-writing", json.dumps({"host": owner, "pid": pid}).encode())
+        assert [x.dead for x in leftovers(f"{s3.url}/run")] == [False]
+        assert gc(f"{s3.url}/run") == []
+    assert gc(f"{s3.url}/run", older_than=-100, dry_run=True)[0].nbytes > 4
+    assert there.get("w/c.0") == b"half"
+    gc(f"{s3.url}/run", older_than=-100)
+    assert list(there.entries()) == []
+
+
+def test_the_commands(tmp_path):
+    from click.testing import CliRunner
+
+    from meshtape.cli import main
+
+    def call(*args):
+        done = CliRunner().invoke(main, [*args, str(tmp_path)], env={"COLUMNS": "160"})
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    manager = CheckpointManager(tmp_path, keep=None)
+    for step in (10, 20, 30):
+        manager.save(step, {"w": np.ones(3)}, metrics={"loss": 1 / step})
+    manager.rollback(10)
+    manager.save(15, {"w": np.ones(3)})
+    Writer([], "save", tmp_path / "step-00000040", 4).kill()
+    said = call("ls")
+    for text in ("step-00000030", "step-00000015", "latest", "step-00000040.tmp-", "does not run any more"):
+        assert text in said
+    said = call("gc", "--dry-run")
+    assert "step-00000040.tmp-" in said
+    assert "does not run any more" in said
+    assert len(leftovers(tmp_path)) == 1
+    assert "step-00000040.tmp-" in call("gc")
+    assert leftovers(tmp_path) == []
+    assert "nothing" in call("gc")
+    assert manager.steps() == [10, 15, 20, 30]
