@@ -501,19 +501,26 @@ def std(
     """
     correction = correction if ddof is None else ddof
     if where is not None:
-        return root(var(x, axis, correction=correction, keepdims=keepdims, dtype=dtype, where=where))
+        return root(
+            lambda t: var(x, axis, correction=correction, keepdims=keepdims, dtype=t, where=where), as_array(x), dtype
+        )
     out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims) if dtype is None else None
     return _std(x, axis, correction, keepdims, dtype) if out is None else out
 
 
 @composite("std")
 def _std(x: Any, axis: Axis, correction: float, keepdims: bool, dtype: Any = None) -> Array:
-    return root(_var(x, axis, correction, keepdims, dtype))
+    return root(lambda t: _var(x, axis, correction, keepdims, t), as_array(x), dtype)
 
 
-def root(variance: Array) -> Array:
-    """The square root whose slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
+def root(variance_in: Callable[[Any], Array], x: Array, dtype: Any) -> Array:
+    """The square root of a variance, rounded once. Its slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
     from .elementwise import sqrt, where
+    from .manipulation import astype
 
+    wide, out = moment_dtypes("std", x, dtype)
+    short = _is_low_precision(out)
+    variance = variance_in(wide if short else dtype)
     none = variance == 0
-    return where(none, 0.0, sqrt(where(none, 1.0, variance)))
+    found = where(none, 0.0, sqrt(where(none, 1.0, variance)))
+    return astype(found, out) if short else found

@@ -221,7 +221,10 @@ def nanstd(
     >>> mt.nanstd(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
-    return reductions.root(nanvar(x, axis=axis, correction=correction, keepdims=keepdims, ddof=ddof, dtype=dtype))
+    correction = correction if ddof is None else ddof
+    return reductions.root(
+        lambda t: nanvar(x, axis=axis, correction=correction, keepdims=keepdims, dtype=t), as_array(x), dtype
+    )
 
 
 # ----- counting -------------------------------------------------------------------------------------------------------

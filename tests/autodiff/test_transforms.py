@@ -138,7 +138,7 @@ def test_a_pull_gives_integers_none():
     assert (found[0].tolist(), found[1]) == ([3, 4], None)
     with pytest.raises(mt.errors.DTypeError, match=r"\[vjp\] argument 0 is int64"):
         mt.vjp(lambda i: i * 1.0, mt.asarray([3, 4]))
-    value, tangent = mt.jvp(lambda x, i: x * i, [arr(1, 2), mt.asarray([3, 4])], [arr(1, 1), None])
+    _, tangent = mt.jvp(lambda x, i: x * i, [arr(1, 2), mt.asarray([3, 4])], [arr(1, 1), None])
     assert tangent.tolist() == [3, 4]
     assert mt.jvp(lambda x: mt.argmax(x), [arr(1, 2)], [arr(1, 1)])[1] is None
 

@@ -201,8 +201,8 @@ def test_a_watched_number_has_its_derivative_or_is_refused(name: str, way: str) 
     except REFUSALS:
         return
     except ValueError as e:  # NumPy puts one of its own around what a conversion raises
-        assert name.startswith("numpy.")
-        assert isinstance(e.__cause__, REFUSALS)
+        if not name.startswith("numpy.") or not isinstance(e.__cause__, REFUSALS):
+            raise
         return
     wanted = (float(loss(at + step)) - float(loss(at - step))) / (2 * step)
     assert slope == pytest.approx(wanted, rel=1e-4, abs=1e-6)
