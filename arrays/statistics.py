@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -222,9 +223,8 @@ def nanstd(
     Array(1., dtype=float64)
     """
     correction = correction if ddof is None else ddof
-    return reductions.root(
-        lambda t: nanvar(x, axis=axis, correction=correction, keepdims=keepdims, dtype=t), as_array(x), dtype
-    )
+    variance = functools.partial(nanvar, x, axis=axis, correction=correction, keepdims=keepdims)
+    return reductions.root(variance, as_array(x), dtype)
 
 
 # ----- counting -------------------------------------------------------------------------------------------------------
