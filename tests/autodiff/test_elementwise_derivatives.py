@@ -299,6 +299,8 @@ def test_the_ends_of_straight_pieces() -> None:
     assert slopes(lambda x: mt.fmod(x, 2.0), -2.0, -0.0, 0.0, 2.0, 3.0) == [1] * 5
     assert slopes(lambda y: mt.fmod(5.0, y), 2.0, -2.0) == [-2, 2]
     assert slopes(lambda x: mt.modf(x)[0], -2.0, 0.0, 2.5) == [1, 1, 1]
+    assert slopes(mt.angle, 0.0, -1.0, math.inf) == [0, 0, 0]
+    assert mt.angle(mt.asarray([math.inf, -math.inf])).tolist() == [0.0, math.pi]
 
 
 @pytest.mark.parametrize("way", [lambda f: f, mt.compile], ids=["eager", "compiled"])
