@@ -44,6 +44,10 @@ _REAL_NUMBERS = frozenset({bool, int, float})
 _SOLE_HOLDER = 3
 
 
+# Their functions ask a parameter for its number, of which the user has then said nothing, as he has with `float(x)`.
+_NUMBER_TAKERS = ("numpy", "scipy")
+
+
 class Array(Value, Methods, Protocols):
     """A dense n-dimensional array of numbers, on a CPU, on a GPU, or split over a mesh.
 
@@ -141,6 +145,8 @@ class Array(Value, Methods, Protocols):
     def _number(self, kind: type, complex_ok: bool = False) -> Any:
         if self.ndim != 0:
             raise TypeError(f"only a 0-d array is a Python {kind.__name__}, this one has shape {self.shape}")
+        if state.now.recorders and sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] in _NUMBER_TAKERS:
+            refuse_watched(f"a parameter of {sys._getframe(2).f_code.co_name}", self)
         value = self._concrete().item()
         if isinstance(value, complex) and not complex_ok:
             raise TypeError(f"a complex array is no Python {kind.__name__}: take its real part first")

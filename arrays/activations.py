@@ -47,7 +47,7 @@ def log_sigmoid(x: Any, /) -> Array:
 
 @composite("elu")
 def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
-    """``x`` where it is positive, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al., 2016).
+    """``x`` where it is positive, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al., 2016); its derivatives at 0 are those of the latter.
 
     >>> import meshtape as mt
     >>> mt.nn.elu(mt.asarray([-1.0, 2.0]))
@@ -95,24 +95,26 @@ def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
 
 @composite("relu6")
 def relu6(x: Any, /) -> Array:
-    """``min(max(x, 0), 6)`` (Howard et al., 2017).
+    """``min(max(x, 0), 6)`` (Howard et al., 2017), with gradient 0 at 0 and 6, as :func:`relu` has at 0.
 
     >>> import meshtape as mt
     >>> mt.nn.relu6(mt.asarray([-1.0, 3.0, 9.0]))
     Array([0., 3., 6.], dtype=float64)
     """
-    return clip(ordered("relu6", x), 0, 6)
+    x = ordered("relu6", x)
+    return where(x >= 6, 6, relu(x))
 
 
 @composite("hard_tanh")
 def hard_tanh(x: Any, /) -> Array:
-    """``x`` limited to -1 … 1.
+    """``x`` limited to -1 … 1, with gradient 0 at both ends.
 
     >>> import meshtape as mt
     >>> mt.nn.hard_tanh(mt.asarray([-3.0, 0.5]))
     Array([-1. ,  0.5], dtype=float64)
     """
-    return clip(ordered("hard_tanh", x), -1, 1)
+    x = ordered("hard_tanh", x)
+    return where(x >= 1, 1, where(x <= -1, -1, x))
 
 
 @composite("hard_sigmoid")

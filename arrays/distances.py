@@ -12,7 +12,7 @@ import numpy as np
 from ._op import composite
 from ._wide import in_float32
 from .creation import asarray, inexact
-from .elementwise import abs, logaddexp, minimum, square
+from .elementwise import abs, clip, logaddexp, square
 from .errors import DTypeError, ShapeError
 from .linalg import vector_norm
 from .manipulation import astype
@@ -82,9 +82,10 @@ def huber_loss(predictions: Any, targets: Any, /, *, delta: float = 1.0, reducti
     if not delta > 0:
         raise ValueError(f"[huber_loss] delta must be positive, got {delta}")
     x, y, dtype = _pair("huber_loss", predictions, targets)
-    size = abs(x - y)
-    near = minimum(size, delta)
-    return _reduced("huber_loss", near * (size - 0.5 * near), reduction, dtype)
+    # (Not of the magnitude, which has no second derivative at 0.)
+    difference = x - y
+    near = clip(difference, -delta, delta)
+    return _reduced("huber_loss", near * (difference - 0.5 * near), reduction, dtype)
 
 
 @composite("binary_cross_entropy")

@@ -63,7 +63,7 @@ def _run(fn: Any, *arrays: np.ndarray) -> np.ndarray:
 
 
 # Beyond it Phi is 0 or 1 in every dtype, and its density 0: the products with an infinite x would be NaN.
-_FAR = 40.0
+FAR = 40.0
 
 
 def _odds(x: np.ndarray, square: np.ndarray, out: np.ndarray) -> None:
@@ -81,7 +81,7 @@ def _odds(x: np.ndarray, square: np.ndarray, out: np.ndarray) -> None:
 
 def _forward_block(x: np.ndarray, out: np.ndarray, t: np.ndarray) -> None:
     _odds(x, t, out)
-    np.maximum(x, -_FAR, out=t)
+    np.maximum(x, -FAR, out=t)
     np.divide(t, out, out=out)
 
 
@@ -90,7 +90,7 @@ def _backward_block(dy: np.ndarray, x: np.ndarray, out: np.ndarray, t: np.ndarra
     np.divide(_ONE, out, out=out)
     t *= _MINUS_HALF
     np.exp(t, out=t)
-    t *= np.clip(x, -_FAR, _FAR)
+    t *= np.clip(x, -FAR, FAR)
     t *= _FACTOR
     out += t
     out *= dy
@@ -127,14 +127,14 @@ def cotangent(xp: Any, g: Any, x: Any, ans: Any) -> Any:
 def _gelu(xp: Any, x: Any) -> Any:
     if _is_single(xp, x):
         return _run(_forward_block, x)
-    far = x if x.dtype.kind == "c" else xp.maximum(x, -_FAR)
+    far = x if x.dtype.kind == "c" else xp.maximum(x, -FAR)
     return 0.5 * far * (1.0 + ERF.bind(xp)(x * _ROOT_HALF))
 
 
 def _gelu_backward(xp: Any, dy: Any, x: Any) -> Any:
     if _is_single(xp, dy, x):
         return _run(_backward_block, dy, x)
-    x = x if x.dtype.kind == "c" else xp.clip(x, -_FAR, _FAR)
+    x = x if x.dtype.kind == "c" else xp.clip(x, -FAR, FAR)
     out = dy * (0.5 * (1.0 + ERF.bind(xp)(x * _ROOT_HALF)) + x * xp.exp(-0.5 * x * x) * _DENSITY)
     return out.astype(np.result_type(dy.dtype, x.dtype), copy=False)
 

@@ -16,7 +16,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -24,10 +24,12 @@ import numpy as np
 from . import tree as trees
 from ._array import Array
 from ._backends import backend_for
-from ._dispatch import wrap
+from ._dispatch import Deferred, wrap
+from ._op import Op, state
 from .creation import asarray
 from .devices import CPU, Device, default_device, device
 from .dtypes import as_dtype
+from .errors import GradientError
 
 T = TypeVar("T")
 
@@ -163,6 +165,23 @@ class _HostCopier:
         return ready
 
 
+class _Elsewhere:
+    """Stands, in the thread, for the recorders around the call of :func:`prefetch`, which record the calls of their own thread alone."""
+
+    def __init__(self, recorders: tuple[Any, ...]) -> None:
+        self.recorders = recorders
+
+    def watches(self, x: Array) -> bool:
+        return (isinstance(x._buf, Deferred) and x._buf.traced) or any(r.watches(x) for r in self.recorders)
+
+    def record(self, op: Op, args: Sequence[Any], *rest: Any) -> None:
+        if not op.nondifferentiable and any(isinstance(a, Array) and self.watches(a) for a in args):
+            raise GradientError(
+                f"[prefetch] the iterable calls {op.name} on an array that is differentiated or traced, in a thread of its own that no "
+                "tape records: compute with that array where the items are taken, or pass mt.stop_gradient(x) if it is a constant"
+            )
+
+
 class Prefetcher(Generic[T]):
     """The iterator of :func:`prefetch`. A context manager: leaving it, or :meth:`close`, ends the thread."""
 
@@ -172,7 +191,10 @@ class Prefetcher(Generic[T]):
         self._stop = threading.Event()
         self._done = False
         self._thread = threading.Thread(
-            target=_run, args=(items, copier, self._ready, self._stop), name="meshtape-prefetch", daemon=True
+            target=_run,
+            args=(items, copier, self._ready, self._stop, state.recorders),
+            name="meshtape-prefetch",
+            daemon=True,
         )
         # The thread holds none of this object, which therefore goes when the consumer lets go of it, and ends the thread.
         self._finalize = weakref.finalize(self, _end, self._stop, self._ready)
@@ -221,7 +243,12 @@ def _end(stop: threading.Event, ready: queue.Queue[Any]) -> None:
         pass
 
 
-def _run(items: Iterable[Any], copier: Any, ready: queue.Queue[Any], stop: threading.Event) -> None:
+def _run(
+    items: Iterable[Any], copier: Any, ready: queue.Queue[Any], stop: threading.Event, recorders: tuple[Any, ...]
+) -> None:
+    if recorders:
+        state.recorders = (_Elsewhere(recorders),)
+
     def give(value: Any) -> None:
         while not stop.is_set():
             try:
@@ -274,6 +301,9 @@ def prefetch(
         For a depth or a size that is not positive.
     BackendError
         At once where the device does not exist. What ``items`` raises is raised in its place in the order of items.
+    GradientError
+        In place of an item that was computed from an array that a gradient around this call is taken by: the tape does not see the other
+        thread.
 
     Examples
     --------

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -500,20 +501,19 @@ def std(
     Array(1., dtype=float64)
     """
     correction = correction if ddof is None else ddof
-    if where is not None:
-        return root(var(x, axis, correction=correction, keepdims=keepdims, dtype=dtype, where=where))
-    out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims) if dtype is None else None
-    return _std(x, axis, correction, keepdims, dtype) if out is None else out
+    plain = dtype is None and where is None
+    out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims) if plain else None
+    variance = functools.partial(var, x, axis, correction=correction, keepdims=keepdims, where=where)
+    return root(variance, as_array(x), dtype) if out is None else out
 
 
 @composite("std")
-def _std(x: Any, axis: Axis, correction: float, keepdims: bool, dtype: Any = None) -> Array:
-    return root(_var(x, axis, correction, keepdims, dtype))
-
-
-def root(variance: Array) -> Array:
-    """The square root whose slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
+def root(variance_in: Callable[..., Array], x: Array, dtype: Any) -> Array:
+    """The square root of a variance, rounded once. Its slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
     from .elementwise import sqrt, where
+    from .manipulation import astype
 
-    none = variance == 0
-    return where(none, 0.0, sqrt(where(none, 1.0, variance)))
+    wide, out = moment_dtypes("std", x, dtype)
+    variance = variance_in(dtype=wide if _is_low_precision(out) else dtype)
+    found = where(variance == 0, 0.0, sqrt(where(variance == 0, 1.0, variance)))
+    return astype(found, out) if _is_low_precision(out) else found

@@ -176,7 +176,9 @@ def _mask(name: str, mask: Any) -> Array:
     return mask
 
 
+# (The derivative is made from the result: of one of two bytes the exponential would be off by several units in the last place.)
 @composite("log_softmax")
+@in_float32
 def log_softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
     """Logarithm of :func:`softmax`, exact where probabilities are tiny; -inf where ``where`` is false.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -221,7 +222,9 @@ def nanstd(
     >>> mt.nanstd(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
-    return reductions.root(nanvar(x, axis=axis, correction=correction, keepdims=keepdims, ddof=ddof, dtype=dtype))
+    correction = correction if ddof is None else ddof
+    variance = functools.partial(nanvar, x, axis=axis, correction=correction, keepdims=keepdims)
+    return reductions.root(variance, as_array(x), dtype)
 
 
 # ----- counting -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..arrays._dispatch import apply, wrap
 from ..arrays._op import state
 from ..arrays.creation import asarray, zeros_like
 from ..arrays.elementwise import ALIAS
-from ..arrays.errors import GradientError
+from ..arrays.errors import DTypeError, GradientError
 from ..arrays.writing import settled
 from .backward import same_value
 from .tape import Tape, is_differentiable
@@ -35,6 +35,23 @@ def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
     """Watch the arrays among the leaves, and hold on to what they are before the function gets a chance to write to them."""
     tape.watch_values([x for x in leaves if isinstance(x, Array)])
     return [same_value(x) if isinstance(x, Array) else x for x in leaves]
+
+
+def without_derivatives(x: Any) -> bool:
+    """Whether a leaf is an array of integers or booleans."""
+    return isinstance(x, Array | np.ndarray | np.generic) and not is_differentiable(x.dtype)
+
+
+def refuse_integers(who: str, args: Sequence[Any], positions: Sequence[int]) -> None:
+    """Raise where one of these arguments holds an array that has no derivatives: None in its place is easily overlooked."""
+    for i in positions:
+        for path, x in trees.flatten_with_path(args[i]):
+            if without_derivatives(x):
+                leaf = f", leaf {trees.path_name(path)}," if path else ""
+                raise DTypeError(
+                    f"[{who}] argument {i}{leaf} is {x.dtype.name}, which has no derivatives: make it floating with .astype(float), or "
+                    "pass it as an argument that argnums= leaves out, or through the closure of the function"
+                )
 
 
 def names_of(sources: Sequence[Any]) -> list[int]:
@@ -74,6 +91,8 @@ def value_and_gradients(
         if i not in places:
             given, treedef = trees.flatten(args[i])
             mine = [own(x) for x in given]
+            if [x for x in mine if without_derivatives(x)]:
+                refuse_integers("grad", args, [i])
             full[i] = trees.unflatten(treedef, mine)
             places[i] = treedef, len(leaves), len(leaves) + len(mine)
             leaves += mine

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays._array import Array
-from ..arrays._dispatch import wrap
+from ..arrays._dispatch import refuse_history, wrap
 from ..arrays.creation import asarray
 from ..arrays.errors import ShapeError
 from ..arrays.indexsum import IndexSum
@@ -102,6 +102,8 @@ def sparse_gradient(g: Any, /) -> SparseGradient:
     ------
     ShapeError
         For a 0-d array.
+    GradientError, TracedValueError
+        For a gradient inside another gradient, or inside a function that is traced.
 
     Examples
     --------
@@ -116,6 +118,7 @@ def sparse_gradient(g: Any, /) -> SparseGradient:
     True
     """
     g = g if isinstance(g, Array) else asarray(g)
+    refuse_history("sparse_gradient", g, "which places it shows has no derivative; compute with the gradient itself")
     shape = tuple(g.shape)
     if not shape:
         raise ShapeError("[sparse_gradient] a 0-d array has no places")

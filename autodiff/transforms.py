@@ -18,7 +18,17 @@ from ..arrays._op import not_recording
 from ..arrays.creation import asarray, zeros_like
 from ..arrays.errors import DTypeError, GradientError
 from .backward import same_value
-from .gradients import chosen_arguments, gradient_or_zeros, loss_and_aux, names_of, own, value_and_gradients, watched
+from .gradients import (
+    chosen_arguments,
+    gradient_or_zeros,
+    loss_and_aux,
+    names_of,
+    own,
+    refuse_integers,
+    value_and_gradients,
+    watched,
+    without_derivatives,
+)
 from .tape import Tape, is_differentiable
 
 
@@ -44,7 +54,12 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     value, pull[, aux]
         ``pull(cotangent)`` takes a tree like ``value`` and gives one tree for each primal; it can be called again.
         With complex numbers it is ``J^H @ cotangent``, of which the real part is taken for real primals; ``J`` is that of
-        :func:`jacobian`. (JAX's ``vjp`` gives ``J^T @ cotangent``.)
+        :func:`jacobian`. (JAX's ``vjp`` gives ``J^T @ cotangent``.) Integers and booleans among the primals get None.
+
+    Raises
+    ------
+    DTypeError
+        Where all primals are integers or booleans.
 
     Examples
     --------
@@ -54,7 +69,15 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     (Array([ 2., 40.], dtype=float64),)
     """
     check_function("vjp", fn)
-    inputs, in_def = trees.flatten(primals)
+    leaves = trees.flatten(primals)[0]
+    if leaves and all(without_derivatives(x) for x in leaves):
+        refuse_integers("vjp", primals, range(len(primals)))
+    return _vjp(fn, primals, has_aux)
+
+
+def _vjp(fn: Callable[..., Any], primals: Sequence[Any], has_aux: bool = False) -> Any:
+    """:func:`vjp` of any primals."""
+    inputs, in_def = trees.flatten(tuple(primals))
     inputs = [own(x) for x in inputs]
     tape = Tape(persistent=True)
     with tape:
@@ -102,6 +125,12 @@ def value_and_grad(
     has_aux
         ``fn`` returns ``(loss, aux)``; the result is then ``((loss, aux), gradient)``.
 
+    Raises
+    ------
+    DTypeError
+        For an array of integers or booleans in one of these arguments. (Python's own numbers count as floating.) Token ids, masks
+        and counters belong into other arguments.
+
     Examples
     --------
     >>> import meshtape as mt
@@ -144,7 +173,7 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: b
 
 
 def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """Value of ``fn(*primals)`` and its derivative along ``tangents``.
+    """Value of ``fn(*primals)`` and its derivative along ``tangents``, in which None stands beside integers, and may stand for zeros.
 
     The VJP is linear in its cotangent; pulling back through *it* pushes tangents forward, so that no op needs a second rule.
 
@@ -156,18 +185,24 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
     >>> float(y), float(dy)
     (9.0, 12.0)
     """
-    value, pull = vjp(fn, *primals)
-    pulled, pull_again = vjp(pull, trees.tree_map(lambda y: zeros_like(y) if isinstance(y, Array) else y, value))
+    value, pull = _vjp(fn, primals)
+    pulled, pull_again = _vjp(pull, [trees.tree_map(lambda y: zeros_like(y) if isinstance(y, Array) else y, value)])
     wanted, wanted_def = trees.flatten(pulled, is_leaf=_is_none)
     given, given_def = trees.flatten(tuple(tangents), is_leaf=_is_none)
     if given_def != wanted_def:
         raise GradientError(f"[jvp] the tangents have structure {given_def}, the primals {wanted_def}")
+    for (path, t), like in zip(trees.flatten_with_path(tuple(tangents), is_leaf=_is_none), wanted, strict=True):
+        if like is None and t is not None:
+            raise DTypeError(
+                f"[jvp] primal {trees.path_name(path)} has no derivatives, so that its tangent must be None: make it floating with "
+                ".astype(float), or pass it through the closure of the function"
+            )
     (tangent_out,) = pull_again(trees.unflatten(wanted_def, map(_tangent, wanted, given)))
     return value, tangent_out
 
 
 def _tangent(like: Array | None, t: Any) -> Array | None:
-    """A tangent with the dtype of its primal; integers have none, whatever stands at their place."""
+    """A tangent with the dtype of its primal; integers have none."""
     return None if like is None else zeros_like(like) if t is None else asarray(t, dtype=like.dtype)
 
 
@@ -192,6 +227,7 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
         if a != b:
             raise GradientError(f"[hvp] a direction of shape {b} for an argument of shape {a}")
 
+    refuse_integers("hvp", [x], [0])
     # The Hessian is symmetric: what the gradient's own derivative pulls back is what it pushes forward.
     leaves = [own(leaf) for leaf in xs]
     tape = Tape()

@@ -75,7 +75,7 @@ KERNEL(sigmoid) { /* x, out: one exponential, of a number that is not positive, 
 
 PULL(tanh_backward, g * (1 - y * y))
 PULL(sigmoid_backward, g * y * (1 - y))
-PULL(relu_backward, y > 0 ? g : 0)
+PULL(relu_backward, y > 0 ? g : y == y ? 0 : y)
 #undef PULL
 
 KERNEL(where) { /* x, y, condition, out: NumPy takes a branch for each element, which costs ten times as much where it is guessed wrong */

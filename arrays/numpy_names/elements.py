@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -107,8 +108,10 @@ def fmod(x: Any, y: Any, /) -> Array:
     Array([-1.,  1.], dtype=float64)
     """
     x = asarray(x)
-    rest = ew.remainder(ew.abs(x), ew.abs(y))
-    return ew.copysign(rest, x) if rest.dtype.kind not in "biu" else where(x < 0, -rest, rest)
+    # (Turned by its sign, and not by `abs` and `copysign`, which have the slope 0 at 0.)
+    negative = x < 0 if x.dtype.kind in "biu" else ew.signbit(x)
+    rest = ew.remainder(where(negative, -x, x), ew.abs(y))
+    return where(negative, -rest, rest)
 
 
 @composite("modf")
@@ -120,8 +123,10 @@ def modf(x: Any, /) -> tuple[Array, Array]:
     (Array(-0.5, dtype=float64), Array(-1., dtype=float64))
     """
     x = inexact(x)
-    whole = ew.trunc(x)
-    return ew.copysign(where(ew.isinf(x), 0, x - where(ew.isinf(x), 0, whole)), x), whole
+    negative = ew.signbit(x)
+    size = where(ew.isinf(x), 0, where(negative, -x, x))
+    rest = size - ew.trunc(size)
+    return where(negative, -rest, rest), ew.trunc(x)
 
 
 @composite("ldexp")
@@ -157,11 +162,13 @@ def sinc(x: Any, /) -> Array:
     >>> mt.sinc(mt.asarray([0.0, 0.5]))
     Array([1.        , 0.63661977], dtype=float64)
     """
-    x = inexact(x)
-    zero = x == 0
-    y = math.pi * where(zero, 1, x)
-    near = 1 - (math.pi * x) ** 2 / 6  # what the slopes at zero are of
-    return where(zero, near, ew.sin(y) / y)
+    y = math.pi * inexact(x)
+    small = ew.abs(y) < 1
+    # The slopes of the quotient are differences of terms that grow as y shrinks: near 0 they are those of the series.
+    square = ew.square(where(small, y, 0))
+    near = functools.reduce(lambda sum, k: 1 - sum * square / (2 * k * (2 * k + 1)), range(9, 0, -1), 1.0)
+    far = where(small, 1, y)
+    return where(small, near, ew.sin(far) / far)
 
 
 @composite("logaddexp2")
@@ -212,7 +219,7 @@ def angle(z: Any, /, deg: bool = False) -> Array:
     Array([  0.,  90., 180.], dtype=float64)
     """
     z = inexact(z)
-    out = ew.atan2(ew.imag(z), ew.real(z)) if z.dtype.kind == "c" else ew.atan2(ew.abs(z) * 0, z)
+    out = ew.atan2(ew.imag(z), ew.real(z)) if z.dtype.kind == "c" else ew.atan2(0.0, ew.stop_gradient(z))
     return rad2deg(out) if deg else out
 
 

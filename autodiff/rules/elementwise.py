@@ -54,7 +54,9 @@ def _pow_x(xp, g, x, y):
     # 0 * x**(-1) would be NaN at x = 0 for y = 0, where the derivative is 0.
     if isinstance(y, bool | int | float | complex):  # stays a scalar, which never widens x
         return 0.0 * g if y == 0 else g * conj(xp, y * x ** (y - 1))
-    return g * conj(xp, xp.where(y == 0, 0.0, y * x ** xp.where(y == 0, 1.0, y - 1)))
+    # (Where y is 0 so is the derivative, but not that of it by y: 1 / x.)
+    base = xp.where((y == 0) & ~xp.isfinite(1.0 / x), 1.0, x)
+    return g * conj(xp, y * base ** (y - 1))
 
 
 def _pow_y(xp, g, x, ans):
@@ -91,24 +93,25 @@ defvjp(ew.CBRT, x=lambda xp, g, ans: g / (3.0 * ans * ans))
 
 def _cosine(xp, g, x, ans):
     # 0 at the origin, as of every norm; an infinite side is the whole of the length.
-    return g * xp.where(xp.isinf(x), xp.sign(x), x / xp.where(ans == 0, 1.0, ans))
+    return g * xp.where(xp.isinf(x), xp.sign(x), x / xp.where(ans == 0, math.inf, ans))
 
 
 defvjp(ew.HYPOT, x=_cosine, y=lambda xp, g, y, ans: _cosine(xp, g, y, ans))
 
 # Ties: maximum and minimum give each side half, as the reductions share evenly; fmax and fmin give all to the first.
+# The slope at NaN is NaN, which `ans` is wherever an operand of the first two is.
 
 
-defvjp(
-    ew.MAXIMUM,
-    x=lambda xp, g, x, y: xp.where(x == y, 0.5 * g, xp.where(x > y, g, 0.0)),
-    y=lambda xp, g, x, y: xp.where(x == y, 0.5 * g, xp.where(x < y, g, 0.0)),
-)
-defvjp(
-    ew.MINIMUM,
-    x=lambda xp, g, x, y: xp.where(x == y, 0.5 * g, xp.where(x < y, g, 0.0)),
-    y=lambda xp, g, x, y: xp.where(x == y, 0.5 * g, xp.where(x > y, g, 0.0)),
-)
+def _greater(xp, g, x, y, ans):
+    return xp.where(ans == ans, xp.where(x == y, 0.5 * g, xp.where(x > y, g, 0.0)), ans)
+
+
+def _less(xp, g, x, y, ans):
+    return xp.where(ans == ans, xp.where(x == y, 0.5 * g, xp.where(x < y, g, 0.0)), ans)
+
+
+defvjp(ew.MAXIMUM, x=_greater, y=lambda xp, g, x, y, ans: _less(xp, g, x, y, ans))
+defvjp(ew.MINIMUM, x=_less, y=lambda xp, g, x, y, ans: _greater(xp, g, x, y, ans))
 defvjp(
     ew.FMAX,
     x=lambda xp, g, x, y: xp.where((x >= y) | (y != y), g, 0.0),
@@ -123,7 +126,7 @@ defvjp(
 # ----- exponentials and logarithms ------------------------------------------------------------------------------------
 
 defvjp(ew.EXP, x=lambda xp, g, ans: g * conj(xp, ans))
-defvjp(ew.EXPM1, x=lambda xp, g, ans: g * conj(xp, ans + 1.0))
+defvjp(ew.EXPM1, x=lambda xp, g, x: g * conj(xp, xp.exp(x)))  # `ans + 1` has lost the digits of a small slope
 defvjp(ew.LOG, x=lambda xp, g, x: g / conj(xp, x))
 defvjp(ew.LOG1P, x=lambda xp, g, x: g / conj(xp, x + 1.0))
 defvjp(ew.LOG2, x=lambda xp, g, x: g / conj(xp, x * math.log(2)))
@@ -131,8 +134,10 @@ defvjp(ew.LOG10, x=lambda xp, g, x: g / conj(xp, x * math.log(10)))
 
 
 def _share(xp, g, x, y):
-    # The part of x in the sum: a half of two equal infinities.
-    return g * call(xp, ew.SIGMOID, xp.where(x == y, 0.0, x - y))
+    # The part of x in the sum: a half of two equal infinities, whose difference is NaN. (At other ties the difference is 0 and has
+    # a slope, which the second derivative needs.)
+    difference = x - y
+    return g * call(xp, ew.SIGMOID, xp.where((x == y) & (difference != difference), 0.0, difference))
 
 
 defvjp(ew.LOGADDEXP, x=_share, y=lambda xp, g, x, y: _share(xp, g, y, x))
@@ -142,20 +147,29 @@ defvjp(ew.LOGADDEXP, x=_share, y=lambda xp, g, x, y: _share(xp, g, y, x))
 defvjp(ew.SIN, x=lambda xp, g, x: g * conj(xp, xp.cos(x)))
 defvjp(ew.COS, x=lambda xp, g, x: -g * conj(xp, xp.sin(x)))
 defvjp(ew.TAN, x=lambda xp, g, ans: g * conj(xp, 1.0 + ans * ans))
-defvjp(ew.ASIN, x=lambda xp, g, x: g / conj(xp, xp.sqrt(1.0 - x * x)))
-defvjp(ew.ACOS, x=lambda xp, g, x: -g / conj(xp, xp.sqrt(1.0 - x * x)))
+# The factors of 1 - x² are exact near 1, where the square is rounded to the digits of 1.
+defvjp(ew.ASIN, x=lambda xp, g, x: g / conj(xp, xp.sqrt((1.0 - x) * (1.0 + x))))
+defvjp(ew.ACOS, x=lambda xp, g, x: -g / conj(xp, xp.sqrt((1.0 - x) * (1.0 + x))))
 defvjp(ew.ATAN, x=lambda xp, g, x: g / conj(xp, 1.0 + x * x))
+
+
+def _turn(xp, g, along, across):
+    # The square of the length would overflow, or vanish, long before the length does.
+    length = xp.hypot(along, across)
+    return g * (along / length) / length
+
+
 defvjp(
     ew.ATAN2,
-    x=lambda xp, g, x, y: g * y / (x * x + y * y),
-    y=lambda xp, g, x, y: -g * x / (x * x + y * y),
+    x=lambda xp, g, x, y: _turn(xp, g, y, x),
+    y=lambda xp, g, x, y: -_turn(xp, g, x, y),
 )
 defvjp(ew.SINH, x=lambda xp, g, x: g * conj(xp, xp.cosh(x)))
 defvjp(ew.COSH, x=lambda xp, g, x: g * conj(xp, xp.sinh(x)))
 defvjp(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * conj(xp, 1.0 - ans * ans)))
 defvjp(ew.ASINH, x=lambda xp, g, x: g / conj(xp, xp.sqrt(x * x + 1.0)))
 defvjp(ew.ACOSH, x=lambda xp, g, x: g / conj(xp, xp.sqrt(x - 1.0) * xp.sqrt(x + 1.0)))
-defvjp(ew.ATANH, x=lambda xp, g, x: g / conj(xp, 1.0 - x * x))
+defvjp(ew.ATANH, x=lambda xp, g, x: g / conj(xp, (1.0 - x) * (1.0 + x)))
 
 # ----- parts of numbers -----------------------------------------------------------------------------------------------
 
@@ -173,15 +187,25 @@ defvjp(
     x=lambda xp, g, condition: call(xp, ew.WHERE, condition, g, 0.0),
     y=lambda xp, g, condition: call(xp, ew.WHERE, condition, 0.0, g),
 )
-defvjp(ew.RELU, x=in_c(native.relu_backward, lambda xp, g, ans: xp.where(ans > 0, g, 0.0)))
+
+
+def _relu(xp, g, ans):
+    return xp.where(ans > 0, g, xp.where(ans == ans, 0.0, ans))  # NaN has the slope NaN
+
+
+defvjp(ew.RELU, x=in_c(native.relu_backward, _relu))
 defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * conj(xp, xp.exp(-x * x)))
 defvjp(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * conj(xp, ans * (1.0 - ans))))
+
+
+def _near(xp, x, far):
+    return x if x.dtype.kind == "c" else xp.clip(x, -far, far)
 
 
 def _silu(xp, g, x):
     s = call(xp, ew.SIGMOID, x)
     # Beyond the bounds the sigmoid is 0 or 1, and the slope is that: the product of infinity and 0 would be NaN.
-    near = x if x.dtype.kind == "c" else xp.clip(x, ew.SILU_IS_ZERO, -ew.SILU_IS_ZERO)
+    near = _near(xp, x, -ew.SILU_IS_ZERO)
     return g * conj(xp, s * (1.0 + near * (1.0 - s)))
 
 
@@ -191,6 +215,7 @@ defvjp(ew.SILU, x=_silu)
 def _gelu_slope(xp, g, dy, x):
     # The slope of dy (Phi(x) + x phi(x)) in x, where Phi' = phi and phi' = -x phi.
     # (Factor by factor: the product of short ones would be rounded before it meets the cotangent.)
+    x = _near(xp, x, gelu.FAR)  # beyond it the density is 0, and its product with an infinite square would be NaN
     density = xp.exp(-0.5 * x * x)
     return g * conj(xp, dy) * conj(xp, 2.0 - x * x) * conj(xp, density) * (1 / math.sqrt(2 * math.pi))
 

@@ -21,6 +21,7 @@ class Progress:
     callbacks: dict[str, Any] = field(default_factory=dict)
     skipped: int = 0
     rollbacks: int = 0
+    loss: float | None = None  # the last that was logged and finite
 
     __is_tree__ = False
 
@@ -36,7 +37,8 @@ class TrainResult:
     step, epoch, consumed
         Steps done, epoch of the next sample, samples consumed.
     loss
-        Of the last steps that were logged.
+        Of the last steps that were logged and had a finite one, in a run that was resumed those before the checkpoint too; NaN where
+        there are none.
     history
         What was logged, in order.
     restarts

@@ -71,10 +71,6 @@ class Reporting:
         """What is done again is logged again."""
         self.history = [h for h in self.history if h["step"] <= step]
 
-    def last_loss(self) -> float:
-        """The last that was logged."""
-        return next((h["loss"] for h in reversed(self.history) if "loss" in h), float("nan"))
-
     def stopping(self, received: signal.Signals) -> None:
         """A signal came: what happens now, as the step that is running may take its time."""
         saved = "" if self.trainer.checkpoints is None else " and a checkpoint"

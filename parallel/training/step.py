@@ -14,6 +14,7 @@ are used.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -30,7 +31,7 @@ from ...arrays.manipulation import astype
 from ...autodiff import value_and_grad
 from ...autodiff.clipping import clip_scale, scaled
 from ...autodiff.optim import Average, Optimizer, global_norm, masters
-from ...autodiff.parameters import wide
+from ...autodiff.parameters import trains, wide
 from ..api import distribute, reshard
 from ..mesh import Mesh
 from ..models.plans import AXES, Plan, widen
@@ -80,6 +81,14 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise TrainingError(f"zero must be a stage from 0 to 3, got {self.zero!r}")
+        try:
+            inspect.signature(self.loss).bind(None, None, None)
+        except ValueError:  # one in C, which does not say what it takes
+            pass
+        except TypeError as e:
+            raise TrainingError(
+                f"the loss is called as loss(params, batch, key), with the key None in an evaluation; it does not take that: {e}"
+            ) from None
         if self.clip is not None and not self.clip > 0:
             raise TrainingError(f"clip must be positive, got {self.clip}")
         if self.on_nonfinite not in get_args(OnNonFinite):
@@ -139,6 +148,13 @@ class Recipe:
             raise TrainingError("there are no parameters to train")
         if not trees.flatten(self.masked(params))[0]:
             raise TrainingError("no parameter is trained: trainable refuses all of them")
+        for path, x in trees.flatten_with_path(self.masked(params)):
+            if not trains(x):
+                raise TrainingError(
+                    f"parameter {trees.path_name(path)} is {getattr(x, 'dtype', type(x).__name__)}, which has no gradient: make it "
+                    "floating, or name it among what is not trained, with trainable=lambda path: path != "
+                    f"{tuple(path)!r}"
+                )
 
     def begun(self, params: Any, mesh: Mesh | None) -> dict[str, Any]:
         """:meth:`init` of any part of the parameters."""
@@ -281,24 +297,35 @@ def weighted(found: Any, batch: Any) -> tuple[Array, Array, dict[str, Array]]:
             raise TrainingError(
                 f"a loss gives a mean, (total, weight) or (total, weight, metrics), not {len(found)} things"
             )
+        if len(found) == 3 and not isinstance(found[2], Mapping):
+            raise TrainingError(f"the metrics of a loss are a dict of numbers by name, got {type(found[2]).__name__}")
         total, weight = found[:2]
         metrics = found[2] if len(found) == 3 else {}
         taken = {"loss", "weight", "grad_norm", "finite", "scale", "skipped", "rollbacks"} & set(metrics)
         if taken:
             raise TrainingError(f"metrics of a loss cannot be called {', '.join(sorted(taken))}")
-        return _wide(total), _wide(weight), {n: _wide(v) for n, v in metrics.items()}
+        return (
+            _wide("total", total),
+            _wide("weight", weight),
+            {n: _wide(f"metric {n}", v) for n, v in metrics.items()},
+        )
     rows = {len(x) for x in trees.flatten(batch)[0] if getattr(x, "ndim", 0)}
     if len(rows) != 1:
         raise TrainingError(
             f"the arrays of the batch have first dimensions {sorted(rows)}, so that a mean has no weight: return (total, weight)"
         )
-    mean = _wide(found)
+    mean = _wide("mean", found)
     n = asarray(np.asarray(next(iter(rows)), mean.dtype))
     return mean * n, n, metrics
 
 
-def _wide(x: Any) -> Array:
+def _wide(what: str, x: Any) -> Array:
+    single = isinstance(x, Array | np.ndarray | np.generic | int | float)
+    if not single or getattr(x, "size", 1) != 1 or getattr(x, "dtype", np.dtype(float)).kind == "c":
+        got = f"{x.dtype.name} of shape {x.shape}" if hasattr(x, "shape") else type(x).__name__
+        raise TrainingError(
+            f"the {what} that the loss gives is no single real number but {got}: a loss returns a mean over the batch, such as "
+            "mt.mean(losses), or (total, weight), or (total, weight, metrics)"
+        )
     x = asarray(x)
-    if x.size != 1:
-        raise TrainingError(f"a loss and its weight are single numbers, got shape {x.shape}")
     return x if x.dtype.kind == "f" and x.dtype.itemsize > 2 else astype(x, np.float32)

@@ -316,7 +316,7 @@ class Trainer(RunCheckpoints):
             self.progress.step,
             self.progress.epoch,
             self.progress.consumed,
-            self.report.last_loss(),
+            math.nan if self.progress.loss is None else self.progress.loss,
             self.history,
             self.recovery.restarts,
             None if self.checkpoints is None else self.checkpoints.latest(),
@@ -506,6 +506,8 @@ class Trainer(RunCheckpoints):
             raise wrong
 
     def _log(self, numbers: dict[str, Any]) -> None:
+        if math.isfinite(numbers.get("loss", math.nan)):
+            self.progress.loss = numbers["loss"]
         self.report.log(self.progress.step, {"epoch": self.progress.epoch, **numbers})
         for c in self.callbacks:
             c.on_log(self, dict(numbers))  # each its own

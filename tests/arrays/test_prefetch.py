@@ -187,3 +187,30 @@ def test_pieces_cover_each_byte_once(nbytes: int, size: int) -> None:
     found = list(pieces(nbytes, size))
     assert all(0 < n <= size for _, n in found)
     assert [i for start, n in found for i in range(start, start + n)] == list(range(nbytes))
+
+
+WAYS = {
+    "grad": mt.grad,
+    "compiled": lambda f: mt.compile(mt.grad(f)),
+    "checkpoint": lambda f: mt.grad(mt.checkpoint(f)),
+    "jvp": lambda f: lambda v: mt.jvp(f, [v], [mt.ones_like(v)])[1],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_differentiated_is_computed_with_in_its_own_thread(way: str) -> None:
+    """No tape sees the thread of the items: what is computed there would be a constant to it."""
+
+    def total(make: Any, use: Any) -> Any:
+        def loss(v: mt.Array) -> mt.Array:
+            with mt.prefetch(make(v, i) for i in range(3)) as items:
+                return sum((mt.sum(use(v, item)) for item in items), mt.asarray(0.0))
+
+        return WAYS[way](loss)(mt.asarray([1.0, 2.0]))
+
+    for make in (lambda v, i: v * float(i), lambda v, i: {"x": mt.sin(v)}["x"] + i, lambda v, i: np.asarray(v) + i):
+        with pytest.raises((mt.errors.GradientError, mt.errors.TracedValueError)):
+            total(make, lambda v, item: item)
+    for make in (lambda v, i: np.full(2, i), lambda v, i: mt.full((2,), i) * 1.0):
+        assert float(mt.sum(total(make, lambda v, item: v * item))) == 6.0
+    assert float(mt.sum(total(lambda v, i: v, lambda v, item: item * v))) == 3 * 2 * 3.0  # handed on, not computed with

@@ -26,7 +26,7 @@ Row = tuple[Callable[..., Any], list[float], list[float]]
 LN2 = math.log(2)
 TABLE: dict[str, Row] = {
     "relu": (nn.relu, [0, 0, 0, 0, 1e4, INF], [0, 0, 0, 0, 1, 1]),
-    "relu6": (nn.relu6, [0, 0, 0, 0, 6, 6], [0, 0, 0.5, 0.5, 0, 0]),
+    "relu6": (nn.relu6, [0, 0, 0, 0, 6, 6], [0] * 6),
     "leaky_relu": (nn.leaky_relu, [-INF, -100, 0, 0, 1e4, INF], [0.01, 0.01, 0.01, 0.01, 1, 1]),
     "squared_relu": (nn.squared_relu, [0, 0, 0, 0, 1e8, INF], [0, 0, 0, 0, 2e4, INF]),
     "elu": (nn.elu, [-1, -1, 0, 0, 1e4, INF], [0, 0, 1, 1, 1, 1]),

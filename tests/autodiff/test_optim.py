@@ -212,7 +212,7 @@ def test_what_has_no_gradient_stays():
     assert state["mean"]["frozen"].tolist() == [0]
 
 
-def test_gradients_of_grad_fit_whatever_the_tree():
+def test_gradients_of_vjp_fit_whatever_the_tree():
     params = {"layers": [(mt.ones((2, 2)), mt.zeros(2))], "table": mt.asarray([0, 1])}
 
     def loss(p, x):
@@ -220,7 +220,8 @@ def test_gradients_of_grad_fit_whatever_the_tree():
         return mt.sum((x @ w + b) ** 2)
 
     opt = mt.optim.adam(0.1)
-    grads = mt.grad(loss)(params, mt.ones((3, 2)))
+    _, pull = mt.vjp(lambda p: loss(p, mt.ones((3, 2))), params)  # gives integers None, where `grad` refuses them
+    (grads,) = pull(mt.asarray(1.0))
     new, _ = opt.update(params, grads, opt.init(params))
     assert new["table"] is params["table"]
     assert float(loss(new, mt.ones((3, 2)))) < float(loss(params, mt.ones((3, 2))))

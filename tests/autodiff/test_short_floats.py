@@ -130,3 +130,40 @@ def test_the_gradient_of_a_table_stays_sparse(dtype: str) -> None:
     places, rows = mt.gradient_rows(g)
     assert (places.tolist(), rows.dtype) == ([7, 9], short)
     assert rows.tolist() == np.asarray([[10000.0] * 2, [2.0] * 2]).astype(short).astype(float).tolist()
+
+
+ROW = np.random.default_rng(5).standard_normal((2, 5000))
+LONG: dict[str, Callable[[mt.Array], mt.Array]] = {
+    "softmax": lambda x: mt.nn.softmax(x)[:, 7],
+    "log_softmax": lambda x: mt.nn.log_softmax(x)[:, 7],
+    "log_softmax, axis 0": lambda x: mt.nn.log_softmax(x.T, axis=0)[7],
+    "log_softmax, where": lambda x: mt.nn.log_softmax(x, where=mt.asarray(ROW < 2))[:, 7],
+    "logsumexp": lambda x: mt.nn.logsumexp(x, axis=1),
+    "cross_entropy": lambda x: mt.nn.cross_entropy(x, mt.asarray([7, 9]), reduction="none"),
+    "cross_entropy, smooth": lambda x: mt.nn.cross_entropy(x, mt.asarray([7, 9]), label_smoothing=0.1, reduction="none"),
+    "layer_norm": lambda x: mt.layer_norm(x, 5000)[:, 7],
+    "rms_norm": lambda x: mt.rms_norm(x, 5000)[:, 7],
+    "var": lambda x: mt.var(x, axis=1),
+    "std": lambda x: mt.std(x, axis=1),
+    "mean": lambda x: mt.mean(x, axis=1),
+    "norm": lambda x: mt.linalg.vector_norm(x, axis=1),
+    "norm 3": lambda x: mt.linalg.vector_norm(x, ord=3, axis=1),
+    "mse": lambda x: mt.nn.mse_loss(x, x * 0, reduction="sum"),
+    "attention": lambda x: mt.nn.scaled_dot_product_attention(x[:, None, :8], *[mt.reshape(x, (2, 625, 8))] * 2)[:, 0, 7],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows(name: str, dtype: str, ulps: Callable[[Any, Any, Any], float]) -> None:
+    """Value and gradient of one element of rows of 5,000 by all others."""
+    fn, short = LONG[name], DTYPES[dtype]
+    x = mt.asarray(ROW.astype(short))
+    exact = x.astype(mt.float64)
+    assert ulps(fn(x), fn(exact), short) <= 2
+    for way in (lambda f: f, mt.compile, mt.checkpoint):
+        got, wanted = (mt.vjp(way(fn), a)[1](mt.ones_like(fn(a)))[0] for a in (x, exact))
+        both = (
+            np.delete(np.asarray(a, np.float64), 7, axis=1) for a in (got, wanted)
+        )  # next to it the others do not count
+        assert ulps(*both, short) <= 2

@@ -307,3 +307,14 @@ def test_nothing_is_kept_alive_in_a_circle() -> None:
         assert s.values.shape[0] == 3
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("show", [lambda g: mt.sparse_gradient(g).values, lambda g: mt.gradient_rows(g)[1]])
+@pytest.mark.parametrize("way", [mt.grad, mt.hessian, lambda f: mt.compile(mt.grad(f)), mt.compile])
+def test_what_is_shown_of_a_gradient_inside_a_gradient_is_refused(show, way):
+    def loss(t):
+        return mt.sum(show(mt.grad(lambda t: (t[mt.asarray([1, 0, 1])] ** 2).sum())(t)))
+
+    with pytest.raises((mt.errors.GradientError, mt.errors.TracedValueError), match="sparse_gradient"):
+        way(loss)(mt.ones((3, 2)))
+    assert float(loss(mt.ones((3, 2)))) == 4.0 * 2 + 2.0 * 2

@@ -100,11 +100,78 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "cosine lr": lambda p: _stepped(mt.optim.sgd(mt.optim.cosine(p, 10))),
     "clip_by_global_norm": lambda p: mt.optim.clip_by_global_norm({"a": mt.asarray(X)}, p),
     "clip_by_value": lambda p: mt.optim.clip_by_value({"a": mt.asarray(X)}, p),
+    "interp right": lambda p: mt.interp(X, mt.asarray([0.0, 1.0]), mt.asarray([0.0, 1.0]), right=p),
+    "sum initial": lambda p: mt.sum(X, initial=p),
+    "prod initial": lambda p: mt.prod(X, initial=p),
+    "max initial": lambda p: mt.max(X - 2, axis=1, initial=p),
+    "min initial": lambda p: mt.min(X + 2, axis=1, initial=p),
+    "nan_to_num posinf": lambda p: mt.nan_to_num(np.where(X > 1, np.inf, X), posinf=p),
+    "nan_to_num neginf": lambda p: mt.nan_to_num(np.where(X > 1, -np.inf, X), neginf=p),
+    "diff append": lambda p: mt.diff(X, append=p * np.ones((2, 1))),
+    "diff prepend a number": lambda p: mt.diff(X[0], prepend=p),
+    "ediff1d begin": lambda p: mt.ediff1d(X, to_begin=p),
+    "clip max alone": lambda p: mt.clip(X, None, p),
+    "histogram2d weights": lambda p: mt.histogram2d(X[0], X[1], 2, weights=p * X[0])[0],
+    "rfftfreq": lambda p: mt.fft.rfftfreq(4, d=p),
+    "linspace stop": lambda p: mt.linspace(0.0, p, 4),
+    "where of ours": lambda p: mt.where(X > 0, X, p),
+    "trapezoid x": lambda p: mt.trapezoid(X[0], mt.asarray([0.0, 1.0, 2.0]) * p),
+    "isclose": lambda p: mt.where(mt.isclose(X, X + 1e-9, rtol=p), X, X),
+    "bernoulli": lambda p: mt.random.bernoulli(KEY, p, (3,)),
+    "choice p": lambda p: mt.random.choice(KEY, 3, (4,), p=mt.stack([p, p, 1 - 2 * p])) * 1.0,
+    "cauchy": lambda p: mt.random.cauchy(KEY, (3,), loc=p, scale=p),
+    "laplace": lambda p: mt.random.laplace(KEY, (3,), loc=p, scale=p),
+    "logistic": lambda p: mt.random.logistic(KEY, (3,), loc=p, scale=p),
+    "lognormal": lambda p: mt.random.lognormal(KEY, (3,), mean=p, sigma=p),
+    "pareto": lambda p: mt.random.pareto(KEY, 2.0, (3,), scale=p),
+    "rayleigh": lambda p: mt.random.rayleigh(KEY, (3,), scale=p),
+    "weibull": lambda p: mt.random.weibull(KEY, 2.0, (3,), scale=p),
+    "batch_norm momentum": lambda p: mt.batch_norm(IMAGES, ONE, ONE, training=True, momentum=p),
+    "pinv rtol": lambda p: mt.linalg.pinv(X, rtol=p * 1e-9),
+    "lstsq rcond": lambda p: mt.linalg.lstsq(X.T, X[0], rcond=p * 1e-9)[0],
+    "pool": lambda p: mt.nn.pool(IMAGES * p, 2, kind="mean"),
+    "softmax where": lambda p: mt.nn.softmax(X, where=mt.asarray(X) > p - 5),
+    # NumPy's own, of which the watched number is no argument that NumPy asks for its protocol.
+    "numpy.interp left": lambda p: np.interp(X, np.array([0.0, 1.0]), np.array([0.0, 1.0]), left=p),
+    "numpy.interp right": lambda p: np.interp(X, np.array([0.0, 1.0]), np.array([0.0, 1.0]), right=p),
+    "numpy.interp of ours": lambda p: np.interp(mt.asarray(X), np.array([0.0, 1.0]), np.array([0.0, 1.0]), left=p),
+    "numpy.interp period": lambda p: np.interp(X, np.array([0.0, 1.0]), np.array([0.0, 1.0]), period=p),
+    "numpy.pad": lambda p: np.pad(X, 1, constant_values=p),
+    "numpy.pad end_values": lambda p: np.pad(X, 1, mode="linear_ramp", end_values=p),
+    "numpy.sum initial": lambda p: np.sum(X, initial=p),
+    "numpy.max initial": lambda p: np.max(X, axis=1, initial=p),
+    "numpy.nan_to_num": lambda p: np.nan_to_num(np.where(X > 1, np.nan, X), nan=p),
+    "numpy.diff": lambda p: np.diff(X[0], prepend=p, append=p),
+    "numpy.ediff1d": lambda p: np.ediff1d(X[0], to_end=p),
+    "numpy.clip": lambda p: np.clip(X, -p, p),
+    "numpy.linspace": lambda p: np.linspace(0.0, p, 4),
+    "numpy.arange": lambda p: np.arange(0.0, 3.0, p),
+    "numpy.full": lambda p: np.full(3, p),
+    "numpy.full_like": lambda p: np.full_like(X, p),
+    "numpy.average": lambda p: np.average(X[0], weights=mt.stack([p, p, 1.0])),
+    "numpy.quantile": lambda p: np.quantile(X, p),
+    "numpy.trapezoid": lambda p: np.trapezoid(X, dx=p),
+    "numpy.gradient": lambda p: np.gradient(X[0], p),
+    "numpy.unwrap": lambda p: np.unwrap(X[0], period=p),
+    "numpy.select": lambda p: np.select([X > 0], [X], default=p),
+    "numpy.piecewise": lambda p: np.piecewise(X, [X > 0], [p, 0.0]),
+    "numpy.kaiser": lambda p: np.kaiser(5, p),
+    "numpy.histogram": lambda p: np.histogram(X, 3, range=(-p, p))[1],
+    "numpy.polyint": lambda p: np.polyint(X[0], k=p),
+    "numpy.fft.fftfreq": lambda p: np.fft.fftfreq(4, d=p),
+    "numpy.where": lambda p: np.where(X > 0, p, -p),
+    "numpy.insert": lambda p: np.insert(X[0], 1, p),
+    "numpy.append": lambda p: np.append(X[0], p),
+    "numpy.put": lambda p: (lambda a: (np.put(a, [0], p), a)[1])(X.copy()),
+    "numpy.copyto": lambda p: (lambda a: (np.copyto(a, p), a)[1])(X.copy()),
+    "numpy.place": lambda p: (lambda a: (np.place(a, X > 0, p), a)[1])(X.copy()),
+    "numpy.std": lambda p: np.std(X, ddof=p),
+    "numpy.random": lambda p: np.random.default_rng(0).normal(p, p, 3),
 }  # fmt: skip
 
 
 E = mt.errors
-REFUSALS = (E.GradientError, E.DTypeError, E.TracedValueError, E.NonDifferentiableError)
+REFUSALS = (E.GradientError, E.DTypeError, E.TracedValueError, E.NonDifferentiableError, E.NumPyFunctionError)
 
 
 def _stepped(optimizer: Any) -> Any:
@@ -117,7 +184,8 @@ def _stepped(optimizer: Any) -> Any:
 
 
 def total(out: Any) -> Any:
-    arrays = [o for o in mt.tree.flatten(out)[0] if isinstance(o, mt.Array) and o.dtype.kind == "f"]
+    leaves = [mt.asarray(o) if isinstance(o, np.ndarray | np.generic) else o for o in mt.tree.flatten(out)[0]]
+    arrays = [o for o in leaves if isinstance(o, mt.Array) and o.dtype.kind == "f"]
     return sum((mt.sum(o * np.cos(np.arange(o.size)).reshape(o.shape)) for o in arrays), mt.asarray(0.0))
 
 
@@ -131,6 +199,10 @@ def test_a_watched_number_has_its_derivative_or_is_refused(name: str, way: str) 
     try:
         slope = float(mt.grad(mt.compile(loss) if way == "compiled" else loss)(mt.asarray(at)))
     except REFUSALS:
+        return
+    except ValueError as e:  # NumPy puts one of its own around what a conversion raises
+        if not name.startswith("numpy.") or not isinstance(e.__cause__, REFUSALS):
+            raise
         return
     wanted = (float(loss(at + step)) - float(loss(at - step))) / (2 * step)
     assert slope == pytest.approx(wanted, rel=1e-4, abs=1e-6)

@@ -266,7 +266,14 @@ def test_a_batch_that_counts_nothing_changes_nothing_and_gives_no_nan():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda p, b, key: p, "single numbers"),
+        (lambda p, b, key: p, r"the mean .* no single real number but float32 of shape \(2,\)"),
+        (lambda p, b, key: None, "the mean .* but NoneType: a loss returns a mean over the batch"),
+        (lambda p, b, key: {"loss": p.sum()}, "the mean .* but dict"),
+        (lambda p, b, key: p.sum() * 1j, r"the mean .* complex64 of shape \(\)"),
+        (lambda p, b, key: (p, 1.0), r"the total .* float32 of shape \(2,\)"),
+        (lambda p, b, key: (p.sum(), None), "the weight .* NoneType"),
+        (lambda p, b, key: (p.sum(), 1.0, {"a": p}), r"the metric a .* shape \(2,\)"),
+        (lambda p, b, key: (p.sum(), 1.0, p), "metrics of a loss are a dict"),
         (lambda p, b, key: (p.sum(), 1.0, {}, 2), "4 things"),
         (lambda p, b, key: (p.sum(), 1.0, {"loss": 1.0}), "cannot be called loss"),
     ],
@@ -303,3 +310,24 @@ def test_more_tokens_than_float16_counts_do_not_erase_the_gradients_of_float16_p
     state, found = recipe.step(state, [mt.asarray(np.float32([0.25, -0.125, 0.0625]))], mt.random.key(0))
     np.testing.assert_array_equal(np.asarray(state["params"]["w"]), np.float16([-0.25, 0.125, -0.0625]))
     assert float(found["weight"]) == 2**17
+
+
+@pytest.mark.parametrize("loss", [lambda p, b: p.sum(), lambda: 0.0, lambda p, b, key, more: p.sum()])
+def test_a_loss_that_does_not_take_what_it_is_given_is_refused_before_the_run(loss):
+    with pytest.raises(mt.errors.TrainingError, match=r"called as loss\(params, batch, key\)"):
+        Recipe(loss, mt.optim.sgd(0.1))
+    Recipe(lambda p, b, key=None, more=1: p.sum(), mt.optim.sgd(0.1))
+
+
+@pytest.mark.parametrize("count", [np.arange(2), mt.asarray([1, 2]), mt.asarray([True]), 3], ids=repr)
+def test_integers_among_the_parameters_are_refused_until_they_are_said_not_to_be_trained(count):
+    params = {"w": mt.ones(2), "norm": {"count": count}}
+    loss = lambda p, b, key: mt.mean(p["w"] * mt.sum(p["norm"]["count"]) * b["x"])  # noqa: E731
+    with pytest.raises(
+        mt.errors.TrainingError, match=r"norm\.count is .* which has no gradient.*trainable=lambda path"
+    ):
+        Recipe(loss, mt.optim.sgd(0.1)).init(params, None)
+    recipe = Recipe(loss, mt.optim.sgd(0.1), trainable=lambda path: path != ("norm", "count"))
+    state, _ = recipe.step(recipe.init(params, None), [{"x": mt.ones(2)}], mt.random.key(0))
+    assert np.asarray(state["params"]["norm"]["count"]).tolist() == np.asarray(count).tolist()
+    assert (np.asarray(state["params"]["w"]) < 1).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 
@@ -106,10 +107,12 @@ def test_each_step_and_micro_batch_draws_numbers_of_its_own():
 
 
 def test_a_finished_run_does_nothing_more(trainer, tmp_path):
-    trainer(steps=3, directory=tmp_path).fit()
+    first = trainer(steps=3, directory=tmp_path).fit()
     again = trainer(steps=3, directory=tmp_path)
     result = again.fit()
     assert (result.reason, result.step, result.history) == ("steps", 3, [])
+    assert math.isfinite(first.loss)
+    assert result.loss == first.loss
     assert trainer(steps=2, directory=tmp_path, resume="never").fit().step == 2
 
 
