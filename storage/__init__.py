@@ -14,6 +14,7 @@ array([3., 4., 5.])
 
 import sys as _sys
 
+from .casting import CastLoss
 from .comparing import ArrayDiff, DiffReport, diff
 from .compression import Zstd
 from .converting import ConvertReport, convert, reshard
@@ -35,6 +36,7 @@ from .verifying import VerifyReport, verify
 
 __all__ = [
     "ArrayDiff",
+    "CastLoss",
     "Checkpoint",
     "CheckpointManager",
     "ConvertReport",

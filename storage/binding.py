@@ -12,7 +12,7 @@ from typing import Any
 from ..arrays.errors import CheckpointError, MeshtapeError, RuleConflict, RuleMatchError, RuleSyntaxError
 from . import ruletext
 from .derived import Agreed, Sliced
-from .steps import Cast, Lossy, Pad, Step
+from .steps import Cast, NotInvertible, Pad, Step
 
 # ----- patterns -------------------------------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class Program:
                 for step, before in zip(reversed(a.steps), reversed(a.stages[:-1]), strict=True):
                     try:
                         steps.append(step.inverse(before))
-                    except Lossy as e:
+                    except NotInvertible as e:
                         raise CheckpointError(f"the rule\n  {a.rule.shown}\nhas no inverse: {e}") from None
                 out.append(Rule(names, back, *steps))
         return out

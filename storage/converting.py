@@ -14,6 +14,7 @@ import numpy as np
 
 from ..arrays.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
 from . import activity, commit, dtypes, manifest, names, stores
+from .casting import CastLoss
 from .compression import Compression, Zstd, chosen
 from .derived import Converted
 from .documents import Documents
@@ -46,6 +47,7 @@ class Options(TypedDict, total=False):
     compression: str | Zstd | None
     memory_limit: int
     threads: int
+    allow_overflow: bool
     overwrite: bool
     progress: Progress | None
     client: Any
@@ -53,7 +55,10 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place."""
+    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place.
+
+    ``losses`` counts, for each array, the values that its casts lost: those that ``allow_overflow`` accepted, and those that became zero.
+    """
 
     path: str
     arrays: int
@@ -63,6 +68,7 @@ class ConvertReport:
     resumed: int
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    losses: dict[str, CastLoss] = field(default_factory=dict)
 
 
 def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
@@ -118,10 +124,10 @@ class Selection:
     ) -> Selection:
         ckpt = open_checkpoint(src)
         compression = ckpt.compression
-        if rules is not None:
-            ckpt = Rules(rules).on(ckpt)
         if prefix is not None:
             ckpt = ckpt.below(prefix)
+        if rules is not None:
+            ckpt = Rules(rules).on(ckpt)
         picked = select(ckpt, keys)
         if drop is not None:
             every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure)}
@@ -211,6 +217,7 @@ def convert(
     compression: str | Zstd | None = KEEP,
     memory_limit: int = MEMORY_LIMIT,
     threads: int = THREADS,
+    allow_overflow: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
     client: Any = None,
@@ -231,11 +238,11 @@ def convert(
     max_shard_bytes
         For safetensors: largest size of a file's arrays together; None puts all in one file.
     rules
-        Key rules (`Rules`, or their text), applied first. They are evaluated block by block.
+        Key rules (`Rules`, or their text), applied before ``keys``, ``drop`` and ``dtype``. They are evaluated block by block.
     keys, drop
         Names or patterns of the arrays to take and to leave out.
     prefix
-        Take only what lies below this name (``"params"``), and leave the name out. ``keys`` and ``drop`` speak of names without it.
+        Take only what lies below this name (``"params"``), and leave the name out. ``rules``, ``keys`` and ``drop`` speak of names without it.
     dtype
         Convert all floating arrays to this dtype. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
         refused: without it their numbers mean something else.
@@ -246,6 +253,9 @@ def convert(
         Bytes of memory for windows and staging, whatever the size of the arrays.
     threads
         Windows that are on their way at a time.
+    allow_overflow
+        Accept values that a cast (``dtype``, or one of the rules) turns into infinity, NaN or another integer; the report counts them for
+        each array. Otherwise they are an error before anything is replaced. Rounding is no such loss; values that become zero are counted.
     overwrite
         Replace an existing checkpoint or Hugging Face directory.
     progress
@@ -262,6 +272,8 @@ def convert(
     ------
     CheckpointDTypeError, CheckpointKeyError, CheckpointShapeError
         The checkpoint does not fit the format, the selection or the rules; nothing was written.
+    LossyCast
+        A cast would lose values, and ``allow_overflow`` is false; names the arrays, the counts and the first places.
     CorruptCheckpoint
         The source is damaged, or what was written does not read back.
     StorageFull
@@ -307,7 +319,7 @@ def convert(
     tensors = list(held.arrays.values())
     kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
     with commit.writing(target), activity.under_way(kind, target) as work:
-        nbytes, resumed = transfer(
+        nbytes, resumed, losses = transfer(
             held.ckpt.path,
             tensors,
             sink,
@@ -318,11 +330,13 @@ def convert(
             ours=replaceable,
             progress=work.follow(progress),
             executor=_executor(client),
+            allow_overflow=allow_overflow,
         )
     files = list(sink.files) if isinstance(sink, HuggingFaceSink) else [i.directory for i in getattr(sink, "items", ())]
     skipped = held.skipped if isinstance(sink, HuggingFaceSink) else []
     total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
-    return ConvertReport(target, len(tensors), files, total, nbytes, resumed, skipped, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return ConvertReport(target, len(tensors), files, total, nbytes, resumed, skipped, seconds, dict(sorted(losses.items())))
 
 
 def _executor(client: Any) -> Executor | None:
@@ -356,7 +370,8 @@ def reshard(
         matches counts; an array that none matches is one block. Or a function ``(path, shape, dtype)`` that returns such a map, a
         sharding of a mesh at hand, or None.
     options
-        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``memory_limit``, ``threads``, ``overwrite``, ``progress`` and ``client`` of `convert`.
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``memory_limit``, ``threads``, ``allow_overflow``, ``overwrite``,
+        ``progress`` and ``client`` of `convert`.
 
     Returns
     -------

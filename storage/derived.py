@@ -8,19 +8,22 @@ All are small picklable values.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError
+from .casting import cast
 from .grid import runs, windows
 from .tensors import Job, StoredTensor
 
+_SOURCES = frozenset(["source", "parts", "scale", "zero"])
 _PIECE = 8 << 20  # bytes that a cast holds at once
 
 
@@ -40,6 +43,23 @@ class _Derived:
         for s in self.sources():
             if hasattr(s, "check"):
                 s.check()
+
+
+class Recipes:
+    """Digests of how tensors are made of stored ones: two that are equal read alike from the same files."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, str] = {}  # a tensor may be the source of many
+
+    def of(self, tensor: Any) -> str:
+        found = self._known.get(id(tensor))
+        if found is None:
+            told = [type(tensor).__name__, tensor.name]
+            if isinstance(tensor, _Derived):
+                told += [str(getattr(tensor, f.name)) for f in fields(tensor) if f.name not in _SOURCES]
+                told += [self.of(s) for s in tensor.sources()]
+            found = self._known[id(tensor)] = hashlib.sha256("\0".join(told).encode("utf-8", "replace")).hexdigest()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +161,11 @@ class Sliced(_Derived):
             yield from self.source.jobs(self._box(box), out)
 
 
+def casts(tensor: Any) -> bool:
+    """Whether reading a tensor may lose values (see ``casting``)."""
+    return isinstance(tensor, Converted) or (isinstance(tensor, _Derived) and any(map(casts, tensor.sources())))
+
+
 def whole_of(tensor: Any) -> Any:
     """The tensor that another name stands for, where nothing but the name is another."""
     while isinstance(tensor, Sliced) and not any(tensor.start) and tensor.shape == tensor.source.shape:
@@ -240,11 +265,12 @@ class Permuted(_Derived):
 
 @dataclass(frozen=True, slots=True)
 class Converted(_Derived):
-    """Another dtype, by NumPy's rules."""
+    """Another dtype, by NumPy's rules; what it loses is counted (see ``casting``). ``allowed``: the loss is accepted."""
 
     name: str
     source: StoredTensor
     dtype: np.dtype
+    allowed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -269,8 +295,7 @@ class Converted(_Derived):
     def _read(self, box: Box, out: np.ndarray) -> int:
         held = np.empty(box.shape, self.source.dtype)
         nbytes = sum(job() for job in self.source.jobs(box, held))
-        with np.errstate(all="ignore"):  # a value out of range becomes infinity, as the rule asks
-            out[...] = held.astype(self.dtype)
+        out[...] = cast(self.name, held, self.dtype, box.offset, self.allowed)
         return nbytes
 
 

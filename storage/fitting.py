@@ -18,6 +18,7 @@ from ..arrays.errors import (
     ReshardError,
 )
 from ..arrays.tree import Path, flatten_with_path
+from .derived import Converted
 from .manifest import scalar_leaves
 from .names import check_distinct, leaf_name
 from .opened import Checkpoint, StoredArray
@@ -37,6 +38,12 @@ class Target:
     dtype: np.dtype
     sharding: BlockSharding | None = None
     like: Any = None
+
+    @property
+    def tensor(self) -> Any:
+        """The source in the wanted dtype."""
+        t = self.source.tensor
+        return t if t.dtype == self.dtype else Converted(t.name, t, self.dtype)
 
 
 def select(ckpt: Checkpoint, keys: Iterable[str] | None) -> set[Path] | None:
@@ -146,7 +153,8 @@ def match_like(
         if tuple(leaf.shape) != source.shape:
             shapes.append(name)
             rule = f", made by the rule {source.rule}" if source.rule else ""
-            report.mismatched[name] = f"{name}: stored shape {source.shape}, wanted {tuple(leaf.shape)}{rule}"
+            also = "" if dtype == source.dtype or cast else f"; stored dtype {source.dtype}, wanted {dtype}"
+            report.mismatched[name] = f"{name}: stored shape {source.shape}, wanted {tuple(leaf.shape)}{also}{rule}"
         elif dtype != source.dtype and not cast:
             types.append(name)
             report.mismatched[name] = f"{name}: stored dtype {source.dtype}, wanted {dtype}"

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 
+from .casting import CastLoss
+
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])\d+(?![0-9A-Za-z])")
 MAX_LINES = 40
 
@@ -64,7 +66,7 @@ class LoadReport:
     ``bytes_read`` counts reads of every process, ``bytes_needed`` the elements. ``phases`` holds the seconds of opening, planning and
     reading. ``resharded`` names the arrays whose blocks are not stored as the ranks want them, so that some rank read from several
     blocks or a part of one. ``mismatched`` holds a line for each array of another shape or dtype, ``ignored`` the names that ``ignore``
-    excused, ``mapping`` each rule with how often it was applied. ``print(report)`` shows it in at most 40 lines.
+    excused, ``mapping`` each rule with how often it was applied, ``losses`` the values that casts lost (see `convert`). ``print(report)`` shows it in at most 40 lines.
     """
 
     path: str = ""
@@ -79,6 +81,7 @@ class LoadReport:
     ignored: list[str] = field(default_factory=list)
     resharded: list[str] = field(default_factory=list)
     mapping: list[tuple[str, int]] = field(default_factory=list)
+    losses: dict[str, CastLoss] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
 
     def reset(self) -> None:
@@ -110,6 +113,7 @@ class LoadReport:
         )
         lines = [head, *self.problems(), *listed("ignored", self.ignored, 4)]
         lines += listed("cut in other blocks than stored", self.resharded, 4)
+        lines += [f"  {name}: {loss}" for name, loss in self.losses.items()]
         lines += [f"  {rule}  ×{n}" for rule, n in self.mapping]
         return "\n".join(
             lines

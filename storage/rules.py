@@ -160,7 +160,13 @@ class Rules:
         return replace(ckpt, arrays=arrays, structure=structure, meshes=[], mapping=list(counts.items()))
 
     def on_arrays(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The rules applied to arrays in memory."""
+        """The rules applied to arrays in memory.
+
+        Raises `LossyCast` where a cast loses values; ``cast(int8, allow_overflow=true)`` accepts that.
+
+        >>> Rules("a -> b, cast(int8, allow_overflow=true)").on_arrays({"a": np.asarray([1.0, 300.0])})
+        {'b': array([ 1, 44], dtype=int8)}
+        """
         held = {n: Memory(n, np.asarray(a)) for n, a in arrays.items()}
         return {n: read_box(t)[0] for n, t in Program(self.rules, self.follow, held, {}).outputs().items()}
 

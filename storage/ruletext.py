@@ -228,6 +228,8 @@ def _fits(value: Any, kind: str) -> bool:
         return "None" in kind
     if kind.startswith("tuple"):
         return isinstance(value, tuple) and all(type(v) is int for v in value)
+    if kind == "bool":
+        return isinstance(value, bool)
     if kind.startswith("int"):
         return type(value) is int
     if kind.startswith("float"):

@@ -20,7 +20,7 @@ step            tensors                what it does
 ==============  =====================  ================================================================================
 
 ``apply`` makes lazy tensors (see ``derived``) and raises where shapes or dtypes do not fit. ``inverse`` is the step that undoes
-``apply``, given the tensors that it was applied to; `Lossy` where there is none.
+``apply``, given the tensors that it was applied to; `NotInvertible` where there is none.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ import numpy as np
 
 from ..arrays.errors import CheckpointDTypeError, CheckpointShapeError, RuleConflict
 from . import dtypes
+from .casting import exact
 from .derived import Converted, Filled, Joined, Permuted, Reshaped, Sliced
 
 
-class Lossy(ValueError):
+class NotInvertible(ValueError):
     """A step has no inverse; says why."""
 
 
@@ -56,7 +57,7 @@ def _sliced(t: Any, axis: int, start: int, stop: int) -> Sliced:
 def _one(values: Sequence[Any], what: str) -> Any:
     first, *others = values
     if any(v != first for v in others):
-        raise Lossy(f"its arrays have different {what}, which one step back cannot restore")
+        raise NotInvertible(f"its arrays have different {what}, which one step back cannot restore")
     return first
 
 
@@ -184,35 +185,20 @@ class Reshape(Step):
         if sum(len(s) > 1 for s in lengths) > 1 or (
             any(len(s) > 1 for s in lengths) and any(0 in t.shape for t in before)
         ):
-            raise Lossy("its arrays have different shapes, which one step back cannot restore")
+            raise NotInvertible("its arrays have different shapes, which one step back cannot restore")
         return Reshape(tuple(s.pop() if len(s) == 1 else -1 for s in lengths))
-
-
-# Every value of the first is one of the second, beyond what NumPy knows.
-_EXACT = {
-    (a, b)
-    for a in ("float8_e4m3fn", "float8_e5m2")
-    for b in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-} | {("bfloat16", b) for b in ("float32", "float64", "complex64", "complex128")}
-
-
-def exact(a: Any, b: Any) -> bool:
-    """Whether dtype ``b`` holds every value of ``a``.
-
-    >>> exact("bfloat16", "float32"), exact("float32", "bfloat16")
-    (True, False)
-    """
-    a, b = dtypes.by_name(a), dtypes.by_name(b)
-    native = a.name not in dtypes.EXTENSIONS and b.name not in dtypes.EXTENSIONS
-    return a == b or (a.name, b.name) in _EXACT or (native and np.can_cast(a, b, "safe"))
 
 
 @dataclass(frozen=True, slots=True)
 class Cast(Step):
-    """``back`` names the dtype of the inverse, where the way there loses digits and that is accepted."""
+    """``back`` names the dtype of the inverse, where the way there loses digits and that is accepted.
+
+    ``allow_overflow``: values that the dtype cannot hold are accepted too; otherwise they raise `LossyCast` when they are read.
+    """
 
     dtype: str
     back: str | None = None
+    allow_overflow: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtypes.name_of(self.dtype))
@@ -220,19 +206,14 @@ class Cast(Step):
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
         dtype = dtypes.by_name(self.dtype)
-        for t in tensors:
-            if t.dtype.kind == "c" and dtype.kind != "c":
-                raise CheckpointDTypeError(
-                    f"{t.name!r} is {t.dtype}; cast to {self.dtype} would lose the imaginary part"
-                )
-        return [t if t.dtype == dtype else Converted(t.name, t, dtype) for t in tensors]
+        return [t if t.dtype == dtype else Converted(t.name, t, dtype, self.allow_overflow) for t in tensors]
 
     def inverse(self, before: list[Any]) -> Step:
         if self.back is not None:
             return Cast(self.back, self.dtype)
         dtype = _one([t.dtype.name for t in before], "dtypes")
         if not exact(dtype, dtypes.by_name(self.dtype)):
-            raise Lossy(
+            raise NotInvertible(
                 f"cast from {dtype} to {self.dtype} loses digits; say cast({self.dtype}, back={dtype}) to accept that"
             )
         return Cast(dtype, self.dtype)
@@ -280,7 +261,7 @@ class Slice(Step):
     def inverse(self, before: list[Any]) -> Step:
         n = _one([t.shape[_axis(self.axis, t)] for t in before], "lengths")
         if (self.start, self.stop) != (0, n):
-            raise Lossy(f"slice leaves out a part of axis {self.axis}")
+            raise NotInvertible(f"slice leaves out a part of axis {self.axis}")
         return self
 
 
@@ -428,7 +409,7 @@ class Init(Step):
 
     def inverse(self, before: list[Any]) -> Step:
         # The inverse of a whole rule drops the array; there is no step from one array to none.
-        raise Lossy("init makes an array out of nothing")
+        raise NotInvertible("init makes an array out of nothing")
 
 
 # The names in the text form.
