@@ -401,7 +401,11 @@ def reshard(
     if mesh is None:
         raise click.UsageError("Missing option '--mesh'.")
     report = _write(run, "resharding", src, dst, as_json=as_json, mesh=mesh, shardings=shards, **target)
-    _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}{_lost(report)}")
+    _tell(
+        report,
+        as_json,
+        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}{_lost(report)}",
+    )
 
 
 @click.command(

@@ -115,7 +115,12 @@ class CastLoss:
 # ----- counting -------------------------------------------------------------------------------------------------------
 
 
-def _is_float(dtype: np.dtype) -> bool:
+def is_float(dtype: np.dtype) -> bool:
+    """Whether a dtype is floating, ml_dtypes' own too.
+
+    >>> is_float(dtypes.by_name("float8_e5m2")), is_float(np.dtype("int8"))
+    (True, False)
+    """
     return dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))
 
 
@@ -184,14 +189,14 @@ def measure(a: np.ndarray, b: np.ndarray, offset: tuple[int, ...] = ()) -> CastL
 
 
 def _to_floats(a: np.ndarray, b: np.ndarray, offset: tuple[int, ...]) -> CastLoss:
-    floating = _is_float(a.dtype)
+    floating = is_float(a.dtype)
     finite, number = (np.isfinite(a), ~np.isnan(a)) if floating else (True, True)
     return _loss(a, b, offset, overflow=np.isinf(b) & finite, nan=np.isnan(b) & number)
 
 
 def _to_integers(a: np.ndarray, b: np.ndarray, offset: tuple[int, ...]) -> CastLoss:
     limits = np.iinfo(b.dtype)
-    if not _is_float(a.dtype):
+    if not is_float(a.dtype):
         if a.dtype.kind == "b" or (limits.min <= int(a.min()) and int(a.max()) <= limits.max):
             return CastLoss()
         return _loss(a, b, offset, wrapped=(a < limits.min) | (a > limits.max))

@@ -17,7 +17,7 @@ from . import activity, commit, dtypes, manifest, names, stores
 from .casting import CastLoss
 from .compression import Compression, Zstd, chosen
 from .derived import Converted
-from .documents import Documents
+from .documents import Documents, with_dtype
 from .finishing import Item, is_checkpoint
 from .fitting import prune, select
 from .grid import choose_grid
@@ -106,11 +106,15 @@ class Selection:
     structure: Any
     skipped: list[str]
     compression: Compression  # of what is read
+    dtype: np.dtype | None = None  # that all floating arrays were converted to
 
     def documents(self) -> dict[str, bytes]:
-        """Files beside the arrays, which go along."""
+        """Files beside the arrays, which go along. A ``config.json`` that names the dtype of the weights names the new one."""
         held = self.ckpt.documents
-        return held.every() if isinstance(held, Documents) else {}
+        found = held.every() if isinstance(held, Documents) else {}
+        if self.dtype is not None and "config.json" in found:
+            found["config.json"] = with_dtype(found["config.json"], self.dtype.name)
+        return found
 
     @classmethod
     def of(
@@ -136,13 +140,13 @@ class Selection:
         with stores.listed_once():
             for n in arrays:
                 ckpt.arrays[n].check()
-        if dtype is not None:
-            wanted = _float(dtype)
+        wanted = None if dtype is None else _float(dtype)
+        if wanted is not None:
             _refuse_scaled(arrays, wanted)
             arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
-        return cls(ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped, compression)
+        return cls(ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped, compression, wanted)
 
 
 def _float(dtype: Any) -> np.dtype:
@@ -161,8 +165,9 @@ def _refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
             scale = next((s for end in ("_scale", "_scale_inv") if (s := name + end) in arrays), None)
             if scale is not None:
                 raise CheckpointDTypeError(
-                    f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without the scale. Leave "
-                    "dtype= out, or leave such arrays out with drop="
+                    f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without the scale. "
+                    f"Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, leave dtype= out, "
+                    "or leave such arrays out with drop="
                 )
 
 
@@ -244,8 +249,8 @@ def convert(
     prefix
         Take only what lies below this name (``"params"``), and leave the name out. ``rules``, ``keys`` and ``drop`` speak of names without it.
     dtype
-        Convert all floating arrays to this dtype. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
-        refused: without it their numbers mean something else.
+        Convert all floating arrays to this dtype. A ``config.json`` that goes along then names it as ``dtype`` or ``torch_dtype``. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
+        refused: without it their numbers mean something else; the step ``dequantize`` of key rules applies it.
     compression
         For Zarr, as in `save`; ``"keep"``: as the source is compressed, where it is one of ours. Chunks that stay the same are then copied as they
         are. An interrupted run goes on after the last shard that was complete.
@@ -336,7 +341,9 @@ def convert(
     skipped = held.skipped if isinstance(sink, HuggingFaceSink) else []
     total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
     seconds = time.perf_counter() - started
-    return ConvertReport(target, len(tensors), files, total, nbytes, resumed, skipped, seconds, dict(sorted(losses.items())))
+    return ConvertReport(
+        target, len(tensors), files, total, nbytes, resumed, skipped, seconds, dict(sorted(losses.items()))
+    )
 
 
 def _executor(client: Any) -> Executor | None:

@@ -32,7 +32,9 @@ from .tensors import StoredTensor, run
 
 # ----- in the processes that will hold the blocks ---------------------------------------------------------------------
 
-_done: dict[str, list[tuple[int, dict[Any, CastLoss]]]] = {}  # bytes and losses by load, kept only for a caller who asks for them
+_done: dict[
+    str, list[tuple[int, dict[Any, CastLoss]]]
+] = {}  # bytes and losses by load, kept only for a caller who asks for them
 
 
 def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box]]]]) -> dict[int, list[Any]]:
@@ -63,7 +65,9 @@ def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box]]
     return out
 
 
-def counts(payloads: Mapping[int, str], blocks: Mapping[int, Sequence[np.ndarray]]) -> list[tuple[int, dict[Any, CastLoss]]]:
+def counts(
+    payloads: Mapping[int, str], blocks: Mapping[int, Sequence[np.ndarray]]
+) -> list[tuple[int, dict[Any, CastLoss]]]:
     """What `read_blocks` read and lost in this process for the load of that token. Called through ``BlockHost.run_on_blocks``."""
     return _done.pop(next(iter(payloads.values())), [])
 
@@ -174,7 +178,8 @@ def load(
         are an error. Rounding is no such loss; values that become zero are counted.
     strict
         When false, what is missing or does not fit is taken from ``like`` as it is there, what is unexpected is left out, and the report
-        tells; without a ``report`` a warning does.
+        tells. Where ``like`` has more rows than are stored (a vocabulary that grew), the stored rows are kept, and those beyond are those of
+        ``like``. Without a ``report`` a warning tells.
     ignore
         Names or patterns that may be missing (then they are those of ``like``) or unexpected; the report lists them.
     rules
@@ -261,7 +266,7 @@ def load(
 
     if like is not None:
         scalars = held(ckpt, picked)[1]
-        return _rebuild(like, {**scalars, **loaded}, set(kept.loaded))
+        return _rebuild(like, {**scalars, **loaded}, {*kept.loaded, *kept.grown})
     structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
     order = list(ckpt.arrays)
     return fill(structure, lambda leaf: loaded[order[leaf.index]])

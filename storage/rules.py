@@ -30,29 +30,28 @@ from .derived import Filled, Memory
 from .manifest import Leaf, scalar_leaves
 from .names import leaf_name
 from .opened import Checkpoint, StoredArray
+from .step import Step
 from .steps import (
-    Cast,
     Concat,
     Deinterleave,
     FuseFFN,
     FuseQKV,
-    Init,
     Interleave,
-    Pad,
     Permute,
     Reshape,
     Slice,
     Split,
     SplitFFN,
     SplitQKV,
-    Step,
 )
 from .tensors import read_box
+from .value_steps import Cast, Dequantize, Init, Pad
 
 __all__ = [
     "Cast",
     "Concat",
     "Deinterleave",
+    "Dequantize",
     "FuseFFN",
     "FuseQKV",
     "Init",

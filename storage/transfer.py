@@ -52,9 +52,7 @@ def _stamp(path: str) -> list[Any]:
     return found or [[e.name, e.nbytes, e.tag] for e in store.entries() if e.name == name]
 
 
-def fingerprint(
-    source: str, tensors: Sequence[Any], sink: Sink, windows: int, memory_limit: int, threads: int
-) -> str:
+def fingerprint(source: str, tensors: Sequence[Any], sink: Sink, windows: int, memory_limit: int, threads: int) -> str:
     """What is the same for two runs that would write the same windows of the same bytes."""
     made = Recipes()
     held = [made.of(t) for t in tensors]

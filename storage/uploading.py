@@ -85,14 +85,14 @@ class _Journal:
         self.folder.store.put(JOURNAL, text.encode())
 
     @staticmethod
-    def read(
-        store: object_commit.ObjectStore, key: str
-    ) -> tuple[str, dict[str, list[int]], dict[str, Tally]] | None:
+    def read(store: object_commit.ObjectStore, key: str) -> tuple[str, dict[str, list[int]], dict[str, Tally]] | None:
         """(mark, files, losses by file) of an earlier run of the same plan."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             said = strict_json.loads(store.get(JOURNAL))
             if said["plan"] == key and isinstance(said["mark"], str):
-                losses = {f: Tally({n: CastLoss.decode(r) for n, r in held.items()}) for f, held in said["losses"].items()}
+                losses = {
+                    f: Tally({n: CastLoss.decode(r) for n, r in held.items()}) for f, held in said["losses"].items()
+                }
                 return said["mark"], {str(n): [int(x) for x in row] for n, row in said["files"].items()}, losses
         return None
 

@@ -4,7 +4,6 @@ import itertools
 import json
 from concurrent.futures import ProcessPoolExecutor
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -47,7 +46,7 @@ def kinds(a, b):
         else:
             found["overflow"] += abs(y) == np.inf and abs(x) != np.inf and x == x
             found["nan"] += y != y and x == x
-            found["underflow"] += y == 0 and x != 0 and not (x_dtype.kind in "iu")
+            found["underflow"] += y == 0 and x != 0 and x_dtype.kind not in "iu"
 
     for x, y in zip(a.reshape(-1), b.reshape(-1), strict=True):
         integral = a.dtype.kind in "iub"
@@ -67,16 +66,52 @@ def samples(dtype):
     """Every bit pattern of a short type; the awkward ones of a long one."""
     dtype = dtypes.by_name(dtype)
     if dtype.itemsize <= 2 and dtype.kind != "b":
-        return np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}")[:: 1 if dtype.itemsize == 1 else 37].view(dtype)
+        return np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}")[
+            :: 1 if dtype.itemsize == 1 else 37
+        ].view(dtype)
     if dtype.kind == "b":
         return np.asarray([True, False])
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         near = [0, 1, 2, 127, 128, 255, 256, 300, 448, 465, 65504, 65519, 65520, limits.max, limits.max - 1]
         return np.asarray([n for n in {*near, *(-n for n in near), limits.min} if limits.min <= n <= limits.max], dtype)
-    near = [0.0, 0.5, 1, 1.5, 127.5, 128, 255.5, 256, 300, 448, 464, 464.001, 465, 57344, 61440, 65504, 65519.9, 65520, 7e4]
+    near = [
+        0.0,
+        0.5,
+        1,
+        1.5,
+        127.5,
+        128,
+        255.5,
+        256,
+        300,
+        448,
+        464,
+        464.001,
+        465,
+        57344,
+        61440,
+        65504,
+        65519.9,
+        65520,
+        7e4,
+    ]
     near += [2.0**31, 2.0**32, 2.0**63, 2.0**64, 3.3e38, 3.4e38, 1e39, 1e300, np.inf, np.nan]
-    near += [1e-3, 2.0**-10, 2.0**-11, 1.1 * 2.0**-11, 2.0**-17, 2.0**-18, 2.0**-25, 2.0**-24, 1e-30, 1e-41, 1e-45, 1e-300, 5e-324]
+    near += [
+        1e-3,
+        2.0**-10,
+        2.0**-11,
+        1.1 * 2.0**-11,
+        2.0**-17,
+        2.0**-18,
+        2.0**-25,
+        2.0**-24,
+        1e-30,
+        1e-41,
+        1e-45,
+        1e-300,
+        5e-324,
+    ]
     with np.errstate(all="ignore"):
         real = np.asarray([*near, *(-n for n in near)], np.float64)
         return (real + 1j * real[::-1]).astype(dtype) if dtype.kind == "c" else real.astype(dtype)
@@ -131,7 +166,13 @@ def test_a_lossy_cast_is_refused_before_anything_is_replaced(kit, source, tmp_pa
     merge(source, out) if way in ("merge", "rules", "one thread") else convert(source, out, format="zarr")
     with pytest.raises(errors.LossyCast) as e:
         WAYS[way](source, out, overwrite=True)
-    for text in ("'w'", "2 became infinite", "1 became zero", "[0, 1] is 70000.0 and would be inf", "allow_overflow=True"):
+    for text in (
+        "'w'",
+        "2 became infinite",
+        "1 became zero",
+        "[0, 1] is 70000.0 and would be inf",
+        "allow_overflow=True",
+    ):
         assert text in str(e.value)
     assert kit.same(open_checkpoint(out)["w"].read(), LOSSY["w"])
     assert not (tmp_path / "out.part").exists()
@@ -167,7 +208,9 @@ def test_counts_are_of_the_whole_array_whatever_the_windows(tmp_path):
     save(tmp_path / "c", {"w": w})
     wanted = int((w == 1e6).sum())
     for limit, threads in ((1, 1), (1 << 20, 3), (1 << 28, 2)):
-        with pytest.raises(errors.LossyCast, match=rf"{wanted} became infinite, {(w == np.float32(1e-10)).sum()} became zero"):
+        with pytest.raises(
+            errors.LossyCast, match=rf"{wanted} became infinite, {(w == np.float32(1e-10)).sum()} became zero"
+        ):
             merge(tmp_path / "c", tmp_path / "out", dtype="float16", memory_limit=limit, threads=threads)
         options = {"memory_limit": limit, "threads": threads, "overwrite": True, "allow_overflow": True}
         (loss,) = merge(tmp_path / "c", tmp_path / "ok", dtype="float16", **options).losses.values()
