@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -68,7 +70,12 @@ def _natural(values: Iterable[str]) -> tuple[tuple[int, int, str], ...]:
     >>> sorted(["10", "2", "a"], key=lambda v: _natural([v]))
     ['2', '10', 'a']
     """
-    return tuple((0, int(v), v) if v.isascii() and v.isdigit() else (1, 0, v) for v in values)
+    return tuple(map(_order, values))
+
+
+@lru_cache(maxsize=1 << 16)
+def _order(v: str) -> tuple[int, int, str]:
+    return (0, int(v), v) if v.isascii() and v.isdigit() else (1, 0, v)
 
 
 # ----- rules ----------------------------------------------------------------------------------------------------------
@@ -167,7 +174,12 @@ class Rule:
         return str(self) if self.line is None else f"{self}   (line {self.line})"
 
 
-@dataclass
+@lru_cache(maxsize=64)
+def _origin(ndim: int) -> tuple[int, ...]:
+    return (0,) * ndim
+
+
+@dataclass(slots=True)
 class Applied:
     """One application of a rule: concrete names, and the tensors before each step and after the last."""
 
@@ -177,6 +189,28 @@ class Applied:
     steps: tuple[Step, ...]
     stages: list[list[Any]]
     agreed: bool = False
+
+
+def _by_values(
+    pattern: _Pattern, hits: Iterable[tuple[str, tuple[str, ...]]], names: Sequence[str]
+) -> dict[tuple[str, ...], str]:
+    """Keys by the texts of their captures, in the order of ``names``."""
+    if list(pattern.captures) == list(names):
+        return {values: key for key, values in hits}
+    at = [pattern.captures.index(n) for n in names]
+    return {tuple(values[i] for i in at): key for key, values in hits}
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """Without Python's garbage collector, which would go through all tables again and again while they grow."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # ----- application ----------------------------------------------------------------------------------------------------
@@ -227,8 +261,10 @@ class Program:
         by_first: dict[str, list[str]] = {}
         rest: list[str] = []
         for a in self.applied:
-            named = [t for t in a.targets if not t.startswith("$")]
-            first = next((s for s in a.sources if s in self.tensors), None)
+            named = [t for t in a.targets if t[:1] != "$"] if self.temporary else a.targets
+            first = a.sources[0] if a.sources else None
+            if first not in self.tensors:
+                first = next((s for s in a.sources if s in self.tensors), None)
             by_first.setdefault(first, []).extend(named) if first is not None else rest.extend(named)
         for name, tensor in self.tensors.items():
             if name in self.untouched:
@@ -277,10 +313,12 @@ class Program:
         shared = [c for c in dict.fromkeys(c for p in patterns for c in p.captures) if c in wanted]
         if not rule.targets:
             return [({}, [k for hits in found for k, _ in hits])]
-        if len(patterns) == 1 and len(shared) == len(patterns[0].captures):
-            # The common case, one key to one, without the tables that follow.
-            rows = sorted(found[0], key=lambda hit: _natural(hit[1]))
-            return [(dict(zip(shared, values, strict=True)), [k]) for k, values in rows]
+        if all(set(p.captures) == set(shared) for p in patterns):
+            # The common case, one key of each pattern, without the tables that follow.
+            by_values = [_by_values(p, hits, shared) for p, hits in zip(patterns, found, strict=True)]
+            if all(table.keys() == by_values[0].keys() for table in by_values):
+                rows = sorted(by_values[0], key=_natural)
+                return [(dict(zip(shared, v, strict=True)), [table[v] for table in by_values]) for v in rows]
         # Per pattern: keys by the values of those captures that targets use.
         tables: list[dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]]] = []
         outer = [[c for c in p.captures if c in shared] for p in patterns]
@@ -355,14 +393,14 @@ class Program:
                 self.dropper.setdefault(k, rule)
             self.applied.append(Applied(rule, keys, [], (), []))
             return
-        scalar = next((k for k in keys if k in self.scalars), None)
+        scalar = next((k for k in keys if k in self.scalars), None) if self.scalars else None
         if scalar is not None:
             raise RuleConflict(
                 f"{scalar!r} is a value, not an array; rules can only drop it. In the rule\n  {rule.shown}"
             )
         tensors = []
         for k in keys:
-            if k.startswith("$") and k in self.temporary:
+            if k in self.temporary and k[:1] == "$":
                 self.read_temporary.add(k)
                 tensors.append(self.temporary[k])
             else:
@@ -393,8 +431,9 @@ class Program:
                 raise RuleConflict(f"{name!r} is given twice, by\n  {self.giver[name].shown}\nand by\n  {rule.shown}")
             self.giver[name] = rule
             # An alias with a name of its own: readers tell arrays apart by name.
-            named = Sliced(name, tensor, (0,) * len(tensor.shape), tuple(tensor.shape))
-            (self.temporary if name.startswith("$") else self.given)[name] = named
+            shape = tensor.shape
+            named = Sliced(name, tensor, _origin(len(shape)), shape)
+            (self.temporary if name[:1] == "$" else self.given)[name] = named
         self.applied.append(Applied(rule, keys, targets, steps, stages, agreed))
 
     # ----- inverse ----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..arrays.errors import RuleConflict, RuleSyntaxError
 from . import ruletext
-from .binding import Program, Rule
+from .binding import Program, Rule, collection_paused
 from .derived import Filled, Memory
 from .manifest import Leaf, scalar_leaves
 from .names import leaf_name
@@ -126,6 +126,7 @@ class Rules:
     def __hash__(self) -> int:
         return hash((self.rules, self.follow))
 
+    @collection_paused()
     def on(self, ckpt: Checkpoint) -> Checkpoint:
         """The checkpoint that the rules make of ``ckpt``: flat, lazy, with every shape and dtype known and checked.
 
@@ -151,11 +152,13 @@ class Rules:
                 if name in structure:
                     raise RuleConflict(f"{name!r} is a value in the checkpoint, and a rule gives an array of that name")
                 structure[name] = value
+        distinct = {id(a.rule): a.rule for a in program.applied}
+        told = {key: str(rule) for key, rule in distinct.items()}  # once for a rule, not for each key
         for a in program.applied:
             for target in a.targets:
                 if target in arrays:
-                    arrays[target].rule = str(a.rule)
-        counts = Counter(str(a.rule) for a in program.applied)
+                    arrays[target].rule = told[id(a.rule)]
+        counts = Counter(told[id(a.rule)] for a in program.applied)
         return replace(ckpt, arrays=arrays, structure=structure, meshes=[], mapping=list(counts.items()))
 
     def on_arrays(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:

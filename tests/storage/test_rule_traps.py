@@ -167,7 +167,7 @@ def test_rules_see_names_without_the_prefix(kit, tmp_path):
     convert(tmp_path / "c", tmp_path / "z", format="zarr", prefix="params", rules=rules)
     for out in ("hf", "z"):
         assert kit.same(open_checkpoint(tmp_path / out)["layer.weight"].read(), held["params"]["l"]["w"])
-    with pytest.raises(errors.RuleMatchError, match="nearest keys: 'l.w'"):
+    with pytest.raises(errors.RuleMatchError, match=r"nearest keys: 'l\.w'"):
         load(tmp_path / "c", prefix="params", rules="params.l.w -> w")
 
 
