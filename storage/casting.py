@@ -125,8 +125,8 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _bounds(source: np.dtype, target: np.dtype) -> tuple[np.dtype, int, int, int] | None:
-    """(dtype of the bits, mask of the magnitude, largest magnitude that stays finite, smallest that stays above zero).
+def _bounds(source: np.dtype, target: np.dtype) -> tuple[int, int, int] | None:
+    """Magnitudes, as bits: the largest of ``source`` that stays finite, the smallest that stays above zero, the largest finite of ``target``.
 
     The magnitudes of these floating types are ordered as their bits are, so both bounds are found by bisection with the cast itself.
     """
@@ -144,10 +144,16 @@ def _bounds(source: np.dtype, target: np.dtype) -> tuple[np.dtype, int, int, int
             lo, hi = (lo, middle) if holds(middle) else (middle + 1, hi)
         return lo
 
-    largest = int(np.asarray([ml_dtypes.finfo(source).max], source).view(bits)[0])
+    largest, limit = (int(_magnitudes(np.asarray([ml_dtypes.finfo(d).max], d))[0]) for d in (source, target))
     top = first(0, largest + 1, lambda n: not np.isfinite(cast(n))[0]) - 1
     least = first(1, largest, lambda n: cast(n)[0] != 0)
-    return bits, (1 << (8 * source.itemsize - 1)) - 1, top, least
+    return top, least, limit
+
+
+def _magnitudes(a: np.ndarray) -> np.ndarray:
+    """The bits of floats without their sign: a new array of integers, ordered as the magnitudes are."""
+    bits = np.dtype(f"u{a.dtype.itemsize}")
+    return a.view(bits) & bits.type((1 << (8 * a.dtype.itemsize - 1)) - 1)
 
 
 def measure(a: np.ndarray, b: np.ndarray, offset: tuple[int, ...] = ()) -> CastLoss:
@@ -171,14 +177,18 @@ def measure(a: np.ndarray, b: np.ndarray, offset: tuple[int, ...] = ()) -> CastL
         return _to_integers(a, b, offset)
     bounds = _bounds(a.dtype, b.dtype)
     if bounds is not None:
-        # One pass over the bits tells that nothing was lost, which is the common case.
-        bits, mask, top, least = bounds
-        magnitude = a.view(bits) & bits.type(mask)
-        under = 0
-        if magnitude.min() < least:
-            magnitude -= bits.type(1)  # zero becomes the largest number
-            under = int(np.count_nonzero(magnitude < least - 1))
-            magnitude += bits.type(1)
+        # One pass over the bits, of the smaller side where it can tell, says that nothing was lost: the common case.
+        top, least, limit = bounds
+        if b.dtype.itemsize < a.dtype.itemsize:
+            magnitude = _magnitudes(b)
+            if magnitude.min() > 0 and magnitude.max() <= limit:
+                return CastLoss()
+        magnitude = _magnitudes(a)
+        under = (
+            int(np.count_nonzero(magnitude < least) - np.count_nonzero(magnitude == 0))
+            if magnitude.min() < least
+            else 0
+        )
         return replace(_to_floats(a, b, offset) if magnitude.max() > top else CastLoss(), underflow=under)
     if a.dtype.kind in "biu" and b.dtype.name in dtypes.FLOATS:
         with np.errstate(all="ignore"):
@@ -201,6 +211,8 @@ def _to_integers(a: np.ndarray, b: np.ndarray, offset: tuple[int, ...]) -> CastL
             return CastLoss()
         return _loss(a, b, offset, wrapped=(a < limits.min) | (a > limits.max))
     wide = a if a.dtype.itemsize > 2 else a.astype(np.float32)
+    if b.max() < limits.max and (b == wide).all():  # the largest may stand for what lay beyond it
+        return CastLoss()
     whole = np.trunc(wide)
     held = (whole >= float(limits.min)) & (whole < float(limits.max + 1))
     return _loss(a, b, offset, wrapped=~held, fraction=held & (whole != wide))
@@ -249,7 +261,9 @@ def _told(losses: Mapping[Any, CastLoss]) -> str:
         lines.append(f"  {name!r}: {loss}; first at {shown}")
     if len(losses) > 8:
         lines.append(f"  … and {len(losses) - 8} more arrays")
-    lines.append("choose a wider dtype, leave these arrays out, or accept the losses with allow_overflow=True")
+    lines.append(
+        "choose a wider dtype, leave these arrays out, or accept the losses with allow_overflow=True (in a rule: cast(…, allow_overflow=true))"
+    )
     return "\n".join(lines)
 
 

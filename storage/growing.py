@@ -21,7 +21,7 @@ from .casting import cast
 from .derived import Derived
 from .tensors import Job
 
-_TILE = 1 << 21  # elements of whole rows
+_TILE = 1 << 19  # elements of whole rows
 
 
 @dataclass(frozen=True, slots=True)
