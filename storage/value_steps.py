@@ -42,6 +42,10 @@ class Cast(Step):
     """``back`` names the dtype of the inverse, where the way there loses digits and that is accepted.
 
     ``allow_overflow``: values that the dtype cannot hold are accepted too; otherwise they raise `LossyCast` when they are read.
+
+    >>> from meshtape.storage import Rules
+    >>> Rules("w -> w, cast(float16, allow_overflow=true)").on_arrays({"w": np.float32([1, 7e4])})["w"]
+    array([ 1., inf], dtype=float16)
     """
 
     dtype: str
@@ -70,7 +74,13 @@ class Cast(Step):
 
 @dataclass(frozen=True, slots=True)
 class Pad(Step):
-    """``fill``: ``"value"``; ``"mean"`` of the rows there are, column by column; or ``"noise"``, drawn with ``seed`` and their mean and deviation."""
+    """``fill``: ``"value"``; ``"mean"`` of the rows there are, column by column; or ``"noise"``, drawn with ``seed`` and their mean and deviation.
+
+    >>> from meshtape.storage import Rules
+    >>> rows = np.float32([[0, 4], [2, 8]])
+    >>> Rules("e -> e, pad(axis=0, size=3, fill=mean)").on_arrays({"e": rows})["e"].tolist()
+    [[0.0, 4.0], [2.0, 8.0], [1.0, 6.0]]
+    """
 
     axis: int
     size: int
@@ -132,6 +142,12 @@ class Dequantize(Step):
     """``block``: the lengths that one scale is for, along each dimension; left out where a scale is for the whole or each element of a dimension.
 
     The result has the dtype of the scales, or ``dtype``.
+
+    >>> from meshtape.storage import Rules
+    >>> arrays = {"w": np.int8([[1, 2, 3], [4, 5, 6]]), "s": np.float32([[0.5, 2]])}
+    >>> Rules("w, s -> w, dequantize(block=[2, 2])").on_arrays(arrays)["w"]
+    array([[ 0.5,  1. ,  6. ],
+           [ 2. ,  2.5, 12. ]], dtype=float32)
     """
 
     block: tuple[int, ...] | None = None

@@ -316,6 +316,30 @@ def test_counts_survive_an_interruption(tmp_path):
     assert report.losses["w"].overflow == (w == 1e6).sum()
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_counts_survive_an_interrupted_upload(tmp_path, allowed):
+    held = {n: np.full((64, 64), 1e6, np.float32) for n in "abc"}
+    save_safetensors(tmp_path / "c", held)
+    url = f"memory://casts-resumed/{tmp_path.name}"
+    options = {"dtype": "float16", "format": "safetensors", "max_shard_bytes": 9000, "threads": 1}
+    seen = []
+
+    def progress(done, total):
+        seen.append(done)
+        if len(seen) == 3:  # two files of three are there
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        convert(tmp_path / "c", url, progress=progress, allow_overflow=True, **options)
+    if not allowed:
+        with pytest.raises(errors.LossyCast, match="'a': 4096 became infinite"):
+            convert(tmp_path / "c", url, **options)
+        return
+    report = convert(tmp_path / "c", url, allow_overflow=True, **options)
+    assert report.resumed > 0
+    assert {n: loss.overflow for n, loss in report.losses.items()} == dict.fromkeys("abc", 4096)
+
+
 def test_a_run_that_goes_on_without_leave_is_refused(tmp_path):
     w = np.ones((400, 300), np.float32)
     w[0, 0] = 1e6  # in a window that the interrupted run has written
