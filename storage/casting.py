@@ -247,9 +247,10 @@ class Tally(dict[Any, CastLoss]):
             with self._lock:
                 self[name] = self[name] + loss if name in self else loss
 
-    def refuse(self, allow_overflow: bool) -> None:
-        """Raise `LossyCast` for the arrays that lost values without leave."""
-        refused = {} if allow_overflow else {n: loss for n, loss in self.items() if loss.places}
+    def refuse(self, allow_overflow: bool, name: Any = None) -> None:
+        """Raise `LossyCast` for the arrays, or the one, that lost values without leave."""
+        held = {name: self[name]} if name in self else {} if name is not None else self
+        refused = {} if allow_overflow else {n: loss for n, loss in held.items() if loss.places}
         if refused:
             raise LossyCast(_told(refused))
 

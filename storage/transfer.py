@@ -194,7 +194,14 @@ def transfer(
             losses, left = Tally(), Counter(u.array for u in units if u not in kept)
             for u in kept:
                 losses.add(tensors[u.array].name, done[u][1])
-            losses.refuse(allow_overflow)
+
+            def settle(array: int) -> None:
+                # Only what is complete: the counts of others, of which windows are still to come, would be too small.
+                if not left[array]:
+                    losses.refuse(allow_overflow, tensors[array].name)
+
+            for array in {u.array for u in kept}:
+                settle(array)
             resumed = sum(sizes[u] for u in kept)
             with commit.room_for(sink.nbytes - resumed, target):
                 begun = True
@@ -229,8 +236,7 @@ def transfer(
                     os.write(fd, f"{json.dumps(row)}\n".encode())
                     losses.add(tensors[unit.array].name, loss)
                     left[unit.array] -= 1
-                    if not left[unit.array]:
-                        losses.refuse(allow_overflow)
+                    settle(unit.array)
                     reached += sizes[unit]
                     if progress is not None:
                         progress(reached, total)

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -215,6 +215,17 @@ def test_counts_are_of_the_whole_array_whatever_the_windows(tmp_path):
         options = {"memory_limit": limit, "threads": threads, "overwrite": True, "allow_overflow": True}
         (loss,) = merge(tmp_path / "c", tmp_path / "ok", dtype="float16", **options).losses.values()
         assert [at for at, _, _ in loss.places] == [(0, 0), (0, 50), (0, 100)]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_array_that_is_complete_first_tells_nothing_of_others(tmp_path, threads):
+    w = np.ones((3000, 40), np.float32)
+    w[::100] = 1e6
+    save_safetensors(tmp_path / "c", {"w": w, **{f"a{i}": np.ones(3, np.float32) for i in range(40)}})
+    with ThreadPoolExecutor(threads) as pool:  # windows of several arrays at a time, in any order
+        for _ in range(5):
+            with pytest.raises(errors.LossyCast, match="'w': 1200 became infinite"):
+                merge(tmp_path / "c", tmp_path / "out", dtype="float16", memory_limit=1, threads=threads, client=pool)
 
 
 def test_what_rounds_or_becomes_zero_is_no_error(tmp_path):
