@@ -235,6 +235,10 @@ class CheckpointDTypeError(CheckpointError, TypeError):
     """A stored dtype differs from the wanted one and no cast was asked for."""
 
 
+class Lossy(CheckpointDTypeError):
+    """A cast would lose values (to infinity, NaN, another integer); names the arrays, the first places and the counts."""
+
+
 class UnsupportedVersion(CheckpointError):
     """The manifest is newer than this version of meshtape; names both versions."""
 

@@ -20,6 +20,7 @@ import timing  # before NumPy: it sets the number of threads
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import os
 import shutil
@@ -502,6 +503,15 @@ def contents(bench: Bench, home: Path, chunks: int = 1_000_000, ranks: int = 100
     assert all(len(t.objects) == 1 for t in plan)
     bench.note(f"ls of {chunks} chunks, {ranks} ranks", f"{opened - start:.2f} s ({worked:.2f} s of work)", "≤ 5 s")
     bench.note("plan of one rank of it", f"{planned - opened:.2f} s", "≤ 5 s")
+    names = [f"layers.{i}.experts.{x}.{n}" for i in range(100) for x in range(334) for n in ("gate", "up", "down")]
+    first = next(iter(ckpt.values())).tensor
+    arrays = {n: storage.StoredArray((n,), first) for n in names}
+    many = dataclasses.replace(ckpt, arrays=arrays, structure={})
+    rules = storage.Rules("layers.{i}.experts.{x}.{n} -> blocks.{i}.{n}.{x}, permute()")
+    start, worked = time.perf_counter(), time.process_time()
+    assert len(rules.on(many)) == len(names)
+    seconds, worked = time.perf_counter() - start, time.process_time() - worked
+    bench.note(f"key rules on {len(names)} keys", f"{seconds:.2f} s ({worked:.2f} s of work)", "≤ 1 s")
     bench.note("metadata", f"{len(data) / chunks:.0f} bytes a chunk", "≤ 200")
 
 

@@ -78,5 +78,6 @@ def _written(r: MergeReport | ConvertReport) -> dict[str, Any]:
         "nbytes": r.total_size,
         "written": r.files,
         "skipped": r.skipped,
+        "losses": {name: dataclasses.asdict(loss) for name, loss in r.losses.items()},
         "seconds": r.seconds,
     }

@@ -16,7 +16,7 @@ import click
 
 from .arrays.display import human_bytes
 from .cli_parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, print_json
-from .errors import CheckpointExists
+from .errors import CheckpointExists, Lossy
 
 
 def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -87,6 +87,9 @@ _TARGET = (
         metavar="MIB",
         type=click.IntRange(min=1),
         help="Memory for what is on its way.",
+    ),
+    click.option(
+        "--allow-overflow", is_flag=True, help="Accept values that a cast turns into infinity, NaN or another integer."
     ),
     click.option(
         "--overwrite",
@@ -190,6 +193,7 @@ def _write(
     threads: int,
     dtype: str | None,
     memory_limit: int,
+    allow_overflow: bool,
     overwrite: bool,
     as_json: bool,
     **own: Any,
@@ -205,17 +209,25 @@ def _write(
                 client=client,
                 threads=threads,
                 memory_limit=memory_limit << 20,
+                allow_overflow=allow_overflow,
                 overwrite=overwrite,
                 progress=progress,
                 **_selected(keys, drop, rules),
                 **own,
             )
+        except Lossy as e:
+            raise Lossy(str(e).replace("allow_overflow=True", "--allow-overflow")) from None
         except CheckpointExists:
             if overwrite:
                 raise
             raise CheckpointExists(f"{dst} exists; --overwrite replaces it") from None
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted. What was written stays: the same command goes on with {dst}") from None
+
+
+def _lost(report: Any) -> str:
+    """Lines about what casts lost."""
+    return "".join(f"\n  {name}: {loss}" for name, loss in report.losses.items())
 
 
 def _tell(report: Any, as_json: bool, text: str) -> None:
@@ -323,7 +335,7 @@ def merge(
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} in {', '.join(report.files)}{skipped}",
+        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} in {', '.join(report.files)}{skipped}{_lost(report)}",
     )
 
 
@@ -366,7 +378,7 @@ def convert(
         max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
         **target,
     )
-    _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)}")
+    _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)}{_lost(report)}")
 
 
 @click.command(
@@ -395,7 +407,11 @@ def reshard(
     if mesh is None:
         raise click.UsageError("Missing option '--mesh'.")
     report = _write(run, "resharding", src, dst, as_json=as_json, mesh=mesh, shardings=shards, **target)
-    _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}")
+    _tell(
+        report,
+        as_json,
+        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}{_lost(report)}",
+    )
 
 
 @click.command(

@@ -14,6 +14,7 @@ array([3., 4., 5.])
 
 import sys as _sys
 
+from .casting import CastLoss
 from .collecting import Leftover, gc, leftovers
 from .comparing import ArrayDiff, DiffReport, diff
 from .compression import Zstd
@@ -36,6 +37,7 @@ from .verifying import VerifyReport, verify
 
 __all__ = [
     "ArrayDiff",
+    "CastLoss",
     "Checkpoint",
     "CheckpointManager",
     "ConvertReport",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -11,8 +13,12 @@ from typing import Any
 
 from ..arrays.errors import CheckpointError, MeshtapeError, RuleConflict, RuleMatchError, RuleSyntaxError
 from . import ruletext
+from .dequantized import is_quantized
 from .derived import Agreed, Sliced
-from .steps import Cast, Lossy, Pad, Step
+from .reporting import ranges
+from .step import NotInvertible, Step
+from .steps import Concat, Deinterleave, FuseFFN, FuseQKV, Interleave, Split, SplitFFN, SplitQKV
+from .value_steps import Cast, Dequantize, Pad
 
 # ----- patterns -------------------------------------------------------------------------------------------------------
 
@@ -26,6 +32,7 @@ class _Pattern:
     text: str
     captures: tuple[str, ...]
     literal: str
+    template: str  # for `str.format_map`
     regex: re.Pattern[str] | None
 
     def match(self, key: str) -> tuple[str, ...] | None:
@@ -33,10 +40,7 @@ class _Pattern:
         return m.groups() if m else None
 
     def fill(self, values: Mapping[str, str]) -> str:
-        def put(m: re.Match[str]) -> str:
-            return m[0][0] if m[1] is None else values[m[1]]
-
-        return _HOLE.sub(put, self.text)
+        return self.template.format_map(values)
 
 
 @lru_cache(maxsize=4096)
@@ -56,7 +60,8 @@ def _pattern(text: str) -> _Pattern:
             regex += f"(?P<{m[1]}>{'.+' if m[2] else '[^.]+'})"
     regex += re.escape(text[at:])
     compiled = re.compile(regex, re.S) if captures else None
-    return _Pattern(text, tuple(captures), literal + text[at:], compiled)
+    template = _HOLE.sub(lambda m: m[0] if m[1] is None else f"{{{m[1]}}}", text)
+    return _Pattern(text, tuple(captures), literal + text[at:], template, compiled)
 
 
 def _natural(values: Iterable[str]) -> tuple[tuple[int, int, str], ...]:
@@ -65,10 +70,61 @@ def _natural(values: Iterable[str]) -> tuple[tuple[int, int, str], ...]:
     >>> sorted(["10", "2", "a"], key=lambda v: _natural([v]))
     ['2', '10', 'a']
     """
-    return tuple((0, int(v), v) if v.isascii() and v.isdigit() else (1, 0, v) for v in values)
+    return tuple(map(_order, values))
+
+
+@lru_cache(maxsize=1 << 16)
+def _order(v: str) -> tuple[int, int, str]:
+    return (0, int(v), v) if v.isascii() and v.isdigit() else (1, 0, v)
 
 
 # ----- rules ----------------------------------------------------------------------------------------------------------
+
+
+_JOINS, _SPLITS = (Concat, Interleave, FuseQKV, FuseFFN), (Split, Deinterleave, SplitQKV, SplitFFN)
+
+
+def _counted(rule: Rule) -> str | None:
+    """The capture that only targets have, which numbers the parts of a split; any other such capture is a mistake."""
+    known = dict.fromkeys(c for s in rule.sources for c in _pattern(s).captures)
+    used = dict.fromkeys(c for t in rule.targets for c in _pattern(t).captures)
+    new = [c for c in used if c not in known]
+    if not new:
+        return None
+    if len(new) > 1:
+        raise RuleConflict(f"captures {sorted(new)} stand in no source, in the rule\n  {rule.shown}")
+    splits, joins = (any(isinstance(s, kinds) for s in rule.steps) for kinds in (_SPLITS, _JOINS))
+    left = [c for c in known if c not in used]
+    if splits and (joins or not left):
+        return new[0]
+    near = get_close_matches(new[0], left or known, 1, 0.0)
+    hint = f"; the nearest that it has is {{{near[0]}}}" if near else ""
+    raise RuleConflict(
+        f"the capture {{{new[0]}}} stands in no source{hint}. A capture that only targets have numbers the parts of a split, "
+        f"in the rule\n  {rule.shown}"
+    )
+
+
+def _check_gaps(
+    rule: Rule, names: Sequence[str], groups: Sequence[tuple[Mapping[str, str], Iterable[tuple[str, ...]]]]
+) -> None:
+    """Refuse gaps in the numbers that a rule collects: behind a lost expert, all others would shift."""
+    for i, name in enumerate(names):
+        runs: dict[tuple[int, tuple[str, ...]], set[int]] = {}
+        for number, (_, rows) in enumerate(groups):
+            for row in rows:
+                runs.setdefault((number, row[:i]), set()).add(
+                    int(row[i]) if row[i].isascii() and row[i].isdigit() else -1
+                )
+        first = min((min(held) for held in runs.values()), default=-1)
+        for (number, before), held in runs.items() if first >= 0 else ():
+            if len(held) <= max(held) - first:
+                at = {**groups[number][0], **dict(zip(names, before, strict=False))}
+                where = "".join(f" for {k}={v}" for k, v in at.items())
+                raise RuleMatchError(
+                    f"{name}={ranges(set(range(first, max(held))) - held)} is missing{where}: the keys that the rule collects have "
+                    f"{name}={ranges(held)}. Restore it, or name each source where it is left out on purpose; in the rule\n  {rule.shown}"
+                )
 
 
 def _names(names: str | Iterable[str]) -> tuple[str, ...]:
@@ -118,7 +174,12 @@ class Rule:
         return str(self) if self.line is None else f"{self}   (line {self.line})"
 
 
-@dataclass
+@lru_cache(maxsize=64)
+def _origin(ndim: int) -> tuple[int, ...]:
+    return (0,) * ndim
+
+
+@dataclass(slots=True)
 class Applied:
     """One application of a rule: concrete names, and the tensors before each step and after the last."""
 
@@ -128,6 +189,28 @@ class Applied:
     steps: tuple[Step, ...]
     stages: list[list[Any]]
     agreed: bool = False
+
+
+def _by_values(
+    pattern: _Pattern, hits: Iterable[tuple[str, tuple[str, ...]]], names: Sequence[str]
+) -> dict[tuple[str, ...], str]:
+    """Keys by the texts of their captures, in the order of ``names``."""
+    if list(pattern.captures) == list(names):
+        return {values: key for key, values in hits}
+    at = [pattern.captures.index(n) for n in names]
+    return {tuple(values[i] for i in at): key for key, values in hits}
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """Without Python's garbage collector, which would go through all tables again and again while they grow."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # ----- application ----------------------------------------------------------------------------------------------------
@@ -178,8 +261,10 @@ class Program:
         by_first: dict[str, list[str]] = {}
         rest: list[str] = []
         for a in self.applied:
-            named = [t for t in a.targets if not t.startswith("$")]
-            first = next((s for s in a.sources if s in self.tensors), None)
+            named = [t for t in a.targets if t[:1] != "$"] if self.temporary else a.targets
+            first = a.sources[0] if a.sources else None
+            if first not in self.tensors:
+                first = next((s for s in a.sources if s in self.tensors), None)
             by_first.setdefault(first, []).extend(named) if first is not None else rest.extend(named)
         for name, tensor in self.tensors.items():
             if name in self.untouched:
@@ -216,6 +301,9 @@ class Program:
         """For each application: values of the captures that the targets use, and the source keys in order."""
         patterns = [_pattern(s) for s in rule.sources]
         found = [self._found(p) for p in patterns]
+        if any(isinstance(s, Dequantize) for s in rule.steps):
+            # Weights that are not quantised have no scale and stay as they are; one that is and has none is an error below.
+            found[0] = [(k, m) for k, m in found[0] if k not in self.tensors or is_quantized(self.tensors[k].dtype)]
         for p, hits in zip(patterns, found, strict=True):
             if not hits:
                 if rule.optional:
@@ -225,10 +313,12 @@ class Program:
         shared = [c for c in dict.fromkeys(c for p in patterns for c in p.captures) if c in wanted]
         if not rule.targets:
             return [({}, [k for hits in found for k, _ in hits])]
-        if len(patterns) == 1 and len(shared) == len(patterns[0].captures):
-            # The common case, one key to one, without the tables that follow.
-            rows = sorted(found[0], key=lambda hit: _natural(hit[1]))
-            return [(dict(zip(shared, values, strict=True)), [k]) for k, values in rows]
+        if all(set(p.captures) == set(shared) for p in patterns):
+            # The common case, one key of each pattern, without the tables that follow.
+            by_values = [_by_values(p, hits, shared) for p, hits in zip(patterns, found, strict=True)]
+            if all(table.keys() == by_values[0].keys() for table in by_values):
+                rows = sorted(by_values[0], key=_natural)
+                return [(dict(zip(shared, v, strict=True)), [table[v] for table in by_values]) for v in rows]
         # Per pattern: keys by the values of those captures that targets use.
         tables: list[dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]]] = []
         outer = [[c for c in p.captures if c in shared] for p in patterns]
@@ -257,7 +347,7 @@ class Program:
                 if values not in seen:
                     row = dict(zip(o, values, strict=True))
                     combos.append(row)
-        out = []
+        out, groups = [], []
         for values in sorted(combos, key=lambda c: _natural(c.get(k, "") for k in shared)):
             keys: list[tuple[Any, str]] = []
             same = all(e == extra[0] for e in extra)
@@ -275,40 +365,48 @@ class Program:
                     f"for {dict(zip(extra[0], odd, strict=True))} some keys are missing, in the rule\n  {rule.shown}"
                 )
             out.append((values, [k for _, k in sorted(keys, key=lambda x: x[0])]))
+            groups.append((values, rows))
+        for i, collected in enumerate(extra[:1] if all(e == extra[0] for e in extra) else extra):
+            if collected:
+                _check_gaps(rule, collected, [(values, rows[i]) for values, rows in groups])
         return out
 
     # ----- one rule ---------------------------------------------------------------------------------------------------
 
     def _run(self, rule: Rule, follows: bool = False) -> None:
-        if not rule.sources:
-            self._apply(rule, {}, [], follows)
-            return
-        for values, keys in self._combinations(rule):
-            self._apply(rule, values, keys, follows)
+        counted = _counted(rule)
+        patterns = [_pattern(t) for t in rule.targets]
+        for values, keys in self._combinations(rule) if rule.sources else [({}, [])]:
+            self._apply(rule, patterns, counted, values, keys, follows)
 
-    def _apply(self, rule: Rule, values: Mapping[str, str], keys: list[str], follows: bool) -> None:
-        if not rule.targets:
+    def _apply(
+        self,
+        rule: Rule,
+        patterns: list[_Pattern],
+        counted: str | None,
+        values: Mapping[str, str],
+        keys: list[str],
+        follows: bool,
+    ) -> None:
+        if not patterns:
             for k in keys:
                 self.dropper.setdefault(k, rule)
             self.applied.append(Applied(rule, keys, [], (), []))
             return
-        scalar = next((k for k in keys if k in self.scalars), None)
+        scalar = next((k for k in keys if k in self.scalars), None) if self.scalars else None
         if scalar is not None:
             raise RuleConflict(
                 f"{scalar!r} is a value, not an array; rules can only drop it. In the rule\n  {rule.shown}"
             )
         tensors = []
         for k in keys:
-            if k.startswith("$") and k in self.temporary:
+            if k in self.temporary and k[:1] == "$":
                 self.read_temporary.add(k)
                 tensors.append(self.temporary[k])
             else:
                 self.reader.setdefault(k, rule)
                 tensors.append(self.tensors[k])
-        counted = {c for t in rule.targets for c in _pattern(t).captures if c not in values}
-        if len(counted) > 1:
-            raise RuleConflict(f"captures {sorted(counted)} stand in no source, in the rule\n  {rule.shown}")
-        number = None if counted else len(rule.targets)
+        number = None if counted else len(patterns)
         agreed = follows and bool(tensors) and all(t.shape == () for t in tensors)
         stages, steps = [tensors], () if agreed else rule.steps
         if agreed and len(tensors) > 1:
@@ -321,7 +419,11 @@ class Program:
             except MeshtapeError as e:
                 raise type(e)(f"{e}. In the step {ruletext.format_step(step)} of the rule\n  {rule.shown}") from None
         result = stages[-1] * number if agreed and number else stages[-1]
-        targets = self._targets(rule, values, counted, len(result))
+        if counted is None:
+            targets = [p.fill(values) for p in patterns]
+        else:
+            n = range(len(result) // len(patterns))
+            targets = [p.fill({**values, counted: str(i)}) for i in n for p in patterns]
         if len(targets) != len(result):
             raise RuleConflict(f"{len(result)} arrays are given to {len(targets)} targets by the rule\n  {rule.shown}")
         for name, tensor in zip(targets, result, strict=True):
@@ -329,16 +431,10 @@ class Program:
                 raise RuleConflict(f"{name!r} is given twice, by\n  {self.giver[name].shown}\nand by\n  {rule.shown}")
             self.giver[name] = rule
             # An alias with a name of its own: readers tell arrays apart by name.
-            named = Sliced(name, tensor, (0,) * len(tensor.shape), tuple(tensor.shape))
-            (self.temporary if name.startswith("$") else self.given)[name] = named
+            shape = tensor.shape
+            named = Sliced(name, tensor, _origin(len(shape)), shape)
+            (self.temporary if name[:1] == "$" else self.given)[name] = named
         self.applied.append(Applied(rule, keys, targets, steps, stages, agreed))
-
-    def _targets(self, rule: Rule, values: Mapping[str, str], counted: set[str], n: int) -> list[str]:
-        patterns = [_pattern(t) for t in rule.targets]
-        if not counted:
-            return [p.fill(values) for p in patterns]
-        (name,) = counted
-        return [p.fill({**values, name: str(i)}) for i in range(n // len(patterns)) for p in patterns]
 
     # ----- inverse ----------------------------------------------------------------------------------------------------
 
@@ -372,7 +468,7 @@ class Program:
                 for step, before in zip(reversed(a.steps), reversed(a.stages[:-1]), strict=True):
                     try:
                         steps.append(step.inverse(before))
-                    except Lossy as e:
+                    except NotInvertible as e:
                         raise CheckpointError(f"the rule\n  {a.rule.shown}\nhas no inverse: {e}") from None
                 out.append(Rule(names, back, *steps))
         return out
@@ -392,8 +488,14 @@ def _for_state(rule: Rule, template: str) -> Rule | None:
             return "$" + _escape_hole(template).replace("{}", name[1:])
         return _escape_hole(template).replace("{}", name)
 
-    steps = [replace(s, value=0) if isinstance(s, Pad) else s for s in rule.steps if not isinstance(s, Cast)]
-    return Rule(map(put, rule.sources), map(put, rule.targets), *steps, optional=True, line=rule.line)
+    steps = [
+        replace(s, value=0, fill="value") if isinstance(s, Pad) else s
+        for s in rule.steps
+        if not isinstance(s, (Cast, Dequantize))
+    ]
+    # Scales have no state of their own.
+    sources = rule.sources[:1] if any(isinstance(s, Dequantize) for s in rule.steps) else rule.sources
+    return Rule(map(put, sources), map(put, rule.targets), *steps, optional=True, line=rule.line)
 
 
 def _escape_hole(template: str) -> str:

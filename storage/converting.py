@@ -14,10 +14,11 @@ import numpy as np
 
 from ..arrays.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
 from . import activity, commit, dtypes, manifest, names, stores
+from .casting import CastLoss
 from .compression import Compression, Zstd, chosen
 from .contents import CHECKPOINTS
 from .derived import Converted
-from .documents import Documents
+from .documents import Documents, with_dtype
 from .finishing import Item
 from .fitting import prune, select
 from .generations import Listed
@@ -48,6 +49,7 @@ class Options(TypedDict, total=False):
     compression: str | Zstd | None
     memory_limit: int
     threads: int
+    allow_overflow: bool
     overwrite: bool
     progress: Progress | None
     client: Any
@@ -55,7 +57,10 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place."""
+    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place.
+
+    ``losses`` counts, for each array, the values that its casts lost: those that ``allow_overflow`` accepted, and those that became zero.
+    """
 
     path: str
     arrays: int
@@ -65,6 +70,7 @@ class ConvertReport:
     resumed: int
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    losses: dict[str, CastLoss] = field(default_factory=dict)
 
 
 def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
@@ -94,11 +100,15 @@ class Selection:
     structure: Any
     skipped: list[str]
     compression: Compression  # of what is read
+    dtype: np.dtype | None = None  # that all floating arrays were converted to
 
     def documents(self) -> dict[str, bytes]:
-        """Files beside the arrays, which go along."""
+        """Files beside the arrays, which go along. A ``config.json`` that names the dtype of the weights names the new one."""
         held = self.ckpt.documents
-        return held.every() if isinstance(held, Documents) else {}
+        found = held.every() if isinstance(held, Documents) else {}
+        if self.dtype is not None and "config.json" in found:
+            found["config.json"] = with_dtype(found["config.json"], self.dtype.name)
+        return found
 
     @classmethod
     def of(
@@ -112,10 +122,10 @@ class Selection:
     ) -> Selection:
         ckpt = open_checkpoint(src)
         compression = ckpt.compression
-        if rules is not None:
-            ckpt = Rules(rules).on(ckpt)
         if prefix is not None:
             ckpt = ckpt.below(prefix)
+        if rules is not None:
+            ckpt = Rules(rules).on(ckpt)
         picked = select(ckpt, keys)
         if drop is not None:
             every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure)}
@@ -124,13 +134,13 @@ class Selection:
         with stores.listed_once():
             for n in arrays:
                 ckpt.arrays[n].check()
-        if dtype is not None:
-            wanted = _float(dtype)
+        wanted = None if dtype is None else _float(dtype)
+        if wanted is not None:
             _refuse_scaled(arrays, wanted)
             arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
-        return cls(ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped, compression)
+        return cls(ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped, compression, wanted)
 
 
 def _float(dtype: Any) -> np.dtype:
@@ -149,8 +159,9 @@ def _refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
             scale = next((s for end in ("_scale", "_scale_inv") if (s := name + end) in arrays), None)
             if scale is not None:
                 raise CheckpointDTypeError(
-                    f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without the scale. Leave "
-                    "dtype= out, or leave such arrays out with drop="
+                    f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without the scale. "
+                    f"Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, leave dtype= out, "
+                    "or leave such arrays out with drop="
                 )
 
 
@@ -205,6 +216,7 @@ def convert(
     compression: str | Zstd | None = KEEP,
     memory_limit: int = MEMORY_LIMIT,
     threads: int = THREADS,
+    allow_overflow: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
     client: Any = None,
@@ -225,14 +237,14 @@ def convert(
     max_shard_bytes
         For safetensors: largest size of a file's arrays together; None puts all in one file.
     rules
-        Key rules (`Rules`, or their text), applied first. They are evaluated block by block.
+        Key rules (`Rules`, or their text), applied before ``keys``, ``drop`` and ``dtype``. They are evaluated block by block.
     keys, drop
         Names or patterns of the arrays to take and to leave out.
     prefix
-        Take only what lies below this name (``"params"``), and leave the name out. ``keys`` and ``drop`` speak of names without it.
+        Take only what lies below this name (``"params"``), and leave the name out. ``rules``, ``keys`` and ``drop`` speak of names without it.
     dtype
-        Convert all floating arrays to this dtype. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
-        refused: without it their numbers mean something else.
+        Convert all floating arrays to this dtype. A ``config.json`` that goes along then names it as ``dtype`` or ``torch_dtype``. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
+        refused: without it their numbers mean something else; the step ``dequantize`` of key rules applies it.
     compression
         For Zarr, as in `save`; ``"keep"``: as the source is compressed, where it is one of ours. Chunks that stay the same are then copied as they
         are. An interrupted run goes on after the last shard that was complete.
@@ -240,6 +252,9 @@ def convert(
         Bytes of memory for windows and staging, whatever the size of the arrays.
     threads
         Windows that are on their way at a time.
+    allow_overflow
+        Accept values that a cast (``dtype``, or one of the rules) turns into infinity, NaN or another integer; the report counts them for
+        each array. Otherwise they are an error before anything is replaced. Rounding is no such loss; values that become zero are counted.
     overwrite
         Replace an existing checkpoint or Hugging Face directory.
     progress
@@ -256,6 +271,8 @@ def convert(
     ------
     CheckpointDTypeError, CheckpointKeyError, CheckpointShapeError
         The checkpoint does not fit the format, the selection or the rules; nothing was written.
+    Lossy
+        A cast would lose values, and ``allow_overflow`` is false; names the arrays, the counts and the first places.
     CorruptCheckpoint
         The source is damaged, or what was written does not read back.
     StorageFull
@@ -301,7 +318,7 @@ def convert(
     tensors = list(held.arrays.values())
     kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
     with commit.writing(target), activity.under_way(kind, target) as work:
-        nbytes, resumed = transfer(
+        nbytes, resumed, losses = transfer(
             Listed.now(held.ckpt.path) if held.ckpt.kind == "Zarr" else held.ckpt.generation,
             tensors,
             sink,
@@ -312,11 +329,15 @@ def convert(
             tables=CHECKPOINTS,
             progress=work.follow(progress),
             executor=_executor(client),
+            allow_overflow=allow_overflow,
         )
     files = list(sink.files) if isinstance(sink, HuggingFaceSink) else [i.directory for i in getattr(sink, "items", ())]
     skipped = held.skipped if isinstance(sink, HuggingFaceSink) else []
     total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
-    return ConvertReport(target, len(tensors), files, total, nbytes, resumed, skipped, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return ConvertReport(
+        target, len(tensors), files, total, nbytes, resumed, skipped, seconds, dict(sorted(losses.items()))
+    )
 
 
 def _executor(client: Any) -> Executor | None:
@@ -350,7 +371,8 @@ def reshard(
         matches counts; an array that none matches is one block. Or a function ``(path, shape, dtype)`` that returns such a map, a
         sharding of a mesh at hand, or None.
     options
-        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``memory_limit``, ``threads``, ``overwrite``, ``progress`` and ``client`` of `convert`.
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``memory_limit``, ``threads``, ``allow_overflow``, ``overwrite``,
+        ``progress`` and ``client`` of `convert`.
 
     Returns
     -------

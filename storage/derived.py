@@ -8,26 +8,36 @@ All are small picklable values.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError
+from .casting import cast
 from .grid import runs, windows
 from .tensors import Job, StoredTensor
 
+_SOURCES = frozenset(["source", "parts", "scale", "zero"])
 _PIECE = 8 << 20  # bytes that a cast holds at once
 
 
-class _Derived:
-    """What they share. ``check`` is that of the sources."""
+def pieces(box: Box, chunk: Sequence[int], itemsize: int) -> Iterator[tuple[Box, Box]]:
+    """(box of the tensor, the same within ``box``) of each piece that a conversion holds at once."""
+    for part in windows(box.shape, tuple(max(c, 1) for c in chunk), itemsize, _PIECE):
+        yield Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape), part
+
+
+class Derived:
+    """Base of the tensors that are made of others. ``check`` is that of the sources."""
 
     __slots__ = ()
+    casts: ClassVar[bool] = False  # itself, not its sources
 
     def sources(self) -> tuple[Any, ...]:
         return (self.source,)  # type: ignore[attr-defined]
@@ -40,6 +50,23 @@ class _Derived:
         for s in self.sources():
             if hasattr(s, "check"):
                 s.check()
+
+
+class Recipes:
+    """Digests of how tensors are made of stored ones: two that are equal read alike from the same files."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, str] = {}  # a tensor may be the source of many
+
+    def of(self, tensor: Any) -> str:
+        found = self._known.get(id(tensor))
+        if found is None:
+            told = [type(tensor).__name__, tensor.name]
+            if isinstance(tensor, Derived):
+                told += [str(getattr(tensor, f.name)) for f in fields(tensor) if f.name not in _SOURCES]
+                told += [self.of(s) for s in tensor.sources()]
+            found = self._known[id(tensor)] = hashlib.sha256("\0".join(told).encode("utf-8", "replace")).hexdigest()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +107,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled(_Derived):
+class Filled(Derived):
     """The same value everywhere."""
 
     name: str
@@ -111,7 +138,7 @@ class Filled(_Derived):
 
 
 @dataclass(frozen=True, slots=True)
-class Sliced(_Derived):
+class Sliced(Derived):
     """The part of a tensor that starts at ``start``."""
 
     name: str
@@ -141,6 +168,11 @@ class Sliced(_Derived):
             yield from self.source.jobs(self._box(box), out)
 
 
+def casts(tensor: Any) -> bool:
+    """Whether reading a tensor may lose values (see ``casting``)."""
+    return isinstance(tensor, Derived) and (tensor.casts or any(map(casts, tensor.sources())))
+
+
 def whole_of(tensor: Any) -> Any:
     """The tensor that another name stands for, where nothing but the name is another."""
     while isinstance(tensor, Sliced) and not any(tensor.start) and tensor.shape == tensor.source.shape:
@@ -149,7 +181,7 @@ def whole_of(tensor: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined(_Derived):
+class Joined(Derived):
     """Tensors one after the other along an axis. A part that is not needed any more (see ``only``) is None."""
 
     name: str
@@ -202,7 +234,7 @@ class Joined(_Derived):
 
 
 @dataclass(frozen=True, slots=True)
-class Permuted(_Derived):
+class Permuted(Derived):
     """Dimensions in another order: dimension i of the result is dimension ``axes[i]`` of the source."""
 
     name: str
@@ -239,12 +271,14 @@ class Permuted(_Derived):
 
 
 @dataclass(frozen=True, slots=True)
-class Converted(_Derived):
-    """Another dtype, by NumPy's rules."""
+class Converted(Derived):
+    """Another dtype, by NumPy's rules; what it loses is counted (see ``casting``). ``allowed``: the loss is accepted."""
 
     name: str
     source: StoredTensor
     dtype: np.dtype
+    allowed: bool = False
+    casts: ClassVar[bool] = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -261,21 +295,18 @@ class Converted(_Derived):
         return self.source.planned(box)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        chunk = tuple(max(c, 1) for c in self.chunk)
-        for part in windows(box.shape, chunk, self.source.dtype.itemsize, _PIECE):
-            there = Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape)
+        for there, part in pieces(box, self.chunk, self.source.dtype.itemsize):
             yield lambda there=there, part=part: self._read(there, out[(*part.slices, ...)])
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         held = np.empty(box.shape, self.source.dtype)
         nbytes = sum(job() for job in self.source.jobs(box, held))
-        with np.errstate(all="ignore"):  # a value out of range becomes infinity, as the rule asks
-            out[...] = held.astype(self.dtype)
+        out[...] = cast(self.name, held, self.dtype, box.offset, self.allowed)
         return nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed(_Derived):
+class Agreed(Derived):
     """A tensor that several sources must hold alike, such as the step count of parameters that a rule joins."""
 
     name: str
@@ -374,7 +405,7 @@ def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reshaped(_Derived):
+class Reshaped(Derived):
     """The same elements in row-major order under another shape."""
 
     name: str

@@ -59,6 +59,35 @@ def is_kept(name: str) -> bool:
     return plain and (name in _KEPT_NAMES or (name.endswith(_KEPT) and not name.startswith(".")))
 
 
+def with_dtype(config: bytes, dtype: str) -> bytes:
+    """The ``config.json`` of a Hugging Face model, of which the weights now have another dtype; as it is where it names none.
+
+    >>> with_dtype(b'{"torch_dtype": "float32", "text_config": {"dtype": "float32"}}', "bfloat16")
+    b'{\\n  "torch_dtype": "bfloat16",\\n  "text_config": {\\n    "dtype": "bfloat16"\\n  }\\n}\\n'
+    """
+    changed = False
+
+    def of(node: Any) -> Any:
+        nonlocal changed
+        if not isinstance(node, dict):
+            return node
+        out = {}
+        for key, value in node.items():
+            if key in ("dtype", "torch_dtype") and isinstance(value, str):
+                changed = changed or value != dtype
+                value = dtype
+            # A model within the model has a configuration of its own.
+            out[key] = of(value) if key.endswith("_config") and key != "quantization_config" else value
+        return out
+
+    try:
+        parsed = json.loads(config)
+    except ValueError:  # no JSON: it goes along as it is, as any document
+        return config
+    new = of(parsed)
+    return (json.dumps(new, indent=2, ensure_ascii=False) + "\n").encode() if changed else config
+
+
 def marked(file: str, suffix: str) -> str:
     """The name under which a document is stored by a writer with a ``suffix`` (see ``commit.Folder``).
 

@@ -18,6 +18,7 @@ from ..arrays.errors import (
     ReshardError,
 )
 from ..arrays.tree import Path, flatten_with_path
+from .derived import Converted, Joined, Memory
 from .manifest import scalar_leaves
 from .names import check_distinct, leaf_name
 from .opened import Checkpoint, StoredArray
@@ -37,6 +38,12 @@ class Target:
     dtype: np.dtype
     sharding: BlockSharding | None = None
     like: Any = None
+
+    @property
+    def tensor(self) -> Any:
+        """The source in the wanted dtype."""
+        t = self.source.tensor
+        return t if t.dtype == self.dtype else Converted(t.name, t, self.dtype)
 
 
 def select(ckpt: Checkpoint, keys: Iterable[str] | None) -> set[Path] | None:
@@ -109,6 +116,23 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def _grown(source: StoredArray, leaf: Any) -> StoredArray | None:
+    """The stored rows with those of ``leaf`` behind them, or None unless it has more rows and is otherwise alike (a vocabulary that grew)."""
+    shape, wanted = source.shape, tuple(leaf.shape)
+    if not shape or len(wanted) != len(shape) or wanted[1:] != shape[1:] or wanted[0] <= shape[0]:
+        return None
+    if getattr(leaf, "sharding", None) is not None or not hasattr(leaf, "__array__"):
+        raise CheckpointShapeError(
+            f"{source.name}: {shape[0]} rows are stored and {wanted[0]} are wanted, of an array that is split or has no values to fill the rest with; "
+            f"grow it by the rule '{source.name} -> {source.name}, pad(axis=0, size={wanted[0]}, fill=mean)'"
+        )
+    new = np.asarray(leaf if str(getattr(leaf, "device", "cpu")) == "cpu" else leaf.to_device("cpu"))[shape[0] :]
+    stored = source.tensor
+    if new.dtype != stored.dtype:
+        stored = Converted(stored.name, stored, new.dtype)
+    return StoredArray(source.path, Joined.of(source.name, [stored, Memory(source.name, new)], 0))
+
+
 def match_like(
     ckpt: Checkpoint,
     like: Any,
@@ -146,7 +170,15 @@ def match_like(
         if tuple(leaf.shape) != source.shape:
             shapes.append(name)
             rule = f", made by the rule {source.rule}" if source.rule else ""
-            report.mismatched[name] = f"{name}: stored shape {source.shape}, wanted {tuple(leaf.shape)}{rule}"
+            grown = None if strict else _grown(source, leaf)
+            if grown is not None and (dtype == source.dtype or cast):
+                report.grown[name] = (
+                    f"{name}: {source.shape[0]} rows were stored, the other {leaf.shape[0] - source.shape[0]} are those of like"
+                )
+                targets[name] = Target(grown, dtype, None, leaf)
+                continue
+            also = "" if dtype == source.dtype or cast else f"; stored dtype {source.dtype}, wanted {dtype}"
+            report.mismatched[name] = f"{name}: stored shape {source.shape}, wanted {tuple(leaf.shape)}{also}{rule}"
         elif dtype != source.dtype and not cast:
             types.append(name)
             report.mismatched[name] = f"{name}: stored dtype {source.dtype}, wanted {dtype}"

@@ -20,6 +20,8 @@ from ..arrays import asarray
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CheckpointReplaced
 from ..arrays.tree import flatten, flatten_with_path, unflatten
+from .casting import CastLoss, Tally, tracked
+from .derived import casts
 from .fitting import Ignored, Target, check_shardings, chosen, held, is_array, match_like, prune, resharded, select
 from .generations import ATTEMPTS
 from .names import leaf_name
@@ -32,10 +34,12 @@ from .tensors import StoredTensor, run
 
 # ----- in the processes that will hold the blocks ---------------------------------------------------------------------
 
-_bytes_read: dict[str, list[int]] = {}  # by load, kept only for a caller who wants a report
+_done: dict[
+    str, list[tuple[int, dict[Any, CastLoss]]]
+] = {}  # bytes and losses by load, kept only for a caller who asks for them
 
 
-def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box, np.dtype]]]]) -> dict[int, list[Any]]:
+def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box]]]]) -> dict[int, list[Any]]:
     """Read the blocks of the ranks of this process. Called through ``BlockHost.create``.
 
     Ranks of one process that hold the same block get equal copies, but the files are read once.
@@ -44,14 +48,14 @@ def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box, 
     first: dict[tuple[str, Box], np.ndarray] = {}
     copies: list[tuple[np.ndarray, np.ndarray]] = []
     jobs = []
-    token, readers = "", 1
+    token, readers, losses = "", 1, Tally()
     for rank, (token, wanted) in payloads.items():  # noqa: B007
-        for tensor, box, _ in wanted:
+        for tensor, box in wanted:
             readers = max(readers, tensor.readers)
             block = np.empty(box.shape, tensor.dtype)
             source = first.setdefault((tensor.name, box), block)
             if source is block:
-                jobs += tensor.jobs(box, block)
+                jobs += tracked(losses, (tensor.name, box), tensor.jobs(box, block))
             else:
                 copies.append((block, source))
             out[rank].append(block)
@@ -59,33 +63,32 @@ def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box, 
     for block, source in copies:
         block[...] = source
     if token:
-        _bytes_read.setdefault(token, []).append(total)  # several workers may share this process
-    return {
-        rank: [b if b.dtype == d else b.astype(d) for b, (_, _, d) in zip(blocks, payloads[rank][1], strict=True)]
-        for rank, blocks in out.items()
-    }
+        _done.setdefault(token, []).append((total, dict(losses)))  # several workers may share this process
+    return out
 
 
-def count_bytes(payloads: Mapping[int, str], blocks: Mapping[int, Sequence[np.ndarray]]) -> int:
-    """What `read_blocks` read in this process for the load of that token. Called through ``BlockHost.run_on_blocks``."""
-    return sum(_bytes_read.pop(next(iter(payloads.values())), []))
+def counts(
+    payloads: Mapping[int, str], blocks: Mapping[int, Sequence[np.ndarray]]
+) -> list[tuple[int, dict[Any, CastLoss]]]:
+    """What `read_blocks` read and lost in this process for the load of that token. Called through ``BlockHost.run_on_blocks``."""
+    return _done.pop(next(iter(payloads.values())), [])
 
 
 # ----- reading --------------------------------------------------------------------------------------------------------
 
 
-def _read_local(targets: Mapping[str, Target], report: LoadReport) -> dict[str, Any]:
-    buffers = {path: np.empty(t.source.shape, t.source.dtype) for path, t in targets.items()}
+def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally) -> dict[str, Any]:
+    buffers = {path: np.empty(t.source.shape, t.dtype) for path, t in targets.items()}
     jobs = [
-        job for path, t in targets.items() for job in t.source.tensor.jobs(Box.whole(t.source.shape), buffers[path])
+        job
+        for path, t in targets.items()
+        for job in tracked(losses, path, t.tensor.jobs(Box.whole(t.source.shape), buffers[path]))
     ]
     report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
-    report.bytes_needed += sum(b.nbytes for b in buffers.values())
+    report.bytes_needed += sum(t.source.nbytes for t in targets.values())
     out: dict[str, Any] = {}
     for path, t in targets.items():
         buffer = buffers.pop(path)
-        if buffer.dtype != t.dtype:
-            buffer = buffer.astype(t.dtype)
         if isinstance(t.like, np.ndarray):
             out[path] = buffer
             continue
@@ -95,17 +98,18 @@ def _read_local(targets: Mapping[str, Target], report: LoadReport) -> dict[str, 
     return out
 
 
-def _read_split(targets: Mapping[str, Target], report: LoadReport, counted: bool) -> dict[str, Any]:
+def _read_split(targets: Mapping[str, Target], report: LoadReport, counted: bool, losses: Tally) -> dict[str, Any]:
     """Arrays of one mesh, in one visit to each of its processes."""
     mesh = next(iter(targets.values())).sharding.mesh
+    counted = counted or any(casts(t.tensor) for t in targets.values())
     token = uuid.uuid4().hex if counted else ""
-    payloads: dict[int, tuple[str, list[tuple[StoredTensor, Box, np.dtype]]]] = {}
+    payloads: dict[int, tuple[str, list[tuple[StoredTensor, Box]]]] = {}
     needed: set[tuple[str, Box]] = set()
     for rank in range(mesh.size):
         wanted = []
         for t in targets.values():
             box = t.sharding.box(t.source.shape, rank)
-            wanted.append((t.source.tensor.only(box), box, t.dtype))
+            wanted.append((t.tensor.only(box), box))
             needed.add((t.source.name, box))
         payloads[rank] = (token, wanted)
     specs = [(t.source.shape, t.dtype, t.sharding) for t in targets.values()]
@@ -113,7 +117,14 @@ def _read_split(targets: Mapping[str, Target], report: LoadReport, counted: bool
     if counted:
         sizes = {t.source.name: t.source.dtype.itemsize for t in targets.values()}
         report.bytes_needed += sum(box.size * sizes[name] for name, box in needed)
-        report.bytes_read += sum(mesh.run_on_blocks(count_bytes, [], dict.fromkeys(range(mesh.size), token)))
+        names = {t.tensor.name: name for name, t in targets.items()}
+        seen: dict[Any, CastLoss] = {}  # a block that several processes hold counts once
+        for held in mesh.run_on_blocks(counts, [], dict.fromkeys(range(mesh.size), token)):
+            for nbytes, found in held:
+                report.bytes_read += nbytes
+                seen |= found
+        for (name, _), loss in seen.items():
+            losses.add(names[name], loss)
     return dict(zip(targets, made, strict=True))
 
 
@@ -139,6 +150,7 @@ def load(
     keys: Iterable[str] | None = None,
     prefix: str | None = None,
     cast: bool = False,
+    allow_overflow: bool = False,
     strict: bool = True,
     ignore: Iterable[str] | None = None,
     rules: Any = None,
@@ -160,16 +172,20 @@ def load(
     keys
         Names or patterns (``"layers.*.w"``) of the leaves to load. Others are left out of dicts, and are None in lists.
     prefix
-        Load only what lies below this name (``"params"``), as if it were the whole. ``keys`` and all else speak of names without it.
+        Load only what lies below this name (``"params"``), as if it were the whole. ``rules``, ``keys`` and all else speak of names without it.
     cast
         Convert to the dtypes of ``like`` where they differ, instead of refusing.
+    allow_overflow
+        Accept values that ``cast`` or a rule turns into infinity, NaN or another integer; the report's ``losses`` counts them. Otherwise they
+        are an error. Rounding is no such loss; values that become zero are counted.
     strict
         When false, what is missing or does not fit is taken from ``like`` as it is there, what is unexpected is left out, and the report
-        tells; without a ``report`` a warning does.
+        tells. Where ``like`` has more rows than are stored (a vocabulary that grew), the stored rows are kept, and those beyond are those of
+        ``like``. Without a ``report`` a warning tells.
     ignore
         Names or patterns that may be missing (then they are those of ``like``) or unexpected; the report lists them.
     rules
-        Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``prefix``, ``like`` and ``shardings`` then
+        Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``like`` and ``shardings`` then
         speak of what the rules give; without ``like`` the result is a flat dict. Each rank reads what its blocks need.
     verify
         Compare every chunk with its checksum. Without it damage goes unnoticed; it costs about a tenth of a second a gigabyte and processor,
@@ -187,6 +203,8 @@ def load(
     CheckpointKeyError, CheckpointShapeError, CheckpointDTypeError
         The checkpoint does not fit what is wanted. The message lists every missing and unexpected key and every shape and dtype
         that differs; nothing was read.
+    Lossy
+        ``cast`` or a rule would lose values, and ``allow_overflow`` is false.
     CorruptCheckpoint
         Bytes do not fit their checksum; names file, key and chunk.
     CheckpointReplaced
@@ -214,7 +232,9 @@ def load(
         raise CheckpointError("load takes like= or shardings=, not both")
     for attempt in range(ATTEMPTS):
         with contextlib.suppress(*(() if attempt == ATTEMPTS - 1 else (CheckpointReplaced,))):
-            return _load(path, like, shardings, keys, prefix, cast, strict, ignore, rules, verify, report)
+            return _load(
+                path, like, shardings, keys, prefix, cast, strict, ignore, rules, verify, report, allow_overflow
+            )
     raise AssertionError("unreachable")
 
 
@@ -230,6 +250,7 @@ def _load(
     rules: Any,
     verify: bool,
     report: LoadReport | None,
+    allow_overflow: bool,
 ) -> Any:
     """One attempt: it ends with `CheckpointReplaced` where a writer replaces the checkpoint meanwhile."""
     started = time.perf_counter()
@@ -238,11 +259,11 @@ def _load(
     ckpt = open_checkpoint(path, verify=verify)
     kept.path = ckpt.path
     opened = time.perf_counter()
+    if prefix is not None:
+        ckpt = ckpt.below(prefix)
     if rules is not None:
         ckpt = Rules(rules).on(ckpt)
         kept.mapping = ckpt.mapping
-    if prefix is not None:
-        ckpt = ckpt.below(prefix)
     picked = select(ckpt, keys)
     ignored = Ignored(ignore, kept)
     if like is None:
@@ -258,9 +279,12 @@ def _load(
         kept.resharded = resharded(targets)
     planned = time.perf_counter()
 
-    loaded = _read_local({p: t for p, t in targets.items() if t.sharding is None}, kept)
+    losses = Tally()
+    loaded = _read_local({p: t for p, t in targets.items() if t.sharding is None}, kept, losses)
     for group in _by_mesh(targets):
-        loaded |= _read_split(group, kept, report is not None)
+        loaded |= _read_split(group, kept, report is not None, losses)
+    losses.refuse(allow_overflow)
+    kept.losses = dict(sorted(losses.items()))
     ended = time.perf_counter()
     kept.seconds = ended - started
     kept.phases = {"open": opened - started, "plan": planned - opened, "read": ended - planned}
@@ -269,7 +293,7 @@ def _load(
 
     if like is not None:
         scalars = held(ckpt, picked)[1]
-        return _rebuild(like, {**scalars, **loaded}, set(kept.loaded))
+        return _rebuild(like, {**scalars, **loaded}, {*kept.loaded, *kept.grown})
     structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
     order = list(ckpt.arrays)
     return fill(structure, lambda leaf: loaded[order[leaf.index]])

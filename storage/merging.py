@@ -10,15 +10,19 @@ format is none of the frameworks that it knows, and it does not know NumPy.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Unpack
 
+from .casting import CastLoss
 from .converting import Options, convert
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge wrote. ``skipped`` lists leaves that are values, not arrays: safetensors has no place for them."""
+    """What a merge wrote. ``skipped`` lists leaves that are values, not arrays: safetensors has no place for them.
+
+    ``losses`` counts, for each array, the values that its casts lost (see `convert`).
+    """
 
     path: str
     arrays: int
@@ -26,6 +30,7 @@ class MergeReport:
     total_size: int
     skipped: list[str]
     seconds: float
+    losses: dict[str, CastLoss] = field(default_factory=dict)
 
 
 def merge(
@@ -46,8 +51,8 @@ def merge(
     max_shard_bytes
         Largest size of a file's arrays together; None puts all in one file. An array that is larger has its own file.
     options
-        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``overwrite``, ``progress`` and ``client`` of `convert`;
-        ``compression`` is refused, as safetensors files have none.
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``allow_overflow``, ``overwrite``,
+        ``progress`` and ``client`` of `convert`; ``compression`` is refused, as safetensors files have none.
 
     Returns
     -------
@@ -57,6 +62,8 @@ def merge(
     ------
     CheckpointDTypeError
         An array's dtype (complex128) has no safetensors form; names its key; nothing was written.
+    Lossy
+        ``dtype`` or a rule would lose values, and ``allow_overflow`` is false; nothing was replaced.
     CheckpointKeyError
         Two arrays have the same dotted name, or ``keys`` matches nothing.
 
@@ -71,4 +78,4 @@ def merge(
     ['model.safetensors']
     """
     r = convert(src, dst, format="safetensors", max_shard_bytes=max_shard_bytes, **options)
-    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds)
+    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .sinks import Unit, Writer
+from .sinks import Unit, Writer, put
 
 
 class Step(NamedTuple):
@@ -52,22 +52,22 @@ class Steps:
                 yield from (Step(u, True) for u in arrays[i - 1])
 
     def __call__(self, step: Step) -> Any:
-        """Carry a step out: the checksums of a window that was written, or whether it reads back as it was."""
+        """Carry a step out: the checksums and losses of a window that was written, or whether it reads back as it was."""
         unit = step.unit
         writer = self._writers[unit.array]
         if not step.back:
             try:
-                sums = writer.put(self._root, unit.box, self._tensors[unit.array].only(unit.box))
+                done = put(writer, self._root, unit.box, self._tensors[unit.array].only(unit.box))
             except BaseException:
                 with self._changed:  # nobody may wait for this window
                     self._failed = True
                     self._changed.notify_all()
                 raise
             with self._changed:
-                self._sums[unit] = sums
+                self._sums[unit] = done[0]
                 self._left[unit.array] -= 1
                 self._changed.notify_all()
-            return sums
+            return done
         with self._changed:
             # Who writes the last windows of the array has taken them before this step, so they are on their way.
             self._changed.wait_for(lambda: self._failed or not self._left[unit.array])

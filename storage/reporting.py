@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 
+from .casting import CastLoss
+
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])\d+(?![0-9A-Za-z])")
 MAX_LINES = 40
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
     """``0-3,7`` for 0, 1, 2, 3, 7."""
     out: list[list[int]] = []
     for n in sorted(set(numbers)):
@@ -41,7 +43,7 @@ def grouped(names: Iterable[str]) -> list[str]:
         parts = template.split("\0")
         text = parts[0]
         for column, part in zip(columns, parts[1:], strict=True):
-            text += (str(next(iter(column))) if len(column) == 1 else f"{{{_ranges(column)}}}") + part
+            text += (str(next(iter(column))) if len(column) == 1 else f"{{{ranges(column)}}}") + part
         out.append(f"{text} ({len(rows)})")
     return out
 
@@ -64,7 +66,7 @@ class LoadReport:
     ``bytes_read`` counts reads of every process, ``bytes_needed`` the elements. ``phases`` holds the seconds of opening, planning and
     reading. ``resharded`` names the arrays whose blocks are not stored as the ranks want them, so that some rank read from several
     blocks or a part of one. ``mismatched`` holds a line for each array of another shape or dtype, ``ignored`` the names that ``ignore``
-    excused, ``mapping`` each rule with how often it was applied. ``print(report)`` shows it in at most 40 lines.
+    excused, ``grown`` those that took more rows from ``like`` than are stored, ``mapping`` each rule with how often it was applied, ``losses`` the values that casts lost (see `convert`). ``print(report)`` shows it in at most 40 lines.
     """
 
     path: str = ""
@@ -79,6 +81,8 @@ class LoadReport:
     ignored: list[str] = field(default_factory=list)
     resharded: list[str] = field(default_factory=list)
     mapping: list[tuple[str, int]] = field(default_factory=list)
+    grown: dict[str, str] = field(default_factory=dict)
+    losses: dict[str, CastLoss] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
 
     def reset(self) -> None:
@@ -88,8 +92,8 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is missing, unexpected or mismatched."""
-        return not (self.missing or self.unexpected or self.mismatched)
+        """Whether nothing is missing, unexpected, mismatched or grown."""
+        return not (self.missing or self.unexpected or self.mismatched or self.grown)
 
     def problems(self) -> list[str]:
         """Lines about what did not fit."""
@@ -99,10 +103,10 @@ class LoadReport:
             rows = list(self.mismatched.values())
             lines += [f"  mismatched ({len(rows)}):", *(f"    {row}" for row in rows[:8])]
             lines += [f"    … and {len(rows) - 8} more"] if len(rows) > 8 else []
-        return lines
+        return lines + [f"  grown: {row}" for row in self.grown.values()]
 
     def __str__(self) -> str:
-        wanted = len(self.loaded) + len(self.missing) + len(self.mismatched)
+        wanted = len(self.loaded) + len(self.grown) + len(self.missing) + len(self.mismatched)
         head = (
             f"{self.path}: loaded {len(self.loaded)} of {wanted}, missing {len(self.missing)}, "
             f"unexpected {len(self.unexpected)}, mismatched {len(self.mismatched)}; "
@@ -110,6 +114,7 @@ class LoadReport:
         )
         lines = [head, *self.problems(), *listed("ignored", self.ignored, 4)]
         lines += listed("cut in other blocks than stored", self.resharded, 4)
+        lines += [f"  {name}: {loss}" for name, loss in self.losses.items()]
         lines += [f"  {rule}  ×{n}" for rule, n in self.mapping]
         return "\n".join(
             lines

@@ -25,34 +25,33 @@ import numpy as np
 
 from ..arrays.errors import RuleConflict, RuleSyntaxError
 from . import ruletext
-from .binding import Program, Rule
+from .binding import Program, Rule, collection_paused
 from .derived import Filled, Memory
 from .manifest import Leaf, scalar_leaves
 from .names import leaf_name
 from .opened import Checkpoint, StoredArray
+from .step import Step
 from .steps import (
-    Cast,
     Concat,
     Deinterleave,
     FuseFFN,
     FuseQKV,
-    Init,
     Interleave,
-    Pad,
     Permute,
     Reshape,
     Slice,
     Split,
     SplitFFN,
     SplitQKV,
-    Step,
 )
 from .tensors import read_box
+from .value_steps import Cast, Dequantize, Init, Pad
 
 __all__ = [
     "Cast",
     "Concat",
     "Deinterleave",
+    "Dequantize",
     "FuseFFN",
     "FuseQKV",
     "Init",
@@ -127,6 +126,7 @@ class Rules:
     def __hash__(self) -> int:
         return hash((self.rules, self.follow))
 
+    @collection_paused()
     def on(self, ckpt: Checkpoint) -> Checkpoint:
         """The checkpoint that the rules make of ``ckpt``: flat, lazy, with every shape and dtype known and checked.
 
@@ -152,15 +152,23 @@ class Rules:
                 if name in structure:
                     raise RuleConflict(f"{name!r} is a value in the checkpoint, and a rule gives an array of that name")
                 structure[name] = value
+        distinct = {id(a.rule): a.rule for a in program.applied}
+        told = {key: str(rule) for key, rule in distinct.items()}  # once for a rule, not for each key
         for a in program.applied:
             for target in a.targets:
                 if target in arrays:
-                    arrays[target].rule = str(a.rule)
-        counts = Counter(str(a.rule) for a in program.applied)
+                    arrays[target].rule = told[id(a.rule)]
+        counts = Counter(told[id(a.rule)] for a in program.applied)
         return replace(ckpt, arrays=arrays, structure=structure, meshes=[], mapping=list(counts.items()))
 
     def on_arrays(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The rules applied to arrays in memory."""
+        """The rules applied to arrays in memory.
+
+        Raises `Lossy` where a cast loses values; ``cast(int8, allow_overflow=true)`` accepts that.
+
+        >>> Rules("a -> b, cast(int8, allow_overflow=true)").on_arrays({"a": np.asarray([1.0, 300.0])})
+        {'b': array([ 1, 44], dtype=int8)}
+        """
         held = {n: Memory(n, np.asarray(a)) for n, a in arrays.items()}
         return {n: read_box(t)[0] for n, t in Program(self.rules, self.follow, held, {}).outputs().items()}
 

@@ -21,11 +21,30 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from ..arrays.errors import RuleSyntaxError
-from .steps import STEPS, Step
+from . import steps, value_steps
+from .step import Step, fits
 
 _PLAIN = re.compile(r"""(?:(?!->)[^\s,()#"'])+\Z""")
 _NUMBER = re.compile(r"[+-]?(\d+)(\.\d*)?([eE][+-]?\d+)?\Z")
 _WORDS = {"true": True, "false": False, "none": None, **{t: float(t) for t in ("inf", "-inf", "nan")}}
+# The names in the text form.
+STEPS: dict[str, type[Step]] = {
+    "concat": steps.Concat,
+    "split": steps.Split,
+    "permute": steps.Permute,
+    "reshape": steps.Reshape,
+    "cast": value_steps.Cast,
+    "pad": value_steps.Pad,
+    "slice": steps.Slice,
+    "interleave": steps.Interleave,
+    "deinterleave": steps.Deinterleave,
+    "fuse_qkv": steps.FuseQKV,
+    "split_qkv": steps.SplitQKV,
+    "fuse_ffn": steps.FuseFFN,
+    "split_ffn": steps.SplitFFN,
+    "init": value_steps.Init,
+    "dequantize": value_steps.Dequantize,
+}
 _NAMES = {cls: name for name, cls in STEPS.items()}
 
 
@@ -213,7 +232,7 @@ def _step(line: _Line, name: str, arguments: list[tuple[str | None, Any, int]], 
         if key not in wanted or key in given:
             line.fail(f"{name} takes {', '.join(wanted) or 'nothing'}", at)
         kind = wanted[key]
-        if not _fits(value, kind):
+        if not fits(value, kind):
             line.fail(f"{name}: {key} cannot be {value!r}", at)
         given[key] = value
     try:
@@ -221,18 +240,6 @@ def _step(line: _Line, name: str, arguments: list[tuple[str | None, Any, int]], 
     except TypeError:
         lacking = [f.name for f in fields(cls) if f.name not in given]
         line.fail(f"{name} needs {', '.join(lacking)}", start)
-
-
-def _fits(value: Any, kind: str) -> bool:
-    if value is None:
-        return "None" in kind
-    if kind.startswith("tuple"):
-        return isinstance(value, tuple) and all(type(v) is int for v in value)
-    if kind.startswith("int"):
-        return type(value) is int
-    if kind.startswith("float"):
-        return isinstance(value, (int, float))
-    return isinstance(value, str)
 
 
 # ----- writing --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arrays.blocks import Box
+from .casting import CastLoss, Tally, making, tallied
 from .checksums import crc32c
 from .commit import Folder
 from .files import Files, active, preadv
@@ -105,9 +106,17 @@ def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
     nbytes = box.size * tensor.dtype.itemsize
     memory = scratch("window", nbytes) if passing else np.empty(nbytes, np.uint8)
     out = memory.view(tensor.dtype).reshape(box.shape)
-    for job in tensor.jobs(box, out):
-        job()
+    with making(tensor.name):
+        for job in tensor.jobs(box, out):
+            job()
     return out
+
+
+def put(writer: Writer, root: str, box: Box, tensor: Any) -> tuple[list[int], CastLoss]:
+    """One window, in whatever process: from the tensor to its places. Its checksums, and what its casts lost."""
+    with tallied(Tally()) as tally:
+        sums = writer.put(root, box, tensor)
+    return sums, sum(tally.values(), CastLoss())
 
 
 def sums(documents: Mapping[str, bytes]) -> dict[str, int]:

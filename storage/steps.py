@@ -8,7 +8,7 @@ step            tensors                what it does
 `Permute`       each                   dimensions in another order
 `Reshape`       each                   another shape, row-major; one length may be -1
 `Cast`          each                   another dtype; nothing else ever changes one
-`Pad`           each                   longer along an axis, filled up with a value (vocabulary growth)
+`Pad`           each                   longer along an axis, filled up with a value, the mean of the rows, or noise (vocabulary growth)
 `Slice`         each                   a range along an axis
 `Interleave`    n → 1                  part 0 of each, part 1 of each, … along an axis
 `Deinterleave`  1 → n                  back
@@ -17,15 +17,15 @@ step            tensors                what it does
 `FuseFFN`       gate, up → 1           for each tensor-parallel part: gate, up
 `SplitFFN`      1 → gate, up           back
 `Init`          none → 1               a new array with one value
+`Dequantize`    weight, scale → 1      8-bit numbers times the scales of their blocks; less zero points, where these come third
 ==============  =====================  ================================================================================
 
 ``apply`` makes lazy tensors (see ``derived``) and raises where shapes or dtypes do not fit. ``inverse`` is the step that undoes
-``apply``, given the tensors that it was applied to; `Lossy` where there is none.
+``apply``, given the tensors that it was applied to; `NotInvertible` where there is none.
 """
 
 from __future__ import annotations
 
-import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,18 +34,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays.errors import CheckpointDTypeError, CheckpointShapeError, RuleConflict
-from . import dtypes
-from .derived import Converted, Filled, Joined, Permuted, Reshaped, Sliced
-
-
-class Lossy(ValueError):
-    """A step has no inverse; says why."""
-
-
-def _axis(axis: int, t: Any) -> int:
-    if not -len(t.shape) <= axis < len(t.shape):
-        raise CheckpointShapeError(f"{t.name!r} has shape {t.shape}: there is no axis {axis}")
-    return axis % len(t.shape)
+from .derived import Joined, Permuted, Reshaped, Sliced
+from .step import NotInvertible, Step, axis_of, expect, the_one
 
 
 def _sliced(t: Any, axis: int, start: int, stop: int) -> Sliced:
@@ -53,21 +43,9 @@ def _sliced(t: Any, axis: int, start: int, stop: int) -> Sliced:
     return Sliced(t.name, t, tuple(start if d == axis else 0 for d in range(len(t.shape))), shape)
 
 
-def _one(values: Sequence[Any], what: str) -> Any:
-    first, *others = values
-    if any(v != first for v in others):
-        raise Lossy(f"its arrays have different {what}, which one step back cannot restore")
-    return first
-
-
-def _expect(count: int, tensors: Sequence[Any], what: str) -> None:
-    if len(tensors) != count:
-        raise RuleConflict(f"{what} takes {count} arrays, got {len(tensors)}")
-
-
 def _joined(tensors: Sequence[Any], axis: int) -> Any:
     first = tensors[0]
-    k = _axis(axis, first)
+    k = axis_of(axis, first)
     for t in tensors[1:]:
         if len(t.shape) != len(first.shape) or any(
             a != b for d, (a, b) in enumerate(zip(t.shape, first.shape, strict=True)) if d != k
@@ -83,19 +61,6 @@ def _joined(tensors: Sequence[Any], axis: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Step(abc.ABC):
-    """Base of the steps."""
-
-    @abc.abstractmethod
-    def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        """The tensors after this step; ``targets`` is the number of names at the end of the rule, where it is known."""
-
-    @abc.abstractmethod
-    def inverse(self, before: list[Any]) -> Step:
-        """The step back to ``before``."""
-
-
-@dataclass(frozen=True, slots=True)
 class Concat(Step):
     axis: int = 0
 
@@ -103,7 +68,7 @@ class Concat(Step):
         return [_joined(tensors, self.axis)]
 
     def inverse(self, before: list[Any]) -> Step:
-        return Split(self.axis, tuple(t.shape[_axis(self.axis, t)] for t in before))
+        return Split(self.axis, tuple(t.shape[axis_of(self.axis, t)] for t in before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +80,9 @@ class Split(Step):
     parts: int | None = None
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        _expect(1, tensors, "split")
+        expect(1, tensors, "split")
         (t,) = tensors
-        k = _axis(self.axis, t)
+        k = axis_of(self.axis, t)
         n, sizes = t.shape[k], self.sizes
         if sizes is None:
             parts = self.parts if self.parts is not None else targets
@@ -147,7 +112,7 @@ class Permute(Step):
 
     def _axes(self, t: Any) -> tuple[int, ...]:
         n = len(t.shape)
-        axes = tuple(range(n))[::-1] if self.axes is None else tuple(_axis(a, t) for a in self.axes)
+        axes = tuple(range(n))[::-1] if self.axes is None else tuple(axis_of(a, t) for a in self.axes)
         if sorted(axes) != list(range(n)):
             raise CheckpointShapeError(f"{t.name!r} has {n} dimensions, permute({list(self.axes or ())}) names others")
         return axes
@@ -158,7 +123,7 @@ class Permute(Step):
     def inverse(self, before: list[Any]) -> Step:
         if self.axes is None:
             return self
-        axes = _one([self._axes(t) for t in before], "numbers of dimensions")
+        axes = the_one([self._axes(t) for t in before], "numbers of dimensions")
         return Permute(tuple(axes.index(i) for i in range(len(axes))))
 
 
@@ -179,85 +144,13 @@ class Reshape(Step):
         return shape
 
     def inverse(self, before: list[Any]) -> Step:
-        ndim = _one([len(t.shape) for t in before], "numbers of dimensions")
+        ndim = the_one([len(t.shape) for t in before], "numbers of dimensions")
         lengths = [{t.shape[d] for t in before} for d in range(ndim)]
         if sum(len(s) > 1 for s in lengths) > 1 or (
             any(len(s) > 1 for s in lengths) and any(0 in t.shape for t in before)
         ):
-            raise Lossy("its arrays have different shapes, which one step back cannot restore")
+            raise NotInvertible("its arrays have different shapes, which one step back cannot restore")
         return Reshape(tuple(s.pop() if len(s) == 1 else -1 for s in lengths))
-
-
-# Every value of the first is one of the second, beyond what NumPy knows.
-_EXACT = {
-    (a, b)
-    for a in ("float8_e4m3fn", "float8_e5m2")
-    for b in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-} | {("bfloat16", b) for b in ("float32", "float64", "complex64", "complex128")}
-
-
-def exact(a: Any, b: Any) -> bool:
-    """Whether dtype ``b`` holds every value of ``a``.
-
-    >>> exact("bfloat16", "float32"), exact("float32", "bfloat16")
-    (True, False)
-    """
-    a, b = dtypes.by_name(a), dtypes.by_name(b)
-    native = a.name not in dtypes.EXTENSIONS and b.name not in dtypes.EXTENSIONS
-    return a == b or (a.name, b.name) in _EXACT or (native and np.can_cast(a, b, "safe"))
-
-
-@dataclass(frozen=True, slots=True)
-class Cast(Step):
-    """``back`` names the dtype of the inverse, where the way there loses digits and that is accepted."""
-
-    dtype: str
-    back: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", dtypes.name_of(self.dtype))
-        object.__setattr__(self, "back", dtypes.name_of(self.back))
-
-    def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        dtype = dtypes.by_name(self.dtype)
-        for t in tensors:
-            if t.dtype.kind == "c" and dtype.kind != "c":
-                raise CheckpointDTypeError(
-                    f"{t.name!r} is {t.dtype}; cast to {self.dtype} would lose the imaginary part"
-                )
-        return [t if t.dtype == dtype else Converted(t.name, t, dtype) for t in tensors]
-
-    def inverse(self, before: list[Any]) -> Step:
-        if self.back is not None:
-            return Cast(self.back, self.dtype)
-        dtype = _one([t.dtype.name for t in before], "dtypes")
-        if not exact(dtype, dtypes.by_name(self.dtype)):
-            raise Lossy(
-                f"cast from {dtype} to {self.dtype} loses digits; say cast({self.dtype}, back={dtype}) to accept that"
-            )
-        return Cast(dtype, self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Pad(Step):
-    axis: int
-    size: int
-    value: float = 0
-
-    def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        return [self._pad(t) for t in tensors]
-
-    def _pad(self, t: Any) -> Any:
-        k = _axis(self.axis, t)
-        if self.size < t.shape[k]:
-            raise CheckpointShapeError(
-                f"{t.name!r} has {t.shape[k]} along axis {k} already, more than pad's {self.size}"
-            )
-        rest = (*t.shape[:k], self.size - t.shape[k], *t.shape[k + 1 :])
-        return Joined.of(t.name, [t, Filled(t.name, rest, t.dtype, self.value)], k)
-
-    def inverse(self, before: list[Any]) -> Step:
-        return Slice(self.axis, 0, _one([t.shape[_axis(self.axis, t)] for t in before], "lengths"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +162,7 @@ class Slice(Step):
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
         out = []
         for t in tensors:
-            k = _axis(self.axis, t)
+            k = axis_of(self.axis, t)
             if not 0 <= self.start <= self.stop <= t.shape[k]:
                 raise CheckpointShapeError(
                     f"{t.name!r} has {t.shape[k]} along axis {k}, not {self.start} to {self.stop}"
@@ -278,9 +171,9 @@ class Slice(Step):
         return out
 
     def inverse(self, before: list[Any]) -> Step:
-        n = _one([t.shape[_axis(self.axis, t)] for t in before], "lengths")
+        n = the_one([t.shape[axis_of(self.axis, t)] for t in before], "lengths")
         if (self.start, self.stop) != (0, n):
-            raise Lossy(f"slice leaves out a part of axis {self.axis}")
+            raise NotInvertible(f"slice leaves out a part of axis {self.axis}")
         return self
 
 
@@ -295,7 +188,7 @@ class Interleave(Step):
         pieces = []
         for i in range(self.parts):
             for t in tensors:
-                k = _axis(self.axis, t)
+                k = axis_of(self.axis, t)
                 n = t.shape[k] // self.parts
                 if n * self.parts != t.shape[k]:
                     raise CheckpointShapeError(
@@ -305,7 +198,7 @@ class Interleave(Step):
         return [_joined(pieces, self.axis)]
 
     def inverse(self, before: list[Any]) -> Step:
-        return Deinterleave(self.parts, self.axis, tuple(t.shape[_axis(self.axis, t)] for t in before))
+        return Deinterleave(self.parts, self.axis, tuple(t.shape[axis_of(self.axis, t)] for t in before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +210,9 @@ class Deinterleave(Step):
     sizes: tuple[int, ...]
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        _expect(1, tensors, "deinterleave")
+        expect(1, tensors, "deinterleave")
         (t,) = tensors
-        k = _axis(self.axis, t)
+        k = axis_of(self.axis, t)
         if sum(self.sizes) != t.shape[k] or self.parts < 1 or any(s % self.parts for s in self.sizes):
             raise CheckpointShapeError(
                 f"{t.name!r} has {t.shape[k]} along axis {k}, which is not {self.parts} parts of {list(self.sizes)}"
@@ -343,8 +236,8 @@ class FuseQKV(Step):
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
         _check_heads(self.heads, self.groups)
-        _expect(3, tensors, "fuse_qkv")
-        q, k, v = (t.shape[_axis(self.axis, t)] for t in tensors)
+        expect(3, tensors, "fuse_qkv")
+        q, k, v = (t.shape[axis_of(self.axis, t)] for t in tensors)
         if q % self.heads or k != q // self.heads * self.groups or v != k:
             raise CheckpointShapeError(
                 f"{tensors[0].name!r}: q, k and v have {q}, {k} and {v} along axis {self.axis}, which are not "
@@ -364,9 +257,9 @@ class SplitQKV(Step):
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
         _check_heads(self.heads, self.groups)
-        _expect(1, tensors, "split_qkv")
+        expect(1, tensors, "split_qkv")
         (t,) = tensors
-        n, units = t.shape[_axis(self.axis, t)], self.heads + 2 * self.groups
+        n, units = t.shape[axis_of(self.axis, t)], self.heads + 2 * self.groups
         if n % units:
             raise CheckpointShapeError(f"{t.name!r} of shape {t.shape} is not {units} heads along axis {self.axis}")
         sizes = (n // units * self.heads, n // units * self.groups, n // units * self.groups)
@@ -387,7 +280,7 @@ class FuseFFN(Step):
     axis: int = 0
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        _expect(2, tensors, "fuse_ffn")
+        expect(2, tensors, "fuse_ffn")
         if tensors[0].shape != tensors[1].shape:
             raise CheckpointShapeError(f"gate has shape {tensors[0].shape}, up {tensors[1].shape}")
         return Interleave(self.parts, self.axis).apply(tensors, targets)
@@ -402,49 +295,10 @@ class SplitFFN(Step):
     axis: int = 0
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        _expect(1, tensors, "split_ffn")
+        expect(1, tensors, "split_ffn")
         (t,) = tensors
-        half = t.shape[_axis(self.axis, t)] // 2
+        half = t.shape[axis_of(self.axis, t)] // 2
         return Deinterleave(self.parts, self.axis, (half, half)).apply(tensors, targets)
 
     def inverse(self, before: list[Any]) -> Step:
         return FuseFFN(self.parts, self.axis)
-
-
-@dataclass(frozen=True, slots=True)
-class Init(Step):
-    shape: tuple[int, ...]
-    dtype: str
-    value: float = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", dtypes.name_of(self.dtype))
-
-    def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        _expect(0, tensors, "init")
-        if min(self.shape, default=0) < 0:
-            raise CheckpointShapeError(f"init: {list(self.shape)} is not a shape")
-        return [Filled("init", self.shape, dtypes.by_name(self.dtype), self.value)]
-
-    def inverse(self, before: list[Any]) -> Step:
-        # The inverse of a whole rule drops the array; there is no step from one array to none.
-        raise Lossy("init makes an array out of nothing")
-
-
-# The names in the text form.
-STEPS: dict[str, type[Step]] = {
-    "concat": Concat,
-    "split": Split,
-    "permute": Permute,
-    "reshape": Reshape,
-    "cast": Cast,
-    "pad": Pad,
-    "slice": Slice,
-    "interleave": Interleave,
-    "deinterleave": Deinterleave,
-    "fuse_qkv": FuseQKV,
-    "split_qkv": SplitQKV,
-    "fuse_ffn": FuseFFN,
-    "split_ffn": SplitFFN,
-    "init": Init,
-}

@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,10 +25,12 @@ from typing import Any
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from . import commit, scratch, stores, strict_json
+from .casting import CastLoss, Tally
+from .derived import Recipes
 from .files import active, try_lock
 from .generations import Generation
 from .read_back import Step, Steps
-from .sinks import Sink, Unit, Writer
+from .sinks import Sink, Unit, Writer, put
 from .spreading import Executor, Spread
 
 Progress = Callable[[int, int], None]
@@ -38,9 +41,13 @@ THREADS = 2
 _LEAST = 64 << 10
 
 
-def fingerprint(source: Generation, sink: Sink, windows: int, memory_limit: int, threads: int) -> str:
+def fingerprint(
+    source: Generation, tensors: Sequence[Any], sink: Sink, windows: int, memory_limit: int, threads: int
+) -> str:
     """What is the same for two runs that would write the same windows of the same bytes."""
-    plan = json.dumps([2, dict(source.tags), sink.describe(), windows, memory_limit, threads], sort_keys=True)
+    made = Recipes()
+    held = [made.of(t) for t in tensors]
+    plan = json.dumps([2, dict(source.tags), held, sink.describe(), windows, memory_limit, threads], sort_keys=True)
     return hashlib.sha256(plan.encode()).hexdigest()
 
 
@@ -68,18 +75,18 @@ def _journal(part: str) -> Iterator[int]:
     raise CheckpointError(f"{part} keeps changing: other processes are working on it")
 
 
-def _listed(fd: int, key: str, units: Sequence[Unit]) -> dict[Unit, list[int]] | None:
-    """Windows that the journal lists, or None when it is of another plan. A torn last line counts for nothing."""
+def _listed(fd: int, key: str, units: Sequence[Unit]) -> dict[Unit, tuple[list[int], CastLoss]] | None:
+    """Windows that the journal lists, with sums and losses, or None when it is of another plan. A torn last line counts for nothing."""
     size = os.fstat(fd).st_size
     lines = os.pread(fd, size, 0).decode("utf-8", "replace").split("\n")[:-1]
     if not lines or lines[0] != key:
         return None
-    out: dict[Unit, list[int]] = {}
+    out: dict[Unit, tuple[list[int], CastLoss]] = {}
     for line in lines[1:]:
         with contextlib.suppress(ValueError, TypeError, IndexError):
-            number, sums = strict_json.loads(line)
+            number, sums, *losses = strict_json.loads(line)
             if type(number) is int and number >= 0 and isinstance(sums, list):
-                out[units[number]] = sums
+                out[units[number]] = sums, sum(map(CastLoss.decode, losses), CastLoss())
     return out
 
 
@@ -88,11 +95,6 @@ def _empty(part: str) -> None:
     for entry in sorted(os.listdir(part)):
         if entry != JOURNAL:
             fs.remove_tree(os.path.join(part, entry))
-
-
-def _write(writer: Writer, tensor: Any, root: str, box: Box) -> list[int]:
-    """One window, in whatever process: from the tensor to its places."""
-    return writer.put(root, box, tensor)
 
 
 def _whole(writer: Writer, root: str, box: Box, sums: list[int]) -> bool:
@@ -115,8 +117,11 @@ def transfer(
     tables: frozenset[str],
     progress: Progress | None,
     executor: Executor | None = None,
-) -> tuple[int, int]:
-    """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, and those that an earlier run had written.
+    allow_overflow: bool = False,
+) -> tuple[int, int, Tally]:
+    """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, those that an earlier run had written, and losses of casts.
+
+    Unless ``allow_overflow``, `Lossy` is raised once an array is complete whose cast lost values, and nothing is committed.
 
     ``source`` is what the tensors read. With an ``executor`` the windows are read and written by its processes, which
     must see both; the journal stays here.
@@ -136,6 +141,7 @@ def transfer(
             overwrite=overwrite,
             tables=tables,
             progress=progress,
+            allow_overflow=allow_overflow,
         )
     spread = Spread(threads, executor)
     commit.make_parents(target)
@@ -150,7 +156,7 @@ def transfer(
     sizes = {u: u.box.size * tensors[u.array].dtype.itemsize for u in units}
     numbers = {u: i for i, u in enumerate(units)}
     total = sum(sizes.values())
-    key = fingerprint(source, sink, len(units), memory_limit, threads)
+    key = fingerprint(source, tensors, sink, len(units), memory_limit, threads)
     writers = [sink.writer(i, limit) for i in range(len(tensors))]
     fs = active()
 
@@ -171,10 +177,21 @@ def transfer(
                 os.ftruncate(fd, 0)
                 os.write(fd, f"{key}\n".encode())
             kept = {
-                u: done[u]
-                for u, same in spread.over(_whole, list(done), lambda u: (writers[u.array], part, u.box, done[u]))
+                u: done[u][0]
+                for u, same in spread.over(_whole, list(done), lambda u: (writers[u.array], part, u.box, done[u][0]))
                 if same
             }
+            losses, left = Tally(), Counter(u.array for u in units if u not in kept)
+            for u in kept:
+                losses.add(tensors[u.array].name, done[u][1])
+
+            def settle(array: int) -> None:
+                # Only what is complete: the counts of others, of which windows are still to come, would be too small.
+                if not left[array]:
+                    losses.refuse(allow_overflow, tensors[array].name)
+
+            for array in {u.array for u in kept}:
+                settle(array)
             resumed = sum(sizes[u] for u in kept)
             with commit.room_for(sink.nbytes - resumed, target):
                 begun = True
@@ -190,13 +207,13 @@ def transfer(
                 else:
                     # Other processes know nothing of each other's windows.
                     results = spread.over(
-                        _write,
+                        put,
                         [Step(u) for u in units if u not in kept],
                         lambda step: (
                             writers[step.unit.array],
-                            tensors[step.unit.array].only(step.unit.box),
                             part,
                             step.unit.box,
+                            tensors[step.unit.array].only(step.unit.box),
                         ),
                     )
                 for (unit, back), result in results:
@@ -204,8 +221,12 @@ def transfer(
                         refuse_unless(result, unit)
                         checked.add(unit)
                         continue
-                    kept[unit] = result
-                    os.write(fd, f"{json.dumps([numbers[unit], result])}\n".encode())
+                    kept[unit], loss = result
+                    row = [numbers[unit], kept[unit], *([loss.encode()] if loss else [])]
+                    os.write(fd, f"{json.dumps(row)}\n".encode())
+                    losses.add(tensors[unit.array].name, loss)
+                    left[unit.array] -= 1
+                    settle(unit.array)
                     reached += sizes[unit]
                     if progress is not None:
                         progress(reached, total)
@@ -227,4 +248,4 @@ def transfer(
             raise
         finally:
             scratch.release()
-    return nbytes, resumed
+    return nbytes, resumed, losses

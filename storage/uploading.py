@@ -16,6 +16,7 @@ import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, StoreError
 from . import object_commit, stores, strict_json
+from .casting import CastLoss, Tally, tallied
 from .checksums import crc32c
 from .generations import Generation
 from .object_commit import JOURNAL
@@ -41,14 +42,24 @@ def _sum(root: str, name: str, nbytes: int) -> int | None:
     return None
 
 
-def _send(stream: Stream, root: str) -> list[int]:
-    """Upload one file and read it back; returns its crc32c, its stream's digest, its length, and the checksums of its chunks."""
-    value = 0
+def _send(stream: Stream, root: str, allow_overflow: bool) -> tuple[list[int], Tally]:
+    """Upload one file and read it back; returns its crc32c, its stream's digest, its length, the checksums of its chunks; and what casts lost.
+
+    `Lossy` is raised at the end of the file, before it counts as uploaded.
+    """
+    value, losses = 0, Tally()
 
     def counted() -> Iterator[Any]:
         nonlocal value
         value = 0
-        for piece in stream.pieces():
+        losses.clear()  # an upload that failed is begun again
+        pieces = stream.pieces()
+        while True:
+            with tallied(losses):  # not across a yield, after which other code of this thread runs
+                piece = next(pieces, None)
+            if piece is None:
+                losses.refuse(allow_overflow)
+                return
             value = crc32c(np.frombuffer(piece, np.uint8), value)
             yield piece
 
@@ -57,7 +68,7 @@ def _send(stream: Stream, root: str) -> list[int]:
         raise CorruptCheckpoint(
             f"{stores.join(root, stream.name)} does not read back as it was written; nothing was committed"
         )
-    return [value, stream.digest, nbytes, *stream.sums]
+    return [value, stream.digest, nbytes, *stream.sums], losses
 
 
 class _Journal:
@@ -66,19 +77,24 @@ class _Journal:
     def __init__(self, folder: object_commit.ObjectFolder, key: str) -> None:
         self.folder, self.key = folder, key
         self.done: dict[str, list[int]] = {}
+        self.losses: dict[str, Tally] = {}
 
-    def add(self, name: str, row: Sequence[int]) -> None:
-        self.done[name] = list(row)
-        text = json.dumps({"plan": self.key, "mark": self.folder.suffix, "files": self.done})
+    def add(self, name: str, row: Sequence[int], losses: Tally) -> None:
+        self.done[name], self.losses[name] = list(row), losses
+        lost = {file: {n: loss.encode() for n, loss in held.items()} for file, held in self.losses.items() if held}
+        text = json.dumps({"plan": self.key, "mark": self.folder.suffix, "files": self.done, "losses": lost})
         self.folder.store.put(JOURNAL, text.encode())
 
     @staticmethod
-    def read(store: object_commit.ObjectStore, key: str) -> tuple[str, dict[str, list[int]]] | None:
-        """(mark, files) of an earlier run of the same plan."""
+    def read(store: object_commit.ObjectStore, key: str) -> tuple[str, dict[str, list[int]], dict[str, Tally]] | None:
+        """(mark, files, losses by file) of an earlier run of the same plan."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             said = strict_json.loads(store.get(JOURNAL))
             if said["plan"] == key and isinstance(said["mark"], str):
-                return said["mark"], {str(n): [int(x) for x in row] for n, row in said["files"].items()}
+                losses = {
+                    f: Tally({n: CastLoss.decode(r) for n, r in held.items()}) for f, held in said["losses"].items()
+                }
+                return said["mark"], {str(n): [int(x) for x in row] for n, row in said["files"].items()}, losses
         return None
 
 
@@ -93,7 +109,8 @@ def upload(
     overwrite: bool,
     tables: frozenset[str],
     progress: Progress | None,
-) -> tuple[int, int]:
+    allow_overflow: bool = False,
+) -> tuple[int, int, Tally]:
     """As `transfer`, for a target in an object store."""
     if spread.executor is not None:
         raise CheckpointError(
@@ -101,12 +118,13 @@ def upload(
         )
     object_commit.check_target(target, overwrite, tables)
     limit = max(64 << 10, memory_limit // (3 * spread.threads))
-    key = fingerprint(source, sink, 0, memory_limit, spread.threads)
+    key = fingerprint(source, tensors, sink, 0, memory_limit, spread.threads)
     found = _Journal.read(object_commit.ObjectStore(target), key)
     folder = object_commit.ObjectFolder(target)
     held: dict[str, list[int]] = {}
+    lost: dict[str, Tally] = {}
     if found is not None and folder.take_over(found[0]):
-        held = found[1]
+        held, lost = found[1:]
     else:
         object_commit.recover(target)
         object_commit.check_target(target, overwrite, tables)
@@ -122,14 +140,15 @@ def upload(
         for s, value in spread.over(_sum, listed, lambda s: (target, s.name, held[s.name][2])):
             if value == held[s.name][0]:
                 _, s.digest, s.nbytes, *s.sums = held[s.name]
-                journal.done[s.name] = held[s.name]
+                journal.done[s.name], journal.losses[s.name] = held[s.name], lost.get(s.name, Tally())
+                journal.losses[s.name].refuse(allow_overflow)
                 resumed += sizes[s.name]
         reached = resumed
         if progress is not None:
             progress(reached, total)
         missing = [s for s in streams if s.name not in journal.done]
-        for s, row in spread.over(_send, missing, lambda s: (s, target)):
-            journal.add(s.name, row)
+        for s, (row, losses) in spread.over(_send, missing, lambda s: (s, target, allow_overflow)):
+            journal.add(s.name, row, losses)
             reached += sizes[s.name]
             if progress is not None:
                 progress(reached, total)
@@ -147,4 +166,8 @@ def upload(
         else:
             with contextlib.suppress(*(() if folder.committed else (Exception,))):
                 folder.end(folder.committed)
-    return nbytes, resumed
+    every = Tally()
+    for losses in journal.losses.values():
+        for name, loss in losses.items():
+            every.add(name, loss)
+    return nbytes, resumed, every

@@ -471,11 +471,13 @@ def from_pretrained(
     plan: str | Plan = "dp",
     *,
     dtype: Any = np.float32,
+    allow_overflow: bool = False,
     max_length: int | None = None,
 ) -> tuple[dict[str, Any], Config]:
     """Parameters and sizes of a Llama, Mistral or Mixtral model in a Hugging Face directory (``config.json`` and safetensors).
 
-    With a mesh each rank reads its own blocks, as the plan says. ``dtype`` is that of the result; see also :meth:`Config.from_huggingface`.
+    With a mesh each rank reads its own blocks, as the plan says. ``dtype`` is that of the result; weights that it cannot hold are a
+    `Lossy` unless ``allow_overflow``. See also :meth:`Config.from_huggingface`.
     """
     from ...storage import load
 
@@ -483,4 +485,5 @@ def from_pretrained(
     config = Config.from_huggingface(directory / "config.json", max_length=max_length)
     like = expected(shapes(config), mesh, parse(plan, PARAMETERS, ACTIVATIONS), dtype)
     single = directory / "model.safetensors"
-    return load(single if single.exists() else directory, like=like, rules=rules(config), cast=True), config
+    held = single if single.exists() else directory
+    return load(held, like=like, rules=rules(config), cast=True, allow_overflow=allow_overflow), config

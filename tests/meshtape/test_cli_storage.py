@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import dask
@@ -42,6 +43,24 @@ def test_verify_finds_a_flipped_bit(ckpt: Path) -> None:
     assert out.exit_code == 1
     assert "CorruptCheckpoint" in out.output
     assert "Traceback" not in out.output
+
+
+def test_a_cast_that_loses_values_names_the_flag(tmp_path: Path) -> None:
+    mt.save(tmp_path / "c", {"w": np.float32([1.0, 7e4])})
+    where = (str(tmp_path / "c"), str(tmp_path / "out"))
+    for command in (("merge", *where), ("convert", *where, "--format", "zarr"), ("reshard", *where, "--mesh", "m=2")):
+        refused = call(*command, "--dtype", "float16")
+        assert refused.exit_code != 0
+        assert "1 became infinite" in refused.output
+        assert "--allow-overflow" in refused.output
+        assert not (tmp_path / "out").exists()
+        out = call(*command, "--dtype", "float16", "--allow-overflow", "--overwrite")
+        assert out.exit_code == 0
+        assert "w: 1 became infinite" in out.output
+        told = json.loads(call(*command, "--dtype", "float16", "--allow-overflow", "--overwrite", "--json").output)
+        assert told["losses"]["w"]["overflow"] == 1
+        mt.storage.load(tmp_path / "out")
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_merge_with_keys_and_rules(ckpt: Path, tmp_path: Path) -> None:

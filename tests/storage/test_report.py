@@ -25,7 +25,7 @@ def test_what_does_not_fit_is_in_the_report_and_stays_as_it_was(tmp_path):
     )
     like = {
         "a": np.zeros(2),
-        "b": {"c": np.zeros((4, 3)), "d": np.full(2, 7.0)},
+        "b": {"c": np.zeros((4, 2)), "d": np.full(2, 7.0)},
         "n": 5,
         "new": np.full(1, 9.0),
         "m": 4,
@@ -36,7 +36,7 @@ def test_what_does_not_fit_is_in_the_report_and_stays_as_it_was(tmp_path):
     assert report.missing == ["m", "new"] or report.missing == ["new", "m"]
     assert report.unexpected == ["old"]
     assert list(report.mismatched) == ["b.c", "b.d"]
-    assert "stored shape (2, 3), wanted (4, 3)" in report.mismatched["b.c"]
+    assert "stored shape (2, 3), wanted (4, 2)" in report.mismatched["b.c"]
     assert "stored dtype int32, wanted float64" in report.mismatched["b.d"]
     assert not report.fits
     assert got["a"].tolist() == [0, 1]

@@ -24,10 +24,10 @@ def numbered(*names, shape=(4, 6)):
 
 
 def test_a_star_below_a_capture_collects(kit):
-    held = {f"l.{i}.e.{x}.w": np.full((2, 3), 10 * i + x) for i in (0, 1) for x in (10, 2, 0)}
+    held = {f"l.{i}.e.{x}.w": np.full((2, 3), 10 * i + x) for i in (0, 1) for x in (10, *range(10))}
     got = Rules("l.{layer}.e.{expert}.w -> m.{layer}.w, concat(axis=0)").on_arrays(held)
     assert list(got) == ["m.0.w", "m.1.w"]
-    assert got["m.1.w"][:, 0].tolist() == [10, 10, 12, 12, 20, 20]  # 2 before 10
+    assert got["m.1.w"][::2, 0].tolist() == [*range(10, 21)]  # 2 before 10
 
 
 def test_a_pattern_without_a_match_is_an_error_that_names_the_nearest():
@@ -119,15 +119,15 @@ def test_odd_names(kit):
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float64", "bool", "complex64", "uint16"])
 def test_casts_to_every_dtype_and_never_unasked(kit, dtype):
-    a = np.array([[0.0, 1.0, 2.0]], "f4")
+    a = np.array([[0.0, 1.0, 1.0]], "f4")
     got = Rules(f"a -> b, cast({dtype})").on_arrays({"a": a})["b"]
     from meshtape.storage.dtypes import by_name
 
     assert kit.same(got, a.astype(by_name(dtype)))
     with pytest.raises(errors.CheckpointDTypeError, match=r"put cast\(\.\.\.\) before"):
         Rules("a, b -> c, concat(axis=0)").on_arrays({"a": a, "b": got})
-    with pytest.raises(errors.CheckpointDTypeError, match="imaginary"):
-        Rules("a -> b, cast(float32)").on_arrays({"a": a.astype("c8")})
+    with pytest.raises(errors.Lossy, match="imaginary"):
+        Rules("a -> b, cast(float32)").on_arrays({"a": a.astype("c8") + 1j})
 
 
 @pytest.mark.parametrize(

@@ -58,16 +58,17 @@ def test_a_dask_cluster_writes_the_same_bytes(source, client, tmp_path):
         assert seen == sorted(seen)
         assert seen[-1][0] == seen[-1][1]
         assert len(seen) > 3
-    merge(source, tmp_path / "m1", rules="w -> w, permute(), cast(dtype=bfloat16)")
-    merge(
-        source,
-        tmp_path / "m2",
-        rules="w -> w, permute(), cast(dtype=bfloat16)",
-        client=client,
-        threads=8,
-        memory_limit=1 << 20,
-    )
+    # Any bits are in the array, so some numbers are beyond bfloat16's range: refused here as there, and counted alike.
+    options = {"rules": "w -> w, permute(), cast(dtype=bfloat16)"}
+    there = {"client": client, "threads": 8, "memory_limit": 1 << 20}
+    for spread in ({}, there):
+        with pytest.raises(errors.Lossy, match="'w': 9 became infinite, 14 became zero"):
+            merge(source, tmp_path / "m1", **options, **spread)
+    a = merge(source, tmp_path / "m1", **options, allow_overflow=True)
+    b = merge(source, tmp_path / "m2", **options, **there, allow_overflow=True)
     assert files(tmp_path / "m1") == files(tmp_path / "m2")
+    assert a.losses == b.losses
+    assert a.losses["w"].overflow == 9
 
 
 def test_one_key_and_more_workers_than_keys(client, kit, tmp_path):

@@ -403,6 +403,13 @@ def test_a_directory_is_loaded_with_its_config(tmp_path, family):
     split, _ = de.from_pretrained(tmp_path, mt.Mesh({"data": 2, "model": 2}), "fsdp+tp", dtype=np.float64)
     for a, b in zip(mt.tree.flatten(split)[0], mt.tree.flatten(params)[0], strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b).astype(np.float64))
+    tensors["model.norm.weight"] = np.full(16, 7e4, np.float32)
+    mt.storage.save_safetensors(tmp_path / "model.safetensors", tensors, overwrite=True)
+    for mesh in (None, mt.Mesh({"data": 2, "model": 2})):
+        with pytest.raises(mt.errors.Lossy, match="'norm': 16 became infinite"):
+            de.from_pretrained(tmp_path, mesh, dtype=np.float16)
+        half, _ = de.from_pretrained(tmp_path, mesh, dtype=np.float16, allow_overflow=True)
+        assert np.isinf(np.asarray(half["norm"])).all()
 
 
 def theirs_of(c):

@@ -1,0 +1,101 @@
+"""Quantised weights as the numbers that they stand for: integers or float8 times the scale of their block.
+
+``y = (x - zero) * scale``, where element ``i`` along a dimension belongs to block ``i // block`` and the last block may be short. DeepSeek-V3
+stores ``weight`` in float8_e4m3fn with ``weight_scale_inv``, one float32 for each 128 × 128 block, by which the weight is multiplied in spite of the name
+(its ``kernel.py``: ``y = x * s``). compressed-tensors stores ``weight_scale`` for the tensor, for each row, or for each group of a row, and
+where it is not symmetric ``weight_zero_point`` (its ``dequantize``: ``(x_q - zero_point) * scale``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..arrays.blocks import Box
+from .casting import cast
+from .derived import Derived, pieces
+from .tensors import Job
+
+
+def is_quantized(dtype: np.dtype) -> bool:
+    """Whether weights of this dtype need a scale: 8-bit integers and float8."""
+    return dtype.itemsize == 1 and dtype.kind != "b" and dtype.name != "float8_e8m0fnu"
+
+
+def _read(tensor: Any, box: Box) -> tuple[np.ndarray, int]:
+    held = np.empty(box.shape, tensor.dtype)
+    return held, sum(job() for job in tensor.jobs(box, held))
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized(Derived):
+    """``source`` times ``scale``, less ``zero`` before, one of each for a ``block``. Reads the scales of the blocks that a box meets."""
+
+    name: str
+    source: Any
+    scale: Any
+    zero: Any
+    block: tuple[int, ...]
+    dtype: np.dtype
+    casts: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return self.source.chunk
+
+    def sources(self) -> tuple[Any, ...]:
+        return (self.source, self.scale) if self.zero is None else (self.source, self.scale, self.zero)
+
+    def _blocks(self, box: Box) -> Box:
+        first = tuple(o // b for o, b in zip(box.offset, self.block, strict=True))
+        return Box(first, tuple(-(-e // b) - f for e, b, f in zip(box.stop, self.block, first, strict=True)))
+
+    def only(self, box: Box) -> Dequantized:
+        if not box.size:
+            return self
+        blocks = self._blocks(box)
+        zero = None if self.zero is None else self.zero.only(blocks)
+        return replace(self, source=self.source.only(box), scale=self.scale.only(blocks), zero=zero)
+
+    def planned(self, box: Box) -> int:
+        if not box.size:
+            return 0
+        return self.source.planned(box) + sum(s.planned(self._blocks(box)) for s in self.sources()[1:])
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        for there, part in pieces(box, self.chunk, 4):
+            yield lambda there=there, part=part: self._read(there, out[(*part.slices, ...)])
+
+    def _read(self, box: Box, out: np.ndarray) -> int:
+        blocks = self._blocks(box)
+        x, nbytes = _read(self.source, box)
+        places = np.ix_(
+            *(
+                np.arange(o, e) // b - f
+                for o, e, b, f in zip(box.offset, box.stop, self.block, blocks.offset, strict=True)
+            )
+        )
+
+        def spread(tensor: Any, dtype: Any) -> np.ndarray:
+            nonlocal nbytes
+            held, n = _read(tensor, blocks)
+            nbytes += n
+            return held.astype(dtype)[places]
+
+        # float32 holds every product of an 8-bit number and a scale that a model has; a scale that could pass its range is told by the cast.
+        scale = spread(self.scale, np.float64 if self.scale.dtype == np.float64 else np.float32)
+        with np.errstate(all="ignore"):
+            wide = np.float64 if scale.size and not np.abs(scale).max() < 1e30 else scale.dtype
+            y = x.astype(wide)
+            if self.zero is not None:
+                y -= spread(self.zero, wide)
+            y *= scale
+        out[...] = cast(self.name, y, self.dtype, box.offset)
+        return nbytes

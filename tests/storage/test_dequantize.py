@@ -1,0 +1,185 @@
+"""`dequantize`: 8-bit weights and the scales of their blocks, against the formulas written out in NumPy."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from meshtape import errors
+from meshtape.arrays.blocks import Box
+from meshtape.storage import Rules, convert, load, merge, open_checkpoint, save_safetensors
+from meshtape.storage import rules as r
+
+RULE = "{p*}.weight, {p*}.weight_scale_inv -> {p*}.weight, dequantize(block=[128, 128], dtype=bfloat16)"
+TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "int8": np.int8, "uint8": np.uint8}
+
+
+def quantized(shape, kind, seed=0):
+    rng = np.random.default_rng(seed)
+    if kind in ("int8", "uint8"):
+        limits = np.iinfo(kind)
+        return rng.integers(limits.min, limits.max + 1, shape).astype(kind)
+    return (rng.standard_normal(shape) * 40).astype(TYPES[kind])
+
+
+def scales(shape, dtype=np.float32, seed=1):
+    return (np.random.default_rng(seed).random(shape) * 1e-2 + 1e-3).astype(dtype)
+
+
+def by_block(x, scale, block, zero=None):
+    """DeepSeek-V3's `weight_dequant` and compressed-tensors' `dequantize`, element by element along each dimension."""
+    out = np.empty(x.shape, np.float32)
+    for at in np.ndindex(*scale.shape):
+        place = tuple(slice(i * b, (i + 1) * b) for i, b in zip(at, block, strict=True))
+        value = x[place].astype(np.float32)
+        if zero is not None:
+            value = value - np.float32(zero[at])
+        out[place] = value * np.float32(scale[at])
+    return out
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("shape", [(256, 384), (200, 300), (1, 129), (128, 1), (5, 7)])
+def test_blocks_as_deepseek_stores_them(kit, kind, shape):
+    x = quantized(shape, kind)
+    s = scales(tuple(-(-n // 128) for n in shape))
+    got = Rules(RULE).on_arrays({"l.0.weight": x, "l.0.weight_scale_inv": s, "norm.weight": np.ones(3, np.float32)})
+    assert kit.same(got["l.0.weight"], by_block(x, s, (128, 128)).astype(ml_dtypes.bfloat16))
+    assert sorted(got) == ["l.0.weight", "norm.weight"]
+
+
+CASES = {  # shape of the scales, block=, and the block that it means
+    "tensor": ((), "", (24, 32)),
+    "tensor as one element": ((1,), "", (24, 32)),
+    "tensor as a matrix": ((1, 1), "", (24, 32)),
+    "channel": ((24, 1), "", (1, 32)),
+    "column": ((1, 32), "", (24, 1)),
+    "group": ((24, 4), "block=[1, 8]", (1, 8)),
+    "group with a short end": ((24, 4), "block=[1, 9]", (1, 9)),
+    "block": ((3, 4), "block=[8, 8]", (8, 8)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_strategies_of_compressed_tensors(kit, case, kind, zeros):
+    shape, argument, block = CASES[case]
+    x, s = quantized((24, 32), kind), scales(shape, np.float16)
+    held = {"w": x, "s": s}
+    zero = None
+    if zeros:
+        zero = np.random.default_rng(2).integers(0, 16, shape).astype(np.int8)
+        held["z"] = zero
+    got = Rules(f"w, s{', z' if zeros else ''} -> w, dequantize({argument})").on_arrays(held)["w"]
+    wide = (-(-24 // block[0]), -(-32 // block[1]))
+    want = by_block(x, s.reshape(wide), block, None if zero is None else zero.reshape(wide))
+    assert kit.same(got, want.astype(np.float16))
+
+
+def test_three_dimensions_of_stacked_experts(kit):
+    x, s = quantized((2, 256, 130), "e4m3"), scales((2, 2, 2))
+    got = Rules("w, s -> w, dequantize(block=[1, 128, 128])").on_arrays({"w": x, "s": s})["w"]
+    assert kit.same(got, np.stack([by_block(x[i], s[i], (128, 128)) for i in range(2)]))
+
+
+def test_any_box_and_only_the_scales_that_it_needs(kit, tmp_path):
+    x, s = quantized((700, 500), "e4m3"), scales((6, 4))
+    want = by_block(x, s, (128, 128)).astype(ml_dtypes.bfloat16)
+    save_safetensors(tmp_path / "m.safetensors", {"l.weight": x, "l.weight_scale_inv": s})
+    held = Rules(RULE).on(open_checkpoint(tmp_path / "m.safetensors"))["l.weight"]
+    rng = np.random.default_rng(3)
+    for _ in range(40):
+        a, b = (sorted(rng.integers(0, n + 1, 2).tolist()) for n in x.shape)
+        assert kit.same(held[a[0] : a[1], b[0] : b[1]], want[a[0] : a[1], b[0] : b[1]])
+    tensor = held.tensor
+    assert tensor.planned(Box((0, 0), (1, 500))) == 500 + 4 * 4
+    assert tensor.planned(Box((130, 0), (2, 500))) == 1000 + 4 * 4
+    assert tensor.planned(Box((127, 0), (2, 500))) == 1000 + 8 * 4
+    assert tensor.planned(Box((0, 0), (0, 500))) == 0
+
+
+def test_merge_convert_load_and_processes_agree(kit, tmp_path):
+    x, s = quantized((700, 500), "e4m3"), scales((6, 4))
+    want = by_block(x, s, (128, 128)).astype(ml_dtypes.bfloat16)
+    save_safetensors(tmp_path / "m.safetensors", {"l.weight": x, "l.weight_scale_inv": s, "n.weight": np.ones(2, "f4")})
+    source = tmp_path / "m.safetensors"
+    merge(source, tmp_path / "a", rules=RULE, memory_limit=1, threads=3)
+    convert(source, tmp_path / "b", format="zarr", rules=RULE, mesh={"m": 3}, shardings={"l.*": {"m": 1}, "*": {}})
+    for out in ("a", "b"):
+        assert kit.same(open_checkpoint(tmp_path / out)["l.weight"].read(), want)
+    like = {"l": {"weight": kit.split(np.zeros(x.shape, want.dtype), kit.Sharding(kit.Host({"m": 4}), (0,)))}}
+    got = load(source, like=like, rules=RULE, ignore="n.*")
+    assert kit.same(got["l"]["weight"].whole(), want)
+    # A refusal names the rule that is wanted.
+    with pytest.raises(errors.CheckpointDTypeError, match=r"l.weight, l.weight_scale_inv -> l.weight, dequantize"):
+        merge(source, tmp_path / "c", dtype="float32")
+    merge(source, tmp_path / "c", dtype="float32", rules=RULE.replace("bfloat16", "float32"))
+    assert kit.same(open_checkpoint(tmp_path / "c")["l.weight"].read(), by_block(x, s, (128, 128)))
+
+
+def test_steps_before_and_after(kit):
+    x, s = quantized((4, 6), "int8"), scales((4,))
+    held = {"w": x, "s": s}
+    got = Rules("s -> $s, reshape([4, 1])\nw, $s -> w, dequantize(), permute(), cast(float16)").on_arrays(held)["w"]
+    assert kit.same(got, (x.astype("f4") * s[:, None]).T.astype("f2"))
+
+
+def test_special_numbers(kit):
+    x = np.asarray([[np.nan, 448.0, -448.0, 0.0]], np.float32).astype(ml_dtypes.float8_e4m3fn)
+    got = Rules("w, s -> w, dequantize()").on_arrays({"w": x, "s": np.float32([2.0])})["w"]
+    assert np.array_equal(got, np.float32([[np.nan, 896, -896, 0]]), equal_nan=True)
+    for scale, dtype in ((1e38, "float32"), (1e38, "bfloat16"), (1e3, "float16")):
+        with pytest.raises(errors.Lossy, match="2 became infinite"):
+            Rules(f"w, s -> w, dequantize(dtype={dtype})").on_arrays({"w": x, "s": np.float32([scale])})
+    empty = Rules(RULE).on_arrays({"a.weight": x[:0], "a.weight_scale_inv": np.zeros((0, 1), "f4")})["a.weight"]
+    assert empty.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("held", "rule", "kind", "told"),
+    [
+        ({"w": (4, 4), "s": (2, 2)}, "dequantize()", errors.CheckpointShapeError, "give block="),
+        ({"w": (4, 4), "s": (4,)}, "dequantize()", errors.CheckpointShapeError, "reshape the scales"),
+        (
+            {"w": (4, 4), "s": (2, 3)},
+            "dequantize(block=[2, 2])",
+            errors.CheckpointShapeError,
+            "shape (2, 2), not (2, 3)",
+        ),
+        ({"w": (4, 4), "s": (2,)}, "dequantize(block=[2])", errors.CheckpointShapeError, "block=[2] does not fit"),
+        ({"w": (4, 4), "s": (2, 2)}, "dequantize(block=[0, 2])", errors.CheckpointShapeError, "does not fit"),
+        ({"w": (4, 4)}, "dequantize()", errors.RuleConflict, "takes weights and scales"),
+        (
+            {"w": (4, 4), "s": (1,), "z": (4, 1)},
+            "dequantize()",
+            errors.CheckpointShapeError,
+            "'z' must have the shape (1, 1)",
+        ),
+        ({"w": (4, 4), "s": (1,)}, "dequantize(dtype=int8)", errors.CheckpointDTypeError, "makes a floating dtype"),
+    ],
+)
+def test_what_does_not_fit(held, rule, kind, told):
+    arrays = {n: np.zeros(s, np.int8 if n != "s" else np.float32) for n, s in held.items()}
+    with pytest.raises(kind) as e:
+        Rules(f"{', '.join(held)} -> w, {rule}").on_arrays(arrays)
+    assert told in str(e.value)
+
+
+def test_a_scale_or_a_weight_that_is_lost_is_named():
+    x, s = quantized((2, 2), "e4m3"), scales((1, 1))
+    with pytest.raises(errors.RuleMatchError, match=r"for p=b there is no key '\{p\*\}.weight_scale_inv'"):
+        Rules(RULE).on_arrays({"a.weight": x, "a.weight_scale_inv": s, "b.weight": x})
+    with pytest.raises(errors.RuleMatchError, match=r"for p=b there is no key '\{p\*\}.weight'"):
+        Rules(RULE).on_arrays({"a.weight": x, "a.weight_scale_inv": s, "b.weight_scale_inv": s})
+    with pytest.raises(errors.CheckpointDTypeError, match="takes int8, uint8 and float8"):
+        Rules(
+            [r.Rule(("a", "b"), "c", r.Concat(0)), r.Rule(("w", "s"), "w", r.Cast("float32"), r.Dequantize())]
+        ).on_arrays({"a": s, "b": s, "w": x, "s": s})
+
+
+def test_there_is_no_way_back_and_the_state_has_no_scales():
+    x, s = quantized((2, 2), "e4m3"), scales((1, 1))
+    with pytest.raises(errors.CheckpointError, match="does not quantise again"):
+        Rules("w, s -> w, dequantize()").inverse({"w": x, "s": s})
+    got = Rules("w, s -> v, dequantize()", follow=["opt.m.{}"]).on_arrays({"w": x, "s": s, "opt.m.w": np.ones((2, 2))})
+    assert sorted(got) == ["opt.m.v", "v"]

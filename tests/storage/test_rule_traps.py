@@ -1,0 +1,260 @@
+"""Mistakes in key rules that once gave a wrong checkpoint, or an error that told too little."""
+
+import json
+
+import numpy as np
+import pytest
+
+from meshtape import errors
+from meshtape.storage import LoadReport, Rules, convert, dtypes, load, merge, open_checkpoint, save, save_safetensors
+from meshtape.storage import rules as r
+
+
+def numbered(*names, shape=(2, 3)):
+    return {n: np.full(shape, i, np.float32) for i, n in enumerate(names)}
+
+
+# ----- captures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ("layers.{layer}.w -> blocks.{lyer}.w", "{lyer} stands in no source; the nearest that it has is {layer}"),
+        ("layers.{layer}.w -> blocks.{lyer}.w, permute()", "the nearest that it has is {layer}"),
+        ("layers.{layer}.w -> blocks.{lyer}.w, split(axis=0, parts=2)", "the nearest that it has is {layer}"),
+        ("layers.{layer}.w -> all.{n}, concat()", "{n} stands in no source"),
+        ("layers.0.w -> all.{n}", "{n} stands in no source."),
+        ("layers.{layer}.w -> a.{x}.{y}, split(parts=2)", "['x', 'y'] stand in no source"),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_misspelt_capture_is_named(rule, told, count):
+    with pytest.raises(errors.RuleConflict) as e:
+        Rules(rule).on_arrays(
+            numbered(*(f"layers.{i}.w" for i in (5, 7, 9)[:count]) if "{" in rule[:9] else ["layers.0.w"])
+        )
+    assert told in str(e.value)
+    assert rule.split(" ->")[0] in str(e.value)
+
+
+def test_parts_are_still_numbered(kit):
+    held = {f"l.{i}.w": np.arange(8.0).reshape(4, 2) + i for i in (3, 4)}
+    got = Rules("l.{i}.w -> e.{i}.{x}.w, split(axis=0, parts=2)").on_arrays(held)
+    assert sorted(got) == ["e.3.0.w", "e.3.1.w", "e.4.0.w", "e.4.1.w"]
+    # Collected, joined, and cut in other parts.
+    got = Rules("l.{i}.w -> e.{x}.w, concat(axis=0), split(axis=0, parts=4)").on_arrays(held)
+    assert kit.same(got["e.3.w"], held["l.4.w"][2:])
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ([0, 1, 3], "x=2 is missing"),
+        ([0, 5], "x=1-4 is missing"),
+        ([0, 2, 4], "x=1,3 is missing"),
+        ([1, 2, 4], "x=3 is missing"),
+        ([7, 9, 10, 11], "x=8 is missing"),
+    ],
+)
+@pytest.mark.parametrize("step", ["concat(axis=0)", "interleave(parts=2)"])
+def test_a_lost_expert_is_named(there, told, step):
+    with pytest.raises(errors.RuleMatchError) as e:
+        Rules(f"e.{{x}}.w -> all, {step}").on_arrays(numbered(*(f"e.{i}.w" for i in there)))
+    assert told in str(e.value)
+    assert f"e.{{x}}.w -> all, {step[:6]}" in str(e.value)
+    assert "name each source" in str(e.value)
+
+
+def test_a_lost_expert_of_one_layer_or_of_a_pair():
+    held = numbered(*(f"l.{i}.e.{x}.w" for i in (3, 4) for x in range(4) if (i, x) != (4, 2)))
+    with pytest.raises(errors.RuleMatchError, match="x=2 is missing for i=4"):
+        Rules("l.{i}.e.{x}.w -> l.{i}.w, concat()").on_arrays(held)
+    with pytest.raises(errors.RuleMatchError, match="x=2 is missing for i=4"):
+        Rules("l.{i}.e.{x}.w -> w, concat()").on_arrays(held)
+    first = numbered(*(f"l.{i}.e.{x}.w" for i in (3, 4) for x in range(4) if (i, x) != (4, 0)))
+    with pytest.raises(errors.RuleMatchError, match="x=0 is missing for i=4"):
+        Rules("l.{i}.e.{x}.w -> l.{i}.w, concat()").on_arrays(first)
+    layers = numbered(*(f"l.{i}.e.{x}.w" for i in (3, 5) for x in range(2)))
+    with pytest.raises(errors.RuleMatchError, match="i=4 is missing"):
+        Rules("l.{i}.e.{x}.w -> w, concat()").on_arrays(layers)
+    pairs = numbered(*(f"e.{x}.{n}" for x in (0, 2) for n in "gu"))
+    with pytest.raises(errors.RuleMatchError, match="x=1 is missing"):
+        Rules("e.{x}.g, e.{x}.u -> all, concat()").on_arrays(pairs)
+
+
+def test_what_is_no_gap():
+    for names in (["e.3", "e.4"], ["e.a", "e.c"], ["e.0"], ["e.9"], ["e.00", "e.01"]):
+        assert list(Rules("e.{x} -> all, concat()").on_arrays(numbered(*names))) == ["all"]
+    assert Rules("e.0, e.2 -> all, concat()").on_arrays(numbered("e.0", "e.2"))["all"].shape == (4, 3)
+    assert Rules("e.{x} -> _").on_arrays(numbered("e.0", "e.2", "n")).keys() == {"n"}
+    assert Rules("e.{x} -> f.{x}").on_arrays(numbered("e.0", "e.2")).keys() == {"f.0", "f.2"}
+
+
+# ----- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("int8", 300),
+        ("int8", 1.5),
+        ("int8", float("nan")),
+        ("uint8", -1),
+        ("int64", 2**63),
+        ("float16", 1e6),
+        ("float32", 1e300),
+        ("float32", 10**400),
+        ("float8_e4m3fn", float("inf")),
+        ("bool", 2),
+    ],
+)
+def test_a_value_that_the_dtype_cannot_hold(dtype, value):
+    with pytest.raises(errors.CheckpointDTypeError, match="cannot hold the value") as e:
+        Rules([r.Rule((), "b", r.Init((2,), dtype, value))]).on_arrays({})
+    assert "-> b, init(" in str(e.value)
+    with pytest.raises(errors.CheckpointDTypeError, match="cannot hold the value"):
+        Rules([r.Rule("a", "b", r.Pad(0, 9, value))]).on_arrays({"a": np.zeros(2, dtypes.by_name(dtype))})
+
+
+def test_values_that_are_held(kit):
+    for dtype, value in (
+        ("int64", 2**63 - 1),
+        ("uint64", 2**64 - 1),
+        ("bool", True),
+        ("float32", 0.1),
+        ("float16", 65504),
+    ):
+        got = Rules([r.Rule((), "b", r.Init((2,), dtype, value))]).on_arrays({})["b"]
+        assert kit.same(got, np.full(2, value, dtype))
+    assert np.isnan(Rules("_ -> b, init(shape=[1], dtype=float32, value=nan)").on_arrays({})["b"]).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: r.Init((2,), "float32", "1"),
+        lambda: r.Init((2.5,), "float32"),
+        lambda: r.Init(2, "float32"),
+        lambda: r.Init((2,), "float32", None),
+        lambda: r.Concat("0"),
+        lambda: r.Split(0, (1.0, 2)),
+        lambda: r.Pad(0, 1.5),
+        lambda: r.Pad(0, 4, 1j),
+        lambda: r.Cast(3),
+        lambda: r.Reshape("4"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_when_the_step_is_made(make):
+    with pytest.raises(errors.RuleSyntaxError, match="it cannot be"):
+        make()
+
+
+def test_lists_and_numpy_numbers_are_taken():
+    assert r.Reshape([2, np.int64(3)]) == r.Reshape((2, 3))
+    assert r.Pad(np.int32(0), np.int64(8), np.float32(0.5)) == r.Pad(0, 8, 0.5)
+
+
+# ----- prefix, shapes and dtypes --------------------------------------------------------------------------------------
+
+
+def test_rules_see_names_without_the_prefix(kit, tmp_path):
+    held = {"params": {"l": {"w": np.ones((2, 2))}}, "opt": {"l": {"w": np.zeros((2, 2))}}}
+    save(tmp_path / "c", held)
+    rules = "l.w -> layer.weight"
+    assert list(load(tmp_path / "c", prefix="params", rules=rules)) == ["layer.weight"]
+    merge(tmp_path / "c", tmp_path / "hf", prefix="params", rules=rules)
+    convert(tmp_path / "c", tmp_path / "z", format="zarr", prefix="params", rules=rules)
+    for out in ("hf", "z"):
+        assert kit.same(open_checkpoint(tmp_path / out)["layer.weight"].read(), held["params"]["l"]["w"])
+    with pytest.raises(errors.RuleMatchError, match=r"nearest keys: 'l\.w'"):
+        load(tmp_path / "c", prefix="params", rules="params.l.w -> w")
+
+
+def test_a_wrong_shape_and_dtype_are_both_told(tmp_path):
+    save(tmp_path / "c", {"w": np.ones((2, 3), np.float32)})
+    with pytest.raises(errors.CheckpointShapeError) as e:
+        load(tmp_path / "c", like={"w": np.ones((3, 2), np.float16)})
+    for text in ("stored shape (2, 3), wanted (3, 2)", "stored dtype float32, wanted float16"):
+        assert text in str(e.value)
+
+
+# ----- a vocabulary that grew -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(10, 4), (10,), (10, 2, 2)])
+def test_more_rows_keep_those_that_are_stored(kit, tmp_path, shape):
+    stored = np.arange(np.prod(shape), dtype="f4").reshape(shape)
+    save(tmp_path / "c", {"embed": stored})
+    like = np.full((12, *shape[1:]), -1, "f4")
+    report = LoadReport()
+    got = load(tmp_path / "c", like={"embed": like}, strict=False, report=report)["embed"]
+    assert kit.same(np.asarray(got), np.concatenate([stored, like[10:]]))
+    assert "10 rows were stored, the other 2 are those of like" in str(report)
+    assert not report.fits
+    with pytest.warns(UserWarning, match="10 rows were stored"):
+        load(tmp_path / "c", like={"embed": like}, strict=False)
+    with pytest.raises(errors.CheckpointShapeError):
+        load(tmp_path / "c", like={"embed": like})
+    got = load(tmp_path / "c", like={"embed": like.astype("f2")}, strict=False, cast=True, report=report)["embed"]
+    assert kit.same(np.asarray(got), np.concatenate([stored, like[10:]]).astype("f2"))
+    fewer = load(tmp_path / "c", like={"embed": like[:9]}, strict=False, report=report)["embed"]
+    assert kit.same(np.asarray(fewer), like[:9])
+
+
+def test_more_rows_of_a_split_array_are_an_error_with_the_rule(kit, tmp_path):
+    save(tmp_path / "c", {"embed": np.ones((10, 4), np.float32)})
+    like = kit.split(np.zeros((12, 4), "f4"), kit.Sharding(kit.Host({"m": 2}), (0,)))
+    with pytest.raises(errors.CheckpointShapeError, match=r"embed -> embed, pad\(axis=0, size=12, fill=mean\)"):
+        load(tmp_path / "c", like={"embed": like}, strict=False)
+    rule = "embed -> embed, pad(axis=0, size=12, fill=mean)"
+    got = load(tmp_path / "c", like={"embed": like}, rules=rule)["embed"].whole()
+    assert kit.same(got, np.ones((12, 4), np.float32))
+
+
+# ----- the dtype in config.json ---------------------------------------------------------------------------------------
+
+
+def hugging_face(where, config):
+    save_safetensors(where / "model.safetensors", {"w": np.ones(3, np.float32)}, metadata={"format": "pt"})
+    (where / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+
+
+@pytest.mark.parametrize("way", ["merge", "convert"])
+def test_config_json_names_the_new_dtype(tmp_path, way):
+    config = {
+        "model_type": "x",
+        "torch_dtype": "float32",
+        "text_config": {"dtype": "float32", "deep_config": {"torch_dtype": "float16"}},
+        "quantization_config": {"dtype": "int8"},
+        "labels": {"dtype": "a label"},
+    }
+    (tmp_path / "in").mkdir()
+    hugging_face(tmp_path / "in", config)
+    if way == "merge":
+        merge(tmp_path / "in", tmp_path / "out", dtype="bfloat16")
+    else:
+        convert(tmp_path / "in", tmp_path / "out", format="zarr", dtype="bfloat16")
+    got = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["torch_dtype"] = config["text_config"]["dtype"] = config["text_config"]["deep_config"]["torch_dtype"] = (
+        "bfloat16"
+    )
+    assert got == config
+    assert list(got) == list(config)
+
+
+@pytest.mark.parametrize(
+    "config", ['{"a": 1}', "{no json", '["dtype"]', '{"torch_dtype": "bfloat16"}', '{"dtype": null}']
+)
+def test_other_documents_stay_to_the_byte(tmp_path, config):
+    (tmp_path / "in").mkdir()
+    hugging_face(tmp_path / "in", config)
+    merge(tmp_path / "in", tmp_path / "out", dtype="bfloat16")
+    assert (tmp_path / "out" / "config.json").read_text() == config
+
+
+def test_without_a_dtype_config_json_stays(tmp_path):
+    (tmp_path / "in").mkdir()
+    hugging_face(tmp_path / "in", '{"torch_dtype":"float32"}')
+    merge(tmp_path / "in", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == '{"torch_dtype":"float32"}'
