@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._dispatch import apply, wrap
+from ._dispatch import Deferred, apply, wrap
 from ._op import Op, state
 from .errors import DTypeError, ShapeError
 from .index_keys import Template, is_basic, numpy_key, parse, result_shape
@@ -222,6 +222,11 @@ def _as_numpy_reads_it(key: tuple[Any, ...], array_type: type) -> Any:
     return tuple(items)
 
 
+def is_view(buf: Any) -> bool:
+    """Whether a buffer shows, or may show, the memory of another: what basic indexing and reshaping give."""
+    return getattr(buf, "part", False) if isinstance(buf, Deferred) else type(buf.base) is type(buf)
+
+
 def getitem(x: Array, key: Any, /) -> Array:
     """``x[key]``."""
     buf = x._buf
@@ -247,4 +252,7 @@ def getitem(x: Array, key: Any, /) -> Array:
     template, arrays = parse(x, key)
     if not is_basic(template):
         result_shape(template, x.shape, [a.shape for a in arrays])  # raises our message for arrays that do not fit
-    return apply(GETITEM, (x, *arrays), {"template": template})
+    out = apply(GETITEM, (x, *arrays), {"template": template})
+    if isinstance(out._buf, Deferred) and is_basic(template):
+        out._buf.part = True
+    return out
