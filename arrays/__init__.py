@@ -177,6 +177,8 @@ from .statistics import (
 from .tree import tree_map
 from .waits import host_waits, index_checks
 
+numpy_protocol.add_methods()
+
 e = _np.e
 pi = _np.pi
 inf = _np.inf

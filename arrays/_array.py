@@ -40,21 +40,6 @@ _ids = itertools.count(1)
 
 _REAL_NUMBERS = frozenset({bool, int, float})
 
-class _Probe:
-    def __setitem__(self, key: Any, value: list[int]) -> None:
-        value.append(sys.getrefcount(self))
-
-
-def _count_dropped() -> int:
-    """Holders of an object that nobody has but the statement that writes to it; 0 where this Python does not tell it from others."""
-    counts: list[int] = []
-    _Probe()[0] = counts
-    held = _Probe()
-    held[0] = counts
-    return counts[0] if counts[0] < counts[1] else 0
-
-
-_DROPPED = _count_dropped()
 
 # Holders of a buffer that only one Array has: its slot, a local name, and the argument of getrefcount.
 _SOLE_HOLDER = 3
@@ -67,6 +52,7 @@ class Array(Value, Methods, Protocols):
     """
 
     __slots__ = ("__weakref__",)
+
     def __init__(self) -> None:
         raise TypeError("make arrays with meshtape.asarray(...), zeros(...), … : Array() is not a constructor")
 
@@ -133,12 +119,15 @@ class Array(Value, Methods, Protocols):
         refuse_watched("numpy", self)
         return np.array(self._concrete())
 
-    def to_numpy(self) -> np.ndarray:
-        """The same. Matplotlib asks by this name for all values at once; without it, it would read element by element."""
-        return self.numpy()
+    def to_numpy(self, dtype: Any = None, **_: Any) -> np.ndarray:
+        """The same. Matplotlib and pandas ask by this name for all values at once; else they would read element by element."""
+        return self.numpy().astype(dtype, copy=False)
 
-    def item(self) -> Any:
-        """The only element, as a Python number."""
+    def item(self, *index: Any) -> Any:
+        """The only element, or the one at an index (of the flattened array, or one for each dimension), as a Python number."""
+        if index:
+            place = index if len(index) > 1 else index[0]
+            return (self[place] if isinstance(place, tuple) else self.ravel()[place]).item()
         if self.size != 1:
             raise ShapeError(f"[item] only an array of one element is a number, this one has shape {self.shape}")
         return self._concrete().item()
@@ -311,7 +300,7 @@ class Array(Value, Methods, Protocols):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         buf = self._buf
-        if sys.getrefcount(self) <= _DROPPED and indexing.is_view(buf):
+        if sys.getrefcount(self) <= indexing.DROPPED and indexing.is_view(buf):
             raise NumPyFunctionError(
                 "[setitem] arrays are values: x[i][j] = v would write into a value that nobody holds, and x would stay as it is. "
                 "Write x[i, j] = v, or y = x[i]; y[j] = v; x[i] = y"

@@ -6,6 +6,7 @@ They share one parsed form of the key (:mod:`.index_keys`). Where several writes
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -225,6 +226,23 @@ def _as_numpy_reads_it(key: tuple[Any, ...], array_type: type) -> Any:
 def is_view(buf: Any) -> bool:
     """Whether a buffer shows, or may show, the memory of another: what basic indexing and reshaping give."""
     return getattr(buf, "part", False) if isinstance(buf, Deferred) else type(buf.base) is type(buf)
+
+
+class _Probe:
+    def __setitem__(self, key: Any, value: list[int]) -> None:
+        value.append(sys.getrefcount(self))
+
+
+def _count_dropped() -> int:
+    """Holders of an object that nobody has but the statement that writes to it; 0 where this Python does not tell it from others."""
+    counts: list[int] = []
+    _Probe()[0] = counts
+    held = _Probe()
+    held[0] = counts
+    return counts[0] if counts[0] < counts[1] else 0
+
+
+DROPPED = _count_dropped()
 
 
 def getitem(x: Array, key: Any, /) -> Array:

@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -263,7 +264,8 @@ def broadcast_shapes(*shapes: Sequence[int | None]) -> tuple[int | None, ...]:
     (3, 4)
     """
     out: list[int | None] = []
-    for lengths in itertools.zip_longest(*(tuple(s)[::-1] for s in shapes), fillvalue=1):
+    known_lengths = [[n if n is None else index(n) for n in s][::-1] for s in shapes]
+    for lengths in itertools.zip_longest(*known_lengths, fillvalue=1):
         known = {n for n in lengths if n not in (1, None)}
         if len(known) > 1:
             raise ShapeError(f"[broadcast_shapes] shapes do not broadcast together: {', '.join(map(str, shapes))}")

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 
 from ._array import Array, _replace
-from ._dispatch import SCALARS, Deferred, NotNumbers, as_array, refuse_history, wrap
+from ._core import FIRST_USER_DTYPE
+from ._dispatch import SCALARS, Deferred, NotNumbers, Symbol, as_array, refuse_history, wrap
+from ._methods import FUNCTIONS, method
+from ._op import OPS
 from .errors import DTypeError, NumPyFunctionError, ShapeError
 from .indexing import is_view
 from .manipulation import astype, reshape
@@ -50,7 +53,7 @@ _REDUCTIONS = {
     "logical_or": "any",
 }
 _ACCUMULATIONS = {"add": "cumulative_sum", "multiply": "cumulative_prod"}
-_UPDATES = {"add": "add", "multiply": "multiply", "maximum": "max", "minimum": "min"}
+_UPDATES = {n: n for n in ("add", "subtract", "multiply", "divide", "power")} | {"maximum": "max", "minimum": "min"}
 _NUMPYS = (np.ndarray, np.memmap)  # other subclasses mean something else by the same memory: masks, matrices, units
 # Of scipy.special, whose functions are ufuncs too.
 _SPECIAL = {"erf": "erf", "expit": "nn.sigmoid", "log_expit": "nn.log_sigmoid"}
@@ -129,7 +132,8 @@ def _chosen(ufunc: np.ufunc, mask: Array, x: Any) -> Any:
     if type(x) in SCALARS:
         return x
     x = as_array(x)
-    return _namespace().where(mask, x, 1 if x.dtype.kind in "biu" else 2.0 if ufunc is np.arccosh else 0.5)
+    harmless = {"b": True, "i": 1, "u": 1}.get(x.dtype.kind, 2.0 if ufunc is np.arccosh else 0.5)
+    return _namespace().where(mask, x, harmless)
 
 
 def _of_numbers(compute: Callable[..., Any], *args: Any) -> Any:
@@ -144,20 +148,25 @@ def _called(name: str, ufunc: np.ufunc, fn: Callable[..., Any], inputs: tuple[An
     dtype = kwargs.pop("dtype", None)
     axis = {k: kwargs.pop(k) for k in ("axis",) if k in kwargs and k in _parameters(fn)}
     _refuse_arguments(name, kwargs, {"casting": "same_kind", "order": "K", "subok": True})
-    if dtype is not None:
-        inputs = _for_result(name, ufunc, inputs, np.dtype(dtype))
+    if dtype is not None or (op := OPS.get(fn.__name__)) is None or op.numpy is not ufunc:
+        inputs = _for_result(name, ufunc, inputs, dtype)
     return fn(*map(_operand, inputs), **axis)
 
 
-def _for_result(name: str, ufunc: np.ufunc, inputs: tuple[Any, ...], dtype: np.dtype) -> tuple[Array, ...]:
-    """The operands in the dtypes with which NumPy computes a result of ``dtype``."""
+def _for_result(name: str, ufunc: np.ufunc, inputs: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+    """The operands in the dtypes with which NumPy computes (a result of ``dtype``); as they are, of matrices and where it has no say."""
     ours = _namespace()
+    if any(isinstance(x, Symbol) for x in inputs):
+        return inputs
     kinds = [type(x) if type(x) in (int, float, complex) else as_array(x).dtype for x in inputs]
+    if dtype is None and (ufunc.signature or any(getattr(k, "num", 0) >= FIRST_USER_DTYPE for k in kinds)):
+        return inputs
+    dtype = None if dtype is None else np.dtype(dtype)
     signature = (None,) * ufunc.nin + (dtype,) * ufunc.nout
     try:
         loop = ufunc.resolve_dtypes((*kinds, *(None,) * ufunc.nout), signature=signature, casting="same_kind")
     except TypeError as e:
-        raise DTypeError(f"[{name}] cannot compute a result of {dtype.name}: {e}") from None
+        raise DTypeError(f"[{name}] {'' if dtype is None else f'dtype={dtype.name}: '}{e}") from None
     return tuple(
         ours.asarray(x, dtype=d) if type(x) in SCALARS else astype(as_array(x), d, copy=False)
         for x, d in zip(inputs, loop, strict=False)
@@ -171,7 +180,7 @@ def _along_axis(table: Mapping[str, str]) -> Callable[..., Any]:
         ours = table.get(ufunc.__name__)
         if ours is None:
             return NotImplemented
-        given = {k: v for k, v in kwargs.items() if k == "axis" or (v is not None and (k, v) != ("where", True))}
+        given = {k: v for k, v in kwargs.items() if k == "axis" or (v is not None and (k != "where" or v is not True))}
         return _called_with(name, getattr(_namespace(), ours), inputs, {"axis": 0, **given})
 
     return compute
@@ -185,16 +194,21 @@ def _updated(name: str, ufunc: np.ufunc, fn: Any, inputs: tuple[Any, ...], kwarg
     update = _UPDATES.get(ufunc.__name__)
     if update is not None:
         new = getattr(x.at[key], update)(_operand(values[0]))
-    elif ufunc is np.subtract:
-        new = x.at[key].add(-as_array(values[0]))
     elif not values:  # of one operand, for which repeated indices are as good as one
         new = x.at[key].set(fn(x[key]))
     else:
-        raise NumPyFunctionError(
-            f"[{name}] has no counterpart: write x.at[i].set(...) with the values that are to stand there"
-        )
+        new = _through_numpy(name, _copied_at(ufunc), inputs, kwargs)
     _replace(name, x, new)
     return None
+
+
+def _copied_at(ufunc: np.ufunc) -> Callable[..., np.ndarray]:
+    def at(x: np.ndarray, *args: Any) -> np.ndarray:
+        x = x.copy()
+        ufunc.at(x, *args)
+        return x
+
+    return at
 
 
 _METHODS = {
@@ -243,7 +257,10 @@ def _translated(
     theirs, own = _parameters(func), _parameters(ours)
     if not theirs:
         return list(args), dict(kwargs)
-    bound = inspect.signature(func).bind(*args, **kwargs).arguments
+    try:
+        bound = inspect.signature(func).bind(*args, **kwargs).arguments
+    except TypeError as e:  # of a method, which NumPy has not seen
+        raise NumPyFunctionError(f"[{name}] {e}") from None
     places = iter([p for p in own.values() if p.kind is p.POSITIONAL_ONLY])
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
@@ -346,7 +363,9 @@ def _into(name: str, result: Any, out: Any, mask: Any) -> Any:
         _refuse_part(name, out)
         result = as_array(result)
         if not np.can_cast(result.dtype, out.dtype, "same_kind"):
-            raise DTypeError(f"[{name}] out= is of {out.dtype.name}, the result of {result.dtype.name}: cast it with astype")
+            raise DTypeError(
+                f"[{name}] out= is of {out.dtype.name}, the result of {result.dtype.name}: cast it with astype"
+            )
         result = astype(result, out.dtype, copy=False)
         return _replace(name, out, result if mask is True else _namespace().where(mask, result, out))
     refuse_history(f"{name}(out=...)", result)
@@ -414,6 +433,21 @@ def _as_ours(out: Any, device: Any) -> Any:
     if type(out) in (list, tuple):
         return type(out)(_as_ours(o, device) for o in out)
     return out
+
+
+def _through_protocol(fn: Any) -> Callable[..., Any]:
+    """What NumPy's function makes of an Array (a ufunc, of one)."""
+    return (
+        fn
+        if isinstance(fn, np.ufunc)
+        else lambda x, *args, **kwargs: array_function(x, fn, (Array,), (x, *args), kwargs)
+    )
+
+
+def add_methods() -> None:
+    """Give ``Array`` the methods that are functions of the namespace, once that has them."""
+    for name in FUNCTIONS:
+        setattr(Array, name, method(name, getattr(_namespace(), name), _through_protocol(getattr(np, name))))
 
 
 Array.__array_ufunc__ = array_ufunc

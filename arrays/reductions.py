@@ -15,7 +15,7 @@ from ._direct import HALF, REFUSED, TAKES_ELLIPSIS, buffer, result
 from ._dispatch import apply, as_array, as_number, wrap
 from ._op import OPS, Op, composite, state
 from .dtypes import as_dtype, real_of
-from .errors import ShapeError
+from .errors import DTypeError, ShapeError
 from .pieces import LARGE, large, reduced
 
 if TYPE_CHECKING:
@@ -140,22 +140,9 @@ def _decompose_arg(extremum: Op) -> Callable[..., Any]:
     return decompose
 
 
-ARGMAX = Op(
-    "argmax",
-    ("x",),
-    _arg("argmax"),
-    _infer_arg,
-    nondifferentiable="integer result",
-    decompose=_decompose_arg(MAX),
-)
-ARGMIN = Op(
-    "argmin",
-    ("x",),
-    _arg("argmin"),
-    _infer_arg,
-    nondifferentiable="integer result",
-    decompose=_decompose_arg(MIN),
-)
+_INT = "integer result"
+ARGMAX = Op("argmax", ("x",), _arg("argmax"), _infer_arg, nondifferentiable=_INT, decompose=_decompose_arg(MAX))
+ARGMIN = Op("argmin", ("x",), _arg("argmin"), _infer_arg, nondifferentiable=_INT, decompose=_decompose_arg(MIN))
 
 
 _DIRECT = {OPS[name]: reduce for name, reduce in _UFUNC_REDUCE.items()}
@@ -397,6 +384,8 @@ def moment_dtypes(name: str, x: Array, dtype: Any) -> tuple[np.dtype, np.dtype]:
     Low-precision floats are rounded once, when all parts are together; a sum of integers may overflow where their mean does not.
     """
     out = x.dtype if dtype is None else as_dtype(dtype, name)
+    if dtype is not None and out.kind in "biu" and name.endswith("var"):
+        raise DTypeError(f"[{name}] {out.name} has no fractions: leave dtype= out, and cast the result with astype")
     if out.kind in "biu":
         return np.dtype(np.float64), np.dtype(np.float64) if dtype is None else out
     return np.dtype(np.float32) if _is_low_precision(out) else out, out

@@ -11,17 +11,15 @@ from .. import sets
 from .._op import composite
 from ..creation import asarray
 from ..errors import ShapeError
-from ..manipulation import concat, reshape
-from ..sorting import argsort, sort
+from ..manipulation import concat
+from ..sorting import _flat, argsort, sort
 
 if TYPE_CHECKING:
     from .._array import Array
 
 
 def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
-    x = asarray(x)
-    if axis is None:
-        x, axis = reshape(x, (-1,)), 0
+    x, axis = _flat(x, axis)
     for k in np.atleast_1d(kth):
         if not -x.shape[axis] <= k < x.shape[axis]:
             raise ShapeError(f"[{name}] there is no {k}-th element along an axis of length {x.shape[axis]}")
