@@ -121,7 +121,7 @@ class Array(Value, Methods, Protocols):
 
     def to_numpy(self, dtype: Any = None, **_: Any) -> np.ndarray:
         """The same. Matplotlib and pandas ask by this name for all values at once; else they would read element by element."""
-        return self.numpy().astype(dtype, copy=False)
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def item(self, *index: Any) -> Any:
         """The only element, or the one at an index (of the flattened array, or one for each dimension), as a Python number."""
@@ -300,7 +300,7 @@ class Array(Value, Methods, Protocols):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         buf = self._buf
-        if sys.getrefcount(self) <= indexing.DROPPED and indexing.is_view(buf):
+        if sys.getrefcount(self) <= indexing.DROPPED and indexing.is_lost(buf):
             raise NumPyFunctionError(
                 "[setitem] arrays are values: x[i][j] = v would write into a value that nobody holds, and x would stay as it is. "
                 "Write x[i, j] = v, or y = x[i]; y[j] = v; x[i] = y"

@@ -6,6 +6,7 @@ They share one parsed form of the key (:mod:`.index_keys`). Where several writes
 from __future__ import annotations
 
 import math
+import opcode
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -243,6 +244,16 @@ def _count_dropped() -> int:
 
 
 DROPPED = _count_dropped()
+_STORES = {opcode.opmap[n] for n in ("STORE_SUBSCR", "STORE_SLICE") if n in opcode.opmap}
+
+
+def is_lost(buf: Any) -> bool:
+    """Whether a write to an array that only the writing statement has, and whose buffer this is, would in NumPy reach another array.
+
+    (A call of ``__setitem__`` by its name has as many holders; it is no such statement.)
+    """
+    caller = sys._getframe(2)
+    return is_view(buf) and caller.f_code.co_code[caller.f_lasti] in _STORES
 
 
 def getitem(x: Array, key: Any, /) -> Array:

@@ -15,7 +15,7 @@ from ._direct import HALF, REFUSED, TAKES_ELLIPSIS, buffer, result
 from ._dispatch import apply, as_array, as_number, wrap
 from ._op import OPS, Op, composite, state
 from .dtypes import as_dtype, real_of
-from .errors import DTypeError, ShapeError
+from .errors import DTypeError, NumPyFunctionError, ShapeError
 from .pieces import LARGE, large, reduced
 
 if TYPE_CHECKING:
@@ -265,25 +265,33 @@ def min(x: Any, /, axis: Axis = None, *, keepdims: bool = False, initial: Any = 
     return _reduce(MIN, x, axis, keepdims)
 
 
-def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None) -> Array:
+def _refuse_out(name: str, out: Any) -> None:
+    """(xarray passes on the ``out=None`` that NumPy gave it.)"""
+    if out is not None:
+        raise NumPyFunctionError(f"[{name}] arrays are values: write out[...] = mt.{name}(x), or np.{name}(x, out=out)")
+
+
+def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None, out: Any = None) -> Array:
     """Whether any element is true.
 
     >>> import meshtape as mt
     >>> mt.any(mt.asarray([[True, False], [False, False]]), axis=1)
     Array([ True, False])
     """
+    _refuse_out("any", out)
     if where is not None:
         return _selected(ANY, x, axis, keepdims, None, where, None)
     return _reduce(ANY, x, axis, keepdims)
 
 
-def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None) -> Array:
+def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None, out: Any = None) -> Array:
     """Whether all elements are true.
 
     >>> import meshtape as mt
     >>> mt.all(mt.asarray([[True, False], [True, True]]), axis=1)
     Array([False,  True])
     """
+    _refuse_out("all", out)
     if where is not None:
         return _selected(ALL, x, axis, keepdims, None, where, None)
     return _reduce(ALL, x, axis, keepdims)

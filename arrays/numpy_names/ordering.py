@@ -74,15 +74,18 @@ def unique(
     return_inverse: bool = False,
     return_counts: bool = False,
     *,
+    equal_nan: bool = True,
     sorted: bool = True,
 ) -> Any:
     """The different elements, ascending; and, where asked for, their first places, which of them each element is, how often each occurs.
+
+    All NaN are one element, unless ``equal_nan`` is false.
 
     >>> import meshtape as mt
     >>> mt.unique(mt.asarray([2, 1, 2]), return_counts=True)
     (Array([1, 2]), Array([1, 2]))
     """
-    found = sets.unique_all(asarray(x))
+    found = sets.found(x, equal_nan)
     extra = [found.indices] * return_index + [found.inverse_indices] * return_inverse + [found.counts] * return_counts
     return (found.values, *extra) if extra else found.values
 
@@ -94,7 +97,7 @@ def union1d(x: Any, y: Any, /) -> Array:
     >>> mt.union1d([1, 2], [2, 3])
     Array([1, 2, 3])
     """
-    return sets.unique_values(concat([asarray(x), asarray(y)], axis=None))
+    return unique(concat([asarray(x), asarray(y)], axis=None))
 
 
 def intersect1d(x: Any, y: Any, /) -> Array:
@@ -104,7 +107,7 @@ def intersect1d(x: Any, y: Any, /) -> Array:
     >>> mt.intersect1d([1, 2], [2, 3])
     Array([2])
     """
-    found = sets.unique_values(asarray(x))
+    found = unique(asarray(x))
     return found[sets.isin(found, asarray(y))]
 
 
@@ -115,7 +118,7 @@ def setdiff1d(x: Any, y: Any, /) -> Array:
     >>> mt.setdiff1d([1, 2], [2, 3])
     Array([1])
     """
-    found = sets.unique_values(asarray(x))
+    found = unique(asarray(x))
     return found[sets.isin(found, asarray(y), invert=True)]
 
 
@@ -126,4 +129,4 @@ def setxor1d(x: Any, y: Any, /) -> Array:
     >>> mt.setxor1d([1, 2], [2, 3])
     Array([1, 3])
     """
-    return union1d(setdiff1d(x, y), setdiff1d(y, x))
+    return sort(concat([setdiff1d(x, y), setdiff1d(y, x)]))

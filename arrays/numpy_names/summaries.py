@@ -295,7 +295,7 @@ def nanargmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> 
 
 
 @composite("nanquantile")
-def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False) -> Array:
+def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
     """Quantiles of what is not NaN, by straight lines between neighbours; NaN where everything is.
 
     The dimensions of ``q`` come first.
@@ -308,6 +308,8 @@ def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False)
     from ..reductions import any
 
     x, q = inexact(x), asarray(q)
+    if method != "linear":
+        raise ValueError(f"[nanquantile] method must be 'linear', got {method!r}: quantile has the others, without NaN")
     if x.dtype.kind == "c":
         raise DTypeError(f"[nanquantile] complex numbers have no order, got {x.dtype}")
     if bool(any((q < 0) | (q > 1))):
@@ -332,14 +334,14 @@ def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False)
     return out
 
 
-def nanpercentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False) -> Array:
+def nanpercentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
     """Quantiles of what is not NaN, in percent; see :func:`nanquantile`.
 
     >>> import meshtape as mt
     >>> mt.nanpercentile(mt.asarray([1.0, mt.nan, 3.0]), 100)
     Array(3., dtype=float64)
     """
-    return nanquantile(x, asarray(q) / 100, axis, keepdims=keepdims)
+    return nanquantile(x, asarray(q) / 100, axis, keepdims=keepdims, method=method)
 
 
 def nanmedian(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
