@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
+from ._dispatch import has_history
 from ._op import composite
 from ._wide import in_float32
 from .errors import ShapeError
@@ -162,6 +163,11 @@ def _slope(x: Array, axis: int, spacing: Any, edge_order: int) -> Array:
     def column(h: Array) -> Array:
         return reshape(h, tuple(-1 if i == axis else 1 for i in range(x.ndim)))
 
+    host = getattr(spacing, "_buf", spacing)
+    if type(host) is np.ndarray and host.shape == (n,) and not has_history(spacing):
+        apart = np.diff(host)
+        if (apart == apart[0]).all():
+            spacing = apart[0].item()  # as NumPy does, so that a NaN is not its own slope
     if np.ndim(spacing) == 0:
         inner = (at(2, None) - at(None, -2)) / (2 * spacing)
         near, far = (spacing, spacing), (spacing, spacing)
