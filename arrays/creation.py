@@ -153,8 +153,8 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
     host = np.asarray(obj)
     if dtype is None:
         if host.dtype.kind in "OSUMm":
-        raise NotNumbers(f"[asarray] cannot make an array of numbers from {host.dtype} elements")
-    dtype = as_dtype(host.dtype, "asarray")
+            raise NotNumbers(f"[asarray] cannot make an array of numbers from {host.dtype} elements")
+        dtype = as_dtype(host.dtype, "asarray")
     if host.dtype == dtype:
         host = host if copy is False else copied(host)
         return host if host.dtype is dtype else host.view(dtype)

@@ -57,7 +57,7 @@ DRAWN: dict[str, Callable[[Any, Make], Any]] = {
     "imshow": lambda ax, m: ax.imshow(m(G), vmin=m(P)[0]),
     "scatter": lambda ax, m: ax.scatter(m(V), m(P), c=m(V), s=m(P)),
     "contourf": lambda ax, m: ax.contourf(m(G), levels=m(np.linspace(0, 1, 5))),
-    "errorbar": lambda ax, m: ax.errorbar(m(S), m(V), yerr=m(np.stack([P, P])), uplims=m(V) > 0),
+    "errorbar": lambda ax, m: ax.errorbar(m(S), m(V), yerr=m(P), xerr=m(P)),
     "fill_between": lambda ax, m: ax.fill_between(m(S), m(V), m(P), where=m(V) > 0, interpolate=True),
     "boxplot": lambda ax, m: ax.boxplot(m(A)),
 }
