@@ -177,6 +177,9 @@ from .statistics import (
 from .tree import tree_map
 from .waits import host_waits, index_checks
 
+numpy_protocol.add_methods()
+
+lib = _np.lib  # whose sliding_window_view xarray looks for in the namespace of an array; it hands its call over
 e = _np.e
 pi = _np.pi
 inf = _np.inf

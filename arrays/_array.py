@@ -20,7 +20,7 @@ from . import elementwise as ew
 from . import index_keys, indexing, manipulation, products, waits
 from ._backends import backend_of
 from ._core import Value
-from ._dispatch import Deferred, apply, refuse_watched, register_array_type, wrap
+from ._dispatch import Deferred, apply, refuse_history, refuse_watched, register_array_type, wrap
 from ._dlpack import read_only
 from ._methods import Methods
 from ._op import not_recording, state
@@ -28,7 +28,7 @@ from ._operators import operator
 from ._protocols import Protocols
 from .at import AtIndex, masked_write
 from .devices import Device, device
-from .errors import DeviceError, DTypeError, ShapeError
+from .errors import DeviceError, DTypeError, NumPyFunctionError, ShapeError
 from .pool import is_sole
 from .unpickling import unpickle
 from .writing import become, settled, take
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _ids = itertools.count(1)
 
 _REAL_NUMBERS = frozenset({bool, int, float})
+
 
 # Holders of a buffer that only one Array has: its slot, a local name, and the argument of getrefcount.
 _SOLE_HOLDER = 3
@@ -55,7 +56,6 @@ class Array(Value, Methods, Protocols):
     """
 
     __slots__ = ("__weakref__",)
-    __hash__ = None  # type: ignore[assignment]  # == compares element by element
 
     def __init__(self) -> None:
         raise TypeError("make arrays with meshtape.asarray(...), zeros(...), … : Array() is not a constructor")
@@ -123,12 +123,15 @@ class Array(Value, Methods, Protocols):
         refuse_watched("numpy", self)
         return np.array(self._concrete())
 
-    def to_numpy(self) -> np.ndarray:
-        """The same. Matplotlib asks by this name for all values at once; without it, it would read element by element."""
-        return self.numpy()
+    def to_numpy(self, dtype: Any = None, **_: Any) -> np.ndarray:
+        """The same. Matplotlib and pandas ask by this name for all values at once; else they would read element by element."""
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
-    def item(self) -> Any:
-        """The only element, as a Python number."""
+    def item(self, *index: Any) -> Any:
+        """The only element, or the one at an index (of the flattened array, or one for each dimension), as a Python number."""
+        if index:
+            place = index if len(index) > 1 else index[0]
+            return (self[place] if isinstance(place, tuple) else self.ravel()[place]).item()
         if self.size != 1:
             raise ShapeError(f"[item] only an array of one element is a number, this one has shape {self.shape}")
         return self._concrete().item()
@@ -151,6 +154,13 @@ class Array(Value, Methods, Protocols):
         if isinstance(value, complex) and not complex_ok:
             raise TypeError(f"a complex array is no Python {kind.__name__}: take its real part first")
         return kind(value)
+
+    def __hash__(self) -> int:
+        """That of the number, of a 0-d array, as of NumPy's scalars: ``{3.0: "c"}[x[0]]``, and pandas, look it up."""
+        if self.ndim:
+            raise TypeError(f"unhashable: an array of shape {self.shape}, as == compares element by element")
+        refuse_history("hash", self)
+        return hash(self._concrete().item())
 
     def __float__(self) -> float:
         return self._number(float)
@@ -208,12 +218,10 @@ class Array(Value, Methods, Protocols):
     # ----- copies -----------------------------------------------------------------------------------------------------
 
     def __copy__(self) -> Array:
-        from .creation import wrap_same
-
-        return wrap_same(self)
+        return self.copy()
 
     def __deepcopy__(self, memo: Any) -> Array:
-        return self.__copy__()
+        return self.copy()
 
     def __reduce__(self) -> Any:
         refuse_watched("pickle", self)
@@ -298,6 +306,11 @@ class Array(Value, Methods, Protocols):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         buf = self._buf
+        if sys.getrefcount(self) <= indexing.DROPPED and indexing.is_lost(buf):
+            raise NumPyFunctionError(
+                "[setitem] arrays are values: x[i][j] = v would write into a value that nobody holds, and x would stay as it is. "
+                "Write x[i, j] = v, or y = x[i]; y[j] = v; x[i] = y"
+            )
         if type(buf) is np.ndarray and not state.now.recorders:
             source = value
             known = type(value) in _REAL_NUMBERS

@@ -38,6 +38,10 @@ SCALARS = frozenset({bool, int, float, complex})
 _REAL_SCALARS = frozenset({bool, int, float})
 
 
+class NotNumbers(DTypeError):
+    """An operand is None, a text or an object: nothing that an array holds."""
+
+
 class ProgramHost(Protocol):
     """Who runs programs on values that are not in one place: a mesh. What ``mt.compile`` knows of it."""
 
@@ -64,7 +68,7 @@ class Deferred:
     ``priority`` takes it.
     """
 
-    __slots__ = ()
+    __slots__ = ("part",)  # true of what basic indexing gave, which in NumPy is a view
     shape: tuple[int, ...]
     dtype: np.dtype
     host: ProgramHost | None
@@ -312,7 +316,7 @@ def coerce(op: Op, a: Any) -> Any:
     for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
         if isinstance(a, base):
             return base(a)
-    raise DTypeError(f"[{op.name}] cannot take {t.__module__}.{t.__qualname__}: pass an Array or a Python number")
+    raise NotNumbers(f"[{op.name}] cannot take {t.__module__}.{t.__qualname__}: pass an Array or a Python number")
 
 
 def is_watched(x: Array) -> bool:

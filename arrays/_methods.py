@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import elementwise as ew
 from . import manipulation, reductions
+from .dtypes import as_dtype
+from .errors import DTypeError, NumPyAttributeError
 
 if TYPE_CHECKING:
     from ._array import Array
 
 
 class Methods:
-    """Base of ``Array``: each method is the function of the same name in the namespace."""
+    """Base of ``Array``: what is not the function of the same name in the namespace alone (see :data:`FUNCTIONS`)."""
 
     __slots__ = ()
 
@@ -30,14 +35,6 @@ class Methods:
         """See :func:`meshtape.imag`."""
         return ew.imag(self)
 
-    def conj(self) -> Array:
-        """See :func:`meshtape.conj`."""
-        return ew.conj(self)
-
-    def clip(self, min: Any = None, max: Any = None) -> Array:
-        """See :func:`meshtape.clip`."""
-        return ew.clip(self, min, max)
-
     def __divmod__(self, other: Any) -> tuple[Array, Array]:
         return self // other, self % other
 
@@ -49,15 +46,19 @@ class Methods:
 
     # ----- rearranging --------------------------------------------------------------------------------------------------
 
-    def astype(self, dtype: Any, /, *, copy: bool = True) -> Array:
-        """See :func:`meshtape.astype`."""
+    def astype(
+        self, dtype: Any, order: str = "K", casting: Any = "unsafe", subok: bool = True, copy: bool = True
+    ) -> Array:
+        """See :func:`meshtape.astype`. ``casting`` is as NumPy's; an ``order`` of memory is not seen in a value."""
+        if casting != "unsafe" and not np.can_cast(self.dtype, as_dtype(dtype, "astype"), casting):
+            raise DTypeError(f"[astype] {self.dtype.name} to {dtype} is no cast of the kind {casting!r}")
         return manipulation.astype(self, dtype, copy=copy)
 
-    def copy(self) -> Array:
-        """An Array of the same value; memory is shared until one side is written."""
-        from .creation import wrap_same
+    def copy(self, order: str = "C") -> Array:
+        """An Array of the same value; memory is shared until one side is written. (An ``order`` of it is not seen in a value.)"""
+        from .creation import own_copy
 
-        return wrap_same(self)
+        return own_copy(self)
 
     def reshape(self, *shape: Any, order: str = "C") -> Array:
         """See :func:`meshtape.reshape`; takes a tuple or the lengths one by one."""
@@ -76,153 +77,94 @@ class Methods:
         order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int | np.integer) else axes
         return manipulation.permute_dims(self, order or tuple(range(self.ndim))[::-1])
 
-    def squeeze(self, axis: Any = None) -> Array:
-        """See :func:`meshtape.squeeze`; without ``axis`` all dimensions of length one go."""
-        return manipulation.squeeze(self, axis)
+    def compress(self, condition: Any, axis: int | None = None) -> Array:
+        """See :func:`meshtape.compress`."""
+        from .numpy_names import compress
 
-    # ----- reductions ---------------------------------------------------------------------------------------------------
-
-    def sum(self, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.sum`."""
-        return reductions.sum(self, axis=axis, dtype=dtype, keepdims=keepdims)
-
-    def prod(self, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.prod`."""
-        return reductions.prod(self, axis=axis, dtype=dtype, keepdims=keepdims)
-
-    def mean(self, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.mean`."""
-        return reductions.mean(self, axis=axis, dtype=dtype, keepdims=keepdims)
-
-    def var(
-        self,
-        axis: Any = None,
-        dtype: Any = None,
-        *,
-        correction: float = 0.0,
-        keepdims: bool = False,
-        ddof: float | None = None,
-    ) -> Array:
-        """See :func:`meshtape.var`."""
-        return reductions.var(self, axis, correction=correction, keepdims=keepdims, ddof=ddof, dtype=dtype)
-
-    def std(
-        self,
-        axis: Any = None,
-        dtype: Any = None,
-        *,
-        correction: float = 0.0,
-        keepdims: bool = False,
-        ddof: float | None = None,
-    ) -> Array:
-        """See :func:`meshtape.std`."""
-        return reductions.std(self, axis, correction=correction, keepdims=keepdims, ddof=ddof, dtype=dtype)
-
-    def max(self, axis: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.max`."""
-        return reductions.max(self, axis=axis, keepdims=keepdims)
-
-    def min(self, axis: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.min`."""
-        return reductions.min(self, axis=axis, keepdims=keepdims)
-
-    def any(self, axis: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.any`."""
-        return reductions.any(self, axis=axis, keepdims=keepdims)
-
-    def all(self, axis: Any = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.all`."""
-        return reductions.all(self, axis=axis, keepdims=keepdims)
-
-    def argmax(self, axis: int | None = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.argmax`."""
-        return reductions.argmax(self, axis=axis, keepdims=keepdims)
-
-    def argmin(self, axis: int | None = None, *, keepdims: bool = False) -> Array:
-        """See :func:`meshtape.argmin`."""
-        return reductions.argmin(self, axis=axis, keepdims=keepdims)
-
-    # ----- NumPy's ------------------------------------------------------------------------------------------------------
-
-    conjugate = conj
-
-    def round(self, decimals: int = 0) -> Array:
-        """See :func:`meshtape.round`."""
-        from . import numpy_names as names
-
-        return names.round(self, decimals)
-
-    def cumsum(self, axis: int | None = None, dtype: Any = None) -> Array:
-        """See :func:`meshtape.cumsum`."""
-        from . import numpy_names as names
-
-        return names.cumsum(self, axis, dtype)
-
-    def cumprod(self, axis: int | None = None, dtype: Any = None) -> Array:
-        """See :func:`meshtape.cumprod`."""
-        from . import numpy_names as names
-
-        return names.cumprod(self, axis, dtype)
-
-    def dot(self, other: Any) -> Array:
-        """See :func:`meshtape.dot`."""
-        from . import numpy_names as names
-
-        return names.dot(self, other)
-
-    def swapaxes(self, axis1: int, axis2: int) -> Array:
-        """See :func:`meshtape.swapaxes`."""
-        from . import numpy_names as names
-
-        return names.swapaxes(self, axis1, axis2)
-
-    def diagonal(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Array:
-        """See :func:`meshtape.diagonal`."""
-        from . import numpy_names as names
-
-        return names.diagonal(self, offset, axis1, axis2)
-
-    def trace(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Array:
-        """See :func:`meshtape.trace`."""
-        from . import numpy_names as names
-
-        return names.trace(self, offset, axis1, axis2)
-
-    def sort(self, axis: int = -1, *, descending: bool = False) -> Array:
-        """See :func:`meshtape.sort`. A sorted array is returned; this one stays as it is."""
-        from . import sorting
-
-        return sorting.sort(self, axis=axis, descending=descending)
-
-    def argsort(self, axis: int = -1, *, descending: bool = False) -> Array:
-        """See :func:`meshtape.argsort`."""
-        from . import sorting
-
-        return sorting.argsort(self, axis=axis, descending=descending)
-
-    def take(self, indices: Any, axis: int | None = None) -> Array:
-        """See :func:`meshtape.take`."""
-        from . import searching
-
-        return searching.take(self, indices, axis=axis)
-
-    def repeat(self, repeats: Any, axis: int | None = None) -> Array:
-        """See :func:`meshtape.repeat`."""
-        return manipulation.repeat(self, repeats, axis=axis)
-
-    def nonzero(self) -> tuple[Array, ...]:
-        """See :func:`meshtape.nonzero`."""
-        from . import searching
-
-        return searching.nonzero(self)
-
-    def searchsorted(self, values: Any, side: str = "left") -> Array:
-        """See :func:`meshtape.searchsorted`."""
-        from . import searching
-        from .creation import asarray
-
-        return searching.searchsorted(self, asarray(values), side=side)
+        return compress(condition, self, axis)
 
     def tobytes(self) -> bytes:
         """The elements in C order, as they lie in memory."""
         return np.asarray(self).tobytes()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+    @property
+    def flat(self) -> Array:
+        """The elements in C order, in one dimension, to read."""
+        return self.flatten()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise NumPyAttributeError(f"[{name}] {_INSTEAD.get(name, f'is of NumPy arrays alone: np.asarray(x).{name}')}")
+
+
+_WRITE = "arrays are values: write x[i] = v"
+_INSTEAD = {
+    **dict.fromkeys(("fill", "itemset", "put", "setfield"), _WRITE),
+    "choose": "write mt.select(conditions, choices)",
+    "partition": "writes in place, and arrays are values: write x = mt.partition(x, kth)",
+    "resize": "writes in place, and arrays are values: write x = mt.reshape(x, shape), or mt.pad",
+    "view": "x.astype(dtype) converts the numbers; np.asarray(x).view(dtype) reads their bytes anew",
+}
+
+# The methods that are functions of the namespace, with NumPy's arguments.
+FUNCTIONS = [
+    "all",
+    "any",
+    "argmax",
+    "argmin",
+    "argpartition",
+    "argsort",
+    "clip",
+    "conj",
+    "conjugate",
+    "cumprod",
+    "cumsum",
+    "diagonal",
+    "dot",
+    "max",
+    "mean",
+    "min",
+    "nonzero",
+    "prod",
+    "ptp",
+    "repeat",
+    "round",
+    "searchsorted",
+    "sort",
+    "squeeze",
+    "std",
+    "sum",
+    "swapaxes",
+    "take",
+    "trace",
+    "var",
+]
+
+
+def method(name: str, fn: Callable[..., Any], numpys: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as a method. Arguments that it lacks, or takes at another place, are read as those of NumPy's function."""
+
+    def call(self: Array, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(self, *args, **kwargs)
+        except TypeError:
+            try:
+                _signature(fn).bind(self, *args, **kwargs)
+            except TypeError:
+                pass
+            else:
+                raise
+        return numpys(self, *args, **kwargs)
+
+    call.__name__, call.__qualname__, call.__doc__ = name, f"Array.{name}", fn.__doc__
+    call.__signature__ = _signature(fn)  # type: ignore[attr-defined]
+    return call
+
+
+_signature = functools.cache(inspect.signature)

@@ -131,6 +131,33 @@ class AtIndex:
             lambda new: reshape(AtIndex(flat, where).set(new), self._x.shape),
         )
 
+    def subtract(self, v: Any) -> Array:
+        """A copy with ``v`` subtracted at the index; repeated places lose all of theirs."""
+        from .creation import asarray, beside
+
+        where = None if hasattr(v, "device") else beside(self._x)
+        return self.add(-asarray(v, dtype=result_type(self._x.dtype, v), device=where))
+
+    def divide(self, v: Any) -> Array:
+        """A copy divided by ``v`` at the index; of repeated places by all of theirs."""
+        return self._fitted("index_divide", self._x / self._factors(v))
+
+    def power(self, v: Any) -> Array:
+        """A copy raised to the power ``v`` at the index; of repeated places to all of theirs."""
+        return self._fitted("index_power", self._x ** self._factors(v))
+
+    def _factors(self, v: Any) -> Array:
+        """Ones, with ``v`` at the index."""
+        from .creation import ones_like
+
+        return AtIndex(ones_like(self._x, dtype=result_type(self._x.dtype, v)), self._key).multiply(v)
+
+    def _fitted(self, name: str, new: Array) -> Array:
+        from .manipulation import astype
+
+        check_fits(name, new.dtype, self._x.dtype)
+        return astype(new, self._x.dtype, copy=False)
+
     def _written(self, name: str, old: Array, factor: Array, put: Callable[[Array], Array]) -> Array:
         from .manipulation import astype
 

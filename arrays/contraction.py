@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from operator import index
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._dispatch import as_array
@@ -30,7 +32,7 @@ Labels = tuple[str, ...]
 
 @composite("einsum")
 @in_float32
-def einsum(formula: str, /, *operands: Any) -> Array:
+def einsum(formula: Any, /, *operands: Any) -> Array:
     """Products of the operands, summed over the letters that the result lacks.
 
     Parameters
@@ -38,7 +40,8 @@ def einsum(formula: str, /, *operands: Any) -> Array:
     formula
         One group of letters an operand, separated by commas: ``"ij,jk->ik"``. A letter stands for one length everywhere; twice
         in one group it takes the diagonal. ``...`` stands for dimensions that broadcast. Without ``->`` the result has the
-        letters that occur once, in alphabetic order, after the broadcast dimensions.
+        letters that occur once, in alphabetic order, after the broadcast dimensions. Or, as NumPy has it, each operand is followed
+        by a list of numbers and ``...`` in place of letters, and the last one by that of the result: ``einsum(x, [0, 1], [1, 0])``.
     operands
         Arrays.
 
@@ -55,6 +58,8 @@ def einsum(formula: str, /, *operands: Any) -> Array:
     >>> mt.einsum("...ii->...", mt.asarray([[1, 2], [3, 4]]))
     Array(5)
     """
+    if not isinstance(formula, str):
+        formula, operands = _of_lists((formula, *operands))
     env: list[Any] = [as_array(x) for x in operands]
     shapes = tuple([x.shape for x in env])
     try:
@@ -70,6 +75,20 @@ def einsum(formula: str, /, *operands: Any) -> Array:
     x = env[-1]
     # Never an operand itself, which may be written to.
     return wrap_same(x) if any(x is given for given in operands) else x
+
+
+def _of_lists(given: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """The formula, and the operands, of operands that are each followed by a list of numbers."""
+    groups = [given[-1]] if len(given) % 2 else []
+    try:
+        groups = ["".join("..." if n is ... else ascii_letters[index(n)] for n in g) for g in (*given[1::2], *groups)]
+    except (TypeError, IndexError):
+        raise ShapeError(
+            "[einsum] write a formula, 'ij,jk->ik', or behind each operand a list of numbers from 0 to 51: x, [0, 1], y, [1, 2]"
+        ) from None
+    operands = given[: len(given) - len(given) % 2 : 2]
+    left, result = groups[: len(operands)], groups[len(operands) :]
+    return "->".join((",".join(left), *result)), operands
 
 
 Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]

@@ -10,7 +10,7 @@ import numpy as np
 
 from ._array import Array
 from ._backends import backend_for
-from ._dispatch import Deferred, has_history, made, refuse_history, wrap
+from ._dispatch import Deferred, NotNumbers, has_history, made, refuse_history, wrap
 from ._dlpack import read
 from ._infer import as_shape
 from ._op import state
@@ -112,7 +112,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         x = obj if device is None or str(obj.device) == str(device) else obj.to_device(device)
         if wanted is not None and x.dtype != wanted:
             return astype(x, wanted)
-        return wrap_same(x) if copy else x
+        return own_copy(x) if copy else x
     if isinstance(obj, np.ndarray | np.generic):
         source = None if not state.now.recorders or _is_new(obj) else obj
         return made(_place(_of_numpy(obj, wanted, copy), device), source)
@@ -142,7 +142,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     if host.dtype.kind in "OUSMm":
         beyond = isinstance(host.flat[0] if host.size else None, int) and all(isinstance(v, int) for v in host.flat)
         what = "integers beyond 64 bits" if beyond else f"{host.dtype} elements"
-        raise DTypeError(f"[asarray] cannot make an array of numbers from {type(obj).__name__} ({what})")
+        raise NotNumbers(f"[asarray] cannot make an array of numbers from {type(obj).__name__} ({what})")
     return _place(_of_numpy(host, wanted, False) if host.dtype not in OWN else host, device)
 
 
@@ -152,6 +152,8 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
         raise DTypeError("[asarray] masked elements are no numbers: fill them first, with x.filled(...)")
     host = np.asarray(obj)
     if dtype is None:
+        if host.dtype.kind in "OSUMm":
+            raise NotNumbers(f"[asarray] cannot make an array of numbers from {host.dtype} elements")
         dtype = as_dtype(host.dtype, "asarray")
     if host.dtype == dtype:
         host = host if copy is False else copied(host)
@@ -169,6 +171,14 @@ def _plain(obj: Any) -> Any:
     if isinstance(obj, list | tuple):
         return [_plain(o) for o in obj]
     return obj
+
+
+def own_copy(x: Array) -> Array:
+    """:func:`wrap_same`, but of a view a copy of what it shows alone: nobody takes it for a part of another array."""
+    out = wrap_same(x)
+    if type(out._buf) is np.ndarray and type(out._buf.base) is np.ndarray:
+        out._buf = out._buf.copy()
+    return out
 
 
 def wrap_same(x: Array) -> Array:

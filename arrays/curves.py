@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _infer
+from ._dispatch import has_history
 from ._op import composite
 from ._wide import in_float32
 from .errors import ShapeError
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 @composite("interp")
 @in_float32
-def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None) -> Array:
+def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, period: float | None = None) -> Array:
     """Straight lines between the points (``xp``, ``fp``), read at ``x``.
 
     Parameters
@@ -29,6 +31,8 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None) 
         The points, with ascending ``xp``, in one dimension.
     left, right
         Values before the first and after the last point; those of the points by default.
+    period
+        After which the points repeat; they need not ascend then, and there are no first and last ones.
 
     Examples
     --------
@@ -38,11 +42,22 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None) 
     """
     from .creation import asarray
     from .elementwise import clip, isnan, where
+    from .manipulation import concat
     from .searching import searchsorted, take
+    from .sorting import argsort
 
     x, xp, fp = asarray(x), asarray(xp), asarray(fp)
     if xp.ndim != 1 or xp.shape != fp.shape or not xp.size:
         raise ShapeError(f"[interp] points of shapes {xp.shape} and {fp.shape} must have one dimension of one length")
+    if period is not None:
+        if not period:
+            raise ValueError("[interp] the period must not be zero")
+        period, left, right = math.fabs(period), None, None
+        x, xp = x % period, xp % period
+        order = argsort(xp)
+        xp, fp = xp[order], fp[order]
+        xp = concat([xp[-1:] - period, xp, xp[:1] + period])
+        fp = concat([fp[-1:], fp, fp[:1]])
     first, last = fp[0] if left is None else left, fp[-1] if right is None else right
     if xp.size == 1:
         inside: Any = fp[0]
@@ -148,6 +163,11 @@ def _slope(x: Array, axis: int, spacing: Any, edge_order: int) -> Array:
     def column(h: Array) -> Array:
         return reshape(h, tuple(-1 if i == axis else 1 for i in range(x.ndim)))
 
+    host = getattr(spacing, "_buf", spacing)
+    if type(host) is np.ndarray and host.shape == (n,) and not has_history(spacing):
+        apart = np.diff(host)
+        if (apart == apart[0]).all():
+            spacing = apart[0].item()  # as NumPy does, so that a NaN is not its own slope
     if np.ndim(spacing) == 0:
         inner = (at(2, None) - at(None, -2)) / (2 * spacing)
         near, far = (spacing, spacing), (spacing, spacing)

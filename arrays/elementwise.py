@@ -277,8 +277,8 @@ WHERE = Op(
 )
 
 
-def where(condition: Any, x1: Any, x2: Any, /) -> Array:
-    """``x1`` where the condition holds, ``x2`` elsewhere; all three broadcast together.
+def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
+    """``x1`` where the condition holds, ``x2`` elsewhere; all three broadcast together. Of a condition alone, :func:`nonzero`.
 
     >>> import meshtape as mt
     >>> mt.where(mt.asarray([True, False]), 1.0, 2.0)
@@ -296,6 +296,10 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Array:
                 return wrap(np.where(chosen, x, y) if small else WHERE.numpy(chosen, x, y))
             except REFUSED:
                 pass
+    if x1 is None and x2 is None:
+        from .searching import nonzero
+
+        return nonzero(condition)
     return apply(WHERE, (condition, x1, x2))
 
 

@@ -35,6 +35,10 @@ class NumPyFunctionError(MeshtapeError, TypeError):
     """A function of NumPy has no counterpart here for such an array, or its counterpart lacks an argument; says what to write."""
 
 
+class NumPyAttributeError(NumPyFunctionError, AttributeError):
+    """An attribute of NumPy's arrays that ours lack; says what to write instead."""
+
+
 class NumberRangeError(MeshtapeError, OverflowError):
     """A Python number does not fit the dtype of the array that it meets; the message names both."""
 

@@ -6,12 +6,14 @@ They share one parsed form of the key (:mod:`.index_keys`). Where several writes
 from __future__ import annotations
 
 import math
+import opcode
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._dispatch import apply, wrap
+from ._dispatch import Deferred, apply, wrap
 from ._op import Op, state
 from .errors import DTypeError, ShapeError
 from .index_keys import Template, is_basic, numpy_key, parse, result_shape
@@ -227,6 +229,38 @@ def _as_numpy_reads_it(key: tuple[Any, ...], array_type: type) -> Any:
     return tuple(items)
 
 
+def is_view(buf: Any) -> bool:
+    """Whether a buffer shows, or may show, the memory of another: what basic indexing and reshaping give."""
+    return getattr(buf, "part", False) if isinstance(buf, Deferred) else type(buf.base) is type(buf)
+
+
+class _Probe:
+    def __setitem__(self, key: Any, value: list[int]) -> None:
+        value.append(sys.getrefcount(self))
+
+
+def _count_dropped() -> int:
+    """Holders of an object that nobody has but the statement that writes to it; 0 where this Python does not tell it from others."""
+    counts: list[int] = []
+    _Probe()[0] = counts
+    held = _Probe()
+    held[0] = counts
+    return counts[0] if counts[0] < counts[1] else 0
+
+
+DROPPED = _count_dropped()
+_STORES = {opcode.opmap[n] for n in ("STORE_SUBSCR", "STORE_SLICE") if n in opcode.opmap}
+
+
+def is_lost(buf: Any) -> bool:
+    """Whether a write to an array that only the writing statement has, and whose buffer this is, would in NumPy reach another array.
+
+    (A call of ``__setitem__`` by its name has as many holders; it is no such statement.)
+    """
+    caller = sys._getframe(2)
+    return is_view(buf) and caller.f_code.co_code[caller.f_lasti] in _STORES
+
+
 def getitem(x: Array, key: Any, /) -> Array:
     """``x[key]``."""
     buf = x._buf
@@ -252,4 +286,7 @@ def getitem(x: Array, key: Any, /) -> Array:
     template, arrays = parse(x, key)
     if not is_basic(template):
         result_shape(template, x.shape, [a.shape for a in arrays])  # raises our message for arrays that do not fit
-    return apply(GETITEM, (x, *arrays), {"template": template})
+    out = apply(GETITEM, (x, *arrays), {"template": template})
+    if isinstance(out._buf, Deferred) and is_basic(template):
+        out._buf.part = True
+    return out

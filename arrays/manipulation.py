@@ -221,7 +221,7 @@ def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[in
     return permute_dims(x, order)
 
 
-def broadcast_to(x: Any, /, shape: Sequence[int]) -> Array:
+def broadcast_to(x: Any, /, shape: int | Sequence[int]) -> Array:
     """``x`` repeated, without copying, along new and length-one dimensions.
 
     >>> import meshtape as mt
@@ -236,7 +236,7 @@ def broadcast_to(x: Any, /, shape: Sequence[int]) -> Array:
         except REFUSED:
             pass
     x = as_array(x)
-    shape = tuple(map(operator.index, shape))
+    shape = tuple(map(operator.index, (shape,) if isinstance(shape, int | np.integer) else shape))
     if _infer.broadcast_shapes(BROADCAST_TO, [x.shape, shape]) != shape:
         raise ShapeError(f"[broadcast_to] shape {x.shape} does not broadcast to {shape}")
     # Never x itself: a write to the result must not be seen through x.
@@ -263,7 +263,8 @@ def broadcast_shapes(*shapes: Sequence[int | None]) -> tuple[int | None, ...]:
     (3, 4)
     """
     out: list[int | None] = []
-    for lengths in itertools.zip_longest(*(tuple(s)[::-1] for s in shapes), fillvalue=1):
+    known_lengths = [[n if n is None else operator.index(n) for n in s][::-1] for s in shapes]
+    for lengths in itertools.zip_longest(*known_lengths, fillvalue=1):
         known = {n for n in lengths if n not in (1, None)}
         if len(known) > 1:
             raise ShapeError(f"[broadcast_shapes] shapes do not broadcast together: {', '.join(map(str, shapes))}")

@@ -17,16 +17,18 @@ from typing import Any
 import numpy as np
 
 from ._array import Array, _replace
-from ._dispatch import Deferred, as_array, refuse_history, wrap
-from .errors import DTypeError, NumPyFunctionError
+from ._core import FIRST_USER_DTYPE
+from ._dispatch import SCALARS, Deferred, NotNumbers, Symbol, as_array, refuse_history, wrap
+from ._methods import FUNCTIONS, method
+from ._op import OPS
+from .errors import DTypeError, NumPyFunctionError, ShapeError
+from .indexing import is_view
 from .manipulation import astype, reshape
 
 # NumPy's names of parameters that ours call otherwise.
-_RENAMED = {"a_min": "min", "a_max": "max", "N": "n", "sections": "indices_or_sections"}
+_RENAMED = {"a_min": "min", "a_max": "max", "N": "n"}
 # Parameters that choose a way of computing, or a layout of memory that no value shows.
-_WITHOUT_EFFECT = {"subok", "overwrite_input", "kind", "optimize", "assume_unique", "order", "copy"}
-# … except where the order of elements or the sharing of memory is the very question.
-_ORDERED = {"ravel", "reshape", "copyto", "astype", "ravel_multi_index", "unravel_index", "argsort", "sort"}
+_WITHOUT_EFFECT = {"subok", "overwrite_input", "kind", "optimize", "assume_unique", "copy"}
 
 # They write into an argument.
 _WRITERS = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
@@ -51,7 +53,7 @@ _REDUCTIONS = {
     "logical_or": "any",
 }
 _ACCUMULATIONS = {"add": "cumulative_sum", "multiply": "cumulative_prod"}
-_UPDATES = {"add": "add", "multiply": "multiply", "maximum": "max", "minimum": "min"}
+_UPDATES = {n: n for n in ("add", "subtract", "multiply", "divide", "power")} | {"maximum": "max", "minimum": "min"}
 _NUMPYS = (np.ndarray, np.memmap)  # other subclasses mean something else by the same memory: masks, matrices, units
 # Of scipy.special, whose functions are ufuncs too.
 _SPECIAL = {"erf": "erf", "expit": "nn.sigmoid", "log_expit": "nn.log_sigmoid"}
@@ -83,7 +85,7 @@ def functions() -> dict[Callable[..., Any], Callable[..., Any]]:
             # Only what hands its call over: the others are NumPy's own makers of arrays.
             if not name.startswith("_") and hasattr(fn, "_implementation") and hasattr(own, name):
                 found[fn] = getattr(own, name)
-    return found | {getattr(np, n): fn for n, fn in _SPECIAL_CASES.items()} | {np.linalg.svd: _svd}
+    return found | {np.linalg.svd: _svd, np.broadcast_arrays: _broadcast_arrays}
 
 
 def _special(ufunc: np.ufunc) -> Callable[..., Any] | None:
@@ -100,41 +102,75 @@ def _special(ufunc: np.ufunc) -> Callable[..., Any] | None:
 
 def array_ufunc(self: Array, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
     """``__array_ufunc__`` of ``Array``: a ufunc or one of its methods was called with an Array among the operands."""
-    out = kwargs.pop("out", None)
-    if not all(map(_is_ours, (*inputs, *(out or ())))):
+    out = kwargs.pop("out", ())
+    if not all(map(_is_ours, (*inputs, *out))):
         return NotImplemented
     name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
-    where = kwargs.pop("where", True) if method in ("__call__", "outer") else True
-    if where is not True and out is None:
-        raise NumPyFunctionError(
-            f"[{name}] where= without out= leaves elements undefined: write mt.where(mask, result, otherwise)"
-        )
+    if method == "outer" and ufunc.nin == 2 and ufunc.signature is None:
+        x, y = map(as_array, inputs)
+        inputs, method = (reshape(x, x.shape + (1,) * y.ndim), y), "__call__"
+    mask = kwargs.pop("where", True) if method == "__call__" else True
+    if mask is not True:
+        mask = as_array(mask)
+        if not out:
+            raise NumPyFunctionError(
+                f"[{name}] where= without out= leaves elements undefined: write mt.where(mask, result, otherwise)"
+            )
+        if mask.dtype.kind != "b":
+            raise DTypeError(f"[{name}] where= must be boolean, got {mask.dtype.name}: compare, x != 0")
+        inputs = tuple(_chosen(ufunc, mask, x) for x in inputs)
     fn = ufuncs().get(ufunc) or _special(ufunc)
     compute = _METHODS.get(method) if fn is not None else None
-    result = NotImplemented if compute is None else compute(name, ufunc, fn, inputs, kwargs)
+    result = NotImplemented if compute is None else _of_numbers(compute, name, ufunc, fn, inputs, dict(kwargs))
     if result is NotImplemented:
         result = _through_numpy(name, getattr(ufunc, method), inputs, kwargs)
-    if out is None:
-        return result
-    results = result if isinstance(result, tuple) else (result,)
-    written = tuple(
-        r if o is None else _written(name, _chosen(where, r, o), o) for r, o in zip(results, out, strict=True)
-    )
-    return written if isinstance(result, tuple) else written[0]
+    return _written(name, result, out, mask) if out else result
 
 
-def _chosen(where: Any, result: Any, out: Any) -> Any:
-    """The result where a mask is true, and what was there before elsewhere."""
-    return result if where is True else _namespace().where(as_array(where), result, as_array(out).astype(result.dtype))
+def _chosen(ufunc: np.ufunc, mask: Array, x: Any) -> Any:
+    """An operand with a number that every function takes in place of what a mask leaves out: no warning and no slope comes from there."""
+    if type(x) in SCALARS:
+        return x
+    x = as_array(x)
+    harmless = {"b": True, "i": 1, "u": 1}.get(x.dtype.kind, 2.0 if ufunc is np.arccosh else 0.5)
+    return _namespace().where(mask, x, harmless)
+
+
+def _of_numbers(compute: Callable[..., Any], *args: Any) -> Any:
+    """What our function makes of the arguments; NotImplemented where one has no numbers, but None or texts."""
+    try:
+        return compute(*args)
+    except NotNumbers:
+        return NotImplemented
 
 
 def _called(name: str, ufunc: np.ufunc, fn: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtype = kwargs.pop("dtype", None)
     axis = {k: kwargs.pop(k) for k in ("axis",) if k in kwargs and k in _parameters(fn)}
     _refuse_arguments(name, kwargs, {"casting": "same_kind", "order": "K", "subok": True})
-    if dtype is not None:
-        inputs = tuple(_cast(name, x, np.dtype(dtype)) for x in inputs)
+    if dtype is not None or (op := OPS.get(fn.__name__)) is None or op.numpy is not ufunc:
+        inputs = _for_result(name, ufunc, inputs, dtype)
     return fn(*map(_operand, inputs), **axis)
+
+
+def _for_result(name: str, ufunc: np.ufunc, inputs: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+    """The operands in the dtypes with which NumPy computes (a result of ``dtype``); as they are, of matrices and where it has no say."""
+    ours = _namespace()
+    if any(isinstance(x, Symbol) for x in inputs):
+        return inputs
+    kinds = [type(x) if type(x) in (int, float, complex) else as_array(x).dtype for x in inputs]
+    if dtype is None and (ufunc.signature or any(getattr(k, "num", 0) >= FIRST_USER_DTYPE for k in kinds)):
+        return inputs
+    dtype = None if dtype is None else np.dtype(dtype)
+    signature = (None,) * ufunc.nin + (dtype,) * ufunc.nout
+    try:
+        loop = ufunc.resolve_dtypes((*kinds, *(None,) * ufunc.nout), signature=signature, casting="same_kind")
+    except TypeError as e:
+        raise DTypeError(f"[{name}] {'' if dtype is None else f'dtype={dtype.name}: '}{e}") from None
+    return tuple(
+        ours.asarray(x, dtype=d) if type(x) in SCALARS else astype(as_array(x), d, copy=False)
+        for x, d in zip(inputs, loop, strict=False)
+    )
 
 
 def _along_axis(table: Mapping[str, str]) -> Callable[..., Any]:
@@ -144,43 +180,41 @@ def _along_axis(table: Mapping[str, str]) -> Callable[..., Any]:
         ours = table.get(ufunc.__name__)
         if ours is None:
             return NotImplemented
-        given = {k: v for k, v in kwargs.items() if k == "axis" or (v is not None and (k, v) != ("where", True))}
+        given = {k: v for k, v in kwargs.items() if k == "axis" or (v is not None and (k != "where" or v is not True))}
         return _called_with(name, getattr(_namespace(), ours), inputs, {"axis": 0, **given})
 
     return compute
-
-
-def _outer(name: str, ufunc: np.ufunc, fn: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if ufunc.nin != 2 or ufunc.signature is not None:
-        return NotImplemented
-    x, y = map(as_array, inputs)
-    return _called(name, ufunc, fn, (reshape(x, x.shape + (1,) * y.ndim), y), kwargs)
 
 
 def _updated(name: str, ufunc: np.ufunc, fn: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, key, *values = inputs
     if not isinstance(x, Array):
         return NotImplemented  # the target is NumPy's
+    _refuse_part(name, x)
     update = _UPDATES.get(ufunc.__name__)
     if update is not None:
         new = getattr(x.at[key], update)(_operand(values[0]))
-    elif ufunc is np.subtract:
-        new = x.at[key].add(-as_array(values[0]))
     elif not values:  # of one operand, for which repeated indices are as good as one
         new = x.at[key].set(fn(x[key]))
     else:
-        raise NumPyFunctionError(
-            f"[{name}] has no counterpart: write x.at[i].set(...) with the values that are to stand there"
-        )
+        new = _through_numpy(name, _copied_at(ufunc), inputs, kwargs)
     _replace(name, x, new)
     return None
+
+
+def _copied_at(ufunc: np.ufunc) -> Callable[..., np.ndarray]:
+    def at(x: np.ndarray, *args: Any) -> np.ndarray:
+        x = x.copy()
+        ufunc.at(x, *args)
+        return x
+
+    return at
 
 
 _METHODS = {
     "__call__": _called,
     "reduce": _along_axis(_REDUCTIONS),
     "accumulate": _along_axis(_ACCUMULATIONS),
-    "outer": _outer,
     "at": _updated,
 }
 
@@ -195,12 +229,15 @@ def array_function(self: Array, func: Any, types: Any, args: Any, kwargs: Any) -
     name = f"{func.__module__}.{func.__name__}"
     if func.__name__ in _WRITERS and func.__module__ == "numpy" and args and isinstance(args[0], Array):
         raise NumPyFunctionError(f"[{name}] arrays are values: write x[i] = v or x.at[i].set(v)")
-    ours = functions().get(func)
-    if ours is None:
-        return _through_numpy(name, func, args, kwargs, func.__name__ in _SHOWING)
-    positional, keywords = _translated(name, func, ours, args, kwargs)
-    out = keywords.pop("out", None)
-    result = _called_with(name, ours, positional, keywords)
+    ours, result = functions().get(func), NotImplemented
+    out = kwargs.get("out")
+    if ours is not None:
+        positional, keywords = _translated(name, func, ours, args, kwargs)
+        out = keywords.pop("out", None)
+        result = _of_numbers(_called_with, name, ours, positional, keywords)
+    if result is NotImplemented:
+        showing, kwargs = func.__name__ in _SHOWING, {k: v for k, v in kwargs.items() if k != "out"}
+        result = _through_numpy(name, func, args, kwargs, showing)
     return result if out is None else _written(name, result, out)
 
 
@@ -220,7 +257,10 @@ def _translated(
     theirs, own = _parameters(func), _parameters(ours)
     if not theirs:
         return list(args), dict(kwargs)
-    bound = inspect.signature(func).bind(*args, **kwargs).arguments
+    try:
+        bound = inspect.signature(func).bind(*args, **kwargs).arguments
+    except TypeError as e:  # of a method, which NumPy has not seen
+        raise NumPyFunctionError(f"[{name}] {e}") from None
     places = iter([p for p in own.values() if p.kind is p.POSITIONAL_ONLY])
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
@@ -230,6 +270,7 @@ def _translated(
         value = bound[key]
         if p.kind is p.VAR_POSITIONAL:
             positional += value
+            places = iter(())
         elif p.kind is p.VAR_KEYWORD:
             keywords |= value
         elif p.default is p.empty or p.kind is p.POSITIONAL_ONLY:
@@ -243,9 +284,7 @@ def _translated(
             keywords[own_key] = value
         elif next(places, None) is not None:
             positional.append(value)
-        elif key not in _WITHOUT_EFFECT or (
-            func.__name__ in _ORDERED and key in ("order", "copy") and value not in ("K", "A")
-        ):
+        elif key not in _WITHOUT_EFFECT and (key != "order" or not func.__name__.endswith(("copy", "_like"))):
             keywords[key] = value  # refused where it is passed on
     return positional, keywords
 
@@ -273,21 +312,17 @@ def _refuse_arguments(name: str, given: Mapping[str, Any], harmless: Mapping[str
         )
 
 
-def _where(condition: Any, *choices: Any) -> Any:
-    ours = _namespace()
-    return ours.where(as_array(condition), *choices) if choices else ours.nonzero(as_array(condition))
-
-
-def _meshgrid(*arrays: Any, indexing: str = "xy") -> Any:
-    return _namespace().meshgrid(*map(as_array, arrays), indexing=indexing)
+def _broadcast_arrays(*arrays: Any) -> Any:
+    # (What is None stays so: matplotlib hands on the arguments that it was not given.)
+    given = iter(_namespace().broadcast_arrays(*(as_array(a) for a in arrays if a is not None)))
+    xs = [None if a is None else next(given) for a in arrays]
+    shape = next((x.shape for x in xs if x is not None), ())
+    return tuple(np.broadcast_to(np.array(None), shape) if x is None else x for x in xs)
 
 
 def _svd(x: Any, full_matrices: bool = True, compute_uv: bool = True) -> Any:
     linalg = _namespace().linalg
     return linalg.svd(x, full_matrices=full_matrices) if compute_uv else linalg.svdvals(x)
-
-
-_SPECIAL_CASES = {"where": _where, "meshgrid": _meshgrid}
 
 
 # ----- both ------------------------------------------------------------------------------------------------------------
@@ -308,28 +343,52 @@ def _operand(x: Any) -> Any:
     return as_array(x) if isinstance(x, np.ndarray) else x
 
 
-def _cast(name: str, x: Any, dtype: np.dtype) -> Array:
-    x = as_array(x)
-    if not np.can_cast(x.dtype, dtype, "same_kind"):
-        raise DTypeError(
-            f"[{name}] an operand of {x.dtype.name} cannot be computed with as {dtype.name}: cast it with astype"
-        )
-    return astype(x, dtype, copy=False)
+def _written(name: str, result: Any, out: Any, mask: Any = True) -> Any:
+    """``out`` (an array, or as many as there are results) with the values of the result where the mask is true."""
+    results = result if isinstance(result, tuple) else (result,)
+    out = out if isinstance(out, tuple) else (out,)
+    if len(out) != len(results):
+        raise NumPyFunctionError(f"[{name}] gives {len(results)} results, and out= has {len(out)} arrays")
+    written = tuple(r if o is None else _into(name, r, o, mask) for r, o in zip(results, out, strict=True))
+    return written if isinstance(result, tuple) else written[0]
 
 
-def _written(name: str, result: Any, out: Any) -> Any:
-    """``out`` with the value of the result: an Array takes it as ``+=`` does, with its history; NumPy's memory takes the numbers."""
-    if isinstance(out, tuple) and len(out) == 1:
-        out = out[0]
-    if isinstance(out, Array):
-        return _replace(name, out, result)
-    if not isinstance(out, np.ndarray):
+def _into(name: str, result: Any, out: Any, mask: Any) -> Any:
+    """An Array takes a result as ``+=`` does, with its history; NumPy's memory takes the numbers."""
+    if not isinstance(out, Array | np.ndarray):
         raise NumPyFunctionError(f"[{name}] out= must be one array, got {type(out).__name__}")
+    if out.shape != np.shape(result):
+        raise ShapeError(f"[{name}] out= has the shape {out.shape}, the result {np.shape(result)}")
+    if isinstance(out, Array):
+        _refuse_part(name, out)
+        result = as_array(result)
+        if not np.can_cast(result.dtype, out.dtype, "same_kind"):
+            raise DTypeError(
+                f"[{name}] out= is of {out.dtype.name}, the result of {result.dtype.name}: cast it with astype"
+            )
+        result = astype(result, out.dtype, copy=False)
+        return _replace(name, out, result if mask is True else _namespace().where(mask, result, out))
     refuse_history(f"{name}(out=...)", result)
-    if out.shape != result.shape:
-        raise NumPyFunctionError(f"[{name}] out= has the shape {out.shape}, the result {result.shape}")
-    np.copyto(out, np.asarray(result), casting="same_kind")
+    np.copyto(out, np.asarray(result), casting="same_kind", where=np.asarray(mask))
     return out
+
+
+def _base_holders(buf: Any) -> int:
+    base = buf.base
+    return sys.getrefcount(base)
+
+
+_ALONE = _base_holders(np.zeros((2, 2))[0])
+
+
+def _refuse_part(name: str, x: Array) -> None:
+    """NumPy would write through ``x`` into the array whose memory it shows; with us that array would stay as it is, in silence."""
+    buf = x._buf
+    if is_view(buf) and (isinstance(buf, Deferred) or _base_holders(buf) > _ALONE):
+        raise NumPyFunctionError(
+            f"[{name}] writes into a part of another array, which would keep its value, as arrays are values: write y[i] = "
+            f"{name}(...), or give it a copy, y[i].copy()"
+        )
 
 
 def _through_numpy(name: str, fn: Any, args: Any, kwargs: Any, showing: bool = False) -> Any:
@@ -374,6 +433,21 @@ def _as_ours(out: Any, device: Any) -> Any:
     if type(out) in (list, tuple):
         return type(out)(_as_ours(o, device) for o in out)
     return out
+
+
+def _through_protocol(fn: Any) -> Callable[..., Any]:
+    """What NumPy's function makes of an Array (a ufunc, of one)."""
+    return (
+        fn
+        if isinstance(fn, np.ufunc)
+        else lambda x, *args, **kwargs: array_function(x, fn, (Array,), (x, *args), kwargs)
+    )
+
+
+def add_methods() -> None:
+    """Give ``Array`` the methods that are functions of the namespace, once that has them."""
+    for name in FUNCTIONS:
+        setattr(Array, name, method(name, getattr(_namespace(), name), _through_protocol(getattr(np, name))))
 
 
 Array.__array_ufunc__ = array_ufunc

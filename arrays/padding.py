@@ -45,6 +45,13 @@ def pad(x: Any, pad_width: Any, /, mode: str = "constant", *, constant_values: A
         raise ShapeError(f"[pad] pad_width {pad_width} does not fit an array of shape {x.shape}") from None
     if widths.dtype.kind not in "iu" or (widths < 0).any():
         raise ValueError(f"[pad] pad_width must be integers that are not negative, got {pad_width}")
+    if mode == "constant" and np.ndim(constant_values):
+        pairs = np.broadcast_to(np.asarray(constant_values), (x.ndim, 2))
+        for axis, (ends, values) in enumerate(zip(widths.tolist(), pairs.tolist(), strict=True)):
+            for side in (0, 1):
+                one = [(0, 0)] * axis + [(ends[0], 0) if side == 0 else (0, ends[1])] + [(0, 0)] * (x.ndim - axis - 1)
+                x = pad(x, one, constant_values=values[side])
+        return x
     if mode == "constant":
         shape = tuple(int(b) + n + int(a) for n, (b, a) in zip(x.shape, widths, strict=True))
         place = tuple(slice(int(b), int(b) + n) for n, (b, _) in zip(x.shape, widths, strict=True))

@@ -121,7 +121,7 @@ def _parts(q: Any) -> np.ndarray:
 
 
 @composite("quantile")
-def quantile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
+def quantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
     """Values below which the parts ``q`` (between 0 and 1) of the elements lie; NaN where there is one, or no element.
 
     Parameters
@@ -159,7 +159,7 @@ def quantile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False, me
 
 
 @composite("percentile")
-def percentile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
+def percentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
     """:func:`quantile` with ``q`` between 0 and 100.
 
     >>> import meshtape as mt

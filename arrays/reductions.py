@@ -16,7 +16,7 @@ from ._direct import HALF, REFUSED, TAKES_ELLIPSIS, buffer, result
 from ._dispatch import apply, as_array, as_number, wrap
 from ._op import OPS, Op, composite, state
 from .dtypes import as_dtype, real_of
-from .errors import ShapeError
+from .errors import DTypeError, NumPyFunctionError, ShapeError
 from .pieces import LARGE, large, reduced
 
 if TYPE_CHECKING:
@@ -141,22 +141,9 @@ def _decompose_arg(extremum: Op) -> Callable[..., Any]:
     return decompose
 
 
-ARGMAX = Op(
-    "argmax",
-    ("x",),
-    _arg("argmax"),
-    _infer_arg,
-    nondifferentiable="integer result",
-    decompose=_decompose_arg(MAX),
-)
-ARGMIN = Op(
-    "argmin",
-    ("x",),
-    _arg("argmin"),
-    _infer_arg,
-    nondifferentiable="integer result",
-    decompose=_decompose_arg(MIN),
-)
+_INT = "integer result"
+ARGMAX = Op("argmax", ("x",), _arg("argmax"), _infer_arg, nondifferentiable=_INT, decompose=_decompose_arg(MAX))
+ARGMIN = Op("argmin", ("x",), _arg("argmin"), _infer_arg, nondifferentiable=_INT, decompose=_decompose_arg(MIN))
 
 
 _DIRECT = {OPS[name]: reduce for name, reduce in _UFUNC_REDUCE.items()}
@@ -279,25 +266,33 @@ def min(x: Any, /, axis: Axis = None, *, keepdims: bool = False, initial: Any = 
     return _reduce(MIN, x, axis, keepdims)
 
 
-def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None) -> Array:
+def _refuse_out(name: str, out: Any) -> None:
+    """(xarray passes on the ``out=None`` that NumPy gave it.)"""
+    if out is not None:
+        raise NumPyFunctionError(f"[{name}] arrays are values: write out[...] = mt.{name}(x), or np.{name}(x, out=out)")
+
+
+def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None, out: Any = None) -> Array:
     """Whether any element is true.
 
     >>> import meshtape as mt
     >>> mt.any(mt.asarray([[True, False], [False, False]]), axis=1)
     Array([ True, False])
     """
+    _refuse_out("any", out)
     if where is not None:
         return _selected(ANY, x, axis, keepdims, None, where, None)
     return _reduce(ANY, x, axis, keepdims)
 
 
-def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None) -> Array:
+def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None, out: Any = None) -> Array:
     """Whether all elements are true.
 
     >>> import meshtape as mt
     >>> mt.all(mt.asarray([[True, False], [True, True]]), axis=1)
     Array([False,  True])
     """
+    _refuse_out("all", out)
     if where is not None:
         return _selected(ALL, x, axis, keepdims, None, where, None)
     return _reduce(ALL, x, axis, keepdims)
@@ -398,6 +393,8 @@ def moment_dtypes(name: str, x: Array, dtype: Any) -> tuple[np.dtype, np.dtype]:
     Low-precision floats are rounded once, when all parts are together; a sum of integers may overflow where their mean does not.
     """
     out = x.dtype if dtype is None else as_dtype(dtype, name)
+    if dtype is not None and out.kind in "biu" and name.endswith("var"):
+        raise DTypeError(f"[{name}] {out.name} has no fractions: leave dtype= out, and cast the result with astype")
     if out.kind in "biu":
         return np.dtype(np.float64), np.dtype(np.float64) if dtype is None else out
     return np.dtype(np.float32) if _is_low_precision(out) else out, out

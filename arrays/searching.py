@@ -29,7 +29,7 @@ def _indices(name: str, indices: Any) -> Array:
 
 
 def take(x: Any, indices: Any, /, axis: int | None = None) -> Array:
-    """The slices of ``x`` at ``indices`` along an axis (which may be left out for one dimension only).
+    """The slices of ``x`` at ``indices`` along an axis; the elements of the flattened array without one.
 
     >>> import meshtape as mt
     >>> mt.take(mt.asarray([10, 20, 30]), mt.asarray([2, 0]))
@@ -51,9 +51,9 @@ def take(x: Any, indices: Any, /, axis: int | None = None) -> Array:
     x = as_array(x)
     indices = _indices("take", indices)
     if axis is None:
-        if x.ndim != 1:
-            raise ShapeError(f"[take] an array of shape {x.shape} needs an axis")
-        axis = 0
+        from .manipulation import reshape
+
+        x, axis = reshape(x, (-1,)), 0
     axis = _infer.one_axis("take", axis, x.ndim)
     return x[(*(slice(None),) * axis, indices)]
 

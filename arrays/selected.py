@@ -36,12 +36,19 @@ def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, in
     if mask is not None:
         if op not in _NEUTRAL and initial is None:
             raise ValueError(f"[{op.name}] of what where= selects may be of nothing: say its value then with initial=")
-        x = where(_mask(op.name, mask, x), x, _NEUTRAL.get(op, initial))
+        x = _kept(op.name, where(_mask(op.name, mask, x), x, _NEUTRAL.get(op, initial)), x.dtype)
     axes = _infer.normalize_axis(op.name, axis, x.ndim)
     if op not in _NEUTRAL and any(x.shape[a] == 0 for a in axes) and initial is not None:
         return full(_infer.reduced_shape(x.shape, axes, keepdims), initial, dtype=x.dtype)
     out = reductions.plainly(op, x, axis, keepdims, dtype)
-    return out if initial is None else _JOIN[op](out, initial)
+    return out if initial is None else _kept(op.name, _JOIN[op](out, initial), out.dtype)
+
+
+def _kept(name: str, x: Array, dtype: np.dtype) -> Array:
+    """What is joined with ``initial``, in the dtype that it had without."""
+    if dtype.kind in "biu" and x.dtype.kind not in "biu":
+        raise DTypeError(f"[{name}] initial= is no number of {dtype.name}: cast the array with astype")
+    return astype(x, dtype, copy=False)
 
 
 def mean(x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any) -> Array:

@@ -46,6 +46,11 @@ def unique_all(x: Any, /) -> UniqueAll:
     >>> mt.unique_all(mt.asarray([3, 1, 3])).counts
     Array([1, 2])
     """
+    return found(x, equal_nan=False)
+
+
+def found(x: Any, equal_nan: bool) -> UniqueAll:
+    """:func:`unique_all`, with every NaN an element of its own or all of them one."""
     from .creation import asarray, beside
     from .manipulation import reshape
 
@@ -53,7 +58,7 @@ def unique_all(x: Any, /) -> UniqueAll:
     host = x._concrete()
     wide = host.astype(np.float32) if host.dtype.num >= 256 else host
     _, first, inverse, counts = np.unique(
-        wide, return_index=True, return_inverse=True, return_counts=True, equal_nan=False
+        wide, return_index=True, return_inverse=True, return_counts=True, equal_nan=equal_nan
     )
     indices, inverse, counts = (
         asarray(a.astype(np.int64, copy=False), copy=False, device=beside(x))

@@ -77,25 +77,35 @@ def _params(name: str, x: Array, axis: int, descending: bool, stable: bool) -> d
     return {"axis": axis, "descending": bool(descending), "stable": bool(stable)}
 
 
-def sort(x: Any, /, axis: int = -1, *, descending: bool = False, stable: bool = True) -> Array:
-    """The elements in order along an axis.
+def _flat(x: Any, axis: int | None) -> tuple[Array, int]:
+    """The array and the axis; flattened, as NumPy does, where there is none."""
+    x = as_array(x)
+    if axis is not None:
+        return x, axis
+    from .manipulation import reshape
+
+    return reshape(x, (-1,)), 0
+
+
+def sort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
+    """The elements in order along an axis; flattened where it is None.
 
     >>> import meshtape as mt
     >>> mt.sort(mt.asarray([2, 3, 1]), descending=True)
     Array([3, 2, 1])
     """
-    x = as_array(x)
+    x, axis = _flat(x, axis)
     return apply(SORT, (x,), _params("sort", x, axis, descending, stable))
 
 
-def argsort(x: Any, /, axis: int = -1, *, descending: bool = False, stable: bool = True) -> Array:
+def argsort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
     """The indices that sort ``x`` along an axis; with ``stable``, equal elements keep their order in both directions.
 
     >>> import meshtape as mt
     >>> mt.argsort(mt.asarray([2, 1, 2]), descending=True)
     Array([0, 2, 1])
     """
-    x = as_array(x)
+    x, axis = _flat(x, axis)
     return apply(ARGSORT, (x,), _params("argsort", x, axis, descending, stable))
 
 

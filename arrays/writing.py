@@ -40,6 +40,7 @@ class Writing(Deferred):
         self._array = array
         self.held = held  # once the write is done: what it made
         self.name = 0  # of the value on tapes: a new one has none
+        self.part = False
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]

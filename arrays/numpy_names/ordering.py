@@ -11,17 +11,15 @@ from .. import sets
 from .._op import composite
 from ..creation import asarray
 from ..errors import ShapeError
-from ..manipulation import concat, reshape
-from ..sorting import argsort, sort
+from ..manipulation import concat
+from ..sorting import _flat, argsort, sort
 
 if TYPE_CHECKING:
     from .._array import Array
 
 
 def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
-    x = asarray(x)
-    if axis is None:
-        x, axis = reshape(x, (-1,)), 0
+    x, axis = _flat(x, axis)
     for k in np.atleast_1d(kth):
         if not -x.shape[axis] <= k < x.shape[axis]:
             raise ShapeError(f"[{name}] there is no {k}-th element along an axis of length {x.shape[axis]}")
@@ -76,15 +74,18 @@ def unique(
     return_inverse: bool = False,
     return_counts: bool = False,
     *,
+    equal_nan: bool = True,
     sorted: bool = True,
 ) -> Any:
     """The different elements, ascending; and, where asked for, their first places, which of them each element is, how often each occurs.
+
+    All NaN are one element, unless ``equal_nan`` is false.
 
     >>> import meshtape as mt
     >>> mt.unique(mt.asarray([2, 1, 2]), return_counts=True)
     (Array([1, 2]), Array([1, 2]))
     """
-    found = sets.unique_all(asarray(x))
+    found = sets.found(x, equal_nan)
     extra = [found.indices] * return_index + [found.inverse_indices] * return_inverse + [found.counts] * return_counts
     return (found.values, *extra) if extra else found.values
 
@@ -96,7 +97,7 @@ def union1d(x: Any, y: Any, /) -> Array:
     >>> mt.union1d([1, 2], [2, 3])
     Array([1, 2, 3])
     """
-    return sets.unique_values(concat([asarray(x), asarray(y)], axis=None))
+    return unique(concat([asarray(x), asarray(y)], axis=None))
 
 
 def intersect1d(x: Any, y: Any, /) -> Array:
@@ -106,7 +107,7 @@ def intersect1d(x: Any, y: Any, /) -> Array:
     >>> mt.intersect1d([1, 2], [2, 3])
     Array([2])
     """
-    found = sets.unique_values(asarray(x))
+    found = unique(asarray(x))
     return found[sets.isin(found, asarray(y))]
 
 
@@ -117,7 +118,7 @@ def setdiff1d(x: Any, y: Any, /) -> Array:
     >>> mt.setdiff1d([1, 2], [2, 3])
     Array([1])
     """
-    found = sets.unique_values(asarray(x))
+    found = unique(asarray(x))
     return found[sets.isin(found, asarray(y), invert=True)]
 
 
@@ -128,4 +129,4 @@ def setxor1d(x: Any, y: Any, /) -> Array:
     >>> mt.setxor1d([1, 2], [2, 3])
     Array([1, 3])
     """
-    return union1d(setdiff1d(x, y), setdiff1d(y, x))
+    return sort(concat([setdiff1d(x, y), setdiff1d(y, x)]))

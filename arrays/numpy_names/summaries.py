@@ -295,7 +295,7 @@ def nanargmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> 
 
 
 @composite("nanquantile")
-def nanquantile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
     """Quantiles of what is not NaN, by straight lines between neighbours; NaN where everything is.
 
     The dimensions of ``q`` come first.
@@ -308,6 +308,8 @@ def nanquantile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False)
     from ..reductions import any
 
     x, q = inexact(x), asarray(q)
+    if method != "linear":
+        raise ValueError(f"[nanquantile] method must be 'linear', got {method!r}: quantile has the others, without NaN")
     if x.dtype.kind == "c":
         raise DTypeError(f"[nanquantile] complex numbers have no order, got {x.dtype}")
     if bool(any((q < 0) | (q > 1))):
@@ -332,14 +334,14 @@ def nanquantile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False)
     return out
 
 
-def nanpercentile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
+def nanpercentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
     """Quantiles of what is not NaN, in percent; see :func:`nanquantile`.
 
     >>> import meshtape as mt
     >>> mt.nanpercentile(mt.asarray([1.0, mt.nan, 3.0]), 100)
     Array(3., dtype=float64)
     """
-    return nanquantile(x, asarray(q) / 100, axis, keepdims=keepdims)
+    return nanquantile(x, asarray(q) / 100, axis, keepdims=keepdims, method=method)
 
 
 def nanmedian(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
@@ -388,7 +390,7 @@ def histogram_bin_edges(x: Any, /, bins: int | Sequence[float] = 10, range: tupl
 
 @composite("histogram2d")
 def histogram2d(
-    x: Any, y: Any, /, bins: Any = 10, range: Any = None, *, weights: Any = None
+    x: Any, y: Any, /, bins: Any = 10, range: Any = None, *, weights: Any = None, density: bool | None = None
 ) -> tuple[Array, Array, Array]:
     """Counts of points in a grid of bins, and the edges of the bins of both coordinates.
 
@@ -402,6 +404,8 @@ def histogram2d(
         The lowest and highest edge of each of both; those of the points by default.
     weights
         What each point counts.
+    density
+        Whether the counts are divided by their sum and by the areas of the bins.
 
     Examples
     --------
@@ -427,4 +431,8 @@ def histogram2d(
     rows, columns = edges[0].size - 1, edges[1].size - 1
     counts = where(inside, 1.0 if weights is None else asarray(weights), 0.0)
     flat = statistics.bincount(places[0] * columns + places[1], weights=counts, length=rows * columns)
-    return reshape(flat, (rows, columns)), edges[0], edges[1]
+    grid = reshape(flat, (rows, columns))
+    if density:
+        areas = [e[1:] - e[:-1] for e in edges]
+        grid = grid / (areas[0][:, None] * areas[1]) / sum(grid)
+    return grid, edges[0], edges[1]

@@ -162,3 +162,123 @@ def test_norms_of_matrices_without_elements() -> None:
         assert mt.linalg.matrix_norm(mt.zeros((2, 0, 3)), ord=order).tolist() == [0.0, 0.0]
     with pytest.raises(mt.errors.ShapeError):
         mt.linalg.matrix_norm(mt.zeros((0, 3)), ord=-2)
+
+
+METHODS = {
+    "sum": [(0, "float32"), (0, None, None, True), {"where": X > 0}, {"initial": 2.0}],
+    "prod": [(1, "float32"), {"where": X > 0}],
+    "mean": [(0, "float32"), {"where": X > 0}],
+    "std": [(0, "float32", None, 1)],
+    "var": [{"where": X > 0}],
+    "max": [{"initial": 0.0}, {"initial": 0.0, "where": X > 0}],
+    "min": [{"initial": 0.0}, (0, None, True)],
+    "any": [{"where": X > 0}, {"out": None}],
+    "all": [{"where": X > 0}],
+    "take": [([1, 5],), (1,), ([1], 1), {"indices": [1], "axis": 0}],
+    "sort": [(None,), {"axis": 0, "descending": False}][:1],
+    "argsort": [(None,), (0, "stable")],
+    "item": [(3,), (1, 2), ((1, 2),), (-1,)],
+    "clip": [(0, 2), {"min": 0}, (None, 2, None)],
+    "repeat": [{"repeats": 2, "axis": 1}],
+    "compress": [([True, False], 0), ([False, True, True],)],
+    "argpartition": [(1, 0)],
+    "copy": [(), {"order": "F"}],
+    "astype": [("int32", "C"), {"dtype": "float32", "casting": "same_kind", "copy": False}],
+    "round": [(1,), {"decimals": 1}],
+    "cumsum": [(None, "float32"), {"axis": 1}],
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_take_the_arguments_of_numpy(name: str) -> None:
+    for given in METHODS[name]:
+        args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+        host = np.sort(X) if name == "argpartition" else X
+        want = np.sort(X, *args, **kwargs) if name == "sort" else getattr(host, name)(*args, **kwargs)
+        got = getattr(mt.asarray(host), name)(*args, **kwargs)
+        assert np.asarray(got).dtype == np.asarray(want).dtype
+        np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6)
+
+
+def test_results_of_methods_go_into_out() -> None:
+    held, host = mt.zeros(3), np.zeros(3)
+    assert mt.asarray(X).sum(axis=0, out=held) is held
+    assert mt.asarray(X).sum(0, None, host) is host
+    assert held.tolist() == host.tolist() == X.sum(0).tolist()
+
+
+def test_arguments_and_attributes_that_are_missing_say_what_to_write() -> None:
+    x = mt.asarray(X)
+    for call in (
+        lambda: x.sum(nothing=1),
+        lambda: x.take([9], mode="clip"),
+        lambda: x.sum(0, 1, 2, 3, 4, 5, 6),
+        lambda: x.std(dtype=int),
+        lambda: x.astype("int32", casting="safe"),
+    ):
+        with pytest.raises(mt.errors.MeshtapeError):
+            call()
+    for name in (
+        "fill",
+        "view",
+        "strides",
+        "flags",
+        "base",
+        "data",
+        "put",
+        "resize",
+        "partition",
+        "tofile",
+        "byteswap",
+    ):
+        assert not hasattr(x, name)
+        with pytest.raises(mt.errors.NumPyAttributeError, match=r"np\.asarray\(x\)|write x"):
+            getattr(x, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        x.nothing  # noqa: B018
+    assert (x.itemsize, x.flat.tolist()) == (8, X.ravel().tolist())
+
+
+def test_hashes_of_numbers() -> None:
+    assert {mt.asarray(2.0): "two"}[2] == "two"
+    assert hash(mt.asarray(3)) == hash(3)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(mt.ones(1))
+    with pytest.raises(mt.errors.GradientError):
+        mt.grad(lambda v: v * len({v}))(2.0)
+    with pytest.raises(mt.errors.TracedValueError):
+        mt.compile(lambda v: v * len({v}))(mt.asarray(2.0))
+
+
+def test_functions_take_what_numpys_take() -> None:
+    x = mt.asarray(X)
+    for got, want in (
+        (mt.where(x > 0), np.where(X > 0)),
+        (mt.sort(x, axis=None), np.sort(X, axis=None)),
+        (mt.argsort(x, axis=None), np.argsort(X, axis=None)),
+        (mt.take(x, [1, 5]), np.take(X, [1, 5])),
+        (mt.quantile(x, q=0.3, axis=0), np.quantile(X, q=0.3, axis=0)),
+        (mt.nanquantile(x, q=0.3, axis=0, method="linear"), np.nanquantile(X, q=0.3, axis=0)),
+        (mt.einsum(x, [0, 1], x, [2, 1], [0, 2]), np.einsum(X, [0, 1], X, [2, 1], [0, 2])),
+        (mt.einsum(x, [..., 1], [1, ...]), np.einsum(X, [..., 1], [1, ...])),
+        (mt.einsum(x, [0, 1]), np.einsum(X, [0, 1])),
+        (np.einsum("ij,kj->ik", x, x, optimize=True), X @ X.T),
+        (np.einsum("ij->j", x, optimize="greedy"), X.sum(0)),
+        (mt.interp(x, [0, 3, 1], [1.0, 2.0, 4.0], period=4), np.interp(X, [0, 3, 1], [1.0, 2.0, 4.0], period=4)),
+        (mt.histogram2d(X[0], X[1], 3, density=True), np.histogram2d(X[0], X[1], 3, density=True)),
+        (np.broadcast_to(mt.asarray(1.0), 3), np.ones(3)),
+        (np.pad(x[0], (1, 2), constant_values=(5, 6)), np.pad(X[0], (1, 2), constant_values=(5, 6))),
+        (mt.unique(mt.asarray([np.nan, 1, np.nan])), np.array([1, np.nan])),
+        (mt.union1d(mt.asarray([np.nan]), mt.asarray([np.nan])), np.array([np.nan])),
+        (np.where(x > 0, "yes", "no"), np.where(X > 0, "yes", "no")),
+        (np.equal(x, None), np.equal(X, None)),
+    ):
+        for g, w in zip(*(v if isinstance(v, tuple) else (v,) for v in (got, want)), strict=True):
+            np.testing.assert_array_equal(np.asarray(g), w) if w.dtype.kind in "UOb" else np.testing.assert_allclose(
+                np.asarray(g), w
+            )
+    y, none = np.broadcast_arrays(x, None)
+    assert y.shape == none.shape
+    for wrong in (lambda: mt.einsum(x, x), lambda: mt.einsum(x, [0, 99]), lambda: mt.einsum(x)):
+        with pytest.raises(mt.errors.ShapeError, match="einsum"):
+            wrong()

@@ -100,8 +100,7 @@ def test_taking():
     )
     spread = mt.take_along_axis(mt.asarray(x), mt.asarray([[[1]]]), axis=2)  # the other dimensions broadcast
     np.testing.assert_array_equal(np.asarray(spread), x[:, :, 1:2])
-    with pytest.raises(ShapeError, match="needs an axis"):
-        mt.take(mt.asarray(x), mt.asarray(i))
+    np.testing.assert_array_equal(np.asarray(mt.take(mt.asarray(x), mt.asarray(i))), np.take(x, i))  # flattened
     with pytest.raises(DTypeError, match="integers"):
         mt.take(mt.asarray(x), mt.asarray([1.0]), axis=0)
     with pytest.raises(IndexError, match="out of bounds"):
