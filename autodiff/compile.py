@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from .custom_calls import custom_vjp
 from .determinism import Chance, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
+from .lost_writes import Arguments, refuse_kept, restore
 from .numbers import KINDS, OtherKind, Term, TracedNumber
 from .signature import as_inputs, is_traced, leaf_keys, read_too
 from .tracing import _Trace
@@ -62,6 +64,7 @@ class Compiled(Wrapper):
         self._cuda_graph = cuda_graph
         self._lock = threading.Lock()  # threads may call one compiled function
         self._traced = 0
+        self._unsettled = 0  # traces in succession that left other things than they read
         functools.update_wrapper(self, fn, updated=())  # not the attributes of another such object
 
     def functions(self) -> list[Callable[..., Any]]:
@@ -153,9 +156,18 @@ class Compiled(Wrapper):
                 self._pinned[key] = pinned = frozenset(free) - inputs | ready.pinned
                 key = (key, _values(arrays, pinned))
             self._traced += 1
-            self._cache[key] = ready
+            self._unsettled = self._unsettled + 1 if ready.changed else 0
+            if not ready.changed:
+                self._cache[key] = ready
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
+        if self._unsettled == 2:
+            warnings.warn(
+                f"[compile] {self._name} is traced at every call: it writes to {ready.changed}, or what is there cannot be compared. "
+                "Return the new value, and pass as an argument what is read (`signatures` counts the traces)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return ready
 
     def __repr__(self) -> str:
@@ -266,6 +278,7 @@ class _Ready:
         self.has_calls = trace.has_calls
         self.numbers, self.pinned = list(trace.numbers), trace.pinned
         self._differentiable: custom_vjp | None = None
+        self.changed = trace.changed
 
     def is_watched(self, inputs: Sequence[Array]) -> bool:
         """Whether a recorder of this thread watches what the program is computed from."""
@@ -370,6 +383,7 @@ def _recorded(
     arrays: Sequence[Any],
     treedef: trees.TreeDef,
     numbers: frozenset[int],
+    donated: frozenset[int],
 ) -> tuple[_Trace, Program, list[Any], trees.TreeDef]:
     """One pass through the function: the trace, its program, and what the function returned, flat."""
     trace = _Trace((x for x, _ in reads.arrays), reads.known)
@@ -382,10 +396,15 @@ def _recorded(
         else a
         for i, a in enumerate(arrays)
     ]
-    args, kwargs = trees.unflatten(treedef, stand_ins)
+    name = getattr(fn, "__name__", "the function")
+    given = Arguments(name, stand_ins, treedef, donated)
     try:
-        with not_recording(), recording(trace):
-            result = fn(*args, **kwargs)
+        try:
+            with not_recording(), recording(trace):
+                result = fn(*given.args, **given.kwargs)
+        finally:
+            restore(name, reads, trace)
+        given.refuse_writes()
         outs, out_def = trees.flatten(result)
         outs = [o._read() if type(o) is TracedNumber else o for o in outs]
         densify(outs)
@@ -405,11 +424,15 @@ def _trace(
     numbers: frozenset[int] = frozenset(),
 ) -> _Ready:
     chance = Chance(reads, arrays)
-    trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef, numbers)
+    trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef, numbers, donated)
     title = getattr(fn, "__name__", "the function")
+    if not reads.hold():
+        now = captures_of(fn, read_too(arrays))
+        refuse_kept(title, now, trace)
+        trace.changed = reads.changed(now)
     if chance.doubtful() or trace.strangers:
         now = captures_of(fn, read_too(arrays))  # with what the function keeps since
-        again, second, _, _ = _recorded(fn, now, arrays, treedef, numbers)
+        again, second, _, _ = _recorded(fn, now, arrays, treedef, numbers, donated)
         if chance.doubtful():
             refuse_other(title, program, second)
         refuse_strangers(title, trace.strangers, again.strangers)
