@@ -41,6 +41,7 @@ from ..arrays.indexsum import densify
 from ..arrays.program import freeze
 from .codes import is_library, names_in
 from .guards import ABSENT, CaptureKey, Captures
+from .objects import holds, is_plain, is_standard, is_value, kept_by, memory_of, slot
 from .tracing import Tracer, memory
 
 LARGEST_COMPARED = 1 << 20
@@ -58,7 +59,7 @@ class Wrapper(abc.ABC):
 class Outside:
     """What one function reads beside its arguments, at one call after the other."""
 
-    __slots__ = ("_alone", "_fn", "_last")
+    _slots__ = ("_alone", "_fn", "_last")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
@@ -103,83 +104,13 @@ def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
 
 
 _CODE = FunctionType | staticmethod | classmethod | property
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...), range, slice, np.dtype})
-
-
-def is_plain(value: Any) -> bool:
-    """Whether the value is all that there is to the object."""
-    return type(value) in _PLAIN or (
-        isinstance(value, np.generic | np.dtype | str | bytes | int | float | complex)
-        and is_library(type(value).__module__)
-    )
-
-
 _VALUES = (int, float, complex, str, bytes)
 _NUMBERS = frozenset({bool, int, float, complex, str})
 _SKIPPED = BuiltinFunctionType | GetSetDescriptorType | threading.Thread | np.random.Generator | np.random.RandomState
+_IN_C = frozenset({"builtin_function_or_method", "cython_function_or_method", "fused_cython_function"})
 _DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
-# Modules whose classes read nothing of their objects that could be computed with, or are looked at in a way of their own.
-_MACHINERY = frozenset(
-    {
-        "_io",
-        "_thread",
-        "abc",
-        "asyncio",
-        "builtins",
-        "concurrent",
-        "contextlib",
-        "contextvars",
-        "inspect",
-        "io",
-        "itertools",
-    }
-    | {
-        "logging",
-        "meshtape",
-        "multiprocessing",
-        "queue",
-        "re",
-        "socket",
-        "subprocess",
-        "threading",
-        "typing",
-        "warnings",
-    }
-)
 _MOST_WALKED = 2000
 """Objects of libraries that are gone through; those that hold more are not compared."""
-_MADE_IN_C = 1 << 8
-"""The flag of classes that no Python code has made, or can change."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _holds(kind: type) -> tuple[bool, bool]:
-    """Of the library classes that a class is derived from: whether they may read any variable of the object, and whether they are in C
-    and may hold what nobody sees."""
-    bases = [c for c in kind.__mro__ if is_library(c.__module__) and c.__module__.partition(".")[0] not in _MACHINERY]
-    hidden = any(
-        c.__flags__ & _MADE_IN_C and c.__module__.partition(".")[0] not in sys.stdlib_module_names for c in bases
-    )
-    return bool(bases), hidden and not issubclass(kind, np.ndarray | np.generic)
-
-
-class _Kept:
-    """What one ``functools.lru_cache`` keeps: more may come, but an epoch ends where some of it is gone."""
-
-    def __init__(self, function: Any) -> None:
-        self.results = next(x for x in gc.get_referents(function) if type(x) is dict and x is not function.__dict__)
-        self.seen: list[Any] = []
-        self.epoch = 0
-
-    def __call__(self) -> int:
-        now = list(self.results.values())  # in the order in which they came
-        if len(now) < len(self.seen) or not all(map(operator.is_, self.seen, now)):
-            self.epoch += 1
-        self.seen = now
-        return self.epoch
-
-
-_KEPT: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 
 
 class _Walk:
@@ -226,7 +157,7 @@ class _Walk:
     def _one(self, value: Any, path: str) -> None:
         kind = type(value)
         self.found.paths.append((len(self.key), path))
-        if kind in _PLAIN or is_plain(value):
+        if is_plain(value):
             self.key.append((kind, freeze(value) if kind is not slice else repr(value)))
             return
         if kind is tuple and all(type(v) in _NUMBERS for v in value):
@@ -269,6 +200,8 @@ class _Walk:
             self.visit(value.keywords, f"{path}.keywords")
         elif isinstance(value, ModuleType):
             self.owners.append((value, path, set()))
+        elif type(value).__name__ in _IN_C and not is_library(value.__module__ or "builtins"):
+            self._unseen()  # compiled code of the user's
         elif isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
             self.visit(value.__self__, path)  # such as the `get` of a dict
         elif isinstance(value, property):
@@ -418,9 +351,7 @@ class _Walk:
 
     def _kept(self, function: Any, path: str) -> None:
         """What ``functools.lru_cache`` keeps: results of the function, which gives them again without being called."""
-        if function not in _KEPT:
-            _KEPT[function] = _Kept(function)
-        results = _KEPT[function]
+        results = kept_by(function)
         epoch = results()
         self.key.append((id(function), epoch))
         self.found.others.append((results, epoch))
@@ -446,31 +377,37 @@ class _Walk:
         elif kind is functools._lru_cache_wrapper:
             self.visit(x.__wrapped__, path)
             self._kept(x, path)
-        elif not isinstance(x, np.ndarray) and (content := _memory(x)) is not None:
+        elif not isinstance(x, np.ndarray) and (content := memory_of(x)) is not None:
             self.key.append(content)
-            self.found.others.append((functools.partial(_memory, x), content))
+            self.found.others.append((functools.partial(memory_of, x), content))
             if content and hasattr(x, "contents"):  # a pointer of ctypes
-                self._value(lambda: _memory(x.contents) if x else None, path)
+                self._value(lambda: memory_of(x.contents) if x else None, path)
         variables = getattr(x, "__dict__", None)
         library = is_library(kind.__module__)
-        if library and kind.__eq__ is not object.__eq__ and kind is not tuple and _is_hashable(x):
-            self.key.append(x)  # such as a path or a date
+        if library and kind is not tuple and is_value(x):
+            self.key.append(x)
+            if is_standard(kind.__module__):
+                return
         if kind.__module__.startswith("meshtape.") and library:
             # Of ours what calls functions of the user's, such as an optimizer with its schedule.
             for name, v in (variables or {}).items():
                 if isinstance(v, FunctionType | MethodType | functools.partial):
                     self.visit(v, f"{path}.{name}")
             return
-        read_by_name, hidden = _holds(kind)
+        read_by_name, hidden = holds(kind)
         if read_by_name:
             self._library(x, variables, path)
         if hidden or self.walked > _MOST_WALKED:
-            self.key.append(object())
-            self.found.others.append((object, None))  # which never holds
+            self._unseen()
         self.found.objects.append((x, kind, variables))
         if not library:
             self.found.classes[kind] = kind.__mro__
         self.owners.append((x, path, set()))
+
+    def _unseen(self) -> None:
+        """A guard that never holds."""
+        self.key.append(object())
+        self.found.others.append((object, None))
 
     def _value(self, look: Callable[[], Any], path: str) -> None:
         (value,) = self._same_contents(lambda: (look(),))
@@ -486,7 +423,7 @@ class _Walk:
         for c in type(x).__mro__:
             for name, member in vars(c).items():
                 if isinstance(member, MemberDescriptorType):
-                    self._value(functools.partial(_slot, member, x), f"{path}.{name}")
+                    self._value(functools.partial(slot, member, x), f"{path}.{name}")
 
     # ----- attributes -------------------------------------------------------------------------------------------------
 
@@ -541,7 +478,7 @@ class _Walk:
                 if name == "__match_args__":
                     self.names.update(n for n in member if isinstance(n, str))
             elif not isinstance(x, type):
-                self._value(functools.partial(_slot, member, x), path)
+                self._value(functools.partial(slot, member, x), path)
 
     def _module(self, x: ModuleType, path: str, names: Sequence[str]) -> None:
         variables = vars(x)
@@ -560,28 +497,5 @@ class _Walk:
                 self.visit(value, f"{path}.{name}")
 
 
-def _memory(x: Any) -> bytes | None:
-    """The bytes of an object that gives out its memory."""
-    try:
-        return memoryview(x).tobytes()
-    except (TypeError, ValueError, BufferError):
-        return None
-
-
-def _is_hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
-
-
 def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
-
-
-def _slot(member: Any, x: Any) -> Any:
-    try:
-        return member.__get__(x)
-    except AttributeError:
-        return ABSENT

@@ -467,7 +467,7 @@ def test_traced_arrays_do_not_outlive_the_trace():
         f(arr(1, 2))
     assert "traced" in repr(kept[0])
     for use in (np.asarray, lambda x: x.tolist(), lambda x: x + 1.0, lambda x: x[0]):
-        with pytest.raises(TracedValueError, match="after the function returned.*return it"):
+        with pytest.raises(TracedValueError, match=r"after the function returned.*return it"):
             use(kept[0])
     with pytest.raises(TracedValueError, match="after the function returned"):
         kept[0] * 2.0
