@@ -7,7 +7,6 @@ counter, a memo) are done at every call, as the function is then traced at every
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 from ..arrays import tree as trees
@@ -31,8 +30,10 @@ class Arguments:
         leaves, treedef = trees.flatten(tree)
         before = trees.flatten_with_path(trees.unflatten(self.treedef, self.leaves))
         if treedef != self.treedef or any(a is not b for a, b in zip(leaves, self.leaves, strict=True)):
-            pairs = zip_longest(before, trees.flatten_with_path(tree), fillvalue=((), None))
-            path = next((a[0] or b[0] for a, b in pairs if a[0] != b[0] or a[1] is not b[1]), (0, "an empty container"))
+            old, new = dict(before), dict(trees.flatten_with_path(tree))
+            path = next(
+                (p for p in {**old, **new} if old.get(p, self) is not new.get(p, self)), (0, "an empty container")
+            )
             raise TracedValueError(
                 f"[compile] {self.name} writes to a container that is its argument, at {_named(path)}: the caller's would stay as it "
                 "was. Change a copy of it and return that"
