@@ -206,6 +206,8 @@ def freeze(value: Any) -> Any:
     if isinstance(value, bool | int | float | complex):
         # 1, 1.0 and True are equal in Python, and NaN is not equal to itself.
         return (type(value).__name__, repr(value))
+    if isinstance(value, np.generic):
+        return (type(value).__name__, value.tobytes())
     return value
 
 

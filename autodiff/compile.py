@@ -406,7 +406,7 @@ def _recorded(
             restore(name, reads, trace)
         given.refuse_writes()
         outs, out_def = trees.flatten(result)
-        outs = [o._read() if type(o) is TracedNumber else o for o in outs]
+        outs = [o.read() if type(o) is TracedNumber else o for o in outs]
         densify(outs)
         outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
     finally:
