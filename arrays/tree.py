@@ -71,7 +71,7 @@ class TreeDef:
 
 
 def _exact(key: Any) -> Any:
-    """What two equal keys may differ by: their types, and the signs of zeros."""
+    """All that equal keys may differ by: their types, and the signs of zeros."""
     if type(key) is tuple:
         return tuple([str if type(k) is str else _exact(k) for k in key])
     return repr(key) if type(key) in (bool, int, float, complex) else type(key)

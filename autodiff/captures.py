@@ -2,9 +2,9 @@
 
 A program holds what its code read while it was traced. So everything that the code could read is looked for, in what it says it looks
 up (:mod:`.codes`): variables of functions around it and of modules, default arguments, attributes of objects and of their classes, what
-lies in containers, and the same of all functions that are found on the way. That is more than what is read, and never less, but for
-what only code in C can see. Where each was found is taken down: seeing that all still stands there takes a fraction of the time of
-finding it again.
+lies in containers, and the same of all functions that are found on the way. Objects of libraries are gone through whole, as nobody says
+which of their variables their methods read. That is more than what is read, and never less: of what only code in C can see no guard ever
+holds. Where each was found is taken down: seeing that all still stands there takes a fraction of the time of finding it again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The function runs with arrays that only stand for values; every op call becomes an entry. Dead and repeated entries are dropped,
 and each value is freed at its last use. On split arrays the program goes to their mesh, which partitions it and runs it as one
-program a rank. As in JAX, Python code in the function runs while it is traced and not again: a ``print`` prints once.
+program a rank. Python code in the function runs while it is traced and not again: a ``print`` prints once. Its writes are
+another matter (:mod:`.lost_writes`).
 """
 
 from __future__ import annotations
@@ -189,6 +190,9 @@ def compile(
     arguments, attributes of objects and classes, what lies in containers, arrays that are written in place. See the page on the
     tape for what cannot be seen.
 
+    A function that writes to an argument is refused. Where it writes to attributes, variables or containers around it, it is traced at each
+    call until it leaves them as they were, and does what the plain function does.
+
     A program is differentiated like the code it came from, at any order. Where that has a ``checkpoint``, a
     ``custom_vjp`` or a ``gradient_hook``, its derivative becomes a second program, which computes the values again; Python code in
     hooks runs while that is traced. (``compile(grad(f))`` has both in one program, and computes them once.)
@@ -220,7 +224,8 @@ def compile(
     DeviceError
         With ``cuda_graph``, for arrays that are not on one CUDA device.
     TracedValueError
-        When the function asks for a value (``if x > 0``, ``float(x)``) or for a shape that depends on values; and when it reads from
+        When the function asks for a value (``if x > 0``, ``float(x)``) or for a shape that depends on values; when it writes in place to
+        an argument that is not given up, or keeps a traced array; and when it reads from
         around it what could change unseen: a NumPy array above a megabyte that may be written to, or an array from where Python
         code cannot look.
     NondeterministicError
@@ -426,13 +431,16 @@ def _trace(
     chance = Chance(reads, arrays)
     trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef, numbers, donated)
     title = getattr(fn, "__name__", "the function")
-    if not reads.hold():
-        now = captures_of(fn, read_too(arrays))
-        refuse_kept(title, now, trace)
-        trace.changed = reads.changed(now)
+
+    def now() -> Captures:
+        found = captures_of(fn, read_too(arrays))
+        refuse_kept(title, found, trace)
+        return found
+
+    trace.changed = reads.changed_since(now)
     if chance.doubtful() or trace.strangers:
-        now = captures_of(fn, read_too(arrays))  # with what the function keeps since
-        again, second, _, _ = _recorded(fn, now, arrays, treedef, numbers, donated)
+        # With what the function keeps since.
+        again, second, _, _ = _recorded(fn, now(), arrays, treedef, numbers, donated)
         if chance.doubtful():
             refuse_other(title, program, second)
         refuse_strangers(title, trace.strangers, again.strangers)

@@ -95,8 +95,11 @@ class Captures:
                 return False
         return not self.others or all(look() == value for look, value in self.others)
 
-    def changed(self, now: Captures) -> str | None:
-        """Where something else stands ``now``; None where the function reads the same."""
+    def changed_since(self, look: Callable[[], Captures]) -> str | None:
+        """Where something else stands now, which ``look`` tells; None where the function reads the same."""
+        if self.hold():
+            return None
+        now = look()
         before, after = self.key._key, now.key._key
         if before == after:
             return None

@@ -1,4 +1,4 @@
-"""What can be told of one object: whether a guard can compare it, and where it keeps its values."""
+"""One object: whether a guard can compare it, and where it keeps its values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _is_in_c(cls: type) -> bool:
 
 
 class Kept:
-    """What one ``functools.lru_cache`` keeps: more may come, but an epoch ends where some of it is gone."""
+    """Results that one ``functools.lru_cache`` keeps: more may come, but an epoch ends where some of it is gone."""
 
     def __init__(self, function: Any) -> None:
         self.results = next(x for x in gc.get_referents(function) if type(x) is dict and x is not function.__dict__)
@@ -75,7 +75,7 @@ _KEPT: weakref.WeakKeyDictionary[Any, Kept] = weakref.WeakKeyDictionary()
 
 
 def kept_by(function: Any) -> Kept:
-    """What this function of ``functools.lru_cache`` keeps."""
+    """The results that this function of ``functools.lru_cache`` keeps."""
     found = _KEPT.get(function)
     if found is None:
         found = _KEPT[function] = Kept(function)

@@ -294,7 +294,7 @@ def transforms():
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", transforms())
 def test_a_derivative_is_taken_of_a_copy(write, name):
-    """What the function writes to is its own array: the caller's stays the point at which the derivative is."""
+    """The function writes to an array of its own: the caller's stays the point at which the derivative is."""
 
     def f(x):
         write(x)
