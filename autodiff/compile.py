@@ -411,7 +411,7 @@ def _recorded(
             restore(name, reads, trace)
         given.refuse_writes()
         outs, out_def = trees.flatten(result)
-        outs = [o.read() if type(o) is TracedNumber else o for o in outs]
+        outs = [o._read() if type(o) is TracedNumber else o for o in outs]
         densify(outs)
         outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
     finally:
@@ -438,7 +438,8 @@ def _trace(
         return found
 
     trace.changed = reads.changed_since(now)
-    if chance.doubtful() or trace.strangers:
+    # A program that is not kept repeats nothing, and what was written is not to be written twice.
+    if trace.changed is None and (chance.doubtful() or trace.strangers):
         # With what the function keeps since.
         again, second, _, _ = _recorded(fn, now(), arrays, treedef, numbers, donated)
         if chance.doubtful():

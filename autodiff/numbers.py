@@ -96,7 +96,7 @@ def _calculates(fn: Callable[..., Any], reflected: bool = False) -> Callable[...
         if any(isinstance(o, Array) for o in others):
             return NotImplemented
         if not all(type(o) in KINDS or type(o) is TracedNumber for o in others):
-            values = [self.read(), *others]
+            values = [self._read(), *others]
             return fn(*(values[::-1] if reflected else values))
         operands = [self, *others]
         if reflected:
@@ -104,7 +104,7 @@ def _calculates(fn: Callable[..., Any], reflected: bool = False) -> Callable[...
         numbers = [o._value if type(o) is TracedNumber else o for o in operands]
         found = fn(*numbers)
         if type(found) not in KINDS:
-            return fn(*[o.read() if type(o) is TracedNumber else o for o in operands])
+            return fn(*[o._read() if type(o) is TracedNumber else o for o in operands])
         terms = tuple(o._term if type(o) is TracedNumber else Term(type(o), of=(o,)) for o in operands)
         leaves = frozenset().union(*(o._leaves for o in operands if type(o) is TracedNumber))
         return TracedNumber(self._trace, found, Term(type(found), -1, fn, terms), leaves)
@@ -116,7 +116,7 @@ def _reads(fn: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: TracedNumber, *others: Any) -> Any:
         if any(isinstance(o, Array) for o in others):
             return NotImplemented
-        return fn(self.read(), *others)
+        return fn(self._read(), *others)
 
     return method
 
@@ -130,7 +130,7 @@ class TracedNumber(Symbol):
     def __init__(self, trace: _Trace, value: int | float, term: Term, leaves: frozenset[int]) -> None:
         self._trace, self._value, self._term, self._leaves = trace, value, term, leaves
 
-    def read(self) -> Any:
+    def _read(self) -> Any:
         """The number itself: what is traced holds for it alone."""
         self._trace.pinned |= self._leaves
         return self._value
@@ -138,18 +138,18 @@ class TracedNumber(Symbol):
     def operand(self, op: Op, args: tuple[Any, ...]) -> Any:
         others = [a for a in args if a is not self]
         if op not in _ALIKE or len(others) != 1 or type(others[0]) is not Array:
-            return self.read()
+            return self._read()
         (x,) = others
         own = isinstance(x._buf, Tracer) and x._buf.builder is self._trace
         dtype = _beside(x.dtype, self._term.kind)
         if dtype is None or not (own or isinstance(x._buf, np.ndarray)):
-            return self.read()
+            return self._read()
         hosted = own and x._buf.host is not None
         made = NumberInput(self._term, dtype, None if hosted or str(x.device) == "cpu" else x.device)
         try:
             made.buffer(self._trace.leaves)
         except OtherKind:
-            return self.read()
+            return self._read()
         return self._trace.number(made, x.device)
 
     # A program is traced for numbers of one type, so that asking for it tells nothing of the value.
@@ -179,12 +179,12 @@ class TracedNumber(Symbol):
     __str__, __repr__, __format__ = _reads(str), _reads(repr), _reads(format)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return np.asarray(self.read(), dtype)
+        return np.asarray(self._read(), dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(self._term.kind, name):  # which the type knows
             raise AttributeError(name)
-        return getattr(self.read(), name)
+        return getattr(self._read(), name)
 
     def __copy__(self) -> TracedNumber:
         return self
@@ -193,7 +193,7 @@ class TracedNumber(Symbol):
         return self
 
     def __reduce__(self) -> Any:
-        return self._term.kind, (self.read(),)
+        return self._term.kind, (self._read(),)
 
 
 def _beside(dtype: np.dtype, kind: type) -> np.dtype | None:

@@ -243,6 +243,26 @@ def test_a_write_to_an_object_that_is_an_argument_is_done_at_every_call():
         assert (m.k, len(m.notes)) == (3.0, i + 1)
 
 
+@pytest.mark.filterwarnings("ignore:.*is traced at every call:RuntimeWarning")
+@pytest.mark.parametrize(
+    "doubtful",
+    [lambda: np.arange(3.0), lambda: float(np.random.default_rng(0).normal()), lambda: mt.asarray([1.0, 2.0, 3.0])],
+)
+def test_a_function_that_is_looked_at_twice_writes_once(doubtful):
+    def counting(count):
+        def f(x, n):
+            count["n"] += 1
+            return x * n + doubtful()
+
+        return f
+
+    ours, theirs = {"n": 0}, {"n": 0}
+    fast, plain = mt.compile(counting(ours)), counting(theirs)
+    for n in (1.0, 2.0, 2.0, 3):
+        assert fast(array(), n).tolist() == plain(array(), n).tolist()
+        assert ours == theirs
+
+
 GLOBAL = None
 
 
