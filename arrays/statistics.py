@@ -257,8 +257,8 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int 
         raise ValueError(f"[bincount] minlength must not be negative, got {minlength}")
     if length is None and getattr(x._buf, "traced", False):
         raise TracedValueError(
-            "[bincount] how long the result is depends on the values (minlength says the least of it), which a compiled function does not "
-            "know: pass length="
+            f"[bincount] how long the result is depends on the values of a {x._buf.aval} (minlength is the least), which mt.compile does "
+            "not know: pass length="
         )
     host = x._concrete() if length is None or beside(x) is not None else None
     if host is not None and host.size and host.min() < 0:

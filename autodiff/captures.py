@@ -59,22 +59,16 @@ class Wrapper(abc.ABC):
 class Outside:
     """What one function reads beside its arguments, at one call after the other."""
 
-    _slots__ = ("_alone", "_fn", "_last")
+    __slots__ = ("_fn", "_last")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
-        self._alone: Captures | None = None  # of calls with arrays and numbers alone
         self._last: dict[tuple[int, ...], Captures] = {}  # by ids of objects
 
     def look(self, objects: Sequence[Any] = ()) -> Captures:
         """What the function, and these ``objects`` among its arguments, can read now."""
-        if not objects:
-            last = self._alone
-            if last is None or not last.hold():
-                last = self._alone = captures_of(self._fn)
-            return last
         # The objects are held by what was found, so that their ids stay their own.
-        place = tuple(map(id, objects))
+        place = tuple(map(id, objects)) if objects else ()
         last = self._last.get(place)
         if last is not None and last.hold():
             return last
@@ -107,6 +101,14 @@ _CODE = FunctionType | staticmethod | classmethod | property
 _VALUES = (int, float, complex, str, bytes)
 _NUMBERS = frozenset({bool, int, float, complex, str})
 _SKIPPED = BuiltinFunctionType | GetSetDescriptorType | threading.Thread | np.random.Generator | np.random.RandomState
+# Objects that call others, and the attributes where these are.
+_PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (MethodType, ("__func__", "__self__")),
+    (functools.partial | functools.partialmethod, ("func", "args", "keywords")),
+    (property, ("fget", "fset", "fdel")),
+    (staticmethod | classmethod, ("__func__",)),
+    (functools.cached_property, ("func",)),
+)
 _IN_C = frozenset({"builtin_function_or_method", "cython_function_or_method", "fused_cython_function"})
 _DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 _MOST_WALKED = 2000
@@ -191,25 +193,15 @@ class _Walk:
             self._same_contents(value.functions)
         elif kind is FunctionType:
             self._function(value, path)
-        elif isinstance(value, MethodType):
-            self.visit(value.__func__, path)
-            self.visit(value.__self__, path)
-        elif isinstance(value, functools.partial):
-            self.visit(value.func, path)
-            self.visit(value.args, f"{path}.args")
-            self.visit(value.keywords, f"{path}.keywords")
+        elif (parts := next((names for kinds, names in _PARTS if isinstance(value, kinds)), None)) is not None:
+            for name in parts:
+                self.visit(getattr(value, name), path)
         elif isinstance(value, ModuleType):
             self.owners.append((value, path, set()))
         elif type(value).__name__ in _IN_C and not is_library(value.__module__ or "builtins"):
             self._unseen()  # compiled code of the user's
         elif isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
             self.visit(value.__self__, path)  # such as the `get` of a dict
-        elif isinstance(value, property):
-            self.visit(value.fget, path)
-        elif isinstance(value, staticmethod | classmethod):
-            self.visit(value.__func__, path)
-        elif isinstance(value, functools.cached_property):
-            self.visit(value.func, path)
         elif isinstance(value, type):
             if not is_library(value.__module__):
                 self.owners.append((value, path, set()))

@@ -903,6 +903,20 @@ def test_code_of_ranks(mesh):
             np.testing.assert_array_equal(np.asarray(f(x)), np.asarray(m.block(x)))
 
 
+def test_code_of_ranks_that_writes_runs_at_every_call(mesh):
+    held = {"k": 2.0}
+
+    def block(x):
+        held["k"] += 1.0
+        return x * held["k"]
+
+    split = {"data": mt.Shard(0)}
+    fast = mt.shard_map(block, mesh, in_placements=split, out_placements=split)
+    assert [np.asarray(fast(mt.ones(2))).tolist() for _ in range(3)] == [[k, k] for k in (3.0, 4.0, 5.0)]
+    held["k"] = 2.0
+    assert np.asarray(fast(mt.ones(2))).tolist() == [3.0, 3.0]
+
+
 def test_turns_of_a_loop(mesh):
     class Model:
         k = 2.0
