@@ -20,28 +20,27 @@ class Arguments:
     """The stand-ins that a function is traced with, and what they were before."""
 
     def __init__(self, name: str, leaves: Sequence[Any], treedef: trees.TreeDef, donated: frozenset[int]) -> None:
-        self.name, self.leaves, self.treedef, self.donated = name, leaves, treedef, donated
-        self.buffers = [x._buf if isinstance(x, Array) else None for x in leaves]
+        self.name, self.donated = name, donated
         self.args, self.kwargs = trees.unflatten(treedef, leaves)
+        # Constructors of dataclasses may have changed the leaves.
+        self.treedef = trees.flatten((self.args, self.kwargs))[1]
+        self.leaves = trees.flatten_with_path((self.args, self.kwargs))
+        self.buffers = [x._buf if isinstance(x, Array) else None for _, x in self.leaves]
 
     def refuse_writes(self) -> None:
         """Raise where the function wrote to one that the caller goes on to use."""
         tree = self.args, self.kwargs
-        leaves, treedef = trees.flatten(tree)
-        before = trees.flatten_with_path(trees.unflatten(self.treedef, self.leaves))
-        if treedef != self.treedef or any(a is not b for a, b in zip(leaves, self.leaves, strict=True)):
-            old, new = dict(before), dict(trees.flatten_with_path(tree))
-            path = next(
-                (p for p in {**old, **new} if old.get(p, self) is not new.get(p, self)), (0, "an empty container")
-            )
+        old, new = dict(self.leaves), dict(trees.flatten_with_path(tree))
+        path = next((p for p in {**old, **new} if old.get(p, self) is not new.get(p, self)), None)
+        if path is not None or trees.flatten(tree)[1] != self.treedef:
             raise TracedValueError(
-                f"[compile] {self.name} writes to a container that is its argument, at {_named(path)}: the caller's would stay as it "
-                "was. Change a copy of it and return that"
+                f"[compile] {self.name} writes to a container that is its argument, at {_named(path or (0, 'an empty container'))}: the "
+                "caller's would stay as it was. Change a copy of it and return that"
             )
-        for i, ((path, x), buffer) in enumerate(zip(before, self.buffers, strict=True)):
+        for i, ((place, x), buffer) in enumerate(zip(self.leaves, self.buffers, strict=True)):
             if isinstance(x, Array) and x._buf is not buffer and i not in self.donated:
                 raise TracedValueError(
-                    f"[compile] {self.name} writes in place to its argument {_named(path)}: the caller's array would stay as it was. "
+                    f"[compile] {self.name} writes in place to its argument {_named(place)}: the caller's array would stay as it was. "
                     "Write to a copy (x = mt.copy(x), x.at[key].set(value)) and return that, or give the argument up by donate="
                 )
 

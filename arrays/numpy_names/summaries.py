@@ -275,8 +275,9 @@ def _nan_position(name: str, x: Any, axis: int | None, keepdims: bool, find: Any
 
 @composite("nanargmax")
 def nanargmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
-    """The place of the largest element that is not NaN. Raises `ValueError` where all are, or gives -1 inside a compiled function and of
-    an array that is split, where values are not known.
+    """The place of the largest element that is not NaN. Raises `ValueError` where all are.
+
+    Inside a compiled function, and of an array that is split, values are not known: there the place is -1 where all are NaN.
 
     >>> import meshtape as mt
     >>> mt.nanargmax(mt.asarray([mt.nan, 3.0, 1.0]))
@@ -287,8 +288,9 @@ def nanargmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> 
 
 @composite("nanargmin")
 def nanargmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
-    """The place of the smallest element that is not NaN. Raises `ValueError` where all are, or gives -1 inside a compiled function and of
-    an array that is split, where values are not known.
+    """The place of the smallest element that is not NaN. Raises `ValueError` where all are.
+
+    Inside a compiled function, and of an array that is split, values are not known: there the place is -1 where all are NaN.
 
     >>> import meshtape as mt
     >>> mt.nanargmin(mt.asarray([mt.nan, 3.0, 1.0]))

@@ -134,6 +134,17 @@ def test_a_write_to_a_container_that_is_an_argument_is_refused(change, path):
         fast({"x": array(), "l": [5], "p": Pair(1, 2)})
 
 
+def test_a_constructor_that_changes_what_it_is_given_is_no_write():
+    @dataclasses.dataclass
+    class Scaled:
+        x: object
+
+        def __post_init__(self):
+            self.x = mt.asarray(self.x) * 1.0
+
+    assert mt.compile(lambda s: s.x * 2.0)(Scaled(array())).tolist() == [2, 4, 6]
+
+
 # ----- around the function -----------------------------------------------------------------------------------------------
 
 
