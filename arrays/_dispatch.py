@@ -122,6 +122,15 @@ class Symbol:
         """What takes its place among these arguments of a call: an Array, or the number."""
         raise NotImplementedError
 
+    def _read(self) -> Any:
+        """The number itself."""
+        raise NotImplementedError
+
+
+def number(value: Any) -> Any:
+    """A number that NumPy is to see as such: of what stands for one it takes the value for that of an array, which it casts in silence."""
+    return value._read() if isinstance(value, Symbol) else value
+
 
 _array_type: type[Array]
 

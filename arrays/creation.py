@@ -10,13 +10,13 @@ import numpy as np
 
 from ._array import Array
 from ._backends import backend_for
-from ._dispatch import Deferred, NotNumbers, has_history, made, refuse_history, wrap
+from ._dispatch import Deferred, NotNumbers, has_history, made, number, refuse_history, wrap
 from ._dlpack import read
 from ._infer import as_shape
 from ._op import state
 from .devices import CPU, Device, default_device, device
 from .dtypes import OWN, as_dtype, check_cast, float64
-from .errors import DTypeError, OutOfMemory, ShapeError
+from .errors import DTypeError, NumberRangeError, OutOfMemory, ShapeError
 from .nested import holds_history, ramp, repeated, stacked
 from .pool import copied
 
@@ -45,6 +45,8 @@ def _filled(
         x = wrap(
             host(shape, value, dtype) if target is CPU else backend_for(target).filled(shape, value, dtype, target)
         )
+    except OverflowError:
+        raise NumberRangeError(f"[{name}] {value} is out of the range of {dtype}: ask for a wider dtype") from None
     except (MemoryError, ValueError) as e:
         if isinstance(e, ValueError) and "too big" not in str(e):
             raise
@@ -222,15 +224,16 @@ def full(
         wanted = fill_value.dtype if dtype is None else as_dtype(dtype, "full")
         check_cast("full", fill_value.dtype, wanted)
         return asarray(repeated(fill_value, as_shape("full", shape), wanted), device=device)
-    number = isinstance(fill_value, int | float | complex)
-    value = fill_value if number else np.asarray(asarray(fill_value))
-    found = as_dtype(np.asarray(value).dtype, "full") if dtype is None or not number else None
+    fill_value = number(fill_value)
+    plain = isinstance(fill_value, int | float | complex)
+    value = fill_value if plain else np.asarray(asarray(fill_value))
+    found = as_dtype(np.asarray(value).dtype, "full") if dtype is None or not plain else None
     wanted = found if dtype is None else as_dtype(dtype, "full")
     check_cast("full", np.dtype(complex) if isinstance(value, complex) else found or wanted, wanted)
     try:
         return _filled("full", as_shape("full", shape), value, wanted, device, np.full)
     except ValueError as e:
-        if not number and "broadcast" in str(e):
+        if not plain and "broadcast" in str(e):
             raise ShapeError(f"[full] a value of shape {value.shape} does not fill an array of shape {shape}") from None
         raise
 
@@ -307,8 +310,17 @@ def linspace(
     wanted = None if dtype is None else as_dtype(dtype, "linspace")
     if has_history(start) or has_history(stop):
         return asarray(ramp(start, stop, num, endpoint, wanted), device=device)
-    start, stop = (np.asarray(v) if isinstance(v, Array) else v for v in (start, stop))
+    start, stop = (np.asarray(v) if isinstance(v, Array) else _real(v) for v in (start, stop))
     return _place(np.linspace(start, stop, num, endpoint=endpoint, dtype=wanted), device)
+
+
+def _real(value: Any) -> Any:
+    """A Python number as NumPy would take it, integers beyond 64 bits too."""
+    value = number(value)
+    try:
+        return float(value) if isinstance(value, int) else value
+    except OverflowError:
+        raise NumberRangeError("[linspace] an end is out of the range of float64") from None
 
 
 def eye(
@@ -344,8 +356,8 @@ def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None)
             check_cast(name, value.dtype, dtype)
             everywhere = apply(FULL_LIKE, (x,), {"value": True, "dtype": np.dtype(bool)})
             return select(everywhere, value.astype(dtype, copy=False), False if dtype.kind == "b" else 0)
-        check_cast(name, np.asarray(value).dtype, dtype)
-        np.full((), value, dtype)  # an error belongs to this call, and not to the run of a program
+        value = number(value)
+        full((), value, dtype=dtype, device=CPU)  # raises for what is none of the dtype's
         return apply(FULL_LIKE, (x,), {"value": value, "dtype": dtype})
     return full(x.shape, value, dtype=dtype, device=x.device if where is None else where)
 

@@ -60,7 +60,8 @@ class ArrayIndexError(MeshtapeError, IndexError):
 
 
 class TracedValueError(MeshtapeError, TypeError):
-    """A concrete value was asked of an array that only stands for a value (inside ``mt.compile``)."""
+    """A value was asked of an array that only stands for one (inside ``mt.compile``), or such an array was kept or written where it has
+    none."""
 
 
 class NondeterministicError(MeshtapeError, ValueError):

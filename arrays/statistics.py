@@ -15,7 +15,7 @@ from ._op import composite
 from ._rows import wide as wide_of
 from .dtypes import as_dtype, real_of
 from .elementwise import clip, isnan, square, where
-from .errors import DTypeError, ShapeError
+from .errors import DTypeError, ShapeError, TracedValueError
 from .manipulation import astype, reshape, squeeze
 
 if TYPE_CHECKING:
@@ -258,6 +258,11 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int 
         raise DTypeError(f"[bincount] takes integers in one dimension, got {x.dtype.name} of shape {x.shape}")
     if minlength < 0:
         raise ValueError(f"[bincount] minlength must not be negative, got {minlength}")
+    if length is None and getattr(x._buf, "traced", False):
+        raise TracedValueError(
+            f"[bincount] how long the result is depends on the values of a {x._buf.aval} (minlength is the least), which mt.compile does "
+            "not know: pass length="
+        )
     host = x._concrete() if length is None or beside(x) is not None else None
     if host is not None and host.size and host.min() < 0:
         raise ValueError(f"[bincount] elements must not be negative, got {int(host.min())}")

@@ -29,7 +29,7 @@ class TreeDef:
     leaves, and ``is_flat`` says that all children are leaves.
     """
 
-    __slots__ = ("_hash", "children", "is_flat", "keys", "kind", "size", "type")
+    __slots__ = ("_hash", "children", "exact", "is_flat", "keys", "kind", "size", "type")
 
     def __init__(
         self,
@@ -41,6 +41,8 @@ class TreeDef:
         self.kind, self.keys, self.children, self.type = kind, keys, children, type
         self.size = sum([c.size for c in children]) if kind != "leaf" else 1
         self.is_flat = kind != "leaf" and not [c for c in children if c.kind != "leaf"]
+        # Equal keys (1, 1.0, True; 0.0 and -0.0) are not the same: what is rebuilt has the very ones.
+        self.exact = _exact(keys) if kind == "dict" else None
         # The key of a compiled call: asked for at each, of all that is inside.
         self._hash = hash((kind, keys, children, type))
 
@@ -56,6 +58,7 @@ class TreeDef:
             self._hash == other._hash
             and self.kind == other.kind
             and self.keys == other.keys
+            and self.exact == other.exact
             and self.type is other.type
             and self.children == other.children
         )
@@ -65,6 +68,13 @@ class TreeDef:
 
     def __repr__(self) -> str:
         return f"TreeDef({unflatten(self, [_Star] * self.size)!r})"
+
+
+def _exact(key: Any) -> Any:
+    """All that equal keys may differ by: their types, and the signs of zeros."""
+    if type(key) is tuple:
+        return tuple([str if type(k) is str else _exact(k) for k in key])
+    return repr(key) if type(key) in (bool, int, float, complex) else type(key)
 
 
 class _StarType:

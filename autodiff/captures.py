@@ -2,15 +2,14 @@
 
 A program holds what its code read while it was traced. So everything that the code could read is looked for, in what it says it looks
 up (:mod:`.codes`): variables of functions around it and of modules, default arguments, attributes of objects and of their classes, what
-lies in containers, and the same of all functions that are found on the way. That is more than what is read, and never less, but for
-what only code in C can see. Where each was found is taken down: seeing that all still stands there takes a fraction of the time of
-finding it again.
+lies in containers, and the same of all functions that are found on the way. Objects of libraries are gone through whole, as nobody says
+which of their variables their methods read. That is more than what is read, and never less: of what only code in C can see no guard ever
+holds. Where each was found is taken down: seeing that all still stands there takes a fraction of the time of finding it again.
 """
 
 from __future__ import annotations
 
 import abc
-import array
 import collections
 import functools
 import gc
@@ -19,7 +18,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from types import (
@@ -31,7 +30,6 @@ from types import (
     MemberDescriptorType,
     MethodType,
     ModuleType,
-    SimpleNamespace,
 )
 from typing import Any
 
@@ -43,7 +41,8 @@ from ..arrays.indexsum import densify
 from ..arrays.program import freeze
 from .codes import is_library, names_in
 from .guards import ABSENT, CaptureKey, Captures
-from .tracing import memory
+from .objects import holds, is_plain, is_standard, is_value, kept_by, memory_of, slot
+from .tracing import Tracer, memory
 
 LARGEST_COMPARED = 1 << 20
 """Bytes of a NumPy array up to which its elements are compared at every call."""
@@ -60,22 +59,16 @@ class Wrapper(abc.ABC):
 class Outside:
     """What one function reads beside its arguments, at one call after the other."""
 
-    __slots__ = ("_alone", "_fn", "_last")
+    __slots__ = ("_fn", "_last")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
-        self._alone: Captures | None = None  # of calls with arrays and numbers alone
         self._last: dict[tuple[int, ...], Captures] = {}  # by ids of objects
 
     def look(self, objects: Sequence[Any] = ()) -> Captures:
         """What the function, and these ``objects`` among its arguments, can read now."""
-        if not objects:
-            last = self._alone
-            if last is None or not last.hold():
-                last = self._alone = captures_of(self._fn)
-            return last
         # The objects are held by what was found, so that their ids stay their own.
-        place = tuple(map(id, objects))
+        place = tuple(map(id, objects)) if objects else ()
         last = self._last.get(place)
         if last is not None and last.hold():
             return last
@@ -98,43 +91,43 @@ def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
         For what can be written to without anybody noticing, and is too large to be compared at every call.
     """
     walk = _Walk(getattr(fn, "__name__", type(fn).__name__))
-    walk.visit(fn, walk.title)
-    for i, x in enumerate(objects):
-        walk.visit(x, f"an argument ({type(x).__name__})" if i == 0 else f"argument object {i} ({type(x).__name__})")
-    return walk.finish()
+    found = walk.search(fn, objects)
+    if walk.names_super:  # known late, and changes what every attribute may stand for
+        found = _Walk(walk.title, behind=True).search(fn, objects)
+    return found
 
 
 _CODE = FunctionType | staticmethod | classmethod | property
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...), range, slice, np.dtype})
-
-
-def is_plain(value: Any) -> bool:
-    """Whether the value is all that there is to the object."""
-    return type(value) in _PLAIN or isinstance(value, np.generic | np.dtype | str | bytes | int | float | complex)
-
-
+_VALUES = (int, float, complex, str, bytes)
 _NUMBERS = frozenset({bool, int, float, complex, str})
-_SKIPPED = (
-    BuiltinFunctionType
-    | GetSetDescriptorType
-    | threading.Thread
-    | np.random.Generator
-    | np.random.RandomState
-    | np.ufunc
+_SKIPPED = BuiltinFunctionType | GetSetDescriptorType | threading.Thread | np.random.Generator | np.random.RandomState
+# Objects that call others, and the attributes where these are.
+_PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (MethodType, ("__func__", "__self__")),
+    (functools.partial | functools.partialmethod, ("func", "args", "keywords")),
+    (property, ("fget", "fset", "fdel")),
+    (staticmethod | classmethod, ("__func__",)),
+    (functools.cached_property, ("func",)),
 )
+_IN_C = frozenset({"builtin_function_or_method", "cython_function_or_method", "fused_cython_function"})
+_DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
+_MOST_WALKED = 2000
+"""Objects of libraries that are gone through; those that hold more are not compared."""
 
 
 class _Walk:
     """One search. Objects are gone through again when code is found that looks up further names."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, behind: bool = False) -> None:
         self.title = title
+        self.behind = behind  # whether code may read, by `super()`, attributes that others hide
+        self.names_super = False
+        self.walked = 0
         self.found = Captures()
         self.key: list[Any] = []
         self.held: list[Any] = []
-        self.seen: set[int] = set()
+        self.seen: dict[int, int] = {}  # in which order objects were come to, by id
         self.names: set[str] = set()
-        self.noted: set[str] = set()
         self.anything = False
         self.owners: list[
             tuple[Any, str, set[str]]
@@ -144,7 +137,12 @@ class _Walk:
     def visit(self, value: Any, path: str) -> None:
         self.queue.append((value, path))
 
-    def finish(self) -> Captures:
+    def search(self, fn: Any, objects: Sequence[Any]) -> Captures:
+        self.visit(fn, self.title)
+        for i, x in enumerate(objects):
+            self.visit(
+                x, f"an argument ({type(x).__name__})" if i == 0 else f"argument object {i} ({type(x).__name__})"
+            )
         while True:
             while self.queue:
                 self._one(*self.queue.pop())
@@ -160,8 +158,15 @@ class _Walk:
 
     def _one(self, value: Any, path: str) -> None:
         kind = type(value)
-        if kind in _PLAIN or is_plain(value):
+        self.found.paths.append((len(self.key), path))
+        if is_plain(value):
             self.key.append((kind, freeze(value) if kind is not slice else repr(value)))
+            return
+        if kind is tuple and all(type(v) in _NUMBERS for v in value):
+            self.key.append(freeze(value))
+            return
+        if kind in weakref.ProxyTypes:  # which says of itself whatever the object says
+            self.visit(value.__dir__.__self__, path)
             return
         if value is ABSENT:
             self.key.append(ABSENT)
@@ -169,40 +174,41 @@ class _Walk:
         # What has an equality of its own is known by what can be read of it, all else by identity.
         structural = kind.__eq__ is not object.__eq__ and not isinstance(value, Array | np.ndarray | type)
         self.key.append(kind if structural else id(value))
+        if isinstance(value, _VALUES):  # of a class of the user's
+            self.key.append(next(base.__repr__(value) for base in _VALUES if isinstance(value, base)))
         if id(value) in self.seen:
+            self.key.append(self.seen[id(value)])  # two that are equal, or one twice
             return
-        self.seen.add(id(value))
+        self.seen[id(value)] = len(self.seen)
         self.held.append(value)
         if kind is Array:
-            self._array(value)
+            self._array(value, path)
         elif isinstance(value, np.ndarray):
             self._numpy(value, path)
+            if kind is not np.ndarray:
+                self._object(value, path)
         elif isinstance(value, Wrapper):
             for f in value.functions():
                 self.visit(f, path)
             self._same_contents(value.functions)
         elif kind is FunctionType:
             self._function(value, path)
-        elif isinstance(value, MethodType):
-            self.visit(value.__func__, path)
-            self.visit(value.__self__, path)
-        elif isinstance(value, functools.partial):
-            self.visit(value.func, path)
-            self.visit(value.args, f"{path}.args")
-            self.visit(value.keywords, f"{path}.keywords")
+        elif (parts := next((names for kinds, names in _PARTS if isinstance(value, kinds)), None)) is not None:
+            for name in parts:
+                self.visit(getattr(value, name), path)
         elif isinstance(value, ModuleType):
             self.owners.append((value, path, set()))
+        elif type(value).__name__ in _IN_C and not is_library(value.__module__ or "builtins"):
+            self._unseen()  # compiled code of the user's
         elif isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
             self.visit(value.__self__, path)  # such as the `get` of a dict
-        elif isinstance(value, property):
-            self.visit(value.fget, path)
-        elif isinstance(value, staticmethod | classmethod):
-            self.visit(value.__func__, path)
-        elif isinstance(value, functools.cached_property):
-            self.visit(value.func, path)
         elif isinstance(value, type):
             if not is_library(value.__module__):
                 self.owners.append((value, path, set()))
+        elif isinstance(value, np.ufunc):
+            for f in gc.get_referents(value):  # what `np.frompyfunc` was given
+                if callable(f):
+                    self.visit(f, path)
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
             self.found.chance.append(value)
         elif isinstance(value, Iterator) and is_library(kind.__module__):
@@ -214,9 +220,11 @@ class _Walk:
         elif not isinstance(value, _SKIPPED):
             self._object(value, path)
 
-    def _array(self, x: Array) -> None:
+    def _array(self, x: Array, path: str) -> None:
         densify([x])
         buffer = x._buf
+        if isinstance(buffer, Tracer):
+            self.found.traced.append((buffer.builder, path))
         self.held.append(buffer)
         self.key.append(id(buffer))
         self.found.arrays.append((x, buffer))
@@ -250,6 +258,10 @@ class _Walk:
 
     def _function(self, fn: FunctionType, path: str) -> None:
         code, defaults, named = fn.__code__, fn.__defaults__, fn.__kwdefaults__
+        if code is _DISPATCHER:  # which looks at types, and keeps what it found in a table of its own
+            self.found.named.add("type")
+            self._mapping(fn.registry, path)  # type: ignore[attr-defined]
+            return
         self.found.functions.append((fn, code, defaults, named))
         self.held.append(code)
         self.key.append(id(code))
@@ -264,42 +276,33 @@ class _Walk:
             self.visit(named, f"the defaults of {fn.__name__}")
         if fn.__dict__ and not ours:
             self.owners.append((fn, path, set()))
-        noted = frozenset() if ours else names.noted
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
             except ValueError:  # a variable that is not bound yet
                 value = ABSENT
             self.found.cells.append((cell, value))
-            self._named(value, name, name in noted)
+            self.visit(value, name)
         if ours:
             return
         if not module.get("__name__", "").startswith("meshtape."):  # which draws from nothing that is not an argument
             self.found.named |= names.variables | names.attributes
         self.names |= names.attributes
-        self.noted |= names.noted & names.attributes
         self.anything |= names.anything
+        self.names_super |= "super" in names.variables
         for name in names.variables:
-            self._item(module, name, name, name in noted)
+            self._item(module, name, name)
         if names.any_variable:
             self._data(module, fn.__module__)
         for name in names.modules:
             for m in (name, *(f"{name}.{n}" for n in names.attributes)):
                 if m in sys.modules:
-                    self.visit(sys.modules[m], m)
+                    self._item(sys.modules, m, m)
 
-    def _named(self, value: Any, path: str, noted: bool) -> None:
-        """What a name stands for; of a container that is only told to take something in, the contents don't matter."""
-        if noted and isinstance(value, list | dict | set | collections.deque):
-            self.held.append(value)
-            self.key.append(id(value))
-        else:
-            self.visit(value, path)
-
-    def _item(self, variables: Mapping[str, Any], name: str, path: str, noted: bool = False) -> None:
+    def _item(self, variables: Mapping[str, Any], name: str, path: str) -> None:
         value = variables.get(name, ABSENT)
         self.found.items.append((variables.get, name, value))
-        self._named(value, path, noted)
+        self.visit(value, path)
 
     def _data(self, variables: Mapping[str, Any], path: str) -> None:
         """Of the variables of a module those that are no code."""
@@ -338,19 +341,15 @@ class _Walk:
             self.visit(k, f"a key of {path}")
             self.visit(v, f"{path}[{k!r}]")
 
-    def _kept(self, function: Any) -> None:
-        """Arrays that ``functools.lru_cache`` keeps: results of the function, which gives them again without being called."""
-        left = gc.get_referents(function)
-        while left:
-            x = left.pop()
-            if type(x) is Array:
-                self._array(x)
-            elif isinstance(x, np.ndarray):
-                self._numpy(x, f"what {self.title} keeps by lru_cache")
-            elif isinstance(x, dict | list | tuple) or type(x).__name__ == "_lru_list_elem":
-                left += [v for v in gc.get_referents(x) if not isinstance(v, type | str) and id(v) not in self.seen]
-                self.seen.add(id(x))
-                self.held.append(x)
+    def _kept(self, function: Any, path: str) -> None:
+        """What ``functools.lru_cache`` keeps: results of the function, which gives them again without being called."""
+        results = kept_by(function)
+        epoch = results()
+        self.key.append((id(function), epoch))
+        self.found.others.append((results, epoch))
+        for x in (*gc.get_referents(function), *results.seen):
+            if isinstance(x, Array | np.ndarray | list | tuple) or (type(x) is dict and x is not results.results):
+                self.visit(x, f"what {path} keeps by lru_cache")
 
     def _object(self, x: Any, path: str) -> None:
         kind = type(x)
@@ -358,30 +357,65 @@ class _Walk:
             self._sequence(x, path)
         elif isinstance(x, dict | MappingProxyType):
             self._mapping(x, path)
+            if isinstance(x, collections.defaultdict):
+                self._value(lambda: x.default_factory, path)
         elif isinstance(x, set | frozenset):
             for i, v in enumerate(self._same_contents(functools.partial(list, x))):
                 self.visit(v, f"{path}: element {i}")
-        elif isinstance(x, bytearray | memoryview | array.array):
-            content = bytes(x)
-            self.key.append(content)
-            self.found.others.append((lambda: bytes(x), content))
-        elif isinstance(x, weakref.ref | ContextVar):
-            read = x if isinstance(x, weakref.ref) else functools.partial(x.get, None)
-            (value,) = self._same_contents(lambda: (read(),))
-            self.visit(value, path)
+        elif isinstance(x, weakref.ref):
+            self._value(x, path)
+        elif isinstance(x, ContextVar):
+            self._value(functools.partial(x.get, None), path)
         elif kind is functools._lru_cache_wrapper:
             self.visit(x.__wrapped__, path)
-            self._kept(x)
+            self._kept(x, path)
+        elif not isinstance(x, np.ndarray) and (content := memory_of(x)) is not None:
+            self.key.append(content)
+            self.found.others.append((functools.partial(memory_of, x), content))
+            if content and hasattr(x, "contents"):  # a pointer of ctypes
+                self._value(lambda: memory_of(x.contents) if x else None, path)
         variables = getattr(x, "__dict__", None)
-        if is_library(kind.__module__):
-            if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None and kind is not tuple:
-                self.key.append(x)  # such as a path or a date
-            if kind.__module__.startswith("meshtape.") or not isinstance(variables, dict):
+        library = is_library(kind.__module__)
+        if library and kind is not tuple and is_value(x):
+            self.key.append(x)
+            if is_standard(kind.__module__):
                 return
-            if isinstance(x, Mapping | Sequence | Set | SimpleNamespace) or kind.__module__ == "argparse":
-                self._mapping(variables, path)
+        if kind.__module__.startswith("meshtape.") and library:
+            # Of ours what calls functions of the user's, such as an optimizer with its schedule.
+            for name, v in (variables or {}).items():
+                if isinstance(v, FunctionType | MethodType | functools.partial):
+                    self.visit(v, f"{path}.{name}")
+            return
+        read_by_name, hidden = holds(kind)
+        if read_by_name:
+            self._library(x, variables, path)
+        if hidden or self.walked > _MOST_WALKED:
+            self._unseen()
         self.found.objects.append((x, kind, variables))
+        if not library:
+            self.found.classes[kind] = kind.__mro__
         self.owners.append((x, path, set()))
+
+    def _unseen(self) -> None:
+        """A guard that never holds."""
+        self.key.append(object())
+        self.found.others.append((object, None))
+
+    def _value(self, look: Callable[[], Any], path: str) -> None:
+        (value,) = self._same_contents(lambda: (look(),))
+        self.visit(value, path)
+
+    def _library(self, x: Any, variables: Any, path: str) -> None:
+        """All variables of an object whose methods are a library's, and may read any of them."""
+        self.walked += 1
+        if self.walked > _MOST_WALKED:
+            return
+        if isinstance(variables, dict):
+            self._mapping(variables, path)
+        for c in type(x).__mro__:
+            for name, member in vars(c).items():
+                if isinstance(member, MemberDescriptorType):
+                    self._value(functools.partial(slot, member, x), f"{path}.{name}")
 
     # ----- attributes -------------------------------------------------------------------------------------------------
 
@@ -395,7 +429,9 @@ class _Walk:
             done |= names
             self._module(x, path, sorted(names))
             return
-        classes = [c for c in (x if isinstance(x, type) else type(x)).__mro__ if not is_library(c.__module__)]
+        kind = x if isinstance(x, type) else type(x)
+        # The class of a class stands behind it: properties and calls of a class are there.
+        classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(c.__module__)]
         variables = None if isinstance(x, type) else getattr(x, "__dict__", None)
         if not done:
             # Operators, calls, indices and the like are looked up by no name; nor are the fields of trees.
@@ -411,28 +447,30 @@ class _Walk:
             self._attribute(x, name, f"{path}.{name}", variables, classes)
 
     def _attribute(self, x: Any, name: str, path: str, variables: Any, classes: Sequence[type]) -> None:
-        noted = name in self.noted
         mine = variables.get(name, ABSENT) if isinstance(variables, dict) else ABSENT
-        home = next((i for i, c in enumerate(classes) if name in vars(c)), None)
-        if isinstance(variables, dict) and (mine is not ABSENT or home is not None):
-            self._item(variables, name, path, noted)
-            if mine is not ABSENT and (home is None or not isinstance(vars(classes[home])[name], property)):
+        homes = [i for i, c in enumerate(classes) if name in vars(c)]
+        if isinstance(variables, dict) and (mine is not ABSENT or homes):
+            self._item(variables, name, path)
+            if mine is not ABSENT and not (
+                homes and (self.behind or hasattr(type(vars(classes[homes[0]])[name]), "__set__"))
+            ):
                 return
-        if home is None:
+        if not homes:
             if isinstance(variables, dict) and (
                 f"?{name}" in self.names or any("__getattr__" in vars(c) for c in classes)
             ):
                 self.found.items += [(d.get, name, ABSENT) for d in (variables, *map(vars, classes))]
             return
-        for c in classes[:home]:  # one that comes to stand before it hides it
-            self.found.items.append((vars(c).get, name, ABSENT))
-        member = vars(classes[home])[name]
-        if isinstance(member, MemberDescriptorType):
-            if not isinstance(x, type):
-                (value,) = self._same_contents(lambda: (_slot(member, x),))
-                self._named(value, path, noted)
-            return
-        self._item(vars(classes[home]), name, path, noted)
+        for c in classes[: homes[-1 if self.behind else 0] + 1]:  # one that comes to stand before it hides it
+            member = vars(c).get(name, ABSENT)
+            if member is ABSENT:
+                self.found.items.append((vars(c).get, name, ABSENT))
+            elif not isinstance(member, MemberDescriptorType):
+                self._item(vars(c), name, path)
+                if name == "__match_args__":
+                    self.names.update(n for n in member if isinstance(n, str))
+            elif not isinstance(x, type):
+                self._value(functools.partial(slot, member, x), path)
 
     def _module(self, x: ModuleType, path: str, names: Sequence[str]) -> None:
         variables = vars(x)
@@ -448,15 +486,8 @@ class _Walk:
                 self.held.append(value)
                 self.key.append(id(value))
             else:
-                self._named(value, f"{path}.{name}", name in self.noted)
+                self.visit(value, f"{path}.{name}")
 
 
 def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
-
-
-def _slot(member: Any, x: Any) -> Any:
-    try:
-        return member.__get__(x)
-    except AttributeError:
-        return ABSENT

@@ -18,18 +18,16 @@ class Names(NamedTuple):
     attributes: frozenset[str]
     """Attributes, of whatever object; and texts, where an attribute's name may be one of them. Those whose absence may be noticed are here
     once more, behind a question mark."""
-    noted: frozenset[str]
-    """Variables and attributes that are only asked to take something in (``notes.append(x)``): their contents are not read."""
     anything: bool
     """Whether attributes may be read whose names stand nowhere."""
     any_variable: bool
     """Whether variables of the module may be."""
     modules: frozenset[str]
-    """Modules that are imported where the function runs."""
+    """Modules that are imported where the function runs; and texts, where one of them may be looked up by such."""
 
 
-_TAKES_IN = frozenset({"append", "appendleft", "add", "extend", "insert", "update", "write"})
-_BY_TEXT = frozenset({"getattr", "hasattr"})
+_BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+_MODULES = frozenset({"modules", "import_module"})
 # Whoever looks up one of these may read attributes by names that are made while the code runs.
 _ANYTHING = frozenset(
     {
@@ -47,9 +45,10 @@ _ANYTHING = frozenset(
 )
 _ANY_VARIABLE = frozenset({"globals", "eval", "exec"})
 _CAUGHT = frozenset({"AttributeError", "Exception", "BaseException"})
-_VARIABLES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+# A variable or an attribute that is written to counts as read: writing again may be no change.
+_VARIABLES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _CELLS = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
-_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR", "IMPORT_FROM"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"})
 _SILENT = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "NOP", "RESUME"})
 
 
@@ -60,8 +59,6 @@ class _Found:
         self.variables: set[str] = set()
         self.attributes: set[str] = set()
         self.modules: set[str] = set()
-        self.read: set[str] = set()
-        self.noted: set[str] = set()
         self.texts: set[str] = set()
         self.by_text = self.anything = False
 
@@ -75,8 +72,10 @@ class _Found:
                 self.variables.add(name)
             elif op in _ATTRIBUTES:
                 self.attributes.add(name)
+            elif op == "MATCH_CLASS":  # attributes by position, and those of which a constant has the names
+                self.attributes.add("__match_args__")
+                self.by_text = True
             if op in _VARIABLES or op in _ATTRIBUTES or op in _CELLS:
-                (self.noted if _takes_in(steps[k + 1 : k + 3]) else self.read).add(name)
                 self.by_text |= name in _BY_TEXT or name in _ANYTHING
                 self.anything |= name in _ANYTHING or (name in _BY_TEXT and not _says_a_text(steps, k + 2))
         for c in code.co_consts:
@@ -84,13 +83,6 @@ class _Found:
                 self.look(c)
             else:
                 self.texts.update(t for t in (c if type(c) is tuple else (c,)) if isinstance(t, str))
-
-
-def _takes_in(after: list[Any]) -> bool:
-    """Whether what was loaded before is only asked to take something in, or is the container of ``container[key] = value``."""
-    if after and after[0].opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        return after[0].argval in _TAKES_IN
-    return len(after) == 2 and after[1].opname == "STORE_SUBSCR"
 
 
 def _says_a_text(steps: list[Any], k: int) -> bool:
@@ -116,10 +108,11 @@ def names_in(code: CodeType | None) -> Names:
     return Names(
         frozenset(found.variables | texts),
         frozenset(found.attributes | texts | {f"?{name}" for name in unsure}),
-        frozenset(found.noted - found.read),
         found.anything,
         not found.variables.isdisjoint(_ANY_VARIABLE),
-        frozenset(found.modules),
+        frozenset(
+            found.modules if _MODULES.isdisjoint(found.attributes | found.variables) else found.modules | found.texts
+        ),
     )
 
 

@@ -2,13 +2,15 @@
 
 The function runs with arrays that only stand for values; every op call becomes an entry. Dead and repeated entries are dropped,
 and each value is freed at its last use. On split arrays the program goes to their mesh, which partitions it and runs it as one
-program a rank. As in JAX, Python code in the function runs while it is traced and not again: a ``print`` prints once.
+program a rank. Python code in the function runs while it is traced and not again: a ``print`` prints once. Its writes are
+another matter (:mod:`.lost_writes`).
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,6 +39,7 @@ from .custom_calls import custom_vjp
 from .determinism import Chance, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
+from .lost_writes import Arguments, refuse_kept, restore
 from .numbers import KINDS, OtherKind, Term, TracedNumber
 from .signature import as_inputs, is_traced, leaf_keys, read_too
 from .tracing import _Trace
@@ -62,6 +65,7 @@ class Compiled(Wrapper):
         self._cuda_graph = cuda_graph
         self._lock = threading.Lock()  # threads may call one compiled function
         self._traced = 0
+        self._unsettled = 0  # traces in succession that left other things than they read
         functools.update_wrapper(self, fn, updated=())  # not the attributes of another such object
 
     def functions(self) -> list[Callable[..., Any]]:
@@ -153,9 +157,18 @@ class Compiled(Wrapper):
                 self._pinned[key] = pinned = frozenset(free) - inputs | ready.pinned
                 key = (key, _values(arrays, pinned))
             self._traced += 1
-            self._cache[key] = ready
+            self._unsettled = self._unsettled + 1 if ready.changed else 0
+            if not ready.changed:
+                self._cache[key] = ready
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
+        if self._unsettled == 2:
+            warnings.warn(
+                f"[compile] {self._name} is traced at every call: it writes to {ready.changed}, or what is there cannot be compared. "
+                "Return the new value, and pass as an argument what is read (`signatures` counts the traces)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return ready
 
     def __repr__(self) -> str:
@@ -176,6 +189,9 @@ def compile(
     again. That is whatever its code can reach, and that of the functions it calls: closures, variables of modules, default
     arguments, attributes of objects and classes, what lies in containers, arrays that are written in place. See the page on the
     tape for what cannot be seen.
+
+    A function that writes to an argument is refused. Where it writes to attributes, variables or containers around it, it is traced at each
+    call until it leaves them as they were, and does what the plain function does.
 
     A program is differentiated like the code it came from, at any order. Where that has a ``checkpoint``, a
     ``custom_vjp`` or a ``gradient_hook``, its derivative becomes a second program, which computes the values again; Python code in
@@ -208,7 +224,8 @@ def compile(
     DeviceError
         With ``cuda_graph``, for arrays that are not on one CUDA device.
     TracedValueError
-        When the function asks for a value (``if x > 0``, ``float(x)``) or for a shape that depends on values; and when it reads from
+        When the function asks for a value (``if x > 0``, ``float(x)``) or for a shape that depends on values; when it writes in place to
+        an argument that is not given up, or keeps a traced array; and when it reads from
         around it what could change unseen: a NumPy array above a megabyte that may be written to, or an array from where Python
         code cannot look.
     NondeterministicError
@@ -266,6 +283,7 @@ class _Ready:
         self.has_calls = trace.has_calls
         self.numbers, self.pinned = list(trace.numbers), trace.pinned
         self._differentiable: custom_vjp | None = None
+        self.changed = trace.changed
 
     def is_watched(self, inputs: Sequence[Array]) -> bool:
         """Whether a recorder of this thread watches what the program is computed from."""
@@ -370,6 +388,7 @@ def _recorded(
     arrays: Sequence[Any],
     treedef: trees.TreeDef,
     numbers: frozenset[int],
+    donated: frozenset[int],
 ) -> tuple[_Trace, Program, list[Any], trees.TreeDef]:
     """One pass through the function: the trace, its program, and what the function returned, flat."""
     trace = _Trace((x for x, _ in reads.arrays), reads.known)
@@ -382,10 +401,15 @@ def _recorded(
         else a
         for i, a in enumerate(arrays)
     ]
-    args, kwargs = trees.unflatten(treedef, stand_ins)
+    name = getattr(fn, "__name__", "the function")
+    given = Arguments(name, stand_ins, treedef, donated)
     try:
-        with not_recording(), recording(trace):
-            result = fn(*args, **kwargs)
+        try:
+            with not_recording(), recording(trace):
+                result = fn(*given.args, **given.kwargs)
+        finally:
+            restore(name, reads, trace)
+        given.refuse_writes()
         outs, out_def = trees.flatten(result)
         outs = [o._read() if type(o) is TracedNumber else o for o in outs]
         densify(outs)
@@ -405,11 +429,19 @@ def _trace(
     numbers: frozenset[int] = frozenset(),
 ) -> _Ready:
     chance = Chance(reads, arrays)
-    trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef, numbers)
+    trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef, numbers, donated)
     title = getattr(fn, "__name__", "the function")
-    if chance.doubtful() or trace.strangers:
-        now = captures_of(fn, read_too(arrays))  # with what the function keeps since
-        again, second, _, _ = _recorded(fn, now, arrays, treedef, numbers)
+
+    def now() -> Captures:
+        found = captures_of(fn, read_too(arrays))
+        refuse_kept(title, found, trace)
+        return found
+
+    trace.changed = reads.changed_since(now)
+    # A program that is not kept repeats nothing, and what was written is not to be written twice.
+    if trace.changed is None and (chance.doubtful() or trace.strangers):
+        # With what the function keeps since.
+        again, second, _, _ = _recorded(fn, now(), arrays, treedef, numbers, donated)
         if chance.doubtful():
             refuse_other(title, program, second)
         refuse_strangers(title, trace.strangers, again.strangers)

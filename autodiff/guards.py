@@ -35,6 +35,7 @@ class Captures:
         "arrays",
         "cells",
         "chance",
+        "classes",
         "contents",
         "functions",
         "items",
@@ -43,6 +44,8 @@ class Captures:
         "named",
         "objects",
         "others",
+        "paths",
+        "traced",
     )
 
     def __init__(self) -> None:
@@ -50,12 +53,15 @@ class Captures:
         self.named: set[str] = set()  # what the code of the user looks up
         self.chance: list[Any] = []  # generators of random numbers
         self.known: set[int] = set()  # ids of arrays of both kinds
+        self.traced: list[tuple[Any, str]] = []  # the traces whose arrays were found, and where
+        self.paths: list[tuple[int, str]] = []  # how much of the key there was when something was come to, and where
         # Places, and what stood there.
         self.items: list[tuple[Callable[..., Any], Any, Any]] = []  # of dicts: their method `get`, and a key
         self.cells: list[tuple[Any, Any]] = []
         self.arrays: list[tuple[Array, Any]] = []  # with their buffers
         self.functions: list[tuple[FunctionType, Any, Any, Any]] = []
         self.objects: list[tuple[Any, type, Any]] = []  # with their classes and dicts
+        self.classes: dict[type, tuple[type, ...]] = {}  # with the order in which attributes are looked up
         self.contents: list[tuple[Callable[[], Sequence[Any]], Sequence[Any]]] = []  # compared by identity
         self.others: list[tuple[Callable[[], Any], Any]] = []  # compared by equality
 
@@ -80,8 +86,23 @@ class Captures:
         for x, cls, variables in self.objects:
             if type(x) is not cls or getattr(x, "__dict__", None) is not variables:
                 return False
+        for cls, order in self.classes.items():
+            if cls.__mro__ is not order:
+                return False
         for look, values in self.contents:
             now = look()
             if len(now) != len(values) or not all(map(operator.is_, now, values)):
                 return False
         return not self.others or all(look() == value for look, value in self.others)
+
+    def changed_since(self, look: Callable[[], Captures]) -> str | None:
+        """Where something else stands now, which ``look`` tells; None where the function reads the same."""
+        if self.hold():
+            return None
+        now = look()
+        before, after = self.key._key, now.key._key
+        if before == after:
+            return None
+        pairs = enumerate(zip(before, after, strict=False))
+        place = next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
+        return next((path for i, path in reversed(self.paths) if i <= place), "what it reads")

@@ -11,7 +11,7 @@ from ..arrays._array import Array
 from ..arrays.indexsum import IndexSum
 from ..arrays.program import freeze
 from ..arrays.writing import settled
-from .captures import is_plain
+from .objects import is_plain
 from .tracing import Tracer
 
 

@@ -34,6 +34,7 @@ class Tracer(Deferred):
         return self.builder.emit(op, args, params)
 
     def concrete(self) -> np.ndarray:
+        self.builder.require_open()
         who = _asker()
         if who is not None:
             raise TracedValueError(
@@ -133,6 +134,7 @@ class _Trace:
         self.staged_vars: dict[int, tuple[int, ...]] = {}
         self.open = True
         self.has_calls = False
+        self.changed: str | None = None  # where the function left something else than it read
         # Numbers of the call that is traced: those that the program is given, and those that it holds for alone.
         self.leaves: Sequence[Any] = ()
         self.numbers: dict[Any, int] = {}
@@ -265,9 +267,15 @@ class _Trace:
             known = self.lifted[key] = Lifted(self.builder.constant(buf, aval), x, buf)
         return known.var
 
-    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Tracer, ...]:
+    def require_open(self) -> None:
         if not self.open:
-            raise TracedValueError("an array that was traced by mt.compile is used after the function returned")
+            raise TracedValueError(
+                "an array that was traced by mt.compile is used after the function returned, where it has no value: return it from the "
+                "function instead of keeping it aside"
+            )
+
+    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Tracer, ...]:
+        self.require_open()
         arrays = [a for a in args if isinstance(a, Array)]
         hosts = [a._buf.host for a in arrays if isinstance(a._buf, Deferred) and a._buf.host is not None]
         avals = argument_avals(args)

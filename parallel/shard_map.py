@@ -12,7 +12,7 @@ from ..arrays._op import Op, recording, state
 from ..arrays.errors import MeshError, ShardingConflict
 from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype, freeze
-from ..autodiff.captures import Outside, Wrapper
+from ..autodiff.captures import Outside, Wrapper, captures_of
 from ..autodiff.signature import as_array, leaf_key, read_too
 from .mesh import Mesh
 from .placement import Layout, Partial, Placement, Replicate, Shard, Sharding
@@ -71,7 +71,7 @@ class ShardMapped(Wrapper):
         found = self._cache.get(key)
         if found is None:
             *found, keep = self._traced(args, kwargs, leaves, treedef, [x for x, _ in reads.arrays])  # type: ignore[assignment]
-            if keep:
+            if keep and not reads.changed_since(lambda: captures_of(self._fn, read_too(leaves))):
                 self._cache[key] = found  # type: ignore[assignment]
         code, out_def, statics = found  # type: ignore[misc]
         results = iter(code(arrays))

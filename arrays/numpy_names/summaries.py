@@ -269,12 +269,15 @@ def _nan_position(name: str, x: Any, axis: int | None, keepdims: bool, find: Any
     bad = isnan(x)
     if not isinstance(bad._buf, Deferred) and bool(all(bad, axis=axis).any()):
         raise ValueError(f"[{name}] a slice is NaN throughout")
-    return find(where(bad, fill, x), axis=axis, keepdims=keepdims)
+    found = find(where(bad, fill, x), axis=axis, keepdims=keepdims)
+    return where(all(bad, axis=axis, keepdims=keepdims), -1, found) if isinstance(bad._buf, Deferred) else found
 
 
 @composite("nanargmax")
 def nanargmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
     """The place of the largest element that is not NaN. Raises `ValueError` where all are.
+
+    Inside a compiled function, and of an array that is split, values are not known: there the place is -1 where all are NaN.
 
     >>> import meshtape as mt
     >>> mt.nanargmax(mt.asarray([mt.nan, 3.0, 1.0]))
@@ -286,6 +289,8 @@ def nanargmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> 
 @composite("nanargmin")
 def nanargmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
     """The place of the smallest element that is not NaN. Raises `ValueError` where all are.
+
+    Inside a compiled function, and of an array that is split, values are not known: there the place is -1 where all are NaN.
 
     >>> import meshtape as mt
     >>> mt.nanargmin(mt.asarray([mt.nan, 3.0, 1.0]))

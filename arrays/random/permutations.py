@@ -45,6 +45,8 @@ def _choice_impl(
     replace: bool,
 ) -> Any:
     weights = p.astype(np.float64)
+    if xp is np:  # of a GPU, looking would wait for it
+        _check_weights(weights, math.prod(global_shape), replace)
     if replace:
         edges = xp.cumsum(weights)
         u = draw(xp, key, recipes.uniform(recipes.F64, 0.0, 1.0), recipes.F64, shape, offset, global_shape) * edges[-1]
@@ -56,6 +58,14 @@ def _choice_impl(
     score = xp.where(weights > 0, xp.log(xp.where(weights > 0, weights, 1.0)) + noise, -np.inf)
     chosen = xp.argsort(-score, kind="stable")[: math.prod(global_shape)].reshape(global_shape)
     return box_of(chosen, shape, offset, dtype)
+
+
+def _check_weights(weights: np.ndarray, count: int, replace: bool) -> None:
+    some = int(np.count_nonzero(weights))
+    if not np.all((weights >= 0) & np.isfinite(weights)) or (count and not some):
+        raise ValueError("[choice] p must hold finite weights that are not negative and not all 0")
+    if not replace and some < count:
+        raise ValueError(f"[choice] cannot choose {count} without replacement: only {some} elements have a weight")
 
 
 PERMUTATION = Op("random_permutation", ("key",), _permutation_impl, infer, nondifferentiable=RANDOM_BITS)
@@ -147,7 +157,7 @@ def choice(
     if not replace and count > n:
         raise ValueError(f"[choice] cannot choose {count} of {n} elements without replacement")
     if p is not None:
-        where = _weights(key, p, n, count, full, replace)
+        where = _weights(key, p, n, full, replace)
     elif replace:
         where = integers(key, full, 0, max(n, 1))
     else:
@@ -155,18 +165,10 @@ def choice(
     return where if values is None else values[(*(slice(None),) * axis, where)]
 
 
-def _weights(key: Any, p: Any, n: int, count: int, full: tuple[int, ...], replace: bool) -> Array:
+def _weights(key: Any, p: Any, n: int, full: tuple[int, ...], replace: bool) -> Array:
     from ..creation import asarray
 
     weights = asarray(p)
     if weights.shape != (n,):
         raise ShapeError(f"[choice] p must have shape {(n,)}, one weight for each element, got {weights.shape}")
-    host = weights._buf
-    if isinstance(host, np.ndarray):  # weights that are not here yet cannot be looked at
-        good = bool(np.all(host >= 0)) and bool(np.all(np.isfinite(host.astype(np.float64))))
-        some = int(np.count_nonzero(host))
-        if not good or (count and not some):
-            raise ValueError("[choice] p must hold finite weights that are not negative and not all 0")
-        if not replace and some < count:
-            raise ValueError(f"[choice] cannot choose {count} without replacement: only {some} elements have a weight")
     return drawn(CHOICE, key, full, recipes.I64, weights, replace=bool(replace))

@@ -14,7 +14,7 @@ CURES = {
     "LinAlgError": "Check the condition of the matrix; add a ridge to its diagonal, or use `pinv` or `lstsq`'s route through `svd`.",
     "DeviceError": "Move one side with `x.to_device(...)`; `mt.devices()` lists what is here.",
     "ArrayIndexError": "Compare the index with `x.shape`. Clip index arrays yourself where outside values are meant.",
-    "TracedValueError": "Take the `float(...)`, `if` or `np.asarray` out of the compiled function, use `mt.where`, or pass the value as a static argument.",
+    "TracedValueError": "Take the `float(...)`, `if` or `np.asarray` out of the compiled function, use `mt.where`, or pass the value as a static argument. Instead of writing to an argument, return the new array.",
     "NondeterministicError": "Draw with `mt.random` from a key that is an argument, and pass times and numbers drawn elsewhere as arrays.",
     "DonatedArrayError": "Go on with what the compiled function returned; pass a copy where the old array is needed, or leave it out of `donate=`.",
     "ConcurrentWriteError": "Put a lock around the writes and around what reads the array, or give each thread a copy: `mt.asarray(x, copy=True)`.",
