@@ -8,6 +8,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "multiply": ("mt.multiply(mt.asarray([1.5, 2.0]), 2)", "Array([3., 4.], dtype=float64)"),
     "divide": ("mt.divide(mt.asarray([1, 2]), 4)", "Array([0.25, 0.5 ], dtype=float64)"),
     "floor_divide": ("mt.floor_divide(mt.asarray([7, -7]), 2)", "Array([ 3, -4])"),
+    "fmod": ("mt.fmod(mt.asarray([-3.0, 3.0]), 2.0)", "Array([-1.,  1.], dtype=float64)"),
+    "ldexp": ("mt.ldexp(mt.asarray([1.0, 3.0]), 2)", "Array([ 4., 12.], dtype=float64)"),
     "remainder": ("mt.remainder(mt.asarray([7, -7]), 3)", "Array([1, 2])"),
     "pow": ("mt.pow(mt.asarray([2, 3]), 2)", "Array([4, 9])"),
     "negative": ("mt.negative(mt.asarray([1, -2]))", "Array([-1,  2])"),
@@ -29,6 +31,9 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "log1p": ("mt.log1p(mt.asarray([0.0, 1e-12]))", "Array([0.e+00, 1.e-12], dtype=float64)"),
     "log2": ("mt.log2(mt.asarray([1.0, 8.0]))", "Array([0., 3.], dtype=float64)"),
     "log10": ("mt.log10(mt.asarray([1.0, 1000.0]))", "Array([0., 3.], dtype=float64)"),
+    "logaddexp2": ("mt.logaddexp2(mt.asarray(1000.0), 1000.0)", "Array(1001., dtype=float64)"),
+    "heaviside": ("mt.heaviside(mt.asarray([-1.0, 0.0, 2.0]), 0.5)", "Array([0. , 0.5, 1. ], dtype=float64)"),
+    "rint": ("mt.rint(mt.asarray([0.5, 1.6]))", "Array([0., 2.], dtype=float64)"),
     "logaddexp": (
         "mt.logaddexp(mt.asarray([0.0, 1000.0]), mt.asarray([0.0, 1000.0]))",
         "Array([6.93147181e-01, 1.00069315e+03], dtype=float64)",

@@ -16,7 +16,7 @@ from ._infer import as_shape
 from ._op import state
 from .devices import CPU, Device, default_device, device
 from .dtypes import OWN, as_dtype, check_cast, float64
-from .errors import DTypeError, OutOfMemory, ShapeError
+from .errors import DTypeError, NumberRangeError, OutOfMemory, ShapeError
 from .nested import holds_history, ramp, repeated, stacked
 from .pool import copied
 
@@ -134,6 +134,8 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises where
     # copy=False is asked of what holds no array.
     try:
+        if wanted is not None and isinstance(obj, int | float | complex | list | tuple):
+            check_numbers("asarray", obj, wanted)
         host = np.array(_plain(obj), dtype=wanted, copy=copy is not False)
     except ValueError as e:
         if "inhomogeneous" not in str(e):
@@ -160,6 +162,44 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
         raise ValueError(f"[asarray] {host.dtype} to {dtype.name} takes a copy, and copy=False forbids it")
     check_cast("asarray", host.dtype, dtype)
     return host.astype(dtype)
+
+
+def check_numbers(name: str, numbers: Any, dtype: np.dtype) -> None:
+    """Raise where Python numbers, one or nested in sequences, have no place in ``dtype``. (Where they have one, what an integer lacks
+    of a fraction, and a float of digits, is lost, as in NumPy.)
+
+    Raises
+    ------
+    NumberRangeError
+        For what is beyond the range of an integer dtype, NaN too, or of all floats.
+    DTypeError
+        For complex numbers where real ones are asked for.
+    """
+    if (type(numbers) is float and dtype.kind not in "iu") or (type(numbers) is int and 0 <= numbers < 128):
+        return  # the usual ones
+    host = np.asarray(_plain(numbers))
+    check_cast(name, host.dtype, dtype)
+    huge = host.dtype.kind == "O" and all(isinstance(v, int | float) for v in host.flat)
+    if not host.size or not (huge or (dtype.kind in "iu" and host.dtype.kind in "iuf")):
+        return
+    if dtype.kind in "iu":
+        below, above = int(np.iinfo(dtype).min) - 1, int(np.iinfo(dtype).max) + 1
+    else:
+        below, above = -(2**1024), 2**1024
+    for v in (host.min(), host.max()):
+        number = v.item() if isinstance(v, np.generic) else v
+        if not below < number < above:
+            raise NumberRangeError(
+                f"[{name}] {number} is out of the range of {dtype.name}: choose a wider dtype for the array"
+            )
+
+
+def elements(name: str, values: Any, dtype: np.dtype) -> Array:
+    """``values`` as elements of an array of ``dtype``: arrays are cast, as everywhere; Python numbers must have a place there."""
+    if hasattr(values, "dtype") or holds_history(values):
+        return asarray(values).astype(dtype, copy=False)
+    check_numbers(name, values, dtype)
+    return asarray(values, dtype)
 
 
 def _plain(obj: Any) -> Any:
@@ -212,15 +252,16 @@ def full(
         wanted = fill_value.dtype if dtype is None else as_dtype(dtype, "full")
         check_cast("full", fill_value.dtype, wanted)
         return asarray(repeated(fill_value, as_shape("full", shape), wanted), device=device)
-    number = isinstance(fill_value, int | float | complex)
-    value = fill_value if number else np.asarray(asarray(fill_value))
-    found = as_dtype(np.asarray(value).dtype, "full") if dtype is None or not number else None
-    wanted = found if dtype is None else as_dtype(dtype, "full")
-    check_cast("full", np.dtype(complex) if isinstance(value, complex) else found or wanted, wanted)
+    wanted = None if dtype is None else as_dtype(dtype, "full")
+    if wanted is not None and isinstance(fill_value, int | float | complex):
+        check_numbers("full", value := fill_value, wanted)
+    else:
+        value = np.asarray(asarray(fill_value) if wanted is None else elements("full", fill_value, wanted))
+        wanted = value.dtype
     try:
         return _filled("full", as_shape("full", shape), value, wanted, device, np.full)
     except ValueError as e:
-        if not number and "broadcast" in str(e):
+        if "broadcast" in str(e):
             raise ShapeError(f"[full] a value of shape {value.shape} does not fill an array of shape {shape}") from None
         raise
 
@@ -327,6 +368,8 @@ def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None)
 
     x = asarray(x)
     dtype = x.dtype if dtype is None else as_dtype(dtype, name)
+    if name == "full_like" and isinstance(value, int | float | complex):
+        check_numbers(name, value, dtype)
     if isinstance(x._buf, Deferred) and where is None:
         if isinstance(value, Array):  # chosen everywhere, in an array that lies as `x` does
             check_cast(name, value.dtype, dtype)

@@ -130,7 +130,8 @@ def diff(x: Any, /, n: int = 1, axis: int = -1, *, prepend: Any = None, append: 
     parts = []
     for piece in (prepend, x, append):
         if piece is not None:
-            p = asarray(piece, dtype=None if hasattr(piece, "dtype") else x.dtype)
+            # As NumPy has it a number among integers is one of 64 bits; beside floats it widens nothing.
+            p = asarray(piece, None if hasattr(piece, "dtype") or x.dtype.kind in "biu" else x.dtype)
             parts.append(broadcast_to(p, (*x.shape[:axis], 1, *x.shape[axis + 1 :])) if p.ndim == 0 else p)
     out = concat(parts, axis=axis) if len(parts) > 1 else astype(x, x.dtype)
     lead = (slice(None),) * axis

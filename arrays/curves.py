@@ -36,11 +36,11 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None) 
     >>> mt.interp(mt.asarray([0.5, 3.0]), mt.asarray([0.0, 1.0]), mt.asarray([10.0, 20.0]))
     Array([15., 20.], dtype=float64)
     """
-    from .creation import asarray
-    from .elementwise import clip, isnan, where
+    from .creation import inexact
+    from .elementwise import clip, isinf, isnan, where
     from .searching import searchsorted, take
 
-    x, xp, fp = asarray(x), asarray(xp), asarray(fp)
+    x, xp, fp = inexact(x), inexact(xp), inexact(fp)
     if xp.ndim != 1 or xp.shape != fp.shape or not xp.size:
         raise ShapeError(f"[interp] points of shapes {xp.shape} and {fp.shape} must have one dimension of one length")
     first, last = fp[0] if left is None else left, fp[-1] if right is None else right
@@ -53,6 +53,9 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None) 
         width = x1 - x0
         slope = (f1 - f0) / where(width == 0, 1, width)
         inside = where(width == 0, f1, f0 + slope * (x - x0))
+        # Next to an infinite end all is infinite, but for the other end.
+        far = where((f0 == f1) | (x == x0) | ~isinf(f1), f0, where(isinf(f0), np.nan, f1))
+        inside = where(isinf(f0) | isinf(f1), far, inside)
         inside = where(x == xp[-1], fp[-1], inside)  # exact at the last point too
     out = where(x < xp[0], first, where(x > xp[-1], last, inside))
     return where(isnan(x), np.nan, out)
@@ -135,7 +138,7 @@ def gradient(
 
 
 def _slope(x: Array, axis: int, spacing: Any, edge_order: int) -> Array:
-    from .creation import asarray
+    from .creation import inexact
     from .manipulation import concat, reshape
 
     n = x.shape[axis]
@@ -149,10 +152,11 @@ def _slope(x: Array, axis: int, spacing: Any, edge_order: int) -> Array:
         return reshape(h, tuple(-1 if i == axis else 1 for i in range(x.ndim)))
 
     if np.ndim(spacing) == 0:
+        spacing = inexact(spacing) if hasattr(spacing, "dtype") else spacing
         inner = (at(2, None) - at(None, -2)) / (2 * spacing)
         near, far = (spacing, spacing), (spacing, spacing)
     else:
-        places = asarray(spacing)
+        places = inexact(spacing)
         if places.shape != (n,):
             raise ShapeError(f"[gradient] {places.shape} coordinates for axis {axis} of shape {x.shape}")
         h = (places[1:] - places[:-1]).astype(x.dtype, copy=False)

@@ -164,7 +164,15 @@ def _sign(xp: Any, x: Any) -> Any:
 
 
 def _conj(xp: Any, x: Any) -> Any:
-    return xp.conj(x) if x.dtype.kind == "c" else x
+    if x.dtype.kind == "c":
+        return xp.conj(x)
+    return x.astype(np.int8) if x.dtype.kind == "b" else x  # as NumPy, which counts with truths
+
+
+def _ldexp(xp: Any, x: Any, n: Any) -> Any:
+    if not all_integers(n):
+        raise DTypeError("[ldexp] the exponent is an integer: write x * 2.0**n for a power that is none")
+    return xp.ldexp(x, n)
 
 
 _BOOL = "boolean result"
@@ -182,6 +190,8 @@ FLOOR_DIVIDE, floor_divide = _binary(
     "floor_divide", "Quotient rounded towards minus infinity.", _floor_divide, nograd=_STEP
 )
 REMAINDER, remainder = _binary("remainder", "Rest of the floor division, with the sign of the divisor.")
+FMOD, fmod = _binary("fmod", "Rest of the division rounded towards zero, with the sign of ``x1``.")
+LDEXP, ldexp = _binary("ldexp", "``x1 * 2**x2``, rounded once; ``x2`` are integers.", _ldexp)
 POW, pow = _binary("pow", "``x1`` to the power ``x2``.", "power")
 NEGATIVE, negative = _unary("negative", "Minus ``x``.")
 POSITIVE, positive = _unary("positive", "``x`` itself.")
@@ -206,6 +216,7 @@ LOG1P, log1p = _unary("log1p", "``log(1 + x)``, exact near zero.")
 LOG2, log2 = _unary("log2", "Logarithm to base 2.")
 LOG10, log10 = _unary("log10", "Logarithm to base 10.")
 LOGADDEXP, logaddexp = _binary("logaddexp", "``log(exp(x1) + exp(x2))`` without overflow.")
+LOGADDEXP2, logaddexp2 = _binary("logaddexp2", "``log2(2**x1 + 2**x2)`` without overflow.")
 
 # ----- trigonometry ---------------------------------------------------------------------------------------------------
 
@@ -228,6 +239,8 @@ ATANH, atanh = _unary("atanh", "Inverse hyperbolic tangent.", "arctanh")
 FLOOR, floor = _unary("floor", "Rounded towards minus infinity.", nograd=_STEP)
 CEIL, ceil = _unary("ceil", "Rounded towards plus infinity.", nograd=_STEP)
 TRUNC, trunc = _unary("trunc", "Rounded towards zero.", nograd=_STEP)
+RINT, rint = _unary("rint", "Rounded to the nearest integer, halves to even, as a floating-point number.", nograd=_STEP)
+HEAVISIDE, heaviside = _binary("heaviside", "0 below zero, 1 above, ``x2`` there.")
 ROUND, round = _unary("round", "Rounded to the nearest integer, halves to even.", nograd=_STEP)
 CONJ, conj = _unary("conj", "Complex conjugate; real numbers are their own.", _conj)
 REAL, real = _unary("real", "Real part.")

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _infer
 from .._op import composite
-from ..creation import asarray
+from ..creation import asarray, elements
 from ..elementwise import where
 from ..errors import ShapeError
 from ..manipulation import broadcast_to, reshape
@@ -55,13 +55,11 @@ def piecewise(
         raise ShapeError(f"[piecewise] {len(functions)} functions for {len(found)} conditions; as many, or one more")
 
     def values(f: Callable[..., Any] | float) -> Any:
-        return f(x, *args) if callable(f) else f
+        return elements("piecewise", f(x, *args) if callable(f) else f, x.dtype)
 
-    out: Any = x * 0
-    if len(functions) > len(found):
-        out = broadcast_to(asarray(values(functions[-1])), x.shape).astype(x.dtype)
+    out = broadcast_to(values(functions[-1] if len(functions) > len(found) else 0), x.shape)
     for condition, function in zip(found, functions, strict=False):
-        out = where(condition, values(function), out).astype(x.dtype)
+        out = where(condition, values(function), out)
     return out
 
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from .._op import composite
 from .._wide import in_float32
-from ..creation import asarray
+from ..creation import asarray, elements, inexact
 from ..cumulative import diff
 from ..curves import convolve
-from ..elementwise import conj
 from ..manipulation import concat, flip, moveaxis, reshape
+from ..products import conjugated
 from ..reductions import sum
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def correlate(x: Any, y: Any, /, mode: str = "valid") -> Array:
     x, y = asarray(x), asarray(y)
     if y.size > x.size:
         # The longer one is what a convolution moves along, so that lags come out in the other order.
-        return flip(conj(correlate(y, x, mode)))
-    return convolve(x, conj(flip(y)), mode=mode)
+        return flip(conjugated(correlate(y, x, mode)))
+    return convolve(x, conjugated(flip(y)), mode=mode)
 
 
 @composite("trapezoid")
@@ -43,11 +43,11 @@ def trapezoid(y: Any, x: Any = None, /, dx: float = 1.0, axis: int = -1) -> Arra
     >>> mt.trapezoid(mt.asarray([1.0, 2.0, 3.0]))
     Array(4., dtype=float64)
     """
-    y = moveaxis(asarray(y), axis, -1)
+    y = moveaxis(inexact(y), axis, -1)
     if x is None:
         step: Any = dx
     else:
-        x = asarray(x)
+        x = inexact(x)
         step = diff(x) if x.ndim == 1 else diff(moveaxis(x, axis, -1))
     return sum(step * (y[..., 1:] + y[..., :-1]) / 2, axis=-1)
 
@@ -60,12 +60,10 @@ def ediff1d(x: Any, /, to_end: Any = None, to_begin: Any = None) -> Array:
     >>> mt.ediff1d(mt.asarray([1, 4, 9]), to_begin=0)
     Array([0, 3, 5])
     """
-    parts = [diff(reshape(asarray(x), (-1,)))]
-    if to_begin is not None:
-        parts.insert(0, reshape(asarray(to_begin).astype(parts[0].dtype), (-1,)))
-    if to_end is not None:
-        parts.append(reshape(asarray(to_end).astype(parts[0].dtype), (-1,)))
-    return concat(parts)
+    middle = diff(reshape(asarray(x), (-1,)))
+    ends = (None if v is None else reshape(elements("ediff1d", v, middle.dtype), (-1,)) for v in (to_begin, to_end))
+    before, after = ends
+    return concat([part for part in (before, middle, after) if part is not None])
 
 
 def hanning(n: int, /) -> Array:
