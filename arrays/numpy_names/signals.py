@@ -47,7 +47,8 @@ def trapezoid(y: Any, x: Any = None, /, dx: float = 1.0, axis: int = -1) -> Arra
     if x is None:
         step: Any = dx
     else:
-        x = inexact(x)
+        x = asarray(x)
+        x = x.astype(np.result_type(x.dtype, y.dtype)) if x.dtype.kind in "biu" else x
         step = diff(x) if x.ndim == 1 else diff(moveaxis(x, axis, -1))
     return sum(step * (y[..., 1:] + y[..., :-1]) / 2, axis=-1)
 

@@ -48,8 +48,7 @@ def _remainder_y(xp, g, x, y, ans):
 
 
 defvjp(ew.REMAINDER, x=same, y=_remainder_y)
-# (By an infinite divisor the quotient is 0.)
-defvjp(ew.FMOD, x=same, y=lambda xp, g, x, y, ans: -g * xp.where(ans == ans, xp.trunc(x / y), math.nan))
+defvjp(ew.FMOD, x=same, y=lambda xp, g, x, y, ans: -g * xp.round((x - ans) / y))
 defvjp(ew.HEAVISIDE, x=lambda xp, g: xp.zeros_like(g), y=lambda xp, g, x: xp.where(x == 0, g, 0.0))
 defvjp(ew.LDEXP, x=lambda xp, g, n: call(xp, ew.LDEXP, g, n))
 
@@ -134,16 +133,16 @@ defvjp(ew.LOG2, x=lambda xp, g, x: g / conj(xp, x * math.log(2)))
 defvjp(ew.LOG10, x=lambda xp, g, x: g / conj(xp, x * math.log(10)))
 
 
-def _share(xp, g, x, y, scale=1.0):
+def _share(xp, g, x, y):
     # The part of x in the sum: a half of two equal infinities.
-    return g * call(xp, ew.SIGMOID, xp.where(x == y, 0.0, (x - y) * scale))
+    return g * call(xp, ew.SIGMOID, xp.where(x == y, 0.0, x - y))
 
 
 defvjp(ew.LOGADDEXP, x=_share, y=lambda xp, g, x, y: _share(xp, g, y, x))
 defvjp(
     ew.LOGADDEXP2,
-    x=lambda xp, g, x, y: _share(xp, g, x, y, math.log(2)),
-    y=lambda xp, g, x, y: _share(xp, g, y, x, math.log(2)),
+    x=lambda xp, g, x, y: _share(xp, g, x * math.log(2), y * math.log(2)),
+    y=lambda xp, g, x, y: _share(xp, g, y * math.log(2), x * math.log(2)),
 )
 
 # ----- trigonometry ---------------------------------------------------------------------------------------------------
