@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -282,12 +285,23 @@ def histogram(
     where_to = asarray(edges, device=beside(flat))
     if moving:  # the outermost edges are elements, which have derivatives
         where_to = linspace(reductions.min(flat), reductions.max(flat), n + 1)
-    at = searchsorted(where_to, flat, side="right") - 1
-    at = where(flat == where_to[-1], n - 1, at)
-    inside = (at >= 0) & (at < n) & (flat == flat)
-    values = asarray(1 if weights is None else weights, device=beside(flat))
-    values = where(inside, values if weights is None else reshape(values, (-1,)), 0)
-    counts = bincount(clip(at, 0, n - 1), weights=values, length=n)
+    values = None if weights is None else reshape(asarray(weights, device=beside(flat)), (-1,))
+    if values is not None and values.shape != flat.shape:
+        raise ShapeError(f"[histogram] {values.size} weights for {flat.size} elements")
+
+    def counted(v: Array, of: Array | None) -> Array:
+        at = searchsorted(where_to, v, side="right") - 1
+        at = where(v == where_to[-1], n - 1, at)
+        inside = (at >= 0) & (at < n) & (v == v)
+        each = where(inside, asarray(1, device=beside(v)) if of is None else of, 0)
+        return bincount(clip(at, 0, n - 1), weights=each, length=n)
+
+    if pieces.large(flat) is None:
+        counts = counted(flat, values)
+    else:  # places take eight bytes an element, several times over
+        cuts = [slice(i, i + pieces.PIECE) for i in builtins.range(0, flat.size, pieces.PIECE)]
+        parts = (counted(flat[cut], None if values is None else values[cut]) for cut in cuts)
+        counts = functools.reduce(operator.add, parts)
     if density:
         counts = astype(counts, np.float64) if counts.dtype.kind in "biu" else counts
         counts = counts / reductions.sum(counts) / diff(where_to)

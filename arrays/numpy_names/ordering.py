@@ -76,17 +76,19 @@ def unique(
     return_inverse: bool = False,
     return_counts: bool = False,
     *,
+    equal_nan: bool = True,
     sorted: bool = True,
 ) -> Any:
     """The different elements, ascending; and, where asked for, their first places, which of them each element is, how often each occurs.
+
+    All NaN are one, but with ``equal_nan=False``.
 
     >>> import meshtape as mt
     >>> mt.unique(mt.asarray([2, 1, 2]), return_counts=True)
     (Array([1, 2]), Array([1, 2]))
     """
-    found = sets.unique_all(asarray(x))
-    extra = [found.indices] * return_index + [found.inverse_indices] * return_inverse + [found.counts] * return_counts
-    return (found.values, *extra) if extra else found.values
+    found = sets.distinct(x, return_index, return_inverse, return_counts, equal_nan=equal_nan)
+    return found if len(found) > 1 else found[0]
 
 
 def union1d(x: Any, y: Any, /) -> Array:
@@ -96,7 +98,7 @@ def union1d(x: Any, y: Any, /) -> Array:
     >>> mt.union1d([1, 2], [2, 3])
     Array([1, 2, 3])
     """
-    return sets.unique_values(concat([asarray(x), asarray(y)], axis=None))
+    return unique(concat([asarray(x), asarray(y)], axis=None))
 
 
 def intersect1d(x: Any, y: Any, /) -> Array:
@@ -106,7 +108,7 @@ def intersect1d(x: Any, y: Any, /) -> Array:
     >>> mt.intersect1d([1, 2], [2, 3])
     Array([2])
     """
-    found = sets.unique_values(asarray(x))
+    found = unique(x)
     return found[sets.isin(found, asarray(y))]
 
 
@@ -117,7 +119,7 @@ def setdiff1d(x: Any, y: Any, /) -> Array:
     >>> mt.setdiff1d([1, 2], [2, 3])
     Array([1])
     """
-    found = sets.unique_values(asarray(x))
+    found = unique(x)
     return found[sets.isin(found, asarray(y), invert=True)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,16 @@ import numpy as np
 from .. import _infer, statistics
 from .._dispatch import Deferred
 from .._op import composite
+from .._rows import wide
 from .._wide import in_float32
-from ..creation import asarray, full_like, inexact, ordered
+from ..creation import asarray, beside, full, full_like, inexact, ordered
 from ..cumulative import cumulative_prod, cumulative_sum
 from ..dtypes import real_of
 from ..elementwise import clip, conj, floor, isnan, real, sqrt, where
 from ..errors import DTypeError, ShapeError
 from ..manipulation import broadcast_to, concat, moveaxis, permute_dims, reshape
 from ..products import matmul
+from ..quantiles import between, quantile
 from ..reductions import all, argmax, argmin, max, mean, min, sum
 from ..searching import searchsorted, take_along_axis
 from ..sorting import sort
@@ -318,15 +321,20 @@ def nanquantile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False)
     """
     from ..reductions import any
 
-    x, q = inexact(x), asarray(q)
+    x, q = asarray(x), asarray(q)
     if x.dtype.kind == "c":
         raise DTypeError(f"[nanquantile] complex numbers have no order, got {x.dtype}")
+    if x.dtype.kind in "biu" and x.size:  # which have no NaN
+        return quantile(x, q, axis, keepdims=keepdims)
+    x = inexact(x)
     if bool(any((q < 0) | (q > 1))):
         raise ValueError("[nanquantile] quantiles lie between 0 and 1")
     axes = _infer.normalize_axis("nanquantile", axis, x.ndim)
     kept = tuple(i for i in range(x.ndim) if i not in axes)
     flat = moveaxis(x, kept, tuple(range(len(kept))))
-    flat = reshape(flat, (*(x.shape[i] for i in kept), -1))
+    flat = reshape(flat, (*(x.shape[i] for i in kept), math.prod(x.shape[i] for i in axes)))
+    if flat.shape[-1] == 0:
+        flat = full((*flat.shape[:-1], 1), np.nan, dtype=x.dtype, device=beside(x))
     ordered = sort(where(isnan(flat), np.inf, flat), axis=-1)
     count = sum(~isnan(flat), axis=-1, keepdims=True)
     levels = reshape(q.astype(np.float64), (1,) * len(kept) + (-1,))
@@ -334,9 +342,7 @@ def nanquantile(x: Any, q: Any, /, axis: Axis = None, *, keepdims: bool = False)
     low = floor(place).astype(np.int64)
     high = clip(low + 1, None, clip(count - 1, 0, None))
     a, b = take_along_axis(ordered, low, axis=-1), take_along_axis(ordered, high, axis=-1)
-    part = (place - low).astype(x.dtype)
-    # Not a + (b - a) * 0: that would be NaN beside an infinity.
-    out = where((part == 0) | (a == b), a, a * (1 - part) + b * part)
+    out = between(a, b, (place - low).astype(wide(x.dtype))).astype(x.dtype, copy=False)
     out = where(count == 0, np.nan, out)
     out = reshape(moveaxis(out, -1, 0), (*q.shape, *(x.shape[i] for i in kept)))
     if keepdims:
