@@ -85,6 +85,7 @@ from .elementwise import (
     equal,
     erf,
     exp,
+    exp2,
     expm1,
     floor,
     floor_divide,

@@ -31,6 +31,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "log1p": ("mt.log1p(mt.asarray([0.0, 1e-12]))", "Array([0.e+00, 1.e-12], dtype=float64)"),
     "log2": ("mt.log2(mt.asarray([1.0, 8.0]))", "Array([0., 3.], dtype=float64)"),
     "log10": ("mt.log10(mt.asarray([1.0, 1000.0]))", "Array([0., 3.], dtype=float64)"),
+    "exp2": ("mt.exp2(mt.asarray([0.0, 3.0]))", "Array([1., 8.], dtype=float64)"),
     "logaddexp2": ("mt.logaddexp2(mt.asarray(1000.0), 1000.0)", "Array(1001., dtype=float64)"),
     "heaviside": ("mt.heaviside(mt.asarray([-1.0, 0.0, 2.0]), 0.5)", "Array([0. , 0.5, 1. ], dtype=float64)"),
     "rint": ("mt.rint(mt.asarray([0.5, 1.6]))", "Array([0., 2.], dtype=float64)"),

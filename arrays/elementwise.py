@@ -211,6 +211,7 @@ FMIN, fmin = _binary("fmin", "The smaller one; the other where one is NaN. At ti
 
 EXP, exp = _unary("exp", "``e**x``.")
 EXPM1, expm1 = _unary("expm1", "``e**x - 1``, exact near zero.", _expm1)
+EXP2, exp2 = _unary("exp2", "``2**x``.")
 LOG, log = _unary("log", "Natural logarithm.")
 LOG1P, log1p = _unary("log1p", "``log(1 + x)``, exact near zero.")
 LOG2, log2 = _unary("log2", "Logarithm to base 2.")
@@ -297,6 +298,8 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Array:
     >>> mt.where(mt.asarray([True, False]), 1.0, 2.0)
     Array([1., 2.], dtype=float64)
     """
+    if type(x1) is int or type(x2) is int:
+        _check_branches(x1, x2)
     chosen = getattr(condition, "_buf", None)
     if type(chosen) is _ndarray and chosen.dtype.num < HALF and not state.now.recorders:
         x, y = getattr(x1, "_buf", x1), getattr(x2, "_buf", x2)
@@ -310,6 +313,15 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Array:
             except REFUSED:
                 pass
     return apply(WHERE, (condition, x1, x2))
+
+
+def _check_branches(x1: Any, x2: Any) -> None:
+    """NumPy lets a number that is out of the range of the other branch wrap around."""
+    from .creation import check_numbers
+
+    for number, other in ((x1, x2), (x2, x1)):
+        if type(number) is int and not 0 <= number < 128 and getattr(other, "dtype", _BOOLS).kind in "iu":
+            check_numbers("where", number, other.dtype)
 
 
 _OWN_BOUNDS = frozenset(np.dtype(t).num for t in "fd")

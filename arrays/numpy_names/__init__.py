@@ -12,7 +12,6 @@ from .elements import (
     angle,
     deg2rad,
     degrees,
-    exp2,
     fabs,
     float_power,
     iscomplex,

@@ -50,18 +50,6 @@ def _scaled(x: Array, factor: float) -> Array:
     return x * factor
 
 
-@composite("exp2")
-def exp2(x: Any, /) -> Array:
-    """Two to the power of ``x``.
-
-    >>> import meshtape as mt
-    >>> mt.exp2(mt.asarray([0.0, 3.0]))
-    Array([1., 8.], dtype=float64)
-    """
-    x = _floating(x)
-    return ew.pow(np.asarray(2, x.dtype), x)
-
-
 @composite("deg2rad")
 def deg2rad(x: Any, /) -> Array:
     """Degrees as radians.

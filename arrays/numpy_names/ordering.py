@@ -108,8 +108,8 @@ def intersect1d(x: Any, y: Any, /) -> Array:
     >>> mt.intersect1d([1, 2], [2, 3])
     Array([2])
     """
-    found = unique(x)
-    return found[sets.isin(found, asarray(y))]
+    found, y = unique(x), asarray(y)
+    return found[sets.isin(found, y)].astype(np.result_type(found.dtype, y.dtype))
 
 
 def setdiff1d(x: Any, y: Any, /) -> Array:

@@ -11,6 +11,7 @@ from .._wide import in_float32
 from ..creation import asarray, elements, inexact
 from ..cumulative import diff
 from ..curves import convolve
+from ..errors import DTypeError
 from ..manipulation import concat, flip, moveaxis, reshape
 from ..products import conjugated
 from ..reductions import sum
@@ -62,9 +63,16 @@ def ediff1d(x: Any, /, to_end: Any = None, to_begin: Any = None) -> Array:
     Array([0, 3, 5])
     """
     middle = diff(reshape(asarray(x), (-1,)))
-    ends = (None if v is None else reshape(elements("ediff1d", v, middle.dtype), (-1,)) for v in (to_begin, to_end))
-    before, after = ends
-    return concat([part for part in (before, middle, after) if part is not None])
+
+    def end(v: Any) -> list[Array]:
+        given = np.result_type(middle.dtype, v if isinstance(v, int | float | complex) else asarray(v).dtype)
+        if not np.can_cast(given, middle.dtype, "same_kind"):
+            raise DTypeError(
+                f"[ediff1d] an end of {given.name} for differences of {middle.dtype.name}: cast the array first"
+            )
+        return [reshape(elements("ediff1d", v, middle.dtype), (-1,))]
+
+    return concat([*([] if to_begin is None else end(to_begin)), middle, *([] if to_end is None else end(to_end))])
 
 
 def hanning(n: int, /) -> Array:

@@ -17,7 +17,7 @@ from .._wide import in_float32
 from ..creation import asarray, beside, full, full_like, inexact, ordered
 from ..cumulative import cumulative_prod, cumulative_sum
 from ..dtypes import real_of
-from ..elementwise import clip, conj, floor, isnan, real, sqrt, where
+from ..elementwise import clip, conj, floor, floor_divide, isnan, real, remainder, sqrt, where
 from ..errors import DTypeError, ShapeError
 from ..manipulation import broadcast_to, concat, moveaxis, permute_dims, reshape
 from ..products import matmul
@@ -218,8 +218,7 @@ def divmod(x: Any, y: Any, /) -> tuple[Array, Array]:
     >>> mt.divmod(mt.asarray([7, -7]), 2)
     (Array([ 3, -4]), Array([1, 1]))
     """
-    x = asarray(x)
-    return x // y, x % y
+    return floor_divide(x, y), remainder(x, y)
 
 
 # ----- running --------------------------------------------------------------------------------------------------------

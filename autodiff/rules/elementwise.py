@@ -127,6 +127,7 @@ defvjp(
 
 defvjp(ew.EXP, x=lambda xp, g, ans: g * conj(xp, ans))
 defvjp(ew.EXPM1, x=lambda xp, g, ans: g * conj(xp, ans + 1.0))
+defvjp(ew.EXP2, x=lambda xp, g, ans: g * conj(xp, ans * math.log(2)))
 defvjp(ew.LOG, x=lambda xp, g, x: g / conj(xp, x))
 defvjp(ew.LOG1P, x=lambda xp, g, x: g / conj(xp, x + 1.0))
 defvjp(ew.LOG2, x=lambda xp, g, x: g / conj(xp, x * math.log(2)))
