@@ -156,9 +156,13 @@ def cov(
     n = x.shape[1]
     ddof = (0 if bias else 1) if ddof is None else ddof
     w: Any = None
-    for given in (fweights, aweights):
+    for name, given in (("fweights", fweights), ("aweights", aweights)):
         if given is not None:
             given = asarray(given)
+            if name == "fweights" and given.dtype.kind not in "biu":
+                raise DTypeError(f"[cov] fweights are integers, got {given.dtype.name}: aweights are any numbers")
+            if not isinstance(given._buf, Deferred) and bool((given < 0).any()):
+                raise ValueError("[cov] weights must not be negative")
             if given.shape != (n,):
                 raise ShapeError(f"[cov] weights of shape {given.shape} for {n} observations")
             given = given.astype(real_of(x.dtype)) if given.dtype.kind in "biu" else given
