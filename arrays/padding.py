@@ -73,7 +73,7 @@ def pad(
     for v in [v for pair in values for v in pair] if mode in ("constant", "linear_ramp") else []:
         if isinstance(v, int | float | complex):
             check_numbers("pad", v, x.dtype)
-    if mode in ("constant", "empty") and not np.ndim(given):
+    if mode in ("constant", "empty") and not _nested(given):
         shape = tuple(b + n + a for n, (b, a) in zip(x.shape, widths, strict=True))
         place = tuple(slice(b, b + n) for n, (b, _) in zip(x.shape, widths, strict=True))
         return full(shape, given, dtype=x.dtype, device=beside(x)).at[place].set(x)
@@ -101,13 +101,17 @@ def pad(
     return x
 
 
+def _nested(value: Any) -> bool:
+    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0
+
+
 def _pairs(what: str, value: Any, x: Array) -> list[tuple[Any, Any]]:
     """One pair an axis of what is one number, one pair, or one pair (or number in brackets) an axis."""
-    found = [value] if not np.ndim(value) else [list(v) if np.ndim(v) else v for v in value]
+    found = [list(v) if _nested(v) else v for v in value] if _nested(value) else [value]
     rows = [v if isinstance(v, list) else None for v in found]
     if all(r is None for r in rows) and len(found) in (1, 2):
         return [(found[0], found[-1])] * x.ndim
-    if all(r is not None and len(r) in (1, 2) and not any(map(np.ndim, r)) for r in rows) and len(rows) in (1, x.ndim):
+    if all(r is not None and len(r) in (1, 2) and not any(map(_nested, r)) for r in rows) and len(rows) in (1, x.ndim):
         pairs = [(r[0], r[-1]) for r in rows if r is not None]
         return pairs * x.ndim if len(pairs) == 1 else pairs
     raise ShapeError(
@@ -119,7 +123,7 @@ def _widths(value: Any, x: Array) -> list[tuple[int, int]]:
     from ._infer import one_axis
 
     if isinstance(value, dict):
-        given = {one_axis("pad", a, x.ndim): v if np.ndim(v) else (v, v) for a, v in value.items()}
+        given = {one_axis("pad", a, x.ndim): v if _nested(v) else (v, v) for a, v in value.items()}
         value = [given.get(a, (0, 0)) for a in range(x.ndim)]
     try:
         pairs = [(operator.index(b), operator.index(a)) for b, a in _pairs("pad_width", value, x)]
