@@ -164,9 +164,7 @@ def _sign(xp: Any, x: Any) -> Any:
 
 
 def _conj(xp: Any, x: Any) -> Any:
-    if x.dtype.kind == "c":
-        return xp.conj(x)
-    return x.astype(np.int8) if x.dtype.kind == "b" else x  # as NumPy, which counts with truths
+    return xp.conj(x) if x.dtype.kind == "c" else x
 
 
 def _ldexp(xp: Any, x: Any, n: Any) -> Any:

@@ -125,13 +125,6 @@ def matmul(x1: Any, x2: Any, /) -> Array:
     return apply(MATMUL, (as_array(x1), as_array(x2)))
 
 
-def conjugated(x: Array) -> Array:
-    """The complex conjugate in a product, where booleans stay such."""
-    from .elementwise import conj
-
-    return conj(x) if x.dtype.kind == "c" else x
-
-
 def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     """Sums of products along an axis, the first operand conjugated; the other dimensions broadcast.
 
@@ -140,6 +133,7 @@ def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     Array(11)
     """
     from .creation import asarray
+    from .elementwise import conj
     from .manipulation import moveaxis
 
     x1, x2 = asarray(x1), asarray(x2)
@@ -149,7 +143,7 @@ def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     if x1.shape[axis] != x2.shape[axis]:
         raise ShapeError(f"[vecdot] the lengths along axis {axis} differ: {x1.shape} and {x2.shape}")
     x1, x2 = moveaxis(x1, axis, -1), moveaxis(x2, axis, -1)
-    return matmul(conjugated(x1)[..., None, :], x2[..., :, None])[..., 0, 0]
+    return matmul(conj(x1)[..., None, :], x2[..., :, None])[..., 0, 0]
 
 
 def tensordot(x1: Any, x2: Any, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from .. import products
 from .._op import composite
 from ..creation import asarray
+from ..elementwise import conj
 from ..manipulation import reshape
-from ..products import conjugated, matmul, tensordot
+from ..products import matmul, tensordot
 
 if TYPE_CHECKING:
     from .._array import Array
@@ -38,7 +39,7 @@ def vdot(x: Any, y: Any, /) -> Array:
     >>> mt.vdot(mt.asarray([1j, 1.0]), mt.asarray([1j, 2.0]))
     Array(3.+0.j, dtype=complex128)
     """
-    return matmul(conjugated(reshape(asarray(x), (-1,))), reshape(asarray(y), (-1,)))
+    return matmul(conj(reshape(asarray(x), (-1,))), reshape(asarray(y), (-1,)))
 
 
 @composite("inner")
@@ -94,4 +95,4 @@ def vecmat(x: Any, y: Any, /) -> Array:
     >>> mt.vecmat(mt.ones(2), mt.ones((4, 2, 3))).shape
     (4, 3)
     """
-    return matmul(conjugated(asarray(x))[..., None, :], asarray(y))[..., 0, :]
+    return matmul(conj(asarray(x))[..., None, :], asarray(y))[..., 0, :]

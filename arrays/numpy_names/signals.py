@@ -11,9 +11,9 @@ from .._wide import in_float32
 from ..creation import asarray, elements, inexact
 from ..cumulative import diff
 from ..curves import convolve
+from ..elementwise import conj
 from ..errors import DTypeError
 from ..manipulation import concat, flip, moveaxis, reshape
-from ..products import conjugated
 from ..reductions import sum
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def correlate(x: Any, y: Any, /, mode: str = "valid") -> Array:
     x, y = asarray(x), asarray(y)
     if y.size > x.size:
         # The longer one is what a convolution moves along, so that lags come out in the other order.
-        return flip(conjugated(correlate(y, x, mode)))
-    return convolve(x, conjugated(flip(y)), mode=mode)
+        return flip(conj(correlate(y, x, mode)))
+    return convolve(x, conj(flip(y)), mode=mode)
 
 
 @composite("trapezoid")
