@@ -18,6 +18,7 @@ from .devices import CPU, Device, default_device, device
 from .dtypes import OWN, as_dtype, check_cast, float64
 from .errors import DTypeError, NumberRangeError, OutOfMemory, ShapeError
 from .nested import holds_history, ramp, repeated, stacked
+from .number_ranges import check_numbers, plain
 from .pool import copied
 
 
@@ -136,7 +137,9 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises where
     # copy=False is asked of what holds no array.
     try:
-        host = np.array(_plain(obj), dtype=wanted, copy=copy is not False)
+        if wanted is not None and isinstance(obj, int | float | complex | list | tuple):
+            check_numbers("asarray", obj, wanted)
+        host = np.array(plain(obj), dtype=wanted, copy=copy is not False)
     except ValueError as e:
         if "inhomogeneous" not in str(e):
             raise
@@ -166,13 +169,12 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
     return host.astype(dtype)
 
 
-def _plain(obj: Any) -> Any:
-    """Nested sequences of Arrays as nested sequences of NumPy arrays."""
-    if isinstance(obj, Array):
-        return np.asarray(obj)
-    if isinstance(obj, list | tuple):
-        return [_plain(o) for o in obj]
-    return obj
+def elements(name: str, values: Any, dtype: np.dtype) -> Array:
+    """``values`` as elements of an array of ``dtype``: arrays are cast, as everywhere; Python numbers must have a place there."""
+    if hasattr(values, "dtype") or holds_history(values):
+        return asarray(values).astype(dtype, copy=False)
+    check_numbers(name, values, dtype)
+    return asarray(values, dtype)
 
 
 def own_copy(x: Array) -> Array:
@@ -225,15 +227,16 @@ def full(
         check_cast("full", fill_value.dtype, wanted)
         return asarray(repeated(fill_value, as_shape("full", shape), wanted), device=device)
     fill_value = number(fill_value)
-    plain = isinstance(fill_value, int | float | complex)
-    value = fill_value if plain else np.asarray(asarray(fill_value))
-    found = as_dtype(np.asarray(value).dtype, "full") if dtype is None or not plain else None
-    wanted = found if dtype is None else as_dtype(dtype, "full")
-    check_cast("full", np.dtype(complex) if isinstance(value, complex) else found or wanted, wanted)
+    wanted = None if dtype is None else as_dtype(dtype, "full")
+    if wanted is not None and isinstance(fill_value, int | float | complex):
+        check_numbers("full", value := fill_value, wanted)
+    else:
+        value = np.asarray(asarray(fill_value) if wanted is None else elements("full", fill_value, wanted))
+        wanted = value.dtype
     try:
         return _filled("full", as_shape("full", shape), value, wanted, device, np.full)
     except ValueError as e:
-        if not plain and "broadcast" in str(e):
+        if "broadcast" in str(e):
             raise ShapeError(f"[full] a value of shape {value.shape} does not fill an array of shape {shape}") from None
         raise
 
@@ -349,6 +352,8 @@ def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None)
 
     x = asarray(x)
     dtype = x.dtype if dtype is None else as_dtype(dtype, name)
+    if name == "full_like" and isinstance(value, int | float | complex):
+        check_numbers(name, value, dtype)
     if isinstance(x._buf, Deferred) and where is None:
         if not isinstance(value, int | float | complex | np.generic):
             value = asarray(value)

@@ -36,7 +36,6 @@ def _infer_running(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 def _decompose_prod(x: Array, axis: int) -> Array:
     """By doubling: after step k each place holds the product of the 2**k elements up to it. No division, so that zeros are
     no special case for the derivative."""
-    from .creation import ones_like
     from .manipulation import astype, concat
 
     dtype = np.cumprod(np.ones(1, x.dtype)).dtype if x.dtype.kind in "biu" else x.dtype
@@ -44,8 +43,9 @@ def _decompose_prod(x: Array, axis: int) -> Array:
     lead = (slice(None),) * axis
     step = 1
     while step < x.shape[axis]:
-        shifted = concat([ones_like(out[(*lead, slice(None, step))]), out[(*lead, slice(None, -step))]], axis=axis)
-        out = out * shifted
+        # (The first ones stay as they are: a complex infinity times one would have a part that is NaN.)
+        first, rest = out[(*lead, slice(None, step))], out[(*lead, slice(step, None))]
+        out = concat([first, rest * out[(*lead, slice(None, -step))]], axis=axis)
         step *= 2
     return astype(out, dtype, copy=False)
 
@@ -130,7 +130,8 @@ def diff(x: Any, /, n: int = 1, axis: int = -1, *, prepend: Any = None, append: 
     parts = []
     for piece in (prepend, x, append):
         if piece is not None:
-            p = asarray(piece, dtype=None if hasattr(piece, "dtype") else x.dtype)
+            # As NumPy has it a number among integers is one of 64 bits; beside floats it widens nothing.
+            p = asarray(piece, None if hasattr(piece, "dtype") or x.dtype.kind in "biu" else x.dtype)
             parts.append(broadcast_to(p, (*x.shape[:axis], 1, *x.shape[axis + 1 :])) if p.ndim == 0 else p)
     out = concat(parts, axis=axis) if len(parts) > 1 else astype(x, x.dtype)
     lead = (slice(None),) * axis

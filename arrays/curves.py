@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
+from ._direct import HALF, buffers, result
 from ._dispatch import has_history
 from ._op import composite
 from ._wide import in_float32
@@ -40,13 +41,13 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
     >>> mt.interp(mt.asarray([0.5, 3.0]), mt.asarray([0.0, 1.0]), mt.asarray([10.0, 20.0]))
     Array([15., 20.], dtype=float64)
     """
-    from .creation import asarray
-    from .elementwise import clip, isnan, where
+    from .creation import inexact, ordered
+    from .elementwise import clip, isfinite, isinf, isnan, where
     from .manipulation import concat
     from .searching import searchsorted, take
     from .sorting import argsort
 
-    x, xp, fp = asarray(x), asarray(xp), asarray(fp)
+    x, xp, fp = inexact(ordered("interp", x)), inexact(ordered("interp", xp)), inexact(fp)
     if xp.ndim != 1 or xp.shape != fp.shape or not xp.size:
         raise ShapeError(f"[interp] points of shapes {xp.shape} and {fp.shape} must have one dimension of one length")
     if period is not None:
@@ -68,6 +69,9 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
         width = x1 - x0
         slope = (f1 - f0) / where(width == 0, 1, width)
         inside = where(width == 0, f1, f0 + slope * (x - x0))
+        # Between two ends of which one is infinite all is, and NaN beside NaN; but not at the other end.
+        far = where((f0 == f1) | (x == x0), f0, where(isinf(f0) & isinf(f1), np.nan, where(isfinite(f0), f1, f0)))
+        inside = where(isfinite(f0) & isfinite(f1), inside, where(isnan(f1) & (x != x0), f1, far))
         inside = where(x == xp[-1], fp[-1], inside)  # exact at the last point too
     out = where(x < xp[0], first, where(x > xp[-1], last, inside))
     return where(isnan(x), np.nan, out)
@@ -84,9 +88,10 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     Array([ 0,  1, 12, 23, 30])
     """
     from .creation import asarray
+    from .elementwise import where
     from .manipulation import flip
     from .padding import pad
-    from .products import matmul
+    from .reductions import sum
 
     a, v = asarray(a), asarray(v)
     if a.ndim != 1 or v.ndim != 1 or not a.size or not v.size:
@@ -100,7 +105,12 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     after = {"full": m - 1, "same": (m - 1) // 2, "valid": 0}[mode]
     count = n + before + after - m + 1
     windows = np.arange(count)[:, None] + np.arange(m)
-    return matmul(pad(a, ((before, after),))[windows], flip(v))
+    if (both := buffers((a, v))) is not None and np.result_type(*both).num < HALF:
+        return result(np.convolve(*both, mode))
+    # (Beside the ends nothing counts: zeros there would make NaN of what is infinite in the shorter one.)
+    inside = (windows >= before) & (windows < n + before)
+    terms = pad(a, ((before, after),))[windows] * flip(v)
+    return sum(where(inside, terms, False if terms.dtype.kind == "b" else 0), axis=-1, dtype=terms.dtype)
 
 
 @composite("gradient")
@@ -150,7 +160,7 @@ def gradient(
 
 
 def _slope(x: Array, axis: int, spacing: Any, edge_order: int) -> Array:
-    from .creation import asarray
+    from .creation import inexact
     from .manipulation import concat, reshape
 
     n = x.shape[axis]
@@ -169,10 +179,11 @@ def _slope(x: Array, axis: int, spacing: Any, edge_order: int) -> Array:
         if (apart == apart[0]).all():
             spacing = apart[0].item()  # as NumPy does, so that a NaN is not its own slope
     if np.ndim(spacing) == 0:
+        spacing = inexact(spacing) if hasattr(spacing, "dtype") else spacing
         inner = (at(2, None) - at(None, -2)) / (2 * spacing)
         near, far = (spacing, spacing), (spacing, spacing)
     else:
-        places = asarray(spacing)
+        places = inexact(spacing)
         if places.shape != (n,):
             raise ShapeError(f"[gradient] {places.shape} coordinates for axis {axis} of shape {x.shape}")
         h = (places[1:] - places[:-1]).astype(x.dtype, copy=False)

@@ -167,6 +167,12 @@ def _conj(xp: Any, x: Any) -> Any:
     return xp.conj(x) if x.dtype.kind == "c" else x
 
 
+def _ldexp(xp: Any, x: Any, n: Any) -> Any:
+    if not all_integers(n):
+        raise DTypeError("[ldexp] the exponent is an integer: write x * 2.0**n for a power that is none")
+    return xp.ldexp(x, n)
+
+
 _BOOL = "boolean result"
 _BOOLS = np.dtype(bool)
 _INT = "integer result"
@@ -182,6 +188,8 @@ FLOOR_DIVIDE, floor_divide = _binary(
     "floor_divide", "Quotient rounded towards minus infinity.", _floor_divide, nograd=_STEP
 )
 REMAINDER, remainder = _binary("remainder", "Rest of the floor division, with the sign of the divisor.")
+FMOD, fmod = _binary("fmod", "Rest of the division rounded towards zero, with the sign of ``x1``.")
+LDEXP, ldexp = _binary("ldexp", "``x1 * 2**x2``, rounded once; ``x2`` are integers.", _ldexp)
 POW, pow = _binary("pow", "``x1`` to the power ``x2``.", "power")
 NEGATIVE, negative = _unary("negative", "Minus ``x``.")
 POSITIVE, positive = _unary("positive", "``x`` itself.")
@@ -201,11 +209,13 @@ FMIN, fmin = _binary("fmin", "The smaller one; the other where one is NaN. At ti
 
 EXP, exp = _unary("exp", "``e**x``.")
 EXPM1, expm1 = _unary("expm1", "``e**x - 1``, exact near zero.", _expm1)
+EXP2, exp2 = _unary("exp2", "``2**x``.")
 LOG, log = _unary("log", "Natural logarithm.")
 LOG1P, log1p = _unary("log1p", "``log(1 + x)``, exact near zero.")
 LOG2, log2 = _unary("log2", "Logarithm to base 2.")
 LOG10, log10 = _unary("log10", "Logarithm to base 10.")
 LOGADDEXP, logaddexp = _binary("logaddexp", "``log(exp(x1) + exp(x2))`` without overflow.")
+LOGADDEXP2, logaddexp2 = _binary("logaddexp2", "``log2(2**x1 + 2**x2)`` without overflow.")
 
 # ----- trigonometry ---------------------------------------------------------------------------------------------------
 
@@ -228,6 +238,8 @@ ATANH, atanh = _unary("atanh", "Inverse hyperbolic tangent.", "arctanh")
 FLOOR, floor = _unary("floor", "Rounded towards minus infinity.", nograd=_STEP)
 CEIL, ceil = _unary("ceil", "Rounded towards plus infinity.", nograd=_STEP)
 TRUNC, trunc = _unary("trunc", "Rounded towards zero.", nograd=_STEP)
+RINT, rint = _unary("rint", "Rounded to the nearest integer, halves to even, as a floating-point number.", nograd=_STEP)
+HEAVISIDE, heaviside = _binary("heaviside", "0 below zero, 1 above, ``x2`` there.")
 ROUND, round = _unary("round", "Rounded to the nearest integer, halves to even.", nograd=_STEP)
 CONJ, conj = _unary("conj", "Complex conjugate; real numbers are their own.", _conj)
 REAL, real = _unary("real", "Real part.")
@@ -284,6 +296,8 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     >>> mt.where(mt.asarray([True, False]), 1.0, 2.0)
     Array([1., 2.], dtype=float64)
     """
+    if type(x1) is int or type(x2) is int:
+        _check_branches(x1, x2)
     chosen = getattr(condition, "_buf", None)
     if type(chosen) is _ndarray and chosen.dtype.num < HALF and not state.now.recorders:
         x, y = getattr(x1, "_buf", x1), getattr(x2, "_buf", x2)
@@ -301,6 +315,15 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
 
         return nonzero(condition)
     return apply(WHERE, (condition, x1, x2))
+
+
+def _check_branches(x1: Any, x2: Any) -> None:
+    """NumPy lets a number that is out of the range of the other branch wrap around."""
+    from .number_ranges import check_numbers
+
+    for number, other in ((x1, x2), (x2, x1)):
+        if type(number) is int and not 0 <= number < 128 and getattr(other, "dtype", _BOOLS).kind in "iu":
+            check_numbers("where", number, other.dtype)
 
 
 _OWN_BOUNDS = frozenset(np.dtype(t).num for t in "fd")

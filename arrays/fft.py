@@ -15,6 +15,7 @@ import numpy as np
 from . import _infer
 from ._dispatch import apply
 from ._op import Op, composite
+from ._wide import in_float32
 from .dtypes import as_dtype
 from .errors import DTypeError, ShapeError
 from .program import ShapeDtype
@@ -231,6 +232,7 @@ def rfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
     return _rfft_along("rfft", x, axis, n, norm)
 
 
+@in_float32
 def irfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Inverse of :func:`rfft`: ``n`` real numbers (``2 * (m - 1)`` for ``m`` terms by default).
 
@@ -280,6 +282,7 @@ def irfftn(
 
 
 @composite("hfft")
+@in_float32
 def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Transform of a signal with Hermitian symmetry, given by its first half: ``n`` real numbers.
 

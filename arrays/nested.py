@@ -61,10 +61,9 @@ def ramp(start: Any, stop: Any, num: int, endpoint: bool, dtype: np.dtype | None
     from .manipulation import astype, reshape
 
     # Python numbers stay such, which widen nothing. NumPy takes other libraries' short floats to float64.
-    first, last = (
-        (astype(v, np.float64) if v.dtype.kind == "V" else v * 1.0) if isinstance(v, Array) else v
-        for v in (start, stop)
-    )
+    given = [v.dtype if isinstance(v, Array) else v for v in (start, stop)]
+    wide = np.result_type(*(np.dtype(float) if getattr(d, "kind", "") == "V" else d for d in given), 1.0)
+    first, last = (astype(v, wide, copy=False) if isinstance(v, Array) else v for v in (start, stop))
     if num < 0:
         raise ValueError(f"[linspace] num must not be negative, got {num}")
     steps = num - 1 if endpoint else num

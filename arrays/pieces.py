@@ -17,10 +17,15 @@ PIECE = 1 << 18
 """Elements of a piece: a few temporaries of it fit the cache."""
 
 
-def large(x: Any) -> Any:
-    """The memory of an Array that is to be reduced in pieces: NumPy's, large, while nobody records; else None."""
+def large(x: Any, wide: np.dtype | None = None) -> Any:
+    """The memory of an Array that is to be reduced in pieces: NumPy's, large, while nobody records; else None.
+
+    None too where a cast to ``wide`` would drop an imaginary part, which the function `astype` refuses.
+    """
     buf = buffer(x)
-    return buf if buf is not None and buf.size >= LARGE else None
+    if buf is None or buf.size < LARGE or (wide is not None and buf.dtype.kind == "c" and wide.kind != "c"):
+        return None
+    return buf
 
 
 def reduced(

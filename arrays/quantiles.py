@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer
+from ._core import FIRST_USER_DTYPE
+from ._direct import buffer
+from ._dispatch import wrap
 from ._op import composite
 from ._rows import wide
 from .errors import DTypeError, ShapeError
@@ -60,28 +63,45 @@ _METHODS: dict[str, Places] = {
 _PICKING = frozenset({"lower", "higher", "nearest", "inverted_cdf", "closest_observation"})
 
 
-def _rows(name: str, x: Any, axis: Axis, picking: bool) -> tuple[Array, tuple[int, ...]]:
+def _rows(name: str, x: Any, axis: Axis) -> tuple[Array, tuple[int, ...]]:
     """The axes laid out as one last dimension, and the axes."""
     from .creation import asarray
-    from .manipulation import astype, permute_dims, reshape
+    from .manipulation import permute_dims, reshape
 
     x = asarray(x)
     if x.dtype.kind == "c":
         raise DTypeError(f"[{name}] complex numbers have no order")
-    if x.dtype.kind in "biu" and not picking:
-        x = astype(x, np.float64)
     axes = _infer.normalize_axis(name, axis, x.ndim)
     keep = [i for i in range(x.ndim) if i not in axes]
     length = int(np.prod([x.shape[a] for a in axes]))
     return reshape(permute_dims(x, (*keep, *axes)), (*(x.shape[i] for i in keep), length)), axes
 
 
+def _ordered(rows: Array, places: np.ndarray) -> Array:
+    """The rows with those elements at these places that sorting puts there; nobody looks at the others."""
+    from .sorting import sort
+
+    buf = buffer(rows)
+    if buf is None or buf.dtype.num >= FIRST_USER_DTYPE:
+        return sort(rows, axis=-1)
+    return wrap(np.partition(buf, places, axis=-1))
+
+
+def between(below: Array, above: Array, part: Array) -> Array:
+    """On the straight line between two neighbours, as NumPy computes it; also beside infinities, where it has NaN."""
+    from .elementwise import isfinite, where
+
+    step = above - below
+    near = where(part < 0.5, below + step * part, above - step * (1 - part))
+    # Not below + (above - below) * 0, which is NaN there.
+    far = where(part == 0, below, where(part == 1, above, below * (1 - part) + above * part))
+    return where(isfinite(step), near, far)
+
+
 def _quantile(name: str, x: Any, parts: np.ndarray, axis: Axis, keepdims: bool, method: str) -> Array:
     from .creation import asarray, beside, full
     from .elementwise import isnan, where
     from .manipulation import astype, expand_dims, moveaxis, reshape
-    from .reductions import any
-    from .sorting import sort
 
     if parts.ndim > 1:
         flat = _quantile(name, x, parts.reshape(-1), axis, keepdims, method)
@@ -90,26 +110,26 @@ def _quantile(name: str, x: Any, parts: np.ndarray, axis: Axis, keepdims: bool, 
         raise ValueError(f"[{name}] q must be between 0 and {100 if name == 'percentile' else 1}")
     if method not in _METHODS:
         raise ValueError(f"[{name}] method must be one of {', '.join(_METHODS)}, got {method!r}")
-    rows, axes = _rows(name, x, axis, method in _PICKING)
-    floating = rows.dtype.kind not in "biu"
+    rows, axes = _rows(name, x, axis)
+    whole = rows.dtype.kind in "biu"
+    dtype = np.dtype(np.float64) if whole and method not in _PICKING else rows.dtype
     n = rows.shape[-1]
     if n == 0:
-        if not floating:
+        if dtype.kind in "biu":
             raise ShapeError(f"[{name}] of no elements has no value of {rows.dtype.name}: shape {asarray(x).shape}")
-        out = full((*rows.shape[:-1], *parts.shape), np.nan, dtype=rows.dtype, device=beside(rows))
+        out = full((*rows.shape[:-1], *parts.shape), np.nan, dtype=dtype, device=beside(rows))
     else:
         at = np.clip(_METHODS[method](parts, n), 0, n - 1)
         low, high = np.floor(at).astype(np.intp), np.ceil(at).astype(np.intp)
-        ordered = sort(rows, axis=-1)
-        out = ordered[..., low]
+        places = np.unique([*low.ravel(), *high.ravel(), n - 1])
+        ordered = _ordered(rows, places)
+        # (Integers become floats when they have been chosen: to sort them takes less memory.)
+        out = astype(ordered[..., low], dtype, copy=False)
         if method not in _PICKING:
-            above = ordered[..., high]
-            weight = asarray((at - low).astype(wide(rows.dtype)), device=beside(rows))
-            # Not below + (above - below) * 0: that would be NaN between two infinities.
-            out = where(weight == 0, out, where(weight == 1, above, out * (1 - weight) + above * weight))
-            out = astype(out, rows.dtype, copy=False)
-        if floating:
-            bad = any(isnan(rows), axis=-1)
+            weight = asarray((at - low).astype(wide(dtype)), device=beside(rows))
+            out = astype(between(out, astype(ordered[..., high], dtype, copy=False), weight), dtype, copy=False)
+        if not whole:
+            bad = isnan(ordered[..., -1])  # which is where sorting puts NaN
             out = where(bad if parts.ndim == 0 else expand_dims(bad, axis=-1), np.nan, out)
     if parts.ndim:
         out = moveaxis(out, -1, 0)

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import builtins
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +11,10 @@ import numpy as np
 
 from . import _infer
 from ._direct import HALF, REFUSED, TAKES_ELLIPSIS, buffer, result
-from ._dispatch import apply, as_array, as_number, wrap
+from ._dispatch import apply, as_array, wrap
 from ._op import OPS, Op, composite, state
-from .dtypes import as_dtype, real_of
-from .errors import DTypeError, NumPyFunctionError, ShapeError
+from .dtypes import as_dtype
+from .errors import NumPyFunctionError, ShapeError
 from .pieces import LARGE, large, reduced
 
 if TYPE_CHECKING:
@@ -183,7 +181,7 @@ def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
     from .manipulation import astype
 
     dtype = as_dtype(dtype, op.name)
-    if (buf := large(x)) is not None and (buf.dtype.kind != "c" or dtype.kind == "c"):
+    if (buf := large(x, dtype)) is not None:
         axes, reduce = _axes_of(op.name, axis, buf.ndim), _UFUNC_REDUCE[op.name]
         wide = np.dtype(np.float32) if _is_low_precision(dtype) else None
 
@@ -379,45 +377,14 @@ def mean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = Fa
     >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))
     Array(3., dtype=float64)
     """
-    if where is not None:
-        from . import selected
-
-        return selected.mean(x, axis, keepdims, dtype, where)
-    out = _moment(x, axis, _plain_mean, keepdims) if dtype is None else None
-    return _mean(x, axis, keepdims, dtype) if out is None else out
+    out = _moment(x, axis, _plain_mean, keepdims) if dtype is None and where is None else None
+    return _moments("mean", x, axis, keepdims, dtype, where) if out is None else out
 
 
-def moment_dtypes(name: str, x: Array, dtype: Any) -> tuple[np.dtype, np.dtype]:
-    """In which dtype a moment of ``x`` is computed, and in which it is given where ``dtype`` is asked for (None: by that of ``x``).
+def _moments(name: str, *args: Any) -> Array:
+    from . import moments
 
-    Low-precision floats are rounded once, when all parts are together; a sum of integers may overflow where their mean does not.
-    """
-    out = x.dtype if dtype is None else as_dtype(dtype, name)
-    if dtype is not None and out.kind in "biu" and name.endswith("var"):
-        raise DTypeError(f"[{name}] {out.name} has no fractions: leave dtype= out, and cast the result with astype")
-    if out.kind in "biu":
-        return np.dtype(np.float64), np.dtype(np.float64) if dtype is None else out
-    return np.dtype(np.float32) if _is_low_precision(out) else out, out
-
-
-def keeps_values(x: np.dtype, wide: np.dtype) -> bool:
-    """Whether a cast drops no imaginary part. (The function `astype` refuses one that does.)"""
-    return x.kind != "c" or wide.kind == "c"
-
-
-@composite("mean")
-def _mean(x: Any, axis: Axis, keepdims: bool, dtype: Any = None) -> Array:
-    from .manipulation import astype
-
-    x = as_array(x)
-    wide, out = moment_dtypes("mean", x, dtype)
-    axes = _axes_of("mean", axis, x.ndim)
-    count = math.prod([x.shape[a] for a in axes])
-    if x.dtype != wide and (buf := large(x)) is not None and keeps_values(buf.dtype, wide):
-        total = reduced(lambda b: np.add.reduce(b.astype(wide), axis=axes, keepdims=True), np.add, axes, keepdims, buf)
-        return wrap(np.asarray(total / (count or np.nan)).astype(out, copy=False))
-    found = apply(MEAN, (astype(x, wide, copy=False),), {"axis": axes, "keepdims": bool(keepdims), "count": count})
-    return astype(found, out, copy=False)
+    return composite(name)(getattr(moments, name))(name, *args)
 
 
 def var(
@@ -440,42 +407,8 @@ def var(
     Array(2., dtype=float64)
     """
     correction = correction if ddof is None else ddof
-    if where is not None:
-        from . import selected
-
-        return selected.var(x, axis, correction, keepdims, dtype, where)
-    out = _moment(x, axis, _plain_var, correction, keepdims) if dtype is None else None
-    return _var(x, axis, correction, keepdims, dtype) if out is None else out
-
-
-@composite("var")
-def _var(x: Any, axis: Axis, correction: float, keepdims: bool, dtype: Any = None) -> Array:
-    from .elementwise import abs, square
-    from .manipulation import astype
-
-    x = as_array(x)
-    wide, out = moment_dtypes("var", x, dtype)
-    out = real_of(out)
-    axes = _axes_of("var", axis, x.ndim)
-    rest = as_number("var", "correction", math.prod([x.shape[a] for a in axes]) - correction)
-    rest = rest if rest > 0 else math.nan
-    if (buf := large(x)) is not None and keeps_values(buf.dtype, wide):
-        center = _mean(x, axis, True, wide)._buf
-        total = reduced(lambda b, c: squares(b.astype(wide, copy=False) - c, axes), np.add, axes, keepdims, buf, center)
-        return wrap(np.asarray(total / rest).astype(out, copy=False))
-    # (A mean rounded to few digits would count as deviation.)
-    x = astype(x, wide, copy=False)
-    d = x - _mean(x, axis, True)
-    d = abs(d) if x.dtype.kind == "c" else d
-    return astype(sum(square(d), axis=axis, keepdims=keepdims) / rest, out, copy=False)
-
-
-def squares(d: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """Sum of the squares (of the magnitudes, of complex numbers), dimensions kept; ``d`` is written over."""
-    if d.dtype.kind == "c":
-        return np.add.reduce(d.real**2 + d.imag**2, axis=axes, keepdims=True)
-    np.multiply(d, d, d)
-    return np.add.reduce(d, axis=axes, keepdims=True)
+    out = _moment(x, axis, _plain_var, correction, keepdims) if dtype is None and where is None else None
+    return _moments("var", x, axis, correction, keepdims, dtype, where) if out is None else out
 
 
 def std(
@@ -500,17 +433,4 @@ def std(
     correction = correction if ddof is None else ddof
     plain = dtype is None and where is None
     out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims) if plain else None
-    variance = functools.partial(var, x, axis, correction=correction, keepdims=keepdims, where=where)
-    return root(variance, as_array(x), dtype) if out is None else out
-
-
-@composite("std")
-def root(variance_in: Callable[..., Array], x: Array, dtype: Any) -> Array:
-    """The square root of a variance, rounded once. Its slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
-    from .elementwise import sqrt, where
-    from .manipulation import astype
-
-    wide, out = moment_dtypes("std", x, dtype)
-    variance = variance_in(dtype=wide if _is_low_precision(out) else dtype)
-    found = where(variance == 0, 0.0, sqrt(where(variance == 0, 1.0, variance)))
-    return astype(found, out) if _is_low_precision(out) else found
+    return _moments("std", x, axis, correction, keepdims, dtype, where) if out is None else out

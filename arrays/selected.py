@@ -10,7 +10,7 @@ from . import _infer, reductions
 from ._dispatch import as_array
 from ._op import Op
 from .creation import full
-from .elementwise import abs, add, maximum, minimum, multiply, square, where
+from .elementwise import add, maximum, minimum, multiply, where
 from .errors import DTypeError, ShapeError
 from .manipulation import astype, broadcast_to
 
@@ -21,7 +21,8 @@ _NEUTRAL = {reductions.SUM: 0, reductions.PROD: 1, reductions.ANY: 0, reductions
 _JOIN = {reductions.SUM: add, reductions.PROD: multiply, reductions.MAX: maximum, reductions.MIN: minimum}
 
 
-def _mask(name: str, mask: Any, x: Array) -> Array:
+def selection(name: str, mask: Any, x: Array) -> Array:
+    """A mask in the shape of the array that it is of."""
     mask = as_array(mask)
     if mask.dtype.kind != "b":
         raise DTypeError(f"[{name}] where must be boolean, got {mask.dtype.name}: compare, x != 0")
@@ -36,7 +37,7 @@ def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, in
     if mask is not None:
         if op not in _NEUTRAL and initial is None:
             raise ValueError(f"[{op.name}] of what where= selects may be of nothing: say its value then with initial=")
-        x = _kept(op.name, where(_mask(op.name, mask, x), x, _NEUTRAL.get(op, initial)), x.dtype)
+        x = _kept(op.name, where(selection(op.name, mask, x), x, _NEUTRAL.get(op, initial)), x.dtype)
     axes = _infer.normalize_axis(op.name, axis, x.ndim)
     if op not in _NEUTRAL and any(x.shape[a] == 0 for a in axes) and initial is not None:
         return full(_infer.reduced_shape(x.shape, axes, keepdims), initial, dtype=x.dtype)
@@ -49,32 +50,3 @@ def _kept(name: str, x: Array, dtype: np.dtype) -> Array:
     if dtype.kind in "biu" and x.dtype.kind not in "biu":
         raise DTypeError(f"[{name}] initial= is no number of {dtype.name}: cast the array with astype")
     return astype(x, dtype, copy=False)
-
-
-def mean(x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any) -> Array:
-    """The mean of what the mask selects; NaN of nothing."""
-    x = as_array(x)
-    chosen = _mask("mean", mask, x)
-    wide, out = reductions.moment_dtypes("mean", x, dtype)
-    total = reductions.sum(where(chosen, astype(x, wide, copy=False), 0), axis=axis, keepdims=keepdims)
-    return astype(total / _or_nan(reductions.sum(chosen, axis=axis, keepdims=keepdims), total), out, copy=False)
-
-
-def var(x: Any, axis: Any, correction: float, keepdims: bool, dtype: Any, mask: Any) -> Array:
-    """The variance of what the mask selects, divided by its number less ``correction``."""
-    x = as_array(x)
-    chosen = _mask("var", mask, x)
-    wide, out = reductions.moment_dtypes("var", x, dtype)
-    x = astype(x, wide, copy=False)
-    d = where(chosen, x - mean(x, axis, True, wide, chosen), 0)
-    squares = square(abs(d)) if d.dtype.kind == "c" else square(d)
-    total = reductions.sum(squares, axis=axis, keepdims=keepdims)
-    rest = reductions.sum(chosen, axis=axis, keepdims=keepdims) - correction
-    return astype(total / _or_nan(rest, total), reductions.real_of(out), copy=False)
-
-
-def _or_nan(count: Array, like: Array) -> Array:
-    """A number of elements to divide by, NaN where there is none."""
-    wide = reductions.real_of(like.dtype)
-    count = astype(count, wide)
-    return where(count > 0, count, np.nan)

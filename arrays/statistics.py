@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import _infer, pieces, reductions
-from . import elementwise as ew
+from . import _infer, moments, pieces, reductions
 from ._dispatch import as_array, as_number, has_history, refuse_history, wrap
 from ._op import composite
 from ._rows import wide as wide_of
-from .dtypes import as_dtype, real_of
-from .elementwise import clip, isnan, square, where
+from .dtypes import as_dtype
+from .elementwise import clip, isnan, where
 from .errors import DTypeError, ShapeError, TracedValueError
-from .manipulation import astype, reshape, squeeze
+from .manipulation import astype, reshape
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -38,12 +39,6 @@ def _filled(b: np.ndarray, fill: float, wide: np.dtype) -> np.ndarray:
     return np.where(np.isnan(b), wide.type(fill), b.astype(wide, copy=False))
 
 
-def _large(x: Array, wide: np.dtype) -> Any:
-    """The memory of an array that is reduced in pieces of the dtype ``wide``; else None."""
-    buf = pieces.large(x)
-    return buf if buf is not None and reductions.keeps_values(buf.dtype, wide) else None
-
-
 def _in_pieces(
     piece: Callable[..., np.ndarray], ufunc: np.ufunc, axis: Axis, keepdims: bool, *operands: np.ndarray
 ) -> Array:
@@ -60,7 +55,7 @@ def _nan_total(name: str, fill: int, x: Any, axis: Axis, dtype: Any, keepdims: b
         return reduce(x, axis=axis, keepdims=keepdims, dtype=dtype)
     out = x.dtype if dtype is None else as_dtype(dtype, name)
     wide = wide_of(out)
-    if out.kind in "biu" or (buf := _large(x, wide)) is None:
+    if out.kind in "biu" or (buf := pieces.large(x, wide)) is None:
         return reduce(_without_nan(x, fill)[0], axis=axis, keepdims=keepdims, dtype=dtype)
     ufunc = np.multiply if fill else np.add
     found = _in_pieces(lambda b, axes: _folded(ufunc, b, fill, wide, axes), ufunc, axis, keepdims, buf)
@@ -69,22 +64,6 @@ def _nan_total(name: str, fill: int, x: Any, axis: Axis, dtype: Any, keepdims: b
 
 def _folded(ufunc: np.ufunc, b: np.ndarray, fill: int, wide: np.dtype, axes: tuple[int, ...]) -> np.ndarray:
     return ufunc.reduce(_filled(b, fill, wide), axis=axes, keepdims=True)
-
-
-def _total_and_count(x: Array, axis: Axis, keepdims: bool, wide: np.dtype) -> tuple[Array, Array]:
-    """Of what is not NaN: the sum in the dtype ``wide``, and how many elements it is, as a real number of that."""
-    if (buf := _large(x, wide)) is not None:
-        total = _in_pieces(lambda b, axes: _folded(np.add, b, 0, wide, axes), np.add, axis, keepdims, buf)
-        count = _in_pieces(_counted, np.add, axis, keepdims, buf)
-    else:
-        filled, bad = _without_nan(astype(x, wide, copy=False), 0)
-        total = reductions.sum(filled, axis=axis, keepdims=keepdims)
-        count = reductions.sum(astype(~bad, np.int64), axis=axis, keepdims=keepdims)
-    return total, astype(count, real_of(wide))
-
-
-def _counted(b: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    return np.add.reduce(~np.isnan(b), axis=axes, dtype=np.int64, keepdims=True)
 
 
 @composite("nansum")
@@ -114,7 +93,7 @@ def _nan_extremum(x: Any, axis: Axis, keepdims: bool, largest: bool) -> Array:
     reduce = reductions.max if largest else reductions.min
     if x.dtype.kind in "biu":
         return reduce(x, axis=axis, keepdims=keepdims)
-    if x.dtype.kind != "c" and (buf := _large(x, x.dtype)) is not None:
+    if x.dtype.kind != "c" and (buf := pieces.large(x, x.dtype)) is not None:
         ufunc = np.fmax if largest else np.fmin
         return _in_pieces(lambda b, axes: ufunc.reduce(b, axis=axes, keepdims=True), ufunc, axis, keepdims, buf)
     filled, bad = _without_nan(x, -np.inf if largest else np.inf)
@@ -152,13 +131,7 @@ def nanmean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool =
     >>> mt.nanmean(mt.asarray([2.0, mt.nan, 3.0]))
     Array(2.5, dtype=float64)
     """
-    x = as_array(x)
-    if x.dtype.kind in "biu":
-        return reductions.mean(x, axis=axis, dtype=dtype, keepdims=keepdims)
-    wide, out = reductions.moment_dtypes("nanmean", x, dtype)
-    total, n = _total_and_count(x, axis, keepdims, wide)
-    with np.errstate(invalid="ignore"):
-        return astype(total / n, out, copy=False)
+    return moments.mean("nanmean", x, axis, keepdims, dtype, moments.NOT_NAN)
 
 
 @composite("nanvar")
@@ -180,29 +153,7 @@ def nanvar(
     >>> mt.nanvar(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
-    x = as_array(x)
-    correction = correction if ddof is None else ddof
-    if x.dtype.kind in "biu":
-        return reductions.var(x, axis=axis, correction=correction, keepdims=keepdims, dtype=dtype)
-    wide, out = reductions.moment_dtypes("nanvar", x, dtype)
-    total, n = _total_and_count(x, axis, True, wide)
-    with np.errstate(invalid="ignore"):
-        center = total / n
-    if (buf := _large(x, wide)) is not None:
-
-        def piece(b: np.ndarray, c: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-            d = b.astype(wide, copy=False) - c
-            d[np.isnan(b)] = 0
-            return reductions.squares(d, axes)
-
-        squares = _in_pieces(piece, np.add, axis, True, buf, center._buf)
-    else:
-        filled, bad = _without_nan(astype(x, wide, copy=False), 0)
-        d = where(bad, 0.0, filled - center)
-        squares = reductions.sum(square(ew.abs(d)) if d.dtype.kind == "c" else square(d), axis=axis, keepdims=True)
-    rest = n - correction
-    found = astype(squares / where(rest > 0, rest, np.nan), real_of(out), copy=False)
-    return found if keepdims else squeeze(found, _infer.normalize_axis("nanvar", axis, x.ndim))
+    return moments.var("nanvar", x, axis, correction if ddof is None else ddof, keepdims, dtype, moments.NOT_NAN)
 
 
 @composite("nanstd")
@@ -222,9 +173,7 @@ def nanstd(
     >>> mt.nanstd(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
-    correction = correction if ddof is None else ddof
-    variance = functools.partial(nanvar, x, axis=axis, correction=correction, keepdims=keepdims)
-    return reductions.root(variance, as_array(x), dtype)
+    return moments.std("nanstd", x, axis, correction if ddof is None else ddof, keepdims, dtype, moments.NOT_NAN)
 
 
 # ----- counting -------------------------------------------------------------------------------------------------------
@@ -341,12 +290,23 @@ def histogram(
     where_to = asarray(edges, device=beside(flat))
     if moving:  # the outermost edges are elements, which have derivatives
         where_to = linspace(reductions.min(flat), reductions.max(flat), n + 1)
-    at = searchsorted(where_to, flat, side="right") - 1
-    at = where(flat == where_to[-1], n - 1, at)
-    inside = (at >= 0) & (at < n) & (flat == flat)
-    values = asarray(1 if weights is None else weights, device=beside(flat))
-    values = where(inside, values if weights is None else reshape(values, (-1,)), 0)
-    counts = bincount(clip(at, 0, n - 1), weights=values, length=n)
+    values = None if weights is None else reshape(asarray(weights, device=beside(flat)), (-1,))
+    if values is not None and values.shape != flat.shape:
+        raise ShapeError(f"[histogram] {values.size} weights for {flat.size} elements")
+
+    def counted(v: Array, of: Array | None) -> Array:
+        at = searchsorted(where_to, v, side="right") - 1
+        at = where(v == where_to[-1], n - 1, at)
+        inside = (at >= 0) & (at < n) & (v == v)
+        each = where(inside, asarray(1, device=beside(v)) if of is None else of, 0)
+        return bincount(clip(at, 0, n - 1), weights=each, length=n)
+
+    if pieces.large(flat) is None:
+        counts = counted(flat, values)
+    else:  # places take eight bytes an element, several times over
+        cuts = [slice(i, i + pieces.PIECE) for i in builtins.range(0, flat.size, pieces.PIECE)]
+        parts = (counted(flat[cut], None if values is None else values[cut]) for cut in cuts)
+        counts = functools.reduce(operator.add, parts)
     if density:
         counts = astype(counts, np.float64) if counts.dtype.kind in "biu" else counts
         counts = counts / reductions.sum(counts) / diff(where_to)

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _infer
 from .._op import composite
-from ..creation import asarray
+from ..creation import asarray, elements
 from ..errors import ShapeError
 from ..manipulation import broadcast_to, concat, moveaxis, reshape
 from ..searching import take
@@ -228,7 +228,8 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
     >>> mt.insert(mt.arange(3), 1, 9), mt.insert(mt.arange(3), [0, 3], [7, 8])
     (Array([0, 9, 1, 2]), Array([7, 0, 1, 2, 8]))
     """
-    x, values = asarray(x), asarray(values)
+    x = asarray(x)
+    values = elements("insert", values, x.dtype)
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
     axis = _infer.one_axis("insert", axis, x.ndim)
@@ -246,7 +247,7 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
         values = reshape(values, (1,) * (x.ndim - values.ndim) + values.shape)
         values = moveaxis(values, 0, axis)
         flat = np.repeat(flat, values.shape[axis])
-    new = broadcast_to(values.astype(x.dtype), (*rest[:axis], flat.size, *rest[axis:]))
+    new = broadcast_to(values, (*rest[:axis], flat.size, *rest[axis:]))
     order = np.argsort(flat, kind="stable")
     at = flat.copy()
     at[order] += np.arange(flat.size)

@@ -115,6 +115,7 @@ def vander(x: Any, /, n: int | None = None, increasing: bool = False) -> Array:
     from ..manipulation import stack
 
     x = asarray(x)
+    x = x.astype(np.promote_types(x.dtype, np.int64), copy=False) if x.dtype.kind in "biu" else x
     if x.ndim != 1:
         raise ShapeError(f"[vander] takes a vector, got shape {x.shape}")
     n = x.size if n is None else n

@@ -79,15 +79,14 @@ def unique(
 ) -> Any:
     """The different elements, ascending; and, where asked for, their first places, which of them each element is, how often each occurs.
 
-    All NaN are one element, unless ``equal_nan`` is false.
+    All NaN are one, but with ``equal_nan=False``.
 
     >>> import meshtape as mt
     >>> mt.unique(mt.asarray([2, 1, 2]), return_counts=True)
     (Array([1, 2]), Array([1, 2]))
     """
-    found = sets.found(x, equal_nan)
-    extra = [found.indices] * return_index + [found.inverse_indices] * return_inverse + [found.counts] * return_counts
-    return (found.values, *extra) if extra else found.values
+    found = sets.distinct(x, return_index, return_inverse, return_counts, equal_nan=equal_nan)
+    return found if len(found) > 1 else found[0]
 
 
 def union1d(x: Any, y: Any, /) -> Array:
@@ -107,8 +106,8 @@ def intersect1d(x: Any, y: Any, /) -> Array:
     >>> mt.intersect1d([1, 2], [2, 3])
     Array([2])
     """
-    found = unique(asarray(x))
-    return found[sets.isin(found, asarray(y))]
+    found, y = unique(x), asarray(y)
+    return found[sets.isin(found, y)].astype(np.result_type(found.dtype, y.dtype))
 
 
 def setdiff1d(x: Any, y: Any, /) -> Array:
@@ -118,7 +117,7 @@ def setdiff1d(x: Any, y: Any, /) -> Array:
     >>> mt.setdiff1d([1, 2], [2, 3])
     Array([1])
     """
-    found = unique(asarray(x))
+    found = unique(x)
     return found[sets.isin(found, asarray(y), invert=True)]
 
 

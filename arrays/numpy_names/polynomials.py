@@ -9,7 +9,7 @@ import numpy as np
 from .. import linalg
 from .._op import composite
 from .._wide import in_float32
-from ..creation import asarray, inexact, zeros
+from ..creation import asarray, inexact, zeros, zeros_like
 from ..curves import convolve, diag
 from ..errors import ShapeError
 from ..manipulation import concat
@@ -37,7 +37,7 @@ def polyval(p: Any, x: Any, /) -> Array:
     Array([ 2., 11.], dtype=float64)
     """
     p, x = _coefficients("polyval", p), asarray(x)
-    out: Any = x * 0
+    out: Any = zeros_like(x)
     for i in range(p.size):
         out = out * x + p[i]
     return out

@@ -9,7 +9,8 @@ import numpy as np
 
 from .. import _infer
 from .._op import composite
-from ..creation import asarray
+from ..creation import asarray, elements
+from ..dtypes import result_type
 from ..elementwise import where
 from ..errors import ShapeError
 from ..manipulation import broadcast_to, reshape
@@ -30,9 +31,12 @@ def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 
     """
     if len(conditions) != len(choices) or not conditions:
         raise ShapeError(f"[select] {len(conditions)} conditions for {len(choices)} choices")
-    out = default
-    for condition, choice in zip(reversed(conditions), reversed(choices), strict=True):
-        out = where(asarray(condition), choice, out)
+    found = [c if hasattr(c, "dtype") or isinstance(c, int | float | complex) else asarray(c) for c in choices]
+    # The dtype of all together, before two of them meet.
+    dtype = result_type(*(asarray(c) if isinstance(c, np.ndarray | np.generic) else c for c in [*found, default]))
+    out = elements("select", default, dtype)
+    for condition, choice in zip(reversed(conditions), reversed(found), strict=True):
+        out = where(asarray(condition), elements("select", choice, dtype), out)
     return out
 
 
@@ -55,13 +59,11 @@ def piecewise(
         raise ShapeError(f"[piecewise] {len(functions)} functions for {len(found)} conditions; as many, or one more")
 
     def values(f: Callable[..., Any] | float) -> Any:
-        return f(x, *args) if callable(f) else f
+        return elements("piecewise", f(x, *args) if callable(f) else f, x.dtype)
 
-    out: Any = x * 0
-    if len(functions) > len(found):
-        out = broadcast_to(asarray(values(functions[-1])), x.shape).astype(x.dtype)
+    out = broadcast_to(values(functions[-1] if len(functions) > len(found) else 0), x.shape)
     for condition, function in zip(found, functions, strict=False):
-        out = where(condition, values(function), out).astype(x.dtype)
+        out = where(condition, values(function), out)
     return out
 
 

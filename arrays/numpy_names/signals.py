@@ -8,10 +8,11 @@ import numpy as np
 
 from .._op import composite
 from .._wide import in_float32
-from ..creation import asarray
+from ..creation import asarray, elements, inexact
 from ..cumulative import diff
 from ..curves import convolve
 from ..elementwise import conj
+from ..errors import DTypeError
 from ..manipulation import concat, flip, moveaxis, reshape
 from ..reductions import sum
 
@@ -43,11 +44,12 @@ def trapezoid(y: Any, x: Any = None, /, dx: float = 1.0, axis: int = -1) -> Arra
     >>> mt.trapezoid(mt.asarray([1.0, 2.0, 3.0]))
     Array(4., dtype=float64)
     """
-    y = moveaxis(asarray(y), axis, -1)
+    y = moveaxis(inexact(y), axis, -1)
     if x is None:
         step: Any = dx
     else:
         x = asarray(x)
+        x = x.astype(np.result_type(x.dtype, y.dtype)) if x.dtype.kind in "biu" else x
         step = diff(x) if x.ndim == 1 else diff(moveaxis(x, axis, -1))
     return sum(step * (y[..., 1:] + y[..., :-1]) / 2, axis=-1)
 
@@ -60,12 +62,17 @@ def ediff1d(x: Any, /, to_end: Any = None, to_begin: Any = None) -> Array:
     >>> mt.ediff1d(mt.asarray([1, 4, 9]), to_begin=0)
     Array([0, 3, 5])
     """
-    parts = [diff(reshape(asarray(x), (-1,)))]
-    if to_begin is not None:
-        parts.insert(0, reshape(asarray(to_begin).astype(parts[0].dtype), (-1,)))
-    if to_end is not None:
-        parts.append(reshape(asarray(to_end).astype(parts[0].dtype), (-1,)))
-    return concat(parts)
+    middle = diff(reshape(asarray(x), (-1,)))
+
+    def end(v: Any) -> list[Array]:
+        given = np.result_type(middle.dtype, v if isinstance(v, int | float | complex) else asarray(v).dtype)
+        if not np.can_cast(given, middle.dtype, "same_kind"):
+            raise DTypeError(
+                f"[ediff1d] an end of {given.name} for differences of {middle.dtype.name}: cast the array first"
+            )
+        return [reshape(elements("ediff1d", v, middle.dtype), (-1,))]
+
+    return concat([*([] if to_begin is None else end(to_begin)), middle, *([] if to_end is None else end(to_end))])
 
 
 def hanning(n: int, /) -> Array:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import statistics
+from .. import _infer, statistics
 from .._dispatch import Deferred
 from .._op import composite
+from .._rows import wide
 from .._wide import in_float32
-from ..creation import asarray, inexact
+from ..creation import asarray, beside, full, full_like, inexact, ordered
 from ..cumulative import cumulative_prod, cumulative_sum
-from ..elementwise import clip, conj, floor, isnan, real, sqrt, where
+from ..dtypes import real_of
+from ..elementwise import clip, conj, floor, floor_divide, isnan, real, remainder, sqrt, where
 from ..errors import DTypeError, ShapeError
-from ..manipulation import broadcast_to, concat, moveaxis, reshape
+from ..manipulation import broadcast_to, concat, moveaxis, permute_dims, reshape
 from ..products import matmul
+from ..quantiles import between, quantile
 from ..reductions import all, argmax, argmin, max, mean, min, sum
 from ..searching import searchsorted, take_along_axis
 from ..sorting import sort
@@ -67,9 +71,9 @@ def size(x: Any, /, axis: int | None = None) -> int:
 
 @composite("average")
 def average(
-    x: Any, /, axis: int | None = None, weights: Any = None, *, returned: bool = False, keepdims: bool = False
+    x: Any, /, axis: Axis = None, weights: Any = None, *, returned: bool = False, keepdims: bool = False
 ) -> Any:
-    """The mean, each element counted by its weight: an array of the shape of ``x``, or a vector along ``axis``.
+    """The mean, each element counted by its weight: an array of the shape of ``x``, or of that of the dimensions ``axis``.
 
     With ``returned`` the sum of the weights too. Raises `ZeroDivisionError` where they add up to zero.
 
@@ -80,19 +84,25 @@ def average(
     x = asarray(x)
     if weights is None:
         out = mean(x, axis=axis, keepdims=keepdims)
-        return (out, out * 0 + x.size / builtins.max(out.size, 1)) if returned else out
+        return (out, full_like(out, x.size / builtins.max(out.size, 1))) if returned else out
     return _weighted(x, axis, asarray(weights), returned, keepdims)
 
 
 @in_float32
-def _weighted(x: Array, axis: int | None, w: Array, returned: bool, keepdims: bool) -> Any:
+def _weighted(x: Array, axis: Axis, w: Array, returned: bool, keepdims: bool) -> Any:
     if w.shape != x.shape:
-        if axis is None or w.ndim != 1 or w.shape[0] != x.shape[axis]:
+        axes = _infer.normalize_axis("average", axis, x.ndim)
+        given = [a % x.ndim for a in (axis if isinstance(axis, Sequence) else axes)]
+        if axis is None or w.shape != tuple(x.shape[a] for a in given):
             raise ShapeError(
                 f"[average] weights of shape {w.shape} do not fit an array of shape {x.shape} along axis {axis}"
             )
-        w = moveaxis(reshape(w, (1,) * (x.ndim - 1) + (-1,)), -1, axis)
-    total = sum(broadcast_to(w, x.shape) * 1.0, axis=axis, keepdims=keepdims)
+        w = permute_dims(w, [given.index(a) for a in axes])
+        w = reshape(w, _infer.reduced_shape(x.shape, tuple(set(range(x.ndim)) - set(axes)), True))
+    # As NumPy: what is short of a float is counted in float64, before anything is multiplied.
+    dtype = np.result_type(x.dtype, w.dtype, *([np.float64] if x.dtype.kind in "biu" else []))
+    x, w = x.astype(dtype, copy=False), w.astype(dtype, copy=False)
+    total = sum(broadcast_to(w, x.shape), axis=axis, keepdims=keepdims)
     if not isinstance(total._buf, Deferred) and bool((total == 0).any()):
         raise ZeroDivisionError("[average] the weights add up to zero")
     out = sum(x * w, axis=axis, keepdims=keepdims) / total
@@ -146,22 +156,31 @@ def cov(
     n = x.shape[1]
     ddof = (0 if bias else 1) if ddof is None else ddof
     w: Any = None
-    for given in (fweights, aweights):
+    for name, given in (("fweights", fweights), ("aweights", aweights)):
         if given is not None:
             given = asarray(given)
+            if name == "fweights" and given.dtype.kind not in "biu":
+                raise DTypeError(f"[cov] fweights are integers, got {given.dtype.name}: aweights are any numbers")
+            if not isinstance(given._buf, Deferred) and bool((given < 0).any()):
+                raise ValueError("[cov] weights must not be negative")
             if given.shape != (n,):
                 raise ShapeError(f"[cov] weights of shape {given.shape} for {n} observations")
+            given = given.astype(real_of(x.dtype)) if given.dtype.kind in "biu" else given
             w = given if w is None else w * given
     if w is None:
         total, rest = n, n - ddof
         centred = x - mean(x, axis=1, keepdims=True)
         product = matmul(centred, conj(centred).mT)
     else:
-        total = sum(w * 1.0)
-        rest = total - ddof if aweights is None else total - ddof * sum(w * asarray(aweights)) / total
+        total = sum(w)
+        rest = total - ddof if aweights is None else total - ddof * sum(w * given) / total
+        rest = where(rest > 0, rest, 0)
         centred = x - sum(x * w, axis=1, keepdims=True) / total
         product = matmul(centred * w, conj(centred).mT)
-    out = product / (rest if not isinstance(rest, int) or rest > 0 else float("nan"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out = product / asarray(builtins.max(rest, 0) if isinstance(rest, int | float) else rest).astype(
+            real_of(x.dtype)
+        )
     return reshape(out, ()) if out.size == 1 else out
 
 
@@ -203,8 +222,7 @@ def divmod(x: Any, y: Any, /) -> tuple[Array, Array]:
     >>> mt.divmod(mt.asarray([7, -7]), 2)
     (Array([ 3, -4]), Array([1, 1]))
     """
-    x = asarray(x)
-    return x // y, x % y
+    return floor_divide(x, y), remainder(x, y)
 
 
 # ----- running --------------------------------------------------------------------------------------------------------
@@ -309,20 +327,24 @@ def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False,
     >>> mt.nanquantile(mt.asarray([1.0, mt.nan, 3.0]), 0.5)
     Array(2., dtype=float64)
     """
-    from .. import _infer
     from ..reductions import any
 
-    x, q = inexact(x), asarray(q)
+    x, q = asarray(x), asarray(q)
     if method != "linear":
         raise ValueError(f"[nanquantile] method must be 'linear', got {method!r}: quantile has the others, without NaN")
     if x.dtype.kind == "c":
         raise DTypeError(f"[nanquantile] complex numbers have no order, got {x.dtype}")
+    if x.dtype.kind in "biu" and x.size:  # which have no NaN
+        return quantile(x, q, axis, keepdims=keepdims)
+    x = inexact(x)
     if bool(any((q < 0) | (q > 1))):
         raise ValueError("[nanquantile] quantiles lie between 0 and 1")
     axes = _infer.normalize_axis("nanquantile", axis, x.ndim)
     kept = tuple(i for i in range(x.ndim) if i not in axes)
     flat = moveaxis(x, kept, tuple(range(len(kept))))
-    flat = reshape(flat, (*(x.shape[i] for i in kept), -1))
+    flat = reshape(flat, (*(x.shape[i] for i in kept), math.prod(x.shape[i] for i in axes)))
+    if flat.shape[-1] == 0:
+        flat = full((*flat.shape[:-1], 1), np.nan, dtype=x.dtype, device=beside(x))
     ordered = sort(where(isnan(flat), np.inf, flat), axis=-1)
     count = sum(~isnan(flat), axis=-1, keepdims=True)
     levels = reshape(q.astype(np.float64), (1,) * len(kept) + (-1,))
@@ -330,8 +352,7 @@ def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False,
     low = floor(place).astype(np.int64)
     high = clip(low + 1, None, clip(count - 1, 0, None))
     a, b = take_along_axis(ordered, low, axis=-1), take_along_axis(ordered, high, axis=-1)
-    part = (place - low).astype(x.dtype)
-    out = where(a == b, a, a + (where(a == b, a, b) - a) * part)
+    out = between(a, b, (place - low).astype(wide(x.dtype))).astype(x.dtype, copy=False)
     out = where(count == 0, np.nan, out)
     out = reshape(moveaxis(out, -1, 0), (*q.shape, *(x.shape[i] for i in kept)))
     if keepdims:
@@ -370,7 +391,7 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Array:
     >>> mt.digitize(mt.asarray([0.5, 1.0, 5.0]), [0.0, 1.0, 2.0])
     Array([1, 2, 3])
     """
-    bins = asarray(bins)
+    bins, x = asarray(bins), ordered("digitize", x)
     if bins.ndim != 1:
         raise ShapeError(f"[digitize] bins are a vector, got shape {bins.shape}")
     edges = np.asarray(bins)
@@ -379,8 +400,8 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Array:
         raise ValueError("[digitize] bins must ascend or descend")
     side = "left" if right else "right"
     if ascending:
-        return searchsorted(bins, asarray(x), side=side)
-    return edges.size - searchsorted(bins[::-1], asarray(x), side="right" if right else "left")
+        return searchsorted(bins, x, side=side)
+    return edges.size - searchsorted(bins[::-1], x, side=side)
 
 
 def histogram_bin_edges(x: Any, /, bins: int | Sequence[float] = 10, range: tuple[float, float] | None = None) -> Array:

@@ -48,6 +48,9 @@ def _remainder_y(xp, g, x, y, ans):
 
 
 defvjp(ew.REMAINDER, x=same, y=_remainder_y)
+defvjp(ew.FMOD, x=same, y=lambda xp, g, x, y, ans: -g * xp.round((x - ans) / y))
+defvjp(ew.HEAVISIDE, x=lambda xp, g: xp.zeros_like(g), y=lambda xp, g, x: xp.where(x == 0, g, 0.0))
+defvjp(ew.LDEXP, x=lambda xp, g, y: call(xp, ew.LDEXP, g, y))
 
 
 def _pow_x(xp, g, x, y):
@@ -127,6 +130,7 @@ defvjp(
 
 defvjp(ew.EXP, x=lambda xp, g, ans: g * conj(xp, ans))
 defvjp(ew.EXPM1, x=lambda xp, g, x: g * conj(xp, xp.exp(x)))  # `ans + 1` has lost the digits of a small slope
+defvjp(ew.EXP2, x=lambda xp, g, ans: g * conj(xp, ans * math.log(2)))
 defvjp(ew.LOG, x=lambda xp, g, x: g / conj(xp, x))
 defvjp(ew.LOG1P, x=lambda xp, g, x: g / conj(xp, x + 1.0))
 defvjp(ew.LOG2, x=lambda xp, g, x: g / conj(xp, x * math.log(2)))
@@ -141,6 +145,11 @@ def _share(xp, g, x, y):
 
 
 defvjp(ew.LOGADDEXP, x=_share, y=lambda xp, g, x, y: _share(xp, g, y, x))
+defvjp(
+    ew.LOGADDEXP2,
+    x=lambda xp, g, x, y: _share(xp, g, x * math.log(2), y * math.log(2)),
+    y=lambda xp, g, x, y: _share(xp, g, y * math.log(2), x * math.log(2)),
+)
 
 # ----- trigonometry ---------------------------------------------------------------------------------------------------
 

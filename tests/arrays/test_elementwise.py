@@ -27,6 +27,7 @@ REALS = FLOATS + INTS
 
 UNARY_REAL = ["floor", "ceil", "trunc", "signbit", "isnan", "isinf", "isfinite", "abs", "positive", "square", "sign"]
 UNARY_FLOAT = ["exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "sin", "cos", "tan", "asin", "acos", "atan"]
+UNARY_FLOAT += ["exp2", "rint"]
 UNARY_FLOAT += ["sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "round", "negative", "reciprocal", "conj"]
 UNARY_COMPLEX = ["exp", "sin", "cos", "tanh", "sqrt", "log", "abs", "conj", "real", "imag", "negative", "square"]
 UNARY_COMPLEX += ["positive", "isnan", "isfinite", "isinf", "reciprocal", "sign"]
@@ -34,6 +35,7 @@ BINARY_ANY = ["add", "subtract", "multiply", "equal", "not_equal"]
 BINARY_REAL = ["maximum", "minimum", "less", "less_equal", "greater", "greater_equal", "fmax", "fmin"]
 BINARY_REAL += ["logical_and", "logical_or", "logical_xor"]
 BINARY_FLOAT = ["divide", "floor_divide", "remainder", "pow", "atan2", "hypot", "logaddexp", "copysign", "nextafter"]
+BINARY_FLOAT += ["fmod", "logaddexp2", "heaviside"]
 BINARY_INT = ["bitwise_and", "bitwise_or", "bitwise_xor"]
 
 

@@ -33,12 +33,12 @@ def b(*shape: int) -> np.ndarray:
 
 BF16 = mt.bfloat16
 FLOAT_UNARY = [
-    "exp expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh atanh",
-    "negative positive abs sign reciprocal square sqrt floor ceil trunc round conj isnan isinf isfinite signbit",
+    "exp exp2 expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh atanh",
+    "negative positive abs sign reciprocal square sqrt floor ceil trunc round rint conj isnan isinf isfinite signbit",
     "relu erf sigmoid silu cbrt gelu alias barrier stop_gradient",
 ]
 FLOAT_BINARY = [
-    "divide floor_divide remainder pow hypot maximum minimum fmax fmin logaddexp atan2 copysign nextafter",
+    "divide floor_divide remainder pow hypot maximum minimum fmax fmin fmod logaddexp logaddexp2 heaviside atan2 copysign nextafter",
     "add subtract multiply equal not_equal less less_equal greater greater_equal logical_and logical_or logical_xor",
 ]
 
@@ -71,6 +71,8 @@ def samples() -> dict[str, list[Sample]]:
         table[name] = [((i(2, 3), i(3)), {}), ((i(2), 1), {}), ((b(2), b(2)), {})]
     for name in ("bitwise_left_shift", "bitwise_right_shift"):
         table[name] = [((i(2, 3), i(3)), {}), ((i(2, dtype=np.int8), 1), {})]
+    table["ldexp"] = [((f(2, 3), i(3)), {}), ((f(2, dtype=np.float32), 2), {}), ((f(2, dtype=BF16), i(2)), {})]
+    table["ldexp"] += [((i(2, dtype=np.int8), i(2)), {}), ((0.5, i(2)), {}), ((f(0, 3), i(1, 3)), {})]
     table["gelu_backward"] = [((f(2, 3), f(3)), {}), ((f(2, dtype=np.float32), f(2, dtype=np.float32)), {})]
     table["gelu_backward"] += [((f(2, dtype=BF16), f(2, dtype=BF16)), {}), ((f(), f()), {}), ((f(0, 3), f(1, 3)), {})]
     table["bitwise_invert"] = [((i(2),), {}), ((b(2),), {})]

@@ -214,24 +214,6 @@ def test_slopes_products_and_diagonals():
         np.testing.assert_allclose(n(mt.diag(mt.asarray(x), k=k)), np.diag(x, k))
 
 
-@pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric", "wrap"])
-@pytest.mark.parametrize("width", [1, (2, 3), ((0, 2), (5, 1))])
-def test_padding_is_numpys(mode, width):
-    x = rng.normal(size=(3, 2))
-    np.testing.assert_array_equal(n(mt.pad(mt.asarray(x), width, mode=mode)), np.pad(x, width, mode=mode))
-    meshtape.check_grads(lambda a: mt.pad(a, width, mode=mode), x)
-
-
-def test_padding_errors():
-    assert mt.pad(mt.ones(2), 1, constant_values=5).tolist() == [5, 1, 1, 5]
-    with pytest.raises(ValueError, match="negative"):
-        mt.pad(mt.ones(2), -1)
-    with pytest.raises(ShapeError, match="does not fit"):
-        mt.pad(mt.ones(2), ((1, 1), (1, 1)))
-    with pytest.raises(ValueError, match="mode"):
-        mt.pad(mt.ones(2), 1, mode="mirror")
-
-
 def test_derivatives():
     x = rng.normal(size=(3, 5))
     for f in (

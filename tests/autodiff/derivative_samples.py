@@ -172,6 +172,21 @@ SAMPLES: dict[str, list[Sample]] = {
         (lambda x: x % 2.0, (I(5.3),)),
         (lambda y: 7.0 % y, (I([1.9, 2.6]),)),
     ],
+    "fmod": [
+        (mt.fmod, (I([5.3, -5.3, 5.3]), I([2.0, 2.0, -2.0]))),
+        (mt.fmod, (I([[5.3], [7.1]]), I([1.9, 2.3]))),
+        (lambda y: mt.fmod(-7.0, y), (I([1.9, 2.6]),)),
+    ],
+    "ldexp": [
+        (lambda x: mt.ldexp(x, mt.asarray([3, -2])), (real(2),)),
+        (lambda x: mt.ldexp(x, 4), (real(2, 3),)),
+    ],
+    "heaviside": [
+        (mt.heaviside, (I([-1.5, 0.5, 2.5]), I([0.5, 0.25, 2.0]))),
+        (lambda h: mt.heaviside(mt.asarray([-1.5, 0.0, 2.5]), h), (I([0.5, 0.25, 2.0]),)),
+    ],
+    "exp2": unary("exp2", -2.0, 2.0),
+    "logaddexp2": binary("logaddexp2", complex_too=False),
     "pow": [
         *binary("pow", 0.5, 2.0),
         *((functools.partial(_power, n), (real(3, low=0.5),)) for n in (0, 1, 2, 3, -1, 0.5, 2.5)),

@@ -46,6 +46,7 @@ UNARY = {
             "log2",
             "log10",
             "exp",
+            "exp2",
             "sinh",
             "cosh",
             "asinh",
@@ -87,6 +88,7 @@ for name in [
     "fmax",
     "fmin",
     "logaddexp",
+    "logaddexp2",
     "atan2",
     "copysign",
 ]:
@@ -117,6 +119,9 @@ SHORT["add"].append((fan_out, (real(3),)))
 SHORT |= {
     "sign": [spread(mt.sign, 0.5, 1.5)],
     "imag": [spread(mt.imag, 0.5, 1.5)],
+    "fmod": [(mt.fmod, (real(N, 2, low=3.0, high=4.0), real(2, low=1.6, high=2.0)))],
+    "heaviside": [(lambda h: mt.heaviside(mt.asarray(np.zeros((N, 2))), h), (real(2),))],
+    "ldexp": [(lambda x: mt.ldexp(x, mt.asarray(np.ones((N, 2), np.int64))), (real(2),))],
     "remainder": [(mt.remainder, (real(N, 2, low=3.0, high=4.0), real(2, low=1.6, high=2.0)))],
     "astype": [(lambda b: mt.astype(mt.broadcast_to(b, (N, 2)), mt.float32), (B,))],
     "gelu_backward": [(call("gelu_backward"), (X, X)), (call("gelu_backward"), (X, B))],
