@@ -11,12 +11,25 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
-from . import commit, dcp, dcp_safetensors, documents, foreign, manifest, names, safetensors, stores, strict_json
+from . import (
+    commit,
+    dcp,
+    dcp_safetensors,
+    documents,
+    foreign,
+    manifest,
+    names,
+    safetensors,
+    stores,
+    strict_json,
+    tensor_sums,
+)
 from .compressed import CompressedTensor
 from .opened import Checkpoint, StoredArray
 from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
@@ -77,9 +90,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     root = commit.resolve(given)
     if stores.is_url(root):
         if root.endswith(".safetensors"):
-            return _open_safetensors(root)
+            return _open_safetensors(root, verify)
     elif os.path.isfile(root):
-        return _open_safetensors(root)
+        return _open_safetensors(root, verify)
     elif not os.path.isdir(root):
         if left := commit.siblings(given, "tmp"):
             raise IncompleteCheckpoint(
@@ -99,9 +112,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
             f"{root} is what an interrupted transfer has written so far; the same call goes on with it"
         )
     if store.size(HF_INDEX) is not None:
-        return _open_hugging_face(root, HF_INDEX)
+        return _open_hugging_face(root, HF_INDEX, verify)
     if store.size(HF_SINGLE) is not None:
-        return _open_single(root, HF_SINGLE)
+        return _open_single(root, HF_SINGLE, verify)
     if any(store.size(n) is not None for n in _ZARR):
         return _open_zarr(root)
     if dcp.is_dcp(root):
@@ -110,27 +123,27 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
         raise NotACheckpoint(f"{root} is a program file, not a checkpoint; mt.load_program opens it")
     if store.lists and (shards := dcp_safetensors.open_shards(root)) is not None:
         return shards
-    if store.lists and (found_so := _open_by_another_name(store)) is not None:
+    if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:
         return found_so
     raise _refusal(store)
 
 
-def _open_single(root: str, file: str) -> Checkpoint:
+def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
     names.inside(root, file, root)
-    ckpt = _open_safetensors(stores.join(root, file))
+    ckpt = _open_safetensors(stores.join(root, file), verify)
     ckpt.documents = documents.beside(root)
     return ckpt
 
 
-def _open_by_another_name(store: stores.Store) -> Checkpoint | None:
+def _open_by_another_name(store: stores.Store, verify: bool) -> Checkpoint | None:
     """A directory whose one model is not called ``model``: ``adapter_model.safetensors``, ``diffusion_pytorch_model.safetensors.index.json``."""
     held = store.files()
     indexes = [n for n in held if n.endswith(".safetensors.index.json")]
     files = [n for n in held if n.endswith(".safetensors")]
     if len(indexes) == 1:
-        return _open_hugging_face(store.root, indexes[0])
+        return _open_hugging_face(store.root, indexes[0], verify)
     if not indexes and len(files) == 1 and not _PART.search(files[0]):
-        return _open_single(store.root, files[0])
+        return _open_single(store.root, files[0], verify)
     return None
 
 
@@ -220,17 +233,28 @@ def flat(path: str, kind: str, tensors: dict[str, StoredTensor], metadata: dict[
     return Checkpoint(path, kind, arrays, structure, None, metadata)
 
 
-def _raw_tensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    header = safetensors.read_header(path)
+def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of a file, and its metadata. ``listed``: the checksums that an index has for it."""
+    header = safetensors.read_header(path, verify=verify)
+    sums = header.sums or {}
+    if listed is not None and verify:
+        try:
+            head, *held = tensor_sums.values(listed, 1 + len(header.tensors))
+            if head != header.sum or (sums and held != list(sums.values())):
+                raise ValueError("its checksums are not those of the index: it is of another save")
+        except ValueError as e:
+            raise CorruptCheckpoint(f"{path}: {e}") from None
+        sums = dict(zip(header.tensors, held, strict=True))
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(header.tensors):
         t = header.tensors[name]
         dtype = t.numpy_dtype(f"{path}: {name!r}")
-        tensors[name] = RawTensor(path, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes)
+        place = header.data_start + t.begin
+        tensors[name] = RawTensor(path, name, t.shape, dtype, place, header.file_nbytes, sums.get(name))
     return tensors, header.metadata
 
 
-def _open_safetensors(path: str) -> Checkpoint:
+def _open_safetensors(path: str, verify: bool) -> Checkpoint:
     store, name = stores.holding(path)
     start = bytearray(24)
     with contextlib.suppress(FileNotFoundError), contextlib.closing(store.reader(name)) as reader:
@@ -241,12 +265,14 @@ def _open_safetensors(path: str) -> Checkpoint:
             raise NotACheckpoint(f"{path} {other}")
         if not path.endswith(".safetensors"):
             raise NotACheckpoint(f"{path} is not a safetensors file")
-    tensors, metadata = _raw_tensors(path)
+    tensors, metadata = _raw_tensors(path, verify)
     return flat(path, "safetensors", tensors, metadata)
 
 
-def read_index(root: str, index: str = HF_INDEX) -> tuple[dict[str, str], dict[str, Any]]:
-    """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory; every file lies inside it."""
+def read_index(
+    root: str, index: str = HF_INDEX, verify: bool = True
+) -> tuple[dict[str, str], dict[str, Any], Mapping[str, str]]:
+    """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory, and checksums by file; every file lies inside it."""
     path = names.inside(root, index, root)
     data = stores.at(root).get(index)
     try:
@@ -256,15 +282,19 @@ def read_index(root: str, index: str = HF_INDEX) -> tuple[dict[str, str], dict[s
             raise ValueError("weight_map is not a map from names to files")
         metadata = top.get("metadata") or {}
         metadata = metadata if isinstance(metadata, dict) else {}
+        sums = tensor_sums.of_index(data, metadata) if verify else {}
+        metadata.pop(tensor_sums.KEY, None)
+        if any(isinstance(v, dict) and tensor_sums.KEY in v for v in top.values()):
+            raise ValueError("checksums stand in an entry that is not 'metadata'")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CorruptCheckpoint(f"{path}: not an index: {e}") from None
     for file in set(weight_map.values()):
         names.inside(root, file, path)
-    return weight_map, metadata
+    return weight_map, metadata, sums
 
 
-def _open_hugging_face(root: str, index: str) -> Checkpoint:
-    weight_map, metadata = read_index(root, index)
+def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
+    weight_map, metadata, sums = read_index(root, index, verify)
     files = sorted(set(weight_map.values()))
     lost = [f for f in files if stores.at(root).size(f) is None]
     if lost:
@@ -273,7 +303,7 @@ def _open_hugging_face(root: str, index: str) -> Checkpoint:
     held: dict[str, StoredTensor] = {}
     absent = []
     for file in files:
-        tensors, _ = _raw_tensors(stores.join(root, file))
+        tensors, _ = _raw_tensors(stores.join(root, file), verify, sums.get(file))
         wanted = [k for k, f in weight_map.items() if f == file]
         absent += [f"{k} in {file}" for k in wanted if k not in tensors]
         held.update((k, tensors[k]) for k in wanted if k in tensors)

@@ -35,7 +35,8 @@ from ..arrays.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
 )
-from . import commit, dtypes, stores
+from . import commit, dtypes, stores, tensor_sums
+from .checksums import crc32c
 
 MAX_HEADER = 100_000_000
 _FIRST = 128 << 10  # bytes of the first read: most headers are shorter
@@ -67,12 +68,17 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: tensors in the order of their bytes, the free text metadata, and where the data starts."""
+    """A checked header: tensors in the order of their bytes, the free text metadata, and where the data starts.
+
+    ``sums`` are the checksums of the tensors, where the file has any (see ``tensor_sums``).
+    """
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     data_start: int
     file_nbytes: int
+    sums: dict[str, int] | None = None
+    sum: int = 0  # of the header itself
 
 
 # ----- reading --------------------------------------------------------------------------------------------------------
@@ -206,8 +212,8 @@ def _parse(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
     return dict(tensors), metadata, _check_tiling(tensors)
 
 
-def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors") -> Header:
-    """Check the first bytes of a file (the length and the header) against the length of the whole file.
+def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors", *, verify: bool = True) -> Header:
+    """Check the first bytes of a file (the length and the header) against the length of the whole file, and against its checksum if it has one.
 
     Raises `CorruptCheckpoint` naming ``where``.
     """
@@ -216,9 +222,15 @@ def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors") ->
         tensors, metadata, end = _parse(prefix[8 : 8 + n])
         if 8 + n + end != file_nbytes:
             raise _Refused(f"tensors end at byte {8 + n + end}, the file has {file_nbytes} (MetadataIncompleteBuffer)")
-    except _Refused as e:
+        head = prefix[: 8 + n]
+        if not verify:
+            metadata.pop(tensor_sums.KEY, None)
+            return Header(tensors, metadata, 8 + n, file_nbytes)
+        sums = tensor_sums.of_header(head, metadata, len(tensors))
+    except ValueError as e:
         raise CorruptCheckpoint(f"{where}: {e}") from None
-    return Header(tensors, metadata, 8 + n, file_nbytes)
+    named = None if sums is None else dict(zip(tensors, sums, strict=True))
+    return Header(tensors, metadata, 8 + n, file_nbytes, named, tensor_sums.own_sum(head))
 
 
 def _header_nbytes(prefix: bytes, file_nbytes: int) -> int:
@@ -232,8 +244,8 @@ def _header_nbytes(prefix: bytes, file_nbytes: int) -> int:
     return n
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """The checked header of a file.
+def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
+    """The checked header of a file, compared with its checksum where it has one and ``verify`` is true.
 
     Raises
     ------
@@ -254,13 +266,13 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             except _Refused as e:
                 raise CorruptCheckpoint(f"{where}: {e}") from None
             rest = bytearray(max(0, 8 + n - len(prefix)))
-            return parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where)
+            return parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where, verify=verify)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise NotACheckpoint(f"{where}: no such file") from None
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read a whole file into NumPy arrays, with any dtype that NumPy and ml_dtypes have.
+    """Read a whole file into NumPy arrays, with any dtype that NumPy and ml_dtypes have. Tensors with a checksum are compared with it.
 
     >>> import tempfile, os
     >>> where = os.path.join(tempfile.mkdtemp(), "a.safetensors")
@@ -277,6 +289,10 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             a = np.empty(t.shape, t.numpy_dtype(f"{where}: {name!r}"))
             if reader.readv([a.reshape(-1).view(np.uint8)], header.data_start + t.begin) != a.nbytes:
                 raise CorruptCheckpoint(f"{where}: {name!r} ends early; the file changed while it was read")
+            if header.sums is not None and crc32c(a) != header.sums[name]:
+                raise CorruptCheckpoint(
+                    f"{where}: key {name!r} does not fit its crc32c; restore the file or another checkpoint"
+                )
             out[name] = a
     return out
 
@@ -285,11 +301,19 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def build_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    sums: bool = False,
 ) -> tuple[bytes, dict[str, TensorInfo]]:
-    """The first bytes of a file that holds ``tensors`` (name, safetensors dtype, shape), and where each goes."""
+    """The first bytes of a file that holds ``tensors`` (name, safetensors dtype, shape), and where each goes.
+
+    ``sums``: with zeros in the place of checksums, for `tensor_sums.sealed`.
+    """
     rows = list(tensors)
     names = [name for name, _, _ in rows]
+    if odd := [n for n in names if not isinstance(n, str)]:
+        raise CheckpointKeyError(f"names of tensors are texts, got {odd[0]!r}; str() makes one")
     if "__metadata__" in names:
         raise CheckpointKeyError("a tensor cannot be named '__metadata__': the format reserves that name")
     if len(set(names)) != len(names):
@@ -299,8 +323,13 @@ def build_header(
         for k, v in metadata.items():
             if not isinstance(k, str) or not isinstance(v, str):
                 raise CheckpointDTypeError(f"safetensors metadata maps texts to texts, got {k!r}: {v!r}")
-        if metadata:
-            top["__metadata__"] = dict(metadata)
+    free = {
+        k: v for k, v in (metadata or {}).items() if k != tensor_sums.KEY
+    }  # those of another file are not of this one
+    if sums:  # readers that find metadata ask it for the format
+        free = {"format": "pt", **free, tensor_sums.KEY: tensor_sums.text([0] * (1 + len(rows)))}
+    if free:
+        top["__metadata__"] = free
     place: dict[str, TensorInfo] = {}
     position = 0
     for name, dtype, shape in sorted(rows, key=lambda r: (-dtypes.SAFETENSORS_RANK[r[1]], r[0])):
@@ -327,6 +356,7 @@ def save_safetensors(
     *,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
+    checksums: bool = True,
 ) -> None:
     """Write arrays to one safetensors file, atomically: a kill leaves the old file or the new one.
 
@@ -338,9 +368,12 @@ def save_safetensors(
     tensors
         Names and arrays (anything that `numpy.asarray` takes); any layout and byte order.
     metadata
-        Texts for the header. Hugging Face loaders ask for ``{"format": "pt"}``.
+        Texts for the header. Hugging Face loaders ask for ``{"format": "pt"}``, which is there with ``checksums`` unless you give another.
     overwrite
         Replace an existing file; without it an existing file is `CheckpointExists`.
+    checksums
+        Put a crc32c of each tensor and of the header into the metadata, under ``meshtape.crc32c``: what meshtape loads whole is compared with
+        them, and `verify` compares every byte. Without it the file is, byte for byte, what the reference implementation writes.
 
     Examples
     --------
@@ -352,7 +385,9 @@ def save_safetensors(
     """
     arrays = {name: np.asarray(x) for name, x in tensors.items()}
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
-    head, place = build_header(rows, metadata)
+    head, place = build_header(rows, metadata, sums=checksums)
+    if checksums:
+        head = tensor_sums.sealed(head, [_sum(arrays[name]) for name in place])
     body = itertools.chain([head], itertools.chain.from_iterable(_pieces(arrays[name]) for name in place))
     if isinstance(path, (str, os.PathLike)):
         store, file = stores.holding(where := stores.location(path))
@@ -369,6 +404,13 @@ def save_safetensors(
             if not n:
                 raise BlockingIOError(errno.EAGAIN, "the stream takes no more bytes")
             view = view[n:]
+
+
+def _sum(a: np.ndarray) -> int:
+    value = 0
+    for piece in _pieces(a):
+        value = crc32c(piece, value)
+    return value
 
 
 def _pieces(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:

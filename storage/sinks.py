@@ -57,7 +57,7 @@ class Stream:
     name: str
     nbytes: int
     body: Any  # makes the iterator of buffers; each is valid until the next is asked for
-    digest: int = field(default=0)
+    digest: Any = field(default=0)  # what its sink wants to know of it: plain JSON
 
     def pieces(self) -> Iterator[Any]:
         yield from self.body(self)

@@ -25,11 +25,12 @@ from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..arrays.native.copies import is_large, stream
 from . import dtypes, names, stores
-from .checksums import crc32c
+from .checksums import combine, crc32c
 from .files import IOV_MAX
 from .grid import Grid, ravel, runs
 from .manifest import StoredObject
 from .scratch import scratch
+from .tensor_sums import of_range
 
 Job = Callable[[], int]
 
@@ -267,7 +268,7 @@ def consecutive(
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A row-major range of a file. The format has no checksums: only the length of the file can be checked."""
+    """A row-major range of a file. With a checksum, whole reads are compared with it; a part cannot be, only the length of the file."""
 
     path: str
     name: str
@@ -275,6 +276,7 @@ class RawTensor:
     dtype: np.dtype
     start: int
     file_nbytes: int
+    crc32c: int | None = None
 
     @property
     def readers(self) -> int:
@@ -323,6 +325,12 @@ class RawTensor:
             yield Box(tuple(start), shape), n == 1, ((n - 1) * stride + length) * item
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        if self.crc32c is not None and box.size and box.shape == self.shape:
+            if out.flags.c_contiguous:
+                yield from self._checked(bytes_of(out))
+            else:
+                yield lambda: self._copied(out)
+            return
         pending: list[tuple[Box, bool, int]] = []
         size, limit = 0, stores.holding(self.path)[0].job
         for read in self._reads(box):
@@ -344,6 +352,56 @@ class RawTensor:
         if pending:
             yield lambda g=pending: self._read(box, out, g)
 
+    def _checked(self, out: np.ndarray) -> Iterator[Job]:
+        """The whole tensor, in pieces for several threads; who ends last compares the checksum of all."""
+        step = stores.holding(self.path)[0].job
+        found: dict[int, int] = {}
+        starts = range(0, out.size, step)
+        yield from (lambda a=a: self._piece(out[a : a + step], a, found, len(starts), step) for a in starts)
+
+    def _piece(self, out: np.ndarray, at: int, found: dict[int, int], count: int, step: int) -> int:
+        value, batch = 0, stores.holding(self.path)[0].batch
+        with opened(self.path, f"key {self.name!r}") as reader:
+            self._check_length(reader)
+            for a in range(0, out.size, batch):
+                part = out[a : a + batch]
+                if reader.readv([part], self.start + at + a) != part.size:
+                    raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
+                value = crc32c(part, value)
+        found[at] = value
+        if len(found) == count:  # two that end together both compare, which harms nothing
+            total = math.prod(self.shape) * self.dtype.itemsize
+            value = 0
+            for a in range(0, total, step):
+                value = combine(value, found[a], min(step, total - a))
+            if value != self.crc32c:
+                raise self.damaged()
+        return out.size
+
+    def _copied(self, out: np.ndarray) -> int:
+        held = np.empty(self.shape, self.dtype)
+        total = sum(job() for job in self._checked(bytes_of(held)))
+        out[...] = held
+        return total
+
+    def _check_length(self, reader: stores.Reader) -> None:
+        if reader.nbytes != self.file_nbytes:
+            raise CorruptCheckpoint(f"{self.path} had {self.file_nbytes} bytes when it was opened, now {reader.nbytes}")
+
+    def damaged(self) -> CorruptCheckpoint:
+        return CorruptCheckpoint(
+            f"{self.path}: key {self.name!r} does not fit its crc32c; restore the file or another checkpoint"
+        )
+
+    def verify(self) -> int:
+        """Compare every byte with the checksum, in little memory; returns their number. Raises as a read does."""
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        with opened(self.path, f"key {self.name!r}") as reader:
+            self._check_length(reader)
+            if of_range(reader, self.start, nbytes) != self.crc32c:
+                raise self.damaged()
+        return nbytes
+
     def _read(self, box: Box, out: np.ndarray, group: list[tuple[Box, bool, int]]) -> int:
         item = self.dtype.itemsize
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
@@ -355,10 +413,7 @@ class RawTensor:
                 direct = one_run and place.flags.c_contiguous
                 buffer = bytes_of(place) if direct else scratch("read", nbytes)
                 done = reader.readv([buffer], offset)
-                if reader.nbytes != self.file_nbytes:
-                    raise CorruptCheckpoint(
-                        f"{self.path} had {self.file_nbytes} bytes when it was opened, now {reader.nbytes}"
-                    )
+                self._check_length(reader)
                 if done != nbytes:
                     raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
                 total += done

@@ -40,7 +40,7 @@ def _sum(root: str, name: str, nbytes: int) -> int | None:
     return None
 
 
-def _send(stream: Stream, root: str) -> tuple[int, int, int]:
+def _send(stream: Stream, root: str) -> tuple[int, Any, int]:
     """Upload one file and read it back; returns its crc32c, its stream's digest, and its length."""
     value = 0
 
@@ -64,20 +64,21 @@ class _Journal:
 
     def __init__(self, folder: object_commit.ObjectFolder, key: str) -> None:
         self.folder, self.key = folder, key
-        self.done: dict[str, list[int]] = {}
+        self.done: dict[str, list[Any]] = {}
 
-    def add(self, name: str, row: Sequence[int]) -> None:
+    def add(self, name: str, row: Sequence[Any]) -> None:
         self.done[name] = list(row)
         text = json.dumps({"plan": self.key, "mark": self.folder.suffix, "files": self.done})
         self.folder.store.put(JOURNAL, text.encode())
 
     @staticmethod
-    def read(store: object_commit.ObjectStore, key: str) -> tuple[str, dict[str, list[int]]] | None:
+    def read(store: object_commit.ObjectStore, key: str) -> tuple[str, dict[str, list[Any]]] | None:
         """(mark, files) of an earlier run of the same plan."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             said = strict_json.loads(store.get(JOURNAL))
             if said["plan"] == key and isinstance(said["mark"], str):
-                return said["mark"], {str(n): [int(x) for x in row] for n, row in said["files"].items()}
+                rows = {str(n): [int(value), digest, int(size)] for n, (value, digest, size) in said["files"].items()}
+                return said["mark"], rows
         return None
 
 
@@ -103,7 +104,7 @@ def upload(
     key = fingerprint(source, sink, 0, memory_limit, spread.threads)
     found = _Journal.read(object_commit.ObjectStore(target), key)
     folder = object_commit.ObjectFolder(target)
-    held: dict[str, list[int]] = {}
+    held: dict[str, list[Any]] = {}
     if found is not None and folder.take_over(found[0]):
         held = found[1]
     else:
