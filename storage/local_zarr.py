@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
 from typing import Any
 
 from zarr.storage import LocalStore
 
+from ..arrays.errors import CorruptCheckpoint
 from . import names
 
 
@@ -17,7 +21,10 @@ class InsideStore(LocalStore):
 
     def _check(self, key: str) -> None:
         if key:
-            names.inside(str(self.root), key, str(self.root))
+            path = names.inside(str(self.root), key, str(self.root))
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+                    raise CorruptCheckpoint(f"{path} is no file")
 
     async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
         self._check(key)

@@ -22,6 +22,7 @@ from . import (
     dcp,
     dcp_safetensors,
     documents,
+    dtypes,
     foreign,
     manifest,
     names,
@@ -32,7 +33,7 @@ from . import (
 )
 from .compressed import CompressedTensor
 from .opened import Checkpoint, StoredArray
-from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
+from .tensors import ChunkedTensor, PackedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
 from .zarr_format import GROUP_ATTRIBUTE
 
 HF_INDEX = "model.safetensors.index.json"
@@ -248,9 +249,12 @@ def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[di
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(header.tensors):
         t = header.tensors[name]
-        dtype = t.numpy_dtype(f"{path}: {name!r}")
-        place = header.data_start + t.begin
-        tensors[name] = RawTensor(path, name, t.shape, dtype, place, header.file_nbytes, sums.get(name))
+        row, place = dtypes.SAFETENSORS[t.dtype], header.data_start + t.begin
+        if row.dtype is not None:
+            tensors[name] = RawTensor(path, name, t.shape, row.dtype, place, header.file_nbytes, sums.get(name))
+        else:
+            held = (path, name, t.shape, dtypes.PACKED[t.dtype], place, header.file_nbytes, sums.get(name), t.nbytes)
+            tensors[name] = PackedTensor(*held)
     return tensors, header.metadata
 
 
@@ -265,8 +269,9 @@ def _open_safetensors(path: str, verify: bool) -> Checkpoint:
             raise NotACheckpoint(f"{path} {other}")
         if not path.endswith(".safetensors"):
             raise NotACheckpoint(f"{path} is not a safetensors file")
-    tensors, metadata = _raw_tensors(path, verify)
-    return flat(path, "safetensors", tensors, metadata)
+    with manifest.no_collections():
+        tensors, metadata = _raw_tensors(path, verify)
+        return flat(path, "safetensors", tensors, metadata)
 
 
 def read_index(
@@ -280,6 +285,7 @@ def read_index(
         weight_map = top["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise ValueError("weight_map is not a map from names to files")
+        "".join((*weight_map, *weight_map.values())).encode()  # half of a surrogate pair is no name
         metadata = top.get("metadata") or {}
         metadata = metadata if isinstance(metadata, dict) else {}
         sums = tensor_sums.of_index(data, metadata) if verify else {}

@@ -37,8 +37,11 @@ from ..arrays.errors import (
 )
 from . import commit, dtypes, stores, tensor_sums
 from .checksums import crc32c
+from .manifest import no_collections
 
 MAX_HEADER = 100_000_000
+MAX_METADATA = 100_000  # entries of __metadata__, roughly
+_LEAST_ENTRY = 48  # bytes of the shortest description of a tensor
 _FIRST = 128 << 10  # bytes of the first read: most headers are shorter
 _USIZE = 1 << 64
 _MAX_DEPTH = 127
@@ -142,7 +145,7 @@ def _entry(name: str, e: Any) -> TensorInfo:
         raise _Refused(f"tensor {name!r} is not described by an object {bad}")
     if not e.keys() >= _ENTRY:
         raise _Refused(f"tensor {name!r} lacks {', '.join(sorted(_ENTRY - e.keys()))} {bad}")
-    for key in e.keys() - _ENTRY:
+    for key in e.keys() - _ENTRY if len(e) > 3 else ():
         _check_text(key, "a key")
         _check_depth(e[key])
     dtype, shape, offsets = e["dtype"], e["shape"], e["data_offsets"]
@@ -182,7 +185,15 @@ def _check_tiling(tensors: list[tuple[str, TensorInfo]]) -> int:
     return position
 
 
+def _check_count(raw: bytes) -> None:
+    """Refuse a header with millions of texts that describe no tensors, before they are made: each takes ten times its length."""
+    tensors = min(raw.count(b'"data_offsets"'), len(raw) // _LEAST_ENTRY)
+    if (raw.count(b'"') - raw.count(b'\\"')) // 2 > 8 * tensors + 2 * MAX_METADATA:
+        raise _Refused(f"more than {MAX_METADATA} entries of metadata")
+
+
 def _parse(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
+    _check_count(raw)
     try:
         text = raw.decode()
     except UnicodeDecodeError as e:
@@ -219,7 +230,8 @@ def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors", *,
     """
     try:
         n = _header_nbytes(prefix, file_nbytes)
-        tensors, metadata, end = _parse(prefix[8 : 8 + n])
+        with no_collections():
+            tensors, metadata, end = _parse(prefix[8 : 8 + n])
         if 8 + n + end != file_nbytes:
             raise _Refused(f"tensors end at byte {8 + n + end}, the file has {file_nbytes} (MetadataIncompleteBuffer)")
         head = prefix[: 8 + n]
@@ -267,7 +279,7 @@ def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
                 raise CorruptCheckpoint(f"{where}: {e}") from None
             rest = bytearray(max(0, 8 + n - len(prefix)))
             return parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where, verify=verify)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):
         raise NotACheckpoint(f"{where}: no such file") from None
 
 

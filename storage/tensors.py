@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from ..arrays.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..arrays.native.copies import is_large, stream
 from . import dtypes, names, stores
 from .checksums import combine, crc32c
@@ -395,7 +395,7 @@ class RawTensor:
 
     def verify(self) -> int:
         """Compare every byte with the checksum, in little memory; returns their number. Raises as a read does."""
-        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        nbytes = getattr(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)  # packed bits know their own
         with opened(self.path, f"key {self.name!r}") as reader:
             self._check_length(reader)
             if of_range(reader, self.start, nbytes) != self.crc32c:
@@ -421,6 +421,18 @@ class RawTensor:
                     # The constructor, as NumPy's own function for this does not know float8.
                     place[...] = np.ndarray(part.shape, self.dtype, buffer, 0, [s * item for s in strides])
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor(RawTensor):
+    """A tensor of 4- or 6-bit numbers, which is listed and checked, and whose values NumPy cannot hold as they are stored."""
+
+    nbytes: int = 0
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        raise CheckpointDTypeError(
+            f"{self.path}: key {self.name!r} is {self.dtype.name} in packed bits, which meshtape lists and does not unpack; leave it out with keys="
+        )
 
 
 # ----- Zarr by others -------------------------------------------------------------------------------------------------
