@@ -89,6 +89,12 @@ _TARGET = (
         help="Memory for what is on its way.",
     ),
     click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint."),
+    click.option(
+        "--missing",
+        type=click.Choice(["error", "fill"]),
+        default="error",
+        help="Of Zarr by others: refuse chunks that are not there, or take them for the fill value.",
+    ),
 )
 
 

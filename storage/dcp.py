@@ -2,8 +2,8 @@
 
 ``.metadata`` describes each tensor and where its chunks lie; a chunk is a zip archive inside a ``.distcp`` file, in which the elements are
 stored as they are. So a chunk is a byte range, and any box of a tensor is read from the parts of the chunks that it meets. Values that are
-not tensors (a step, a name) come along where they are plain; others are named in the checkpoint's metadata under ``dcp.skipped``. The
-format has no checksums that cover a part of a chunk: lengths and places are checked, the elements are not.
+not tensors (a step, a name) come along where they are plain; others are named in the checkpoint's metadata under ``dcp.skipped``. An
+archive has a CRC32 of its elements: reads of a whole chunk, and `verify`, compare it. Of a part of a chunk only place and length are checked.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import contextlib
 import io
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,9 @@ from . import dtypes, names, stores
 from .grid import tiled
 from .manifest import Leaf, encode_json
 from .opened import Checkpoint, StoredArray
-from .tensors import Job, RawTensor, opened
+from .scratch import scratch
+from .tensor_sums import BATCH
+from .tensors import Job, RawTensor, bytes_of, opened
 from .torch_values import Made, Named, Persistent, read_values
 
 FILE = ".metadata"
@@ -52,6 +55,11 @@ class DcpTensor:
     shape: tuple[int, ...]
     dtype: np.dtype
     chunks: tuple[Chunk, ...]
+    summed: bool = True  # whether the archives' CRC32 are compared
+
+    @property
+    def files(self) -> set[str]:
+        return {c.file for c in self.chunks}
 
     @property
     def readers(self) -> int:
@@ -62,7 +70,7 @@ class DcpTensor:
         return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
 
     def only(self, box: Box) -> DcpTensor:
-        return DcpTensor(self.root, self.name, self.shape, self.dtype, tuple(c for c, _ in self._meeting(box)))
+        return replace(self, chunks=tuple(c for c, _ in self._meeting(box)))
 
     def check(self) -> None:
         """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
@@ -85,7 +93,7 @@ class DcpTensor:
 
     def _read(self, chunk: Chunk, common: Box, out: np.ndarray) -> int:
         place = _place(self.root, chunk, self.name, self.dtype)
-        start, file_nbytes, strides = place
+        start, file_nbytes, strides = place.start, place.file_nbytes, place.strides
         path = names.inside(self.root, chunk.file, self.root)
         local = common.within(chunk.box)
         order = sorted(range(len(chunk.box.shape)), key=lambda d: -strides[d])
@@ -93,7 +101,40 @@ class DcpTensor:
         # Elements may lie in another order of dimensions, as those of a transposed tensor do: read them in theirs.
         raw = RawTensor(path, self.name, shape, self.dtype, start, file_nbytes)
         part = Box(tuple(local.offset[d] for d in order), tuple(local.shape[d] for d in order))
-        return sum(job() for job in raw.jobs(part, out.transpose(order)))
+        out = out.transpose(order)
+        if not self.summed or common != chunk.box or place.stored != (start, out.nbytes):
+            return sum(job() for job in raw.jobs(part, out))
+        held = out if out.flags.c_contiguous else np.empty(shape, self.dtype)
+        total = sum(job() for job in raw.jobs(part, held))
+        if zlib.crc32(bytes_of(held)) != place.crc32:
+            raise self._damaged(path, chunk)
+        if held is not out:
+            out[...] = held
+        return total
+
+    def _damaged(self, path: str, chunk: Chunk) -> CorruptCheckpoint:
+        return CorruptCheckpoint(
+            f"{path}: the part of key {self.name!r} at {chunk.box.offset} does not fit its CRC32; restore the file or another checkpoint"
+        )
+
+    def verify(self) -> int:
+        """Compare every byte of the elements with its CRC32, in little memory; returns their number."""
+        total = 0
+        for chunk in self.chunks:
+            place = _place(self.root, chunk, self.name, self.dtype)
+            path = names.inside(self.root, chunk.file, self.root)
+            at, nbytes = place.stored
+            value, end = 0, at + nbytes
+            with opened(path, f"a part of {self.name!r}") as reader:
+                while at < end:
+                    part = scratch("sum", min(BATCH, end - at))
+                    if reader.readv([part], at) != part.size:
+                        raise CorruptCheckpoint(f"{path} ends early (key {self.name!r})")
+                    value, at = zlib.crc32(part, value), at + part.size
+            if value != place.crc32:
+                raise self._damaged(path, chunk)
+            total += nbytes
+        return total
 
 
 class _Slice(io.RawIOBase):
@@ -156,9 +197,18 @@ def _damage(where: str) -> Iterator[None]:
         raise CorruptCheckpoint(f"{where}: a damaged archive: {e}") from None
 
 
+class _Place(NamedTuple):
+    """Where a chunk lies: its first element, its strides in elements, and the (start, length) and CRC32 of all that is stored with it."""
+
+    start: int
+    file_nbytes: int
+    strides: tuple[int, ...]
+    stored: tuple[int, int]
+    crc32: int
+
+
 @lru_cache(maxsize=4096)
-def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype) -> tuple[int, int, tuple[int, ...]]:
-    """(byte of the first element in the file, length of the file, strides in elements) of a chunk."""
+def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype) -> _Place:
     path = names.inside(root, chunk.file, root)
     where = f"{path}, key {name!r}"
     with opened(path, f"a part of {name!r}") as reader, _damage(where):
@@ -193,7 +243,7 @@ def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype) -> tuple[int, in
         start = chunk.offset + info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
         if start + info.file_size > chunk.offset + chunk.nbytes:
             raise CorruptCheckpoint(f"{where}: elements beyond their archive")
-    return start + first * dtype.itemsize, size, tuple(strides)
+    return _Place(start + first * dtype.itemsize, size, tuple(strides), (start, info.file_size), info.CRC)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -202,7 +252,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any]) -> DcpTensor:
+def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any], verify: bool) -> DcpTensor:
     properties = entry.field("properties")
     kind = properties.field("dtype", 0) if isinstance(properties, Made) else None
     if kind is None or not isinstance(kind, Named):
@@ -220,7 +270,7 @@ def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any]) -> DcpTe
         chunks.append(Chunk(box, *_stored(root, info)))
     if not tiled(shape, [c.box for c in chunks]):
         raise ValueError(f"{name!r}: its chunks do not cover it once")
-    return DcpTensor(root, name, shape, dtype, tuple(chunks))
+    return DcpTensor(root, name, shape, dtype, tuple(chunks), verify)
 
 
 def _stored(root: str, info: Made) -> tuple[str, int, int]:
@@ -251,7 +301,7 @@ def is_dcp(root: str) -> bool:
     return stores.at(root).size(FILE) is not None
 
 
-def open_dcp(root: str) -> Checkpoint:
+def open_dcp(root: str, verify: bool = True) -> Checkpoint:
     """Open such a checkpoint: tensors lazily, under the names that were saved."""
     where = stores.join(root, FILE)
     top = read_values(stores.at(root).get(FILE), where)
@@ -265,7 +315,7 @@ def open_dcp(root: str) -> Checkpoint:
             storage[index.field("fqn"), None if offset is None else _sizes(offset)] = info
         for name, entry in top.field("state_dict_metadata").items():
             if entry.name.endswith("TensorStorageMetadata"):
-                tensors[name] = _tensor(root, name, entry, storage)
+                tensors[name] = _tensor(root, name, entry, storage, verify)
                 continue
             try:
                 values[name] = _value(root, name, storage[name, None])

@@ -33,8 +33,9 @@ from . import (
 )
 from .compressed import CompressedTensor
 from .opened import Checkpoint, StoredArray
-from .tensors import ChunkedTensor, PackedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
+from .tensors import ChunkedTensor, PackedTensor, RawTensor, StoredTensor
 from .zarr_format import GROUP_ATTRIBUTE
+from .zarr_tensor import ZarrTensor, zarr_place
 
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
@@ -119,10 +120,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     if any(store.size(n) is not None for n in _ZARR):
         return _open_zarr(root)
     if dcp.is_dcp(root):
-        return dcp.open_dcp(root)
+        return dcp.open_dcp(root, verify)
     if store.size(documents.PROGRAM) is not None:
         raise NotACheckpoint(f"{root} is a program file, not a checkpoint; mt.load_program opens it")
-    if store.lists and (shards := dcp_safetensors.open_shards(root)) is not None:
+    if store.lists and (shards := dcp_safetensors.open_shards(root, verify)) is not None:
         return shards
     if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:
         return found_so
@@ -346,7 +347,10 @@ def _open_zarr(root: str) -> Checkpoint:
         for name, a in sorted(found.items()):
             if isinstance(a, zarr.Array):
                 shape, chunk = tuple(map(int, a.shape)), tuple(map(int, a.shards or a.chunks))
-                tensors[name] = ZarrTensor(root, name, name, shape, np.dtype(a.dtype), chunk)
+                form = getattr(a.metadata, "chunk_key_encoding", None)
+                old = getattr(a.metadata, "dimension_separator", ".")
+                encoding = ("v2", old) if form is None else (str(form.name), form.separator)
+                tensors[name] = ZarrTensor(root, name, name, shape, np.dtype(a.dtype), chunk, encoding)
     except Exception as e:
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     return flat(root, "Zarr", tensors, attributes)

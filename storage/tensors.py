@@ -1,7 +1,7 @@
 """Stored arrays that give any box of themselves, reading as few bytes as their format lets them.
 
-Three formats, one face: `ChunkedTensor` (our Zarr shards: every chunk that is touched is read whole and its crc32c checked),
-`RawTensor` (a safetensors tensor: one row-major range of a file) and `ZarrTensor` (an array by others, read through zarr).
+Many formats, one face, `StoredTensor`: here `ChunkedTensor` (our Zarr shards: every chunk that is touched is read whole and its crc32c checked)
+and `RawTensor` (a safetensors tensor: one row-major range of a file).
 All are small picklable values, so that a plan can be sent to where the bytes are wanted. ``jobs`` cuts a read into
 independent calls, each of which returns the number of bytes that it read; `run` executes many of them on threads.
 """
@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -279,6 +279,14 @@ class RawTensor:
     crc32c: int | None = None
 
     @property
+    def summed(self) -> bool:
+        return self.crc32c is not None
+
+    @property
+    def files(self) -> set[str]:
+        return {self.path}
+
+    @property
     def readers(self) -> int:
         return stores.holding(self.path)[0].readers
 
@@ -435,69 +443,32 @@ class PackedTensor(RawTensor):
         )
 
 
-# ----- Zarr by others -------------------------------------------------------------------------------------------------
+class StoredTensor(Protocol):
+    """The face that all of them have."""
 
-
-def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
-    """(what zarr takes as a store, path in it) of a node of a hierarchy."""
-    if not stores.is_url(root):
-        from .local_zarr import InsideStore
-
-        return InsideStore(root), node
-    from zarr.storage import ObjectStore
-
-    from .objects import client
-
-    held, prefix = client(root)
-    return ObjectStore(held, read_only=True), "/".join(p for p in (prefix, node) if p)
-
-
-@dataclass(frozen=True, slots=True)
-class ZarrTensor:
-    """An array of a Zarr hierarchy that meshtape did not write. What zarr reads is not known: the box's size is reported."""
-
-    root: str
     name: str
-    node: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunk: tuple[int, ...]
 
     @property
-    def readers(self) -> int:
-        return stores.at(self.root).readers
+    def chunk(self) -> tuple[int, ...]: ...
 
-    def only(self, box: Box) -> ZarrTensor:
-        return self
+    @property
+    def readers(self) -> int: ...
 
-    def planned(self, box: Box) -> int:
-        return box.size * self.dtype.itemsize
+    def only(self, box: Box) -> StoredTensor: ...
 
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        yield lambda: self._read(box, out)
+    def planned(self, box: Box) -> int: ...
 
-    def _read(self, box: Box, out: np.ndarray) -> int:
-        import zarr
-
-        from .zarr_dtypes import register
-
-        register()
-        try:
-            store, node = zarr_place(self.root, self.node)
-            out[...] = zarr.open_array(store, path=node, mode="r")[box.slices]
-        except MemoryError:  # nothing is wrong with the file
-            raise
-        except Exception as e:
-            # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
-            raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e
-        return box.size * self.dtype.itemsize
-
-
-StoredTensor = ChunkedTensor | RawTensor | ZarrTensor
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]: ...
 
 
 def read_box(tensor: StoredTensor, box: Box | None = None) -> tuple[np.ndarray, int]:
     """The elements of ``box`` (all by default) as a new NumPy array, and the bytes that it took."""
     box = Box.whole(tensor.shape) if box is None else box
+    if box.size * tensor.dtype.itemsize >= 1 << 62:
+        raise CheckpointError(
+            f"key {tensor.name!r}: {box.shape} elements are more than any memory; read smaller slices"
+        )
     out = np.empty(box.shape, tensor.dtype)
     return out, run(list(tensor.jobs(box, out)), tensor.readers)

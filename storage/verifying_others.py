@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint
 from .opened import Checkpoint
-from .tensors import RawTensor, run
+from .tensors import run
+from .zarr_tensor import ZarrTensor
 
 
 def verify_others(ckpt: Checkpoint) -> tuple[int, int]:
     """(files, bytes) that were compared with their checksums.
 
-    Raises `CorruptCheckpoint` with all that is damaged, and `CheckpointError` for what has no checksums.
+    Raises `CorruptCheckpoint` with all that is damaged, and `CheckpointError` for what has no checksums. Of Zarr by others, `IncompleteCheckpoint`
+    where chunks are not there.
     """
     tensors: list[Any] = [a.tensor for a in ckpt.arrays.values()]
-    bare = [t for t in tensors if not isinstance(t, RawTensor) or t.crc32c is None]
+    for t in tensors:
+        if isinstance(t, ZarrTensor):
+            replace(t, missing="error").check()
+    bare = [t for t in tensors if not getattr(t, "summed", False)]
     if bare and len(bare) == len(tensors):
         raise CheckpointError(f"{ckpt.path} is a {ckpt.kind} checkpoint, which has no checksums to verify")
     faults: list[str] = []
@@ -36,4 +42,4 @@ def verify_others(ckpt: Checkpoint) -> tuple[int, int]:
         raise CheckpointError(
             f"{ckpt.path}: {len(held)} tensors are whole, and {len(bare)} have no checksums: {', '.join(t.name for t in bare[:8])}"
         )
-    return len({t.path for t in held}), nbytes
+    return len(set[str]().union(*(t.files for t in held))), nbytes
