@@ -282,7 +282,7 @@ def convert(
     >>> import tempfile
     >>> from meshtape.storage import load, save_safetensors
     >>> home = tempfile.mkdtemp()
-    >>> save_safetensors(os.path.join(home, "a.safetensors"), {"q": np.ones((4, 2)), "k": np.zeros((2, 2))})
+    >>> _ = save_safetensors(os.path.join(home, "a.safetensors"), {"q": np.ones((4, 2)), "k": np.zeros((2, 2))})
     >>> report = convert(
     ...     os.path.join(home, "a.safetensors"), os.path.join(home, "c"), format="zarr",
     ...     rules="q, k -> qk, concat(axis=0)", mesh={"model": 2}, shardings={"*": {"model": 0}}, dtype="float32",

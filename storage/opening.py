@@ -14,8 +14,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
 from . import (
     commit,
@@ -26,6 +24,7 @@ from . import (
     foreign,
     manifest,
     names,
+    orbax,
     safetensors,
     stores,
     strict_json,
@@ -35,7 +34,7 @@ from .compressed import CompressedTensor
 from .opened import Checkpoint, StoredArray
 from .tensors import ChunkedTensor, PackedTensor, RawTensor, StoredTensor
 from .zarr_format import GROUP_ATTRIBUTE
-from .zarr_tensor import ZarrTensor, zarr_place
+from .zarr_tensor import of_array, zarr_place
 
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
@@ -52,8 +51,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     ----------
     path
         A directory written by `save`, a ``.safetensors`` file, a Hugging Face directory (``model.safetensors``,
-        ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``), any Zarr group or array, or a checkpoint of
-        ``torch.distributed`` in either of its layouts: a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
+        ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``), any Zarr group or array, a checkpoint
+        of ``torch.distributed`` in either of its layouts, or one of Orbax (in OCDBT with the package ``tensorstore`` alone): a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
         ``http://`` or ``https://``.
     verify
         Compare every chunk that is read with its checksum, where the format has any. Without it damage goes unnoticed.
@@ -121,6 +120,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
         return _open_zarr(root)
     if dcp.is_dcp(root):
         return dcp.open_dcp(root, verify)
+    if store.size(orbax.FILE) is not None:
+        return orbax.open_orbax(root)
+    if store.lists and (item := orbax.item_of(store)) is not None:
+        return orbax.open_orbax(item)
     if store.size(documents.PROGRAM) is not None:
         raise NotACheckpoint(f"{root} is a program file, not a checkpoint; mt.load_program opens it")
     if store.lists and (shards := dcp_safetensors.open_shards(root, verify)) is not None:
@@ -346,11 +349,7 @@ def _open_zarr(root: str) -> Checkpoint:
         found = {"": node} if isinstance(node, zarr.Array) else dict(node.members(max_depth=None))
         for name, a in sorted(found.items()):
             if isinstance(a, zarr.Array):
-                shape, chunk = tuple(map(int, a.shape)), tuple(map(int, a.shards or a.chunks))
-                form = getattr(a.metadata, "chunk_key_encoding", None)
-                old = getattr(a.metadata, "dimension_separator", ".")
-                encoding = ("v2", old) if form is None else (str(form.name), form.separator)
-                tensors[name] = ZarrTensor(root, name, name, shape, np.dtype(a.dtype), chunk, encoding)
+                tensors[name] = of_array(root, name, a)
     except Exception as e:
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     return flat(root, "Zarr", tensors, attributes)

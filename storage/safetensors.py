@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import socket
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from ..arrays.errors import (
 )
 from . import commit, dtypes, stores, tensor_sums
 from .checksums import crc32c
+from .leaves import taken
 from .manifest import no_collections
 
 MAX_HEADER = 100_000_000
@@ -288,7 +290,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     >>> import tempfile, os
     >>> where = os.path.join(tempfile.mkdtemp(), "a.safetensors")
-    >>> save_safetensors(where, {"w": np.arange(3)})
+    >>> _ = save_safetensors(where, {"w": np.arange(3)})
     >>> load_safetensors(where)
     {'w': array([0, 1, 2])}
     """
@@ -363,22 +365,22 @@ def build_header(
 
 @not_recording()  # what is stored needs no derivative
 def save_safetensors(
-    path: str | os.PathLike[str] | BinaryIO,
+    path: str | os.PathLike[str] | BinaryIO | socket.socket,
     tensors: Mapping[str, Any],
     *,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
     checksums: bool = True,
-) -> None:
+) -> int:
     """Write arrays to one safetensors file, atomically: a kill leaves the old file or the new one.
 
     Parameters
     ----------
     path
-        The file: a path, a URL, or a binary stream, which need not seek (a pipe will do) and is not closed. At most a few megabytes are
+        The file: a path, a URL, a connected socket, or a binary stream, which need not seek (a pipe or a `gzip.GzipFile` will do) and is not closed. At most a few megabytes are
         copied at a time, whatever the layout of the arrays.
     tensors
-        Names and arrays (anything that `numpy.asarray` takes); any layout and byte order.
+        Names and arrays (anything that `numpy.asarray` takes, or with ``__dlpack__``); any layout and byte order.
     metadata
         Texts for the header. Hugging Face loaders ask for ``{"format": "pt"}``, which is there with ``checksums`` unless you give another.
     overwrite
@@ -387,35 +389,45 @@ def save_safetensors(
         Put a crc32c of each tensor and of the header into the metadata, under ``meshtape.crc32c``: what meshtape loads whole is compared with
         them, and `verify` compares every byte. Without it the file is, byte for byte, what the reference implementation writes.
 
+    Returns
+    -------
+    int
+        The bytes of the file.
+
     Examples
     --------
     >>> import tempfile, os
     >>> where = os.path.join(tempfile.mkdtemp(), "model.safetensors")
-    >>> save_safetensors(where, {"w": np.ones((2, 3), np.float32)}, metadata={"format": "pt"})
+    >>> _ = save_safetensors(where, {"w": np.ones((2, 3), np.float32)}, metadata={"format": "pt"})
     >>> read_header(where).tensors["w"]
     TensorInfo(dtype='F32', shape=(2, 3), begin=0, end=24)
     """
-    arrays = {name: np.asarray(x) for name, x in tensors.items()}
+    arrays = {name: np.asarray(taken(x, repr(name))) for name, x in tensors.items()}
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata, sums=checksums)
     if checksums:
         head = tensor_sums.sealed(head, [_sum(arrays[name]) for name in place])
+    nbytes = len(head) + sum(t.nbytes for t in place.values())
     body = itertools.chain([head], itertools.chain.from_iterable(_pieces(arrays[name]) for name in place))
     if isinstance(path, (str, os.PathLike)):
         store, file = stores.holding(where := stores.location(path))
         store.refuse_writes()
         if not overwrite and store.size(file) is not None:
             raise CheckpointExists(f"{where} exists; pass overwrite=True to replace it")
-        with commit.room_for(len(head) + sum(t.nbytes for t in place.values()), where):
+        with commit.room_for(nbytes, where):
             store.put(file, body)
-        return
+        return nbytes
     for piece in body:
         view = memoryview(piece).cast("B")
+        if not hasattr(path, "write"):
+            path.sendall(view)
+            continue
         while len(view):
             n = path.write(view)  # a raw stream may take less
             if not n:
                 raise BlockingIOError(errno.EAGAIN, "the stream takes no more bytes")
             view = view[n:]
+    return nbytes
 
 
 def _sum(a: np.ndarray) -> int:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError, IncompleteCheckpoint
-from . import stores
+from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from . import names, stores, strict_json
+from .dtypes import EXTENSIONS
 from .tensors import Job
 
 
@@ -32,6 +33,37 @@ def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
 
     held, prefix = client(root)
     return ObjectStore(held, read_only=True), "/".join(p for p in (prefix, node) if p)
+
+
+def of_array(root: str, node: str, array: Any) -> ZarrTensor:
+    """The tensor of an array that zarr has opened."""
+    shape, chunk = tuple(map(int, array.shape)), tuple(map(int, array.shards or array.chunks))
+    form = getattr(array.metadata, "chunk_key_encoding", None)
+    old = getattr(array.metadata, "dimension_separator", ".")
+    encoding = ("v2", old) if form is None else (str(form.name), form.separator)
+    dtype = np.dtype(array.dtype)
+    if form is None and dtype.kind == "u" and not stores.is_url(root):
+        from .local_zarr import extension
+
+        dtype = extension(strict_json.loads(stores.at(root).get(f"{node}/.zarray".lstrip("/")))) or dtype
+    return ZarrTensor(root, node, node, shape, dtype, chunk, encoding)
+
+
+def open_array(root: str, node: str) -> ZarrTensor:
+    """The tensor of a node. `CheckpointError` where zarr cannot open it."""
+    import zarr
+
+    from .zarr_dtypes import register
+
+    register()
+    names.inside(root, node, root)
+    try:
+        store, place = zarr_place(root, node)
+        return of_array(root, node, zarr.open_array(store, path=place, mode="r"))
+    except FileNotFoundError:
+        raise IncompleteCheckpoint(f"{root}: the array {node!r} is missing") from None
+    except Exception as e:
+        raise CorruptCheckpoint(f"{root}: zarr cannot open key {node!r}: {e}") from e
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +145,8 @@ class ZarrTensor:
         register()
         try:
             store, node = zarr_place(self.root, self.node)
-            out[...] = bound(zarr.open_array(store, path=node, mode="r"))[box.slices]
+            found = bound(zarr.open_array(store, path=node, mode="r"))[box.slices]
+            out[...] = found if self.dtype.name not in EXTENSIONS else np.asarray(found).view(self.dtype)
         except MemoryError:  # nothing is wrong with the file
             raise
         except Exception as e:
