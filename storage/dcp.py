@@ -13,7 +13,7 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ class DcpTensor:
             yield lambda c=c, common=common: self._read(c, common, out[(*common.within(box).slices, ...)])
 
     def _read(self, chunk: Chunk, common: Box, out: np.ndarray) -> int:
-        place = _place(self.root, chunk, self.name, self.dtype)
+        place = self.place(chunk)
         start, file_nbytes, strides = place.start, place.file_nbytes, place.strides
         path = names.inside(self.root, chunk.file, self.root)
         local = common.within(chunk.box)
@@ -106,11 +106,14 @@ class DcpTensor:
             return sum(job() for job in raw.jobs(part, out))
         held = out if out.flags.c_contiguous else np.empty(shape, self.dtype)
         total = sum(job() for job in raw.jobs(part, held))
-        if zlib.crc32(bytes_of(held)) != place.crc32:
+        if zlib.crc32(bytes_of(held), place.seed) != place.crc32:
             raise self._damaged(path, chunk)
         if held is not out:
             out[...] = held
         return total
+
+    def place(self, chunk: Chunk) -> Place:
+        return _place(self.root, chunk, self.name, self.dtype)
 
     def _damaged(self, path: str, chunk: Chunk) -> CorruptCheckpoint:
         return CorruptCheckpoint(
@@ -121,10 +124,10 @@ class DcpTensor:
         """Compare every byte of the elements with its CRC32, in little memory; returns their number."""
         total = 0
         for chunk in self.chunks:
-            place = _place(self.root, chunk, self.name, self.dtype)
+            place = self.place(chunk)
             path = names.inside(self.root, chunk.file, self.root)
             at, nbytes = place.stored
-            value, end = 0, at + nbytes
+            value, end = place.seed, at + nbytes
             with opened(path, f"a part of {self.name!r}") as reader:
                 while at < end:
                     part = scratch("sum", min(BATCH, end - at))
@@ -163,22 +166,22 @@ class _Slice(io.RawIOBase):
         return got
 
 
-def _described(where: str, archive: zipfile.ZipFile) -> tuple[Any, str]:
+def described(where: str, archive: zipfile.ZipFile, limit: int = _MAX_VALUE) -> tuple[Any, str]:
     """(what the archive describes, name of the folder in it)."""
     found = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
-    if len(found) != 1 or archive.getinfo(found[0]).file_size > _MAX_VALUE:
+    if len(found) != 1 or archive.getinfo(found[0]).file_size > limit:
         raise CorruptCheckpoint(f"{where}: an archive without one small data.pkl")
     if archive.getinfo(found[0]).compress_type != zipfile.ZIP_STORED:  # what unpacks it would raise errors of its own
         raise CorruptCheckpoint(f"{where}: a compressed data.pkl")
     return read_values(archive.read(found[0]), where), found[0].removesuffix("data.pkl")
 
 
-def _archive(reader: stores.Reader, chunk: Chunk) -> zipfile.ZipFile:
+def archive_of(reader: stores.Reader, chunk: Chunk) -> zipfile.ZipFile:
     return zipfile.ZipFile(io.BufferedReader(_Slice(reader, chunk.offset, chunk.nbytes), 64 << 10))
 
 
 @contextlib.contextmanager
-def _damage(where: str) -> Iterator[None]:
+def damage(where: str) -> Iterator[None]:
     """Whatever an archive that is damaged makes of its readers, as one error."""
     try:
         yield
@@ -191,34 +194,61 @@ def _damage(where: str) -> Iterator[None]:
         struct.error,
         RuntimeError,  # an entry that says it is encrypted, or made by methods that zipfile has not
         EOFError,
+        zlib.error,
     ) as e:
         if isinstance(e, (CorruptCheckpoint, IncompleteCheckpoint)):
             raise
         raise CorruptCheckpoint(f"{where}: a damaged archive: {e}") from None
 
 
-class _Place(NamedTuple):
-    """Where a chunk lies: its first element, its strides in elements, and the (start, length) and CRC32 of all that is stored with it."""
+class Place(NamedTuple):
+    """Where a chunk lies: its first element, its strides in elements, and the (start, length) and CRC32 of all that is stored with it.
+
+    ``seed`` is the CRC32 of what its entry holds before that.
+    """
 
     start: int
     file_nbytes: int
     strides: tuple[int, ...]
     stored: tuple[int, int]
     crc32: int
+    seed: int = 0
+
+
+def check_strides(where: str, shape: Sequence[int], strides: Sequence[int], first: int, count: int) -> None:
+    """Refuse a tensor that leads out of its storage of ``count`` elements, or has gaps between its own."""
+    last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if min((first, *strides), default=0) < 0 or (last >= count and 0 not in shape):
+        raise CorruptCheckpoint(f"{where}: elements beyond their storage")
+    expected = 1
+    for n, s in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]) if 0 not in shape else ():
+        if n > 1 and s != expected:
+            raise CorruptCheckpoint(f"{where}: elements with gaps between them; save a contiguous tensor")
+        expected *= n
+
+
+def entry_start(reader: stores.Reader, info: zipfile.ZipInfo, base: int, where: str) -> int:
+    """Where the bytes of an entry begin, counted as in its archive."""
+    head = bytearray(_LOCAL_HEADER.size)
+    reader.readv([head], base + info.header_offset)
+    fields = _LOCAL_HEADER.unpack(head)
+    if fields[0] != b"PK\x03\x04":
+        raise CorruptCheckpoint(f"{where}: no header where the archive says")
+    return info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
 
 
 @lru_cache(maxsize=4096)
-def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype) -> _Place:
+def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype) -> Place:
     path = names.inside(root, chunk.file, root)
     where = f"{path}, key {name!r}"
-    with opened(path, f"a part of {name!r}") as reader, _damage(where):
+    with opened(path, f"a part of {name!r}") as reader, damage(where):
         size = reader.nbytes
         if chunk.offset + chunk.nbytes > size:
             raise CorruptCheckpoint(
                 f"{where}: its part ends at byte {chunk.offset + chunk.nbytes}, the file has {size}"
             )
-        with _archive(reader, chunk) as archive:
-            made, folder = _described(where, archive)
+        with archive_of(reader, chunk) as archive:
+            made, folder = described(where, archive)
             if not isinstance(made, Made) or not made.name.startswith("torch._utils._rebuild_tensor_v"):
                 raise CorruptCheckpoint(f"{where}: not a tensor")
             storage, first, shape, strides = made.args[:4]
@@ -227,23 +257,11 @@ def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype) -> _Place:
             info = archive.getinfo(f"{folder}data/{storage.id[2]}")
         if info.compress_type != zipfile.ZIP_STORED:
             raise CorruptCheckpoint(f"{where}: compressed elements")
-        last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        if min((first, *strides), default=0) < 0 or (last + 1) * dtype.itemsize > info.file_size:
-            raise CorruptCheckpoint(f"{where}: elements beyond their storage")
-        expected = 1
-        for n, s in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]):
-            if n > 1 and s != expected:
-                raise CorruptCheckpoint(f"{where}: elements with gaps between them; save a contiguous tensor")
-            expected *= n
-        head = bytearray(_LOCAL_HEADER.size)
-        reader.readv([head], chunk.offset + info.header_offset)
-        fields = _LOCAL_HEADER.unpack(head)
-        if fields[0] != b"PK\x03\x04":
-            raise CorruptCheckpoint(f"{where}: no header where the archive says")
-        start = chunk.offset + info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+        check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
+        start = chunk.offset + entry_start(reader, info, chunk.offset, where)
         if start + info.file_size > chunk.offset + chunk.nbytes:
             raise CorruptCheckpoint(f"{where}: elements beyond their archive")
-    return _Place(start + first * dtype.itemsize, size, tuple(strides), (start, info.file_size), info.CRC)
+    return Place(start + first * dtype.itemsize, size, tuple(strides), (start, info.file_size), info.CRC)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -290,10 +308,10 @@ def _value(root: str, name: str, info: Made) -> Any:
     chunk = Chunk(Box((), ()), file, offset, nbytes)
     with (
         opened(names.inside(root, file, root), f"the value {name!r}") as reader,
-        _damage(where),
-        _archive(reader, chunk) as archive,
+        damage(where),
+        archive_of(reader, chunk) as archive,
     ):
-        return encode_json(_described(where, archive)[0], name)
+        return encode_json(described(where, archive)[0], name)
 
 
 def is_dcp(root: str) -> bool:

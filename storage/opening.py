@@ -16,6 +16,7 @@ from typing import Any
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint
 from . import (
+    archives,
     commit,
     dcp,
     dcp_safetensors,
@@ -50,7 +51,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     Parameters
     ----------
     path
-        A directory written by `save`, a ``.safetensors`` file, a Hugging Face directory (``model.safetensors``,
+        A directory written by `save`, a ``.safetensors`` file, one of NumPy (``.npy``, ``.npz``) or of ``torch.save`` (read without pickle), a Hugging Face directory (``model.safetensors``,
         ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``), any Zarr group or array, a checkpoint
         of ``torch.distributed`` in either of its layouts, or one of Orbax (in OCDBT with the package ``tensorstore`` alone): a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
         ``http://`` or ``https://``.
@@ -90,10 +91,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     given = stores.location(path)
     root = commit.resolve(given)
     if stores.is_url(root):
-        if root.endswith(".safetensors"):
-            return _open_safetensors(root, verify)
+        if root.endswith((".safetensors", ".npy", ".npz", ".pt", ".pth")):
+            return _open_file(root, verify)
     elif os.path.isfile(root):
-        return _open_safetensors(root, verify)
+        return _open_file(root, verify)
     elif not os.path.isdir(root):
         if left := commit.siblings(given, "tmp"):
             raise IncompleteCheckpoint(
@@ -135,7 +136,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
 
 def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
     names.inside(root, file, root)
-    ckpt = _open_safetensors(stores.join(root, file), verify)
+    ckpt = _open_file(stores.join(root, file), verify)
     ckpt.documents = documents.beside(root)
     return ckpt
 
@@ -262,11 +263,15 @@ def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[di
     return tensors, header.metadata
 
 
-def _open_safetensors(path: str, verify: bool) -> Checkpoint:
+def _open_file(path: str, verify: bool) -> Checkpoint:
     store, name = stores.holding(path)
     start = bytearray(24)
     with contextlib.suppress(FileNotFoundError), contextlib.closing(store.reader(name)) as reader:
         start = start[: reader.readv([start], 0)]
+    if start.startswith(b"\x93NUMPY"):
+        return archives.open_npy(path)
+    if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return archives.open_archive(path, verify)
     # Eight bytes of length, then JSON: a file of another kind gets a plain answer, not one about headers.
     if start and b"{" not in start[8:]:
         if other := foreign.of_start(path, bytes(start)):
