@@ -129,9 +129,7 @@ def open_orbax(root: str) -> Checkpoint:
     database = store.size(DATABASE) is not None
     if database and (importlib.util.find_spec("tensorstore") is None or stores.is_url(root)):
         what = (
-            "copy the directory to a disk"
-            if stores.is_url(root)
-            else "install tensorstore (pip install 'meshtape[orbax]')"
+            "copy the directory to a disk" if stores.is_url(root) else "install tensorstore (pip install tensorstore)"
         )
         raise CheckpointError(
             f"{root} is an Orbax checkpoint in OCDBT, a database of TensorStore: {what}, or save it anew with use_ocdbt=False"
