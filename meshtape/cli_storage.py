@@ -96,6 +96,12 @@ _TARGET = (
         is_flag=True,
         help="Replace an existing checkpoint. Documents beside it stay; where there is anything else, nothing is done.",
     ),
+    click.option(
+        "--missing",
+        type=click.Choice(["error", "fill"]),
+        default="error",
+        help="Of Zarr by others: refuse chunks that are not there, or take them for the fill value.",
+    ),
 )
 
 

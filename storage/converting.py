@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -34,6 +34,7 @@ from .sink_zarr import ZarrSink
 from .sinks import Sink
 from .spreading import Executor
 from .transfer import MEMORY_LIMIT, THREADS, Progress, transfer
+from .zarr_tensor import ZarrTensor
 
 KEEP = "keep"  # the compression of the source
 
@@ -47,6 +48,7 @@ class Options(TypedDict, total=False):
     prefix: str | None
     dtype: Any
     compression: str | Zstd | None
+    missing: Literal["error", "fill"]
     memory_limit: int
     threads: int
     allow_overflow: bool
@@ -119,8 +121,12 @@ class Selection:
         drop: Iterable[str] | None,
         dtype: Any,
         prefix: str | None = None,
+        missing: str = "warn",
     ) -> Selection:
         ckpt = open_checkpoint(src)
+        for a in ckpt.arrays.values():
+            if isinstance(a.tensor, ZarrTensor):
+                a.tensor = replace(a.tensor, missing=missing)
         compression = ckpt.compression
         if prefix is not None:
             ckpt = ckpt.below(prefix)
@@ -214,6 +220,7 @@ def convert(
     prefix: str | None = None,
     dtype: Any = None,
     compression: str | Zstd | None = KEEP,
+    missing: Literal["error", "fill"] = "error",
     memory_limit: int = MEMORY_LIMIT,
     threads: int = THREADS,
     allow_overflow: bool = False,
@@ -248,6 +255,9 @@ def convert(
     compression
         For Zarr, as in `save`; ``"keep"``: as the source is compressed, where it is one of ours. Chunks that stay the same are then copied as they
         are. An interrupted run goes on after the last shard that was complete.
+    missing
+        Of Zarr by others, what to do about chunks that are not there. Writers leave out chunks that are all fill value, so a lost chunk looks like
+        one of these: ``"error"`` refuses, ``"fill"`` takes them for the fill value.
     memory_limit
         Bytes of memory for windows and staging, whatever the size of the arrays.
     threads
@@ -283,7 +293,7 @@ def convert(
     >>> import tempfile
     >>> from meshtape.storage import load, save_safetensors
     >>> home = tempfile.mkdtemp()
-    >>> save_safetensors(os.path.join(home, "a.safetensors"), {"q": np.ones((4, 2)), "k": np.zeros((2, 2))})
+    >>> _ = save_safetensors(os.path.join(home, "a.safetensors"), {"q": np.ones((4, 2)), "k": np.zeros((2, 2))})
     >>> report = convert(
     ...     os.path.join(home, "a.safetensors"), os.path.join(home, "c"), format="zarr",
     ...     rules="q, k -> qk, concat(axis=0)", mesh={"model": 2}, shardings={"*": {"model": 0}}, dtype="float32",
@@ -295,7 +305,9 @@ def convert(
     target = stores.location(dst)
     if compression != KEEP:
         chosen(compression)  # refused before the source is opened
-    held = Selection.of(src, rules, keys, drop, dtype, prefix)
+    if missing not in ("error", "fill"):
+        raise CheckpointError(f"missing is 'error' or 'fill', got {missing!r}")
+    held = Selection.of(src, rules, keys, drop, dtype, prefix, missing)
     sink: Sink
     if format == "safetensors":
         if mesh is not None or shardings is not None:
@@ -371,8 +383,8 @@ def reshard(
         matches counts; an array that none matches is one block. Or a function ``(path, shape, dtype)`` that returns such a map, a
         sharding of a mesh at hand, or None.
     options
-        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``memory_limit``, ``threads``, ``allow_overflow``, ``overwrite``,
-        ``progress`` and ``client`` of `convert`.
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
+        ``overwrite``, ``progress`` and ``client`` of `convert`.
 
     Returns
     -------

@@ -2,8 +2,8 @@
 
 ``.metadata`` describes each tensor and where its chunks lie; a chunk is a zip archive inside a ``.distcp`` file, in which the elements are
 stored as they are. So a chunk is a byte range, and any box of a tensor is read from the parts of the chunks that it meets. Values that are
-not tensors (a step, a name) come along where they are plain; others are named in the checkpoint's metadata under ``dcp.skipped``. The
-format has no checksums that cover a part of a chunk: lengths and places are checked, the elements are not.
+not tensors (a step, a name) come along where they are plain; others are named in the checkpoint's metadata under ``dcp.skipped``. An
+archive has a CRC32 of its elements: reads of a whole chunk, and `verify`, compare it. Of a part of a chunk only place and length are checked.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import contextlib
 import io
 import struct
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,10 @@ from .generations import NONE, Generation
 from .grid import tiled
 from .manifest import Leaf, encode_json
 from .opened import Checkpoint, StoredArray
-from .tensors import Job, RawTensor, opened
+from .raw_tensor import RawTensor
+from .scratch import scratch
+from .tensor_sums import BATCH
+from .tensors import Job, bytes_of, opened
 from .torch_values import Made, Named, Persistent, read_values
 from .writing import UPLOADS, in_threads
 
@@ -54,7 +58,12 @@ class DcpTensor:
     shape: tuple[int, ...]
     dtype: np.dtype
     chunks: tuple[Chunk, ...]
+    summed: bool = True  # whether the archives' CRC32 are compared
     generation: Generation = NONE
+
+    @property
+    def files(self) -> set[str]:
+        return {c.file for c in self.chunks}
 
     @property
     def readers(self) -> int:
@@ -90,18 +99,54 @@ class DcpTensor:
             yield lambda c=c, common=common: self._read(c, common, out[(*common.within(box).slices, ...)])
 
     def _read(self, chunk: Chunk, common: Box, out: np.ndarray) -> int:
+        place = self.place(chunk)
+        start, file_nbytes, strides = place.start, place.file_nbytes, place.strides
         path = names.inside(self.root, chunk.file, self.root)
-        with self.generation.guarded():
-            start, file_nbytes, strides = _place(
-                self.root, chunk, self.name, self.dtype, self.generation.tags.get(path)
-            )
         local = common.within(chunk.box)
         order = sorted(range(len(chunk.box.shape)), key=lambda d: -strides[d])
         shape = tuple(chunk.box.shape[d] for d in order)
         # Elements may lie in another order of dimensions, as those of a transposed tensor do: read them in theirs.
-        raw = RawTensor(path, self.name, shape, self.dtype, start, file_nbytes, self.generation)
+        raw = RawTensor(path, self.name, shape, self.dtype, start, file_nbytes, generation=self.generation)
         part = Box(tuple(local.offset[d] for d in order), tuple(local.shape[d] for d in order))
-        return sum(job() for job in raw.jobs(part, out.transpose(order)))
+        out = out.transpose(order)
+        if not self.summed or common != chunk.box or place.stored != (start, out.nbytes):
+            return sum(job() for job in raw.jobs(part, out))
+        held = out if out.flags.c_contiguous else np.empty(shape, self.dtype)
+        total = sum(job() for job in raw.jobs(part, held))
+        if zlib.crc32(bytes_of(held), place.seed) != place.crc32:
+            raise self._damaged(path, chunk)
+        if held is not out:
+            out[...] = held
+        return total
+
+    def place(self, chunk: Chunk) -> Place:
+        path = names.inside(self.root, chunk.file, self.root)
+        with self.generation.guarded():
+            return _place(self.root, chunk, self.name, self.dtype, self.generation.tags.get(path))
+
+    def _damaged(self, path: str, chunk: Chunk) -> CorruptCheckpoint:
+        return CorruptCheckpoint(
+            f"{path}: the part of key {self.name!r} at {chunk.box.offset} does not fit its CRC32; restore the file or another checkpoint"
+        )
+
+    def verify(self) -> int:
+        """Compare every byte of the elements with its CRC32, in little memory; returns their number."""
+        total = 0
+        for chunk in self.chunks:
+            place = self.place(chunk)
+            path = names.inside(self.root, chunk.file, self.root)
+            at, nbytes = place.stored
+            value, end = place.seed, at + nbytes
+            with opened(path, f"a part of {self.name!r}", self.generation) as reader:
+                while at < end:
+                    part = scratch("sum", min(BATCH, end - at))
+                    if reader.readv([part], at) != part.size:
+                        raise CorruptCheckpoint(f"{path} ends early (key {self.name!r})")
+                    value, at = zlib.crc32(part, value), at + part.size
+            if value != place.crc32:
+                raise self._damaged(path, chunk)
+            total += nbytes
+        return total
 
 
 class _Slice(io.RawIOBase):
@@ -130,22 +175,22 @@ class _Slice(io.RawIOBase):
         return got
 
 
-def _described(where: str, archive: zipfile.ZipFile) -> tuple[Any, str]:
+def described(where: str, archive: zipfile.ZipFile, limit: int = _MAX_VALUE) -> tuple[Any, str]:
     """(what the archive describes, name of the folder in it)."""
     found = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
-    if len(found) != 1 or archive.getinfo(found[0]).file_size > _MAX_VALUE:
+    if len(found) != 1 or archive.getinfo(found[0]).file_size > limit:
         raise CorruptCheckpoint(f"{where}: an archive without one small data.pkl")
     if archive.getinfo(found[0]).compress_type != zipfile.ZIP_STORED:  # what unpacks it would raise errors of its own
         raise CorruptCheckpoint(f"{where}: a compressed data.pkl")
     return read_values(archive.read(found[0]), where), found[0].removesuffix("data.pkl")
 
 
-def _archive(reader: stores.Reader, chunk: Chunk) -> zipfile.ZipFile:
+def archive_of(reader: stores.Reader, chunk: Chunk) -> zipfile.ZipFile:
     return zipfile.ZipFile(io.BufferedReader(_Slice(reader, chunk.offset, chunk.nbytes), 64 << 10))
 
 
 @contextlib.contextmanager
-def _damage(where: str) -> Iterator[None]:
+def damage(where: str) -> Iterator[None]:
     """Whatever an archive that is damaged makes of its readers, as one error."""
     try:
         yield
@@ -158,25 +203,61 @@ def _damage(where: str) -> Iterator[None]:
         struct.error,
         RuntimeError,  # an entry that says it is encrypted, or made by methods that zipfile has not
         EOFError,
+        zlib.error,
     ) as e:
         if isinstance(e, (CorruptCheckpoint, IncompleteCheckpoint)):
             raise
         raise CorruptCheckpoint(f"{where}: a damaged archive: {e}") from None
 
 
+class Place(NamedTuple):
+    """Where a chunk lies: its first element, its strides in elements, and the (start, length) and CRC32 of all that is stored with it.
+
+    ``seed`` is the CRC32 of what its entry holds before that.
+    """
+
+    start: int
+    file_nbytes: int
+    strides: tuple[int, ...]
+    stored: tuple[int, int]
+    crc32: int
+    seed: int = 0
+
+
+def check_strides(where: str, shape: Sequence[int], strides: Sequence[int], first: int, count: int) -> None:
+    """Refuse a tensor that leads out of its storage of ``count`` elements, or has gaps between its own."""
+    last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if min((first, *strides), default=0) < 0 or (last >= count and 0 not in shape):
+        raise CorruptCheckpoint(f"{where}: elements beyond their storage")
+    expected = 1
+    for n, s in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]) if 0 not in shape else ():
+        if n > 1 and s != expected:
+            raise CorruptCheckpoint(f"{where}: elements with gaps between them; save a contiguous tensor")
+        expected *= n
+
+
+def entry_start(reader: stores.Reader, info: zipfile.ZipInfo, base: int, where: str) -> int:
+    """Where the bytes of an entry begin, counted as in its archive."""
+    head = bytearray(_LOCAL_HEADER.size)
+    reader.readv([head], base + info.header_offset)
+    fields = _LOCAL_HEADER.unpack(head)
+    if fields[0] != b"PK\x03\x04":
+        raise CorruptCheckpoint(f"{where}: no header where the archive says")
+    return info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+
+
 @lru_cache(maxsize=4096)
-def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype, tag: str | None) -> tuple[int, int, tuple[int, ...]]:
-    """(byte of the first element in the file, length of the file, strides in elements) of a chunk."""
+def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype, tag: str | None) -> Place:
     path = names.inside(root, chunk.file, root)
     where = f"{path}, key {name!r}"
-    with opened(path, f"a part of {name!r}") as reader, _damage(where):
+    with opened(path, f"a part of {name!r}") as reader, damage(where):
         size = reader.nbytes
         if chunk.offset + chunk.nbytes > size:
             raise CorruptCheckpoint(
                 f"{where}: its part ends at byte {chunk.offset + chunk.nbytes}, the file has {size}"
             )
-        with _archive(reader, chunk) as archive:
-            made, folder = _described(where, archive)
+        with archive_of(reader, chunk) as archive:
+            made, folder = described(where, archive)
             if not isinstance(made, Made) or not made.name.startswith("torch._utils._rebuild_tensor_v"):
                 raise CorruptCheckpoint(f"{where}: not a tensor")
             storage, first, shape, strides = made.args[:4]
@@ -185,23 +266,11 @@ def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype, tag: str | None)
             info = archive.getinfo(f"{folder}data/{storage.id[2]}")
         if info.compress_type != zipfile.ZIP_STORED:
             raise CorruptCheckpoint(f"{where}: compressed elements")
-        last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        if min((first, *strides), default=0) < 0 or (last + 1) * dtype.itemsize > info.file_size:
-            raise CorruptCheckpoint(f"{where}: elements beyond their storage")
-        expected = 1
-        for n, s in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]):
-            if n > 1 and s != expected:
-                raise CorruptCheckpoint(f"{where}: elements with gaps between them; save a contiguous tensor")
-            expected *= n
-        head = bytearray(_LOCAL_HEADER.size)
-        reader.readv([head], chunk.offset + info.header_offset)
-        fields = _LOCAL_HEADER.unpack(head)
-        if fields[0] != b"PK\x03\x04":
-            raise CorruptCheckpoint(f"{where}: no header where the archive says")
-        start = chunk.offset + info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+        check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
+        start = chunk.offset + entry_start(reader, info, chunk.offset, where)
         if start + info.file_size > chunk.offset + chunk.nbytes:
             raise CorruptCheckpoint(f"{where}: elements beyond their archive")
-    return start + first * dtype.itemsize, size, tuple(strides)
+    return Place(start + first * dtype.itemsize, size, tuple(strides), (start, info.file_size), info.CRC)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -210,7 +279,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any]) -> DcpTensor:
+def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any], verify: bool) -> DcpTensor:
     properties = entry.field("properties")
     kind = properties.field("dtype", 0) if isinstance(properties, Made) else None
     if kind is None or not isinstance(kind, Named):
@@ -228,7 +297,7 @@ def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any]) -> DcpTe
         chunks.append(Chunk(box, *_stored(root, info)))
     if not tiled(shape, [c.box for c in chunks]):
         raise ValueError(f"{name!r}: its chunks do not cover it once")
-    return DcpTensor(root, name, shape, dtype, tuple(chunks))
+    return DcpTensor(root, name, shape, dtype, tuple(chunks), verify)
 
 
 def _stored(root: str, info: Made) -> tuple[str, int, int]:
@@ -248,10 +317,10 @@ def _value(root: str, name: str, info: Made) -> Any:
     chunk = Chunk(Box((), ()), file, offset, nbytes)
     with (
         opened(names.inside(root, file, root), f"the value {name!r}") as reader,
-        _damage(where),
-        _archive(reader, chunk) as archive,
+        damage(where),
+        archive_of(reader, chunk) as archive,
     ):
-        return encode_json(_described(where, archive)[0], name)
+        return encode_json(described(where, archive)[0], name)
 
 
 def is_dcp(root: str) -> bool:
@@ -259,7 +328,7 @@ def is_dcp(root: str) -> bool:
     return stores.at(root).size(FILE) is not None
 
 
-def open_dcp(root: str) -> Checkpoint:
+def open_dcp(root: str, verify: bool = True) -> Checkpoint:
     """Open such a checkpoint: tensors lazily, under the names that were saved."""
     where = stores.join(root, FILE)
     top = read_values(stores.at(root).get(FILE), where)
@@ -273,7 +342,7 @@ def open_dcp(root: str) -> Checkpoint:
             storage[index.field("fqn"), None if offset is None else _sizes(offset)] = info
         for name, entry in top.field("state_dict_metadata").items():
             if entry.name.endswith("TensorStorageMetadata"):
-                tensors[name] = _tensor(root, name, entry, storage)
+                tensors[name] = _tensor(root, name, entry, storage, verify)
                 continue
             try:
                 values[name] = _value(root, name, storage[name, None])

@@ -21,7 +21,8 @@ from .generations import Generation
 from .grid import tiled
 from .manifest import Leaf
 from .opened import Checkpoint, StoredArray
-from .tensors import Job, RawTensor
+from .raw_tensor import RawTensor
+from .tensors import Job
 
 INFO = "DCP_SHARDING_INFO"
 _NUMBERED = re.compile(r"\Ashard-(\d{1,9})-model-\d+-of-\d+\.safetensors\Z")
@@ -35,6 +36,17 @@ class TiledTensor:
     shape: tuple[int, ...]
     dtype: np.dtype
     parts: tuple[tuple[Box, RawTensor], ...]
+
+    @property
+    def summed(self) -> bool:
+        return all(t.summed for _, t in self.parts)
+
+    @property
+    def files(self) -> set[str]:
+        return {t.path for _, t in self.parts}
+
+    def verify(self) -> int:
+        return sum(t.verify() for _, t in self.parts)
 
     @property
     def readers(self) -> int:
@@ -86,7 +98,7 @@ def _check_numbers(root: str, files: list[str]) -> None:
         raise IncompleteCheckpoint(f"{root}: the files of shards {', '.join(map(str, lost))} are missing")
 
 
-def open_shards(root: str) -> Checkpoint | None:
+def open_shards(root: str, verify: bool = True) -> Checkpoint | None:
     """Open such a checkpoint; None where the safetensors files of a directory say nothing about blocks."""
     files = [f for f in stores.at(root).files() if f.endswith(".safetensors")]
     try:
@@ -94,7 +106,7 @@ def open_shards(root: str) -> Checkpoint | None:
             return None
     except CorruptCheckpoint:  # a file of whatever kind
         return None
-    headers = {f: safetensors.read_header(stores.join(root, f)) for f in files}
+    headers = {f: safetensors.read_header(stores.join(root, f), verify=verify) for f in files}
     _check_numbers(root, files)
     held: dict[str, dict[Box, RawTensor]] = {}
     for file, header in headers.items():
@@ -102,7 +114,8 @@ def open_shards(root: str) -> Checkpoint | None:
         offsets = _offsets(where, header)
         for name, t in header.tensors.items():
             dtype = t.numpy_dtype(f"{where}: {name!r}")
-            raw = RawTensor(where, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes)
+            held_at, value = header.data_start + t.begin, (header.sums or {}).get(name)
+            raw = RawTensor(where, name, t.shape, dtype, held_at, header.file_nbytes, value)
             held.setdefault(name, {}).setdefault(Box(offsets[name], t.shape), raw)  # replicas are equal: the first
     arrays = {name: StoredArray((name,), _joined(root, name, parts)) for name, parts in sorted(held.items())}
     structure: Any = {name: Leaf(i) for i, name in enumerate(arrays)}

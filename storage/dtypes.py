@@ -73,6 +73,11 @@ ROWS: tuple[Row, ...] = (
     _row(None, 128, np.complex128),
 )
 
+PACKED: dict[str, np.dtype] = {  # as NumPy holds them unpacked, a byte each
+    "F4": np.dtype(ml_dtypes.float4_e2m1fn),
+    "F6_E2M3": np.dtype(ml_dtypes.float6_e2m3fn),
+    "F6_E3M2": np.dtype(ml_dtypes.float6_e3m2fn),
+}
 SAFETENSORS: dict[str, Row] = {row.safetensors: row for row in ROWS if row.safetensors}
 SAFETENSORS_RANK: dict[str, int] = {name: rank for rank, name in enumerate(SAFETENSORS)}
 _BY_NAME: dict[str, Row] = {row.name: row for row in ROWS if row.name}

@@ -188,7 +188,7 @@ def estimate(
     files: int | None = None
     if all(d.name != "complex128" for _, d in held.values()) and "__metadata__" not in held:
         rows = [[(n, dtypes.safetensors_name(held[n][1], n), held[n][0]) for n in g] for g in groups]
-        files = sum(n for _, n in sizes) + sum(len(safetensors.build_header(r, {"format": "pt"})[0]) for r in rows)
+        files = sum(n for _, n in sizes) + sum(len(safetensors.build_header(r, sums=True)[0]) for r in rows)
     return Estimate(
         len(held),
         sum(math.prod(s) for s, _ in held.values()),

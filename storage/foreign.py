@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _PICKLE = (
-    "was written by PyTorch with pickle, which runs code when it is read; meshtape reads no pickle. Convert it once, where you trust it:\n"
+    "was written by PyTorch with pickle, which runs code when it is read. meshtape runs none: it opens such a file itself, not its directory, where torch 1.6 "
+    "or later wrote it. Convert others once, where you trust them:\n"
     "  import torch; from safetensors.torch import save_model, save_file\n"
     '  save_file({{k: v.contiguous().clone() for k, v in torch.load({file!r}, weights_only=True).items()}}, "model.safetensors")'
 )
@@ -24,17 +25,15 @@ _KINDS = {
     ".gguf": _GGUF,
     ".h5": "is HDF5, as Keras writes it; load it there, and save its arrays with mt.save",
     ".msgpack": "was written by Flax; restore it there, and save its tree with mt.save",
-    ".npz": "holds NumPy arrays: mt.save(PLACE, dict(numpy.load({file!r})))",
-    ".npy": "is a NumPy array: mt.save(PLACE, {{'x': numpy.load({file!r})}})",
+    ".npz": "holds NumPy arrays: open that file itself",
+    ".npy": "is a NumPy array: open that file itself",
     ".onnx": "is an ONNX model, whose initializers have no format of their own",
 }
 _STARTS = (
     (b"GGUF", ".gguf"),
     (b"\x89HDF", ".h5"),
-    (b"\x93NUMPY", ".npy"),
     (b"\x80\x02", ".pt"),
     (b"\x80\x04", ".pt"),
-    (b"PK\x03\x04", ".pt"),
 )
 _LFS = b"version https://git-lfs"
 
@@ -48,8 +47,6 @@ def of_start(path: str, start: bytes) -> str | None:
     if start.startswith(_LFS[: len(start)]) and len(start) >= 8:
         return "is a pointer of Git LFS, not the file itself; fetch it with: git lfs pull"
     name = path.rpartition("/")[2]
-    if name.endswith(".npz"):
-        return _KINDS[".npz"].format(file=name)
     kind = next((k for mark, k in _STARTS if start.startswith(mark)), None)
     return None if kind is None else _KINDS[kind].format(file=name)
 

@@ -407,12 +407,12 @@ def loads(data: bytes, source: str) -> Manifest:
     CorruptCheckpoint
         It is damaged, or not a manifest at all; says where.
     """
-    with _no_collections():
+    with no_collections():
         return _loads(data, source)
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
     """Let the garbage collector rest: it would walk the millions of small lists of a large manifest again and again while they are made."""
     was = gc.isenabled()
     gc.disable()

@@ -51,8 +51,8 @@ def merge(
     max_shard_bytes
         Largest size of a file's arrays together; None puts all in one file. An array that is larger has its own file.
     options
-        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``allow_overflow``, ``overwrite``,
-        ``progress`` and ``client`` of `convert`; ``compression`` is refused, as safetensors files have none.
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
+        ``overwrite``, ``progress`` and ``client`` of `convert`; ``compression`` is refused, as safetensors files have none.
 
     Returns
     -------

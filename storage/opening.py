@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from ..arrays.errors import (
     CheckpointError,
@@ -23,24 +22,30 @@ from ..arrays.errors import (
     NotACheckpoint,
 )
 from . import (
+    archives,
     commit,
     dcp,
     dcp_safetensors,
     documents,
+    dtypes,
     foreign,
     generations,
     manifest,
     names,
+    orbax,
     safetensors,
     stores,
     strict_json,
+    tensor_sums,
 )
 from .chunk_sums import StoredSums
 from .compressed import CompressedTensor
 from .generations import Generation
 from .opened import Checkpoint, StoredArray
-from .tensors import ChunkedTensor, RawTensor, StoredTensor, ZarrTensor, zarr_place
+from .raw_tensor import PackedTensor, RawTensor
+from .tensors import ChunkedTensor, StoredTensor
 from .zarr_format import GROUP_ATTRIBUTE
+from .zarr_tensor import of_array, zarr_place
 
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
@@ -56,9 +61,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     Parameters
     ----------
     path
-        A directory written by `save`, a ``.safetensors`` file, a Hugging Face directory (``model.safetensors``,
-        ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``), any Zarr group or array, or a checkpoint of
-        ``torch.distributed`` in either of its layouts: a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
+        A directory written by `save`, a ``.safetensors`` file, one of NumPy (``.npy``, ``.npz``) or of ``torch.save`` (read without pickle), a Hugging Face directory (``model.safetensors``,
+        ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``), any Zarr group or array, a checkpoint
+        of ``torch.distributed`` in either of its layouts, or one of Orbax (in OCDBT with the package ``tensorstore`` alone): a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
         ``http://`` or ``https://``.
     verify
         Compare every chunk that is read with its checksum, where the format has any. Without it damage goes unnoticed.
@@ -119,10 +124,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
 def _open(given: str, verify: bool) -> Checkpoint:
     root = commit.resolve(given)
     if stores.is_url(root):
-        if root.endswith(".safetensors"):
-            return _open_safetensors(root)
+        if root.endswith((".safetensors", ".npy", ".npz", ".pt", ".pth")):
+            return _open_file(root, verify)
     elif os.path.isfile(root):
-        return _open_safetensors(root)
+        return _open_file(root, verify)
     elif not os.path.isdir(root):
         if left := commit.siblings(given, "tmp"):
             raise IncompleteCheckpoint(
@@ -142,38 +147,42 @@ def _open(given: str, verify: bool) -> Checkpoint:
             f"{root} is what an interrupted transfer has written so far; the same call goes on with it"
         )
     if store.size(HF_INDEX) is not None:
-        return _open_hugging_face(root, HF_INDEX)
+        return _open_hugging_face(root, HF_INDEX, verify)
     if store.size(HF_SINGLE) is not None:
-        return _open_single(root, HF_SINGLE)
+        return _open_single(root, HF_SINGLE, verify)
     if any(store.size(n) is not None for n in _ZARR):
         return _open_zarr(root)
     if dcp.is_dcp(root):
-        return dcp.open_dcp(root)
+        return dcp.open_dcp(root, verify)
+    if store.size(orbax.FILE) is not None:
+        return orbax.open_orbax(root)
+    if store.lists and (item := orbax.item_of(store)) is not None:
+        return orbax.open_orbax(item)
     if store.size(documents.PROGRAM) is not None:
         raise NotACheckpoint(f"{root} is a program file, not a checkpoint; mt.load_program opens it")
-    if store.lists and (shards := dcp_safetensors.open_shards(root)) is not None:
+    if store.lists and (shards := dcp_safetensors.open_shards(root, verify)) is not None:
         return shards
-    if store.lists and (found_so := _open_by_another_name(store)) is not None:
+    if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:
         return found_so
     raise _refusal(store)
 
 
-def _open_single(root: str, file: str) -> Checkpoint:
+def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
     names.inside(root, file, root)
-    ckpt = _open_safetensors(stores.join(root, file))
+    ckpt = _open_file(stores.join(root, file), verify)
     ckpt.documents = documents.beside(root)
     return ckpt
 
 
-def _open_by_another_name(store: stores.Store) -> Checkpoint | None:
+def _open_by_another_name(store: stores.Store, verify: bool) -> Checkpoint | None:
     """A directory whose one model is not called ``model``: ``adapter_model.safetensors``, ``diffusion_pytorch_model.safetensors.index.json``."""
     held = store.files()
     indexes = [n for n in held if n.endswith(".safetensors.index.json")]
     files = [n for n in held if n.endswith(".safetensors")]
     if len(indexes) == 1:
-        return _open_hugging_face(store.root, indexes[0])
+        return _open_hugging_face(store.root, indexes[0], verify)
     if not indexes and len(files) == 1 and not _PART.search(files[0]):
-        return _open_single(store.root, files[0])
+        return _open_single(store.root, files[0], verify)
     return None
 
 
@@ -276,33 +285,54 @@ def flat(path: str, kind: str, tensors: dict[str, StoredTensor], metadata: dict[
     return Checkpoint(path, kind, arrays, structure, None, metadata)
 
 
-def _raw_tensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    header = safetensors.read_header(path)
+def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of a file, and its metadata. ``listed``: the checksums that an index has for it."""
+    header = safetensors.read_header(path, verify=verify)
+    sums = header.sums or {}
+    if listed is not None and verify:
+        try:
+            head, *held = tensor_sums.values(listed, 1 + len(header.tensors))
+            if head != header.sum or (sums and held != list(sums.values())):
+                raise ValueError("its checksums are not those of the index: it is of another save")
+        except ValueError as e:
+            raise CorruptCheckpoint(f"{path}: {e}") from None
+        sums = dict(zip(header.tensors, held, strict=True))
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(header.tensors):
         t = header.tensors[name]
-        dtype = t.numpy_dtype(f"{path}: {name!r}")
-        tensors[name] = RawTensor(path, name, t.shape, dtype, header.data_start + t.begin, header.file_nbytes)
+        row, place = dtypes.SAFETENSORS[t.dtype], header.data_start + t.begin
+        if row.dtype is not None:
+            tensors[name] = RawTensor(path, name, t.shape, row.dtype, place, header.file_nbytes, sums.get(name))
+        else:
+            held = (path, name, t.shape, dtypes.PACKED[t.dtype], place, header.file_nbytes, sums.get(name), t.nbytes)
+            tensors[name] = PackedTensor(*held)
     return tensors, header.metadata
 
 
-def _open_safetensors(path: str) -> Checkpoint:
+def _open_file(path: str, verify: bool) -> Checkpoint:
     store, name = stores.holding(path)
     start = bytearray(24)
     with contextlib.suppress(FileNotFoundError), contextlib.closing(store.reader(name)) as reader:
         start = start[: reader.readv([start], 0)]
+    if start.startswith(b"\x93NUMPY"):
+        return archives.open_npy(path)
+    if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return archives.open_archive(path, verify)
     # Eight bytes of length, then JSON: a file of another kind gets a plain answer, not one about headers.
     if start and b"{" not in start[8:]:
         if other := foreign.of_start(path, bytes(start)):
             raise NotACheckpoint(f"{path} {other}")
         if not path.endswith(".safetensors"):
             raise NotACheckpoint(f"{path} is not a safetensors file")
-    tensors, metadata = _raw_tensors(path)
-    return flat(path, "safetensors", tensors, metadata)
+    with manifest.no_collections():
+        tensors, metadata = _raw_tensors(path, verify)
+        return flat(path, "safetensors", tensors, metadata)
 
 
-def read_index(root: str, index: str = HF_INDEX) -> tuple[dict[str, str], dict[str, Any]]:
-    """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory; every file lies inside it."""
+def read_index(
+    root: str, index: str = HF_INDEX, verify: bool = True
+) -> tuple[dict[str, str], dict[str, Any], Mapping[str, str]]:
+    """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory, and checksums by file; every file lies inside it."""
     path = names.inside(root, index, root)
     data = stores.at(root).get(index)
     try:
@@ -310,17 +340,22 @@ def read_index(root: str, index: str = HF_INDEX) -> tuple[dict[str, str], dict[s
         weight_map = top["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise ValueError("weight_map is not a map from names to files")
+        "".join((*weight_map, *weight_map.values())).encode()  # half of a surrogate pair is no name
         metadata = top.get("metadata") or {}
         metadata = metadata if isinstance(metadata, dict) else {}
+        sums = tensor_sums.of_index(data, metadata) if verify else {}
+        metadata.pop(tensor_sums.KEY, None)
+        if any(isinstance(v, dict) and tensor_sums.KEY in v for v in top.values()):
+            raise ValueError("checksums stand in an entry that is not 'metadata'")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CorruptCheckpoint(f"{path}: not an index: {e}") from None
     for file in set(weight_map.values()):
         names.inside(root, file, path)
-    return weight_map, metadata
+    return weight_map, metadata, sums
 
 
-def _open_hugging_face(root: str, index: str) -> Checkpoint:
-    weight_map, metadata = read_index(root, index)
+def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
+    weight_map, metadata, sums = read_index(root, index, verify)
     files = sorted(set(weight_map.values()))
     lost = [f for f in files if stores.at(root).size(f) is None]
     if lost:
@@ -329,7 +364,7 @@ def _open_hugging_face(root: str, index: str) -> Checkpoint:
     held: dict[str, StoredTensor] = {}
     absent = []
     for file in files:
-        tensors, _ = _raw_tensors(stores.join(root, file))
+        tensors, _ = _raw_tensors(stores.join(root, file), verify, sums.get(file))
         wanted = [k for k, f in weight_map.items() if f == file]
         absent += [f"{k} in {file}" for k in wanted if k not in tensors]
         held.update((k, tensors[k]) for k in wanted if k in tensors)
@@ -365,8 +400,7 @@ def _open_zarr(root: str) -> Checkpoint:
         found = {"": node} if isinstance(node, zarr.Array) else dict(node.members(max_depth=None))
         for name, a in sorted(found.items()):
             if isinstance(a, zarr.Array):
-                shape, chunk = tuple(map(int, a.shape)), tuple(map(int, a.shards or a.chunks))
-                tensors[name] = ZarrTensor(root, name, name, shape, np.dtype(a.dtype), chunk)
+                tensors[name] = of_array(root, name, a)
         # What zarr itself has read; of an object store just the root, as each is a request.
         for name in {"", *([] if stores.is_url(root) else found)}:
             for file in _ZARR:

@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import socket
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,9 +36,14 @@ from ..arrays.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
 )
-from . import commit, dtypes, stores
+from . import commit, dtypes, stores, tensor_sums
+from .checksums import crc32c
+from .leaves import taken
+from .manifest import no_collections
 
 MAX_HEADER = 100_000_000
+MAX_METADATA = 100_000  # entries of __metadata__, roughly
+_LEAST_ENTRY = 48  # bytes of the shortest description of a tensor
 _FIRST = 128 << 10  # bytes of the first read: most headers are shorter
 _USIZE = 1 << 64
 _MAX_DEPTH = 127
@@ -67,12 +73,17 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: tensors in the order of their bytes, the free text metadata, and where the data starts."""
+    """A checked header: tensors in the order of their bytes, the free text metadata, and where the data starts.
+
+    ``sums`` are the checksums of the tensors, where the file has any (see ``tensor_sums``).
+    """
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     data_start: int
     file_nbytes: int
+    sums: dict[str, int] | None = None
+    sum: int = 0  # of the header itself
 
 
 # ----- reading --------------------------------------------------------------------------------------------------------
@@ -136,7 +147,7 @@ def _entry(name: str, e: Any) -> TensorInfo:
         raise _Refused(f"tensor {name!r} is not described by an object {bad}")
     if not e.keys() >= _ENTRY:
         raise _Refused(f"tensor {name!r} lacks {', '.join(sorted(_ENTRY - e.keys()))} {bad}")
-    for key in e.keys() - _ENTRY:
+    for key in e.keys() - _ENTRY if len(e) > 3 else ():
         _check_text(key, "a key")
         _check_depth(e[key])
     dtype, shape, offsets = e["dtype"], e["shape"], e["data_offsets"]
@@ -176,7 +187,15 @@ def _check_tiling(tensors: list[tuple[str, TensorInfo]]) -> int:
     return position
 
 
+def _check_count(raw: bytes) -> None:
+    """Refuse a header with millions of texts that describe no tensors, before they are made: each takes ten times its length."""
+    tensors = min(raw.count(b'"data_offsets"'), len(raw) // _LEAST_ENTRY)
+    if (raw.count(b'"') - raw.count(b'\\"')) // 2 > 8 * tensors + 2 * MAX_METADATA:
+        raise _Refused(f"more than {MAX_METADATA} entries of metadata")
+
+
 def _parse(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
+    _check_count(raw)
     try:
         text = raw.decode()
     except UnicodeDecodeError as e:
@@ -206,19 +225,26 @@ def _parse(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
     return dict(tensors), metadata, _check_tiling(tensors)
 
 
-def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors") -> Header:
-    """Check the first bytes of a file (the length and the header) against the length of the whole file.
+def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors", *, verify: bool = True) -> Header:
+    """Check the first bytes of a file (the length and the header) against the length of the whole file, and against its checksum if it has one.
 
     Raises `CorruptCheckpoint` naming ``where``.
     """
     try:
         n = _header_nbytes(prefix, file_nbytes)
-        tensors, metadata, end = _parse(prefix[8 : 8 + n])
+        with no_collections():
+            tensors, metadata, end = _parse(prefix[8 : 8 + n])
         if 8 + n + end != file_nbytes:
             raise _Refused(f"tensors end at byte {8 + n + end}, the file has {file_nbytes} (MetadataIncompleteBuffer)")
-    except _Refused as e:
+        head = prefix[: 8 + n]
+        if not verify:
+            metadata.pop(tensor_sums.KEY, None)
+            return Header(tensors, metadata, 8 + n, file_nbytes)
+        sums = tensor_sums.of_header(head, metadata, len(tensors))
+    except ValueError as e:
         raise CorruptCheckpoint(f"{where}: {e}") from None
-    return Header(tensors, metadata, 8 + n, file_nbytes)
+    named = None if sums is None else dict(zip(tensors, sums, strict=True))
+    return Header(tensors, metadata, 8 + n, file_nbytes, named, tensor_sums.own_sum(head))
 
 
 def _header_nbytes(prefix: bytes, file_nbytes: int) -> int:
@@ -232,8 +258,8 @@ def _header_nbytes(prefix: bytes, file_nbytes: int) -> int:
     return n
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """The checked header of a file.
+def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
+    """The checked header of a file, compared with its checksum where it has one and ``verify`` is true.
 
     Raises
     ------
@@ -254,17 +280,17 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             except _Refused as e:
                 raise CorruptCheckpoint(f"{where}: {e}") from None
             rest = bytearray(max(0, 8 + n - len(prefix)))
-            return parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where, verify=verify)
+    except (FileNotFoundError, NotADirectoryError):
         raise NotACheckpoint(f"{where}: no such file") from None
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read a whole file into NumPy arrays, with any dtype that NumPy and ml_dtypes have.
+    """Read a whole file into NumPy arrays, with any dtype that NumPy and ml_dtypes have. Tensors with a checksum are compared with it.
 
     >>> import tempfile, os
     >>> where = os.path.join(tempfile.mkdtemp(), "a.safetensors")
-    >>> save_safetensors(where, {"w": np.arange(3)})
+    >>> _ = save_safetensors(where, {"w": np.arange(3)})
     >>> load_safetensors(where)
     {'w': array([0, 1, 2])}
     """
@@ -277,6 +303,10 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             a = np.empty(t.shape, t.numpy_dtype(f"{where}: {name!r}"))
             if reader.readv([a.reshape(-1).view(np.uint8)], header.data_start + t.begin) != a.nbytes:
                 raise CorruptCheckpoint(f"{where}: {name!r} ends early; the file changed while it was read")
+            if header.sums is not None and crc32c(a) != header.sums[name]:
+                raise CorruptCheckpoint(
+                    f"{where}: key {name!r} does not fit its crc32c; restore the file or another checkpoint"
+                )
             out[name] = a
     return out
 
@@ -285,11 +315,19 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def build_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    sums: bool = False,
 ) -> tuple[bytes, dict[str, TensorInfo]]:
-    """The first bytes of a file that holds ``tensors`` (name, safetensors dtype, shape), and where each goes."""
+    """The first bytes of a file that holds ``tensors`` (name, safetensors dtype, shape), and where each goes.
+
+    ``sums``: with zeros in the place of checksums, for `tensor_sums.sealed`.
+    """
     rows = list(tensors)
     names = [name for name, _, _ in rows]
+    if odd := [n for n in names if not isinstance(n, str)]:
+        raise CheckpointKeyError(f"names of tensors are texts, got {odd[0]!r}; str() makes one")
     if "__metadata__" in names:
         raise CheckpointKeyError("a tensor cannot be named '__metadata__': the format reserves that name")
     if len(set(names)) != len(names):
@@ -299,8 +337,13 @@ def build_header(
         for k, v in metadata.items():
             if not isinstance(k, str) or not isinstance(v, str):
                 raise CheckpointDTypeError(f"safetensors metadata maps texts to texts, got {k!r}: {v!r}")
-        if metadata:
-            top["__metadata__"] = dict(metadata)
+    free = {
+        k: v for k, v in (metadata or {}).items() if k != tensor_sums.KEY
+    }  # those of another file are not of this one
+    if sums:  # readers that find metadata ask it for the format
+        free = {"format": "pt", **free, tensor_sums.KEY: tensor_sums.text([0] * (1 + len(rows)))}
+    if free:
+        top["__metadata__"] = free
     place: dict[str, TensorInfo] = {}
     position = 0
     for name, dtype, shape in sorted(rows, key=lambda r: (-dtypes.SAFETENSORS_RANK[r[1]], r[0])):
@@ -322,53 +365,76 @@ def build_header(
 
 @not_recording()  # what is stored needs no derivative
 def save_safetensors(
-    path: str | os.PathLike[str] | BinaryIO,
+    path: str | os.PathLike[str] | BinaryIO | socket.socket,
     tensors: Mapping[str, Any],
     *,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
-) -> None:
+    checksums: bool = True,
+) -> int:
     """Write arrays to one safetensors file, atomically: a kill leaves the old file or the new one.
 
     Parameters
     ----------
     path
-        The file: a path, a URL, or a binary stream, which need not seek (a pipe will do) and is not closed. At most a few megabytes are
+        The file: a path, a URL, a connected socket, or a binary stream, which need not seek (a pipe or a `gzip.GzipFile` will do) and is not closed. At most a few megabytes are
         copied at a time, whatever the layout of the arrays.
     tensors
-        Names and arrays (anything that `numpy.asarray` takes); any layout and byte order.
+        Names and arrays (anything that `numpy.asarray` takes, or with ``__dlpack__``); any layout and byte order.
     metadata
-        Texts for the header. Hugging Face loaders ask for ``{"format": "pt"}``.
+        Texts for the header. Hugging Face loaders ask for ``{"format": "pt"}``, which is there with ``checksums`` unless you give another.
     overwrite
         Replace an existing file; without it an existing file is `CheckpointExists`.
+    checksums
+        Put a crc32c of each tensor and of the header into the metadata, under ``meshtape.crc32c``: what meshtape loads whole is compared with
+        them, and `verify` compares every byte. Without it the file is, byte for byte, what the reference implementation writes.
+
+    Returns
+    -------
+    int
+        The bytes of the file.
 
     Examples
     --------
     >>> import tempfile, os
     >>> where = os.path.join(tempfile.mkdtemp(), "model.safetensors")
-    >>> save_safetensors(where, {"w": np.ones((2, 3), np.float32)}, metadata={"format": "pt"})
+    >>> _ = save_safetensors(where, {"w": np.ones((2, 3), np.float32)}, metadata={"format": "pt"})
     >>> read_header(where).tensors["w"]
     TensorInfo(dtype='F32', shape=(2, 3), begin=0, end=24)
     """
-    arrays = {name: np.asarray(x) for name, x in tensors.items()}
+    arrays = {name: np.asarray(taken(x, repr(name))) for name, x in tensors.items()}
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
-    head, place = build_header(rows, metadata)
+    head, place = build_header(rows, metadata, sums=checksums)
+    if checksums:
+        head = tensor_sums.sealed(head, [_sum(arrays[name]) for name in place])
+    nbytes = len(head) + sum(t.nbytes for t in place.values())
     body = itertools.chain([head], itertools.chain.from_iterable(_pieces(arrays[name]) for name in place))
     if isinstance(path, (str, os.PathLike)):
         store, file = stores.holding(where := stores.location(path))
         store.refuse_writes()
         if not overwrite and store.size(file) is not None:
             raise CheckpointExists(f"{where} exists; pass overwrite=True to replace it")
-        with commit.room_for(len(head) + sum(t.nbytes for t in place.values()), where):
+        with commit.room_for(nbytes, where):
             store.put(file, body)
-        return
+        return nbytes
     for piece in body:
         view = memoryview(piece).cast("B")
+        if not hasattr(path, "write"):
+            path.sendall(view)
+            continue
         while len(view):
             n = path.write(view)  # a raw stream may take less
             if not n:
                 raise BlockingIOError(errno.EAGAIN, "the stream takes no more bytes")
             view = view[n:]
+    return nbytes
+
+
+def _sum(a: np.ndarray) -> int:
+    value = 0
+    for piece in _pieces(a):
+        value = crc32c(piece, value)
+    return value
 
 
 def _pieces(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:

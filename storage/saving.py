@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from .documents import encode
 from .finishing import Item, finish_directory
 from .grid import Grid, choose_grid
 from .inflight import SaveHandle, finish_earlier, start
+from .leaves import taken
+from .safetensors import save_safetensors
 from .writing import Record, Task, write_blocks
 
 _SCALARS = (bool, int, float, str)
@@ -75,6 +78,7 @@ def _classify(tree: Any) -> tuple[Any, list[Item]]:
 
 def _item(leaf: Any, path: Path) -> Item:
     where = f"key {names.leaf_name(path)!r}"
+    leaf = taken(leaf, where)
     if isinstance(leaf, np.generic):
         leaf = np.asarray(leaf)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -191,7 +195,7 @@ def _settle_first(items: list[Item]) -> None:
 
 @not_recording()  # what is stored needs no derivative
 def save(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | BinaryIO | socket.socket,
     tree: Any,
     *,
     step: int | None = None,
@@ -205,10 +209,12 @@ def save(
     Parameters
     ----------
     path
-        The directory to make, or a URL (``s3://``, ``gs://``, ``az://``, ``memory://``). Missing directories above it are made too.
+        The directory to make, or a URL (``s3://``, ``gs://``, ``az://``, ``memory://``). Missing directories above it are made too. Or a binary
+        stream (a pipe, a socket, a `gzip.GzipFile`): a directory cannot go through one, so it gets a safetensors file with the dotted names of the
+        arrays. The other leaves, step, metadata and documents have no place there, and are refused.
     tree
-        Nested dicts, lists, tuples, named tuples and dataclasses of arrays (local, split over a mesh, or NumPy), numbers,
-        texts, booleans and None. Named tuples and dataclasses are kept as dicts of their fields.
+        Nested dicts, lists, tuples, named tuples and dataclasses of arrays (local, split over a mesh, NumPy, or with ``__dlpack__``, such as PyTorch's
+        and JAX's), numbers, texts, booleans and None. Named tuples and dataclasses are kept as dicts of their fields.
     step
         The training step, kept in the manifest.
     metadata
@@ -253,9 +259,30 @@ def save(
     >>> zarr.open(where)["layers.0.w"].shape
     (4, 2)
     """
+    if hasattr(path, "write") or hasattr(path, "sendall"):
+        return _save_stream(path, tree, (step, metadata, documents, compression))
     target = stores.location(path)
     finish_earlier(target)
     return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression)).run()
+
+
+def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
+    """The arrays of a tree as one safetensors file, from its first byte to its last."""
+    started = time.perf_counter()
+    structure, items = _classify(tree)
+    values = [names.leaf_name(p) for p, _ in manifest.scalar_leaves(structure)]
+    if values or any(x is not None for x in beside):
+        held = f"the leaves {', '.join(values[:8])}" if values else "step=, metadata=, documents= or compression="
+        raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
+    if split := [names.leaf_name(i.path) for i in items if i.sharding is not None]:
+        raise CheckpointError(
+            f"key {split[0]!r} is split over a mesh, whose ranks cannot write to one stream; save to a directory, then merge"
+        )
+    names.check_distinct(i.path for i in items)
+    held = {names.leaf_name(i.path): i.array for i in items}
+    arrays = {n: a if str(getattr(a, "device", "cpu")) == "cpu" else a.to_device("cpu") for n, a in held.items()}
+    nbytes = save_safetensors(stream, arrays)
+    return SaveReport(getattr(stream, "name", "") or "", len(items), nbytes, time.perf_counter() - started, 1)
 
 
 @not_recording()  # what is stored needs no derivative

@@ -118,4 +118,4 @@ class ShardWriter:
 def pieces_of(shard: ShardBytes | CopiedShard, stream: Any) -> Iterator[Any]:
     """The bytes of a shard, for a `sinks.Stream`, which is told their length and checksums at the end."""
     yield from shard.pieces()
-    stream.nbytes, stream.digest, stream.sums = shard.nbytes, shard.digest, shard.sums
+    stream.nbytes, stream.digest = shard.nbytes, [shard.digest, *shard.sums]

@@ -1,9 +1,15 @@
-"""A transfer into a Hugging Face directory: safetensors files and their index."""
+"""A transfer into a Hugging Face directory: safetensors files and their index, both with the checksums of all tensors.
+
+Local files keep a place in their headers for the checksums, which are known when the windows are written; uploads begin with the header, so there
+the index alone has them.
+"""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -15,8 +21,8 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CorruptCheckpoint
-from . import dtypes, safetensors, stores
-from .checksums import crc32c
+from . import dtypes, safetensors, stores, tensor_sums
+from .checksums import combine, crc32c
 from .commit import Folder
 from .files import IOV_MAX, active
 from .grid import runs, windows
@@ -84,15 +90,17 @@ class HuggingFaceSink:
             else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         )
         kinds = {name: dtypes.safetensors_name(t.dtype, f"key {name!r}") for name, t in named}
+        rows = [[(n, kinds[n], tuple(named[self._number[n]][1].shape)) for n in group] for group in groups]
+        metadata = {"format": format_}
         self.heads, self.places = [], []
         self._at: dict[int, tuple[int, int]] = {}  # number of the file, and place, of each array
-        for number, group in enumerate(groups):
-            head, place = safetensors.build_header(
-                [(n, kinds[n], tuple(named[self._number[n]][1].shape)) for n in group], {"format": format_}
-            )
+        for number, row in enumerate(rows):
+            head, place = safetensors.build_header(row, metadata, sums=True)
             self.heads.append(head)
             self.places.append(place)
             self._at.update((self._number[n], (number, len(head) + t.begin)) for n, t in place.items())
+        self._plain = [safetensors.build_header(row, metadata)[0] for row in rows]  # of uploads
+        self._sums: list[list[int]] = []  # of the tensors of each file, in their order
         self.shapes = [tuple(t.shape) for _, t in named]
         self.itemsizes = [t.dtype.itemsize for _, t in named]
         self._groups = groups
@@ -128,20 +136,50 @@ class HuggingFaceSink:
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
         fs = active()
-        for file in self.files:
+        parts: dict[int, list[tuple[Unit, int]]] = {}
+        for unit, (value,) in sums.items():
+            parts.setdefault(unit.array, []).append((unit, value))
+        for number, (file, place) in enumerate(zip(self.files, self.places, strict=True)):
+            held = [self._sum(root, self._number[n], parts.get(self._number[n], [])) for n in place]
+            self._sums.append(held)
+            self.heads[number] = tensor_sums.sealed(self.heads[number], held)
             fd = fs.open(os.path.join(root, file))
             try:
+                fs.write(fd, [self.heads[number]], 0)
                 fs.fsync(fd)
             finally:
                 fs.close(fd)
+
+    def _sum(self, root: str, array: int, parts: list[tuple[Unit, int]]) -> int:
+        """The crc32c of a tensor that was written, from those of its windows; it is read where they are not stretches of the file."""
+        shape, item = self.shapes[array], self.itemsizes[array]
+        found: list[tuple[int, int, int]] = []
+        for unit, value in parts:
+            (_, start, length), *more = itertools.islice(runs(unit.box, shape), 2)
+            if more:
+                number, place = self._at[array]
+                with contextlib.closing(stores.at(root).reader(self.files[number])) as reader:
+                    whole = tensor_sums.of_range(reader, place, math.prod(shape) * item)
+                if whole is None:
+                    raise CorruptCheckpoint(f"{self.files[number]} ends early; nothing was committed")
+                return whole
+            found.append((start, value, length * item))
+        total = 0
+        for _, value, nbytes in sorted(found):
+            total = combine(total, value, nbytes)
+        return total
 
     def mark(self, suffix: str) -> None:
         self.files = [f"{file.removesuffix('.safetensors')}{suffix}.safetensors" for file in self.files]
 
     def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
-        def body(number: int) -> Iterator[Any]:
+        self.heads = self._plain
+
+        def body(stream: Stream, number: int) -> Iterator[Any]:
             yield self.heads[number]
+            found: list[int] = []
             for name in self.places[number]:
+                value = 0
                 array = self._number[name]
                 shape, item = self.shapes[array], self.itemsizes[array]
                 # Whole rows of chunks where they fit: what a window covers must lie in the file in one stretch.
@@ -149,23 +187,33 @@ class HuggingFaceSink:
                 rows = (*chunk[:1], *shape[1:])
                 unit = rows if math.prod(rows) * item <= limit else (1,) * len(shape)
                 for box in windows(shape, unit, item, limit):
-                    yield read(tensors[array], box).reshape(-1).view(np.uint8)
+                    data = read(tensors[array], box).reshape(-1).view(np.uint8)
+                    value = crc32c(data, value)
+                    yield data
+                found.append(value)
+            stream.digest = tensor_sums.text(found)
 
         return [
-            Stream(file, len(head) + sum(t.nbytes for t in place.values()), lambda stream, n=n: body(n))
+            Stream(file, len(head) + sum(t.nbytes for t in place.values()), lambda stream, n=n: body(stream, n))
             for n, (file, head, place) in enumerate(zip(self.files, self.heads, self.places, strict=True))
         ]
 
     def accept(self, streams: Sequence[Stream]) -> None:
-        pass
+        self._sums = [tensor_sums.values(s.digest, len(p)) for s, p in zip(streams, self.places, strict=True)]
 
     def finish(self, folder: Folder, target: str) -> int:
         for file, place in zip(self.files, self.places, strict=True):
             if safetensors.read_header(stores.join(folder.root, file)).tensors != place:
                 raise CorruptCheckpoint(f"{file} does not read back as it was written; nothing was committed")
         weight_map = {n: file for file, group in zip(self.files, self._groups, strict=True) for n in group}
-        index = {"metadata": {"total_size": self.total_size}, "weight_map": weight_map}
+        sums = {
+            file: tensor_sums.text([tensor_sums.own_sum(head), *held])
+            for file, head, held in zip(self.files, self.heads, self._sums, strict=True)
+        }
+        held = {tensor_sums.INDEX: tensor_sums.text([0]), **sums}
+        index = {"metadata": {tensor_sums.KEY: held, "total_size": self.total_size}, "weight_map": weight_map}
         text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        text = tensor_sums.sealed(text, key=tensor_sums.INDEX)
         for name, data in self.documents.items():
             folder.put(name, data)
         folder.settle()

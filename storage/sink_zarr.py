@@ -245,7 +245,7 @@ class ZarrSink:
         ]
 
     def accept(self, streams: Sequence[Stream]) -> None:
-        self._records = [Record(s.name, s.nbytes, s.digest, packed(s.sums)) for s in streams]
+        self._records = [Record(s.name, s.nbytes, s.digest[0], packed(s.digest[1:])) for s in streams]
 
     def finish(self, folder: Folder, target: str) -> int:
         return finish_directory(folder, target, self.head, self.items, self._records, self.documents)

@@ -52,14 +52,13 @@ class Writer(Protocol):
 class Stream:
     """One file of the result from its first byte to its last: what is uploaded.
 
-    ``digest`` and ``sums`` are known at its end, and so is ``nbytes`` of a compressed one, which is the most that it can be before.
+    ``digest`` is known at its end, and so is ``nbytes`` of a compressed one, which is the most that it can be before.
     """
 
     name: str
     nbytes: int
     body: Any  # makes the iterator of buffers; each is valid until the next is asked for
-    digest: int = field(default=0)
-    sums: list[int] = field(default_factory=list)  # of the chunks of a shard
+    digest: Any = field(default=0)  # what its sink wants to know of it: plain JSON
 
     def pieces(self) -> Iterator[Any]:
         yield from self.body(self)

@@ -1,7 +1,7 @@
 """Stored arrays that give any box of themselves, reading as few bytes as their format lets them.
 
-Three formats, one face: `ChunkedTensor` (our Zarr shards: every chunk that is touched is read whole, and its crc32c is that of its place),
-`RawTensor` (a safetensors tensor: one row-major range of a file) and `ZarrTensor` (an array by others, read through zarr).
+Many formats, one face, `StoredTensor`: here `ChunkedTensor` (our Zarr shards: every chunk that is touched is read whole, and its crc32c is that
+of its place), in ``raw_tensor`` a row-major range of a file, and others in the files of their formats.
 All are small picklable values, so that a plan can be sent to where the bytes are wanted. ``jobs`` cuts a read into
 independent calls, each of which returns the number of bytes that it read; `run` executes many of them on threads.
 """
@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from . import dtypes, generations, names, stores
 from .checksums import crc32c
 from .files import IOV_MAX
 from .generations import Generation
-from .grid import Grid, ravel, runs
+from .grid import Grid, ravel
 from .manifest import StoredObject
 from .scratch import scratch
 
@@ -57,7 +57,7 @@ def run(jobs: Sequence[Job], readers: int = 4) -> int:
             raise
 
 
-def _view(a: np.ndarray, box: Box) -> np.ndarray:
+def view(a: np.ndarray, box: Box) -> np.ndarray:
     """The part of ``a`` in ``box``; a view even of a 0-d array, where ``a[()]`` would be a scalar."""
     return a[(*box.slices, ...)]
 
@@ -158,7 +158,7 @@ class ChunkedTensor:
             if part is None:  # 0-d boxes always meet, so only a box beyond the array ends here
                 continue
             local = part.within(stored.box)
-            target = _view(out, part.within(box))
+            target = view(out, part.within(box))
             spans = [
                 range(a // c, -(-b // c)) for a, b, c in zip(local.offset, local.stop, self.grid.chunk, strict=True)
             ]
@@ -303,186 +303,34 @@ def consecutive(
         yield start, group
 
 
-# ----- safetensors ----------------------------------------------------------------------------------------------------
+class StoredTensor(Protocol):
+    """The face that all of them have."""
 
-
-@dataclass(frozen=True, slots=True)
-class RawTensor:
-    """A row-major range of a file. What binds it to its generation is the tag that the file had when its header was read."""
-
-    path: str
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    start: int
-    file_nbytes: int
-    generation: Generation = generations.NONE
 
     @property
-    def readers(self) -> int:
-        return stores.holding(self.path)[0].readers
+    def chunk(self) -> tuple[int, ...]: ...
 
     @property
-    def chunk(self) -> tuple[int, ...]:
-        """The piece in whose multiples windows are cut: a row."""
-        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+    def readers(self) -> int: ...
 
-    def only(self, box: Box) -> RawTensor:
-        return self
+    def only(self, box: Box) -> StoredTensor: ...
 
-    def bound(self, generation: Generation) -> RawTensor:
-        return replace(self, generation=generation)
+    def bound(self, generation: Generation) -> StoredTensor: ...
 
-    def planned(self, box: Box) -> int:
-        return sum(n for _, _, n in self._reads(box))
+    def planned(self, box: Box) -> int: ...
 
-    def _reads(self, box: Box) -> Iterator[tuple[Box, bool, int]]:
-        """(part of the box, whether it is one run of the file, bytes from its first to its last element)."""
-        if box.size == 0:
-            return
-        item = self.dtype.itemsize
-        all_runs = runs(box, self.shape)
-        _, first, length = next(all_runs)
-        second = next(all_runs, None)
-        if second is None:
-            yield box, True, length * item
-            return
-        stride = second[1] - first
-        # Runs of one row each: read over the gaps where that is cheaper than to skip them.
-        axis = next(i for i in range(len(self.shape) - 1, -1, -1) if box.shape[i] != self.shape[i]) - 1
-        outer = [i for i in range(axis + 1) if box.shape[i] > 1]
-        axis = outer[-1] if outer else axis
-        gap, store = stride - length, stores.holding(self.path)[0]
-        over = gap * item <= store.gap or stride * item <= store.row
-        rows = max(1, store.batch // (stride * item)) if over else 1
-        ranges = [
-            range(box.offset[i], box.stop[i], rows if i == axis else 1) if i <= axis else (box.offset[i],)
-            for i in range(len(self.shape))
-        ]
-        for start in itertools.product(*ranges):
-            shape = tuple(
-                min(rows, box.stop[i] - s) if i == axis else 1 if i < axis else box.shape[i]
-                for i, s in enumerate(start)
-            )
-            n = shape[axis]
-            yield Box(tuple(start), shape), n == 1, ((n - 1) * stride + length) * item
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        pending: list[tuple[Box, bool, int]] = []
-        size, limit = 0, stores.holding(self.path)[0].job
-        for read in self._reads(box):
-            if read[1] and read[2] > limit and len(read[0].shape) and read[0].shape[0] > 1:
-                # One long run: let several threads read it.
-                part = read[0]
-                rows = max(1, limit * part.shape[0] // read[2])
-                for a in range(0, part.shape[0], rows):
-                    b = min(rows, part.shape[0] - a)
-                    piece = Box((part.offset[0] + a, *part.offset[1:]), (b, *part.shape[1:]))
-                    group = [(piece, True, piece.size * self.dtype.itemsize)]
-                    yield lambda g=group: self._read(box, out, g)
-                continue
-            pending.append(read)
-            size += read[2]
-            if size >= limit:
-                yield lambda g=pending: self._read(box, out, g)
-                pending, size = [], 0
-        if pending:
-            yield lambda g=pending: self._read(box, out, g)
-
-    def _read(self, box: Box, out: np.ndarray, group: list[tuple[Box, bool, int]]) -> int:
-        item = self.dtype.itemsize
-        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
-        total = 0
-        with opened(self.path, f"key {self.name!r}", self.generation) as reader:
-            for part, one_run, nbytes in group:
-                place = _view(out, part.within(box))
-                offset = self.start + item * sum(o * s for o, s in zip(part.offset, strides, strict=True))
-                direct = one_run and place.flags.c_contiguous
-                buffer = bytes_of(place) if direct else scratch("read", nbytes)
-                done = reader.readv([buffer], offset)
-                generations.refuse(self.path, self.generation.tags.get(self.path, ""), reader.tag)
-                if reader.nbytes != self.file_nbytes:
-                    raise CorruptCheckpoint(
-                        f"{self.path} had {self.file_nbytes} bytes when it was opened, now {reader.nbytes}"
-                    )
-                if done != nbytes:
-                    raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
-                total += done
-                if not direct:
-                    # The constructor, as NumPy's own function for this does not know float8.
-                    place[...] = np.ndarray(part.shape, self.dtype, buffer, 0, [s * item for s in strides])
-        return total
-
-
-# ----- Zarr by others -------------------------------------------------------------------------------------------------
-
-
-def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
-    """(what zarr takes as a store, path in it) of a node of a hierarchy."""
-    if not stores.is_url(root):
-        from .local_zarr import InsideStore
-
-        return InsideStore(root), node
-    from zarr.storage import ObjectStore
-
-    from .objects import client
-
-    held, prefix = client(root)
-    return ObjectStore(held, read_only=True), "/".join(p for p in (prefix, node) if p)
-
-
-@dataclass(frozen=True, slots=True)
-class ZarrTensor:
-    """An array of a Zarr hierarchy that meshtape did not write. What zarr reads is not known: the box's size is reported."""
-
-    root: str
-    name: str
-    node: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    chunk: tuple[int, ...]
-    generation: Generation = generations.NONE
-
-    @property
-    def readers(self) -> int:
-        return stores.at(self.root).readers
-
-    def only(self, box: Box) -> ZarrTensor:
-        return self
-
-    def bound(self, generation: Generation) -> ZarrTensor:
-        return replace(self, generation=generation)
-
-    def planned(self, box: Box) -> int:
-        return box.size * self.dtype.itemsize
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        yield lambda: self._read(box, out)
-
-    def _read(self, box: Box, out: np.ndarray) -> int:
-        import zarr
-
-        from .zarr_dtypes import register
-
-        register()
-        try:
-            store, node = zarr_place(self.root, self.node)
-            out[...] = zarr.open_array(store, path=node, mode="r")[box.slices]
-        except MemoryError:  # nothing is wrong with the file
-            raise
-        except Exception as e:
-            # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
-            self.generation.check()
-            raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e
-        self.generation.check()
-        return box.size * self.dtype.itemsize
-
-
-StoredTensor = ChunkedTensor | RawTensor | ZarrTensor
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]: ...
 
 
 def read_box(tensor: StoredTensor, box: Box | None = None) -> tuple[np.ndarray, int]:
     """The elements of ``box`` (all by default) as a new NumPy array, and the bytes that it took."""
     box = Box.whole(tensor.shape) if box is None else box
+    if box.size * tensor.dtype.itemsize >= 1 << 62:
+        raise CheckpointError(
+            f"key {tensor.name!r}: {box.shape} elements are more than any memory; read smaller slices"
+        )
     out = np.empty(box.shape, tensor.dtype)
     return out, run(list(tensor.jobs(box, out)), tensor.readers)

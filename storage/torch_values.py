@@ -29,6 +29,7 @@ KNOWN = frozenset(
         "torch.Size",
         "torch._utils._rebuild_tensor_v2",
         "torch._utils._rebuild_tensor_v3",
+        "torch._utils._rebuild_parameter",
         "torch.storage.UntypedStorage",
         "collections.OrderedDict",
         "pathlib.PosixPath",

@@ -42,8 +42,8 @@ def _sum(root: str, name: str, nbytes: int) -> int | None:
     return None
 
 
-def _send(stream: Stream, root: str, allow_overflow: bool) -> tuple[list[int], Tally]:
-    """Upload one file and read it back; returns its crc32c, its stream's digest, its length, the checksums of its chunks; and what casts lost.
+def _send(stream: Stream, root: str, allow_overflow: bool) -> tuple[list[Any], Tally]:
+    """Upload one file and read it back; returns its crc32c, its stream's digest and its length; and what casts lost.
 
     `Lossy` is raised at the end of the file, before it counts as uploaded.
     """
@@ -68,7 +68,7 @@ def _send(stream: Stream, root: str, allow_overflow: bool) -> tuple[list[int], T
         raise CorruptCheckpoint(
             f"{stores.join(root, stream.name)} does not read back as it was written; nothing was committed"
         )
-    return [value, stream.digest, nbytes, *stream.sums], losses
+    return [value, stream.digest, nbytes], losses
 
 
 class _Journal:
@@ -76,17 +76,17 @@ class _Journal:
 
     def __init__(self, folder: object_commit.ObjectFolder, key: str) -> None:
         self.folder, self.key = folder, key
-        self.done: dict[str, list[int]] = {}
+        self.done: dict[str, list[Any]] = {}
         self.losses: dict[str, Tally] = {}
 
-    def add(self, name: str, row: Sequence[int], losses: Tally) -> None:
+    def add(self, name: str, row: Sequence[Any], losses: Tally) -> None:
         self.done[name], self.losses[name] = list(row), losses
         lost = {file: {n: loss.encode() for n, loss in held.items()} for file, held in self.losses.items() if held}
         text = json.dumps({"plan": self.key, "mark": self.folder.suffix, "files": self.done, "losses": lost})
         self.folder.store.put(JOURNAL, text.encode())
 
     @staticmethod
-    def read(store: object_commit.ObjectStore, key: str) -> tuple[str, dict[str, list[int]], dict[str, Tally]] | None:
+    def read(store: object_commit.ObjectStore, key: str) -> tuple[str, dict[str, list[Any]], dict[str, Tally]] | None:
         """(mark, files, losses by file) of an earlier run of the same plan."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             said = strict_json.loads(store.get(JOURNAL))
@@ -94,7 +94,8 @@ class _Journal:
                 losses = {
                     f: Tally({n: CastLoss.decode(r) for n, r in held.items()}) for f, held in said["losses"].items()
                 }
-                return said["mark"], {str(n): [int(x) for x in row] for n, row in said["files"].items()}, losses
+                rows = {str(n): [int(value), digest, int(size)] for n, (value, digest, size) in said["files"].items()}
+                return said["mark"], rows, losses
         return None
 
 
@@ -121,7 +122,7 @@ def upload(
     key = fingerprint(source, tensors, sink, 0, memory_limit, spread.threads)
     found = _Journal.read(object_commit.ObjectStore(target), key)
     folder = object_commit.ObjectFolder(target)
-    held: dict[str, list[int]] = {}
+    held: dict[str, list[Any]] = {}
     lost: dict[str, Tally] = {}
     if found is not None and folder.take_over(found[0]):
         held, lost = found[1:]
@@ -136,10 +137,10 @@ def upload(
         journal = _Journal(folder, key)
         sizes = {s.name: s.nbytes for s in streams}  # those that are compressed come to be shorter
         total, reached, resumed = sum(sizes.values()), 0, 0
-        listed = [s for s in streams if len(held.get(s.name, ())) >= 3]
+        listed = [s for s in streams if s.name in held]
         for s, value in spread.over(_sum, listed, lambda s: (target, s.name, held[s.name][2])):
             if value == held[s.name][0]:
-                _, s.digest, s.nbytes, *s.sums = held[s.name]
+                _, s.digest, s.nbytes = held[s.name]
                 journal.done[s.name], journal.losses[s.name] = held[s.name], lost.get(s.name, Tally())
                 journal.losses[s.name].refuse(allow_overflow)
                 resumed += sizes[s.name]

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..arrays.errors import CheckpointError, CorruptCheckpoint
+from ..arrays.errors import CorruptCheckpoint
 from . import manifest, names, stores
 from .checksums import combine, crc32c
 from .chunk_sums import StoredSums
@@ -23,6 +23,7 @@ from .opened import Checkpoint
 from .opening import open_checkpoint
 from .scratch import scratch
 from .tensors import ChunkedTensor, opened, run
+from .verifying_others import verify_others
 from .zarr_format import chunk_coords, group_metadata, shard_index
 
 T = TypeVar("T")
@@ -42,7 +43,9 @@ class VerifyReport:
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
-    """Check every stored byte of a checkpoint that `save` wrote: chunks, indices, lengths and metadata.
+    """Check every stored byte of a checkpoint that has checksums: chunks, indices, lengths and metadata.
+
+    That is one of `save`, and safetensors files that meshtape wrote, with their index.
 
     Raises
     ------
@@ -51,7 +54,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     IncompleteCheckpoint
         Files are missing; names them.
     CheckpointError
-        The checkpoint has no checksums (safetensors, or Zarr by others).
+        The checkpoint, or a part of it, has no checksums (safetensors or Zarr by others).
 
     Examples
     --------
@@ -70,7 +73,8 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 def _verify(ckpt: Checkpoint, started: float) -> VerifyReport:
     if ckpt.kind != "meshtape":
-        raise CheckpointError(f"{ckpt.path} is a {ckpt.kind} checkpoint, which has no checksums to verify")
+        files, nbytes = verify_others(ckpt)
+        return VerifyReport(ckpt.path, len(ckpt), files, nbytes, time.perf_counter() - started)
     tensors = [a.tensor.whole() for a in ckpt.arrays.values()]
     with stores.listed_once():
         for t in tensors:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...arrays.errors import CheckpointError
 from ..opened import Checkpoint, StoredArray
-from ..tensors import RawTensor
+from ..raw_tensor import RawTensor
 from ..verifying import verify
 from .pieces import Pieces
 from .statistics import numbers_of

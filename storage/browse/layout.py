@@ -18,7 +18,9 @@ from ..compressed import CompressedTensor
 from ..compression import compression_of
 from ..layouts import Layout
 from ..opened import StoredArray
-from ..tensors import RawTensor, ZarrTensor, read_box
+from ..raw_tensor import RawTensor
+from ..tensors import read_box
+from ..zarr_tensor import ZarrTensor
 
 MAP = 40  # chunks shown along each side of the map
 _MOST_RANKS = 1 << 11  # of more, no picture tells anything

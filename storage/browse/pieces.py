@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from ...arrays.blocks import Box
 from ...arrays.errors import CheckpointError
 from ..opened import StoredArray
-from ..tensors import RawTensor, ZarrTensor
+from ..raw_tensor import RawTensor
+from ..zarr_tensor import ZarrTensor
 
 PIECE = 1 << 20  # bytes of one piece, where chunks allow it
 _LARGEST = 64 << 20  # bytes: chunks above are read in parts, whatever their codec makes of that
-_DECODED = 4 << 30  # bytes: a foreign chunk that unpacks to more is not opened for a page
+_DECODED = 256 << 20  # bytes: a chunk that unpacks to more is not opened for a page
 
 
 def refuse_giants(array: StoredArray) -> None:
     """Raise `CheckpointError` where reading one element means to unpack gigabytes: a small hostile file could ask for all memory."""
-    if isinstance(array.tensor, ZarrTensor):
+    if isinstance(array.tensor, ZarrTensor) or getattr(array.tensor, "compression", None) is not None:
         nbytes = math.prod(array.tensor.chunk) * array.dtype.itemsize
         if nbytes > _DECODED:
             raise CheckpointError(

@@ -319,8 +319,10 @@ def test_incomplete_hugging_face_directories(tmp_path):
     index = tmp_path / "hf" / "model.safetensors.index.json"
     text = index.read_text()
     index.write_text(text.replace('"a"', '"z"'))
-    with pytest.raises(errors.IncompleteCheckpoint, match=r"z in model-00001-of-00002.safetensors"):
+    with pytest.raises(errors.CorruptCheckpoint, match=r"damaged or was edited; verify=False reads it"):
         load(tmp_path / "hf")
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"z in model-00001-of-00002.safetensors"):
+        load(tmp_path / "hf", verify=False)
     index.write_text(text)
     (tmp_path / "hf" / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match=r"1 files are missing: model-00002.*\['b'\]"):

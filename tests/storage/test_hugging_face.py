@@ -154,7 +154,7 @@ FOREIGN = {
     "old.pt": (lambda p: p.write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."), "PyTorch with pickle"),
     "m.Q4_K_M.gguf": (lambda p: p.write_bytes(b"GGUF" + bytes(60)), r"is GGUF.*gguf_file='m\.Q4_K_M\.gguf'"),
     "tf_model.h5": (lambda p: p.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(20)), "is HDF5"),
-    "x.npz": (lambda p: np.savez(p, w=np.ones(2)), r"numpy\.load"),
+    "x.npz": (lambda p: np.savez(p, w=np.ones(2)), "open that file itself"),
     "model.safetensors": (
         lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"),
         "pointer of Git LFS.*git lfs pull",
@@ -168,9 +168,17 @@ def test_other_formats_are_refused_with_what_to_do(name, tmp_path):
     make, match = FOREIGN[name]
     make(tmp_path / name)
     (tmp_path / "config.json").write_text("{}")
-    for place in (tmp_path, tmp_path / name):
+    with pytest.raises(errors.NotACheckpoint, match=f"(?s){match}") as told:
+        open_checkpoint(tmp_path)
+    assert name in str(told.value)
+    if make is _zip:
+        with pytest.raises(errors.CorruptCheckpoint, match="refused"):
+            open_checkpoint(tmp_path / name)
+    elif name.endswith(".npz"):
+        assert list(open_checkpoint(tmp_path / name)) == ["w"]
+    else:
         with pytest.raises(errors.NotACheckpoint, match=f"(?s){match}") as told:
-            open_checkpoint(place)
+            open_checkpoint(tmp_path / name)
         assert name in str(told.value)
     assert not os.path.exists("/tmp/never")
 

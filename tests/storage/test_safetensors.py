@@ -136,7 +136,7 @@ def test_accepted_as_by_the_reference(tmp_path, header, n):
 
 def test_writer_yields_the_documented_bytes(tmp_path):
     def written(tensors, metadata=None):
-        save_safetensors(tmp_path / "x", tensors, metadata=metadata, overwrite=True)
+        save_safetensors(tmp_path / "x", tensors, metadata=metadata, overwrite=True, checksums=False)
         return (tmp_path / "x").read_bytes()
 
     a = np.arange(6, dtype="f4").reshape(1, 2, 3)
@@ -160,7 +160,7 @@ def test_writer_agrees_with_the_reference_byte_for_byte(kit, tmp_path):
 
     every = {f"{d.name}é{s}": kit.random(d, s, i) for i, d in enumerate(kit.DTYPES) if d != "c16" for s in kit.SHAPES}
     save_file(every, tmp_path / "theirs", metadata={"format": "pt", "ü": "ä"})
-    save_safetensors(tmp_path / "ours", every, metadata={"format": "pt", "ü": "ä"})
+    save_safetensors(tmp_path / "ours", every, metadata={"format": "pt", "ü": "ä"}, checksums=False)
     theirs, ours = (tmp_path / "theirs").read_bytes(), (tmp_path / "ours").read_bytes()
     # The reference keeps metadata in an unordered map: compare its place by value.
     assert len(theirs) == len(ours)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zarr
 from safetensors.numpy import save_file
 
 import meshtape as mt
+from meshtape.errors import CheckpointError
 from meshtape.storage import open_checkpoint
 from meshtape.storage.browse.compare import compare, names
 from meshtape.storage.browse.health import Health, scan
 from meshtape.storage.browse.pieces import Pieces
+from meshtape.storage.browse.slices import View, window
 from meshtape.storage.browse.statistics import statistics
 
 ROWS, COLUMNS = 512, 1024  # of float32: two pieces of 1 MiB, which share every row
@@ -81,3 +85,23 @@ def test_changes_of_several_pieces_add_up(tmp_path: Path) -> None:
     np.testing.assert_allclose([*change.norms, change.distance], expected, rtol=1e-9)
     assert change.ratio == pytest.approx(expected[2] / expected[0])
     assert (change.changed, change.largest) == (30, np.abs(b - a).max())
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_chunk_that_unpacks_to_more_than_a_page_is_worth_is_not_opened(
+    tmp_path: Path, compression: str | None
+) -> None:
+    """A few kilobytes of frames may stand for gigabytes: of others' arrays, and of ours."""
+    array = zarr.create_array(tmp_path / "z", shape=(1 << 30,), chunks=(1 << 30,), dtype="f4")
+    assert array.nbytes == 4 << 30
+    held = open_checkpoint(tmp_path / "z")[""]
+    if compression is not None:
+        object.__setattr__(
+            held,
+            "tensor",
+            SimpleNamespace(compression=compression, chunk=(1 << 30,), shape=(1 << 30,), dtype=held.dtype),
+        )
+    with pytest.raises(CheckpointError, match="not read for a page"):
+        Pieces.of(held)
+    with pytest.raises(CheckpointError, match="not read for a page"):
+        window(held, View.of(held.shape))

@@ -1,0 +1,237 @@
+"""Files that NumPy and PyTorch write, read-only and without pickle: ``.npy``, ``.npz``, and the archives of ``torch.save``.
+
+An ``.npz`` is a zip archive of ``.npy``; one of ``torch.save`` has the elements of each storage as an entry, and a description that ``torch_values`` reads
+as plain data. Entries that are not compressed are byte ranges, so any box is read from its part; their CRC32 is compared by
+whole reads and by ``verify``. A compressed entry is unpacked whole. Arrays and objects that have no form here are named in the metadata under ``skipped``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.blocks import Box
+from ..arrays.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
+from . import dtypes, names, stores
+from .dcp import Chunk, DcpTensor, Place, archive_of, check_strides, damage, described, entry_start
+from .manifest import Leaf, encode_json
+from .opened import Checkpoint, StoredArray
+from .tensors import Job, bytes_of, opened
+from .torch_values import Made, Named, Persistent
+
+SINGLE = "arr_0"  # the name that NumPy gives an array without one
+_MAX_PICKLE = 64 << 20
+_NPY = b"\x93NUMPY"
+_NOWHERE = Place(0, 0, (), (0, 0), 0)
+_STORAGES = {
+    **{f"torch.{k}Storage": v for k, v in (("Float", "float32"), ("Double", "float64"), ("Half", "float16"))},
+    **{f"torch.{k}Storage": v for k, v in (("BFloat16", "bfloat16"), ("Long", "int64"), ("Int", "int32"))},
+    **{f"torch.{k}Storage": v for k, v in (("Short", "int16"), ("Char", "int8"), ("Byte", "uint8"), ("Bool", "bool"))},
+    "torch.ComplexFloatStorage": "complex64",
+    "torch.ComplexDoubleStorage": "complex128",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor(DcpTensor):
+    """A tensor whose place in its file is known."""
+
+    held: Place = _NOWHERE
+
+    def place(self, chunk: Chunk) -> Place:
+        return self.held
+
+
+@dataclass(frozen=True, slots=True)
+class DeflatedTensor(PlacedTensor):
+    """One whose entry is compressed: read whole, whatever is wanted. zipfile compares its CRC32, and unpacks no more than its length."""
+
+    entry: str = ""
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        yield lambda: self._unpack(box, out)
+
+    def _unpack(self, box: Box | None = None, out: np.ndarray | None = None) -> int:
+        (chunk,) = self.chunks
+        where = f"{stores.join(self.root, chunk.file)}, key {self.name!r}"
+        order = sorted(range(len(self.shape)), key=lambda d: -self.held.strides[d])
+        held = np.empty([self.shape[d] for d in order], self.dtype)
+        with (
+            opened(stores.join(self.root, chunk.file), f"key {self.name!r}", self.generation) as reader,
+            damage(where),
+            archive_of(reader, chunk) as archive,
+            archive.open(self.entry) as f,
+        ):
+            f.read(self.held.start)
+            raw, at = memoryview(bytes_of(held)), 0
+            while part := f.read(min(1 << 20, max(1, len(raw) - at))):
+                if at + len(part) > len(raw):
+                    raise CorruptCheckpoint(f"{where}: longer than its array")
+                raw[at : at + len(part)] = part
+                at += len(part)
+            if at != len(raw):
+                raise CorruptCheckpoint(f"{where}: ends early")
+        self.generation.check()
+        if out is not None and box is not None:
+            out.transpose(order)[...] = held[tuple(box.slices[d] for d in order)] if order else held
+        return held.nbytes
+
+    def verify(self) -> int:
+        return self._unpack()
+
+
+def _npy_header(f: Any, where: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """(shape, whether the first dimension is the fastest, dtype); `CheckpointDTypeError` for elements that have no form here."""
+    try:
+        version = np.lib.format.read_magic(f)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"version {version}")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(f)
+    except Exception as e:  # NumPy reads a literal of Python here, and its tokenizer raises nearly anything
+        raise CorruptCheckpoint(f"{where}: not an array of NumPy: {e}") from None
+    if dtype.hasobject or dtype.byteorder == ">" or dtype.names is not None or dtype.kind not in "biufc":
+        raise CheckpointDTypeError(f"{where}: elements of {dtype.str} have no form here; save them in another dtype")
+    if not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+        raise CorruptCheckpoint(f"{where}: shape {str(shape)[:80]}")
+    return shape, fortran, dtypes.by_name(dtype.name)
+
+
+def _strides(shape: tuple[int, ...], fortran: bool) -> tuple[int, ...]:
+    dims = range(len(shape))
+    return tuple(math.prod(max(n, 1) for n in (shape[:d] if fortran else shape[d + 1 :])) for d in dims)
+
+
+def _parted(path: str) -> tuple[str, str, int]:
+    root, file = stores.split(path)
+    with opened(path, "the arrays") as reader:
+        return root, file, reader.nbytes
+
+
+def open_npy(path: str) -> Checkpoint:
+    """One array, under NumPy's name for one without a name, ``arr_0``."""
+    root, file, size = _parted(path)
+    with opened(path, "an array") as reader:
+        start = bytearray(min(size, 1 << 16))
+        reader.readv([start], 0)
+    f = io.BytesIO(start)
+    shape, fortran, dtype = _npy_header(f, path)
+    at, nbytes = f.tell(), math.prod(shape) * dtype.itemsize
+    if at + nbytes != size:
+        raise CorruptCheckpoint(f"{path} has {size} bytes, its array needs {at + nbytes}")
+    place = Place(at, size, _strides(shape, fortran), (at, nbytes), 0)
+    chunk = Chunk(Box.whole(shape), file, 0, size)
+    tensor = PlacedTensor(root, SINGLE, shape, dtype, (chunk,), False, place)
+    return Checkpoint(path, "NumPy", {SINGLE: StoredArray((SINGLE,), tensor)}, {SINGLE: Leaf(0)})
+
+
+def open_archive(path: str, verify: bool) -> Checkpoint:
+    """A zip archive of NumPy's or PyTorch's."""
+    root, file, size = _parted(path)
+    whole = Chunk(Box((), ()), file, 0, size)
+    with opened(path, "the arrays") as reader, damage(path), archive_of(reader, whole) as archive:
+        inside = archive.namelist()
+        if any(n == "data.pkl" or n.endswith("/data.pkl") for n in inside):
+            return _open_torch(path, whole, root, reader, archive, verify)
+        if not inside or not all(n.endswith(".npy") for n in inside):
+            raise CheckpointError(f"{path} is a zip archive, but neither of NumPy's arrays nor of torch.save")
+        if len(set(inside)) != len(inside):
+            raise CorruptCheckpoint(f"{path}: an entry occurs twice")
+        arrays: dict[str, StoredArray] = {}
+        skipped: list[str] = []
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            where = f"{path}, key {name!r}"
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise CorruptCheckpoint(f"{where}: compressed by a method that NumPy does not use")
+            with archive.open(info) as f:
+                try:
+                    shape, fortran, dtype = _npy_header(f, where)
+                except CheckpointDTypeError:
+                    skipped.append(name)
+                    continue
+                prefix = f.tell()
+            nbytes = math.prod(shape) * dtype.itemsize
+            if prefix + nbytes != info.file_size:
+                raise CorruptCheckpoint(f"{where}: {info.file_size} bytes, its array needs {prefix + nbytes}")
+            chunk, strides = Chunk(Box.whole(shape), file, 0, size), _strides(shape, fortran)
+            held = (root, name, shape, dtype, (chunk,), verify)
+            if info.compress_type != zipfile.ZIP_STORED:
+                place = Place(prefix, size, strides, (0, 0), 0)
+                deflated = DeflatedTensor(*held[:-1], True, place, info.filename)
+                arrays[name] = StoredArray((name,), deflated)
+                continue
+            start = entry_start(reader, info, 0, where)
+            if start + info.file_size > size:
+                raise CorruptCheckpoint(f"{where}: elements beyond the file")
+            head = bytearray(prefix)
+            reader.readv([head], start)
+            place = Place(start + prefix, size, strides, (start + prefix, nbytes), info.CRC, zlib.crc32(head))
+            arrays[name] = StoredArray((name,), PlacedTensor(*held, place))
+    structure = {n: Leaf(i) for i, n in enumerate(arrays)}
+    return Checkpoint(path, "NumPy", arrays, structure, None, {"skipped": skipped} if skipped else {})
+
+
+def _open_torch(
+    path: str, whole: Chunk, root: str, reader: stores.Reader, archive: zipfile.ZipFile, verify: bool
+) -> Checkpoint:
+    top, folder = described(path, archive, _MAX_PICKLE)
+    order = f"{folder}byteorder"
+    if order in archive.namelist() and archive.getinfo(order).file_size < 16 and archive.read(order) != b"little":
+        raise CheckpointError(f"{path}: its elements are big-endian; save it anew on another machine")
+    arrays: dict[str, StoredArray] = {}
+    skipped: list[str] = []
+
+    def tensor(made: Made, keys: tuple[str | int, ...]) -> Leaf:
+        name = names.leaf_name(keys)
+        where = f"{path}, key {name!r}"
+        storage, first, shape, strides = made.args[:4]
+        if not isinstance(storage, Persistent) or len(shape) != len(strides):
+            raise CorruptCheckpoint(f"{where}: not a tensor")
+        kind = made.args[6] if made.name.endswith("_v3") else storage.id[1]
+        if not isinstance(kind, Named):
+            raise CorruptCheckpoint(f"{where}: no dtype")
+        dtype = dtypes.by_name(_STORAGES.get(kind.name, kind.name.removeprefix("torch.")))
+        info = archive.getinfo(f"{folder}data/{storage.id[2]}")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise CorruptCheckpoint(f"{where}: compressed elements")
+        check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
+        start = entry_start(reader, info, 0, where)
+        if start + info.file_size > whole.nbytes:
+            raise CorruptCheckpoint(f"{where}: elements beyond the file")
+        at = start + first * dtype.itemsize
+        place = Place(at, whole.nbytes, tuple(strides), (start, info.file_size), info.CRC)
+        chunk = Chunk(Box.whole(tuple(shape)), whole.file, 0, whole.nbytes)
+        held = PlacedTensor(root, name, tuple(shape), dtype, (chunk,), verify, place)
+        if name in arrays:
+            raise CorruptCheckpoint(f"{path}: two tensors are named {name!r}")
+        arrays[name] = StoredArray(keys, held)
+        return Leaf(len(arrays) - 1)
+
+    def walk(node: Any, keys: tuple[str | int, ...]) -> Any:
+        if len(keys) > 100:
+            raise CorruptCheckpoint(f"{path}: nested deeper than 100 levels")
+        while isinstance(node, Made) and node.name == "torch._utils._rebuild_parameter":
+            node = node.args[0]
+        if isinstance(node, Made) and node.name.startswith("torch._utils._rebuild_tensor_v"):
+            return tensor(node, keys or ("tensor",))
+        if isinstance(node, dict) and all(isinstance(k, (str, int)) for k in node):
+            return {k: walk(v, (*keys, k)) for k, v in node.items()}
+        if isinstance(node, (list, tuple)):
+            return type(node)(walk(v, (*keys, i)) for i, v in enumerate(node))
+        try:
+            return encode_json(node, "")
+        except CheckpointError:
+            skipped.append(names.leaf_name(keys))
+            return None
+
+    tree = walk(top, ())
+    structure = {"tensor": tree} if isinstance(tree, Leaf) else tree
+    return Checkpoint(path, "PyTorch", arrays, structure, None, {"skipped": skipped} if skipped else {})

@@ -1,0 +1,45 @@
+"""`verify` for checkpoints that are not in our Zarr format: each tensor checks itself, where its file has checksums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..arrays.errors import CheckpointError, CorruptCheckpoint
+from .opened import Checkpoint
+from .tensors import run
+from .zarr_tensor import ZarrTensor
+
+
+def verify_others(ckpt: Checkpoint) -> tuple[int, int]:
+    """(files, bytes) that were compared with their checksums.
+
+    Raises `CorruptCheckpoint` with all that is damaged, and `CheckpointError` for what has no checksums. Of Zarr by others, `IncompleteCheckpoint`
+    where chunks are not there.
+    """
+    tensors: list[Any] = [a.tensor for a in ckpt.arrays.values()]
+    for t in tensors:
+        if isinstance(t, ZarrTensor):
+            replace(t, missing="error").check()
+    bare = [t for t in tensors if not getattr(t, "summed", False)]
+    if bare and len(bare) == len(tensors):
+        raise CheckpointError(f"{ckpt.path} is a {ckpt.kind} checkpoint, which has no checksums to verify")
+    faults: list[str] = []
+
+    def check(tensor: Any) -> int:
+        try:
+            return tensor.verify()
+        except CorruptCheckpoint as e:
+            faults.append(str(e))
+            return 0
+
+    held = [t for t in tensors if t not in bare] if bare else tensors
+    nbytes = run([lambda t=t: check(t) for t in held], max((t.readers for t in held), default=1))
+    if faults:
+        shown = "\n  ".join(sorted(faults)[:20])
+        raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged tensors:\n  {shown}")
+    if bare:
+        raise CheckpointError(
+            f"{ckpt.path}: {len(held)} tensors are whole, and {len(bare)} have no checksums: {', '.join(t.name for t in bare[:8])}"
+        )
+    return len(set[str]().union(*(t.files for t in held))), nbytes

@@ -1,0 +1,182 @@
+"""Files of NumPy and of torch.save, read without pickle. The golden one was written by torch 2.15."""
+
+import io
+import shutil
+import zipfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from meshtape import errors
+from meshtape.storage import archives, convert, load, merge, open_checkpoint, reshard, stores, verify
+
+GOLDEN = Path(__file__).parent / "golden" / "torch-2.15.pt"
+TORCH = {
+    "model.weight": np.arange(6, dtype="f4").reshape(2, 3),
+    "model.bias": np.full(2, 0.5, "f4"),
+    "param": np.arange(6, dtype="f4").reshape(2, 3),
+    "t": np.arange(6.0).reshape(2, 3).T,
+    "rows": np.arange(24, dtype="f4").reshape(4, 6)[1:3],
+    "bf": np.arange(4).astype(ml_dtypes.bfloat16),
+    "f8": np.arange(4).astype(ml_dtypes.float8_e4m3fn),
+    "i": np.arange(3),
+    "b": np.array([True, False]),
+    "s": np.float32(2.5),
+    "e": np.zeros((0, 3), "f4"),
+    "c": np.ones(2, "c8"),
+    "u16": np.arange(3, dtype="u2"),
+    "list.0": np.ones(2, "f4"),
+}
+ARRAYS = {
+    "w": np.arange(600.0).reshape(20, 30),
+    "t": np.asfortranarray(np.arange(12, dtype="i4").reshape(3, 4)),
+    "s": np.float32(3),
+    "e": np.zeros((0, 3)),
+    "b": np.array([True, False]),
+}
+
+
+def npz(path):
+    np.savez(path, **ARRAYS)
+
+
+def compressed(path):
+    np.savez_compressed(path, **ARRAYS)
+
+
+@pytest.mark.parametrize("write", [npz, compressed])
+def test_npz(kit, tmp_path, write):
+    path = tmp_path / "x.npz"
+    write(path)
+    ckpt = open_checkpoint(path)
+    assert list(ckpt) == list(ARRAYS)
+    got = load(path)
+    for name, a in ARRAYS.items():
+        assert kit.same(np.asarray(got[name]), np.ascontiguousarray(a).reshape(a.shape)), name
+    np.testing.assert_array_equal(ckpt["w"][3:9, ::7], ARRAYS["w"][3:9, ::7])
+    np.testing.assert_array_equal(ckpt["t"][1:, 2], ARRAYS["t"][1:, 2])
+    assert verify(path).arrays == len(ARRAYS)
+    merge(path, tmp_path / "hf", memory_limit=1)
+    reshard(path, tmp_path / "cut", mesh={"m": 2}, shardings={"w": {"m": 1}})
+    for made in ("hf", "cut"):
+        assert kit.same(np.asarray(load(tmp_path / made)["w"]), ARRAYS["w"])
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_npy(kit, tmp_path, order):
+    a = np.asarray(np.arange(12, dtype="f4").reshape(3, 4), order=order)
+    np.save(tmp_path / "x.npy", a)
+    assert kit.same(np.asarray(load(tmp_path / "x.npy")["arr_0"]), np.ascontiguousarray(a))
+    np.testing.assert_array_equal(open_checkpoint(tmp_path / "x.npy")["arr_0"][1:, 1], a[1:, 1])
+    with pytest.raises(errors.CheckpointError, match="no checksums"):
+        verify(tmp_path / "x.npy")
+    with open(tmp_path / "x.npy", "ab") as f:
+        f.write(b"x")
+    with pytest.raises(errors.CorruptCheckpoint, match="bytes"):
+        load(tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize("a", [np.array([{}], object), np.array(["a"]), np.arange(3, dtype=">f4"), np.ones(2, "f4,i4")])
+def test_elements_without_a_form_are_named_or_refused(tmp_path, a):
+    np.savez(tmp_path / "x.npz", odd=a, w=np.ones(3))
+    ckpt = open_checkpoint(tmp_path / "x.npz")
+    assert (list(ckpt), ckpt.metadata) == (["w"], {"skipped": ["odd"]})
+    np.save(tmp_path / "x.npy", a)
+    with pytest.raises(errors.CheckpointDTypeError, match="no form here"):
+        load(tmp_path / "x.npy")
+
+
+def test_torch(kit, tmp_path):
+    ckpt = open_checkpoint(GOLDEN)
+    assert ckpt.kind == "PyTorch"
+    tree = load(GOLDEN)
+    for name, a in TORCH.items():
+        assert kit.same(ckpt[name].read(), np.ascontiguousarray(a).reshape(np.shape(a))), name
+    assert (tree["epoch"], tree["name"], tree["list"][1]) == (3, "run", 1.5)
+    assert tree["opt"]["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert verify(GOLDEN).arrays == len(ckpt)
+    np.testing.assert_array_equal(ckpt["t"][1:, 0], TORCH["t"][1:, 0])
+    merge(GOLDEN, tmp_path / "hf", prefix="model")
+    assert kit.same(np.asarray(load(tmp_path / "hf")["weight"]), TORCH["model.weight"])
+    convert(GOLDEN, tmp_path / "z", format="zarr", drop=["f8"])
+    assert load(tmp_path / "z")["epoch"] == 3
+
+
+@pytest.mark.parametrize("kind", ["npz", "compressed", "torch"])
+def test_flips_are_found(tmp_path, kind):
+    """Wherever a byte is changed, a load gives the right values or a typed error, and verify finds what is changed in elements."""
+    path = tmp_path / "x"
+    if kind == "torch":
+        shutil.copy(GOLDEN, path)
+    else:
+        (npz if kind == "npz" else compressed)(tmp_path / "x.npz")
+        (tmp_path / "x.npz").rename(path)
+    good, rng = path.read_bytes(), np.random.default_rng(0)
+    held = open_checkpoint(path)
+    right = {n: a.read().tobytes() for n, a in held.items()}
+    for at in rng.integers(0, len(good), 120).tolist():
+        bad = bytearray(good)
+        bad[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(bad)
+        try:
+            got = open_checkpoint(path)
+            seen = {n: a.read().tobytes() for n, a in got.items()}
+        except errors.CheckpointError:
+            continue
+        except MemoryError:
+            raise AssertionError(at) from None
+        # Views of a storage are compared with verify; names and descriptions have no checksum but that of the archive's entry.
+        if any(seen[n] != right[n] for n in seen.keys() & right.keys()):
+            with pytest.raises(errors.CheckpointError):
+                verify(path)
+    path.write_bytes(good)
+    for a in held.values():
+        at, nbytes = a.tensor.held.stored
+        if nbytes:
+            bad = bytearray(good)
+            bad[at] ^= 1
+            path.write_bytes(bad)
+            with pytest.raises(errors.CorruptCheckpoint, match=r"CRC-?32"):
+                verify(path)
+
+
+def test_an_archive_that_unpacks_to_more_than_its_arrays(tmp_path):
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (4,)})
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("w.npy", head.getvalue() + bytes(64 << 20))
+    with pytest.raises(errors.CorruptCheckpoint, match="needs"):
+        open_checkpoint(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize("names", [[], ["a.txt"], ["a.npy", "b.txt"]])
+def test_other_archives_are_refused(tmp_path, names):
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as z:
+        for n in names:
+            z.writestr(n, b"x")
+    with pytest.raises(errors.CheckpointError):
+        open_checkpoint(tmp_path / "x.zip")
+
+
+def test_what_torch_cannot_mean_is_refused(tmp_path):
+    def archive(text):
+        with zipfile.ZipFile(tmp_path / "x.pt", "w") as z:
+            z.writestr("x/data.pkl", text)
+            z.writestr("x/data/0", bytes(16))
+        return tmp_path / "x.pt"
+
+    for text in (b"cos\nsystem\n(S'true'\ntR.", b"", b"\x80\x02ctorch.nn.modules.linear\nLinear\nq\x00)\x81."):
+        with pytest.raises(errors.CorruptCheckpoint, match="not a description"):
+            open_checkpoint(archive(text))
+
+
+def test_an_archive_in_a_bucket(kit):
+    where = "memory://archives"
+    held = io.BytesIO()
+    np.savez(held, **ARRAYS)
+    stores.at(where).put("x.npz", held.getvalue())
+    stores.at(where).put("x.pt", GOLDEN.read_bytes())
+    assert kit.same(np.asarray(load(f"{where}/x.npz")["w"]), ARRAYS["w"])
+    assert verify(f"{where}/x.pt").arrays == len(archives.open_archive(str(GOLDEN), True))

@@ -1,0 +1,160 @@
+"""Damage and loss in what others wrote: PyTorch's CRC32 are compared, lost chunks of Zarr are no zeros, and no chunk unpacks to more than its metadata says."""
+
+import gzip
+import shutil
+import tracemalloc
+import warnings
+from pathlib import Path
+
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from numcodecs.zstd import compress
+
+from meshtape import errors
+from meshtape.storage import convert, load, merge, open_checkpoint, reshard, verify
+from meshtape.storage.dcp import _place
+from meshtape.storage.zarr_bounds import _NBYTES
+
+GOLDEN = Path(__file__).parent / "golden" / "torch-2.13-dcp"
+
+
+def test_elements_of_dcp_are_compared_with_their_crc32(tmp_path):
+    """A flip in the elements of each part of each tensor: a load raises, and verify finds it."""
+    wanted = {n: np.asarray(a) for n, a in load(GOLDEN).items() if hasattr(a, "shape")}
+    assert verify(GOLDEN).arrays == len(open_checkpoint(GOLDEN))
+    found = 0
+    for name, a in open_checkpoint(GOLDEN).items():
+        for k, chunk in enumerate(a.tensor.chunks):
+            at, nbytes = _place(str(GOLDEN), chunk, name, a.dtype).stored
+            if not nbytes:
+                continue
+            where = Path(shutil.copytree(GOLDEN, tmp_path / f"{name}-{k}"))
+            bad = bytearray((where / chunk.file).read_bytes())
+            bad[at + nbytes - 1] ^= 4
+            (where / chunk.file).write_bytes(bad)
+            with pytest.raises(errors.CorruptCheckpoint, match="CRC32"):
+                verify(where)
+            with pytest.raises(errors.CorruptCheckpoint, match="CRC32"):
+                load(where)
+            got = load(where, verify=False)
+            assert np.asarray(got[name]).tobytes() != wanted[name].tobytes()
+            found += 1
+    assert found == 10
+
+
+def group(where, version, **kw):
+    g = zarr.open_group(where, mode="w", zarr_format=version)
+    g.create_array("w", shape=(6, 4), chunks=(2, 2), dtype="f4", **kw)[...] = np.arange(1, 25).reshape(6, 4)
+    g.create_array("s", shape=(), dtype="f8", fill_value=0)[...] = 3.0
+    return where
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("name", ["w", "s"])
+def test_lost_chunks_of_foreign_zarr_are_no_zeros(tmp_path, version, name):
+    where = group(tmp_path / "z", version)
+    for use in (merge, reshard, lambda a, b: convert(a, b, format="zarr")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            use(where, tmp_path / "whole")
+        assert verify(tmp_path / "whole").arrays == 2
+        shutil.rmtree(tmp_path / "whole")
+    file = {("w", 2): "w/1.0", ("w", 3): "w/c/1/0", ("s", 2): "s/0", ("s", 3): "s/c"}[name, version]
+    (where / file).unlink()
+    for use in (merge, reshard, lambda a, b: convert(a, b, format="zarr")):
+        with pytest.raises(errors.IncompleteCheckpoint, match=f"1 chunks of key '{name}'.*missing=\"fill\""):
+            use(where, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        merge(where, tmp_path / "kept", keys=["s" if name == "w" else "w"], overwrite=True)  # the other one is whole
+    with pytest.raises(errors.IncompleteCheckpoint, match="1 chunks"):
+        verify(where)
+    with pytest.warns(UserWarning, match=f"1 chunks of key '{name}' are not there"):
+        load(where)
+    merge(where, tmp_path / "out", missing="fill")
+    got = np.asarray(load(tmp_path / "out")["w"])
+    assert (got == 0).sum() == (4 if name == "w" else 0)
+
+
+def test_rules_do_not_hide_lost_chunks(tmp_path):
+    where = group(tmp_path / "z", 3)
+    (where / "w" / "c" / "0" / "0").unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match="c/0/0"):
+        merge(where, tmp_path / "out", rules="w -> v, permute([1, 0])")
+
+
+def test_many_chunks_that_were_never_written_are_counted_not_listed(tmp_path):
+    zarr.create_array(tmp_path / "z", shape=(1 << 50,), chunks=(1 << 10,), dtype="u1")
+    with pytest.raises(errors.IncompleteCheckpoint, match=f"{1 << 40} chunks"):
+        verify(tmp_path / "z")
+
+
+@pytest.mark.parametrize("shape", [(1 << 62,), (1 << 40, 1 << 40), ((1 << 63) - 1,)])
+def test_absurd_sizes_are_typed(tmp_path, shape):
+    zarr.create_array(tmp_path / "z", shape=(4,), chunks=(4,), dtype="f8")
+    meta = tmp_path / "z" / "zarr.json"
+    text = meta.read_text().replace('"shape": [\n    4\n  ]', f'"shape": {list(shape)}')
+    if len(shape) == 2:
+        text = text.replace('"chunk_shape": [\n        4\n      ]', '"chunk_shape": [4, 4]')
+    meta.write_text(text)
+    for use in (load, verify, lambda p: open_checkpoint(p)[""][:], lambda p: merge(p, tmp_path / "out")):
+        with pytest.raises(errors.CheckpointError):
+            use(tmp_path / "z")
+
+
+BIG = 64 << 20
+BOMBS = {
+    "zstd": lambda: compress(np.zeros(BIG, "u1"), 3),
+    "gzip": lambda: gzip.compress(bytes(BIG), 9),
+    "blosc": lambda: numcodecs.Blosc("zstd", 9).encode(np.zeros(BIG, "u1")),
+}
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("codec", BOMBS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_chunk_that_unpacks_to_more_than_its_metadata_says(tmp_path, version, codec, sharded):
+    if version == 2 and sharded:
+        pytest.skip("Zarr v2 has no shards")
+    made = {
+        "zstd": (zarr.codecs.ZstdCodec(), numcodecs.Zstd()),
+        "gzip": (zarr.codecs.GzipCodec(), numcodecs.GZip()),
+        "blosc": (zarr.codecs.BloscCodec(), numcodecs.Blosc()),
+    }[codec][version == 2]
+    kw = {"shards": (1024,)} if sharded else {}
+    a = zarr.create_array(
+        tmp_path / "z", shape=(1024,), chunks=(1024,), dtype="f4", compressors=made, zarr_format=version, **kw
+    )
+    a[...] = np.arange(1024)
+    np.testing.assert_array_equal(open_checkpoint(tmp_path / "z")[""][:], np.arange(1024))
+    file = tmp_path / "z" / ("0" if version == 2 else "c/0")
+    bomb = BOMBS[codec]()
+    if sharded:
+        index = np.array([0, len(bomb)], "<u8").tobytes()
+        import google_crc32c
+
+        bomb += index + google_crc32c.value(index).to_bytes(4, "little")
+    file.write_bytes(bomb)
+    tracemalloc.start()
+    with pytest.raises(errors.CheckpointError, match="unpacks"):
+        load(tmp_path / "z")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < BIG // 4
+
+
+@pytest.mark.parametrize("name", ["zlib", "bz2", "lzma", "lz4"])
+def test_lengths_by_other_codecs(name):
+    codec = {"zlib": numcodecs.Zlib, "bz2": numcodecs.BZ2, "lzma": numcodecs.LZMA, "lz4": numcodecs.LZ4}[name]()
+    data = bytes(codec.encode(np.zeros(5 << 20, "u1")))
+    assert _NBYTES[name](data, 1 << 30) == 5 << 20
+    assert _NBYTES[name](data, 1 << 20) > 1 << 20
+
+
+def test_zstd_frames_that_do_not_say_their_length():
+    # One RLE block of 100 bytes, as a streaming encoder may write it: within any limit.
+    frame = b"\x28\xb5\x2f\xfd" + bytes([0, 0x50]) + (1 | 1 << 1 | 100 << 3).to_bytes(3, "little") + b"a"
+    assert _NBYTES["zstd"](frame, 10) == 0
+    many = b"\x28\xb5\x2f\xfd" + bytes([0, 0x50]) + ((1 << 1 | (100 << 10) << 3).to_bytes(3, "little") + b"a") * 2000
+    assert _NBYTES["zstd"](many, 1 << 20) > 1 << 20

@@ -1,0 +1,155 @@
+"""Input that means harm, or is of an odd kind: a typed error in bounded memory, never an endless wait."""
+
+import json
+import os
+import signal
+import socket
+import struct
+
+import numpy as np
+import pytest
+import zarr
+
+from meshtape import errors
+from meshtape.storage import (
+    load,
+    load_safetensors,
+    merge,
+    open_checkpoint,
+    read_header,
+    save,
+    save_safetensors,
+    verify,
+)
+
+PLACES = {  # what is replaced, below the directory of each kind
+    "meshtape": ["meshtape.json", "w/c.0", "config.json"],
+    "Hugging Face": ["model.safetensors.index.json", "model.safetensors", "config.json"],
+    "Zarr": ["w/zarr.json", "w/c/0"],
+    "one file": ["x.safetensors"],
+}
+
+
+def directory(kind, home):
+    where = home / "c"
+    if kind == "meshtape":
+        save(where, {"w": np.arange(4.0)}, documents={"config": {"a": 1}})
+    elif kind == "Hugging Face":
+        save(home / "src", {"w": np.arange(4.0)}, documents={"config": {"a": 1}})
+        merge(home / "src", where)
+    elif kind == "Zarr":
+        group = zarr.open_group(where, mode="w")
+        group.create_array("w", data=np.arange(4.0))
+    else:
+        where.mkdir()
+        save_safetensors(where / "x.safetensors", {"w": np.arange(4.0)})
+    return where
+
+
+def odd(kind, path):
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        old = os.getcwd()
+        os.chdir(path.parent)  # an address of a socket has at most 108 bytes
+        try:
+            with socket.socket(socket.AF_UNIX) as s:
+                s.bind(path.name)
+        finally:
+            os.chdir(old)
+
+
+@pytest.fixture(autouse=True)
+def no_endless_wait():
+    def late(*_):
+        raise TimeoutError("an endless wait")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("what", ["pipe", "directory", "socket", "device"])
+@pytest.mark.parametrize(("kind", "file"), [(k, f) for k, files in PLACES.items() for f in files])
+def test_odd_things_in_place_of_files(tmp_path, kind, file, what):
+    where = directory(kind, tmp_path)
+    odd(what, where / file)
+    refused = 0
+    for use in (load, lambda p: [open_checkpoint(p).documents[n] for n in ("config",) if kind != "Zarr"], verify):
+        try:
+            use(where)
+        except errors.CheckpointError:
+            refused += 1
+    # Beside a directory in the place of its index, the one file of a model is a checkpoint by itself.
+    assert refused or (file.endswith("index.json") and what == "directory")
+
+
+@pytest.mark.parametrize("what", ["pipe", "directory", "socket", "device"])
+def test_odd_things_named_themselves(tmp_path, what):
+    odd(what, tmp_path / "x.safetensors")
+    for use in (load, open_checkpoint, read_header, load_safetensors, verify):
+        with pytest.raises(errors.CheckpointError):
+            use(tmp_path / "x.safetensors")
+
+
+def blob(header, data=b""):
+    raw = json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+def test_a_surrogate_in_an_index_is_damage(tmp_path):
+    save_safetensors(tmp_path / "a.safetensors", {"a": np.ones(3)})
+    for weight_map in ({"\ud800": "a.safetensors"}, {"a": "\udfff.safetensors"}):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(errors.CorruptCheckpoint, match="index"):
+            open_checkpoint(tmp_path)
+
+
+def test_millions_of_texts_without_tensors_are_refused_before_they_are_made(tmp_path):
+    entries = ",".join(f'"{i}":""' for i in range(300_000)).encode()
+    raw = b'{"__metadata__":{' + entries + b"}}"
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw)
+    with pytest.raises(errors.CorruptCheckpoint, match="entries of metadata"):
+        open_checkpoint(path)
+    save_safetensors(
+        path, {"w": np.ones(2)}, metadata={"long": '"' * 900_000}, overwrite=True
+    )  # one long text is no harm
+    assert load(path).keys() == {"w"}
+
+
+@pytest.mark.parametrize("tensors", [{1: np.ones(2), "1": np.ones(3)}, {("a",): np.ones(2)}, {None: np.ones(2)}])
+def test_names_that_are_no_texts_are_refused_before_writing(tmp_path, tensors):
+    with pytest.raises(errors.CheckpointKeyError, match="texts"):
+        save_safetensors(tmp_path / "x.safetensors", tensors)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"])
+def test_packed_bits_do_not_hide_the_rest_of_a_file(tmp_path, dtype):
+    bits = {"F4": 4, "F8_E8M0": 8}.get(dtype, 6)
+    n = 8 * bits // 8
+    header = {
+        "odd": {"dtype": dtype, "shape": [8], "data_offsets": [0, n]},
+        "w": {"dtype": "F32", "shape": [2], "data_offsets": [n, n + 8]},
+    }
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(blob(header, bytes(n) + np.ones(2, "f4").tobytes()))
+    held = open_checkpoint(path)
+    assert list(held) == ["odd", "w"]
+    assert "odd" in repr(held)
+    np.testing.assert_array_equal(held["w"][:], np.ones(2))
+    np.testing.assert_array_equal(np.asarray(load(path, keys=["w"])["w"]), np.ones(2))
+    merge(path, tmp_path / "out", drop=["odd"])
+    assert verify(tmp_path / "out").arrays == 1
+    if dtype != "F8_E8M0":
+        for use in (lambda: held["odd"][:], lambda: load(path), lambda: merge(path, tmp_path / "all")):
+            with pytest.raises(errors.CheckpointDTypeError, match="odd"):
+                use()
