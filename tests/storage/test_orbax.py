@@ -60,7 +60,7 @@ def test_layouts_in_a_database(kit, tmp_path, layout):
 @pytest.mark.parametrize("layout", DATABASES)
 def test_a_database_without_its_reader_is_refused_in_words(monkeypatch, layout):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(errors.CheckpointError, match=r"OCDBT.*install tensorstore.*use_ocdbt=False"):
+    with pytest.raises(errors.CheckpointError, match=r"OCDBT.*install meshtape.*use_ocdbt=False"):
         open_checkpoint(GOLDEN / layout)
 
 
