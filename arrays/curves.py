@@ -175,7 +175,7 @@ def _slope(x: Array, axis: int, spacing: Any, edge_order: int) -> Array:
 
     host = getattr(spacing, "_buf", spacing)
     if type(host) is np.ndarray and host.shape == (n,) and not has_history(spacing):
-        apart = np.diff(host)
+        apart = np.diff(host.astype(np.float64) if host.dtype.kind in "biu" else host)
         if (apart == apart[0]).all():
             spacing = apart[0].item()  # as NumPy does, so that a NaN is not its own slope
     if np.ndim(spacing) == 0:

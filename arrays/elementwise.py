@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _infer
 from ._direct import HALF, REFUSED, buffer, result
-from ._dispatch import apply, record, wrap
+from ._dispatch import apply, as_array, record, wrap
 from ._erf import erf32
 from ._examples import EXAMPLES
 from ._op import NO_PARAMS, Op, state
@@ -170,7 +170,9 @@ def _conj(xp: Any, x: Any) -> Any:
 def _ldexp(xp: Any, x: Any, n: Any) -> Any:
     if not all_integers(n):
         raise DTypeError("[ldexp] the exponent is an integer: write x * 2.0**n for a power that is none")
-    return xp.ldexp(x, n)
+    out = xp.ldexp(x, n)
+    # (Of the dtypes that others register NumPy makes float32.)
+    return out.astype(x.dtype, copy=False) if getattr(x, "dtype", out.dtype).num >= 256 else out
 
 
 _BOOL = "boolean result"
@@ -189,7 +191,7 @@ FLOOR_DIVIDE, floor_divide = _binary(
 )
 REMAINDER, remainder = _binary("remainder", "Rest of the floor division, with the sign of the divisor.")
 FMOD, fmod = _binary("fmod", "Rest of the division rounded towards zero, with the sign of ``x1``.")
-LDEXP, ldexp = _binary("ldexp", "``x1 * 2**x2``, rounded once; ``x2`` are integers.", _ldexp)
+LDEXP, _scaled = _binary("ldexp", "``x1 * 2**x2``, rounded once; ``x2`` are integers.", _ldexp)
 POW, pow = _binary("pow", "``x1`` to the power ``x2``.", "power")
 NEGATIVE, negative = _unary("negative", "Minus ``x``.")
 POSITIVE, positive = _unary("positive", "``x`` itself.")
@@ -204,6 +206,14 @@ MAXIMUM, maximum = _binary("maximum", "The larger one; NaN if either is. At ties
 MINIMUM, minimum = _binary("minimum", "The smaller one; NaN if either is. At ties each gets half of the gradient.")
 FMAX, fmax = _binary("fmax", "The larger one; the other where one is NaN. At ties the first gets the gradient.")
 FMIN, fmin = _binary("fmin", "The smaller one; the other where one is NaN. At ties the first gets the gradient.")
+
+
+def ldexp(x1: Any, x2: Any, /) -> Array:
+    # A number is an integer beside bfloat16, too, where others take the dtype of the array.
+    return _scaled(x1, as_array(x2) if type(x2) is int else x2)
+
+
+ldexp.__doc__ = _scaled.__doc__
 
 # ----- exponentials and logarithms ------------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ def _dtypes(name: str, x: Array, dtype: Any) -> tuple[np.dtype, np.dtype]:
 
 
 def _in_pieces(x: Array, wide: np.dtype, mask: Any) -> Any:
+    if x.dtype.kind == "c" and wide.kind != "c":  # `astype` refuses to drop imaginary parts
+        return None
     return large(x, wide) if mask is None or mask is NOT_NAN else None
 
 
@@ -104,6 +106,8 @@ def var(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: An
     x = as_array(x)
     wide, out = _dtypes(name, x, dtype)
     axes = _infer.normalize_axis(name, axis, x.ndim)
+    if _in_pieces(x, wide, mask) is None:
+        x = astype(x, wide, copy=False)  # once: each cast would round a part of the cotangent
     chosen = _masked(name, x, wide, mask)
     center = mean(name, x, axis, True, wide, mask)
     total = _total(x, axes, keepdims, wide, chosen, center)
@@ -117,7 +121,9 @@ def var(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: An
 
 
 def std(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
-    """The root of :func:`var`. Its slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
-    variance = var(name, x, axis, correction, keepdims, dtype, mask)
+    """The root of :func:`var`, rounded once. Its slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
+    x = as_array(x)
+    wide, out = _dtypes(name, x, dtype)
+    variance = var(name, x, axis, correction, keepdims, wide if out != wide else dtype, mask)
     none = variance == 0
-    return where(none, 0.0, sqrt(where(none, 1.0, variance)))
+    return astype(where(none, 0.0, sqrt(where(none, 1.0, variance))), real_of(out), copy=False)

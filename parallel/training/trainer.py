@@ -321,8 +321,7 @@ class Trainer(RunCheckpoints):
             self.recovery.restarts,
             None if self.checkpoints is None else self.checkpoints.latest(),
         )
-        job = current_job()
-        if job is not None:
+        if (job := current_job()) is not None:
             job.results.append(result)
         if result.stopped:
             text = f"{reason} stopped the run after step {result.step}; the newest checkpoint is {result.checkpoint or 'none'}"

@@ -124,6 +124,7 @@ TABLE: dict[str, tuple[Callable[[Any], Any], Real, list[float]]] = {
     "softmax": (lambda x: nn.softmax(beside(x, 0.0))[..., 0], sigmoid, EVERYWHERE),
     "log_softmax": (lambda x: nn.log_softmax(beside(x, 0.0))[..., 0], lambda x: -softplus(-x), SMALL + MIDDLE + FAR),
     "logsumexp": (lambda x: nn.logsumexp(beside(x, 0.0), axis=-1), softplus, SMALL + MIDDLE + FAR),
+    "ldexp": (lambda x: mt.ldexp(x, 3), lambda x: 8 * x, EVERYWHERE),
     "fmod": (lambda x: mt.fmod(x, 4.0), lambda x: x, [*SMALL, 1.0, -1.0, 2.0]),
     "modf": (lambda x: mt.modf(x)[0], lambda x: x, [*SMALL, 0.5, -0.5]),
     "huber_loss": (
@@ -136,7 +137,7 @@ TABLE: dict[str, tuple[Callable[[Any], Any], Real, list[float]]] = {
 
 # Straight pieces, whose conventions are fixed by hand in test_rules and test_limits, and what is no function of real numbers.
 OTHERS = {"abs", "sign", "maximum", "minimum", "fmax", "fmin", "relu", "where", "copysign", "remainder"}
-OTHERS |= {"conj", "real", "imag", "gelu_backward"}  # the last is the slope of gelu
+OTHERS |= {"conj", "real", "imag", "gelu_backward", "heaviside"}  # the slope of gelu; steps
 
 
 class Seen:

@@ -205,7 +205,7 @@ def test_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return done.stdout
 
     told = [run("1"), run("1"), run("nan", 1)]
-    assert [json.loads(t).get("loss") for t in told] == [1.0, None, None]
+    assert [json.loads(t).get("loss") for t in told] == [1.0, 1.0, None]
     check("run", *told)
     assert json.loads(told[1]) == json.loads((tmp_path / "runs" / "1" / "summary.json").read_text())
     check("status", call("status"))
