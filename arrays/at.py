@@ -40,6 +40,8 @@ class AtIndex:
     """
 
     __slots__ = ("_key", "_x")
+    __iter__ = None  # else Python would index without end
+    __contains__ = None
 
     def __init__(self, x: Array, key: Any = _NO_KEY) -> None:
         self._x, self._key = x, key
@@ -120,8 +122,8 @@ class AtIndex:
         places = _places(self._x.shape, numpy_key(template, [a._concrete() for a in arrays]))
         lead = value.ndim - len(target)
         spread = broadcast_to(reshape(value, value.shape[lead:]) if lead > 0 else value, target)
-        # Products of many short floats are rounded once.
-        spread = astype(spread, wide(spread.dtype), copy=False)
+        # As if each were multiplied into the element, in the dtype of both; and products of many short floats are rounded once.
+        spread = astype(spread, wide(result_type(self._x.dtype, spread)), copy=False)
         where, factors = _joined(reshape(spread, (-1,)), places)
         flat = reshape(self._x, (-1,))
         return self._written(

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _infer
 from ._direct import HALF, REFUSED, buffer, result
-from ._dispatch import apply, as_array, record, wrap
+from ._dispatch import Symbol, apply, as_array, number, record, wrap
 from ._erf import erf32
 from ._examples import EXAMPLES
 from ._op import NO_PARAMS, Op, state
@@ -324,6 +324,11 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
         from .searching import nonzero
 
         return nonzero(condition)
+    if isinstance(x1, Symbol) or isinstance(
+        x2, Symbol
+    ):  # numbers of a compiled call: beside integers, those of this call
+        x1, x2 = (number(v) if getattr(w, "dtype", _BOOLS).kind in "iu" else v for v, w in ((x1, x2), (x2, x1)))
+        _check_branches(x1, x2)
     return apply(WHERE, (condition, x1, x2))
 
 
@@ -331,9 +336,9 @@ def _check_branches(x1: Any, x2: Any) -> None:
     """NumPy lets a number that is out of the range of the other branch wrap around."""
     from .number_ranges import check_numbers
 
-    for number, other in ((x1, x2), (x2, x1)):
-        if type(number) is int and not 0 <= number < 128 and getattr(other, "dtype", _BOOLS).kind in "iu":
-            check_numbers("where", number, other.dtype)
+    for value, other in ((x1, x2), (x2, x1)):
+        if type(value) is int and not 0 <= value < 128 and getattr(other, "dtype", _BOOLS).kind in "iu":
+            check_numbers("where", value, other.dtype)
 
 
 _OWN_BOUNDS = frozenset(np.dtype(t).num for t in "fd")
@@ -444,7 +449,7 @@ def _infer_astype(op: Op, args: tuple[Any, ...], params: Any) -> Any:
     return _infer.ShapeDtype(args[0].shape, params["dtype"])
 
 
-def _full_like(xp: Any, x: Any, value: float, dtype: np.dtype) -> Any:
+def _full_like(xp: Any, x: Any, value: Any, dtype: np.dtype) -> Any:  # (compiled, `float` would be a C double)
     return xp.full(x.shape, value, dtype)
 
 

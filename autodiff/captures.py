@@ -39,7 +39,7 @@ from ..arrays._array import Array
 from ..arrays.errors import TracedValueError
 from ..arrays.indexsum import densify
 from ..arrays.program import freeze
-from .codes import is_library, names_in
+from .codes import is_library, module_of, names_in
 from .guards import ABSENT, CaptureKey, Captures
 from .objects import holds, is_plain, is_standard, is_value, kept_by, memory_of, slot
 from .tracing import Tracer, memory
@@ -203,7 +203,7 @@ class _Walk:
         elif isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
             self.visit(value.__self__, path)  # such as the `get` of a dict
         elif isinstance(value, type):
-            if not is_library(value.__module__):
+            if not is_library(module_of(value)):
                 self.owners.append((value, path, set()))
         elif isinstance(value, np.ufunc):
             for f in gc.get_referents(value):  # what `np.frompyfunc` was given
@@ -211,7 +211,7 @@ class _Walk:
                     self.visit(f, path)
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
             self.found.chance.append(value)
-        elif isinstance(value, Iterator) and is_library(kind.__module__):
+        elif isinstance(value, Iterator) and is_library(module_of(kind)):
             self.found.named.add("SystemRandom")  # to be traced twice: what is taken from it is another thing each time
         elif isinstance(value, operator.attrgetter | operator.methodcaller):
             names = value.__reduce__()[1]
@@ -375,12 +375,12 @@ class _Walk:
             if content and hasattr(x, "contents"):  # a pointer of ctypes
                 self._value(lambda: memory_of(x.contents) if x else None, path)
         variables = getattr(x, "__dict__", None)
-        library = is_library(kind.__module__)
+        library = is_library(module_of(kind))
         if library and kind is not tuple and is_value(x):
             self.key.append(x)
-            if is_standard(kind.__module__):
+            if is_standard(module_of(kind)):
                 return
-        if kind.__module__.startswith("meshtape.") and library:
+        if module_of(kind).startswith("meshtape.") and library:
             # Of ours what calls functions of the user's, such as an optimizer with its schedule.
             for name, v in (variables or {}).items():
                 if isinstance(v, FunctionType | MethodType | functools.partial):
@@ -431,12 +431,14 @@ class _Walk:
             return
         kind = x if isinstance(x, type) else type(x)
         # The class of a class stands behind it: properties and calls of a class are there.
-        classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(c.__module__)]
+        classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(module_of(c))]
         variables = None if isinstance(x, type) else getattr(x, "__dict__", None)
         if not done:
             # Operators, calls, indices and the like are looked up by no name; nor are the fields of trees.
             names |= {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
-            names |= getattr(x, "__dataclass_fields__", {}).keys()
+            names |= getattr(
+                kind, "__dataclass_fields__", {}
+            ).keys()  # (an object may answer for names that it has not)
         if self.anything and not isinstance(x, Enum):
             names |= {n for c in classes for n in vars(c) if not _is_special(n)} - done
             if isinstance(variables, dict) and "**" not in done:
@@ -482,7 +484,7 @@ class _Walk:
             if value is ABSENT or (library and isinstance(value, ModuleType)) or value is sys.modules:
                 continue
             self.found.items.append((variables.get, name, value))
-            if library and (callable(value) or type(value).__module__.startswith("meshtape.")):
+            if library and (callable(value) or module_of(type(value)).startswith("meshtape.")):
                 self.held.append(value)
                 self.key.append(id(value))
             else:

@@ -118,6 +118,13 @@ def names_in(code: CodeType | None) -> Names:
 
 # ----- whose code it is -----------------------------------------------------------------------------------------------
 
+
+def module_of(kind: type) -> str:
+    """The module of a class. (That of functions which Cython compiled has a descriptor in its place.)"""
+    found = kind.__module__
+    return found if isinstance(found, str) else "builtins"
+
+
 _OWN = ("meshtape.parallel.training", "meshtape.parallel.models")
 """Our modules whose objects hold functions and numbers of the user's, and are read like his."""
 

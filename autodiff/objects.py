@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .codes import is_library
+from .codes import is_library, module_of
 from .guards import ABSENT
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...), range, slice, np.dtype})
@@ -21,7 +21,7 @@ def is_plain(value: Any) -> bool:
     """Whether the value is all that there is to the object."""
     return type(value) in _PLAIN or (
         isinstance(value, np.generic | np.dtype | str | bytes | int | float | complex)
-        and is_library(type(value).__module__)
+        and is_library(module_of(type(value)))
     )
 
 
@@ -41,8 +41,8 @@ _MADE_IN_C = 1 << 8
 def holds(kind: type) -> tuple[bool, bool]:
     """Of the library classes that a class is derived from: whether they may read any variable of the object, and whether they are in C
     and may hold what nobody sees."""
-    bases = [c for c in kind.__mro__ if is_library(c.__module__) and c.__module__.partition(".")[0] not in _MACHINERY]
-    hidden = any(_is_in_c(c) and not is_standard(c.__module__) for c in bases)
+    bases = [c for c in kind.__mro__ if is_library(module_of(c)) and module_of(c).partition(".")[0] not in _MACHINERY]
+    hidden = any(_is_in_c(c) and not is_standard(module_of(c)) for c in bases)
     return bool(bases), hidden and not issubclass(kind, np.ndarray | np.generic)
 
 

@@ -129,7 +129,8 @@ def polysub(p: Any, q: Any, /) -> Array:
     >>> mt.polysub([1, 1], [5])
     Array([ 1, -4])
     """
-    return polyadd(p, -asarray(q))
+    p, q = asarray(p), asarray(q)
+    return polyadd(p, -q.astype(np.result_type(p.dtype, q.dtype), copy=False))
 
 
 @composite("roots")

@@ -255,3 +255,27 @@ X = mt.asarray([1.0, 2.0])
 def test_refused_as_by_numpy(call):
     with pytest.raises(mt.errors.DTypeError, match=r"^\[\w+\]"):
         call()
+
+
+@pytest.mark.parametrize("op", ["multiply", "divide"])
+@pytest.mark.parametrize(("x", "v"), [("f8", "i1"), ("f8", "f4"), ("f4", "i2"), ("i8", "i1"), ("c16", "f4")])
+def test_factors_of_repeated_places_meet_in_the_dtype_of_both(op, x, v):
+    if op == "divide" and x == "i8":
+        return
+    host, factors = np.full(2, 7, x), np.array([100, 100, 2], v) if v[0] == "i" else np.array([1e30, 1e30, 2], v)
+    wanted = host.copy()
+    getattr(np, op).at(wanted, [0, 0, 1], factors)
+    got = getattr(mt.asarray(host).at[mt.asarray([0, 0, 1])], op)(mt.asarray(factors))
+    np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-6)
+
+
+def test_polysub_of_unsigned_numbers():
+    for p, q in (([1.5, 2, 3], np.array([3], "u1")), ([1.5, 2, 3], np.array([-128], "i1")), ([1], np.array([3], "u1"))):
+        np.testing.assert_array_equal(np.asarray(mt.polysub(np.array(p), q)), np.polysub(np.array(p), q))
+
+
+def test_what_is_written_to_is_no_sequence():
+    with pytest.raises(TypeError):
+        list(mt.ones(3).at)
+    with pytest.raises(TypeError):
+        1.0 in mt.ones(3).at  # noqa: B015

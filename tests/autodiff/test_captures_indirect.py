@@ -669,3 +669,22 @@ def test_an_object_that_nobody_can_look_into_is_read_at_every_call():
     opaque = pytest.importorskip("pandas").Series([2.0])
     plain = lambda x: x * float(opaque.iloc[0])  # noqa: E731
     agree(mt.compile(plain), plain, lambda v: opaque.__setitem__(0, v), traces=100)
+
+
+def test_classes_whose_module_is_a_descriptor():
+    """As is that of functions which Cython has compiled."""
+    function = type("function", (), {"__call__": lambda self, v: v * 2, "__module__": property(lambda self: "x")})()
+    assert not isinstance(type(function).__module__, str)
+    assert mt.compile(lambda v: function(v))(mt.ones(2)).tolist() == [2, 2]
+    assert mt.compile(mt.tanh)(mt.zeros(2)).tolist() == [0, 0]
+    table = {"tanh": mt.tanh, "relu": mt.nn.relu}
+    assert mt.compile(lambda v: table["tanh"](v) + table["relu"](v))(mt.zeros(2)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("answer", [dict.get, dict.__getitem__])
+def test_configurations_that_answer_for_every_name(answer):
+    config = type("Config", (dict,), {"__getattr__": answer})(rate=2.0)
+    f = mt.compile(lambda v: v * config.rate)
+    assert f(mt.ones(2)).tolist() == [2, 2]
+    config["rate"] = 3.0
+    assert f(mt.ones(2)).tolist() == [3, 3]

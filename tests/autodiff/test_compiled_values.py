@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import numpy as np
@@ -198,3 +199,21 @@ def test_counts_whose_length_is_not_known():
         with pytest.raises(TracedValueError, match=r"\[bincount\].*pass length="):
             mt.compile(lambda x, kwargs=kwargs: mt.bincount(x, **kwargs))(x)
     assert mt.compile(lambda x: mt.bincount(x, length=5))(x).tolist() == np.bincount([1, 2, 2], minlength=5).tolist()
+
+
+@pytest.mark.parametrize(("dtype", "k"), [("int8", 300), ("uint8", -1), ("int32", 2**40)])
+def test_a_number_of_a_call_that_is_out_of_the_range_of_a_choice(dtype, k):
+    x = mt.asarray([1, 0], dtype=dtype)
+    for f in (mt.compile(lambda x, k: mt.where(x > 0, x, k)), mt.compile(lambda x, k: mt.where(x > 0, k, x))):
+        with pytest.raises(mt.errors.NumberRangeError):
+            f(x, k)
+        assert f(x, 5).tolist() in ([1, 5], [5, 0])
+        with pytest.raises(mt.errors.NumberRangeError):
+            f(x, k)
+
+
+def test_numbers_that_no_double_holds_reach_the_op():
+    op = importlib.import_module("meshtape.arrays.elementwise").FULL_LIKE
+    x = np.zeros(2, np.int64)
+    assert op.numpy(x, value=2**63 - 1, dtype=x.dtype).tolist() == [2**63 - 1] * 2
+    assert mt.compile(lambda x: mt.full_like(x, 2**53 + 1))(mt.asarray([1, 2])).tolist() == [2**53 + 1] * 2
