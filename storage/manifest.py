@@ -17,7 +17,7 @@ import gc
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -41,9 +41,17 @@ from .migrations import Migrations
 
 FILE = "meshtape.json"
 FORMAT = "meshtape"
-VERSION = 1
+VERSION = 2  # 1: without packs, and still written where there are none, so that older readers read it
 
 MIGRATIONS = Migrations(VERSION)
+
+
+@MIGRATIONS.step(1)
+def _packs(document: dict[str, Any]) -> dict[str, Any]:
+    """What was added is optional."""
+    return document
+
+
 MIGRATIONS.check()
 
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
@@ -59,6 +67,18 @@ class StoredObject:
     file: str
     box: Box
     nbytes: int
+    crc32c: int
+    start: int = 0  # where it begins in its file
+    file_nbytes: int = -1  # of a pack: the length of the whole file
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A safetensors file of the small blocks of many arrays: its length, and length and checksum of what stands before the blocks."""
+
+    file: str
+    nbytes: int
+    header: int
     crc32c: int
 
 
@@ -77,6 +97,7 @@ class ArrayEntry:
     compression: Compression = None
     sums: Section | None = None  # of its chunks, in the table of checksums
     zarr: int | None = None  # crc32c of its ``zarr.json``
+    packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
 
     @property
     def name(self) -> str:
@@ -98,7 +119,7 @@ class ArrayEntry:
     def to_json(self) -> dict[str, Any]:
         return {
             "path": list(self.path),
-            "dir": self.directory,
+            **({"dir": self.directory} if self.packs is None else {"packed": True}),
             "shape": list(self.shape),
             "dtype": self.dtype.name,
             "shard": list(self.grid.shard),
@@ -148,6 +169,8 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         number = 0
         for i, n in zip(coord, counts, strict=True):
             number = number * n + i
+        if entry.packs is not None:
+            return self._check_packed(number, coord)
         key = grid.key(coord)
         file, box, nbytes, value = self._row(number)
         if file != key:
@@ -155,6 +178,22 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         if box != grid.shard_box(coord) or not fits(nbytes, grid, coord, entry.dtype.itemsize, entry.compression):
             raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
         return StoredObject(f"{entry.directory}/{file}", box, nbytes, value)
+
+    def _check_packed(self, number: int, coord: tuple[int, ...]) -> StoredObject:
+        row, packs, box = self._entry.raw_objects[number], self._entry.packs or (), self._entry.grid.shard_box(coord)
+        try:
+            which, offset, shape, nbytes, crc, start = row
+            if not all(type(n) is int and n >= 0 for n in (which, nbytes, start)):
+                raise ValueError
+            pack, value = packs[which], int(crc, 16)
+        except (TypeError, ValueError, IndexError):
+            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
+        fits_in = pack.header <= start and start + nbytes <= pack.nbytes
+        if Box(tuple(offset), tuple(shape)) != box or nbytes != box.size * self._entry.dtype.itemsize or not fits_in:
+            raise CorruptCheckpoint(
+                f"{self._where}: its block {coord} does not have the place or length in {pack.file!r}"
+            )
+        return StoredObject(pack.file, box, nbytes, value, start, pack.nbytes)
 
     def _row(self, number: int) -> tuple[str, Box, int, int]:
         row = self._entry.raw_objects[number] if number < len(self._entry.raw_objects) else None
@@ -191,10 +230,15 @@ class Manifest:
     step: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     meshes: list[dict[str, int]] = field(default_factory=list)
-    version: int = VERSION
+    packs: list[Pack] = field(default_factory=list)
     documents: dict[str, tuple[int, str]] = field(default_factory=dict)  # crc32c, and file beside the arrays
     sums: str | None = None  # the file of the table of checksums
     zarr: int | None = None  # crc32c of the group's ``zarr.json``
+
+    @property
+    def version(self) -> int:
+        """That of its text."""
+        return 2 if self.packs else 1
 
     def dumps(self) -> bytes:
         body = {
@@ -208,6 +252,7 @@ class Manifest:
             **({"documents": {n: [f"{c:08x}", f] for n, (c, f) in self.documents.items()}} if self.documents else {}),
             **({} if self.sums is None else {"sums": self.sums}),
             **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
+            **({"packs": [[p.file, p.nbytes, p.header, f"{p.crc32c:08x}"] for p in self.packs]} if self.packs else {}),
             "arrays": [a.to_json() for a in self.arrays],
         }
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
@@ -356,7 +401,19 @@ def _section(x: Any, grid: Grid) -> Section | None:
     return first, int(crc, 16)
 
 
-def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
+def _pack(row: Any, source: str) -> Pack:
+    try:
+        file, nbytes, header, crc = row
+        if not (type(nbytes) is type(header) is int and 8 <= header <= nbytes < 1 << 62):
+            raise ValueError(f"{header} of {nbytes} bytes")
+        if "/" in names.inside("/", file, source)[1:]:
+            raise ValueError(f"{file!r} is not one name")
+        return Pack(file, nbytes, header, int(crc, 16))
+    except (TypeError, ValueError) as e:
+        raise CorruptCheckpoint(f"{source}: malformed pack {str(row)[:120]}: {e}") from None
+
+
+def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack]) -> ArrayEntry:
     where = f"{source}: arrays[{number}]"
     try:
         path = e["path"]
@@ -382,8 +439,12 @@ def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
         if sharding is not None and not (isinstance(sharding, list) and all(isinstance(t, str) for t in sharding)):
             raise ValueError("sharding is not a list of texts")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
-        directory = e["dir"]
-        names.inside("/", directory, where)
+        packed = e.get("packed", False)
+        if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression or sums or "dir" in e)):
+            raise ValueError("what is packed is neither compressed nor cut into chunks, and has no directory")
+        directory = "" if packed else e["dir"]
+        if not packed:
+            names.inside("/", directory, where)
         if "/" in directory:
             raise ValueError(f"directory {directory!r} is not one name")
     except CorruptCheckpoint:
@@ -393,7 +454,18 @@ def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
     except (ValueError, TypeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{where}: {err}") from None
     return ArrayEntry(
-        tuple(path), directory, grid, dtype, mesh, sharding, e["objects"], source, compression, sums, zarr
+        tuple(path),
+        directory,
+        grid,
+        dtype,
+        mesh,
+        sharding,
+        e["objects"],
+        source,
+        compression,
+        sums,
+        zarr,
+        packs if packed else None,
     )
 
 
@@ -435,7 +507,7 @@ def _loads(data: bytes, source: str) -> Manifest:
     version = top.get("version")
     if (type(version) is int and 1 <= version <= VERSION) and (not found or int(found[1], 16) != crc32c(body)):
         raise CorruptCheckpoint(f"{source}: its crc32c does not fit: the manifest is damaged or was edited")
-    return _build(MIGRATIONS.run(top, source), source)
+    return _build(MIGRATIONS.run(top, source, keep=False), source)
 
 
 def _build(top: dict[str, Any], source: str) -> Manifest:
@@ -455,9 +527,15 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
             raise ValueError("an axis is a name and a positive length")
     except (TypeError, ValueError):
         raise CorruptCheckpoint(f"{source}: malformed meshes") from None
-    entries = [_array(e, i, source, len(meshes)) for i, e in enumerate(arrays)]
+    if not isinstance(top.get("packs", []), list):
+        raise CorruptCheckpoint(f"{source}: packs are not a list")
+    packs = [_pack(row, source) for row in top.get("packs", [])]
+    if len({p.file for p in packs}) != len(packs):
+        raise CorruptCheckpoint(f"{source}: a pack is listed twice")
+    entries = [_array(e, i, source, len(meshes), packs) for i, e in enumerate(arrays)]
     names.check_distinct(e.path for e in entries)
-    if len({e.directory for e in entries}) != len(entries):
+    directories = [e.directory for e in entries if e.packs is None]
+    if len(set(directories)) != len(directories):
         raise CorruptCheckpoint(f"{source}: two arrays share a directory")
     _check_tree(top.get("tree"), entries, source)
     try:
@@ -472,9 +550,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
         raise CorruptCheckpoint(f"{source}: malformed documents: {e}") from None
     if sums is None and any(e.sums for e in entries):
         raise CorruptCheckpoint(f"{source}: arrays have checksums in a table that it does not name")
-    return Manifest(
-        entries, top["tree"], step, decode_json(metadata), described, documents=documents, sums=sums, zarr=zarr
-    )
+    return Manifest(entries, top["tree"], step, decode_json(metadata), described, packs, documents, sums, zarr)
 
 
 def read(root: str) -> Manifest | None:

@@ -42,6 +42,7 @@ from .chunk_sums import StoredSums
 from .compressed import CompressedTensor
 from .generations import Generation
 from .opened import Checkpoint, StoredArray
+from .packed import PackedBlocks
 from .raw_tensor import PackedTensor, RawTensor
 from .tensors import ChunkedTensor, StoredTensor
 from .zarr_format import GROUP_ATTRIBUTE
@@ -266,6 +267,8 @@ class _LazyObjects:
     def _make(self) -> ChunkedTensor:
         e = self._entry
         sums = None if e.sums is None else StoredSums(self._root, self._table or "", e.sums, e.grid, e.name)
+        if e.packs is not None:
+            return PackedBlocks(self._root, e.name, e.dtype, e.grid, e.objects, self._verify, None, self.generation)
         held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify, sums, self.generation)
         return ChunkedTensor(*held) if e.compression is None else CompressedTensor(*held, e.compression)
 
