@@ -73,7 +73,7 @@ def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str) -
     """The tasks of one rank with the packs that they go to. ``sizes`` are bytes of an item, by array."""
     out, number, used = [], 0, 0
     for task in tasks:
-        if task.name:
+        if task.name is not None:
             nbytes = task.part.size * sizes[task.array]
             if used and used + nbytes > LIMIT:
                 number, used = number + 1, 0

@@ -135,7 +135,7 @@ def _tasks(number: int, item: Item, block: Box) -> list[Task]:
     for k in sub.shards():
         coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
         part = item.grid.shard_box(coord).within(block)
-        file, name = f"{item.directory}/{item.grid.key(coord)}", names.leaf_name(item.path) if item.packed else ""
+        file, name = f"{item.directory}/{item.grid.key(coord)}", names.leaf_name(item.path) if item.packed else None
         out.append(Task(number, part, item.grid, coord, file, item.compression, name))
     return out
 

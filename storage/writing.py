@@ -46,7 +46,7 @@ class Task:
     coord: tuple[int, ...]
     file: str
     compression: Compression = None
-    name: str = ""  # of a packed array
+    name: str | None = None  # of a packed array
     pack: str = ""  # the file in which it lies with others
 
 
