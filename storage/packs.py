@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from .writing import Record, Task
 
 THRESHOLD = 1 << 20  # bytes of a block that are packed by default
+HELD = (
+    8 << 20
+)  # the same for a pack of a conversion, which has its blocks in memory: the header, with their checksums, comes first
 LIMIT = 64 << 20  # bytes of blocks after which a rank begins another pack
 
 
@@ -69,13 +72,14 @@ def choose(item: Item, boxes: Sequence[Box], limit: int) -> None:
         item.packed, item.grid, item.compression = True, grid, None
 
 
-def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str) -> list[Task]:
+def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str, limit: int | None = None) -> list[Task]:
     """The tasks of one rank with the packs that they go to. ``sizes`` are bytes of an item, by array."""
+    limit = LIMIT if limit is None else limit
     out, number, used = [], 0, 0
     for task in tasks:
         if task.name is not None:
             nbytes = task.part.size * sizes[task.array]
-            if used and used + nbytes > LIMIT:
+            if used and used + nbytes > limit:
                 number, used = number + 1, 0
             used += nbytes
             task = replace(task, pack=f"pack-{stem}-{number:05d}{suffix}.safetensors")

@@ -23,6 +23,7 @@ from meshtape.storage import (
     manifest,
     merge,
     open_checkpoint,
+    reshard,
     save,
     save_async,
     verify,
@@ -336,6 +337,30 @@ def test_overwriting_leaves_nothing_of_the_old_and_refuses_strangers(tmp_path):
     (tmp_path / "c" / "pack-mine.safetensors").write_bytes(b"x")
     with pytest.raises(errors.CheckpointExists, match="pack-mine"):
         save(tmp_path / "c", tree, overwrite=True)
+
+
+def test_convert_and_reshard_into_an_object_store(kit, s3, tmp_path):
+    tree = {f"w{i}": np.full((8, i % 7 + 1), i, np.float32) for i in range(60)} | {
+        "c": np.ones(2, complex),
+        "s": np.float64(3),
+    }
+    save(tmp_path / "c", tree)
+    s3.proxy.reset()
+    report = convert(tmp_path / "c", f"{s3.url}/z", format="zarr")
+    assert report.files == ["%63", "pack-local-00000.safetensors"]
+    assert sum(method in ("PUT", "POST") for method, _ in s3.proxy.log) <= 10
+    mesh = {"mesh": {"x": 2}, "shardings": {"w*": {"x": 0}, "*": {}}}
+    reshard(f"{s3.url}/z", f"{s3.url}/r", **mesh)
+    reshard(f"{s3.url}/r", f"{s3.url}/r2", pack=100, **mesh)
+    convert(f"{s3.url}/r", tmp_path / "back", format="zarr")
+    convert(f"{s3.url}/r", f"{s3.url}/z", format="zarr", overwrite=True)
+    for place in (f"{s3.url}/z", f"{s3.url}/r", f"{s3.url}/r2", tmp_path / "back"):
+        verify(place)
+        got = load(place)
+        assert all(kit.same(got[n], a) for n, a in tree.items()), place
+    for options, word in (({"format": "zarr"}, "object stores alone"), ({"format": "safetensors"}, "leave out pack=")):
+        with pytest.raises(errors.CheckpointError, match=word):
+            convert(tmp_path / "c", tmp_path / "d", pack=True, **options)
 
 
 @pytest.mark.parametrize("where", ["memory", "s3"])
