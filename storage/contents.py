@@ -25,7 +25,7 @@ SAVED = frozenset([manifest.FILE])
 PROGRAMS = frozenset([PROGRAM])
 _SHOWN = 8
 _IN_ARRAY = re.compile(r"zarr\.json|c([./].*)?")
-_SHARD = re.compile(r"(model|pack-)[^/]*\.safetensors")
+_SHARD = re.compile(r"(model[^/]*|pack-(local|\d+-\d+)-\d+(~g[0-9a-f]{8})?)\.safetensors")
 
 
 def in_array(name: str, held: set[str]) -> bool:

@@ -199,7 +199,7 @@ def zarr_sink(held: Selection, choice: Choice, compression: Compression = None, 
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
         grid = choose_grid(shape, dtype.itemsize, boxes)
         items.append(Item(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh, compression))
-        packs.choose(items[-1], boxes, pack)
+        packs.choose(items[-1], lambda boxes=boxes: boxes, pack)
     choice.check_used(list(held.arrays))
     order = {n: i for i, n in enumerate(held.arrays)}
     stored = list(held.ckpt.arrays)

@@ -24,20 +24,19 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.blocks import Box
 from ..arrays.errors import (
     CheckpointDTypeError,
     CheckpointError,
     CorruptCheckpoint,
-    IncompleteCheckpoint,
 )
 from ..arrays.tree import Path
 from . import dtypes, names, stores, strict_json
 from .checksums import crc32c
 from .chunk_sums import Section, has_section
-from .compression import Compression, fits, of_plain
+from .compression import Compression, of_plain
 from .grid import Grid
 from .migrations import Migrations
+from .stored_objects import Pack, StoredObjects, pack_of
 
 FILE = "meshtape.json"
 FORMAT = "meshtape"
@@ -57,29 +56,6 @@ MIGRATIONS.check()
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
 MAX_DEPTH = 200
 _MAX_NDIM = 64
-_REMEMBERED = 16  # rows of an array: most arrays have few
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """One file of an array: the part it holds, its length, and the checksum of its chunks' data."""
-
-    file: str
-    box: Box
-    nbytes: int
-    crc32c: int
-    start: int = 0  # where it begins in its file
-    file_nbytes: int = -1  # of a pack: the length of the whole file
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """A safetensors file of the small blocks of many arrays: its length, and length and checksum of what stands before the blocks."""
-
-    file: str
-    nbytes: int
-    header: int
-    crc32c: int
 
 
 @dataclass
@@ -132,93 +108,6 @@ class ArrayEntry:
             **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
             "objects": self.raw_objects,
         }
-
-
-class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
-    """Rows of an array of the manifest as objects, by grid coordinate.
-
-    A row is looked at when it is asked for: who reads a few blocks of a million pays for those. Rows lie in the order of coordinates; where
-    one does not, all are looked through once.
-    """
-
-    def __init__(self, entry: ArrayEntry) -> None:
-        self._entry = entry
-        self._where = f"{entry.source}: array {entry.name!r}"
-        self._elsewhere: dict[str, int] | None = None
-        self._checked: dict[tuple[int, ...], StoredObject] = {}
-
-    def __len__(self) -> int:
-        return math.prod(self._entry.grid.counts)
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return self._entry.grid.shards()
-
-    def __getitem__(self, coord: tuple[int, ...]) -> StoredObject:
-        found = self._checked.get(coord)
-        if found is None:
-            found = self._check(coord)
-            if len(self._checked) < _REMEMBERED:
-                self._checked[coord] = found
-        return found
-
-    def _check(self, coord: tuple[int, ...]) -> StoredObject:
-        entry, grid = self._entry, self._entry.grid
-        counts = grid.counts
-        if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):
-            raise KeyError(coord)
-        number = 0
-        for i, n in zip(coord, counts, strict=True):
-            number = number * n + i
-        if entry.packs is not None:
-            return self._check_packed(number, coord)
-        key = grid.key(coord)
-        file, box, nbytes, value = self._row(number)
-        if file != key:
-            file, box, nbytes, value = self._row(self._find(key))
-        if box != grid.shard_box(coord) or not fits(nbytes, grid, coord, entry.dtype.itemsize, entry.compression):
-            raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
-        return StoredObject(f"{entry.directory}/{file}", box, nbytes, value)
-
-    def _check_packed(self, number: int, coord: tuple[int, ...]) -> StoredObject:
-        row, packs, box = self._entry.raw_objects[number], self._entry.packs or (), self._entry.grid.shard_box(coord)
-        try:
-            which, offset, shape, nbytes, crc, start = row
-            if not all(type(n) is int and n >= 0 for n in (which, nbytes, start)):
-                raise ValueError
-            pack, value = packs[which], int(crc, 16)
-        except (TypeError, ValueError, IndexError):
-            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
-        fits_in = pack.header <= start and start + nbytes <= pack.nbytes
-        if Box(tuple(offset), tuple(shape)) != box or nbytes != box.size * self._entry.dtype.itemsize or not fits_in:
-            raise CorruptCheckpoint(
-                f"{self._where}: its block {coord} does not have the place or length in {pack.file!r}"
-            )
-        return StoredObject(pack.file, box, nbytes, value, start, pack.nbytes)
-
-    def _row(self, number: int) -> tuple[str, Box, int, int]:
-        row = self._entry.raw_objects[number] if number < len(self._entry.raw_objects) else None
-        try:
-            file, offset, shape, nbytes, crc = row  # type: ignore[misc]
-            return file, Box(tuple(offset), tuple(shape)), nbytes, int(crc, 16)
-        except (TypeError, ValueError):
-            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
-
-    def _find(self, key: str) -> int:
-        """The number of the row of a shard, in a list of another order."""
-        if self._elsewhere is None:
-            expected = {self._entry.grid.key(c) for c in self}
-            found: dict[str, int] = {}
-            for number in range(len(self._entry.raw_objects)):
-                file = self._row(number)[0]
-                if not isinstance(file, str) or file not in expected:
-                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is not one of its shards; refused")
-                if file in found:
-                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is listed twice")
-                found[file] = number
-            self._elsewhere = found
-        if key not in self._elsewhere:
-            raise IncompleteCheckpoint(f"{self._where}: its shard {key} is not listed")
-        return self._elsewhere[key]
 
 
 @dataclass
@@ -401,18 +290,6 @@ def _section(x: Any, grid: Grid) -> Section | None:
     return first, int(crc, 16)
 
 
-def _pack(row: Any, source: str) -> Pack:
-    try:
-        file, nbytes, header, crc = row
-        if not (type(nbytes) is type(header) is int and 8 <= header <= nbytes < 1 << 62):
-            raise ValueError(f"{header} of {nbytes} bytes")
-        if "/" in names.inside("/", file, source)[1:]:
-            raise ValueError(f"{file!r} is not one name")
-        return Pack(file, nbytes, header, int(crc, 16))
-    except (TypeError, ValueError) as e:
-        raise CorruptCheckpoint(f"{source}: malformed pack {str(row)[:120]}: {e}") from None
-
-
 def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack]) -> ArrayEntry:
     where = f"{source}: arrays[{number}]"
     try:
@@ -529,7 +406,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
         raise CorruptCheckpoint(f"{source}: malformed meshes") from None
     if not isinstance(top.get("packs", []), list):
         raise CorruptCheckpoint(f"{source}: packs are not a list")
-    packs = [_pack(row, source) for row in top.get("packs", [])]
+    packs = [pack_of(row, source) for row in top.get("packs", [])]
     if len({p.file for p in packs}) != len(packs):
         raise CorruptCheckpoint(f"{source}: a pack is listed twice")
     entries = [_array(e, i, source, len(meshes), packs) for i, e in enumerate(arrays)]

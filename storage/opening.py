@@ -396,7 +396,7 @@ def _open_zarr(root: str) -> Checkpoint:
     if GROUP_ATTRIBUTE in attributes:
         raise IncompleteCheckpoint(
             f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was lost. "
-            "Load another checkpoint; zarr.open still reads the arrays, unverified"
+            "Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs that its attributes name"
         )
     tensors: dict[str, StoredTensor] = {}
     try:

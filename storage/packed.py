@@ -37,13 +37,13 @@ class PackedBlocks(ChunkedTensor):
                 place, local = view(out, part.within(box)), part.within(held.box)
                 take = lambda data, c=coord, p=place, b=local: self._take(data, c, p, b)  # noqa: E731
                 where, what = self.path(coord), f"part of {self.name!r}"
-                yield RangeJob(where, held.start, held.nbytes, held.file_nbytes, what, self.generation, take)
+                yield RangeJob(
+                    where, held.start, held.nbytes, held.file_nbytes, what, self.generation, take, self.verify
+                )
 
     def _take(self, data: np.ndarray, coord: tuple[int, ...], out: np.ndarray, local: Box) -> None:
         held = self.objects[coord]
-        if not self.verify:
-            self.generation.check()
-        elif crc32c(data) != held.crc32c:
+        if self.verify and crc32c(data) != held.crc32c:
             raise CorruptCheckpoint(f"{self.unfit(coord)}; restore the file or another checkpoint")
         stored = data.view(dtypes.bits(dtypes.little(self.dtype))).reshape(held.box.shape)
         out.view(dtypes.bits(self.dtype))[...] = view(stored, local)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ def threshold(pack: bool | int | None, target: str) -> int:
     return pack
 
 
-def choose(item: Item, boxes: Sequence[Box], limit: int) -> None:
+def choose(item: Item, boxes: Callable[[], Sequence[Box]], limit: int) -> None:
     """Mark an array as packed where its blocks are small enough, each is one shard, and safetensors has its dtype.
 
     One without an element has no bytes to share a file; others' readers find it as Zarr's.
@@ -68,7 +68,7 @@ def choose(item: Item, boxes: Sequence[Box], limit: int) -> None:
     except (CheckpointDTypeError, UnicodeEncodeError):
         return
     grid = Grid(item.shape, shard, shard)
-    if name != "__metadata__" and {b for b in boxes if b.size} == set(map(grid.shard_box, grid.shards())):
+    if name != "__metadata__" and {b for b in boxes() if b.size} == set(map(grid.shard_box, grid.shards())):
         item.packed, item.grid, item.compression = True, grid, None
 
 

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -88,11 +89,13 @@ def _item(leaf: Any, path: Path) -> Item:
     sharding = getattr(leaf, "sharding", None)
     shape = tuple(int(n) for n in leaf.shape)
     dtype = dtypes.check_storable(leaf.dtype, where)
-    boxes = [Box.whole(shape)] if sharding is None else _distinct(sharding, shape)
-    return Item(path, leaf, shape, dtype, sharding, choose_grid(shape, dtype.itemsize, boxes))
+    return Item(path, leaf, shape, dtype, sharding, choose_grid(shape, dtype.itemsize, _boxes(sharding, shape)))
 
 
-def _distinct(sharding: BlockSharding, shape: tuple[int, ...]) -> list[Box]:
+def _boxes(sharding: BlockSharding | None, shape: tuple[int, ...]) -> list[Box]:
+    """The distinct blocks of an array."""
+    if sharding is None:
+        return [Box.whole(shape)]
     return sorted({sharding.box(shape, rank) for rank in range(sharding.mesh.size)})
 
 
@@ -206,7 +209,7 @@ def _settle_first(items: list[Item]) -> None:
         if item.sharding is not None and item.sharding.partial:
             (item.array,) = item.sharding.mesh.settle([item.array])
             item.sharding = item.array.sharding
-            item.grid = choose_grid(item.shape, item.dtype.itemsize, _distinct(item.sharding, item.shape))
+            item.grid = choose_grid(item.shape, item.dtype.itemsize, _boxes(item.sharding, item.shape))
 
 
 @not_recording()  # what is stored needs no derivative
@@ -401,8 +404,7 @@ class _Save:
         _settle_first(items)
         limit = packs.threshold(pack, target)
         for item in items if limit else ():
-            boxes = [Box.whole(item.shape)] if item.sharding is None else _distinct(item.sharding, item.shape)
-            packs.choose(item, boxes, limit)
+            packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
 
     def snapshot(self) -> None:
         """Hold the values as they are now, so that `run` may come later and in another thread."""

@@ -204,6 +204,7 @@ def _edited(root, change):
 HOSTILE = {
     "a pack beside the checkpoint": lambda m: m["packs"][0].__setitem__(0, "../x.safetensors"),
     "a pack in a folder": lambda m: m["packs"][0].__setitem__(0, "a/x.safetensors"),
+    "a pack that is another file": lambda m: m["packs"][0].__setitem__(0, "README.md"),
     "a pack twice": lambda m: m["packs"].append(m["packs"][0]),
     "a header longer than the file": lambda m: m["packs"][0].__setitem__(2, 1 << 40),
     "a pack that is a number": lambda m: m["packs"].__setitem__(0, 3),
@@ -215,6 +216,7 @@ HOSTILE = {
     "the last pack by a negative number": lambda m: m["arrays"][0]["objects"][0].__setitem__(0, -1),
     "a block of another length": lambda m: m["arrays"][0]["objects"][0].__setitem__(3, 8),
     "a block of another place": lambda m: m["arrays"][0]["objects"][0].__setitem__(1, [1]),
+    "a block at no place": lambda m: m["arrays"][0]["objects"][0].__setitem__(1, 3),
     "a short row": lambda m: m["arrays"][0]["objects"][0].pop(),
     "no row": lambda m: m["arrays"][0]["objects"].pop(),
     "packed and compressed": lambda m: m["arrays"][0].__setitem__("compression", {"name": "zstd", "level": 3}),
@@ -400,6 +402,34 @@ def test_overwriting_save_killed_at_one_operation_in_three(kit, quick):
         if not killed:
             break
     assert saw == {1, 2}
+
+
+def test_any_layout_and_byte_order(kit, tmp_path):
+    a = np.arange(12.0).reshape(3, 4)
+    save(tmp_path / "c", {"t": a.T, "big": a.astype(">f8"), "s": a[:, ::2], "mt": mt.asarray(a).T}, pack=True)
+    got = load(tmp_path / "c")
+    verify(tmp_path / "c")
+    for name, wanted in {"t": a.T, "big": a, "s": a[:, ::2], "mt": a.T}.items():
+        assert np.array_equal(np.asarray(got[name]), wanted)
+
+
+def test_a_checkpoint_that_was_replaced_is_not_read_in_part(tmp_path):
+    for verified in (True, False):
+        save(tmp_path / "c", {"a": np.full(4, 1.0)}, pack=True, overwrite=True)
+        old = open_checkpoint(tmp_path / "c", verify=verified)
+        save(tmp_path / "c", {"a": np.full(4, 2.0)}, pack=True, overwrite=True)
+        with pytest.raises(errors.CheckpointReplaced):
+            old["a"][:]
+
+
+def test_a_lost_manifest_is_told_and_a_damaged_one_can_be_replaced(tmp_path):
+    save(tmp_path / "c", {"a": np.ones(3)}, pack=True)
+    (tmp_path / "c" / manifest.FILE).write_bytes(b"{}")
+    save(tmp_path / "c", {"a": np.full(3, 2.0)}, pack=True, overwrite=True)
+    assert np.asarray(load(tmp_path / "c")["a"])[0] == 2
+    (tmp_path / "c" / manifest.FILE).unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match="packs that its attributes name"):
+        load(tmp_path / "c")
 
 
 def test_a_mesh_of_the_library(tmp_path):
