@@ -87,8 +87,8 @@ def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str, l
     return out
 
 
-def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[Record], Iterator[Any]]:
-    """The records of the blocks of one pack, and the bytes of the file. Names are distinct: a rank has one block of an array."""
+def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[Record], Callable[[], Iterator[Any]]]:
+    """The records of the blocks of one pack, and what gives the bytes of the file. Names are distinct: a rank has one block of an array."""
     from .writing import Record
 
     arrays = dict(zip((t.name for t in tasks), parts, strict=True))
@@ -107,4 +107,4 @@ def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[R
         for name in places:
             yield from pieces_of(arrays[name])
 
-    return records, body()
+    return records, body

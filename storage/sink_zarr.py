@@ -258,8 +258,8 @@ class ZarrSink:
         helpers = self._helpers()
 
         def pack(stream: Stream, tasks: list[Task]) -> Iterator[Any]:
-            records, pieces = packs.laid_out(tasks, [read(tensors[t.array], t.part) for t in tasks])
-            yield from pieces
+            records, body = packs.laid_out(tasks, [read(tensors[t.array], t.part) for t in tasks])
+            yield from body()
             p = records[0].pack
             assert p is not None
             stream.nbytes = p.nbytes

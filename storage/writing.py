@@ -85,7 +85,7 @@ def write_blocks(
             found, body = laid_out(*job[1:])
             fd, total = fs.create(path), 0
             opened.add(fd)
-            for piece in body:
+            for piece in body():
                 total += fs.write(fd, [piece], total)
                 activity.wrote(root, len(piece))
             return found, fd
@@ -133,8 +133,8 @@ def _put_blocks(
     def put(job: _Job) -> list[Record]:
         root, (task, *_), (part, *_) = job
         if task.pack:
-            found, _ = laid_out(*job[1:])
-            stores.at(root).put(task.pack, lambda: laid_out(*job[1:])[1])
+            found, body = laid_out(*job[1:])
+            stores.at(root).put(task.pack, body)
             activity.wrote(root, sum(r.nbytes for r in found))
             return found
         shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)

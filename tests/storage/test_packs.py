@@ -114,6 +114,13 @@ def test_packs_of_split_arrays_are_files_of_torch_distributed(kit, tmp_path):
     save(tmp_path / "c", {"a": kit.split(a, kit.Sharding(host, (0,))), "s": kit.split(np.ones(3), kit.Sharding(host, (None,)))}, pack=True)  # fmt: skip
     packs = packs_of(tmp_path / "c")
     assert len(packs) == 3  # the replicated one goes where a pack is in any case
+    blocks = np.full((7, 4), np.nan)
+    for file in packs:  # by safetensors alone
+        with pytest.importorskip("safetensors").safe_open(tmp_path / "c" / file, "np") as pack:
+            (row, column) = json.loads(pack.metadata()["DCP_SHARDING_INFO"])["a"]["saved_offsets"]
+            part = pack.get_tensor("a")
+            blocks[row : row + part.shape[0], column : column + part.shape[1]] = part
+    assert np.array_equal(blocks, a)
     (tmp_path / "d").mkdir()
     for file in packs:
         shutil.copy(tmp_path / "c" / file, tmp_path / "d" / file)
