@@ -30,6 +30,7 @@ import numpy as np
 
 from ..arrays.errors import Lossy
 from . import dtypes
+from .tensors import RangeJob
 
 _SHOWN = 3
 # Every value of the first is one of the second, beyond what NumPy knows.
@@ -305,7 +306,8 @@ def tracked(tally: Tally, name: Any, jobs: Iterator[Callable[[], int]]) -> Itera
             return job()
 
     for job in jobs:
-        yield lambda job=job: run(job)
+        # Those that may be joined with others convert nothing.
+        yield job if isinstance(job, RangeJob) else lambda job=job: run(job)
 
 
 def cast(name: str, a: np.ndarray, dtype: np.dtype, offset: tuple[int, ...], allowed: bool = False) -> np.ndarray:

@@ -25,7 +25,7 @@ SAVED = frozenset([manifest.FILE])
 PROGRAMS = frozenset([PROGRAM])
 _SHOWN = 8
 _IN_ARRAY = re.compile(r"zarr\.json|c([./].*)?")
-_SHARD = re.compile(r"model[^/]*\.safetensors")
+_SHARD = re.compile(r"(model[^/]*|pack-(local|\d+-\d+)-\d+(~g[0-9a-f]{8})?)\.safetensors")
 
 
 def in_array(name: str, held: set[str]) -> bool:
@@ -75,9 +75,10 @@ def listing(root: str, held: Iterable[str]) -> Listing:
     out = Listing(set(tables), set(tables))
     try:
         if manifest.FILE in tables and (found := manifest.read(root)) is not None:
-            out.arrays = {a.directory: a.raw_objects for a in found.arrays}
+            out.arrays = {a.directory: a.raw_objects for a in found.arrays if a.packs is None}
             out.documents = {name: file for name, (_, file) in found.documents.items()}
             out.files |= {GROUP, *out.documents.values(), *([] if found.sums is None else [found.sums])}
+            out.files |= {p.file for p in found.packs}
         if HF_INDEX in tables:
             out.files |= set(read_index(root)[0].values())
         if PROGRAM in tables and not tables & CHECKPOINTS:

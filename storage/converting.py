@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from ..arrays.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
-from . import activity, commit, dtypes, manifest, names, stores
+from . import activity, commit, dtypes, manifest, names, packs, stores
 from .casting import CastLoss
 from .compression import Compression, Zstd, chosen
 from .contents import CHECKPOINTS
@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     overwrite: bool
     progress: Progress | None
     client: Any
+    pack: bool | int | None
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,8 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
     return HuggingFaceSink(list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents())
 
 
-def zarr_sink(held: Selection, choice: Choice, compression: Compression = None) -> ZarrSink:
-    """The sink for a checkpoint of ours, cut as ``choice`` says."""
+def zarr_sink(held: Selection, choice: Choice, compression: Compression = None, pack: int = 0) -> ZarrSink:
+    """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files."""
     directories = names.zarr_names(list(held.arrays))
     items = []
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
@@ -198,6 +199,7 @@ def zarr_sink(held: Selection, choice: Choice, compression: Compression = None) 
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
         grid = choose_grid(shape, dtype.itemsize, boxes)
         items.append(Item(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh, compression))
+        packs.choose(items[-1], lambda boxes=boxes: boxes, pack)
     choice.check_used(list(held.arrays))
     order = {n: i for i, n in enumerate(held.arrays)}
     stored = list(held.ckpt.arrays)
@@ -227,6 +229,7 @@ def convert(
     overwrite: bool = False,
     progress: Progress | None = None,
     client: Any = None,
+    pack: bool | int | None = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, streaming; a run that was interrupted goes on where it stopped.
 
@@ -272,6 +275,9 @@ def convert(
     client
         A Dask client, or an executor of ``concurrent.futures``: its processes do the reading and writing, ``threads`` windows at a time. They
         must see both places. For local directories only.
+    pack
+        For Zarr in an object store, as in `save`: small arrays share files, which is the default. Directories on disks are written
+        in pieces, which packs cannot be; there it is refused.
 
     Returns
     -------
@@ -312,6 +318,8 @@ def convert(
     if format == "safetensors":
         if mesh is not None or shardings is not None:
             raise CheckpointError("safetensors files have no block layout; leave out mesh= and shardings=")
+        if pack is not None:
+            raise CheckpointError("small arrays share files in any case in safetensors; leave out pack=")
         if compression != KEEP and chosen(compression) is not None:
             raise CheckpointError(
                 'safetensors files are never compressed; leave out compression=, or write format="zarr"'
@@ -320,8 +328,13 @@ def convert(
     elif format == "zarr":
         if max_shard_bytes is not None:
             raise CheckpointError("max_shard_bytes is for safetensors; Zarr files follow the block layout")
+        limit = packs.threshold(pack, target)
+        if limit and not stores.is_url(target):
+            raise CheckpointError(
+                f"{target}: convert packs small arrays in object stores alone; leave out pack=, or load and save with pack="
+            )
         sink = zarr_sink(
-            held, Choice(mesh, shardings), held.compression if compression == KEEP else chosen(compression)
+            held, Choice(mesh, shardings), held.compression if compression == KEEP else chosen(compression), limit
         )
     else:
         raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
@@ -343,7 +356,7 @@ def convert(
             executor=_executor(client),
             allow_overflow=allow_overflow,
         )
-    files = list(sink.files) if isinstance(sink, HuggingFaceSink) else [i.directory for i in getattr(sink, "items", ())]
+    files = list(sink.files)
     skipped = held.skipped if isinstance(sink, HuggingFaceSink) else []
     total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
     seconds = time.perf_counter() - started
@@ -384,7 +397,7 @@ def reshard(
         sharding of a mesh at hand, or None.
     options
         ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
-        ``overwrite``, ``progress`` and ``client`` of `convert`.
+        ``overwrite``, ``progress``, ``client`` and ``pack`` of `convert`.
 
     Returns
     -------

@@ -23,6 +23,7 @@ from .compressed import CompressedTensor
 from .compression import Compression, compression_of
 from .files import Files, active
 from .grid import Grid, ravel
+from .packed import PackedBlocks
 from .scratch import scratch
 from .tensors import ChunkedTensor, opened
 from .zarr_format import chunk_coords, shard_index
@@ -47,6 +48,7 @@ def keeps_bytes(tensor: Any, grid: Grid, dtype: np.dtype, compression: Compressi
     """Whether the stored chunks of ``tensor`` are those of an array of ``grid`` that is compressed so."""
     return (
         isinstance(tensor, ChunkedTensor)
+        and not isinstance(tensor, PackedBlocks)
         and bool(grid.shape)  # a 0-d array is a bare chunk
         and tensor.grid.shape == grid.shape
         and tensor.grid.chunk == grid.chunk

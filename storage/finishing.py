@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ class Item:
     directory: str = ""
     mesh: int | None = None
     compression: Compression = None
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if not self.shape:  # a bare chunk of a few bytes
@@ -42,6 +44,8 @@ class Item:
     @property
     def stored_nbytes(self) -> int:
         """Bytes of its files; with compression, the most that they can have."""
+        if self.packed:
+            return math.prod(self.shape) * self.dtype.itemsize
         return sum(self.most(c) for c in self.grid.shards())
 
     @property
@@ -63,7 +67,8 @@ def finish_directory(
     documents: Mapping[str, bytes],
 ) -> int:
     """Write what makes shards a checkpoint: documents, Zarr's metadata, then the manifest. Returns the bytes of the directory."""
-    head.arrays, table = _entries(items, records)
+    head.packs = list(dict.fromkeys(r.pack for r in records if r.pack is not None))
+    head.arrays, table = _entries(items, records, head.packs)
     if table:
         head.sums = marked(chunk_sums.FILE, folder.suffix)
         folder.put(head.sums, table)
@@ -71,7 +76,8 @@ def finish_directory(
     for name, data in documents.items():
         folder.put(marked(name, folder.suffix), data)
     nbytes = (
-        sum(r.nbytes for r in records)
+        sum(r.nbytes for r in records if r.pack is None)
+        + sum(p.nbytes for p in head.packs)
         + len(table)
         + sum(map(len, documents.values()))
         + _write_metadata(folder, items, head)
@@ -83,7 +89,9 @@ def finish_directory(
     return nbytes + len(data)
 
 
-def _entries(items: list[Item], records: Sequence[Record]) -> tuple[list[manifest.ArrayEntry], bytes]:
+def _entries(
+    items: list[Item], records: Sequence[Record], packs: list[manifest.Pack]
+) -> tuple[list[manifest.ArrayEntry], bytes]:
     """Manifest rows and the table of checksums, after the check that every shard was written once, at its full length."""
     written: dict[str, Record] = {}
     for r in records:
@@ -92,16 +100,23 @@ def _entries(items: list[Item], records: Sequence[Record]) -> tuple[list[manifes
         written[r.file] = r
     entries, lost = [], []
     table = bytearray()
+    numbers = {pack: i for i, pack in enumerate(packs)}
+    if len({p.file for p in packs}) != len(packs):
+        raise CheckpointError("two ranks wrote one pack; the hosts of the mesh disagree about its blocks")
     for item in items:
         rows: list[Any] = []
         first = len(table)
         for coord in item.grid.shards():
             key = item.grid.key(coord)
             record = written.pop(f"{item.directory}/{key}", None)
+            box = item.grid.shard_box(coord)
+            if item.packed and record is not None and record.nbytes == box.size * item.dtype.itemsize:
+                place = [list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}", record.start]
+                rows.append([numbers[record.pack], *place])
+                continue
             if record is None or not fits(record.nbytes, item.grid, coord, item.dtype.itemsize, item.compression):
                 lost.append(f"{names.leaf_name(item.path)} {key}")
                 continue
-            box = item.grid.shard_box(coord)
             rows.append([key, list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}"])
             if chunk_sums.has_section(item.grid):
                 table += record.sums
@@ -109,7 +124,7 @@ def _entries(items: list[Item], records: Sequence[Record]) -> tuple[list[manifes
         entries.append(
             manifest.ArrayEntry(
                 item.path,
-                item.directory,
+                "" if item.packed else item.directory,
                 item.grid,
                 item.dtype,
                 item.mesh,
@@ -117,6 +132,7 @@ def _entries(items: list[Item], records: Sequence[Record]) -> tuple[list[manifes
                 rows,
                 compression=item.compression,
                 sums=(first // 4, crc32c(bytes(table[first:]))) if len(table) > first else None,
+                packs=packs if item.packed else None,
             )
         )
     if lost or written:
@@ -128,17 +144,18 @@ def _entries(items: list[Item], records: Sequence[Record]) -> tuple[list[manifes
 
 def _write_metadata(folder: commit.Folder, items: list[Item], head: manifest.Manifest) -> int:
     """Zarr's own files, and the sync of every directory; the manifest is told their checksums."""
-    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path), i.compression) for i in items}
+    held = [i for i in items if not i.packed]
+    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path), i.compression) for i in held}
 
     def write(directory: str) -> None:
         folder.put(f"{directory}/zarr.json", texts[directory])
         folder.settle(directory)
 
     in_threads(write, list(texts), SYNCS)
-    group = group_metadata(manifest.VERSION, texts)
+    group = group_metadata(head.version, texts, [p.file for p in head.packs])
     folder.put("zarr.json", group)
     head.zarr = crc32c(group)
     for entry in head.arrays:
-        entry.zarr = crc32c(texts[entry.directory])
+        entry.zarr = crc32c(texts[entry.directory]) if entry.packs is None else None
     folder.settle()
     return len(group) + sum(map(len, texts.values()))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..arrays.errors import CheckpointError, MeshtapeError, NotACheckpoint
-from . import branches, collecting, commit, contents, manifest, stores
+from . import branches, collecting, commit, contents, manifest, packs, stores
 from .branches import Branch
 from .compression import Zstd, chosen
 from .inflight import SaveHandle
@@ -75,6 +75,8 @@ class CheckpointManager:
         in ``skipped``).
     compression
         As in `save`.
+    pack
+        As in `save`.
 
     Examples
     --------
@@ -103,6 +105,7 @@ class CheckpointManager:
         asynchronous: bool = False,
         when_busy: Literal["wait", "skip"] = "wait",
         compression: str | Zstd | None = None,
+        pack: bool | int | None = None,
     ) -> None:
         for name, value in (("keep", keep), ("every_steps", every_steps), ("keep_every", keep_every)):
             if value is not None and value < 1:
@@ -121,7 +124,8 @@ class CheckpointManager:
         self.every_steps, self.every_minutes, self.keep_every = every_steps, every_minutes, keep_every
         self.best_metric, self.best_is, self.keep_best = best, best_is, keep_best
         self.asynchronous, self.when_busy = asynchronous, when_busy
-        self.compression = chosen(compression)
+        self.compression, self.pack = chosen(compression), pack
+        packs.threshold(pack, self.directory)  # refused now, where it is no such number
         self.skipped = 0
         self._running: SaveHandle | None = None
         self._branch: Branch | None = None  # that of this manager's saves; None: the current one when it saves
@@ -191,6 +195,7 @@ class CheckpointManager:
             "documents": documents,
             "overwrite": overwrite,
             "compression": self.compression,
+            "pack": self.pack,
         }
         if not self.asynchronous:
             report = save(target, tree, **options)

@@ -17,49 +17,45 @@ import gc
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ..arrays.blocks import Box
 from ..arrays.errors import (
     CheckpointDTypeError,
     CheckpointError,
     CorruptCheckpoint,
-    IncompleteCheckpoint,
 )
 from ..arrays.tree import Path
 from . import dtypes, names, stores, strict_json
 from .checksums import crc32c
 from .chunk_sums import Section, has_section
-from .compression import Compression, fits, of_plain
+from .compression import Compression, of_plain
 from .grid import Grid
 from .migrations import Migrations
+from .stored_objects import Pack, StoredObjects, pack_of
 
 FILE = "meshtape.json"
 FORMAT = "meshtape"
-VERSION = 1
+VERSION = 2  # 1: without packs, and still written where there are none, so that older readers read it
 
 MIGRATIONS = Migrations(VERSION)
+
+
+@MIGRATIONS.step(1)
+def _packs(document: dict[str, Any]) -> dict[str, Any]:
+    """What was added is optional."""
+    return document
+
+
 MIGRATIONS.check()
 
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
 MAX_DEPTH = 200
 _MAX_NDIM = 64
-_REMEMBERED = 16  # rows of an array: most arrays have few
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """One file of an array: the part it holds, its length, and the checksum of its chunks' data."""
-
-    file: str
-    box: Box
-    nbytes: int
-    crc32c: int
 
 
 @dataclass
@@ -77,6 +73,7 @@ class ArrayEntry:
     compression: Compression = None
     sums: Section | None = None  # of its chunks, in the table of checksums
     zarr: int | None = None  # crc32c of its ``zarr.json``
+    packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
 
     @property
     def name(self) -> str:
@@ -98,7 +95,7 @@ class ArrayEntry:
     def to_json(self) -> dict[str, Any]:
         return {
             "path": list(self.path),
-            "dir": self.directory,
+            **({"dir": self.directory} if self.packs is None else {"packed": True}),
             "shape": list(self.shape),
             "dtype": self.dtype.name,
             "shard": list(self.grid.shard),
@@ -113,75 +110,6 @@ class ArrayEntry:
         }
 
 
-class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
-    """Rows of an array of the manifest as objects, by grid coordinate.
-
-    A row is looked at when it is asked for: who reads a few blocks of a million pays for those. Rows lie in the order of coordinates; where
-    one does not, all are looked through once.
-    """
-
-    def __init__(self, entry: ArrayEntry) -> None:
-        self._entry = entry
-        self._where = f"{entry.source}: array {entry.name!r}"
-        self._elsewhere: dict[str, int] | None = None
-        self._checked: dict[tuple[int, ...], StoredObject] = {}
-
-    def __len__(self) -> int:
-        return math.prod(self._entry.grid.counts)
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return self._entry.grid.shards()
-
-    def __getitem__(self, coord: tuple[int, ...]) -> StoredObject:
-        found = self._checked.get(coord)
-        if found is None:
-            found = self._check(coord)
-            if len(self._checked) < _REMEMBERED:
-                self._checked[coord] = found
-        return found
-
-    def _check(self, coord: tuple[int, ...]) -> StoredObject:
-        entry, grid = self._entry, self._entry.grid
-        counts = grid.counts
-        if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):
-            raise KeyError(coord)
-        number = 0
-        for i, n in zip(coord, counts, strict=True):
-            number = number * n + i
-        key = grid.key(coord)
-        file, box, nbytes, value = self._row(number)
-        if file != key:
-            file, box, nbytes, value = self._row(self._find(key))
-        if box != grid.shard_box(coord) or not fits(nbytes, grid, coord, entry.dtype.itemsize, entry.compression):
-            raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
-        return StoredObject(f"{entry.directory}/{file}", box, nbytes, value)
-
-    def _row(self, number: int) -> tuple[str, Box, int, int]:
-        row = self._entry.raw_objects[number] if number < len(self._entry.raw_objects) else None
-        try:
-            file, offset, shape, nbytes, crc = row  # type: ignore[misc]
-            return file, Box(tuple(offset), tuple(shape)), nbytes, int(crc, 16)
-        except (TypeError, ValueError):
-            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
-
-    def _find(self, key: str) -> int:
-        """The number of the row of a shard, in a list of another order."""
-        if self._elsewhere is None:
-            expected = {self._entry.grid.key(c) for c in self}
-            found: dict[str, int] = {}
-            for number in range(len(self._entry.raw_objects)):
-                file = self._row(number)[0]
-                if not isinstance(file, str) or file not in expected:
-                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is not one of its shards; refused")
-                if file in found:
-                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is listed twice")
-                found[file] = number
-            self._elsewhere = found
-        if key not in self._elsewhere:
-            raise IncompleteCheckpoint(f"{self._where}: its shard {key} is not listed")
-        return self._elsewhere[key]
-
-
 @dataclass
 class Manifest:
     """Everything in ``meshtape.json``. ``tree`` is in the form of `encode_tree`."""
@@ -191,10 +119,15 @@ class Manifest:
     step: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     meshes: list[dict[str, int]] = field(default_factory=list)
-    version: int = VERSION
+    packs: list[Pack] = field(default_factory=list)
     documents: dict[str, tuple[int, str]] = field(default_factory=dict)  # crc32c, and file beside the arrays
     sums: str | None = None  # the file of the table of checksums
     zarr: int | None = None  # crc32c of the group's ``zarr.json``
+
+    @property
+    def version(self) -> int:
+        """That of its text."""
+        return 2 if self.packs else 1
 
     def dumps(self) -> bytes:
         body = {
@@ -208,6 +141,7 @@ class Manifest:
             **({"documents": {n: [f"{c:08x}", f] for n, (c, f) in self.documents.items()}} if self.documents else {}),
             **({} if self.sums is None else {"sums": self.sums}),
             **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
+            **({"packs": [[p.file, p.nbytes, p.header, f"{p.crc32c:08x}"] for p in self.packs]} if self.packs else {}),
             "arrays": [a.to_json() for a in self.arrays],
         }
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
@@ -356,7 +290,7 @@ def _section(x: Any, grid: Grid) -> Section | None:
     return first, int(crc, 16)
 
 
-def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
+def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack]) -> ArrayEntry:
     where = f"{source}: arrays[{number}]"
     try:
         path = e["path"]
@@ -382,8 +316,12 @@ def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
         if sharding is not None and not (isinstance(sharding, list) and all(isinstance(t, str) for t in sharding)):
             raise ValueError("sharding is not a list of texts")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
-        directory = e["dir"]
-        names.inside("/", directory, where)
+        packed = e.get("packed", False)
+        if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression or sums or "dir" in e)):
+            raise ValueError("what is packed is neither compressed nor cut into chunks, and has no directory")
+        directory = "" if packed else e["dir"]
+        if not packed:
+            names.inside("/", directory, where)
         if "/" in directory:
             raise ValueError(f"directory {directory!r} is not one name")
     except CorruptCheckpoint:
@@ -393,7 +331,18 @@ def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
     except (ValueError, TypeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{where}: {err}") from None
     return ArrayEntry(
-        tuple(path), directory, grid, dtype, mesh, sharding, e["objects"], source, compression, sums, zarr
+        tuple(path),
+        directory,
+        grid,
+        dtype,
+        mesh,
+        sharding,
+        e["objects"],
+        source,
+        compression,
+        sums,
+        zarr,
+        packs if packed else None,
     )
 
 
@@ -435,7 +384,7 @@ def _loads(data: bytes, source: str) -> Manifest:
     version = top.get("version")
     if (type(version) is int and 1 <= version <= VERSION) and (not found or int(found[1], 16) != crc32c(body)):
         raise CorruptCheckpoint(f"{source}: its crc32c does not fit: the manifest is damaged or was edited")
-    return _build(MIGRATIONS.run(top, source), source)
+    return _build(MIGRATIONS.run(top, source, keep=False), source)
 
 
 def _build(top: dict[str, Any], source: str) -> Manifest:
@@ -455,9 +404,15 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
             raise ValueError("an axis is a name and a positive length")
     except (TypeError, ValueError):
         raise CorruptCheckpoint(f"{source}: malformed meshes") from None
-    entries = [_array(e, i, source, len(meshes)) for i, e in enumerate(arrays)]
+    if not isinstance(top.get("packs", []), list):
+        raise CorruptCheckpoint(f"{source}: packs are not a list")
+    packs = [pack_of(row, source) for row in top.get("packs", [])]
+    if len({p.file for p in packs}) != len(packs):
+        raise CorruptCheckpoint(f"{source}: a pack is listed twice")
+    entries = [_array(e, i, source, len(meshes), packs) for i, e in enumerate(arrays)]
     names.check_distinct(e.path for e in entries)
-    if len({e.directory for e in entries}) != len(entries):
+    directories = [e.directory for e in entries if e.packs is None]
+    if len(set(directories)) != len(directories):
         raise CorruptCheckpoint(f"{source}: two arrays share a directory")
     _check_tree(top.get("tree"), entries, source)
     try:
@@ -472,9 +427,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
         raise CorruptCheckpoint(f"{source}: malformed documents: {e}") from None
     if sums is None and any(e.sums for e in entries):
         raise CorruptCheckpoint(f"{source}: arrays have checksums in a table that it does not name")
-    return Manifest(
-        entries, top["tree"], step, decode_json(metadata), described, documents=documents, sums=sums, zarr=zarr
-    )
+    return Manifest(entries, top["tree"], step, decode_json(metadata), described, packs, documents, sums, zarr)
 
 
 def read(root: str) -> Manifest | None:

@@ -54,8 +54,10 @@ class Migrations:
         if missing:
             raise ValueError(f"no migration from version {', '.join(map(str, missing))}")
 
-    def run(self, document: dict[str, Any], source: str) -> dict[str, Any]:
+    def run(self, document: dict[str, Any], source: str, *, keep: bool = True) -> dict[str, Any]:
         """The document in the present version; itself where it is that already.
+
+        ``keep=False``: nobody needs the old one any more, so no copy of it is made, which of a large one takes long.
 
         Raises
         ------
@@ -74,7 +76,7 @@ class Migrations:
             )
         if version == self.current:
             return document
-        document = copy.deepcopy(document)
+        document = copy.deepcopy(document) if keep else document
         for v in range(version, self.current):
             try:
                 document = self._steps[v](document)

@@ -38,7 +38,7 @@ from .opening import HF_INDEX, HF_SINGLE
 from .owners import host
 from .stores import Entry, split
 from .writing import in_threads
-from .zarr_format import group_metadata
+from .zarr_format import GROUP_ATTRIBUTE, group_metadata
 
 CLAIM = ".meshtape-writing"
 TRASH = ".meshtape-trash"
@@ -164,12 +164,14 @@ def _renew_group(store: ObjectStore) -> None:
     found = manifest.read(store.root)
     if found is None:
         return
-    wanted = {a.directory for a in found.arrays}
+    arrays, packs = [a.directory for a in found.arrays if a.packs is None], [p.file for p in found.packs]
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        if set(strict_json.loads(store.get(_GROUP))["consolidated_metadata"]["metadata"]) == wanted:
+        held = strict_json.loads(store.get(_GROUP))
+        same = held["attributes"][GROUP_ATTRIBUTE].get("packs", []) == packs
+        if same and set(held["consolidated_metadata"]["metadata"]) == set(arrays):
             return
-    texts = {a.directory: store.get(f"{a.directory}/zarr.json") for a in found.arrays}  # in the order of a save
-    store.put(_GROUP, group_metadata(manifest.VERSION, texts))
+    texts = {name: store.get(f"{name}/zarr.json") for name in arrays}  # in the order of a save
+    store.put(_GROUP, group_metadata(found.version, texts, packs))
 
 
 def discard(root: str) -> None:

@@ -42,6 +42,7 @@ from .chunk_sums import StoredSums
 from .compressed import CompressedTensor
 from .generations import Generation
 from .opened import Checkpoint, StoredArray
+from .packed import PackedBlocks
 from .raw_tensor import PackedTensor, RawTensor
 from .tensors import ChunkedTensor, StoredTensor
 from .zarr_format import GROUP_ATTRIBUTE
@@ -266,6 +267,8 @@ class _LazyObjects:
     def _make(self) -> ChunkedTensor:
         e = self._entry
         sums = None if e.sums is None else StoredSums(self._root, self._table or "", e.sums, e.grid, e.name)
+        if e.packs is not None:
+            return PackedBlocks(self._root, e.name, e.dtype, e.grid, e.objects, self._verify, None, self.generation)
         held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify, sums, self.generation)
         return ChunkedTensor(*held) if e.compression is None else CompressedTensor(*held, e.compression)
 
@@ -393,7 +396,7 @@ def _open_zarr(root: str) -> Checkpoint:
     if GROUP_ATTRIBUTE in attributes:
         raise IncompleteCheckpoint(
             f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was lost. "
-            "Load another checkpoint; zarr.open still reads the arrays, unverified"
+            "Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs that its attributes name"
         )
     tensors: dict[str, StoredTensor] = {}
     try:

@@ -41,6 +41,7 @@ from .checksums import crc32c
 from .leaves import taken
 from .manifest import no_collections
 
+DCP_INFO = "DCP_SHARDING_INFO"  # metadata in which a file of `torch.distributed` says where its blocks lie
 MAX_HEADER = 100_000_000
 MAX_METADATA = 100_000  # entries of __metadata__, roughly
 _LEAST_ENTRY = 48  # bytes of the shortest description of a tensor
@@ -406,9 +407,9 @@ def save_safetensors(
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata, sums=checksums)
     if checksums:
-        head = tensor_sums.sealed(head, [_sum(arrays[name]) for name in place])
+        head = tensor_sums.sealed(head, [sum_of(arrays[name]) for name in place])
     nbytes = len(head) + sum(t.nbytes for t in place.values())
-    body = itertools.chain([head], itertools.chain.from_iterable(_pieces(arrays[name]) for name in place))
+    body = itertools.chain([head], itertools.chain.from_iterable(pieces_of(arrays[name]) for name in place))
     if isinstance(path, (str, os.PathLike)):
         store, file = stores.holding(where := stores.location(path))
         store.refuse_writes()
@@ -430,14 +431,14 @@ def save_safetensors(
     return nbytes
 
 
-def _sum(a: np.ndarray) -> int:
+def sum_of(a: np.ndarray) -> int:
     value = 0
-    for piece in _pieces(a):
+    for piece in pieces_of(a):
         value = crc32c(piece, value)
     return value
 
 
-def _pieces(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:
+def pieces_of(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:
     """The little-endian row-major bytes of an array, as it is where it lies so, else copied a few megabytes at a time."""
     if a.flags.c_contiguous and a.dtype == dtypes.little(a.dtype):
         yield a.reshape(-1).view(np.uint8)
@@ -446,4 +447,4 @@ def _pieces(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:
     else:
         rows = max(1, limit * a.shape[0] // a.nbytes)
         for start in range(0, a.shape[0], rows):
-            yield from _pieces(a[start : start + rows] if a.shape[0] > 1 else a[0], limit)
+            yield from pieces_of(a[start : start + rows] if a.shape[0] > 1 else a[0], limit)

@@ -12,8 +12,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..arrays._op import not_recording
 from ..arrays.blocks import BlockSharding, Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
 from ..arrays.tree import Path, flatten_with_path
-from . import activity, commit, contents, dtypes, manifest, names, stores
+from . import activity, commit, contents, dtypes, manifest, names, packs, stores
 from .compression import Compression, Zstd, chosen
 from .documents import encode
 from .finishing import Item, finish_directory
@@ -88,20 +89,23 @@ def _item(leaf: Any, path: Path) -> Item:
     sharding = getattr(leaf, "sharding", None)
     shape = tuple(int(n) for n in leaf.shape)
     dtype = dtypes.check_storable(leaf.dtype, where)
-    boxes = [Box.whole(shape)] if sharding is None else _distinct(sharding, shape)
-    return Item(path, leaf, shape, dtype, sharding, choose_grid(shape, dtype.itemsize, boxes))
+    return Item(path, leaf, shape, dtype, sharding, choose_grid(shape, dtype.itemsize, _boxes(sharding, shape)))
 
 
-def _distinct(sharding: BlockSharding, shape: tuple[int, ...]) -> list[Box]:
+def _boxes(sharding: BlockSharding | None, shape: tuple[int, ...]) -> list[Box]:
+    """The distinct blocks of an array."""
+    if sharding is None:
+        return [Box.whole(shape)]
     return sorted({sharding.box(shape, rank) for rank in range(sharding.mesh.size)})
 
 
 def assign(
-    wanted: Sequence[tuple[int, Box, int, Sequence[int]]],
+    wanted: Sequence[tuple[int, Box, int, Sequence[int]]], small: Container[int] = ()
 ) -> dict[int, list[tuple[int, Box]]]:
     """Choose a writer for each block ``(array, box, nbytes, ranks that hold it)``: the one with the fewest bytes so far.
 
-    Large blocks are dealt first; ties go to the lowest rank.
+    Large blocks are dealt first; ties go to the lowest rank. Those of the ``small`` arrays share files: they go where others of them went, as long as there
+    is room in a file.
 
     >>> dealt = assign([(i, Box((0,), (4,)), 32, (0, 1, 2)) for i in range(10)])
     >>> [len(dealt[r]) for r in sorted(dealt)]
@@ -109,8 +113,17 @@ def assign(
     """
     load: dict[int, int] = {}
     out: dict[int, list[tuple[int, Box]]] = {}
-    for array, box, nbytes, ranks in sorted(wanted, key=lambda w: (-w[2], w[0], w[1])):
-        rank = min(ranks, key=lambda r: (load.get(r, 0), r))
+    packed: dict[int, int] = {}
+    # Of the small ones those first that few ranks hold, as these write a file in any case.
+    for array, box, nbytes, ranks in sorted(
+        wanted, key=lambda w: (w[0] in small, len(w[3]) if w[0] in small else 0, -w[2], w[0], w[1])
+    ):
+        if array in small:
+            room = [r for r in ranks if r in packed and packed[r] + nbytes <= packs.LIMIT]
+            rank = min(room or ranks, key=lambda r: (packed.get(r, 0), load.get(r, 0), r))
+            packed[rank] = packed.get(rank, 0) + nbytes
+        else:
+            rank = min(ranks, key=lambda r: (load.get(r, 0), r))
         load[rank] = load.get(rank, 0) + nbytes
         out.setdefault(rank, []).append((array, box))
     return out
@@ -125,28 +138,33 @@ def _tasks(number: int, item: Item, block: Box) -> list[Task]:
     for k in sub.shards():
         coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
         part = item.grid.shard_box(coord).within(block)
-        out.append(Task(number, part, item.grid, coord, f"{item.directory}/{item.grid.key(coord)}", item.compression))
+        file, name = f"{item.directory}/{item.grid.key(coord)}", names.leaf_name(item.path) if item.packed else None
+        out.append(Task(number, part, item.grid, coord, file, item.compression, name))
     return out
 
 
-def _write_local(items: list[Item], root: str) -> list[Record]:
-    """Arrays of this process: those in host memory together, those of a device one after the other."""
+def _write_local(items: list[Item], root: str, suffix: str) -> list[Record]:
+    """Arrays of this process: those in host memory and the small ones together, the other ones of a device one after the other."""
 
-    def write(group: list[Item], arrays: list[np.ndarray]) -> list[Record]:
+    def write(group: list[Item]) -> list[Record]:
         tasks = [
             t for i, item in enumerate(group) if math.prod(item.shape) for t in _tasks(i, item, Box.whole(item.shape))
         ]
+        arrays = [np.asarray(i.array if here(i) else i.array.to_device("cpu")) for i in group]
+        tasks = packs.dealt(tasks, [i.dtype.itemsize for i in group], "local", suffix)
         return write_blocks({0: (root, tasks)}, {0: arrays})
 
-    here = [i for i in items if str(getattr(i.array, "device", "cpu")) == "cpu"]
-    records = write(here, [np.asarray(i.array) for i in here])
+    def here(item: Item) -> bool:
+        return str(getattr(item.array, "device", "cpu")) == "cpu"
+
+    records = write([i for i in items if i.packed or here(i)])
     for item in items:
-        if str(getattr(item.array, "device", "cpu")) != "cpu":
-            records += write([item], [np.asarray(item.array.to_device("cpu"))])
+        if not (item.packed or here(item)):
+            records += write([item])
     return records
 
 
-def _write_split(items: list[Item], root: str) -> list[Record]:
+def _write_split(items: list[Item], root: str, suffix: str) -> list[Record]:
     """All arrays of one mesh, in one visit to each process."""
     mesh = items[0].sharding.mesh
     arrays = mesh.settle([item.array for item in items])
@@ -158,10 +176,11 @@ def _write_split(items: list[Item], root: str) -> list[Record]:
         for box, ranks in holders.items():
             if box.size:
                 wanted.append((number, box, box.size * item.dtype.itemsize, ranks))
-    payloads = {
-        rank: (root, [task for number, box in blocks for task in _tasks(number, items[number], box)])
-        for rank, blocks in assign(wanted).items()
-    }
+    sizes, small = [i.dtype.itemsize for i in items], {number for number, item in enumerate(items) if item.packed}
+    payloads = {}
+    for rank, blocks in assign(wanted, small).items():
+        tasks = [task for number, box in blocks for task in _tasks(number, items[number], box)]
+        payloads[rank] = root, packs.dealt(tasks, sizes, f"{items[0].mesh}-{rank:05d}", suffix)
     if not payloads:
         return []
     return [r for found in mesh.run_on_blocks(write_blocks, arrays, payloads) for r in found]
@@ -190,7 +209,7 @@ def _settle_first(items: list[Item]) -> None:
         if item.sharding is not None and item.sharding.partial:
             (item.array,) = item.sharding.mesh.settle([item.array])
             item.sharding = item.array.sharding
-            item.grid = choose_grid(item.shape, item.dtype.itemsize, _distinct(item.sharding, item.shape))
+            item.grid = choose_grid(item.shape, item.dtype.itemsize, _boxes(item.sharding, item.shape))
 
 
 @not_recording()  # what is stored needs no derivative
@@ -203,6 +222,7 @@ def save(
     documents: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     compression: str | Zstd | None = None,
+    pack: bool | int | None = None,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
 
@@ -227,6 +247,11 @@ def save(
     compression
         None; or ``"zstd"``, ``"zstd:LEVEL"`` or ``Zstd(level=…)``: each chunk is compressed by itself, so that slices and blocks still read what they
         need. Worth it for masks, counts and sparse state, and where the link is slow; weights shrink by 8 % (float32) to 20 % (bfloat16).
+        Packed arrays are not compressed.
+    pack
+        Whether arrays whose blocks have at most 1 MiB (or this number of bytes) share safetensors files, one a writing rank, in place of a Zarr array
+        each. By default in object stores, where every file is a request, and not on disks. Arrays without an element, those with a dtype that safetensors
+        lacks, and those whose blocks do not follow the ceil rule stay Zarr arrays. Earlier versions of meshtape refuse a checkpoint with packs.
 
     Returns
     -------
@@ -260,10 +285,10 @@ def save(
     (4, 2)
     """
     if hasattr(path, "write") or hasattr(path, "sendall"):
-        return _save_stream(path, tree, (step, metadata, documents, compression))
+        return _save_stream(path, tree, (step, metadata, documents, compression, pack))
     target = stores.location(path)
     finish_earlier(target)
-    return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression)).run()
+    return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), pack).run()
 
 
 def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
@@ -272,7 +297,9 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
     structure, items = _classify(tree)
     values = [names.leaf_name(p) for p, _ in manifest.scalar_leaves(structure)]
     if values or any(x is not None for x in beside):
-        held = f"the leaves {', '.join(values[:8])}" if values else "step=, metadata=, documents= or compression="
+        held = (
+            f"the leaves {', '.join(values[:8])}" if values else "step=, metadata=, documents=, compression= or pack="
+        )
         raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
     if split := [names.leaf_name(i.path) for i in items if i.sharding is not None]:
         raise CheckpointError(
@@ -295,6 +322,7 @@ def save_async(
     documents: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     compression: str | Zstd | None = None,
+    pack: bool | int | None = None,
     then: Callable[[], None] | None = None,
 ) -> SaveHandle:
     """Write a checkpoint in the background; training goes on at once.
@@ -332,7 +360,7 @@ def save_async(
     """
     target = stores.location(path)
     finish_earlier(target)
-    prepared = _Save(target, tree, step, metadata, documents, overwrite, chosen(compression))
+    prepared = _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), pack)
     prepared.snapshot()
 
     def work() -> SaveReport:
@@ -356,6 +384,7 @@ class _Save:
         documents: Mapping[str, Any] | None,
         overwrite: bool,
         compression: Compression,
+        pack: bool | int | None,
     ) -> None:
         self.started = time.perf_counter()
         self.target, self.overwrite = target, overwrite
@@ -373,6 +402,9 @@ class _Save:
         self.documents = encode(documents)
         self.head.dumps()  # whatever cannot be kept is refused here, before anything is computed or written
         _settle_first(items)
+        limit = packs.threshold(pack, target)
+        for item in items if limit else ():
+            packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
 
     def snapshot(self) -> None:
         """Hold the values as they are now, so that `run` may come later and in another thread."""
@@ -406,13 +438,15 @@ class _Save:
             work.root = folder.root
             for item in items:
                 item.directory += folder.suffix
-                folder.mkdir(item.directory)
-            records = _write_local([i for i in items if i.sharding is None], folder.root)
+                if not item.packed:
+                    folder.mkdir(item.directory)
+            records = _write_local([i for i in items if i.sharding is None], folder.root, folder.suffix)
             meshes, groups = _by_mesh(items)
             for group in groups:
-                records += _write_split(group, folder.root)
+                records += _write_split(group, folder.root, folder.suffix)
             work.doing = "writing metadata"
             self.head.meshes = [m.describe() for m in meshes]
             nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
             folder.commit()
-        return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, len(records))
+        files = len({r.pack.file if r.pack else r.file for r in records})
+        return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, files)

@@ -7,14 +7,14 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from . import chunk_sums, manifest
+from . import chunk_sums, manifest, packs
 from .checksums import combine, crc32c
 from .chunk_sums import packed
 from .commit import Folder
@@ -23,11 +23,12 @@ from .derived import whole_of
 from .files import IOV_MAX, active, preadv
 from .finishing import Item, finish_directory
 from .grid import Grid, ravel, windows
+from .names import leaf_name
 from .scratch import scratch
 from .shard_streams import ShardWriter, pieces_of, shard_of
 from .sinks import BATCH, CHECKED, Stream, Unit, clear, read, sums, touch
 from .tensors import consecutive
-from .writing import SYNCS, Record, compressors, in_threads, writers
+from .writing import SYNCS, Record, Task, compressors, in_threads, writers
 from .zarr_format import chunk_coords, shard_index
 
 
@@ -133,6 +134,12 @@ class ZarrSink:
         self.items, self.head, self.documents = items, head, dict(documents)
         self.nbytes = sum(i.least_nbytes for i in items) + 4096 * (2 * len(items) + 2)
         self._records: list[Record] = []
+        self._suffix = ""
+
+    @property
+    def files(self) -> list[str]:
+        """The arrays' directories, and the packs."""
+        return [i.directory for i in self.items if not i.packed] + [p.file for p in self.head.packs]
 
     def describe(self) -> Any:
         rows = [
@@ -143,6 +150,7 @@ class ZarrSink:
                 i.grid.chunk,
                 i.dtype.name,
                 *([str(i.compression)] if i.compression else []),
+                *(["packed"] if i.packed else []),
             ]
             for i in self.items
         ]
@@ -227,12 +235,42 @@ class ZarrSink:
         return Record(file, total, digest, packed(values))
 
     def mark(self, suffix: str) -> None:
+        self._suffix = suffix
         for i in self.items:
             i.directory += suffix
 
+    def _packs(self) -> dict[str, list[Task]]:
+        """The blocks of each pack: the n-th ones of the arrays of a mesh lie together, as their ranks would write them."""
+        stems: dict[str, list[Task]] = {}
+        for n, i in enumerate(self.items):
+            for k, coord in enumerate(i.grid.shards() if i.packed else ()):
+                file, name = f"{i.directory}/{i.grid.key(coord)}", leaf_name(i.path)
+                task = Task(n, i.grid.shard_box(coord), i.grid, coord, file, name=name)
+                stems.setdefault("local" if i.mesh is None else f"{i.mesh}-{k:05d}", []).append(task)
+        out: dict[str, list[Task]] = {}
+        sizes = [i.dtype.itemsize for i in self.items]
+        for stem, tasks in stems.items():
+            for task in packs.dealt(tasks, sizes, stem, self._suffix, packs.HELD):
+                out.setdefault(task.pack, []).append(task)
+        return out
+
     def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
         helpers = self._helpers()
-        return [
+
+        def pack(stream: Stream, tasks: list[Task]) -> Iterator[Any]:
+            records, body = packs.laid_out(tasks, [read(tensors[t.array], t.part) for t in tasks])
+            yield from body()
+            p = records[0].pack
+            assert p is not None
+            stream.nbytes = p.nbytes
+            stream.digest = [p.header, p.crc32c, *(n for r in records for n in (r.nbytes, r.crc32c, r.start))]
+
+        sizes = [i.dtype.itemsize for i in self.items]
+        together = [
+            Stream(file, sum(t.part.size * sizes[t.array] for t in tasks), lambda stream, t=tasks: pack(stream, t))
+            for file, tasks in self._packs().items()
+        ]
+        return together + [
             Stream(
                 f"{i.directory}/{i.grid.key(coord)}",
                 i.most(coord),
@@ -241,11 +279,21 @@ class ZarrSink:
                 ),
             )
             for i, t in zip(self.items, tensors, strict=True)
+            if not i.packed
             for coord in i.grid.shards()
         ]
 
     def accept(self, streams: Sequence[Stream]) -> None:
-        self._records = [Record(s.name, s.nbytes, s.digest[0], packed(s.digest[1:])) for s in streams]
+        held = self._packs()
+        self._records = [
+            Record(s.name, s.nbytes, s.digest[0], packed(s.digest[1:])) for s in streams if s.name not in held
+        ]
+        for s in streams:
+            if s.name in held:
+                (header, crc), rows = s.digest[:2], s.digest[2:]
+                pack = manifest.Pack(s.name, s.nbytes, header, crc)
+                for task, row in zip(held[s.name], zip(*[iter(rows)] * 3, strict=True), strict=True):
+                    self._records.append(Record(task.file, row[0], row[1], b"", pack, row[2]))
 
     def finish(self, folder: Folder, target: str) -> int:
         return finish_directory(folder, target, self.head, self.items, self._records, self.documents)

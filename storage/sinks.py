@@ -69,6 +69,10 @@ class Sink(Protocol):
 
     nbytes: int  # that all files need at least, roughly
 
+    @property
+    def files(self) -> Sequence[str]:
+        """What it writes, for a report."""
+
     def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
         """Windows of at most ``limit`` bytes (one chunk at least, one shard where it is compressed) that cover every array, in order of places."""
 

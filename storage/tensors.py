@@ -29,8 +29,8 @@ from .checksums import crc32c
 from .files import IOV_MAX
 from .generations import Generation
 from .grid import Grid, ravel
-from .manifest import StoredObject
 from .scratch import scratch
+from .stored_objects import StoredObject
 
 Job = Callable[[], int]
 _TOGETHER = 64
@@ -41,6 +41,7 @@ def run(jobs: Sequence[Job], readers: int = 4) -> int:
 
     ``readers`` is what the stores of the tensors say: to a disk more threads than processors only wait for each other.
     """
+    jobs = together(jobs)
     workers = min(readers, len(jobs), max(readers if readers > 4 else 2, os.cpu_count() or 1))
     if workers < 2:
         return sum(job() for job in jobs)
@@ -81,6 +82,60 @@ def opened(where: str, what: str, generation: Generation = generations.NONE) -> 
             raise IncompleteCheckpoint(
                 f"{where} is missing, which holds {what}; restore the file or another checkpoint"
             ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class RangeJob:
+    """A read of one range of a file, which `run` joins with its neighbours; ``take`` is given the bytes."""
+
+    path: str
+    start: int
+    nbytes: int
+    file_nbytes: int
+    what: str
+    generation: Generation
+    take: Callable[[np.ndarray], None]
+    bound: bool = True  # ``take`` compares the bytes with the checksum of their place
+
+    def __call__(self) -> int:
+        return _read_ranges([self])
+
+
+def together(jobs: Sequence[Job]) -> list[Job]:
+    """The same reads, with those of neighbouring ranges of a file as one."""
+    out: list[Job] = [j for j in jobs if not isinstance(j, RangeJob)]
+    group: list[RangeJob] = []
+    end = 0
+    for job in sorted((j for j in jobs if isinstance(j, RangeJob)), key=lambda j: (j.path, j.start)):
+        store = stores.holding(job.path)[0]
+        near = bool(group) and job.path == group[0].path and job.start <= end + store.gap
+        if near and job.start + job.nbytes - group[0].start <= store.job:
+            group.append(job)
+            end = max(end, job.start + job.nbytes)
+        else:
+            group = [job]
+            end = job.start + job.nbytes
+            out.append(lambda group=group: _read_ranges(group))
+    return out
+
+
+def _read_ranges(group: list[RangeJob]) -> int:
+    first, path = group[0].start, group[0].path
+    with opened(path, group[0].what, group[0].generation) as reader:
+        data = scratch("ranges", max(j.start + j.nbytes for j in group) - first)
+        done = reader.readv([data], first)
+        if reader.nbytes != group[0].file_nbytes:
+            said = (
+                f"{path} has {reader.nbytes} bytes, the manifest says {group[0].file_nbytes} (it holds {group[0].what})"
+            )
+            raise CorruptCheckpoint(said)
+        if done != data.size:
+            raise CorruptCheckpoint(f"{path} ends early (it holds {group[0].what}); it changed while it was read")
+        for job in group:
+            job.take(data[job.start - first : job.start - first + job.nbytes])
+        if not all(job.bound for job in group):  # nothing binds these bytes to what was opened
+            group[0].generation.check()
+    return done
 
 
 # ----- our Zarr shards ------------------------------------------------------------------------------------------------

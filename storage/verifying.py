@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..arrays.errors import CorruptCheckpoint
-from . import manifest, names, stores
+from . import manifest, names, packed, stores
 from .checksums import combine, crc32c
 from .chunk_sums import StoredSums
 from .compressed import CompressedTensor, frames_in
@@ -80,9 +80,18 @@ def _verify(ckpt: Checkpoint, started: float) -> VerifyReport:
         for t in tensors:
             t.check()
     faults: list[str] = []
-    jobs = [lambda t=t, c=c: _check_object(t, c, faults) for t in tensors for c in t.objects]
+    small = [t for t in tensors if isinstance(t, packed.PackedBlocks)]
+    jobs = [
+        lambda t=t, c=c: _check_object(t, c, faults)
+        for t in tensors
+        if not isinstance(t, packed.PackedBlocks)
+        for c in t.objects
+    ]
+    held = manifest.read(ckpt.path)
+    assert held is not None  # it was opened by it
+    jobs += packed.check(ckpt.path, held.packs, small, faults)
     nbytes = run(jobs, max((t.readers for t in tensors), default=1))
-    nbytes += sum(_check_metadata(ckpt.path, faults))
+    nbytes += sum(_check_metadata(ckpt.path, held, faults))
     # Each is checked when it is read.
     rest: list[Callable[[], int]] = [lambda name=name: len(ckpt.documents.raw(name)) for name in ckpt.documents]
     rest += [t.sums.check for t in tensors if isinstance(t.sums, StoredSums)]
@@ -98,23 +107,24 @@ def _verify(ckpt: Checkpoint, started: float) -> VerifyReport:
     return VerifyReport(ckpt.path, len(tensors), len(jobs) + len(ckpt.documents), nbytes, time.perf_counter() - started)
 
 
-def _check_metadata(root: str, faults: list[str]) -> Iterator[int]:
+def _check_metadata(root: str, held: manifest.Manifest, faults: list[str]) -> Iterator[int]:
     """Zarr's own files, from which others read the arrays; gives the length of each.
 
     A manifest of an earlier version does not know their checksums: then only their presence is checked.
     """
-    held = manifest.read(root)
-    assert held is not None  # it was opened by it
     texts: dict[str, bytes] = {}
     for entry in held.arrays:
+        if entry.packs is not None:
+            continue
         file = f"{entry.directory}/zarr.json"
         text = texts[entry.directory] = _text(root, file, faults)
         if text and entry.zarr is not None and crc32c(text) != entry.zarr:
             faults.append(f"{stores.join(root, file)} (key {entry.name!r}) does not fit its crc32c")
         yield len(text)
     group = _text(root, "zarr.json", faults)
+    names_of = [p.file for p in held.packs]
     # In an object store it may have been written anew after a kill, by another version of zarr.
-    if group and held.zarr not in (None, crc32c(group)) and group != group_metadata(manifest.VERSION, texts):
+    if group and held.zarr not in (None, crc32c(group)) and group != group_metadata(held.version, texts, names_of):
         faults.append(f"{stores.join(root, 'zarr.json')} does not fit its crc32c")
     yield len(group)
 

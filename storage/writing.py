@@ -24,6 +24,8 @@ from .chunk_sums import packed
 from .compression import Compression
 from .files import active
 from .grid import Grid
+from .manifest import Pack
+from .packs import laid_out
 from .zarr_format import ShardBytes
 
 THREADS = 2  # to one disk, more only wait for each other
@@ -44,6 +46,8 @@ class Task:
     coord: tuple[int, ...]
     file: str
     compression: Compression = None
+    name: str | None = None  # of a packed array
+    pack: str = ""  # the file in which it lies with others
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Record:
     nbytes: int
     crc32c: int
     sums: bytes  # of its chunks, in order (see ``chunk_sums``)
+    pack: Pack | None = None  # in which it lies, and from which byte on
+    start: int = 0
 
 
 def write_blocks(
@@ -61,23 +67,32 @@ def write_blocks(
 ) -> list[Record]:
     """Write the shards that the ranks of this process were given. Called through ``BlockHost.run_on_blocks``."""
     fs = active()
-    jobs: list[tuple[str, str, Task, np.ndarray]] = []
+    jobs: list[_Job] = []
     for rank, (root, tasks) in payloads.items():
         if stores.is_url(root):
             continue
         _wait_for(root, rank)
-        jobs += [(root, os.path.join(root, t.file), t, blocks[rank][t.array][(*t.part.slices, ...)]) for t in tasks]
+        jobs += _jobs(root, tasks, blocks[rank])
 
     records = _put_blocks(payloads, blocks)
     opened: set[int] = set()
     helpers = compressors(len(jobs), writers())
 
-    def write(job: tuple[str, str, Task, np.ndarray]) -> tuple[Record, int]:
-        root, path, task, part = job
+    def write(job: _Job) -> tuple[list[Record], int]:
+        root, (task, *_), (part, *_) = job
+        path = os.path.join(root, task.pack or task.file)
+        if task.pack:
+            found, body = laid_out(*job[1:])
+            fd, total = fs.create(path), 0
+            opened.add(fd)
+            for piece in body():
+                total += fs.write(fd, [piece], total)
+                activity.wrote(root, len(piece))
+            return found, fd
         shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)
         fd = shard.write(fs, path)
         opened.add(fd)
-        return Record(task.file, shard.nbytes, shard.digest, packed(shard.sums)), fd
+        return [Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))], fd
 
     def sync(fd: int) -> None:
         fs.fsync(fd)
@@ -90,11 +105,24 @@ def write_blocks(
             for first in range(0, len(jobs), _OPEN):
                 written = in_threads(write, jobs[first : first + _OPEN])
                 in_threads(sync, [fd for _, fd in written], SYNCS)
-                records += [r for r, _ in written]
+                records += [r for found, _ in written for r in found]
     finally:
         for fd in opened:
             fs.close(fd)
     return records
+
+
+_Job = tuple[str, list[Task], list[np.ndarray]]  # root, tasks and their arrays: those of one pack, or one alone
+
+
+def _jobs(root: str, tasks: Sequence[Task], blocks: Sequence[np.ndarray]) -> list[_Job]:
+    """The files of one rank."""
+    out: dict[str, _Job] = {}
+    for t in tasks:
+        _, some, parts = out.setdefault(t.pack or t.file, (root, [], []))
+        some.append(t)
+        parts.append(blocks[t.array][(*t.part.slices, ...)])
+    return list(out.values())
 
 
 def _put_blocks(
@@ -102,20 +130,25 @@ def _put_blocks(
 ) -> list[Record]:
     """Those of `write_blocks` that go to object stores: a shard is one upload."""
 
-    def put(job: tuple[str, Task, np.ndarray]) -> Record:
-        root, task, part = job
+    def put(job: _Job) -> list[Record]:
+        root, (task, *_), (part, *_) = job
+        if task.pack:
+            found, body = laid_out(*job[1:])
+            stores.at(root).put(task.pack, body)
+            activity.wrote(root, sum(r.nbytes for r in found))
+            return found
         shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)
         stores.at(root).put(task.file, shard.pieces)
-        return Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))
+        return [Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))]
 
     jobs = [
-        (root, t, blocks[rank][t.array][(*t.part.slices, ...)])
+        job
         for rank, (root, tasks) in payloads.items()
         if stores.is_url(root)
-        for t in tasks
+        for job in _jobs(root, tasks, blocks[rank])
     ]
     helpers = compressors(len(jobs), UPLOADS)
-    return in_threads(put, jobs, UPLOADS)
+    return [r for found in in_threads(put, jobs, UPLOADS) for r in found]
 
 
 _behind: ContextVar[bool] = ContextVar("behind", default=False)

@@ -67,13 +67,17 @@ def array_metadata(grid: Grid, dtype: np.dtype, name: str, compression: Compress
     return json.dumps(node).encode()
 
 
-def group_metadata(version: int, arrays: dict[str, bytes]) -> bytes:
-    """``zarr.json`` of the group, with the metadata of its arrays inside ("consolidated"), which opens it in one read."""
+def group_metadata(version: int, arrays: dict[str, bytes], packs: Sequence[str] = ()) -> bytes:
+    """``zarr.json`` of the group, with the metadata of its arrays inside ("consolidated"), which opens it in one read.
+
+    ``packs`` are the safetensors files of small arrays: whoever does not know the manifest finds them here.
+    """
     import zarr
     from zarr.storage import MemoryStore
 
     held: dict[str, Any] = {}
-    zarr.create_group(store=MemoryStore(held), attributes={GROUP_ATTRIBUTE: {"version": version}})
+    said = {"version": version, **({"packs": list(packs)} if packs else {})}
+    zarr.create_group(store=MemoryStore(held), attributes={GROUP_ATTRIBUTE: said})
     node = json.loads(held["zarr.json"].to_bytes())
     node["consolidated_metadata"] = {
         "kind": "inline",

@@ -18,6 +18,7 @@ from ..compressed import CompressedTensor
 from ..compression import compression_of
 from ..layouts import Layout
 from ..opened import StoredArray
+from ..packed import PackedBlocks
 from ..raw_tensor import RawTensor
 from ..tensors import read_box
 from ..zarr_tensor import ZarrTensor
@@ -120,11 +121,13 @@ def stored(array: StoredArray) -> Stored:
     grid = whole.grid
     nbytes = sum(o.nbytes for o in whole.objects.values())
     how = "a Zarr v3 array: shards of chunks, each chunk with its crc32c"
+    if isinstance(whole, PackedBlocks):
+        how = "blocks in safetensors files that it shares with other small arrays, each with its crc32c"
     if (codec := compression_of(whole)) is not None:
         how += f", compressed with {codec} to {nbytes / max(array.nbytes, 1):.0%} of the array's bytes"
     return Stored(
         how,
-        len(whole.objects),
+        len({o.file for o in whole.objects.values()}),
         nbytes,
         grid.chunk,
         grid.shard,
@@ -196,14 +199,15 @@ def _state(
     grid = tensor.grid
     coord = tuple(o // s for o, s in zip(box.offset, grid.shard, strict=True))
     held = tensor.objects[coord]
-    nbytes = math.prod(grid.chunk) * item + 4
+    packed = isinstance(tensor, PackedBlocks)
+    nbytes, file_nbytes = (held.nbytes, held.file_nbytes) if packed else (math.prod(grid.chunk) * item + 4, held.nbytes)
     root = str(tensor.root)
     if os.path.isabs(root):  # an object store is not asked for each: opening the checkpoint has shown that it answers
         size = _length(os.path.join(root, held.file), lengths)
         if size is None:
             return held.file, None, "missing", "the file is missing"
-        if size != held.nbytes:
-            return held.file, nbytes, "length", f"the file has {size:,} bytes, the manifest says {held.nbytes:,}"
+        if size != file_nbytes:
+            return held.file, nbytes, "length", f"the file has {size:,} bytes, the manifest says {file_nbytes:,}"
         if isinstance(tensor, CompressedTensor):
             local = tuple(i % n for i, n in zip(index, grid.chunks_in_shard, strict=True))
             try:
@@ -218,7 +222,7 @@ def _state(
             )
     elif isinstance(tensor, CompressedTensor):
         return held.file, None, "recorded", f"compressed by {tensor.compression}"
-    return held.file, nbytes, "recorded", f"crc32c of the file's data {held.crc32c:08x}"
+    return held.file, nbytes, "recorded", f"crc32c of the {'block' if packed else 'data'} {held.crc32c:08x}"
 
 
 def _length(path: str, known: dict[str, int | None]) -> int | None:
