@@ -28,9 +28,14 @@ def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
         from .local_zarr import InsideStore
 
         return InsideStore(root), node
-    from zarr.storage import ObjectStore
+    from zarr.storage import FsspecStore, ObjectStore
 
+    from .fsspec_store import address
     from .objects import client
+
+    if root.partition("://")[0] not in stores.SCHEMES:
+        url, options = address(root)
+        return FsspecStore.from_url(url, options, read_only=True), node
 
     held, prefix = client(root)
     return ObjectStore(held, read_only=True), "/".join(p for p in (prefix, node) if p)
