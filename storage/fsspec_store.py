@@ -9,10 +9,13 @@ Credentials come from where each file system looks, and from fsspec's own config
 from __future__ import annotations
 
 import importlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 from ..arrays.errors import MeshtapeError, StoreError
 from . import url_options
@@ -26,6 +29,8 @@ _VERSION = (
     "ETag", "etag", "e_tag", "generation", "version_id", "VersionId", "sha", "blob_id", "md5Hash", "md5", "content_md5", "checksum",
     "ino", "mtime", "modification_time", "LastModified", "last_modified", "modify", "updated", "created",
 )  # fmt: skip
+REFRESH = 60.0  # seconds for which a file system may answer from its own listings: hubs count the questions
+_refreshed: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 _TIMES = ("mtime", "modification_time", "LastModified", "last_modified", "updated", "created")
 
 
@@ -100,7 +105,9 @@ class _FsspecReader:
 
             def once() -> Mapping[str, Any]:
                 held, base = filesystem(self._root)
-                held.invalidate_cache()
+                if time.monotonic() - _refreshed.get(held, -math.inf) > REFRESH:
+                    _refreshed[held] = time.monotonic()
+                    held.invalidate_cache()
                 info = held.info(f"{base}/{self._name}")
                 if info["type"] != "file":
                     raise FileNotFoundError(self._where)
@@ -148,7 +155,7 @@ class FsspecStore(Store):
 
     writable: ClassVar[bool] = False
     readers: ClassVar[int] = 8
-    job: ClassVar[int] = 8 << 20
+    job: ClassVar[int] = 32 << 20
     batch: ClassVar[int] = 8 << 20
     gap: ClassVar[int] = 1 << 20
     row: ClassVar[int] = 1 << 20

@@ -1,11 +1,14 @@
 """URLs beyond the clouds that obstore knows: file systems of fsspec, which are read; and options inside of URLs."""
 
+import http.server
 import importlib
 import importlib.util
+import json
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 from typing import ClassVar
@@ -219,6 +222,56 @@ def test_the_hub_gets_its_own_form(url, monkeypatch):
         mt.open_checkpoint(url)
     assert seen
     assert all(path.startswith(url.removeprefix("hf://") + "/") for path in seen)
+
+
+def test_the_hub_by_its_own_client(tmp_path):
+    """A repository with a revision, served as the hub does, and how often it is asked."""
+    pytest.importorskip("huggingface_hub")
+    tree = {f"w{i}": np.arange(40.0) + i for i in range(40)}
+    mt.save(tmp_path / "a", tree)
+    mt.merge(tmp_path / "a", tmp_path / "m", max_shard_bytes=4000)
+    files = {p.name: p.read_bytes() for p in (tmp_path / "m").iterdir()}
+    asked = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            path = self.path.partition("?")[0]
+            asked.append(path)
+            headers = {}
+            if path == "/api/models/org/name/revision/v1":
+                status, body = 200, json.dumps({"id": "org/name", "sha": "a" * 40}).encode()
+            elif path.startswith("/api/models/org/name/tree/v1"):
+                rows = [{"type": "file", "path": n, "size": len(d), "oid": f"{hash(d):x}"} for n, d in files.items()]
+                status, body = 200, json.dumps(rows).encode()
+            elif (name := path.removeprefix("/org/name/resolve/v1/")) in files:
+                first, last = map(int, self.headers["range"].removeprefix("bytes=").split("-"))
+                status, body = 206, files[name][first : last + 1]
+                headers = {"Content-Range": f"bytes {first}-{last}/{len(files[name])}"}
+            else:
+                status, body = 404, b"{}"
+            self.send_response(status)
+            for key, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        where = storage.options("hf://org/name@v1", endpoint=f"http://127.0.0.1:{server.server_port}")
+        loaded = mt.load(where)
+    finally:
+        server.shutdown()
+        server.server_close()
+    for name, a in tree.items():
+        np.testing.assert_array_equal(np.asarray(loaded[name]), a)
+    listed = [path for path in asked if path.startswith("/api/")]
+    assert len(listed) < len(asked) / 2, asked
 
 
 # ----- locations ----------------------------------------------------------------------------------------------------
