@@ -34,6 +34,7 @@ class Item:
     directory: str = ""
     mesh: int | None = None
     compression: Compression = None
+    raw: bool = False  # see ``array_metadata``
 
     def __post_init__(self) -> None:
         if not self.shape:  # a bare chunk of a few bytes
@@ -128,7 +129,7 @@ def _entries(items: list[Item], records: Sequence[Record]) -> tuple[list[manifes
 
 def _write_metadata(folder: commit.Folder, items: list[Item], head: manifest.Manifest) -> int:
     """Zarr's own files, and the sync of every directory; the manifest is told their checksums."""
-    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path), i.compression) for i in items}
+    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path), i.compression, i.raw) for i in items}
 
     def write(directory: str) -> None:
         folder.put(f"{directory}/zarr.json", texts[directory])

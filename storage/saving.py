@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -203,6 +203,7 @@ def save(
     documents: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     compression: str | Zstd | None = None,
+    dtype_fallback: Literal["raw"] | None = None,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
 
@@ -227,6 +228,10 @@ def save(
     compression
         None; or ``"zstd"``, ``"zstd:LEVEL"`` or ``Zstd(level=…)``: each chunk is compressed by itself, so that slices and blocks still read what they
         need. Worth it for masks, counts and sparse state, and where the link is slow; weights shrink by 8 % (float32) to 20 % (bfloat16).
+    dtype_fallback
+        ``"raw"``: Zarr's metadata calls bfloat16 and float8 ``uint16`` and ``uint8``, so that ``zarr.open_group`` opens the whole group where meshtape
+        is not installed; a view gives the numbers there. meshtape itself reads the true types either way, and the bytes are the same. By default
+        they have the names that TensorStore gives them.
 
     Returns
     -------
@@ -260,10 +265,10 @@ def save(
     (4, 2)
     """
     if hasattr(path, "write") or hasattr(path, "sendall"):
-        return _save_stream(path, tree, (step, metadata, documents, compression))
+        return _save_stream(path, tree, (step, metadata, documents, compression, dtype_fallback))
     target = stores.location(path)
     finish_earlier(target)
-    return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression)).run()
+    return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), dtype_fallback).run()
 
 
 def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
@@ -272,7 +277,11 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
     structure, items = _classify(tree)
     values = [names.leaf_name(p) for p, _ in manifest.scalar_leaves(structure)]
     if values or any(x is not None for x in beside):
-        held = f"the leaves {', '.join(values[:8])}" if values else "step=, metadata=, documents= or compression="
+        held = (
+            f"the leaves {', '.join(values[:8])}"
+            if values
+            else "step=, metadata=, documents=, compression= or dtype_fallback="
+        )
         raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
     if split := [names.leaf_name(i.path) for i in items if i.sharding is not None]:
         raise CheckpointError(
@@ -295,6 +304,7 @@ def save_async(
     documents: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     compression: str | Zstd | None = None,
+    dtype_fallback: Literal["raw"] | None = None,
     then: Callable[[], None] | None = None,
 ) -> SaveHandle:
     """Write a checkpoint in the background; training goes on at once.
@@ -332,7 +342,7 @@ def save_async(
     """
     target = stores.location(path)
     finish_earlier(target)
-    prepared = _Save(target, tree, step, metadata, documents, overwrite, chosen(compression))
+    prepared = _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), dtype_fallback)
     prepared.snapshot()
 
     def work() -> SaveReport:
@@ -356,8 +366,11 @@ class _Save:
         documents: Mapping[str, Any] | None,
         overwrite: bool,
         compression: Compression,
+        dtype_fallback: Literal["raw"] | None,
     ) -> None:
         self.started = time.perf_counter()
+        if dtype_fallback not in (None, "raw"):
+            raise CheckpointError(f'dtype_fallback={dtype_fallback!r} is unknown; give "raw" or None')
         self.target, self.overwrite = target, overwrite
         structure, self.items = _classify(tree)
         items = self.items
@@ -365,6 +378,7 @@ class _Save:
         for item, directory in zip(items, names.zarr_names([names.leaf_name(i.path) for i in items]), strict=True):
             item.directory = directory
             item.compression = compression if item.shape else None
+            item.raw = dtype_fallback is not None
         if step is not None:
             step = int(step)
         # Copied through JSON's types, as the caller may change the dict while the save runs in the background.
