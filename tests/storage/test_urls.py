@@ -393,3 +393,26 @@ def test_a_mesh_saves_and_loads_through_a_url_with_options(kit, s3, monkeypatch)
     mt.save(where, {"w": kit.split(a, sharding)})
     back = mt.load(where, shardings={"w": sharding})
     np.testing.assert_array_equal(back["w"].whole(), a)
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "kind", "config"),
+    [
+        ("s3://b/x", {"region": "eu", "virtual_hosted": True}, "S3Store", {"region": "eu"}),
+        ("s3://b/x", {"encryption": "aws:kms", "kms_key": "arn:aws:kms:1", "bucket_key": True}, "S3Store", {}),
+        ("s3://b/x", {"requester_pays": True, "storage_class": "GLACIER_IR"}, "S3Store", {}),
+        ("gs://b/x", {"endpoint": "http://h:1", "anonymous": True, "storage_class": "NEARLINE"}, "GCSStore", {}),
+        ("az://b/x", {"endpoint": "http://h:1", "account": "me", "anonymous": True}, "AzureStore", {"account_name": "me"}),
+    ],
+)  # fmt: skip
+def test_each_option_is_one_that_its_client_knows(url, given, kind, config, monkeypatch):
+    pytest.importorskip("obstore")
+    for name in [n for n in os.environ if n.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    where = storage.options(url, **given)
+    assert stores.location(where) == where
+    held, prefix = objects.client(where)
+    assert (type(held).__name__, prefix) == (kind, "x")
+    for name, value in config.items():
+        assert held.config[name] == value
+    assert objects.client(url)[0] is not held if kind != "AzureStore" else True
