@@ -52,7 +52,7 @@ def joined(scheme: str, host: str, given: Mapping[str, object]) -> str:
 
 def _checked(scheme: str, name: str, value: object) -> str:
     known = KNOWN.get(scheme)
-    if (known is None and _SECRET.search(name)) or (known is not None and name not in known and _SECRET.search(name)):
+    if (known is None or name not in known) and _SECRET.search(name):
         raise CheckpointError(
             f"{scheme}:// takes no {name}: an option travels in plans and messages; credentials come from the environment"
         )
