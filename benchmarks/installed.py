@@ -1,7 +1,7 @@
 """Measure what ``pip install`` gives, from a checkout: the wheel, whose core is compiled.
 
-A checkout that is installed editable runs its Python sources. :func:`run_on_wheel` builds the wheel of these sources once (a minute),
-keeps it under ``build/``, and runs the program again on it. ``--editable`` on the command line measures the sources as they are.
+A wheel that is installed is measured. A checkout that is installed editable runs its Python sources: there :func:`run_on_wheel` builds the
+wheel once (a minute), keeps it under ``build/``, and runs the program again on it. ``--editable`` on the command line measures the sources.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def core() -> str:
 def run_on_wheel() -> None:
     """Start the program again on the wheel of this checkout; return where it runs on one, or cannot have one."""
     if "--editable" in sys.argv or "MESHTAPE_WHEEL" in os.environ:
+        return
+    found = find_spec("meshtape")  # the root is not on the path of a program in this folder
+    if found is not None and not Path(found.origin or ROOT).resolve().is_relative_to(ROOT / "meshtape"):
         return
     if not (find_spec("Cython") and find_spec("setuptools")):
         print(

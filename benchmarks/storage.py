@@ -1,10 +1,10 @@
 """Checkpoints against raw reads and writes and against other libraries: ``python benchmarks/storage.py [--megabytes 1000]``.
 
-All candidates of a row run in turns, in one process, on the same arrays; the ratio is that of the medians. Every writer ends
-with the same promise: its files and directories are synced (a library that does not sync gets that done for it, inside its
-time). *Warm* reads find the files in the page cache; for *cold* ones the kernel is asked to drop the pages of each file first.
-A library that is not installed is named as missing. What a user has who installed the package is measured, see :mod:`installed`; with
-``--editable``, the sources of this checkout.
+All candidates of a row run in turns, in one process, on the same arrays; the ratio is that of the medians. The processor time of all
+threads stands beside it. Every writer ends with the same promise: its files and directories are synced (a library that does not sync gets
+that done for it, inside its time). *Warm* reads find the files in the page cache; for *cold* ones the kernel is asked to drop the pages of
+each file first. A library that is not installed is named as missing, one that fails with its error. What a user has who installed the
+package is measured, see :mod:`installed`; with ``--editable``, the sources of this checkout.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ def give_back() -> None:
 class Bench:
     """Rows of a table; each candidate runs once a round, after its preparation."""
 
-    def __init__(self, rounds: int, against: list[str] | None = None) -> None:
+    def __init__(self, rounds: int, against: list[str] | None = None, chunks: int = 1_000_000) -> None:
         from rich.table import Table
 
-        self.rounds, self.against = rounds, against
+        self.rounds, self.against, self.chunks = rounds, against, chunks
         self.table = Table(title="Storage", title_justify="left")
-        for column in ("work", "ours", "peer", "theirs", "ratio", "target"):
+        for column in ("work", "ours", "peer", "theirs", "ratio", "CPU ours / theirs", "target"):
             self.table.add_column(column, justify="left" if column in ("work", "peer") else "right")
 
     def wants(self, peer: str) -> bool:
@@ -122,33 +122,46 @@ class Bench:
         peers = {n: p for n, p in peers.items() if self.wants(n)}
         runs = {"": ours, **{n: f for n, (f, _) in peers.items() if f is not None}}
         samples: dict[str, list[float]] = {n: [] for n in runs}
+        cpu: dict[str, list[float]] = {n: [] for n in runs}
+        failed: dict[str, str] = {}
         for _ in range(self.rounds):
             for name, fn in runs.items():
+                if name in failed:
+                    continue
                 prepare()
                 give_back()
-                start = time.perf_counter()
-                result = fn()
+                start, worked = time.perf_counter(), time.process_time()
+                try:
+                    result = fn()
+                except Exception as e:
+                    if not name:
+                        raise
+                    failed[name] = f"{type(e).__name__}: {e}".split("\n")[0][:40]
+                    continue
                 samples[name].append(time.perf_counter() - start)
+                cpu[name].append(time.process_time() - worked)
                 del result
-        found = {n: statistics.median(s) for n, s in samples.items()}
+        found = {n: statistics.median(s) for n, s in samples.items() if n not in failed}
+        spent = {n: statistics.median(s) for n, s in cpu.items() if n not in failed}
         for i, (name, (fn, target)) in enumerate(peers.items()):
             head = (work, f"{found['']:.3f} s") if i == 0 else ("", "")
             goal = "" if target is None else f"≤ {target:g}"
-            if fn is None:
-                self.table.add_row(*head, name, "missing", "", goal)
+            if fn is None or name in failed:
+                self.table.add_row(*head, name, failed.get(name, "missing"), "", "", goal)
                 continue
             ratio = found[""] / found[name]
             mark = "" if target is None else " ✓" if ratio <= target else " ✗"
-            self.table.add_row(*head, name, f"{found[name]:.3f} s", f"{ratio:.2f}{mark}", goal)
+            busy = f"{spent['']:.2f} / {spent[name]:.2f} s"
+            self.table.add_row(*head, name, f"{found[name]:.3f} s", f"{ratio:.2f}{mark}", busy, goal)
         return found
 
     def note(self, work: str, value: str, target: str = "") -> None:
-        self.table.add_row(work, value, "", "", "", target)
+        self.table.add_row(work, value, "", "", "", "", target)
 
     def show(self) -> None:
         from rich.console import Console
 
-        Console(width=130).print(self.table)
+        Console(width=170).print(self.table)
 
 
 # ----- raw --------------------------------------------------------------------------------------------------------------
@@ -273,7 +286,6 @@ def saving(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
         out.mkdir()
         os.sync()
 
-    storage.save(home / "template", tree)
     peers: dict[str, tuple[Candidate, float | None]] = {
         "raw writes": (lambda: raw_write(out / "r", tree, home / "template"), 1.15),
         "safetensors save_file": (None if ST is None else lambda: st_save(out / "s", tree), 1.0),
@@ -298,6 +310,8 @@ def background(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
     held = {n: mt.asarray(a, copy=False) for n, a in tree.items()}
     w = np.random.default_rng(1).standard_normal((512, 512), np.float32)
 
+    count = min(300, 10 + sum(a.nbytes for a in tree.values()) // (1 << 20))
+
     def step() -> None:
         np.tanh(w @ w)
 
@@ -311,9 +325,9 @@ def background(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
 
         def alone() -> float:
             start = time.perf_counter()
-            for _ in range(300):
+            for _ in range(count):
                 step()
-            return (time.perf_counter() - start) / 300
+            return (time.perf_counter() - start) / count
 
         clear()
         before, steps = alone(), 0
@@ -334,7 +348,6 @@ def background(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
         thread.start()
         return thread
 
-    storage.save(home / "template", held)
     for _ in range(50):
         step()
     calls, losses, plain, whole = [], [], [], []
@@ -453,7 +466,7 @@ def converting(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
     bench.row("merge TP 4 → safetensors, synced, verified, warm", lambda: storage.merge(four, out / "m"), peers, clear)
     limit = 256
     grown = subprocess.run(
-        [sys.executable, "-c", _GROWTH, str(four), str(out / "grown"), str(limit)],
+        [sys.executable, "-P", "-c", _GROWTH, str(four), str(out / "grown"), str(limit)],
         check=True,
         capture_output=True,
         text=True,
@@ -478,8 +491,9 @@ print(peak() - before)
 """
 
 
-def contents(bench: Bench, home: Path, chunks: int = 1_000_000, ranks: int = 1000) -> None:
+def contents(bench: Bench, home: Path, tree: dict[str, np.ndarray], ranks: int = 1000) -> None:
     """The table of contents of a checkpoint that a thousand ranks have written: listed, and planned for one of them."""
+    chunks = bench.chunks
     from meshtape.arrays.blocks import Box
     from meshtape.storage import manifest
     from meshtape.storage.grid import Grid
@@ -503,7 +517,12 @@ def contents(bench: Bench, home: Path, chunks: int = 1_000_000, ranks: int = 100
     assert all(len(t.objects) == 1 for t in plan)
     bench.note(f"ls of {chunks} chunks, {ranks} ranks", f"{opened - start:.2f} s ({worked:.2f} s of work)", "≤ 5 s")
     bench.note("plan of one rank of it", f"{planned - opened:.2f} s", "≤ 5 s")
-    names = [f"layers.{i}.experts.{x}.{n}" for i in range(100) for x in range(334) for n in ("gate", "up", "down")]
+    names = [
+        f"layers.{i}.experts.{x}.{n}"
+        for i in range(max(1, chunks // 10_000))
+        for x in range(334)
+        for n in ("gate", "up", "down")
+    ]
     first = next(iter(ckpt.values())).tensor
     arrays = {n: storage.StoredArray((n,), first) for n in names}
     many = dataclasses.replace(ckpt, arrays=arrays, structure={})
@@ -529,7 +548,9 @@ def objects(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-P", "-m", "moto.server", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     address = f"http://127.0.0.1:{port}"
     os.environ |= {
@@ -582,7 +603,7 @@ PARTS = {
     "async": background,
     "load": loading,
     "convert": converting,
-    "contents": lambda bench, home, tree: contents(bench, home),
+    "contents": contents,
     "objects": objects,
 }
 
@@ -591,6 +612,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--chunks", type=int, default=1_000_000, help="in the table of contents that is listed")
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--against", action="append", help="only peers whose name has this in it")
     parser.add_argument("--editable", action="store_true", help="measure the sources of this checkout")
@@ -601,9 +623,9 @@ def main() -> None:
     try:
         tree = arrays(options.megabytes)
         size = sum(a.nbytes for a in tree.values())
-        bench = Bench(options.rounds, options.against)
+        bench = Bench(options.rounds, options.against, options.chunks)
         bench.table.title = f"Storage: {len(tree)} float32 arrays, {size / 1e6:.0f} MB, {os.cpu_count()} CPUs, {options.rounds} rounds, {installed.core()}"
-        if "save" not in only and {"load", "convert"} & set(only):
+        if {"save", "async", "load", "convert"} & set(only):
             storage.save(home / "template", tree)
         for name, work in PARTS.items():
             if name in only:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
@@ -21,10 +22,13 @@ from typing import Any
 
 
 def peer(name: str) -> Any:
-    """A peer's module, or None where it is not installed."""
+    """A peer's module, or None where it is not installed, or not in a state to be imported."""
     try:
         return importlib.import_module(name)
     except ImportError:
+        return None
+    except Exception as e:
+        print(f"{name} cannot be imported: {type(e).__name__}: {e}", file=sys.stderr)
         return None
 
 

@@ -2,8 +2,8 @@
 
 `save` writes a tree of arrays as a Zarr v3 group with a manifest, every rank its own blocks; `load` reads it onto any other
 mesh; `open_checkpoint` shows it without reading it; `merge` turns it into Hugging Face safetensors; `verify` checks every
-byte; `CheckpointManager` keeps the last few. A place is a path, or a URL of an object store (``s3://``, ``gs://``, ``az://``; ``http://`` to
-read). Importing this package imports neither zarr nor dask nor a client of a cloud.
+byte; `CheckpointManager` keeps the last few. A place is a path, or a URL of an object store (``s3://``, ``gs://``, ``az://``; to read, ``http://``,
+``hf://`` and others of fsspec). Importing this package imports neither zarr nor dask nor a client of a cloud.
 
 >>> import numpy as np, tempfile, os
 >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
@@ -33,6 +33,7 @@ from .rules import Rule, Rules
 from .safetensors import load_safetensors, read_header, save_safetensors
 from .saving import SaveReport, save, save_async
 from .snapshots import Snapshots
+from .stores import options
 from .verifying import VerifyReport, verify
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "load_safetensors",
     "merge",
     "open_checkpoint",
+    "options",
     "program_document",
     "quantize",
     "read_header",

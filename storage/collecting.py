@@ -88,9 +88,8 @@ def _local(parent: str, only: str | None, silence: float | None) -> Iterator[Lef
 
 def _stored(place: str, silence: float | None) -> Iterator[Leftover]:
     from . import object_commit
-    from .objects import ObjectStore
 
-    for claim, (left, why) in object_commit.remains(ObjectStore(place), silence).items():
+    for claim, (left, why) in object_commit.remains(stores.at(place), silence).items():
         age = max(0.0, time.time() - max(e.modified for e in left))
         yield Leftover(stores.join(place, claim), "claim", sum(e.nbytes for e in left), age, why or "")
 

@@ -36,6 +36,7 @@ class Item:
     mesh: int | None = None
     compression: Compression = None
     packed: bool = False
+    raw: bool = False  # see ``array_metadata``
 
     def __post_init__(self) -> None:
         if not self.shape:  # a bare chunk of a few bytes
@@ -145,7 +146,7 @@ def _entries(
 def _write_metadata(folder: commit.Folder, items: list[Item], head: manifest.Manifest) -> int:
     """Zarr's own files, and the sync of every directory; the manifest is told their checksums."""
     held = [i for i in items if not i.packed]
-    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path), i.compression) for i in held}
+    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path), i.compression, i.raw) for i in held}
 
     def write(directory: str) -> None:
         folder.put(f"{directory}/zarr.json", texts[directory])

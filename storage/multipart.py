@@ -28,7 +28,7 @@ def owned(pieces: Iterable[Any]) -> Iterator[bytes]:
             yield data
 
 
-def in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes]) -> int:
+def in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes], attributes: Any = None) -> int:
     """Upload an object in parts, while its pieces are made here.
 
     The client takes pieces inside its own event loop, where nothing else can be asked of it; pieces may themselves be downloads.
@@ -51,7 +51,13 @@ def in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes]) -> 
 
     with ThreadPoolExecutor(1, thread_name_prefix="meshtape-upload") as pool:
         upload = pool.submit(
-            importlib.import_module("obstore").put, held, key, taken(), chunk_size=PART, max_concurrency=UPLOADS
+            importlib.import_module("obstore").put,
+            held,
+            key,
+            taken(),
+            chunk_size=PART,
+            max_concurrency=UPLOADS,
+            attributes=attributes,
         )
         try:
             for data in itertools.chain(first, rest):

@@ -33,10 +33,9 @@ from ..arrays.errors import CheckpointError, CheckpointExists, StoreError
 from . import chunk_sums, contents, manifest, owners, strict_json
 from .commit import Folder
 from .documents import PROGRAM, is_kept
-from .objects import ObjectStore
 from .opening import HF_INDEX, HF_SINGLE
 from .owners import host
-from .stores import Entry, split
+from .stores import Entry, Store, at, split
 from .writing import in_threads
 from .zarr_format import GROUP_ATTRIBUTE, group_metadata
 
@@ -66,7 +65,7 @@ def _claim_text(replaces: Iterable[str]) -> bytes:
     return json.dumps(said).encode()
 
 
-def why_gone(store: ObjectStore, claim: Entry, entries: Iterable[Entry], silence: float | None = None) -> str | None:
+def why_gone(store: Store, claim: Entry, entries: Iterable[Entry], silence: float | None = None) -> str | None:
     """The reason to take the owner of a claim for dead; None where it may live."""
     if f"{store.root}/{claim.name}" in _mine:
         return None
@@ -82,7 +81,7 @@ def why_gone(store: ObjectStore, claim: Entry, entries: Iterable[Entry], silence
     return owners.why_dead(owner, pid, last, owners.FOREIGN_AGE if silence is None else silence)
 
 
-def _replaced(store: ObjectStore, claim: str) -> set[str]:
+def _replaced(store: Store, claim: str) -> set[str]:
     """The names that a claim says it replaces."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return {str(name) for name in strict_json.loads(store.get(claim))["replaces"]}
@@ -95,17 +94,17 @@ def _is_written(name: str, held: set[str]) -> bool:
     return own or bool(_mark_of(name)) or contents.in_array(name, held) or is_kept(name)
 
 
-def _delete(store: ObjectStore, names: list[str]) -> None:
+def _delete(store: Store, names: list[str]) -> None:
     groups = [names[i : i + 1000] for i in range(0, len(names), 1000)]
     in_threads(store.delete, groups)
 
 
 def is_begun(root: str) -> bool:
     """Whether a writer has begun there and not finished."""
-    return any(name.startswith(CLAIM) for name in ObjectStore(root).files())
+    return any(name.startswith(CLAIM) for name in at(root).files())
 
 
-def remains(store: ObjectStore, silence: float | None = None) -> dict[str, tuple[list[Entry], str | None]]:
+def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[Entry], str | None]]:
     """By claim, or mark of a deletion: what its owner left, and why it is taken for dead (None where it may live)."""
     if not any(name == TRASH or name.startswith(CLAIM) for name in store.files()):
         return {}  # as nearly always: without a look into the folders
@@ -143,7 +142,7 @@ def remains(store: ObjectStore, silence: float | None = None) -> dict[str, tuple
 
 def recover(root: str, silence: float | None = None) -> list[str]:
     """Delete what dead writers and half a deletion left below a target; returns the names."""
-    store = ObjectStore(root)
+    store = at(root)
     found = remains(store, silence)
     dead = {claim: left for claim, (left, why) in found.items() if why is not None}
     if not dead:
@@ -159,7 +158,7 @@ def recover(root: str, silence: float | None = None) -> list[str]:
     return [*gone, *(name for name in dead if name != TRASH)]
 
 
-def _renew_group(store: ObjectStore) -> None:
+def _renew_group(store: Store) -> None:
     """Put Zarr's group metadata where a kill came between the manifest and it."""
     found = manifest.read(store.root)
     if found is None:
@@ -176,7 +175,7 @@ def _renew_group(store: ObjectStore) -> None:
 
 def discard(root: str) -> None:
     """Delete a checkpoint: its table of contents first, so that nobody takes what is left for one."""
-    store = ObjectStore(root)
+    store = at(root)
     held = {e.name for e in store.entries()}
     found = contents.listing(root, held)
     store.put(TRASH, json.dumps({"replaces": sorted(found.tops)}).encode())
@@ -187,7 +186,7 @@ def discard(root: str) -> None:
 
 def check_target(root: str, overwrite: bool, tables: frozenset[str]) -> list[str]:
     """Raise `CheckpointExists` where ``root`` may not be written to; returns the documents there that stay."""
-    store = ObjectStore(root)
+    store = at(root)
     store.refuse_writes()
     if not split(root)[1]:
         raise CheckpointError(f"{root} is a whole bucket; name a place in it")
@@ -205,7 +204,7 @@ class ObjectFolder(Folder):
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
-        self.store = ObjectStore(root)
+        self.store: Any = at(root)
         self._late: dict[str, bytes] = {}
         self._after: dict[str, bytes] = {}
         self._claim = CLAIM
@@ -357,7 +356,7 @@ class ObjectFolder(Folder):
 @contextlib.contextmanager
 def replacing(root: str, *, overwrite: bool, tables: frozenset[str]) -> Iterator[Any]:
     """As `commit.replacing`, in an object store."""
-    ObjectStore(root).refuse_writes()
+    at(root).refuse_writes()
     recover(root)
     check_target(root, overwrite, tables)
     folder = ObjectFolder(root)

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 from ..arrays.errors import MeshtapeError, StoreError
-from . import multipart
+from . import multipart, url_options
 from .checksums import crc32c
 from .stores import READ_ONLY, Entry, Pieces, Reader, Store, join, recorded
 
@@ -68,7 +68,7 @@ def _environment() -> str:
 def client(root: str) -> tuple[Any, str]:
     """(obstore's store of the bucket, prefix of ``root`` in it); one store a bucket and environment."""
     scheme, _, rest = root.partition("://")
-    bucket, _, prefix = rest.partition("/")
+    bucket, _, prefix = rest.partition("/")  # with the options of the URL
     if scheme == "memory":
         key: Any = (scheme, bucket)
     else:
@@ -79,21 +79,17 @@ def client(root: str) -> tuple[Any, str]:
         return _clients[key], prefix
 
 
-def _connect(scheme: str, bucket: str) -> Any:
+def _connect(scheme: str, authority: str) -> Any:
     _obstore()
+    bucket, given = url_options.divide(authority)
+    config = {url_options.KNOWN[scheme][name]: url_options.plain(value) for name, value in given.items()}
+    config.pop("", None)
     stores = importlib.import_module("obstore.store")
     if scheme == "memory":
         return stores.MemoryStore()
-    plain = scheme == "http" or any(
-        os.environ.get(name, "").startswith("http://")
-        for name in (
-            "AWS_ENDPOINT_URL",
-            "AWS_ENDPOINT_URL_S3",
-            "AWS_ENDPOINT",
-            "AZURE_STORAGE_ENDPOINT",
-            "GOOGLE_BASE_URL",
-        )
-    )
+    variables = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+    addresses = [given.get("endpoint", ""), *(os.environ.get(name, "") for name in variables)]
+    plain = scheme == "http" or any(a.startswith("http://") for a in addresses)
     options: dict[str, Any] = {
         "client_options": {
             "connect_timeout": CONNECT_TIMEOUT,
@@ -114,20 +110,20 @@ def _connect(scheme: str, bucket: str) -> Any:
     }
     try:
         if scheme == "s3":
-            if (provider := _shared_files()) is not None:
+            if "skip_signature" not in config and (provider := _shared_files()) is not None:
                 options["credential_provider"] = provider
-            return stores.S3Store(bucket, **options)
+            return stores.S3Store(bucket, config=config, **options)
         if scheme == "gs":
-            return stores.GCSStore(bucket, **options)
+            return stores.GCSStore(bucket, config=config, **options)
         if scheme == "az":
             # The client does not look for the name itself (https://github.com/developmentseed/obstore, class AzureStore).
-            account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-            if not account:
+            config.setdefault("account_name", os.environ.get("AZURE_STORAGE_ACCOUNT_NAME"))
+            if not config["account_name"]:
                 raise StoreError("AZURE_STORAGE_ACCOUNT_NAME is not set")
-            return stores.AzureStore(bucket, account_name=account, **options)
+            return stores.AzureStore(bucket, config=config, **options)
         return stores.HTTPStore(f"{scheme}://{bucket}", **options)
     except Exception as e:
-        raise StoreError(f"{scheme}://{bucket}: {_plain(e)}; check its environment variables") from None
+        raise StoreError(f"{scheme}://{bucket}: {plain_text(e)}; check its environment variables") from None
 
 
 def _shared_files() -> Any:
@@ -148,7 +144,7 @@ def _shared_files() -> Any:
 # ----- errors ---------------------------------------------------------------------------------------------------------
 
 
-def _plain(error: BaseException) -> str:
+def plain_text(error: BaseException) -> str:
     """The first line of a client's error, without anything that may be secret."""
     text = str(error).strip().split("\n")[0].split("Debug source")[0][:400]
     text = re.sub(r"(\w+://)[^/\s@]*@", r"\1", text)
@@ -166,31 +162,31 @@ def _explained(error: Exception, where: str) -> Exception:
         return StoreError(f"{where}: the bucket does not exist, or these credentials do not see it")
     if _METADATA.search(str(error)):
         return StoreError(
-            f"{where}: there are no credentials in the environment, and this machine has no service that gives any ({_plain(error)})"
+            f"{where}: there are no credentials in the environment, and this machine has no service that gives any ({plain_text(error)})"
         )
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"{where}: no such object")
     if kind == "AlreadyExistsError" or kind == "PreconditionError":
         return FileExistsError(f"{where} was written by somebody else")
-    if kind in ("PermissionDeniedError", "UnauthenticatedError") or re.search(r"\b(401|403)\b", str(error)):
+    if kind in ("PermissionError", "PermissionDeniedError", "UnauthenticatedError") or re.search(
+        r"\b(401|403)\b", str(error)
+    ):
         return StoreError(
-            f"{where}: access was refused; check the credentials in the environment, and what they may do ({_plain(error)})"
+            f"{where}: access was refused; check the credentials in the environment, and what they may do ({plain_text(error)})"
         )
-    return StoreError(f"{where}: {_plain(error)}")
+    return StoreError(f"{where}: {plain_text(error)}")
 
 
 def _passes(error: Exception) -> bool:
     """Whether another attempt may go better."""
-    from obstore.exceptions import BaseError, GenericError
-
-    if not isinstance(error, (BaseError, OSError)) or isinstance(error, FileNotFoundError):
+    if isinstance(error, (FileNotFoundError, PermissionError)):
         return False
     text = str(error)
     if _METADATA.search(text):  # the client has asked often enough
         return False
     if re.search(r"\b4\d\d [A-Z]", text) and not re.search(r"\b(408|429) ", text):
         return False
-    return isinstance(error, (GenericError, OSError))
+    return isinstance(error, OSError) or type(error).__name__ == "GenericError"
 
 
 def _host(where: str) -> str:
@@ -198,7 +194,7 @@ def _host(where: str) -> str:
     return "/".join(where.split("/")[:3])
 
 
-def _repeated(work: Callable[[], T], where: str) -> T:
+def repeated(work: Callable[[], T], where: str) -> T:
     for attempt in range(ATTEMPTS):
         try:
             return work()
@@ -226,7 +222,7 @@ class _ObjectReader:
     @property
     def nbytes(self) -> int:
         if self._nbytes is None:
-            self._nbytes = _repeated(self._length, self._where)
+            self._nbytes = repeated(self._length, self._where)
         return self._nbytes
 
     @property
@@ -234,7 +230,7 @@ class _ObjectReader:
         """Of an object of which nothing was read yet, that of now."""
         if not self._tag:
             with contextlib.suppress(FileNotFoundError):
-                _repeated(self._length, self._where)
+                repeated(self._length, self._where)
         return self._tag
 
     def _length(self) -> int:
@@ -286,7 +282,7 @@ class _ObjectReader:
         if self._nbytes is not None and start >= self._nbytes:
             return memoryview(b"")
         try:
-            return _repeated(once, self._where)
+            return repeated(once, self._where)
         except StoreError:
             # Servers answer a range behind the end with an error; whether it was that one, the length tells.
             if start >= self.nbytes:
@@ -355,6 +351,11 @@ class ObjectStore(Store):
     def lists(self) -> bool:  # type: ignore[override]
         return self.writable
 
+    def _attributes(self) -> dict[str, str] | None:
+        """What each object is written with."""
+        given = url_options.divide(self.root.partition("://")[2].partition("/")[0])[1]
+        return {"Storage-Class": given["storage_class"]} if "storage_class" in given else None
+
     def _at(self, name: str) -> tuple[Any, str, str]:
         held, prefix = client(self.root)
         return held, "/".join(p for p in (prefix, name) if p), join(self.root, name)
@@ -371,7 +372,7 @@ class ObjectStore(Store):
             return {"e_tag": entry.tag}
         # Google compares generations, of which its lists say nothing.
         held, key, where = self._at(entry.name)
-        meta = _repeated(lambda: _obstore().head(held, key), where)
+        meta = repeated(lambda: _obstore().head(held, key), where)
         return {"e_tag": str(meta["e_tag"]), "version": str(meta["version"])}
 
     def replace(self, name: str, data: bytes, version: Mapping[str, str]) -> int:
@@ -401,7 +402,7 @@ class ObjectStore(Store):
                 n += len(data)
                 if n > multipart.PART:
                     try:
-                        return multipart.in_parts(held, key, first, rest)
+                        return multipart.in_parts(held, key, first, rest, self._attributes())
                     except FileNotFoundError as e:
                         # Where the answer to its end was lost, the client has asked again for the end of what had ended.
                         if _NO_BUCKET.search(str(e)) or (nbytes := self._holds(name, digest)) is None:
@@ -410,7 +411,7 @@ class ObjectStore(Store):
             return self._put_whole(name, b"".join(first), mode)
 
         if made is not None:
-            return _repeated(once, where)
+            return repeated(once, where)
         try:
             return once()
         except Exception as e:
@@ -429,7 +430,10 @@ class ObjectStore(Store):
     def _put_whole(self, name: str, data: bytes, mode: Any) -> int:
         held, key, where = self._at(name)
         try:
-            _repeated(lambda: _obstore().put(held, key, data, mode=mode, use_multipart=False), where)
+            attributes = self._attributes()
+            repeated(
+                lambda: _obstore().put(held, key, data, mode=mode, use_multipart=False, attributes=attributes), where
+            )
         except FileExistsError:
             # An answer that was lost is asked for again, and then the object that is there may be this very one.
             if self.get(name) != data:
@@ -452,7 +456,7 @@ class ObjectStore(Store):
                     with contextlib.suppress(FileNotFoundError):
                         _obstore().delete(held, key)
 
-        _repeated(once, self.root)
+        repeated(once, self.root)
 
     def entries(self, under: str = "") -> Iterator[Entry]:
         held, prefix, where = self._at(under)
@@ -464,7 +468,7 @@ class ObjectStore(Store):
         self._refuse_lists()
         found = [
             Entry(m["path"][strip:], m["size"], m["last_modified"].timestamp(), str(m["e_tag"]))
-            for m in _repeated(once, where)
+            for m in repeated(once, where)
         ]
         return iter(sorted(found, key=lambda e: e.name))
 
@@ -477,7 +481,7 @@ class ObjectStore(Store):
     def _children(self) -> Any:
         self._refuse_lists()
         held, prefix, where = self._at("")
-        return _repeated(lambda: _obstore().list_with_delimiter(held, prefix=prefix or None), where)
+        return repeated(lambda: _obstore().list_with_delimiter(held, prefix=prefix or None), where)
 
     def _refuse_lists(self) -> None:
         if not self.lists:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -223,6 +223,7 @@ def save(
     overwrite: bool = False,
     compression: str | Zstd | None = None,
     pack: bool | int | None = None,
+    dtype_fallback: Literal["raw"] | None = None,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
 
@@ -252,6 +253,10 @@ def save(
         Whether arrays whose blocks have at most 1 MiB (or this number of bytes) share safetensors files, one a writing rank, in place of a Zarr array
         each. By default in object stores, where every file is a request, and not on disks. Arrays without an element, those with a dtype that safetensors
         lacks, and those whose blocks do not follow the ceil rule stay Zarr arrays. Earlier versions of meshtape refuse a checkpoint with packs.
+    dtype_fallback
+        ``"raw"``: Zarr's metadata calls bfloat16 and float8 ``uint16`` and ``uint8``, so that ``zarr.open_group`` opens the whole group where meshtape
+        is not installed; a view gives the numbers there. meshtape itself reads the true types either way, and the bytes are the same. By default
+        they have the names that TensorStore gives them.
 
     Returns
     -------
@@ -285,7 +290,7 @@ def save(
     (4, 2)
     """
     if hasattr(path, "write") or hasattr(path, "sendall"):
-        return _save_stream(path, tree, (step, metadata, documents, compression, pack))
+        return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback))
     target = stores.location(path)
     finish_earlier(target)
     return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), pack).run()
@@ -298,7 +303,9 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
     values = [names.leaf_name(p) for p, _ in manifest.scalar_leaves(structure)]
     if values or any(x is not None for x in beside):
         held = (
-            f"the leaves {', '.join(values[:8])}" if values else "step=, metadata=, documents=, compression= or pack="
+            f"the leaves {', '.join(values[:8])}"
+            if values
+            else "step=, metadata=, documents=, compression=, pack= or dtype_fallback="
         )
         raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
     if split := [names.leaf_name(i.path) for i in items if i.sharding is not None]:
@@ -323,6 +330,7 @@ def save_async(
     overwrite: bool = False,
     compression: str | Zstd | None = None,
     pack: bool | int | None = None,
+    dtype_fallback: Literal["raw"] | None = None,
     then: Callable[[], None] | None = None,
 ) -> SaveHandle:
     """Write a checkpoint in the background; training goes on at once.
@@ -360,7 +368,7 @@ def save_async(
     """
     target = stores.location(path)
     finish_earlier(target)
-    prepared = _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), pack)
+    prepared = _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), pack, dtype_fallback)
     prepared.snapshot()
 
     def work() -> SaveReport:
@@ -385,8 +393,11 @@ class _Save:
         overwrite: bool,
         compression: Compression,
         pack: bool | int | None,
+        dtype_fallback: Literal["raw"] | None,
     ) -> None:
         self.started = time.perf_counter()
+        if dtype_fallback not in (None, "raw"):
+            raise CheckpointError(f'dtype_fallback={dtype_fallback!r} is unknown; give "raw" or None')
         self.target, self.overwrite = target, overwrite
         structure, self.items = _classify(tree)
         items = self.items
@@ -394,6 +405,7 @@ class _Save:
         for item, directory in zip(items, names.zarr_names([names.leaf_name(i.path) for i in items]), strict=True):
             item.directory = directory
             item.compression = compression if item.shape else None
+            item.raw = dtype_fallback is not None
         if step is not None:
             step = int(step)
         # Copied through JSON's types, as the caller may change the dict while the save runs in the background.

@@ -1,7 +1,8 @@
 """Where checkpoints lie: a local directory or an object store, behind one small contract.
 
-A *location* is a text: an absolute path, or a URL (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``; ``http://`` and ``https://`` to
-read). It travels in plans to other processes, which find the store again with `at`. Names inside a store are relative, with ``/``.
+A *location* is a text: an absolute path, or a URL (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``; to read, ``http://``,
+``https://`` and what fsspec knows, such as ``hf://``), with its options in it (see ``url_options``). It travels in plans to other processes,
+which find the store again with `at`. Names inside a store are relative, with ``/``.
 
 The contract of a `Store`, which one test class checks for each of them:
 
@@ -30,6 +31,7 @@ from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
 
 from ..arrays.errors import CheckpointError, CheckpointReplaced, CorruptCheckpoint, StoreError
+from . import url_options
 from .files import active, preadv
 
 Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
@@ -37,6 +39,8 @@ Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
 _URL = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.S)
 SCHEMES = ("s3", "gs", "az", "memory", "http", "https")
 READ_ONLY = ("http", "https")
+_ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
+_NAMED_BEFORE_AT = ("abfs", "abfss", "github")  # container@account, organisation:repository@branch: no users
 LONGEST = 1 << 30  # bytes of an object that `Store.get` reads; a table of a million chunks has a fifth of that
 
 
@@ -60,26 +64,62 @@ def location(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     found = _URL.match(text)
     if found is None:
+        if re.match(r"[a-z0-9]+::([a-z0-9]+::)*[a-z0-9]+://", text):
+            raise CheckpointError("chained URLs (a::b://…) are not opened; name the place itself")
         return os.path.abspath(text)
     scheme = found[1].lower()
-    if scheme == "file":
+    scheme = _ALIASES.get(scheme, scheme)
+    if scheme in ("file", "local"):
         return os.path.abspath(unquote(urlsplit(text).path))
     if scheme not in SCHEMES:
-        raise CheckpointError(
-            f"{scheme}:// is not a kind of storage; known are {', '.join(f'{s}://' for s in SCHEMES)}"
-        )
+        from .fsspec_store import is_known
+
+        if not is_known(scheme):
+            raise CheckpointError(
+                f"{scheme}:// is not a kind of storage; known are {', '.join(f'{s}://' for s in SCHEMES)}, "
+                "and to read, those of fsspec where its package is installed"
+            )
     rest = found[2]
-    if "@" in rest.split("/")[0] or "?" in rest or "#" in rest:
+    user = "@" in rest.split("/")[0] and scheme not in _NAMED_BEFORE_AT
+    if user or "?" in rest or "#" in rest:
         # Neither the part before @ nor the query is repeated here: they may be secrets.
         raise CheckpointError(
             f"a {scheme}:// location has no user, password, query or fragment; credentials come from the environment"
         )
     bucket, *parts = [p for p in rest.split("/") if p] or [""]
-    if not bucket and scheme != "memory":
+    if scheme not in SCHEMES and rest.startswith("/"):
+        bucket, parts = "", [bucket, *parts]  # hdfs:///path: of the host that is configured
+    elif not bucket and scheme != "memory":
         raise CheckpointError(f"{text} names no {'host' if scheme in READ_ONLY else 'bucket'}")
     if any(p in (".", "..") for p in parts):
         raise CheckpointError(f"{text}: '.' and '..' have no meaning in an object store")
-    return f"{scheme}://{'/'.join([bucket, *parts])}"
+    return f"{scheme}://{'/'.join([url_options.joined(scheme, *url_options.divide(bucket)), *parts])}"
+
+
+def options(path: str | os.PathLike[str], **given: str | int | bool) -> str:
+    """A URL with options in its text, which is used wherever a URL may stand; it travels to workers as it is.
+
+    Parameters
+    ----------
+    path
+        A URL, which may have options already.
+    **given
+        ``s3://``: ``endpoint``, ``region``, ``anonymous``, ``encryption`` (``"AES256"``, ``"aws:kms"``, …), ``kms_key``, ``bucket_key``,
+        ``storage_class``, ``requester_pays``, ``virtual_hosted``. ``gs://``: ``endpoint``, ``anonymous``, ``storage_class``. ``az://``: these and
+        ``account``. URLs that fsspec opens: what its file system takes. What may be a secret is refused: credentials come from the environment.
+
+    Examples
+    --------
+    >>> options("s3://bucket/run", region="eu-west-1", anonymous=True)
+    's3://bucket;anonymous=true;region=eu-west-1/run'
+    """
+    where = location(path)
+    if not is_url(where):
+        raise CheckpointError(f"{where} is a local path, which has no options")
+    scheme, _, rest = where.partition("://")
+    authority, slash, below = rest.partition("/")
+    host, held = url_options.divide(authority)
+    return f"{scheme}://{url_options.joined(scheme, host, {**held, **given})}{slash}{below}"
 
 
 def join(root: str, *names: str) -> str:
@@ -204,6 +244,10 @@ def at(root: str) -> Store:
     """The store of a directory's location."""
     if not is_url(root):
         return LocalStore(root)
+    if root.partition("://")[0] not in SCHEMES:
+        from .fsspec_store import FsspecStore
+
+        return FsspecStore(root)
     from .objects import ObjectStore
 
     return ObjectStore(root)

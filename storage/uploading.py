@@ -86,7 +86,7 @@ class _Journal:
         self.folder.store.put(JOURNAL, text.encode())
 
     @staticmethod
-    def read(store: object_commit.ObjectStore, key: str) -> tuple[str, dict[str, list[Any]], dict[str, Tally]] | None:
+    def read(store: stores.Store, key: str) -> tuple[str, dict[str, list[Any]], dict[str, Tally]] | None:
         """(mark, files, losses by file) of an earlier run of the same plan."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             said = strict_json.loads(store.get(JOURNAL))
@@ -120,7 +120,7 @@ def upload(
     object_commit.check_target(target, overwrite, tables)
     limit = max(64 << 10, memory_limit // (3 * spread.threads))
     key = fingerprint(source, tensors, sink, 0, memory_limit, spread.threads)
-    found = _Journal.read(object_commit.ObjectStore(target), key)
+    found = _Journal.read(stores.at(target), key)
     folder = object_commit.ObjectFolder(target)
     held: dict[str, list[Any]] = {}
     lost: dict[str, Tally] = {}

@@ -60,9 +60,15 @@ def _array_template(grid: Grid, dtype: np.dtype, compression: Compression) -> st
     return held["zarr.json"].to_bytes().decode()
 
 
-def array_metadata(grid: Grid, dtype: np.dtype, name: str, compression: Compression = None) -> bytes:
-    """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side."""
-    node = json.loads(_array_template(grid, dtypes.little(dtype), compression))
+def array_metadata(grid: Grid, dtype: np.dtype, name: str, compression: Compression = None, raw: bool = False) -> bytes:
+    """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side.
+
+    ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute names it.
+    """
+    said = dtypes.bits(dtype) if raw else dtype
+    node = json.loads(_array_template(grid, dtypes.little(said), compression))
+    if said != dtype:
+        node["attributes"] = {GROUP_ATTRIBUTE: {"dtype": dtype.name}}
     node["dimension_names"] = [f"{name}.{axis}" for axis in range(len(grid.shape))]
     return json.dumps(node).encode()
 

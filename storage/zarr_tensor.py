@@ -17,9 +17,10 @@ import numpy as np
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from . import names, stores, strict_json
-from .dtypes import EXTENSIONS
+from .dtypes import EXTENSIONS, by_name
 from .generations import NONE, Generation
 from .tensors import Job
+from .zarr_format import GROUP_ATTRIBUTE
 
 
 def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
@@ -28,9 +29,14 @@ def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
         from .local_zarr import InsideStore
 
         return InsideStore(root), node
-    from zarr.storage import ObjectStore
+    from zarr.storage import FsspecStore, ObjectStore
 
+    from .fsspec_store import address
     from .objects import client
+
+    if root.partition("://")[0] not in stores.SCHEMES:
+        url, options = address(root)
+        return FsspecStore.from_url(url, options, read_only=True), node
 
     held, prefix = client(root)
     return ObjectStore(held, read_only=True), "/".join(p for p in (prefix, node) if p)
@@ -47,6 +53,10 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
         from .local_zarr import extension
 
         dtype = extension(strict_json.loads(stores.at(root).get(f"{node}/.zarray".lstrip("/")))) or dtype
+    said = array.attrs.get(GROUP_ATTRIBUTE)
+    if dtype.kind == "u" and isinstance(said, dict) and said.get("dtype") in EXTENSIONS:
+        true = by_name(said["dtype"])  # bits, see ``array_metadata``
+        dtype = true if true.itemsize == dtype.itemsize else dtype
     return ZarrTensor(root, node, node, shape, dtype, chunk, encoding)
 
 
