@@ -127,6 +127,9 @@ class Reader(Protocol):
     def readv(self, buffers: list[Any], offset: int) -> int:
         """Fill all buffers from ``offset`` on, or as many as the object has bytes for; returns the number of bytes."""
 
+    def at_hand(self, offset: int) -> bool:
+        """Whether the bytes there come from this machine's memory: then a small read costs little."""
+
     def close(self) -> None: ...
 
 
@@ -140,7 +143,8 @@ class Store(ABC):
     job: ClassVar[int] = 16 << 20  # bytes that one thread reads at a time
     batch: ClassVar[int] = 1 << 20  # bytes of one read that are copied on: they stay in a processor's cache
     gap: ClassVar[int] = 4 << 10  # bytes that are cheaper to read than to skip
-    row: ClassVar[int] = 64 << 10  # rows up to this length are cheaper to read whole
+    row: ClassVar[int] = 128 << 10  # rows up to this length are cheaper to read whole
+    near: ClassVar[int] = 32 << 10  # the same, where a read need not wait for a disk
 
     @abstractmethod
     def reader(self, name: str) -> Reader:
@@ -313,6 +317,12 @@ class _LocalReader:
             return preadv(self._fd, buffers, offset)
         except OSError as e:
             raise failed(e, f"{self._path} cannot be read") from e
+
+    def at_hand(self, offset: int) -> bool:
+        try:
+            return os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except (OSError, AttributeError):  # it would have to wait for a disk, or the system does not tell
+            return False
 
     def close(self) -> None:
         if _opened.get() is not None:

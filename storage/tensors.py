@@ -328,9 +328,65 @@ class StoredTensor(Protocol):
 def read_box(tensor: StoredTensor, box: Box | None = None) -> tuple[np.ndarray, int]:
     """The elements of ``box`` (all by default) as a new NumPy array, and the bytes that it took."""
     box = Box.whole(tensor.shape) if box is None else box
-    if box.size * tensor.dtype.itemsize >= 1 << 62:
-        raise CheckpointError(
-            f"key {tensor.name!r}: {box.shape} elements are more than any memory; read smaller slices"
-        )
-    out = np.empty(box.shape, tensor.dtype)
+    out = _room(tensor, box.shape)
     return out, run(list(tensor.jobs(box, out)), tensor.readers)
+
+
+def _room(tensor: StoredTensor, shape: tuple[int, ...]) -> np.ndarray:
+    if math.prod(shape) * tensor.dtype.itemsize >= 1 << 62:
+        raise CheckpointError(f"key {tensor.name!r}: {shape} elements are more than any memory; read smaller slices")
+    return np.empty(shape, tensor.dtype)
+
+
+# ----- places with steps between them ---------------------------------------------------------------------------------
+
+_WINDOW = 8 << 20  # bytes that a thread holds of what lies between the places
+_SKIPPED = 64 << 10  # bytes between two chunks that are worth a read of their own
+
+
+def read_picks(tensor: StoredTensor, picks: tuple[range, ...]) -> np.ndarray:
+    """The elements where ``picks``, which ascend, meet, as a new NumPy array; beside it only windows of what lies between them are held."""
+    shape = tuple(map(len, picks))
+    if 0 in shape or all(r.step == 1 or len(r) == 1 for r in picks):
+        return read_box(tensor, Box(tuple(r.start for r in picks), shape))[0]
+    out = _room(tensor, shape)
+    own = getattr(tensor, "picks", None)
+    jobs = _windowed(tensor, picks, out) if own is None else own(picks, out)
+    run(list(jobs), tensor.readers)
+    return out
+
+
+def _windowed(tensor: StoredTensor, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:
+    """Calls that fill ``out`` through windows of whole chunks: no chunk is read twice, and none that holds no place."""
+    reach = [r[-1] + 1 - r[0] for r in picks]
+    unit = math.prod(map(min, tensor.chunk, reach)) * tensor.dtype.itemsize
+    lengths = list(tensor.chunk)
+    for axis in reversed(range(len(picks))):
+        chunk = tensor.chunk[axis]
+        if (picks[axis].step - chunk) * (unit // chunk) <= _SKIPPED:
+            lengths[axis] = chunk * max(1, min(_WINDOW // max(unit, 1), -(-tensor.shape[axis] // chunk)))
+        unit = unit // min(chunk, reach[axis]) * min(lengths[axis], reach[axis])
+        if lengths[axis] < reach[axis]:
+            break
+    for part in itertools.product(*(list(_cut(r, n)) for r, n in zip(picks, lengths, strict=True))):
+        yield lambda part=part: _window(tensor, [r[p] for r, p in zip(picks, part, strict=True)], out[part])
+
+
+def _cut(picks: range, length: int) -> Iterator[slice]:
+    """Which of the places lie in each window of a length; windows without one are left out."""
+    at = 0
+    while at < len(picks):
+        stop = (picks[at] // length + 1) * length
+        end = min(len(picks), -(-(stop - picks.start) // picks.step))
+        yield slice(at, end)
+        at = end
+
+
+def _window(tensor: StoredTensor, picks: list[range], out: np.ndarray) -> int:
+    box = Box(tuple(r[0] for r in picks), tuple(r[-1] + 1 - r[0] for r in picks))
+    if box.shape == out.shape:
+        return sum(job() for job in tensor.jobs(box, out))
+    held = scratch("picks", box.size * tensor.dtype.itemsize).view(tensor.dtype).reshape(box.shape)
+    total = sum(job() for job in tensor.jobs(box, held))
+    out[...] = held[tuple(slice(None, None, r.step) for r in picks)]
+    return total
