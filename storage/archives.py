@@ -132,7 +132,7 @@ def open_npy(path: str) -> Checkpoint:
         raise CorruptCheckpoint(f"{path} has {size} bytes, its array needs {at + nbytes}")
     place = Place(at, size, _strides(shape, fortran), (at, nbytes), 0)
     chunk = Chunk(Box.whole(shape), file, 0, size)
-    tensor = PlacedTensor(root, SINGLE, shape, dtype, (chunk,), False, place)
+    tensor = PlacedTensor(root, SINGLE, shape, dtype, (chunk,), False, held=place)
     return Checkpoint(path, "NumPy", {SINGLE: StoredArray((SINGLE,), tensor)}, {SINGLE: Leaf(0)})
 
 
@@ -169,7 +169,7 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             held = (root, name, shape, dtype, (chunk,), verify)
             if info.compress_type != zipfile.ZIP_STORED:
                 place = Place(prefix, size, strides, (0, 0), 0)
-                deflated = DeflatedTensor(*held[:-1], True, place, info.filename)
+                deflated = DeflatedTensor(*held[:-1], True, held=place, entry=info.filename)
                 arrays[name] = StoredArray((name,), deflated)
                 continue
             start = entry_start(reader, info, 0, where)
@@ -178,7 +178,7 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             head = bytearray(prefix)
             reader.readv([head], start)
             place = Place(start + prefix, size, strides, (start + prefix, nbytes), info.CRC, zlib.crc32(head))
-            arrays[name] = StoredArray((name,), PlacedTensor(*held, place))
+            arrays[name] = StoredArray((name,), PlacedTensor(*held, held=place))
     structure = {n: Leaf(i) for i, n in enumerate(arrays)}
     return Checkpoint(path, "NumPy", arrays, structure, None, {"skipped": skipped} if skipped else {})
 
@@ -213,7 +213,7 @@ def _open_torch(
         at = start + first * dtype.itemsize
         place = Place(at, whole.nbytes, tuple(strides), (start, info.file_size), info.CRC)
         chunk = Chunk(Box.whole(tuple(shape)), whole.file, 0, whole.nbytes)
-        held = PlacedTensor(root, name, tuple(shape), dtype, (chunk,), verify, place)
+        held = PlacedTensor(root, name, tuple(shape), dtype, (chunk,), verify, held=place)
         if name in arrays:
             raise CorruptCheckpoint(f"{path}: two tensors are named {name!r}")
         arrays[name] = StoredArray(keys, held)

@@ -304,8 +304,8 @@ def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[di
         if row.dtype is not None:
             tensors[name] = RawTensor(path, name, t.shape, row.dtype, place, header.file_nbytes, sums.get(name))
         else:
-            held = (path, name, t.shape, dtypes.PACKED[t.dtype], place, header.file_nbytes, sums.get(name), t.nbytes)
-            tensors[name] = PackedTensor(*held)
+            held = (path, name, t.shape, dtypes.PACKED[t.dtype], place, header.file_nbytes, sums.get(name))
+            tensors[name] = PackedTensor(*held, nbytes=t.nbytes)
     return tensors, header.metadata
 
 

@@ -165,7 +165,8 @@ class _Halting(http.server.ThreadingHTTPServer):
                         halting.go_on.wait(200)
                 self.send_response_only(206)
                 self.send_header("Content-Range", f"bytes {a}-{b}/{len(data)}")
-                self.send_header("Last-Modified", "Sun, 22 Nov 2026 00:00:00 GMT")
+                modified = Path(self.translate_path(self.path)).stat().st_mtime
+                self.send_header("Last-Modified", self.date_time_string(modified))
                 self.send_header("Content-Length", str(b + 1 - a))
                 self.end_headers()
                 self.wfile.write(data[a : b + 1])

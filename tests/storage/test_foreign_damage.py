@@ -27,7 +27,7 @@ def test_elements_of_dcp_are_compared_with_their_crc32(tmp_path):
     found = 0
     for name, a in open_checkpoint(GOLDEN).items():
         for k, chunk in enumerate(a.tensor.chunks):
-            at, nbytes = _place(str(GOLDEN), chunk, name, a.dtype).stored
+            at, nbytes = _place(str(GOLDEN), chunk, name, a.dtype, None).stored
             if not nbytes:
                 continue
             where = Path(shutil.copytree(GOLDEN, tmp_path / f"{name}-{k}"))

@@ -96,8 +96,13 @@ def test_examples_of_the_help_texts_on_a_bucket(s3: Any) -> None:
         for command in main.commands.values()
         for line in re.findall(r"^ +(meshtape .*s3://.*)$", command.epilog or "", re.MULTILINE)
     ]
-    assert sorted(lines) == ["meshtape browse s3://bucket/run --host 0.0.0.0 --port 8080", "meshtape tree s3://bucket/run/step-00001000"]  # fmt: skip
-    browse, tree = (shlex.split(line) for line in sorted(lines))
+    assert sorted(lines) == [
+        "meshtape browse s3://bucket/run --host 0.0.0.0 --port 8080",
+        "meshtape gc s3://bucket/run --older-than 2",
+        "meshtape tree s3://bucket/run/step-00001000",
+    ]
+    browse, gc, tree = (shlex.split(line) for line in sorted(lines))
+    assert CliRunner().invoke(main, gc[1:]).exit_code == 0
     shown = CliRunner().invoke(main, tree[1:])
     assert "w  float64[2, 3]" in shown.output, shown.output
     asked = json.loads(CliRunner().invoke(main, [*browse[1:3], "--json"]).output)
