@@ -24,6 +24,7 @@ from .casting import CastLoss, Tally, tracked
 from .derived import casts
 from .fitting import Ignored, Target, check_shardings, chosen, held, is_array, match_like, prune, resharded, select
 from .generations import ATTEMPTS
+from .manifest import no_collections
 from .names import leaf_name
 from .opened import fill
 from .opening import open_checkpoint
@@ -79,11 +80,12 @@ def counts(
 
 def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally) -> dict[str, Any]:
     buffers = {path: np.empty(t.source.shape, t.dtype) for path, t in targets.items()}
-    jobs = [
-        job
-        for path, t in targets.items()
-        for job in tracked(losses, path, t.tensor.jobs(Box.whole(t.source.shape), buffers[path]))
-    ]
+    with no_collections():
+        jobs = [
+            job
+            for path, t in targets.items()
+            for job in tracked(losses, path, t.tensor.jobs(Box.whole(t.source.shape), buffers[path]))
+        ]
     report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
     report.bytes_needed += sum(t.source.nbytes for t in targets.values())
     out: dict[str, Any] = {}
@@ -266,12 +268,12 @@ def _load(
         kept.mapping = ckpt.mapping
     picked = select(ckpt, keys)
     ignored = Ignored(ignore, kept)
-    if like is None:
-        targets = chosen(ckpt, shardings, picked, strict, ignored, kept)
-    else:
-        targets = match_like(ckpt, like, picked, cast, strict, ignored, kept)
-    check_shardings(targets)
-    with listed_once():
+    with no_collections(), listed_once():
+        if like is None:
+            targets = chosen(ckpt, shardings, picked, strict, ignored, kept)
+        else:
+            targets = match_like(ckpt, like, picked, cast, strict, ignored, kept)
+        check_shardings(targets)
         for t in targets.values():
             t.source.check()
     kept.arrays = len(targets)

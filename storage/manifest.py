@@ -36,7 +36,7 @@ from . import dtypes, names, stores, strict_json
 from .checksums import crc32c
 from .chunk_sums import Section, has_section
 from .compression import Compression, fits, of_plain
-from .grid import Grid
+from .grid import Grid, place_of
 from .migrations import Migrations
 
 FILE = "meshtape.json"
@@ -141,26 +141,26 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         return found
 
     def _check(self, coord: tuple[int, ...]) -> StoredObject:
-        entry, grid = self._entry, self._entry.grid
-        counts = grid.counts
-        if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):
-            raise KeyError(coord)
-        number = 0
-        for i, n in zip(coord, counts, strict=True):
-            number = number * n + i
-        key = grid.key(coord)
-        file, box, nbytes, value = self._row(number)
-        if file != key:
-            file, box, nbytes, value = self._row(self._find(key))
-        if box != grid.shard_box(coord) or not fits(nbytes, grid, coord, entry.dtype.itemsize, entry.compression):
+        entry = self._entry
+        place = place_of(entry.grid, coord, entry.dtype.itemsize)
+        row = self._row(place.number)
+        if row[0] != place.key:
+            row = self._row(self._find(place.key))
+        file, offset, shape, nbytes, value = row
+        compression = entry.compression
+        if compression is None:
+            fit = nbytes == place.nbytes
+        else:
+            fit = fits(nbytes, entry.grid, coord, entry.dtype.itemsize, compression)
+        if (offset, shape) != (place.box.offset, place.box.shape) or not fit:
             raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
-        return StoredObject(f"{entry.directory}/{file}", box, nbytes, value)
+        return StoredObject(f"{entry.directory}/{file}", place.box, nbytes, value)
 
-    def _row(self, number: int) -> tuple[str, Box, int, int]:
+    def _row(self, number: int) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int]:
         row = self._entry.raw_objects[number] if number < len(self._entry.raw_objects) else None
         try:
             file, offset, shape, nbytes, crc = row  # type: ignore[misc]
-            return file, Box(tuple(offset), tuple(shape)), nbytes, int(crc, 16)
+            return file, tuple(offset), tuple(shape), nbytes, int(crc, 16)
         except (TypeError, ValueError):
             raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
 
@@ -356,20 +356,30 @@ def _section(x: Any, grid: Grid) -> Section | None:
     return first, int(crc, 16)
 
 
-def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
+def _form(e: Any) -> tuple[Grid, np.dtype]:
+    """The checked grid and dtype of an entry."""
+    grid = Grid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
+    if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
+        raise ValueError("shape, shard and chunk differ in length")
+    if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):
+        raise ValueError("chunks do not divide their shard")
+    dtype = dtypes.by_name(e["dtype"])
+    if math.prod(grid.shard) * dtype.itemsize >= 1 << 62 or math.prod(grid.shape) * dtype.itemsize >= 1 << 62:
+        raise ValueError("too large")
+    return grid, dtype
+
+
+def _array(e: Any, number: int, source: str, n_meshes: int, forms: dict[str, tuple[Grid, np.dtype]]) -> ArrayEntry:
+    """An entry; ``forms`` keeps those that were checked, as most arrays of a large checkpoint are alike."""
     where = f"{source}: arrays[{number}]"
     try:
         path = e["path"]
         if not isinstance(path, list) or not all(type(k) in (str, int) for k in path):
             raise ValueError("path is not a list of keys")
-        grid = Grid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
-        if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
-            raise ValueError("shape, shard and chunk differ in length")
-        if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):
-            raise ValueError("chunks do not divide their shard")
-        dtype = dtypes.by_name(e["dtype"])
-        if math.prod(grid.shard) * dtype.itemsize >= 1 << 62 or math.prod(grid.shape) * dtype.itemsize >= 1 << 62:
-            raise ValueError("too large")
+        form = repr((e["shape"], e["shard"], e["chunk"], e["dtype"]))  # as text, where True is not 1
+        if form not in forms:
+            forms[form] = _form(e)
+        grid, dtype = forms[form]
         compression = of_plain(e.get("compression"))
         if compression is not None and not grid.shape:
             raise ValueError("a 0-d array is not compressed")
@@ -383,8 +393,7 @@ def _array(e: Any, number: int, source: str, n_meshes: int) -> ArrayEntry:
             raise ValueError("sharding is not a list of texts")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
         directory = e["dir"]
-        names.inside("/", directory, where)
-        if "/" in directory:
+        if len(names.plain(directory, where)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
     except CorruptCheckpoint:
         raise
@@ -455,7 +464,8 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
             raise ValueError("an axis is a name and a positive length")
     except (TypeError, ValueError):
         raise CorruptCheckpoint(f"{source}: malformed meshes") from None
-    entries = [_array(e, i, source, len(meshes)) for i, e in enumerate(arrays)]
+    forms: dict[str, tuple[Grid, np.dtype]] = {}
+    entries = [_array(e, i, source, len(meshes), forms) for i, e in enumerate(arrays)]
     names.check_distinct(e.path for e in entries)
     if len({e.directory for e in entries}) != len(entries):
         raise CorruptCheckpoint(f"{source}: two arrays share a directory")
@@ -464,7 +474,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
         documents = {str(n): (int(crc, 16), str(file)) for n, (crc, file) in (top.get("documents") or {}).items()}
         sums, zarr = top.get("sums"), _crc(top.get("zarr"))
         for file in [*(file for _, file in documents.values()), *([] if sums is None else [sums])]:
-            if "/" in names.inside("/", file, source)[1:]:
+            if len(names.plain(file, source)) > 1:
                 raise ValueError(f"{file!r} is not one name")
     except CorruptCheckpoint:
         raise

@@ -63,10 +63,11 @@ class StoredArray:
 
     def check(self) -> None:
         """Check the list of this array's files, and that they exist, before anything is read."""
-        if not hasattr(self.tensor, "check"):
+        check = getattr(self.tensor, "check", None)
+        if check is None:
             return
         try:
-            self.tensor.check()
+            check()
         except IncompleteCheckpoint as e:
             if self.mesh is None:
                 raise

@@ -142,7 +142,8 @@ class RawTensor:
                 for a in range(0, part.shape[0], n):
                     b = min(n, part.shape[0] - a)
                     piece = Box((part.offset[0] + a, *part.offset[1:]), (b, *part.shape[1:]))
-                    yield lambda g=list(self._reads(piece)): self._read(box, out, g)
+                    group = list(self._reads(piece))
+                    yield lambda g=group: self._read(box, out, g)
                 continue
             pending.append(rows)
             size += rows.part.size * self.dtype.itemsize if rows.count > 1 else nbytes
@@ -225,9 +226,7 @@ class RawTensor:
                         done = reader.readv([buffer], at)
                     else:
                         size, far, pieces = length * item, stride * item, memoryview(buffer)
-                        done = sum(
-                            reader.readv([pieces[j * size : j * size + size]], at + j * far) for j in range(n)
-                        )
+                        done = sum(reader.readv([pieces[j * size : j * size + size]], at + j * far) for j in range(n))
                     self._check_length(reader)
                     if done != nbytes:
                         raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")

@@ -45,7 +45,7 @@ LONGEST = 1 << 30  # bytes of an object that `Store.get` reads; a table of a mil
 
 def is_url(location: str) -> bool:
     """Whether a location lies in an object store."""
-    return _URL.match(location) is not None
+    return "://" in location and _URL.match(location) is not None
 
 
 def location(path: str | os.PathLike[str]) -> str:

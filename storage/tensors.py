@@ -28,7 +28,7 @@ from . import dtypes, generations, names, stores
 from .checksums import crc32c
 from .files import IOV_MAX
 from .generations import Generation
-from .grid import Grid, ravel
+from .grid import Grid, place_of, ravel
 from .manifest import StoredObject
 from .scratch import scratch
 
@@ -128,7 +128,8 @@ class ChunkedTensor:
 
     def check(self) -> None:
         """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
-        lost = stores.missing(self.root, self.directory, [o.file for o in self.objects.values()])
+        files = [self.objects[c].file for c in self.objects]
+        lost = stores.missing(self.root, files[0].partition("/")[0] if files else "", files)
         if lost:
             self.generation.check()
             shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
@@ -154,11 +155,12 @@ class ChunkedTensor:
         step = max(1, stores.at(self.root).job // unit)
         for coord in self._shards(box):
             stored = self.objects[coord]
-            part = box.intersect(stored.box)
-            if part is None:  # 0-d boxes always meet, so only a box beyond the array ends here
+            if box == stored.box:
+                local, target = Box.whole(box.shape), out
+            elif (part := box.intersect(stored.box)) is not None:  # 0-d boxes always meet
+                local, target = part.within(stored.box), view(out, part.within(box))
+            else:  # only a box beyond the array ends here
                 continue
-            local = part.within(stored.box)
-            target = view(out, part.within(box))
             spans = [
                 range(a // c, -(-b // c)) for a, b, c in zip(local.offset, local.stop, self.grid.chunk, strict=True)
             ]
@@ -230,7 +232,7 @@ class ChunkedTensor:
         """Read some chunks of one shard; ``target`` is the memory of the box ``local``, counted within the shard."""
         grid, path = self.grid, self.path(coord)
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
-        present = grid.present(coord)
+        present = place_of(grid, coord, self.dtype.itemsize).present
         meets = [overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
         # Chunks that are rows of the target are read where they belong; others are copied there. Only a few at a time: they are still in
         # a processor's cache when their checksum is taken.
@@ -341,7 +343,7 @@ def _room(tensor: StoredTensor, shape: tuple[int, ...]) -> np.ndarray:
 # ----- places with steps between them ---------------------------------------------------------------------------------
 
 _WINDOW = 8 << 20  # bytes that a thread holds of what lies between the places
-_SKIPPED = 64 << 10  # bytes between two chunks that are worth a read of their own
+_SKIPPED = 64 << 10  # bytes that a window reads between two places; where there are more, each has one of its own
 
 
 def read_picks(tensor: StoredTensor, picks: tuple[range, ...]) -> np.ndarray:
@@ -363,7 +365,11 @@ def _windowed(tensor: StoredTensor, picks: tuple[range, ...], out: np.ndarray) -
     lengths = list(tensor.chunk)
     for axis in reversed(range(len(picks))):
         chunk = tensor.chunk[axis]
-        if (picks[axis].step - chunk) * (unit // chunk) <= _SKIPPED:
+        one, two = (
+            Box(tuple(r[0] for r in picks), (*(1 for _ in reach[:axis]), n, *reach[axis + 1 :]))
+            for n in (1, min(picks[axis].step + 1, reach[axis]))
+        )
+        if tensor.planned(two) - 2 * tensor.planned(one) <= _SKIPPED:
             lengths[axis] = chunk * max(1, min(_WINDOW // max(unit, 1), -(-tensor.shape[axis] // chunk)))
         unit = unit // min(chunk, reach[axis]) * min(lengths[axis], reach[axis])
         if lengths[axis] < reach[axis]:
