@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
 
@@ -215,8 +216,16 @@ def at(root: str) -> Store:
 
 def holding(where: str) -> tuple[Store, str]:
     """The store of a file's location, and the file's name in it."""
+    if not is_url(where):
+        return _local(where)
     head, name = split(where)
     return at(head), name
+
+
+@lru_cache(maxsize=1 << 12)
+def _local(where: str) -> tuple[Store, str]:
+    head, name = os.path.split(where)
+    return LocalStore(head), name
 
 
 _opened: ContextVar[list[tuple[str, Reader]] | None] = ContextVar("opened", default=None)
@@ -293,8 +302,13 @@ def failed(error: OSError, what: str) -> StoreError:
 
 
 def _tag_of(s: os.stat_result) -> str:
-    at = datetime.fromtimestamp(s.st_mtime_ns // 10**9).isoformat(" ")
-    return f"{s.st_size} bytes, written {at}.{s.st_mtime_ns % 10**9:09d}, inode {s.st_ino}"
+    return _tag_text(s.st_size, s.st_mtime_ns, s.st_ino)
+
+
+@lru_cache(maxsize=1 << 10)
+def _tag_text(nbytes: int, written: int, inode: int) -> str:
+    at = datetime.fromtimestamp(written // 10**9).isoformat(" ")
+    return f"{nbytes} bytes, written {at}.{written % 10**9:09d}, inode {inode}"
 
 
 class _LocalReader:

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from .scratch import scratch
 
 Job = Callable[[], int]
 _TOGETHER = 64
+_OPEN = 16  # files that a thread keeps open from one job to the next
+_own = threading.local()
 
 
 def run(jobs: Sequence[Job], readers: int = 4) -> int:
@@ -43,18 +46,29 @@ def run(jobs: Sequence[Job], readers: int = 4) -> int:
     """
     workers = min(readers, len(jobs), max(readers if readers > 4 else 2, os.cpu_count() or 1))
     if workers < 2:
-        return sum(job() for job in jobs)
+        return _together(jobs)
     # To hand a job to a thread costs as much as a small one: where there are many, several go together.
     size = max(1, min(_TOGETHER, len(jobs) // (8 * workers)))
     groups = [jobs[i : i + size] for i in range(0, len(jobs), size)]
     with ThreadPoolExecutor(workers, thread_name_prefix="meshtape-io") as pool:
-        futures = [pool.submit(lambda group=group: sum(job() for job in group)) for group in groups]
+        futures = [pool.submit(_together, group) for group in groups]
         try:
             return sum(f.result() for f in futures)
         except BaseException:
             for f in futures:
                 f.cancel()
             raise
+
+
+def _together(jobs: Sequence[Job]) -> int:
+    """Execute jobs one after the other; the local files that they open stay open between them, as many arrays may lie in one."""
+    before, _own.readers = getattr(_own, "readers", None), {}
+    try:
+        return sum(job() for job in jobs)
+    finally:
+        for reader in _own.readers.values():
+            reader.close()
+        _own.readers = before
 
 
 def view(a: np.ndarray, box: Box) -> np.ndarray:
@@ -73,10 +87,23 @@ def opened(where: str, what: str, generation: Generation = generations.NONE) -> 
     Where the checkpoint was replaced meanwhile, that and damage are `CheckpointReplaced`.
     """
     store, name = stores.holding(where)
+    held = getattr(_own, "readers", None)
     with generation.guarded():
         try:
-            with contextlib.closing(store.reader(name)) as reader:
+            reader = held.get(where) if held else None
+            if reader is not None:
                 yield reader
+                return
+            reader = store.reader(name)
+            # An object's version is asked for anew with each reader; an open file stays the one it was, and tells if it changes.
+            keep = held is not None and len(held) < _OPEN and not stores.is_url(where)
+            if keep:
+                held[where] = reader
+            try:
+                yield reader
+            finally:
+                if not keep:
+                    reader.close()
         except (FileNotFoundError, NotADirectoryError):
             raise IncompleteCheckpoint(
                 f"{where} is missing, which holds {what}; restore the file or another checkpoint"

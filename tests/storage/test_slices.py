@@ -1,6 +1,7 @@
 """Indexes with steps read what they need, into the result, from every format."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshtape.storage import Rules, open_checkpoint, save, save_safetensors, stores, tensors
+from meshtape import errors
+from meshtape.arrays.blocks import Box
+from meshtape.storage import Rules, load, open_checkpoint, save, save_safetensors, stores, tensors
+from meshtape.storage.checksums import crc32c
 from meshtape.storage.raw_tensor import RawTensor
 
 SHAPES = {"scalar": (), "line": (4001,), "matrix": (97, 130), "cube": (13, 17, 19), "thin": (900, 3), "none": (0, 5)}
@@ -198,3 +202,42 @@ def test_a_raw_tensor_of_longer_strides_is_not_compared_with_the_checksum_of_the
     assert isinstance(tensor, RawTensor)
     assert tensor.crc32c is not None
     assert np.array_equal(open_checkpoint(home / "w.safetensors")["w"][0:400:1, ::2], w[:, ::2])
+
+
+def test_a_file_of_many_arrays_is_opened_for_many_and_replaced_files_are_told(tmp_path, monkeypatch):
+    held = {f"layers.{i}.weight": np.full(8, i, "f4") for i in range(500)}
+    where = tmp_path / "many.safetensors"
+    save_safetensors(where, held)
+    opened = []
+    real = stores.LocalStore.reader
+    monkeypatch.setattr(stores.LocalStore, "reader", lambda self, name: opened.append(name) or real(self, name))
+    got = load(where)
+    assert all(np.array_equal(got[n], a) for n, a in held.items())
+    assert len(opened) < 100
+    ckpt = open_checkpoint(where)
+    jobs = [job for a in ckpt.arrays.values() for job in a.tensor.jobs(Box.whole(a.shape), np.empty(a.shape, a.dtype))]
+
+    def replace():
+        with open(where, "r+b") as f:  # in place: the file that is open changes
+            f.seek(-4, os.SEEK_END)
+            f.write(b"\1\1\1\1")
+        os.utime(where, (1, 1))
+        return 0
+
+    with pytest.raises(errors.CheckpointReplaced):
+        tensors.run([jobs[0], replace, *jobs[1:]], 1)
+    assert not getattr(tensors._own, "readers", None)
+
+
+@pytest.mark.parametrize("place", ["true", "1.0", '"1"'])
+def test_forms_of_arrays_that_look_alike_are_not_taken_for_one_another(tmp_path, place):
+    """The second array says ``true`` where a length belongs; the first, which is right, has the same form but for that."""
+    save(tmp_path / "c", {"a": np.ones((1, 3), "f4"), "b": np.ones((1, 3), "f4")})
+    path = tmp_path / "c" / "meshtape.json"
+    data = path.read_bytes().rpartition(b', "crc32c"')[0]
+    first, mark, second = data.rpartition(b'"shape":[1,3]')
+    assert mark
+    data = first + b'"shape":[' + place.encode() + b",3]" + second
+    path.write_bytes(data + b', "crc32c": "%08x"}\n' % crc32c(data + b"}"))
+    with pytest.raises(errors.CorruptCheckpoint, match="not a list of sizes"):
+        open_checkpoint(tmp_path / "c")
