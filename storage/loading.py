@@ -88,16 +88,16 @@ def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally
         ]
     report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
     report.bytes_needed += sum(t.source.nbytes for t in targets.values())
-    out: dict[str, Any] = {}
-    for path, t in targets.items():
-        buffer = buffers.pop(path)
-        if isinstance(t.like, np.ndarray):
-            out[path] = buffer
-            continue
-        array = asarray(buffer, copy=False)
-        device = getattr(t.like, "device", None)
-        out[path] = array if device is None or str(device) == "cpu" else array.to_device(device)
-    return out
+    with no_collections():
+        return {path: _as_wanted(buffers.pop(path), t.like) for path, t in targets.items()}
+
+
+def _as_wanted(buffer: np.ndarray, like: Any) -> Any:
+    if isinstance(like, np.ndarray):
+        return buffer
+    array = asarray(buffer, copy=False)
+    device = getattr(like, "device", None)
+    return array if device is None or str(device) == "cpu" else array.to_device(device)
 
 
 def _read_split(targets: Mapping[str, Target], report: LoadReport, counted: bool, losses: Tally) -> dict[str, Any]:

@@ -55,6 +55,7 @@ _JOURNAL = ".meshtape-transfer"  # of a directory that a transfer is filling
 _PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
 
 
+@manifest.no_collections()
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     """Open a checkpoint without reading its arrays.
 
@@ -324,9 +325,8 @@ def _open_file(path: str, verify: bool) -> Checkpoint:
             raise NotACheckpoint(f"{path} {other}")
         if not path.endswith(".safetensors"):
             raise NotACheckpoint(f"{path} is not a safetensors file")
-    with manifest.no_collections():
-        tensors, metadata = _raw_tensors(path, verify)
-        return flat(path, "safetensors", tensors, metadata)
+    tensors, metadata = _raw_tensors(path, verify)
+    return flat(path, "safetensors", tensors, metadata)
 
 
 def read_index(
