@@ -21,10 +21,10 @@ from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CheckpointReplaced
 from ..arrays.tree import flatten, flatten_with_path, unflatten
 from .casting import CastLoss, Tally, tracked
+from .collector import no_collections
 from .derived import casts
 from .fitting import Ignored, Target, check_shardings, chosen, held, is_array, match_like, prune, resharded, select
 from .generations import ATTEMPTS
-from .manifest import no_collections
 from .names import leaf_name
 from .opened import fill
 from .opening import open_checkpoint

@@ -12,8 +12,6 @@ A manifest is read as hostile text: every type, range and file name is checked b
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import math
 import re
@@ -35,6 +33,7 @@ from ..arrays.tree import Path
 from . import dtypes, names, stores, strict_json
 from .checksums import crc32c
 from .chunk_sums import Section, has_section
+from .collector import no_collections
 from .compression import Compression, fits, of_plain
 from .grid import Grid, place_of
 from .migrations import Migrations
@@ -418,18 +417,6 @@ def loads(data: bytes, source: str) -> Manifest:
     """
     with no_collections():
         return _loads(data, source)
-
-
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Let the garbage collector rest: it would walk the millions of small lists of a large manifest again and again while they are made."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _loads(data: bytes, source: str) -> Manifest:

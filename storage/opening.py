@@ -39,6 +39,7 @@ from . import (
     tensor_sums,
 )
 from .chunk_sums import StoredSums
+from .collector import no_collections
 from .compressed import CompressedTensor
 from .generations import Generation
 from .opened import Checkpoint, StoredArray
@@ -55,7 +56,7 @@ _JOURNAL = ".meshtape-transfer"  # of a directory that a transfer is filling
 _PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
 
 
-@manifest.no_collections()
+@no_collections()
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     """Open a checkpoint without reading its arrays.
 

@@ -38,8 +38,8 @@ from ..arrays.errors import (
 )
 from . import commit, dtypes, stores, tensor_sums
 from .checksums import crc32c
+from .collector import no_collections
 from .leaves import taken
-from .manifest import no_collections
 
 MAX_HEADER = 100_000_000
 MAX_METADATA = 100_000  # entries of __metadata__, roughly
