@@ -438,6 +438,68 @@ def loading(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
     bench.note("load: bytes read / needed", f"{report.bytes_read / report.bytes_needed:.4f}")
 
 
+def slices(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
+    """Every tenth row, a column, and both with steps, of one large matrix, from a file of safetensors and from a checkpoint."""
+    size = sum(a.nbytes for a in tree.values())
+    w = np.resize(next(iter(tree.values())), (max(100, size // 40_000), 10_000))
+    st, ours = home / "one.safetensors", home / "one"
+    storage.save_safetensors(st, {"w": w})
+    storage.save(ours, {"w": w})
+    del w  # a matrix as large as all arrays together
+    give_back()
+
+    def peer(index: Any) -> Any:
+        with SAFE.safe_open(st, "np") as f:
+            return f.get_slice("w")[index]
+
+    every = {"every tenth row": np.s_[::10], "one column": np.s_[:, 5], "steps in both": np.s_[::3, ::7]}
+    for where in (st, ours):
+        for name, index in every.items():
+            bench.row(
+                f"{name} of {size / 1e9:.1f} GB, {'safetensors' if where == st else 'ours'}, warm",
+                lambda where=where, index=index: storage.open_checkpoint(where)["w"][index],
+                {"safe_open().get_slice": (None if SAFE is None else lambda index=index: peer(index), None)},
+            )
+
+
+def small(bench: Bench, home: Path, tree: dict[str, np.ndarray], count: int = 100_000) -> None:
+    """Many arrays of a few numbers: what each costs beside its bytes, in time of the processor too."""
+    held = {f"layers.{i}.weight": np.full((8,), i, np.float32) for i in range(count)}
+    st, ours = home / "small.safetensors", home / "small"
+    save = time.process_time()
+    storage.save(ours, held)
+    save = time.process_time() - save
+    storage.save_safetensors(st, held)
+    opened = time.process_time()
+    storage.open_checkpoint(ours)
+    opened = time.process_time() - opened
+    used: dict[str, float] = {}
+
+    def timed(name: str, fn: Callable[[], Any]) -> Candidate:
+        def run() -> Any:
+            start = time.process_time()
+            out = fn()
+            used[name] = time.process_time() - start
+            return out
+
+        return run
+
+    theirs = None if ST is None else timed("theirs", lambda: ST.load_file(st))
+    bench.row(
+        f"load {count} small arrays",
+        timed("ours", lambda: storage.load(ours)),
+        {"safetensors load_file": (theirs, None)},
+    )
+    bench.row(
+        f"load {count} small arrays of a safetensors file",
+        timed("raw", lambda: storage.load(st)),
+        {"safetensors load_file": (theirs, None)},
+    )
+    work = {"save": save, "open": opened, "load": used["ours"], "load of safetensors": used["raw"]}
+    work |= {"safetensors load_file": used["theirs"]} if "theirs" in used else {}
+    bench.note("the same, work of processors", ", ".join(f"{n} {t:.2f} s" for n, t in work.items()))
+
+
 def converting(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
     four, out = home / "tp4", home / "out"
     split = {"*.weight": {"model": 1}}
@@ -602,6 +664,8 @@ PARTS = {
     "save": saving,
     "async": background,
     "load": loading,
+    "slices": slices,
+    "small": small,
     "convert": converting,
     "contents": contents,
     "objects": objects,

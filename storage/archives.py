@@ -55,6 +55,10 @@ class DeflatedTensor(PlacedTensor):
 
     entry: str = ""
 
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return tuple(max(n, 1) for n in self.shape)
+
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         yield lambda: self._unpack(box, out)
 

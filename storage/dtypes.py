@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -88,6 +89,7 @@ FLOATS = ("float16", "float32", "float64", *EXTENSIONS)
 _NOT_IN_ZARR = ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
+@lru_cache(maxsize=256)
 def bits(dtype: np.dtype) -> np.dtype:
     """A dtype of NumPy's own that is as long, for moving numbers that NumPy does not know.
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,6 +71,26 @@ class Grid:
     def key(self, coord: Sequence[int]) -> str:
         """The Zarr key of a shard below its array: ``c.0.1``, or ``c`` for a 0-d array."""
         return ".".join(["c", *map(str, coord)])
+
+
+class ShardPlace(NamedTuple):
+    """All that the grid says of a shard."""
+
+    number: int  # in lexicographic order
+    key: str
+    box: Box
+    present: tuple[int, ...]
+    nbytes: int  # of its file, where nothing is compressed
+
+
+@lru_cache(maxsize=1 << 14)
+def place_of(grid: Grid, coord: tuple[int, ...], itemsize: int) -> ShardPlace:
+    """The place of a shard, kept, as most arrays of a large checkpoint are alike; ``KeyError`` where the grid has no such shard."""
+    counts = grid.counts
+    if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):
+        raise KeyError(coord)
+    nbytes = grid.object_nbytes(coord, itemsize)
+    return ShardPlace(ravel(coord, counts), grid.key(coord), grid.shard_box(coord), grid.present(coord), nbytes)
 
 
 @lru_cache(maxsize=1024)

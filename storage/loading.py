@@ -21,6 +21,7 @@ from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CheckpointReplaced
 from ..arrays.tree import flatten, flatten_with_path, unflatten
 from .casting import CastLoss, Tally, tracked
+from .collector import no_collections
 from .derived import casts
 from .fitting import Ignored, Target, check_shardings, chosen, held, is_array, match_like, prune, resharded, select
 from .generations import ATTEMPTS
@@ -79,23 +80,24 @@ def counts(
 
 def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally) -> dict[str, Any]:
     buffers = {path: np.empty(t.source.shape, t.dtype) for path, t in targets.items()}
-    jobs = [
-        job
-        for path, t in targets.items()
-        for job in tracked(losses, path, t.tensor.jobs(Box.whole(t.source.shape), buffers[path]))
-    ]
+    with no_collections():
+        jobs = [
+            job
+            for path, t in targets.items()
+            for job in tracked(losses, path, t.tensor.jobs(Box.whole(t.source.shape), buffers[path]))
+        ]
     report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
     report.bytes_needed += sum(t.source.nbytes for t in targets.values())
-    out: dict[str, Any] = {}
-    for path, t in targets.items():
-        buffer = buffers.pop(path)
-        if isinstance(t.like, np.ndarray):
-            out[path] = buffer
-            continue
-        array = asarray(buffer, copy=False)
-        device = getattr(t.like, "device", None)
-        out[path] = array if device is None or str(device) == "cpu" else array.to_device(device)
-    return out
+    with no_collections():
+        return {path: _as_wanted(buffers.pop(path), t.like) for path, t in targets.items()}
+
+
+def _as_wanted(buffer: np.ndarray, like: Any) -> Any:
+    if isinstance(like, np.ndarray):
+        return buffer
+    array = asarray(buffer, copy=False)
+    device = getattr(like, "device", None)
+    return array if device is None or str(device) == "cpu" else array.to_device(device)
 
 
 def _read_split(targets: Mapping[str, Target], report: LoadReport, counted: bool, losses: Tally) -> dict[str, Any]:
@@ -266,12 +268,12 @@ def _load(
         kept.mapping = ckpt.mapping
     picked = select(ckpt, keys)
     ignored = Ignored(ignore, kept)
-    if like is None:
-        targets = chosen(ckpt, shardings, picked, strict, ignored, kept)
-    else:
-        targets = match_like(ckpt, like, picked, cast, strict, ignored, kept)
-    check_shardings(targets)
-    with listed_once():
+    with no_collections(), listed_once():
+        if like is None:
+            targets = chosen(ckpt, shardings, picked, strict, ignored, kept)
+        else:
+            targets = match_like(ckpt, like, picked, cast, strict, ignored, kept)
+        check_shardings(targets)
         for t in targets.values():
             t.source.check()
     kept.arrays = len(targets)

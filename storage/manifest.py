@@ -12,8 +12,6 @@ A manifest is read as hostile text: every type, range and file name is checked b
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import math
 import re
@@ -33,6 +31,7 @@ from ..arrays.tree import Path
 from . import dtypes, names, stores, strict_json
 from .checksums import crc32c
 from .chunk_sums import Section, has_section
+from .collector import no_collections
 from .compression import Compression, of_plain
 from .grid import Grid
 from .migrations import Migrations
@@ -290,20 +289,32 @@ def _section(x: Any, grid: Grid) -> Section | None:
     return first, int(crc, 16)
 
 
-def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack]) -> ArrayEntry:
+def _form(e: Any) -> tuple[Grid, np.dtype]:
+    """The checked grid and dtype of an entry."""
+    grid = Grid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
+    if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
+        raise ValueError("shape, shard and chunk differ in length")
+    if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):
+        raise ValueError("chunks do not divide their shard")
+    dtype = dtypes.by_name(e["dtype"])
+    if math.prod(grid.shard) * dtype.itemsize >= 1 << 62 or math.prod(grid.shape) * dtype.itemsize >= 1 << 62:
+        raise ValueError("too large")
+    return grid, dtype
+
+
+def _array(
+    e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[str, tuple[Grid, np.dtype]]
+) -> ArrayEntry:
+    """An entry; ``forms`` keeps those that were checked, as most arrays of a large checkpoint are alike."""
     where = f"{source}: arrays[{number}]"
     try:
         path = e["path"]
         if not isinstance(path, list) or not all(type(k) in (str, int) for k in path):
             raise ValueError("path is not a list of keys")
-        grid = Grid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
-        if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
-            raise ValueError("shape, shard and chunk differ in length")
-        if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):
-            raise ValueError("chunks do not divide their shard")
-        dtype = dtypes.by_name(e["dtype"])
-        if math.prod(grid.shard) * dtype.itemsize >= 1 << 62 or math.prod(grid.shape) * dtype.itemsize >= 1 << 62:
-            raise ValueError("too large")
+        form = repr((e["shape"], e["shard"], e["chunk"], e["dtype"]))  # as text, where True is not 1
+        if form not in forms:
+            forms[form] = _form(e)
+        grid, dtype = forms[form]
         compression = of_plain(e.get("compression"))
         if compression is not None and not grid.shape:
             raise ValueError("a 0-d array is not compressed")
@@ -320,9 +331,7 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack]) -
         if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression or sums or "dir" in e)):
             raise ValueError("what is packed is neither compressed nor cut into chunks, and has no directory")
         directory = "" if packed else e["dir"]
-        if not packed:
-            names.inside("/", directory, where)
-        if "/" in directory:
+        if not packed and len(names.plain(directory, where)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
     except CorruptCheckpoint:
         raise
@@ -358,18 +367,6 @@ def loads(data: bytes, source: str) -> Manifest:
     """
     with no_collections():
         return _loads(data, source)
-
-
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Let the garbage collector rest: it would walk the millions of small lists of a large manifest again and again while they are made."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _loads(data: bytes, source: str) -> Manifest:
@@ -409,7 +406,8 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
     packs = [pack_of(row, source) for row in top.get("packs", [])]
     if len({p.file for p in packs}) != len(packs):
         raise CorruptCheckpoint(f"{source}: a pack is listed twice")
-    entries = [_array(e, i, source, len(meshes), packs) for i, e in enumerate(arrays)]
+    forms: dict[str, tuple[Grid, np.dtype]] = {}
+    entries = [_array(e, i, source, len(meshes), packs, forms) for i, e in enumerate(arrays)]
     names.check_distinct(e.path for e in entries)
     directories = [e.directory for e in entries if e.packs is None]
     if len(set(directories)) != len(directories):
@@ -419,7 +417,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
         documents = {str(n): (int(crc, 16), str(file)) for n, (crc, file) in (top.get("documents") or {}).items()}
         sums, zarr = top.get("sums"), _crc(top.get("zarr"))
         for file in [*(file for _, file in documents.values()), *([] if sums is None else [sums])]:
-            if "/" in names.inside("/", file, source)[1:]:
+            if len(names.plain(file, source)) > 1:
                 raise ValueError(f"{file!r} is not one name")
     except CorruptCheckpoint:
         raise

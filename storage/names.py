@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ _RESERVED = frozenset(
 )
 _LONGEST = 160
 _NAME_MAX, _PATH_MAX = 255, 1024  # no file system has longer ones
+_SIMPLE = re.compile(
+    r"[\w-][\w.-]{0,99}(?:/[\w-][\w.-]{0,99}){0,3}", re.ASCII
+)  # nearly all names; not . or .. or a long one
 
 
 def _digest(text: str) -> str:
@@ -77,13 +81,10 @@ def check_distinct(paths: Iterable[Sequence[str | int]]) -> None:
         raise CheckpointKeyError("\n".join([f"{len(clashes)} keys collide:", *clashes, "rename one of each"]))
 
 
-def inside(root: str, relative: object, source: str) -> str:
-    """The path of a file that untrusted text ``relative`` names below ``root``.
-
-    Absolute paths, ``..``, backslashes, NUL and links that leave the directory raise `CorruptCheckpoint` naming
-    ``source``, where the text stood. Links into ``blobs`` beside ``snapshots`` are followed, from any folder of a snapshot: the Hugging
-    Face cache is made of them.
-    """
+def plain(relative: object, source: str) -> list[str]:
+    """The parts of a name of a file below some directory; `CorruptCheckpoint` where untrusted text is none, or leads out of it."""
+    if isinstance(relative, str) and _SIMPLE.fullmatch(relative):
+        return relative.split("/")
     if not isinstance(relative, str) or not relative:
         raise CorruptCheckpoint(f"{source}: {relative!r} is not a file name")
     parts = relative.split("/")
@@ -91,10 +92,26 @@ def inside(root: str, relative: object, source: str) -> str:
         raise CorruptCheckpoint(f"{source}: file name {relative!r} leaves the checkpoint or is malformed; refused")
     if any(len(p.encode("utf-8", "surrogatepass")) > _NAME_MAX for p in parts) or len(relative) > _PATH_MAX:
         raise CorruptCheckpoint(f"{source}: file name {relative[:80]!r}… is too long for a file; refused")
+    return parts
+
+
+def inside(root: str, relative: object, source: str) -> str:
+    """The path of a file that untrusted text ``relative`` names below ``root``.
+
+    Absolute paths, ``..``, backslashes, NUL and links that leave the directory raise `CorruptCheckpoint` naming
+    ``source``, where the text stood. Links into ``blobs`` beside ``snapshots`` are followed, from any folder of a snapshot: the Hugging
+    Face cache is made of them.
+    """
+    parts = plain(relative, source)
     path = stores.join(root, relative)
     if stores.is_url(root):  # no links there
         return path
-    if not any(os.path.islink(os.path.join(root, *parts[: i + 1])) for i in range(len(parts))):
+    step = root
+    for part in parts:
+        step = os.path.join(step, part)
+        if os.path.islink(step):
+            break
+    else:
         return path
     try:
         real, home = Path(path).resolve(), Path(root).resolve()

@@ -269,6 +269,9 @@ class _ObjectReader:
                     views.pop(0)
         return total
 
+    def at_hand(self, offset: int) -> bool:
+        return False
+
     def _range(self, start: int, n: int) -> memoryview:
         def once() -> memoryview:
             data = self._asked(start, n) if _host(self._where) not in _rangeless else None

@@ -18,7 +18,7 @@ from .compression import Zstd, compression_of
 from .documents import Documents
 from .generations import NONE, Generation
 from .names import leaf_name
-from .tensors import StoredTensor, read_box
+from .tensors import StoredTensor, read_box, read_picks
 
 if TYPE_CHECKING:
     from .browse.server import Page
@@ -63,10 +63,11 @@ class StoredArray:
 
     def check(self) -> None:
         """Check the list of this array's files, and that they exist, before anything is read."""
-        if not hasattr(self.tensor, "check"):
+        check = getattr(self.tensor, "check", None)
+        if check is None:
             return
         try:
-            self.tensor.check()
+            check()
         except IncompleteCheckpoint as e:
             if self.mesh is None:
                 raise
@@ -78,8 +79,8 @@ class StoredArray:
         return read_box(self.tensor, box)[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        box, rest = _plan_index(index, self.shape)
-        return self.read(box)[rest]
+        picks, rest = _plan_index(index, self.shape)
+        return read_picks(self.tensor, picks)[rest]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -102,8 +103,8 @@ class StoredArray:
         return f"<StoredArray {self.name!r} {text}{f' {self.sharding_text}' if self.sharding_text else ''}>"
 
 
-def _plan_index(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
-    """The smallest box that holds the indexed elements, and the index that selects them from that box."""
+def _plan_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[range, ...], tuple[Any, ...]]:
+    """The places that an index takes along each dimension, ascending, and the index that makes its result of what lies there."""
     items = list(index) if isinstance(index, tuple) else [index]
     if sum(i is Ellipsis for i in items) > 1:
         raise ArrayIndexError("an index has at most one '...'")
@@ -121,24 +122,19 @@ def _plan_index(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...
         raise ArrayIndexError(f"too many indices: array of shape {shape} was indexed with {given}")
     at = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
     items[at : at + 1] = [slice(None)] * (len(shape) - given)
-    offset, lengths, rest = [], [], []
+    picks, rest = [], []
     for axis, (i, n) in enumerate(zip(items, shape, strict=True)):
         if isinstance(i, slice):
             picked = range(*i.indices(n))
-            lo = min(picked[0], picked[-1]) if picked else 0
-            hi = max(picked[0], picked[-1]) + 1 if picked else 0
-            # A backward slice that ends at the box's start must say None: -1 would mean the last element.
-            end = picked.stop - lo if picked.step > 0 or picked.stop >= lo else None
-            rest.append(slice(picked.start - lo, end, picked.step) if picked else slice(0, 0))
+            picks.append(picked if picked.step > 0 else picked[::-1])
+            rest.append(slice(None, None, 1 if picked.step > 0 else -1))
         else:
             k = i.__index__()
             if not -n <= k < n:
                 raise ArrayIndexError(f"index {k} is out of range for dimension {axis} of length {n}")
-            lo, hi = k % n, k % n + 1
+            picks.append(range(k % n, k % n + 1))
             rest.append(0)
-        offset.append(lo)
-        lengths.append(hi - lo)
-    return Box(tuple(offset), tuple(lengths)), tuple(rest)
+    return tuple(picks), tuple(rest)
 
 
 @dataclass(repr=False)

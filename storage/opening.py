@@ -39,6 +39,7 @@ from . import (
     tensor_sums,
 )
 from .chunk_sums import StoredSums
+from .collector import no_collections
 from .compressed import CompressedTensor
 from .generations import Generation
 from .opened import Checkpoint, StoredArray
@@ -56,6 +57,7 @@ _JOURNAL = ".meshtape-transfer"  # of a directory that a transfer is filling
 _PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
 
 
+@no_collections()
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     """Open a checkpoint without reading its arrays.
 
@@ -327,9 +329,8 @@ def _open_file(path: str, verify: bool) -> Checkpoint:
             raise NotACheckpoint(f"{path} {other}")
         if not path.endswith(".safetensors"):
             raise NotACheckpoint(f"{path} is not a safetensors file")
-    with manifest.no_collections():
-        tensors, metadata = _raw_tensors(path, verify)
-        return flat(path, "safetensors", tensors, metadata)
+    tensors, metadata = _raw_tensors(path, verify)
+    return flat(path, "safetensors", tensors, metadata)
 
 
 def read_index(

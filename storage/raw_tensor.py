@@ -7,7 +7,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,10 +17,24 @@ from ..arrays.errors import CheckpointDTypeError, CorruptCheckpoint
 from . import generations, stores
 from .checksums import combine, crc32c
 from .generations import Generation
-from .grid import runs
 from .scratch import scratch
 from .tensor_sums import of_range
 from .tensors import Job, bytes_of, opened, view
+
+
+class _Rows(NamedTuple):
+    """A part of a box, as rows that lie at equal distances in the file."""
+
+    part: Box
+    axis: int  # along which they follow one another
+    count: int
+    stride: int  # elements from one to the next
+    length: int  # elements from the first to the last of one
+    dense: bool  # whether a row has no gaps
+
+    @property
+    def span(self) -> int:
+        return (self.count - 1) * self.stride + self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +51,8 @@ class RawTensor:
     start: int
     file_nbytes: int
     crc32c: int | None = None
-    generation: Generation = generations.NONE
+    generation: Generation = field(default=generations.NONE, kw_only=True)
+    strides: tuple[int, ...] | None = field(default=None, kw_only=True)  # in elements; None: row-major
 
     @property
     def summed(self) -> bool:
@@ -62,38 +78,52 @@ class RawTensor:
         return replace(self, generation=generation)
 
     def planned(self, box: Box) -> int:
-        return sum(n for _, _, n in self._reads(box))
+        return sum(rows.span for rows in self._reads(box)) * self.dtype.itemsize
 
-    def _reads(self, box: Box) -> Iterator[tuple[Box, bool, int]]:
-        """(part of the box, whether it is one run of the file, bytes from its first to its last element)."""
+    def _steps(self) -> tuple[int, ...]:
+        return self.strides or tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+
+    def picks(self, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:
+        """Calls that fill ``out`` from where ``picks`` meet: those places are an array of longer strides."""
+        steps = self._steps()
+        start = self.start + self.dtype.itemsize * sum(r.start * s for r, s in zip(picks, steps, strict=True))
+        strides = tuple(r.step * s for r, s in zip(picks, steps, strict=True))
+        part = replace(self, shape=out.shape, start=start, crc32c=None, strides=strides)
+        return part.jobs(Box.whole(out.shape), out)
+
+    def _over(self, stride: int, length: int, at_hand: bool) -> bool:
+        """Whether it is cheaper to read what lies between rows than to skip it."""
+        store, item = stores.holding(self.path)[0], self.dtype.itemsize
+        if at_hand:
+            return stride * item <= store.near
+        return (stride - length) * item <= store.gap or stride * item <= store.row
+
+    def _reads(self, box: Box) -> Iterator[_Rows]:
+        """The box in pieces that one thread reads at a time."""
         if box.size == 0:
             return
-        item = self.dtype.itemsize
-        all_runs = runs(box, self.shape)
-        _, first, length = next(all_runs)
-        second = next(all_runs, None)
-        if second is None:
-            yield box, True, length * item
-            return
-        stride = second[1] - first
-        # Runs of one row each: read over the gaps where that is cheaper than to skip them.
-        axis = next(i for i in range(len(self.shape) - 1, -1, -1) if box.shape[i] != self.shape[i]) - 1
-        outer = [i for i in range(axis + 1) if box.shape[i] > 1]
-        axis = outer[-1] if outer else axis
-        gap, store = stride - length, stores.holding(self.path)[0]
-        over = gap * item <= store.gap or stride * item <= store.row
-        rows = max(1, store.batch // (stride * item)) if over else 1
+        store, item, steps = stores.holding(self.path)[0], self.dtype.itemsize, self._steps()
+        axis, count, stride, length, dense = 0, 1, 0, 1, True
+        for i in reversed(range(len(self.shape))):
+            n, step = box.shape[i], steps[i]
+            if n == 1:
+                continue
+            if dense and step == length:
+                length *= n
+            elif n * step * item <= store.batch and self._over(step, length, True):
+                length, dense = (n - 1) * step + length, False
+            else:
+                unit = step if self._over(step, length, False) else length
+                axis, stride, count = i, step, max(1, min(n, store.job // (unit * item)))
+                break
         ranges = [
-            range(box.offset[i], box.stop[i], rows if i == axis else 1) if i <= axis else (box.offset[i],)
-            for i in range(len(self.shape))
+            (o,) if stride == 0 or i > axis else range(o, e, count if i == axis else 1)
+            for i, (o, e) in enumerate(zip(box.offset, box.stop, strict=True))
         ]
         for start in itertools.product(*ranges):
-            shape = tuple(
-                min(rows, box.stop[i] - s) if i == axis else 1 if i < axis else box.shape[i]
-                for i, s in enumerate(start)
-            )
-            n = shape[axis]
-            yield Box(tuple(start), shape), n == 1, ((n - 1) * stride + length) * item
+            n = min(count, box.stop[axis] - start[axis]) if stride else 1
+            shape = tuple(m if i > axis or not stride else n if i == axis else 1 for i, m in enumerate(box.shape))
+            yield _Rows(Box(start, shape), axis, n, stride, length, dense)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         if self.crc32c is not None and box.size and box.shape == self.shape:
@@ -102,21 +132,21 @@ class RawTensor:
             else:
                 yield lambda: self._copied(out)
             return
-        pending: list[tuple[Box, bool, int]] = []
+        pending: list[_Rows] = []
         size, limit = 0, stores.holding(self.path)[0].job
-        for read in self._reads(box):
-            if read[1] and read[2] > limit and len(read[0].shape) and read[0].shape[0] > 1:
+        for rows in self._reads(box):
+            part, nbytes = rows.part, rows.span * self.dtype.itemsize
+            if rows.dense and rows.count == 1 and nbytes > limit and part.shape and part.shape[0] > 1:
                 # One long run: let several threads read it.
-                part = read[0]
-                rows = max(1, limit * part.shape[0] // read[2])
-                for a in range(0, part.shape[0], rows):
-                    b = min(rows, part.shape[0] - a)
+                n = max(1, limit * part.shape[0] // nbytes)
+                for a in range(0, part.shape[0], n):
+                    b = min(n, part.shape[0] - a)
                     piece = Box((part.offset[0] + a, *part.offset[1:]), (b, *part.shape[1:]))
-                    group = [(piece, True, piece.size * self.dtype.itemsize)]
+                    group = list(self._reads(piece))
                     yield lambda g=group: self._read(box, out, g)
                 continue
-            pending.append(read)
-            size += read[2]
+            pending.append(rows)
+            size += rows.part.size * self.dtype.itemsize if rows.count > 1 else nbytes
             if size >= limit:
                 yield lambda g=pending: self._read(box, out, g)
                 pending, size = [], 0
@@ -175,24 +205,36 @@ class RawTensor:
                 raise self.damaged()
         return nbytes
 
-    def _read(self, box: Box, out: np.ndarray, group: list[tuple[Box, bool, int]]) -> int:
-        item = self.dtype.itemsize
-        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+    def _read(self, box: Box, out: np.ndarray, group: list[_Rows]) -> int:
+        item, steps, batch = self.dtype.itemsize, self._steps(), stores.holding(self.path)[0].batch
         total = 0
         with opened(self.path, f"key {self.name!r}", self.generation) as reader:
-            for part, one_run, nbytes in group:
-                place = view(out, part.within(box))
-                offset = self.start + item * sum(o * s for o, s in zip(part.offset, strides, strict=True))
-                direct = one_run and place.flags.c_contiguous
-                buffer = bytes_of(place) if direct else scratch("read", nbytes)
-                done = reader.readv([buffer], offset)
-                self._check_length(reader)
-                if done != nbytes:
-                    raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
-                total += done
-                if not direct:
-                    # The constructor, as NumPy's own function for this does not know float8.
-                    place[...] = np.ndarray(part.shape, self.dtype, buffer, 0, [s * item for s in strides])
+            for part, axis, count, stride, length, dense in group:
+                target = view(out, part.within(box))
+                start = self.start + item * sum(o * s for o, s in zip(part.offset, steps, strict=True))
+                unit = stride if count > 1 and self._over(stride, length, False) else length
+                most = max(1, batch // (unit * item))
+                for k in range(0, count, most):
+                    n, at = min(most, count - k), start + k * stride * item
+                    place = target if n == count else target[(slice(None),) * axis + (slice(k, k + n), ...)]
+                    over = n > 1 and self._over(stride, length, reader.at_hand(at))
+                    apart = stride if over else length
+                    nbytes = (apart * (n - 1) + length) * item
+                    direct = dense and (n == 1 or apart == length) and place.flags.c_contiguous
+                    buffer = bytes_of(place) if direct else scratch("read", nbytes)
+                    if over or n == 1:
+                        done = reader.readv([buffer], at)
+                    else:
+                        size, far, pieces = length * item, stride * item, memoryview(buffer)
+                        done = sum(reader.readv([pieces[j * size : j * size + size]], at + j * far) for j in range(n))
+                    self._check_length(reader)
+                    if done != nbytes:
+                        raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
+                    total += done
+                    if not direct:
+                        apart_by = [(apart if i == axis and count > 1 else s) * item for i, s in enumerate(steps)]
+                        # The constructor, as NumPy's own function for this does not know float8.
+                        place[...] = np.ndarray(place.shape, self.dtype, buffer, 0, apart_by)
         return total
 
 

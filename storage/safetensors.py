@@ -38,8 +38,8 @@ from ..arrays.errors import (
 )
 from . import commit, dtypes, stores, tensor_sums
 from .checksums import crc32c
+from .collector import no_collections
 from .leaves import taken
-from .manifest import no_collections
 
 DCP_INFO = "DCP_SHARDING_INFO"  # metadata in which a file of `torch.distributed` says where its blocks lie
 MAX_HEADER = 100_000_000

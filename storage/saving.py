@@ -293,7 +293,7 @@ def save(
         return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback))
     target = stores.location(path)
     finish_earlier(target)
-    return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), pack).run()
+    return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), pack, dtype_fallback).run()
 
 
 def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:

@@ -11,6 +11,7 @@ from ..arrays.blocks import Box
 from ..arrays.errors import CorruptCheckpoint, IncompleteCheckpoint
 from . import names
 from .compression import fits
+from .grid import place_of
 
 if TYPE_CHECKING:
     from .manifest import ArrayEntry
@@ -68,22 +69,21 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         return found
 
     def _check(self, coord: tuple[int, ...]) -> StoredObject:
-        entry, grid = self._entry, self._entry.grid
-        counts = grid.counts
-        if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):
-            raise KeyError(coord)
-        number = 0
-        for i, n in zip(coord, counts, strict=True):
-            number = number * n + i
+        entry = self._entry
+        place = place_of(entry.grid, coord, entry.dtype.itemsize)
         if entry.packs is not None:
-            return self._check_packed(number, coord)
-        key = grid.key(coord)
-        file, box, nbytes, value = self._row(number)
-        if file != key:
-            file, box, nbytes, value = self._row(self._find(key))
-        if box != grid.shard_box(coord) or not fits(nbytes, grid, coord, entry.dtype.itemsize, entry.compression):
+            return self._check_packed(place.number, coord)
+        row = self._row(place.number)
+        if row[0] != place.key:
+            row = self._row(self._find(place.key))
+        file, offset, shape, nbytes, value = row
+        if entry.compression is None:
+            fit = nbytes == place.nbytes
+        else:
+            fit = fits(nbytes, entry.grid, coord, entry.dtype.itemsize, entry.compression)
+        if (offset, shape) != (place.box.offset, place.box.shape) or not fit:
             raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
-        return StoredObject(f"{entry.directory}/{file}", box, nbytes, value)
+        return StoredObject(f"{entry.directory}/{file}", place.box, nbytes, value)
 
     def _check_packed(self, number: int, coord: tuple[int, ...]) -> StoredObject:
         row, packs, box = self._entry.raw_objects[number], self._entry.packs or (), self._entry.grid.shard_box(coord)
@@ -101,11 +101,11 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
             )
         return StoredObject(pack.file, box, nbytes, value, start, pack.nbytes)
 
-    def _row(self, number: int) -> tuple[str, Box, int, int]:
+    def _row(self, number: int) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int]:
         row = self._entry.raw_objects[number] if number < len(self._entry.raw_objects) else None
         try:
             file, offset, shape, nbytes, crc = row  # type: ignore[misc]
-            return file, Box(tuple(offset), tuple(shape)), nbytes, int(crc, 16)
+            return file, tuple(offset), tuple(shape), nbytes, int(crc, 16)
         except (TypeError, ValueError):
             raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
 
@@ -49,7 +50,7 @@ LONGEST = 1 << 30  # bytes of an object that `Store.get` reads; a table of a mil
 
 def is_url(location: str) -> bool:
     """Whether a location lies in an object store."""
-    return _URL.match(location) is not None
+    return "://" in location and _URL.match(location) is not None
 
 
 def location(path: str | os.PathLike[str]) -> str:
@@ -167,6 +168,9 @@ class Reader(Protocol):
     def readv(self, buffers: list[Any], offset: int) -> int:
         """Fill all buffers from ``offset`` on, or as many as the object has bytes for; returns the number of bytes."""
 
+    def at_hand(self, offset: int) -> bool:
+        """Whether the bytes there come from this machine's memory: then a small read costs little."""
+
     def close(self) -> None: ...
 
 
@@ -180,7 +184,8 @@ class Store(ABC):
     job: ClassVar[int] = 16 << 20  # bytes that one thread reads at a time
     batch: ClassVar[int] = 1 << 20  # bytes of one read that are copied on: they stay in a processor's cache
     gap: ClassVar[int] = 4 << 10  # bytes that are cheaper to read than to skip
-    row: ClassVar[int] = 64 << 10  # rows up to this length are cheaper to read whole
+    row: ClassVar[int] = 128 << 10  # rows up to this length are cheaper to read whole
+    near: ClassVar[int] = 32 << 10  # the same, where a read need not wait for a disk
 
     @abstractmethod
     def reader(self, name: str) -> Reader:
@@ -255,8 +260,16 @@ def at(root: str) -> Store:
 
 def holding(where: str) -> tuple[Store, str]:
     """The store of a file's location, and the file's name in it."""
+    if not is_url(where):
+        return _local(where)
     head, name = split(where)
     return at(head), name
+
+
+@lru_cache(maxsize=1 << 12)
+def _local(where: str) -> tuple[Store, str]:
+    head, name = os.path.split(where)
+    return LocalStore(head), name
 
 
 _opened: ContextVar[list[tuple[str, Reader]] | None] = ContextVar("opened", default=None)
@@ -333,8 +346,13 @@ def failed(error: OSError, what: str) -> StoreError:
 
 
 def _tag_of(s: os.stat_result) -> str:
-    at = datetime.fromtimestamp(s.st_mtime_ns // 10**9).isoformat(" ")
-    return f"{s.st_size} bytes, written {at}.{s.st_mtime_ns % 10**9:09d}, inode {s.st_ino}"
+    return _tag_text(s.st_size, s.st_mtime_ns, s.st_ino)
+
+
+@lru_cache(maxsize=1 << 10)
+def _tag_text(nbytes: int, written: int, inode: int) -> str:
+    at = datetime.fromtimestamp(written // 10**9).isoformat(" ")
+    return f"{nbytes} bytes, written {at}.{written % 10**9:09d}, inode {inode}"
 
 
 class _LocalReader:
@@ -357,6 +375,12 @@ class _LocalReader:
             return preadv(self._fd, buffers, offset)
         except OSError as e:
             raise failed(e, f"{self._path} cannot be read") from e
+
+    def at_hand(self, offset: int) -> bool:
+        try:
+            return os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except (OSError, AttributeError):  # it would have to wait for a disk, or the system does not tell
+            return False
 
     def close(self) -> None:
         if _opened.get() is not None:

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,12 +29,14 @@ from . import dtypes, generations, names, stores
 from .checksums import crc32c
 from .files import IOV_MAX
 from .generations import Generation
-from .grid import Grid, ravel
+from .grid import Grid, place_of, ravel
 from .scratch import scratch
 from .stored_objects import StoredObject
 
 Job = Callable[[], int]
 _TOGETHER = 64
+_OPEN = 16  # files that a thread keeps open from one job to the next
+_own = threading.local()
 
 
 def run(jobs: Sequence[Job], readers: int = 4) -> int:
@@ -44,18 +47,29 @@ def run(jobs: Sequence[Job], readers: int = 4) -> int:
     jobs = together(jobs)
     workers = min(readers, len(jobs), max(readers if readers > 4 else 2, os.cpu_count() or 1))
     if workers < 2:
-        return sum(job() for job in jobs)
+        return _together(jobs)
     # To hand a job to a thread costs as much as a small one: where there are many, several go together.
     size = max(1, min(_TOGETHER, len(jobs) // (8 * workers)))
     groups = [jobs[i : i + size] for i in range(0, len(jobs), size)]
     with ThreadPoolExecutor(workers, thread_name_prefix="meshtape-io") as pool:
-        futures = [pool.submit(lambda group=group: sum(job() for job in group)) for group in groups]
+        futures = [pool.submit(_together, group) for group in groups]
         try:
             return sum(f.result() for f in futures)
         except BaseException:
             for f in futures:
                 f.cancel()
             raise
+
+
+def _together(jobs: Sequence[Job]) -> int:
+    """Execute jobs one after the other; the local files that they open stay open between them, as many arrays may lie in one."""
+    before, _own.readers = getattr(_own, "readers", None), {}
+    try:
+        return sum(job() for job in jobs)
+    finally:
+        for reader in _own.readers.values():
+            reader.close()
+        _own.readers = before
 
 
 def view(a: np.ndarray, box: Box) -> np.ndarray:
@@ -74,10 +88,23 @@ def opened(where: str, what: str, generation: Generation = generations.NONE) -> 
     Where the checkpoint was replaced meanwhile, that and damage are `CheckpointReplaced`.
     """
     store, name = stores.holding(where)
+    held = getattr(_own, "readers", None)
     with generation.guarded():
         try:
-            with contextlib.closing(store.reader(name)) as reader:
+            reader = held.get(where) if held else None
+            if reader is not None:
                 yield reader
+                return
+            reader = store.reader(name)
+            # An object's version is asked for anew with each reader; an open file stays the one it was, and tells if it changes.
+            keep = held is not None and len(held) < _OPEN and not stores.is_url(where)
+            if keep:
+                held[where] = reader
+            try:
+                yield reader
+            finally:
+                if not keep:
+                    reader.close()
         except (FileNotFoundError, NotADirectoryError):
             raise IncompleteCheckpoint(
                 f"{where} is missing, which holds {what}; restore the file or another checkpoint"
@@ -183,7 +210,8 @@ class ChunkedTensor:
 
     def check(self) -> None:
         """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
-        lost = stores.missing(self.root, self.directory, [o.file for o in self.objects.values()])
+        files = [self.objects[c].file for c in self.objects]
+        lost = stores.missing(self.root, files[0].partition("/")[0] if files else "", files)
         if lost:
             self.generation.check()
             shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
@@ -209,11 +237,12 @@ class ChunkedTensor:
         step = max(1, stores.at(self.root).job // unit)
         for coord in self._shards(box):
             stored = self.objects[coord]
-            part = box.intersect(stored.box)
-            if part is None:  # 0-d boxes always meet, so only a box beyond the array ends here
+            if box == stored.box:
+                local, target = Box.whole(box.shape), out
+            elif (part := box.intersect(stored.box)) is not None:  # 0-d boxes always meet
+                local, target = part.within(stored.box), view(out, part.within(box))
+            else:  # only a box beyond the array ends here
                 continue
-            local = part.within(stored.box)
-            target = view(out, part.within(box))
             spans = [
                 range(a // c, -(-b // c)) for a, b, c in zip(local.offset, local.stop, self.grid.chunk, strict=True)
             ]
@@ -285,7 +314,7 @@ class ChunkedTensor:
         """Read some chunks of one shard; ``target`` is the memory of the box ``local``, counted within the shard."""
         grid, path = self.grid, self.path(coord)
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
-        present = grid.present(coord)
+        present = place_of(grid, coord, self.dtype.itemsize).present
         meets = [overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
         # Chunks that are rows of the target are read where they belong; others are copied there. Only a few at a time: they are still in
         # a processor's cache when their checksum is taken.
@@ -383,9 +412,69 @@ class StoredTensor(Protocol):
 def read_box(tensor: StoredTensor, box: Box | None = None) -> tuple[np.ndarray, int]:
     """The elements of ``box`` (all by default) as a new NumPy array, and the bytes that it took."""
     box = Box.whole(tensor.shape) if box is None else box
-    if box.size * tensor.dtype.itemsize >= 1 << 62:
-        raise CheckpointError(
-            f"key {tensor.name!r}: {box.shape} elements are more than any memory; read smaller slices"
-        )
-    out = np.empty(box.shape, tensor.dtype)
+    out = _room(tensor, box.shape)
     return out, run(list(tensor.jobs(box, out)), tensor.readers)
+
+
+def _room(tensor: StoredTensor, shape: tuple[int, ...]) -> np.ndarray:
+    if math.prod(shape) * tensor.dtype.itemsize >= 1 << 62:
+        raise CheckpointError(f"key {tensor.name!r}: {shape} elements are more than any memory; read smaller slices")
+    return np.empty(shape, tensor.dtype)
+
+
+# ----- places with steps between them ---------------------------------------------------------------------------------
+
+_WINDOW = 8 << 20  # bytes that a thread holds of what lies between the places
+_SKIPPED = 64 << 10  # bytes that a window reads between two places; where there are more, each has one of its own
+
+
+def read_picks(tensor: StoredTensor, picks: tuple[range, ...]) -> np.ndarray:
+    """The elements where ``picks``, which ascend, meet, as a new NumPy array; beside it only windows of what lies between them are held."""
+    shape = tuple(map(len, picks))
+    if 0 in shape or all(r.step == 1 or len(r) == 1 for r in picks):
+        return read_box(tensor, Box(tuple(r.start for r in picks), shape))[0]
+    out = _room(tensor, shape)
+    own = getattr(tensor, "picks", None)
+    jobs = _windowed(tensor, picks, out) if own is None else own(picks, out)
+    run(list(jobs), tensor.readers)
+    return out
+
+
+def _windowed(tensor: StoredTensor, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:
+    """Calls that fill ``out`` through windows of whole chunks: no chunk is read twice, and none that holds no place."""
+    reach = [r[-1] + 1 - r[0] for r in picks]
+    unit = math.prod(map(min, tensor.chunk, reach)) * tensor.dtype.itemsize
+    lengths = list(tensor.chunk)
+    for axis in reversed(range(len(picks))):
+        chunk = tensor.chunk[axis]
+        one, two = (
+            Box(tuple(r[0] for r in picks), (*(1 for _ in reach[:axis]), n, *reach[axis + 1 :]))
+            for n in (1, min(picks[axis].step + 1, reach[axis]))
+        )
+        if tensor.planned(two) - 2 * tensor.planned(one) <= _SKIPPED:
+            lengths[axis] = chunk * max(1, min(_WINDOW // max(unit, 1), -(-tensor.shape[axis] // chunk)))
+        unit = unit // min(chunk, reach[axis]) * min(lengths[axis], reach[axis])
+        if lengths[axis] < reach[axis]:
+            break
+    for part in itertools.product(*(list(_cut(r, n)) for r, n in zip(picks, lengths, strict=True))):
+        yield lambda part=part: _window(tensor, [r[p] for r, p in zip(picks, part, strict=True)], out[part])
+
+
+def _cut(picks: range, length: int) -> Iterator[slice]:
+    """Which of the places lie in each window of a length; windows without one are left out."""
+    at = 0
+    while at < len(picks):
+        stop = (picks[at] // length + 1) * length
+        end = min(len(picks), -(-(stop - picks.start) // picks.step))
+        yield slice(at, end)
+        at = end
+
+
+def _window(tensor: StoredTensor, picks: list[range], out: np.ndarray) -> int:
+    box = Box(tuple(r[0] for r in picks), tuple(r[-1] + 1 - r[0] for r in picks))
+    if box.shape == out.shape:
+        return sum(job() for job in tensor.jobs(box, out))
+    held = scratch("picks", box.size * tensor.dtype.itemsize).view(tensor.dtype).reshape(box.shape)
+    total = sum(job() for job in tensor.jobs(box, held))
+    out[...] = held[tuple(slice(None, None, r.step) for r in picks)]
+    return total

@@ -149,9 +149,12 @@ class ZarrTensor:
         return box.size * self.dtype.itemsize
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        yield lambda: self._read(box, out)
+        yield lambda: self._read(box.slices, out)
 
-    def _read(self, box: Box, out: np.ndarray) -> int:
+    def picks(self, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:
+        yield lambda: self._read(tuple(slice(r.start, r.stop, r.step) for r in picks), out)
+
+    def _read(self, index: tuple[slice, ...], out: np.ndarray) -> int:
         import zarr
 
         from .zarr_bounds import bound
@@ -160,7 +163,7 @@ class ZarrTensor:
         register()
         try:
             store, node = zarr_place(self.root, self.node)
-            found = bound(zarr.open_array(store, path=node, mode="r"))[box.slices]
+            found = bound(zarr.open_array(store, path=node, mode="r"))[index]
             out[...] = found if self.dtype.name not in EXTENSIONS else np.asarray(found).view(self.dtype)
         except MemoryError:  # nothing is wrong with the file
             raise
@@ -169,4 +172,4 @@ class ZarrTensor:
             self.generation.check()
             raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e
         self.generation.check()
-        return box.size * self.dtype.itemsize
+        return out.nbytes
