@@ -241,11 +241,14 @@ def array_function(self: Array, func: Any, types: Any, args: Any, kwargs: Any) -
     return result if out is None else _written(name, result, out)
 
 
+_signature = functools.cache(inspect.signature)  # NumPy writes many of its own as text, which is parsed
+
+
 @functools.cache
 def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Parameters of a function; empty where it does not say."""
     try:
-        return inspect.signature(fn).parameters
+        return _signature(fn).parameters
     except (ValueError, TypeError):  # some of NumPy's before 2.4
         return {}
 
@@ -258,7 +261,7 @@ def _translated(
     if not theirs:
         return list(args), dict(kwargs)
     try:
-        bound = inspect.signature(func).bind(*args, **kwargs).arguments
+        bound = _signature(func).bind(*args, **kwargs).arguments
     except TypeError as e:  # of a method, which NumPy has not seen
         raise NumPyFunctionError(f"[{name}] {e}") from None
     places = iter([p for p in own.values() if p.kind is p.POSITIONAL_ONLY])

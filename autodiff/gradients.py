@@ -5,7 +5,9 @@ Compiled in the wheel; closures are not, because :mod:`.signature` looks into th
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -38,8 +40,19 @@ def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
 
 
 def without_derivatives(x: Any) -> bool:
-    """Whether a leaf is an array of integers or booleans."""
-    return isinstance(x, Array | np.ndarray | np.generic) and not is_differentiable(x.dtype)
+    """Whether a leaf is an array of integers or booleans, or an object that holds arrays where no gradient finds them."""
+    if isinstance(x, Array | np.ndarray | np.generic):
+        return not is_differentiable(x.dtype)
+    return hides_arrays(x)
+
+
+def hides_arrays(x: Any) -> bool:
+    """Whether an object that is no tree has arrays among its variables or elements."""
+    if isinstance(x, collections.deque | set | frozenset):
+        held: Any = x
+    else:
+        held = () if isinstance(x, type | FunctionType | ModuleType) else getattr(x, "__dict__", {}).values()
+    return any(isinstance(v, Array) for v in held)
 
 
 def refuse_integers(who: str, args: Sequence[Any], positions: Sequence[int]) -> None:
@@ -48,6 +61,11 @@ def refuse_integers(who: str, args: Sequence[Any], positions: Sequence[int]) -> 
         for path, x in trees.flatten_with_path(args[i]):
             if without_derivatives(x):
                 leaf = f", leaf {trees.path_name(path)}," if path else ""
+                if not hasattr(x, "dtype"):
+                    raise GradientError(
+                        f"[{who}] argument {i}{leaf} is a {type(x).__name__}, which is no tree: its arrays would get no gradient. Make it a "
+                        "dataclass, dict, list or tuple, or pass it as an argument that argnums= leaves out"
+                    )
                 raise DTypeError(
                     f"[{who}] argument {i}{leaf} is {x.dtype.name}, which has no derivatives: make it floating with .astype(float), or "
                     "pass it as an argument that argnums= leaves out, or through the closure of the function"

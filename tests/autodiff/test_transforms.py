@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import re
+import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -432,3 +433,26 @@ def test_jacobians_and_hessians_of_several_arguments_and_with_more_results():
         mt.jacobian(lambda a: a, argnums="0")
     with pytest.raises(mt.errors.GradientError, match="has_aux"):
         mt.jacobian(lambda a: a, has_aux=True)(x)
+
+
+class _Box:
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("hidden", [_Box, lambda x: collections.deque([x]), lambda x: types.SimpleNamespace(v=x)])
+@pytest.mark.parametrize("wrap", [lambda b: b, lambda b: {"a": b, "w": mt.ones(2)}, lambda b: [b]])
+def test_arrays_that_no_gradient_finds_are_not_left_out_in_silence(hidden, wrap):
+    arg = wrap(hidden(mt.ones(3)))
+    for act in (
+        lambda: mt.grad(lambda p: mt.sum(mt.ones(2)))(arg),
+        lambda: mt.value_and_grad(lambda p: mt.sum(mt.ones(2)))(arg),
+        lambda: mt.hvp(lambda p: mt.sum(mt.ones(2)), arg, arg),
+        lambda: mt.jacobian(lambda p: mt.ones(2))(arg),
+    ):
+        with pytest.raises(mt.errors.GradientError, match="is no tree"):
+            act()
+    assert mt.grad(lambda w, p: mt.sum(w * 2))(mt.ones(2), arg).tolist() == [2, 2]
+    assert mt.grad(lambda p: mt.sum(p["w"]))({"w": mt.ones(2), "name": "x", "f": mt.tanh, "none": None})[
+        "w"
+    ].tolist() == [1, 1]
