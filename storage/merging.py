@@ -52,7 +52,8 @@ def merge(
         Largest size of a file's arrays together; None puts all in one file. An array that is larger has its own file.
     options
         ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
-        ``overwrite``, ``progress`` and ``client`` of `convert`; ``compression`` is refused, as safetensors files have none.
+        ``overwrite``, ``progress`` and ``client`` of `convert`; ``compression`` and ``pack`` are refused, as they say
+        how Zarr arrays are stored.
 
     Returns
     -------

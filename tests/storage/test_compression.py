@@ -177,7 +177,7 @@ def test_chunks_that_stay_the_same_are_neither_unpacked_nor_compressed(kit, tree
     reshard(tmp_path / "a", tmp_path / "b", **SPLIT)
     reshard(tmp_path / "b", tmp_path / "c", mesh={"m": 2}, shardings={"w": {"m": 0}})
     reshard(tmp_path / "c", tmp_path / "d", mesh={"m": 1})
-    reshard(tmp_path / "b", "memory://compressed/e", mesh={"m": 1})
+    reshard(tmp_path / "b", "memory://compressed/e", mesh={"m": 1}, pack=False)
     assert not coded
     assert content(tmp_path / "d").keys() == content(tmp_path / "a").keys()
     assert all(v == content(tmp_path / "a")[k] for k, v in content(tmp_path / "d").items() if k != "meshtape.json")
@@ -291,9 +291,9 @@ def test_an_upload_that_was_cut_goes_on(kit, s3, monkeypatch, tmp_path):
     save(tmp_path / "a", t, compression="zstd:1")
     s3.proxy.reset(lambda n, method, path: "500" if "w4/c" in path and method == "PUT" else None)
     with pytest.raises(errors.StoreError):
-        reshard(tmp_path / "a", f"{s3.url}/c", mesh={"m": 1}, threads=1)
+        reshard(tmp_path / "a", f"{s3.url}/c", mesh={"m": 1}, threads=1, pack=False)
     s3.proxy.reset()
-    assert reshard(tmp_path / "a", f"{s3.url}/c", mesh={"m": 1}, threads=1).resumed > 0
+    assert reshard(tmp_path / "a", f"{s3.url}/c", mesh={"m": 1}, threads=1, pack=False).resumed > 0
     verify(f"{s3.url}/c")
     assert equal(kit, load(f"{s3.url}/c"), t)
     assert kit.same(open_checkpoint(f"{s3.url}/c")["w3"][3:9, 40:], t["w3"][3:9, 40:])
