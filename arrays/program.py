@@ -7,6 +7,7 @@ is what the backward pass walks in reverse, what the partitioner walks forward, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -204,8 +205,11 @@ def freeze(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return (type(value).__name__, *map(freeze, value))
     if isinstance(value, bool | int | float | complex):
-        # 1, 1.0 and True are equal in Python, and NaN is not equal to itself.
-        return (type(value).__name__, repr(value))
+        # 1, 1.0 and True are equal in Python, and NaN is not equal to itself; it has a sign, too, that its text does not show.
+        parts = (value.real, value.imag) if isinstance(value, complex) else (value,)
+        return (type(value).__name__, repr(value), *(math.copysign(1, v) for v in parts if v != v))
+    if isinstance(value, slice | range):  # ranges of the same numbers are equal, whatever their ends
+        return (type(value).__name__, freeze(value.start), freeze(value.stop), freeze(value.step))
     if isinstance(value, np.generic):
         return (value.dtype, value.tobytes())
     return value

@@ -13,12 +13,13 @@ import abc
 import collections
 import functools
 import gc
+import io
 import operator
 import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextvars import ContextVar
 from enum import Enum
 from types import (
@@ -160,7 +161,7 @@ class _Walk:
         kind = type(value)
         self.found.paths.append((len(self.key), path))
         if is_plain(value):
-            self.key.append((kind, freeze(value) if kind is not slice else repr(value)))
+            self.key.append((kind, freeze(value)))
             return
         if kind is tuple and all(type(v) in _NUMBERS for v in value):
             self.key.append(freeze(value))
@@ -209,6 +210,12 @@ class _Walk:
             for f in gc.get_referents(value):  # what `np.frompyfunc` was given
                 if callable(f):
                     self.visit(f, path)
+        elif isinstance(value, np.flatiter):
+            self.visit(value.base, path)
+        elif isinstance(value, KeysView | ValuesView | ItemsView) and hasattr(value, "mapping"):
+            self._mapping(value.mapping, path)
+        elif isinstance(value, io.IOBase):
+            self._unseen()
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
             self.found.chance.append(value)
         elif isinstance(value, Iterator) and is_library(module_of(kind)):
@@ -379,6 +386,7 @@ class _Walk:
         if library and kind is not tuple and is_value(x):
             self.key.append(x)
             if is_standard(module_of(kind)):
+                self.key.append(repr(x))  # Decimal("1") and Decimal("1.0") are equal, and so is an hour in two zones
                 return
         if module_of(kind).startswith("meshtape.") and library:
             # Of ours what calls functions of the user's, such as an optimizer with its schedule.

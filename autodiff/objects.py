@@ -96,7 +96,7 @@ def is_value(x: Any) -> bool:
         return False
     try:
         hash(x)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter of memory that may be written to
         return False
     return True
 

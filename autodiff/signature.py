@@ -52,8 +52,8 @@ def leaf_key(x: Any) -> Any:
     if isinstance(x, Array):
         return ("array", x.shape, x.dtype, x.device, x.sharding, type(x._buf) is IndexSum)
     try:
-        hash(x)
-    except TypeError:
+        hash(freeze(x) if type(x) is slice else x)  # slices have a hash since Python 3.12
+    except (TypeError, ValueError):
         return ("object", _ById(x))
     return ("static", type(x), freeze(x))
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import datetime
+import decimal
 import enum
 import functools
+import io
+import math
 import sys
 import types
 import weakref
@@ -688,3 +692,48 @@ def test_configurations_that_answer_for_every_name(answer):
     assert f(mt.ones(2)).tolist() == [2, 2]
     config["rate"] = 3.0
     assert f(mt.ones(2)).tolist() == [3, 3]
+
+
+_ZONES = (datetime.UTC, datetime.timezone(datetime.timedelta(hours=1)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "read"),
+    [
+        (decimal.Decimal("1"), decimal.Decimal("1.0"), lambda k: len(str(k))),
+        (decimal.Decimal("0"), decimal.Decimal("-0"), lambda k: len(str(k))),
+        (*(datetime.datetime(2020, 1, 1, 12 + i, tzinfo=z) for i, z in enumerate(_ZONES)), lambda k: k.hour),
+        (*(datetime.datetime(2020, 1, 1, fold=i) for i in (0, 1)), lambda k: k.fold),
+        (range(0, 4, 2), range(0, 3, 2), lambda k: k.stop),
+        (float("nan"), -float("nan"), lambda k: math.copysign(1, k)),
+    ],
+)
+def test_values_that_are_equal_and_differ(first, second, read):
+    held = {"k": first}
+    around = mt.compile(lambda v: v * read(held["k"]))
+    given = mt.compile(lambda v, k: v * read(k))
+    x = mt.ones(1)
+    for k in (first, second, first):
+        held["k"] = k
+        assert float(around(x)[0]) == float(given(x, k)[0]) == read(k)
+
+
+@pytest.mark.filterwarnings("ignore:.*traced at every call")
+def test_views_iterators_of_arrays_and_files_in_memory():
+    x, d, a, m = mt.ones(1), {"k": 1.0}, np.array([1.0, 2.0]), memoryview(bytearray(b"\1"))
+    values, flat, text = d.values(), a.flat, io.StringIO("ab")
+    read = (lambda: sum(values), lambda: flat[0], lambda: len(text.getvalue()), lambda: m[0])
+    compiled = [mt.compile(lambda v, f=f: v * f()) for f in read]
+    before = [float(c(x)[0]) for c in compiled]
+    d["k"], a[0], m[0] = 2.0, 5.0, 3
+    text.write("abcdef")
+    assert before == [1, 1, 2, 1]
+    assert [float(c(x)[0]) for c in compiled] == [2, 5, 6, 3]
+
+
+def test_slices_that_are_written_anew_are_one_signature():
+    f = mt.compile(lambda v, s: v[s])
+    for _ in range(3):
+        assert f(mt.arange(5), slice(0, 2)).tolist() == [0, 1]
+    assert f(mt.arange(5), slice(0, 3)).tolist() == [0, 1, 2]
+    assert f.signatures == 2
