@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from ..arrays._array import Array
 from ..arrays._backends import backend_for, backend_of
 from ..arrays._dispatch import Deferred, apply, wrap
 from ..arrays._op import not_recording, recording, state
+from ..arrays.errors import TracedValueError
 from ..arrays.indexsum import IndexSum, densify
 from ..arrays.program import (
     Program,
@@ -261,6 +262,20 @@ def _values(arrays: Sequence[Any], places: frozenset[int]) -> tuple[Any, ...]:
     return tuple([(i, freeze(arrays[i])) for i in sorted(places)])
 
 
+class _Made(NamedTuple):
+    """A result that is no array of ours and can be written to."""
+
+    value: Any
+
+
+def _static(out: Any, arguments: Sequence[Any]) -> Any:
+    """A result as a program keeps it."""
+    if isinstance(out, Array):
+        return _ARRAY
+    made = isinstance(out, np.ndarray | set | bytearray | deque) and not any(out is a for a in arguments)
+    return _Made(out.copy()) if made else out
+
+
 class _Ready:
     """A traced program with its executable and the structure of its result."""
 
@@ -312,7 +327,9 @@ class _Ready:
         if self.arrays_alone:
             return trees.unflatten(self.out_def, arrays)
         outs = iter(arrays)
-        return trees.unflatten(self.out_def, [next(outs) if s is _ARRAY else s for s in self.statics])
+        # What the function made is made anew for each caller, who may write to it.
+        found = [next(outs) if s is _ARRAY else s.value.copy() if type(s) is _Made else s for s in self.statics]
+        return trees.unflatten(self.out_def, found)
 
     def differentiable(self, fn: Callable[..., Any], arguments: Sequence[Any], treedef: trees.TreeDef) -> custom_vjp:
         """The program as a function with a derivative of its own: a second program, traced from the derivative of the code.
@@ -375,7 +392,11 @@ def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
         ]
     )
     return Traced(
-        ready.program, trees.unflatten(ready.out_def, [next(stand_ins) if s is _ARRAY else s for s in ready.statics])
+        ready.program,
+        trees.unflatten(
+            ready.out_def,
+            [next(stand_ins) if s is _ARRAY else s.value if type(s) is _Made else s for s in ready.statics],
+        ),
     )
 
 
@@ -411,6 +432,10 @@ def _recorded(
             restore(name, reads, trace)
         given.refuse_writes()
         outs, out_def = trees.flatten(result)
+        if (used_up := next((o for o in outs if isinstance(o, Iterator)), None)) is not None:
+            raise TracedValueError(
+                f"[compile] {name} returns a {type(used_up).__name__}, which is empty after its first reading: return a list or a tuple"
+            )
         outs = [o._read() if type(o) is TracedNumber else o for o in outs]
         densify(outs)
         outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
@@ -445,7 +470,7 @@ def _trace(
         if chance.doubtful():
             refuse_other(title, program, second)
         refuse_strangers(title, trace.strangers, again.strangers)
-    statics = [_ARRAY if isinstance(o, Array) else o for o in outs]
+    statics = [_static(o, arrays) for o in outs]
     inputs = [a for a in arrays if isinstance(a, Array)]
     leaves = [i for i, a in enumerate(arrays) if isinstance(a, Array)]
     given = [k for k, i in enumerate(leaves) if i in donated]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import types
 
@@ -363,3 +364,25 @@ def test_the_derivative_of_a_compiled_function_that_writes_is_refused(write):
         tape.watch(x)
         f(x)
     assert x.tolist() == y.tolist()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: np.zeros(2), lambda: {1}, lambda: bytearray(b"a"), lambda: collections.deque([1])]
+)
+def test_what_a_function_returns_is_the_callers(make):
+    f = mt.compile(lambda v: (v * 2, [make()]))
+    for _ in range(3):
+        (made,) = f(mt.ones(2))[1]
+        assert repr(made) == repr(make())
+        if isinstance(made, np.ndarray):
+            made += 1
+        else:
+            made.clear()
+    given = make()
+    assert mt.compile(lambda v, a: (v, a))(mt.ones(2), given)[1] is given or isinstance(given, np.ndarray)
+
+
+@pytest.mark.parametrize("make", [lambda: iter([1]), lambda: (i for i in range(3)), lambda: zip([1], [2], strict=True)])
+def test_iterators_are_no_results(make):
+    with pytest.raises(mt.errors.TracedValueError, match="return a list"):
+        mt.compile(lambda v: (v, make()))(mt.ones(2))
