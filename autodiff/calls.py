@@ -23,6 +23,7 @@ from ..arrays.elementwise import BARRIER
 from ..arrays.errors import GradientError
 from ..arrays.program import Const, Site
 from .backward import Recorded, named, same_value
+from .hidden import refuse_hidden
 from .recipe import Recipe
 
 
@@ -263,6 +264,7 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         with without_tapes(region):
             result = fn(*args, **kwargs)
         region.around.refuse_written("checkpoint", "the function")
+        refuse_hidden("checkpoint", result)
         leaves = [x for x in trees.flatten(result)[0] if isinstance(x, Array) and x._id in region.made]
         outs = list({x._id: x for x in leaves}.values())
         needed = {x._id for x in outs}

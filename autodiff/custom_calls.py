@@ -19,6 +19,7 @@ from ..arrays.program import Site, site_text
 from .backward import Recorded, named, same_value
 from .calls import Around, as_they_are, note_call_made, record_on, recording_tapes, without_tapes
 from .captures import Wrapper
+from .hidden import refuse_hidden
 
 
 class _Guard:
@@ -205,6 +206,7 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
                 f"[custom_vjp] the forward function of {self.__name__} must return (value, residuals), got "
                 f"{type(made).__name__}"
             )
+        refuse_hidden("custom_vjp", made[0])
         values, call.out_def = trees.flatten(made[0])
         residuals, residual_def = trees.flatten(made[1])
         call.statics = [_ARRAY if isinstance(x, Array) else x for x in values]

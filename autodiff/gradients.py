@@ -5,9 +5,7 @@ Compiled in the wheel; closures are not, because :mod:`.signature` looks into th
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from ..arrays.elementwise import ALIAS
 from ..arrays.errors import DTypeError, GradientError
 from ..arrays.writing import settled
 from .backward import same_value
+from .hidden import hides_arrays
 from .tape import Tape, is_differentiable
 
 
@@ -44,15 +43,6 @@ def without_derivatives(x: Any) -> bool:
     if isinstance(x, Array | np.ndarray | np.generic):
         return not is_differentiable(x.dtype)
     return hides_arrays(x)
-
-
-def hides_arrays(x: Any) -> bool:
-    """Whether an object that is no tree has arrays among its variables or elements."""
-    if isinstance(x, collections.deque | set | frozenset):
-        held: Any = x
-    else:
-        held = () if isinstance(x, type | FunctionType | ModuleType) else getattr(x, "__dict__", {}).values()
-    return any(isinstance(v, Array) for v in held)
 
 
 def refuse_integers(who: str, args: Sequence[Any], positions: Sequence[int]) -> None:

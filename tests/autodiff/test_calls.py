@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import weakref
 
@@ -552,3 +553,20 @@ def test_a_cotangent_of_another_float_is_cast():
     double.defvjp(lambda x: (2.0 * x, None), lambda _, g: (mt.astype(g, "float64") * 2.0,))
     g = mt.grad(lambda x: mt.sum(double(x)))(mt.ones(2, dtype="float32"))
     assert (g.dtype, g.tolist()) == (np.float32, [2, 2])
+
+
+class _Box:
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "hide", [_Box, lambda v: {"a": _Box(v)}, lambda v: collections.deque([v]), lambda v: (x for x in v)]
+)
+def test_results_from_which_no_gradient_comes_back_are_refused(hide):
+    x = mt.asarray([1.0, 2.0])
+    own = mt.custom_vjp(lambda q: hide(q * 2))
+    own.defvjp(lambda q: (hide(q * 2), None), lambda r, g: (2 * g,))
+    for fn in (mt.checkpoint(lambda q: hide(q * 2)), own):
+        with pytest.raises(mt.errors.GradientError, match="no tree"):
+            mt.grad(lambda v, fn=fn: mt.sum(v) + 0 * len(str(fn(v))))(x)
