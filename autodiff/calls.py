@@ -8,6 +8,7 @@ back in its own way. A recorder takes part by a method ``record_call`` beside ``
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +24,6 @@ from ..arrays.elementwise import BARRIER
 from ..arrays.errors import GradientError
 from ..arrays.program import Const, Site
 from .backward import Recorded, named, same_value
-from .hidden import refuse_hidden
 from .recipe import Recipe
 
 
@@ -134,6 +134,11 @@ class Region:
         self.around = Around()
         self.made: set[int] = set()
         self.live: set[int] = set()
+        self._alive: list[weakref.ref[Array]] = []
+
+    def escaped(self) -> list[Array]:
+        """What was made of watched arrays and is still held: results, and what the function left in an object or a list."""
+        return [x for ref in self._alive if (x := ref()) is not None and x._id in self.made]
 
     def watches(self, x: Array) -> bool:
         return x._id in self.live or any(t.watches(x) for t in self.tapes)
@@ -155,6 +160,7 @@ class Region:
         self.made.update(outputs)
         if live and not op.nondifferentiable:
             self.live.update(outputs)
+            self._alive += map(weakref.ref, outs)
         self.steps.append(Step(op, inputs, outputs, params, origin, site))
 
     def record_call(
@@ -242,7 +248,8 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     The gradients are the same, to the bit: what is repeated are the calls that were made, on the very values that they were
     made on, so that random numbers, and arrays that ``fn`` reads from around it, are the same too. ``fn`` itself runs once.
-    Arguments and results are trees; arrays that nobody watches, and other objects, are passed on as they are.
+    Arguments and results are trees; arrays that nobody watches, and other objects, are passed on as they are. What ``fn`` leaves in an object, a
+    list or a closure is differentiated, too.
 
     Examples
     --------
@@ -264,9 +271,8 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         with without_tapes(region):
             result = fn(*args, **kwargs)
         region.around.refuse_written("checkpoint", "the function")
-        refuse_hidden("checkpoint", result)
         leaves = [x for x in trees.flatten(result)[0] if isinstance(x, Array) and x._id in region.made]
-        outs = list({x._id: x for x in leaves}.values())
+        outs = list({x._id: x for x in (*leaves, *region.escaped())}.values())
         needed = {x._id for x in outs}
         steps = []
         for s in reversed(region.steps):
