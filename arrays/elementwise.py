@@ -210,7 +210,7 @@ FMIN, fmin = _binary("fmin", "The smaller one; the other where one is NaN. At ti
 
 def ldexp(x1: Any, x2: Any, /) -> Array:
     # A number is an integer beside bfloat16, too, where others take the dtype of the array.
-    return _scaled(x1, as_array(x2) if type(x2) is int else x2)
+    return _scaled(x1, as_array(x2) if type(x2) is int and hasattr(x1, "dtype") else x2)
 
 
 ldexp.__doc__ = _scaled.__doc__

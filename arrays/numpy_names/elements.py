@@ -163,7 +163,8 @@ def angle(z: Any, /, deg: bool = False) -> Array:
     >>> mt.angle(mt.asarray([1.0, 1j, -1.0]), deg=True)
     Array([  0.,  90., 180.], dtype=float64)
     """
-    z = inexact(z) if np.result_type(z).kind == "b" else _floating(z)
+    z = asarray(z)
+    z = inexact(z) if z.dtype.kind == "b" else _floating(z)
     out = ew.atan2(ew.imag(z), ew.real(z)) if z.dtype.kind == "c" else ew.atan2(0.0, ew.stop_gradient(z))
     return rad2deg(out) if deg else out
 
