@@ -37,6 +37,7 @@ def keep_writing(layout, path, stop):
     while not stop.is_set():
         generation += 1
         write(layout, path, generation)
+        time.sleep(0.01)  # in memory a file is replaced within a millisecond, faster than anything reads it
 
 
 @contextlib.contextmanager
