@@ -72,7 +72,7 @@ def test_every_command_takes_odd_names_and_gives_data(command: str, held: Path, 
         ("text", "is not a safetensors file"),
         ("s3://KEY:hush-hush@bucket/x", "credentials come from the environment"),
         ("https://me:hush-hush@host/x?signature=hush-hush", "credentials come from the environment"),
-        ("ftp://host/x", "known are s3://"),
+        ("foo://host/x", "known are s3://"),
     ],
 )
 def test_what_is_no_checkpoint(command: str, place: str, match: str, held: Path, tmp_path: Path) -> None:
