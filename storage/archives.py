@@ -28,7 +28,6 @@ from .torch_values import Made, Named, Persistent
 
 SINGLE = "arr_0"  # the name that NumPy gives an array without one
 _MAX_PICKLE = 64 << 20
-_NPY = b"\x93NUMPY"
 _NOWHERE = Place(0, 0, (), (0, 0), 0)
 _STORAGES = {
     **{f"torch.{k}Storage": v for k, v in (("Float", "float32"), ("Double", "float64"), ("Half", "float16"))},

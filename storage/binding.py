@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -199,18 +197,6 @@ def _by_values(
         return {values: key for key, values in hits}
     at = [pattern.captures.index(n) for n in names]
     return {tuple(values[i] for i in at): key for key, values in hits}
-
-
-@contextlib.contextmanager
-def collection_paused() -> Iterator[None]:
-    """Without Python's garbage collector, which would go through all tables again and again while they grow."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 # ----- application ----------------------------------------------------------------------------------------------------

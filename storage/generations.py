@@ -10,14 +10,32 @@ is the reason. Files without checksums are compared with their tag whenever they
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 from ..arrays.errors import CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
 from . import stores
 from .writing import UPLOADS, in_threads
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 ATTEMPTS = 10  # to open or load a checkpoint that writers keep replacing
+
+
+def once_more(read: Callable[P, T]) -> Callable[P, T]:
+    """A function that begins anew where a writer replaces what it reads, `ATTEMPTS` times at most."""
+
+    @functools.wraps(read)
+    def whole(*args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(ATTEMPTS - 1):
+            with contextlib.suppress(CheckpointReplaced):
+                return read(*args, **kwargs)
+        return read(*args, **kwargs)
+
+    return whole
 
 
 def refuse(where: str, then: str, now: str | None) -> None:

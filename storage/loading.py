@@ -6,7 +6,6 @@ reported together, in one error. Split arrays are read by the ranks that will ho
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import uuid
@@ -18,13 +17,13 @@ import numpy as np
 
 from ..arrays import asarray
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError, CheckpointReplaced
+from ..arrays.errors import CheckpointError
 from ..arrays.tree import flatten, flatten_with_path, unflatten
 from .casting import CastLoss, Tally, tracked
 from .collector import no_collections
 from .derived import casts
 from .fitting import Ignored, Target, check_shardings, chosen, held, is_array, match_like, prune, resharded, select
-from .generations import ATTEMPTS
+from .generations import once_more
 from .names import leaf_name
 from .opened import fill
 from .opening import open_checkpoint
@@ -144,6 +143,7 @@ def _by_mesh(targets: Mapping[str, Target]) -> list[dict[str, Target]]:
     return [g for _, g in groups]
 
 
+@once_more
 def load(
     path: str | os.PathLike[str],
     *,
@@ -232,29 +232,6 @@ def load(
     """
     if like is not None and shardings is not None:
         raise CheckpointError("load takes like= or shardings=, not both")
-    for attempt in range(ATTEMPTS):
-        with contextlib.suppress(*(() if attempt == ATTEMPTS - 1 else (CheckpointReplaced,))):
-            return _load(
-                path, like, shardings, keys, prefix, cast, strict, ignore, rules, verify, report, allow_overflow
-            )
-    raise AssertionError("unreachable")
-
-
-def _load(
-    path: str | os.PathLike[str],
-    like: Any,
-    shardings: Any,
-    keys: Iterable[str] | None,
-    prefix: str | None,
-    cast: bool,
-    strict: bool,
-    ignore: Iterable[str] | None,
-    rules: Any,
-    verify: bool,
-    report: LoadReport | None,
-    allow_overflow: bool,
-) -> Any:
-    """One attempt: it ends with `CheckpointReplaced` where a writer replaces the checkpoint meanwhile."""
     started = time.perf_counter()
     kept = LoadReport() if report is None else report
     kept.reset()
@@ -291,7 +268,7 @@ def _load(
     kept.seconds = ended - started
     kept.phases = {"open": opened - started, "plan": planned - opened, "read": ended - planned}
     if report is None and not kept.fits:
-        warnings.warn(str(kept), stacklevel=2)
+        warnings.warn(str(kept), stacklevel=3)
 
     if like is not None:
         scalars = held(ckpt, picked)[1]

@@ -151,6 +151,7 @@ class Checkpoint(Mapping[str, StoredArray]):
     mapping: list[tuple[str, int]] = field(default_factory=list)  # rules that made it, and how often each was applied
     documents: Mapping[str, Any] = field(default_factory=dict)  # files beside the arrays: config, generation_config, …
     generation: Generation = NONE  # that was opened
+    manifest: manifest.Manifest | None = None  # of a checkpoint of ours
 
     def belongs_to(self, generation: Generation) -> None:
         """Tie it, and all that is read of it later, to a generation of its place."""

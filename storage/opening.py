@@ -239,6 +239,7 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
         m.metadata,
         m.meshes,
         documents=documents.Documents(root, m.documents),
+        manifest=m,
     )
 
 

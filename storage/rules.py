@@ -25,7 +25,8 @@ import numpy as np
 
 from ..arrays.errors import RuleConflict, RuleSyntaxError
 from . import ruletext
-from .binding import Program, Rule, collection_paused
+from .binding import Program, Rule
+from .collector import no_collections
 from .derived import Filled, Memory
 from .manifest import Leaf, scalar_leaves
 from .names import leaf_name
@@ -126,7 +127,7 @@ class Rules:
     def __hash__(self) -> int:
         return hash((self.rules, self.follow))
 
-    @collection_paused()
+    @no_collections()
     def on(self, ckpt: Checkpoint) -> Checkpoint:
         """The checkpoint that the rules make of ``ckpt``: flat, lazy, with every shape and dtype known and checked.
 

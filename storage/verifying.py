@@ -72,7 +72,8 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 
 def _verify(ckpt: Checkpoint, started: float) -> VerifyReport:
-    if ckpt.kind != "meshtape":
+    held = ckpt.manifest
+    if held is None:
         files, nbytes = verify_others(ckpt)
         return VerifyReport(ckpt.path, len(ckpt), files, nbytes, time.perf_counter() - started)
     tensors = [a.tensor.whole() for a in ckpt.arrays.values()]
@@ -87,8 +88,6 @@ def _verify(ckpt: Checkpoint, started: float) -> VerifyReport:
         if not isinstance(t, packed.PackedBlocks)
         for c in t.objects
     ]
-    held = manifest.read(ckpt.path)
-    assert held is not None  # it was opened by it
     jobs += packed.check(ckpt.path, held.packs, small, faults)
     nbytes = run(jobs, max((t.readers for t in tensors), default=1))
     nbytes += sum(_check_metadata(ckpt.path, held, faults))

@@ -133,7 +133,7 @@ class ZarrTensor:
             )
             if self.missing == "error":
                 raise IncompleteCheckpoint(f'{text}; missing="fill" takes them for that')
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=5)
 
     @property
     def readers(self) -> int:
