@@ -120,11 +120,11 @@ class Symbol:
 
     def operand(self, op: Op, args: tuple[Any, ...]) -> Any:
         """What takes its place among these arguments of a call: an Array, or the number."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} cannot take part in {op.name}")
 
     def _read(self) -> Any:
         """The number itself."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no value")
 
 
 def number(value: Any) -> Any:

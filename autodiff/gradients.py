@@ -45,8 +45,8 @@ def without_derivatives(x: Any) -> bool:
     return hides_arrays(x)
 
 
-def refuse_integers(who: str, args: Sequence[Any], positions: Sequence[int]) -> None:
-    """Raise where one of these arguments holds an array that has no derivatives: None in its place is easily overlooked."""
+def refuse_underivable(who: str, args: Sequence[Any], positions: Sequence[int]) -> None:
+    """Raise where one of these arguments holds what has no derivatives: None in its place is easily overlooked."""
     for i in positions:
         for path, x in trees.flatten_with_path(args[i]):
             if without_derivatives(x):
@@ -100,7 +100,7 @@ def value_and_gradients(
             given, treedef = trees.flatten(args[i])
             mine = [own(x) for x in given]
             if [x for x in mine if without_derivatives(x)]:
-                refuse_integers("grad", args, [i])
+                refuse_underivable("grad", args, [i])
             full[i] = trees.unflatten(treedef, mine)
             places[i] = treedef, len(leaves), len(leaves) + len(mine)
             leaves += mine

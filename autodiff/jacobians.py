@@ -23,7 +23,7 @@ from ..arrays.creation import asarray, ones_like, zeros, zeros_like
 from ..arrays.elementwise import conj
 from ..arrays.errors import GradientError, TracedValueError
 from ..arrays.manipulation import concat, reshape, stack
-from .gradients import chosen_arguments, refuse_integers
+from .gradients import chosen_arguments, refuse_underivable
 from .transforms import argument_positions, check_function, vjp
 
 BLOCK_SIZE = 64
@@ -65,7 +65,7 @@ def jacobian_blocks(
     """
     if block_size < 1:
         raise ValueError(f"[jacobian_blocks] block_size must be at least 1, got {block_size}")
-    refuse_integers("jacobian_blocks", [x], [0])
+    refuse_underivable("jacobian_blocks", [x], [0])
     value, pull = vjp(fn, x)
     if not isinstance(value, Array):
         raise GradientError(f"[jacobian_blocks] the function must return an Array, got {type(value).__name__}")
@@ -191,7 +191,7 @@ def jacobian(
     @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         chosen = chosen_arguments("jacobian", positions, len(args))
-        refuse_integers("jacobian", args, chosen)
+        refuse_underivable("jacobian", args, chosen)
         value, pull, *rest = vjp(_of_chosen(fn, args, kwargs, chosen), *(args[i] for i in chosen), has_aux=has_aux)
         outputs, out_def = trees.flatten(value)
         for y in outputs:

@@ -24,7 +24,7 @@ from .gradients import (
     loss_and_aux,
     names_of,
     own,
-    refuse_integers,
+    refuse_underivable,
     value_and_gradients,
     watched,
     without_derivatives,
@@ -71,7 +71,7 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     check_function("vjp", fn)
     leaves = trees.flatten(primals)[0]
     if leaves and all(without_derivatives(x) for x in leaves):
-        refuse_integers("vjp", primals, range(len(primals)))
+        refuse_underivable("vjp", primals, range(len(primals)))
     return _vjp(fn, primals, has_aux)
 
 
@@ -227,7 +227,7 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
         if a != b:
             raise GradientError(f"[hvp] a direction of shape {b} for an argument of shape {a}")
 
-    refuse_integers("hvp", [x], [0])
+    refuse_underivable("hvp", [x], [0])
     # The Hessian is symmetric: what the gradient's own derivative pulls back is what it pushes forward.
     leaves = [own(leaf) for leaf in xs]
     tape = Tape()

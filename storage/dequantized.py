@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from .casting import cast
-from .derived import Derived, pieces
+from .derived import Elementwise, pieces
 from .tensors import Job
 
 
@@ -31,7 +31,7 @@ def _read(tensor: Any, box: Box) -> tuple[np.ndarray, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantized(Derived):
+class Dequantized(Elementwise):
     """``source`` times ``scale``, less ``zero`` before, one of each for a ``block``. Reads the scales of the blocks that a box meets."""
 
     name: str
@@ -41,14 +41,6 @@ class Dequantized(Derived):
     block: tuple[int, ...]
     dtype: np.dtype
     casts: ClassVar[bool] = True
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        return self.source.chunk
 
     def sources(self) -> tuple[Any, ...]:
         return (self.source, self.scale) if self.zero is None else (self.source, self.scale, self.zero)

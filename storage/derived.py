@@ -270,15 +270,11 @@ class Permuted(Derived):
         yield from self.source.jobs(self._box(box), out.transpose(self._inverse()))
 
 
-@dataclass(frozen=True, slots=True)
-class Converted(Derived):
-    """Another dtype, by NumPy's rules; what it loses is counted (see ``casting``). ``allowed``: the loss is accepted."""
+class Elementwise(Derived):
+    """What is made of each element of its ``source`` by itself: shape and chunks are the source's."""
 
-    name: str
-    source: StoredTensor
-    dtype: np.dtype
-    allowed: bool = False
-    casts: ClassVar[bool] = True
+    __slots__ = ()
+    source: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -287,6 +283,17 @@ class Converted(Derived):
     @property
     def chunk(self) -> tuple[int, ...]:
         return self.source.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Converted(Elementwise):
+    """Another dtype, by NumPy's rules; what it loses is counted (see ``casting``). ``allowed``: the loss is accepted."""
+
+    name: str
+    source: StoredTensor
+    dtype: np.dtype
+    allowed: bool = False
+    casts: ClassVar[bool] = True
 
     def only(self, box: Box) -> Converted:
         return replace(self, source=self.source.only(box))
