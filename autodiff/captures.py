@@ -444,9 +444,8 @@ class _Walk:
         if not done:
             # Operators, calls, indices and the like are looked up by no name; nor are the fields of trees.
             names |= {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
-            names |= getattr(
-                kind, "__dataclass_fields__", {}
-            ).keys()  # (an object may answer for names that it has not)
+            # (Asked of the class: an object may answer for names that it has not.)
+            names |= getattr(kind, "__dataclass_fields__", {}).keys()
         if self.anything and not isinstance(x, Enum):
             names |= {n for c in classes for n in vars(c) if not _is_special(n)} - done
             if isinstance(variables, dict) and "**" not in done:

@@ -40,9 +40,8 @@ class Listing:
 
     tables: set[str]
     files: set[str] = field(default_factory=set)
-    arrays: dict[str, Any] = field(
-        default_factory=dict
-    )  # manifest rows by directory, or None where they cannot be read
+    # Manifest rows by directory, or None where they cannot be read.
+    arrays: dict[str, Any] = field(default_factory=dict)
     documents: dict[str, str] = field(default_factory=dict)  # of a manifest: file by name
     damaged: bool = False
 

@@ -22,9 +22,8 @@ from socket import gethostname
 
 from .files import try_lock
 
-SILENT_AGE = (
-    3600.0  # seconds; a writer writes all the time, and one that was wrongly taken for dead loses a save, no checkpoint
-)
+SILENT_AGE = 3600.0
+"""Seconds. A writer writes all the time, and one that was wrongly taken for dead loses a save, no checkpoint."""
 FOREIGN_AGE = 24 * 3600.0  # seconds; in object stores, where an upload shows nothing until it ends
 _MOST = 4096  # files that are looked at for the time of the last write
 

@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from .writing import Record, Task
 
 THRESHOLD = 1 << 20  # bytes of a block that are packed by default
-HELD = (
-    8 << 20
-)  # the same for a pack of a conversion, which has its blocks in memory: the header, with their checksums, comes first
 LIMIT = 64 << 20  # bytes of blocks after which a rank begins another pack
+HELD = 8 << 20
+"""The same for a pack of a conversion, which has its blocks in memory: the header, with their checksums, comes first."""
 
 
 def threshold(pack: bool | int | None, target: str) -> int:
