@@ -8,8 +8,8 @@ One line of Dask's configuration mounts them::
 (`meshtape.storage.browse`). Both are as open as the dashboard itself; ``meshtape.browse.hosts`` may list the host names under which alone
 they answer.
 
-The page shows what the scheduler knows, and says where that ends. It knows which gang tasks wait, run and have run, and what
-workers report with their heartbeats, twice a second at best: a collective that took less may never be seen. Collectives go from worker
+The page shows what the scheduler knows, and says where that ends. It knows what workers report with their heartbeats, twice a second at
+best: which programs wait, run and have run, and what the last collective was; one that took less may never be seen. Collectives go from worker
 to worker; of their bytes the scheduler knows nothing. Of checkpoints that are saved, merged or resharded it is told the bytes, by the
 processes that write them, at the same pace.
 """
@@ -19,13 +19,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import dask
-from distributed import SchedulerPlugin
 from distributed.http.utils import RequestHandler
 
 from ..storage.browse.frame import Shown, facts, href, notice, page, section, table
@@ -36,11 +33,8 @@ from ..storage.browse.server import LOOPBACK
 from ..storage.browse.site import Site
 from ..storage.browse.text import count, human_bytes, plain, visible
 from .dashboard_work import jobs_of, jobs_section, work_of, work_section
-from .scheduler import PREFIX
 
-BLOCKS = "blocks"  # of arrays that the client sent: no program
 _ROUTES = "distributed.scheduler.http.routes"
-_PROGRAMS = 200
 _EVENTS = 12
 EVERY = 1000  # milliseconds between two looks
 
@@ -77,55 +71,31 @@ def address(client: Any) -> str:
     return client.dashboard_link.rpartition("/")[0] + "/meshtape/"
 
 
-def program_of(key: Any) -> str | None:
-    """The name of the program, or function of blocks, that a gang task runs; None for other tasks.
+def programs_of(scheduler: Any) -> dict[str, dict[str, Any]]:
+    """What the workers say of programs and functions of blocks: how many run and wait, have ended or failed, and seconds of one."""
+    found: dict[str, dict[str, Any]] = {}
 
-    >>> program_of("meshtape.step-" + "0" * 32), program_of("sum-" + "0" * 32)
-    ('step', None)
-    """
-    text = str(key)
-    return text.removeprefix(PREFIX).partition("-")[0] if text.startswith(PREFIX) else None
+    def of(name: str) -> dict[str, Any]:
+        return found.setdefault(name, {"running": 0, "waiting": 0, "done": 0, "failed": 0, "seconds": 0.0})
 
-
-@dataclass
-class Count:
-    """Tasks of one program that are done, the seconds that they took, and how many failed."""
-
-    done: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-
-
-class Programs(SchedulerPlugin):
-    """Counts the gang tasks of each program. Dask's own groups go by the letters of a name alone, and would mix programs."""
-
-    name = "meshtape-programs"
-
-    def __init__(self) -> None:
-        self.counts: OrderedDict[str, Count] = OrderedDict()
-
-    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        program = program_of(key) if start in ("waiting", "processing", "queued", "no-worker") else None
-        if program is None or program == BLOCKS:
-            return
-        count = self.counts.setdefault(program, Count())
-        while len(self.counts) > _PROGRAMS:
-            self.counts.popitem(last=False)
-        if start == "processing" and finish == "memory":
-            times = [t["stop"] - t["start"] for t in kwargs.get("startstops", ()) if t.get("action") == "compute"]
-            count.done += 1
-            count.seconds += sum(times)
-        elif start == "processing" and finish == "erred":
-            count.failed += 1
+    for report in [_report(w) for w in list(scheduler.workers.values())]:
+        for name, (done, failed, seconds) in report["counts"].items():
+            one = of(name)
+            one["done"], one["failed"] = one["done"] + done, one["failed"] + failed
+            one["seconds"] += seconds
+        for state in ("running", "waiting"):
+            for name in report[state]:
+                of(name)[state] += 1
+    for one in found.values():
+        one["seconds"] = one["seconds"] / one["done"] if one["done"] else None
+    return found
 
 
-def programs_of(scheduler: Any) -> dict[str, Count]:
-    """Counts since a page was first asked for; the plugin that counts is added then."""
-    plugin = scheduler.plugins.get(Programs.name)
-    if plugin is None:
-        plugin = Programs()
-        scheduler.add_plugin(plugin)
-    return dict(plugin.counts)
+def _report(worker: Any) -> dict[str, Any]:
+    """What a worker said with its last heartbeat."""
+    said = worker.metrics.get("meshtape")
+    usual: dict[str, Any] = {"running": (), "waiting": (), "counts": {}, "bytes": 0, "exchanges": {}}
+    return {**usual, **said} if isinstance(said, dict) else usual
 
 
 def state_of(scheduler: Any) -> dict[str, Any]:
@@ -143,23 +113,6 @@ def state_of(scheduler: Any) -> dict[str, Any]:
                 "workers": seats,
             }
         )
-    counts = programs_of(scheduler)
-    programs = {
-        name: {
-            "running": 0,
-            "waiting": 0,
-            "done": c.done,
-            "failed": c.failed,
-            "seconds": c.seconds / c.done if c.done else None,
-        }
-        for name, c in counts.items()
-    }
-    for ts in [ts for w in list(scheduler.workers.values()) for ts in w.processing]:
-        if (name := program_of(ts.key)) in programs:
-            programs[name]["running"] += 1
-    for ts in [*scheduler.unrunnable, *scheduler.queued]:
-        if (name := program_of(ts.key)) in programs:
-            programs[name]["waiting"] += 1
     events = [
         {
             "ago": time.time() - when,
@@ -173,7 +126,7 @@ def state_of(scheduler: Any) -> dict[str, Any]:
         "jobs": jobs_of(scheduler),
         "writing": work_of(scheduler),
         "meshes": meshes,
-        "programs": programs,
+        "programs": programs_of(scheduler),
         "failures": events[::-1],
         "workers": len(scheduler.workers),
     }
@@ -183,19 +136,17 @@ def _seat(worker: Any, address: str, mesh: str) -> dict[str, Any]:
     """One worker of a mesh."""
     if worker is None:
         return {"address": address, "alive": False}
-    running = [(p, ts) for ts in worker.processing if (p := program_of(ts.key)) is not None]
-    report = worker.metrics.get("meshtape") or {}
-    run, collective = report.get(mesh, (None, "")) if isinstance(report, dict) else (None, "")
-    held = sum(ts.nbytes for ts in worker.has_what if program_of(ts.key) is not None and ts.nbytes > 0)
+    report = _report(worker)
+    run, collective = report["exchanges"].get(mesh, (None, ""))
     return {
         "address": address,
         "alive": True,
         "silent": max(0.0, time.time() - worker.last_seen),
-        "program": running[0][0] if running else None,
-        "queued": max(0, len(running) - 1),
+        "program": report["running"][0] if report["running"] else None,
+        "queued": len(report["waiting"]),
         "run": run,
         "collective": collective or None,
-        "blocks": held,
+        "blocks": report["bytes"],
     }
 
 
@@ -265,7 +216,7 @@ def body_of(state: dict[str, Any]) -> Markup:
             section(
                 "Programs",
                 table(("Program", "Running", "Waiting", "Done", "Failed", "Mean"), rows, numeric=(1, 2, 3, 4, 5)),
-                note="tasks, one a worker for each run, since this page was first opened; saves and loads are among them",
+                note="runs, one a worker each, since the workers started; saves and loads are among them",
             )
         )
     if failures:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     import dask.array as da
 
 
+FROM_DASK = "from_dask"
+
+
 def to_dask(buf: ShardedBuffer) -> da.Array:
     """The blocks of a split array as a ``dask.array``: one chunk a block, where the blocks are."""
     import dask.array as da
@@ -77,19 +80,22 @@ def _place(rank: int, layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tup
 
 
 def _future(buf: ShardedBuffer, rank: int) -> Any:
-    from .gang import Call, call_on_blocks
-
     runtime: Any = buf.mesh.runtime
-    runtime._check_open()
-    p = runtime.homes[rank]
-    spec = Call(uuid.uuid4().hex, runtime._seat(p), only_block, {rank: None}, ((0, buf.handle.slot),))
-    return runtime._submit(call_on_blocks, p, "block", spec, buf.handle.gang.futures[p])
+    handle = buf.handle
+    here = handle.gang.futures[runtime.homes[rank]].ref
+    options = {"pure": False, "priority": 1_000_000, "workers": [here.address], "allow_other_workers": True}
+    future = runtime.client.submit(_block_here, tuple(here), handle.slot, rank, **options)
+    future.add_done_callback(lambda _, held=handle: None)  # the block stays there until then
+    return future
 
 
-def only_block(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.ndarray]]) -> np.ndarray:
-    """On a worker: the block of the rank that is asked for."""
-    (rank,) = payloads
-    return exported(blocks[rank][0])
+def _block_here(ref: tuple[int, str, str], slot: int, rank: int) -> np.ndarray:
+    """A task of Dask's on the worker that has a block."""
+    from .gang import desk_here
+
+    number, address, session = ref
+    desk, finish = desk_here(address, session)
+    return exported(finish(desk.value(number)).slots[slot][rank])
 
 
 def exported(block: Any) -> Any:
@@ -152,39 +158,47 @@ def _local(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> A
 
 
 def _remote(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Any:
-    from .dask_runtime import Gang, RemoteBlocks
-    from .gang import Call
+    from .dask_runtime import RemoteBlocks
+    from .flight import Gang
+    from .worker_streams import WorkerFuture
 
     runtime: Any = mesh.runtime
     runtime._check_open()
-    run = uuid.uuid4().hex
+    client, streams = runtime.client, runtime._streams
     # Once, on the workers: parts of chunks are cut where the chunks are.
-    held = runtime.client.persist(d)
+    held = client.persist(d)
     made = []
+    with streams.order:
+        number = streams.number()
     for p, address in enumerate(runtime.addresses):
-        mine = runtime._hosted(p)
+        mine = runtime.hosted(p)
         boxes = {r: block_box(layout, mesh.sizes, shape, r) for r in mine}
         distinct = list(dict.fromkeys(boxes.values()))
-        parts = [
-            runtime.client.compute(held[b.slices], workers=[address], allow_other_workers=True, priority=1_000_000)
-            for b in distinct
-        ]
+        where = {"workers": [address], "allow_other_workers": True, "priority": 1_000_000}
+        parts = [client.compute(held[b.slices], **where) for b in distinct]
         payload = {r: (distinct.index(b), b.shape, np.dtype(d.dtype)) for r, b in boxes.items()}
-        made.append(runtime._submit(adopt, p, "from_dask", Call(run, runtime._seat(p), adopt, payload, ()), *parts))
-    this = Gang(run, "from_dask", made)
+        mine_there = WorkerFuture(streams[address], number, FROM_DASK)
+        task = client.submit(_adopt, tuple(mine_there.ref), runtime.mesh_id, payload, *parts, pure=False, **where)
+        mine_there.follow(task)
+        made.append(mine_there)
+    this = Gang(FROM_DASK, made)
     runtime._flight.settle(this)
-    return RemoteBlocks(this, 0, runtime._dead)
+    return RemoteBlocks(this, 0)
 
 
-def adopt(spec: Any, *parts: np.ndarray) -> Any:
-    """On a worker: blocks that Dask has put together, as blocks of the mesh."""
-    from .gang import kept
+def _adopt(ref: tuple[int, str, str], mesh: bytes, payload: Mapping[int, Any], *parts: np.ndarray) -> None:
+    """A task of Dask's: blocks that Dask has put together, as blocks of the mesh."""
+    from .gang import desk_here, kept, seat_here
 
-    state = spec.seat.take()
-    blocks = {
-        r: np.asarray(parts[k], dtype, order="C").reshape(shape) for r, (k, shape, dtype) in spec.payloads.items()
-    }
-    return kept(spec, state, {0: blocks})
+    number, address, session = ref
+    desk, finish = desk_here(address, session)
+    blocks = {r: np.asarray(parts[k], dtype, order="C").reshape(shape) for r, (k, shape, dtype) in payload.items()}
+    bundle = kept(seat_here(mesh), {0: blocks})
+
+    async def keep() -> None:
+        desk.keep(number, FROM_DASK, bundle)
+
+    finish(keep())
 
 
 # ----- the collection protocol ------------------------------------------------------------------------------------------

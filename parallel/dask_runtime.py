@@ -1,13 +1,14 @@
 """A mesh on the workers of a Dask cluster.
 
-The client side: ranks are given to workers in consecutive runs, a program run is submitted as one task a worker, and what comes
-back are futures of bundles of blocks that stay where they are. Programs travel once; small new inputs travel with the task that
-first reads them, large ones go to the workers directly. Up to :data:`~.flight.IN_FLIGHT` runs are on their way at a time, and an error in
-one of them is raised by the next call.
+The client side: ranks are given to workers in consecutive runs, a program run is one message to each worker, and the blocks that come
+of it stay where they are. Programs travel once, and so does what a worker must know of the mesh; small new inputs travel with the message
+of the run that first reads them, large ones by connections of their own. Up to :data:`~.flight.IN_FLIGHT` runs are on their way at a time,
+and an error in one of them is raised by the next call.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 import itertools
@@ -15,31 +16,33 @@ import secrets
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import dask
 import numpy as np
-from distributed import Client, Future
+from distributed import Client
+from distributed.protocol import to_serialize
 
 from ..arrays.devices import CPU, Device
 from ..arrays.devices import device as named
 from ..arrays.errors import ClusterError, MeshError, MeshtapeError, RankLost, WorkerMismatch
 from . import gang, settings
-from .asking import Asking
-from .dask_tasks import task
-from .flight import IN_FLIGHT, Flight, Gang, failed
+from .flight import IN_FLIGHT, Flight, Gang
 from .gpus import Choice, choose, visible
 from .lease import lease_of
+from .overlap import Buckets
 from .progress import last_word
 from .rank_program import RankProgram
+from .resident import Sent, answered
 from .room import Value, check_room
 from .runtime import HostValue, Turns
-from .scheduler import PREFIX, MeshtapeScheduler, hasten
-from .workers import ask, give_plugin, known_workers, silent
+from .scheduler import MeshtapeScheduler
+from .worker_streams import WorkerFuture, streams_of
+from .workers import ask, call_scheduler, give_plugin, known_workers, silent
 
 settings.register()
 
-SHIP_WITH_TASK = 1 << 20  # larger inputs bypass the scheduler
+SHIP_WITH_RUN = 1 << 20  # larger inputs do not hold up the stream
 
 
 class RemoteBlocks:
@@ -47,10 +50,10 @@ class RemoteBlocks:
 
     __slots__ = ("__weakref__", "gang", "slot")
 
-    def __init__(self, gang_: Gang, slot: int, dead: list[tuple[str, int]]) -> None:
+    def __init__(self, gang_: Gang, slot: int) -> None:
         self.gang, self.slot = gang_, slot
-        # Told to the workers with the next run: their memory is freed before the whole bundle is.
-        weakref.finalize(self, dead.append, (gang_.run, slot)).atexit = False
+        # Their memory is freed before the whole bundle is.
+        weakref.finalize(self, gang_.slots.drop, slot).atexit = False
 
 
 class DaskRuntime:
@@ -96,42 +99,37 @@ class DaskRuntime:
         count = min(len(known), size)
         self.addresses = known[:count]
         self.homes = tuple(r * count // size for r in range(size))
-        self._ranks = {
-            p: f"rank{'s' if self.homes.count(p) > 1 else ''} "
-            + "-".join(str(r) for r in sorted({self.homes.index(p), size - 1 - self.homes[::-1].index(p)}))
-            + f" (worker {a})"
-            for p, a in enumerate(self.addresses)
-        }
-        self._limits = [there[a].get("memory_limit") for a in self.addresses]
+        self._ranks = gang.names_of(self.homes, self.addresses)
         self._check_versions()
         self.mesh_id, secret = uuid.uuid4().bytes, secrets.token_bytes(32)
         self.transport = settings.transport()
         problem = self._register()
         pool = int(settings.number("pool"))
-        interval = settings.number("interval")
         planes = ask(
-            client, gang.open_plane, self.mesh_id, secret, self.transport, pool, interval, workers=self.addresses
+            client, gang.open_plane, self.mesh_id, secret, self.transport, pool, client.id, workers=self.addresses
         )
         for address, answer in planes.items():
             if isinstance(answer, MeshtapeError):
                 raise answer from problem
             if isinstance(answer, BaseException):
                 raise WorkerMismatch(f"worker {address} cannot open a mesh: {answer}") from (problem or answer)
+        self._limits = [planes[a][1] for a in self.addresses]
         self.device, self._choice = device, self._choose(device)
-        self._peers = {p: a if isinstance(a := planes[w], str) else tuple(a) for p, w in enumerate(self.addresses)}
-        client.sync(
-            client.scheduler.meshtape_open,
-            name=client.id,
-            mesh=self.mesh_id,
-            workers=self.addresses,
-            interval=interval,
-        )
-        hasten(getattr(client, "scheduler_comm", None), interval)
+        self._streams = streams_of(client)
+        self._streams.open(self.addresses)
+        seat = {
+            "mesh": self.mesh_id,
+            "addresses": tuple(self.addresses),
+            "planes": tuple(a if isinstance(a := planes[w][0], str) else tuple(a) for w in self.addresses),
+            "homes": self.homes,
+            "share": self.transport == "auto",
+            "nccl": self._choice.nccl,
+        }
+        for p, (address, on) in enumerate(zip(self.addresses, self._choice.devices, strict=True)):
+            self._streams[address].send({"op": "seat", "seat": {**seat, "process": p, "device": on}})
+        call_scheduler(client, "meshtape_open", name=client.id, mesh=self.mesh_id, workers=self.addresses)
         self._lease = lease_of(client)
-        self._flight = Flight(client, self.mesh_id, self.addresses, self._lease, list(self._ranks.values()))
-        self._asking = Asking(self._flight)
-        self._numbers = itertools.count(1)
-        self._dead: list[tuple[str, int]] = []
+        self._flight = Flight(client, self._streams, self.mesh_id, self.addresses, self._lease, self._ranks)
         self._dead_programs: list[str] = []
         self._shipped: weakref.WeakKeyDictionary[HostValue, RemoteBlocks] = weakref.WeakKeyDictionary()
         self._closed = False
@@ -184,67 +182,23 @@ class DaskRuntime:
                         f"worker {address} has {package} {theirs}, this process {mine}: use one version everywhere"
                     )
 
-    # ----- seats and submission ---------------------------------------------------------------------------------------
+    # ----- sending ----------------------------------------------------------------------------------------------------
 
-    def _seat(self, process: int) -> gang.Seat:
-        return gang.Seat(
-            self.mesh_id,
-            self._flight.epoch,
-            process,
-            self.addresses[process],
-            self.homes,
-            {p: a for p, a in self._peers.items() if p != process},
-            self._ranks,
-            settings.number("timeouts.collective"),
-            settings.number("timeouts.silence"),
-            self.transport == "auto",
-            self._choice.devices[process],
-            self._choice.nccl,
-        )
+    def submit(self, fn: Callable[..., Any], name: str, args: Mapping[int, Sequence[Any]]) -> dict[int, WorkerFuture]:
+        """Have processes call a function with their place in the mesh and ``args``; futures among these stand for what they give, on
+        whatever worker."""
+        self._check_open()
+        futures = self._streams.call(fn, name, {self.addresses[p]: a for p, a in args.items()}, self.mesh_id)
+        return {p: futures[self.addresses[p]] for p in args}
 
-    def _submit(self, fn: Callable[..., Any], process: int, name: str, *args: Any) -> Future:
-        """One task on the worker of a process. Futures among the arguments are handed over as what they hold."""
-        return self._submit_all(fn, name, {process: args})[process]
+    def kept(self, fn: Callable[..., Any], name: str, args: Mapping[int, Sequence[Any]]) -> Gang:
+        """The same, of what gives each process a bundle of new blocks; waits for them."""
+        this = Gang(name, list(self.submit(fn, name, args).values()))
+        self._flight.settle(this)
+        return this
 
-    def _submit_all(self, fn: Callable[..., Any], name: str, args: Mapping[int, Sequence[Any]]) -> dict[int, Future]:
-        """A task on the worker of each of some processes. They travel in one message: those of a gang wait for each other."""
-        if resources := dask.get_annotations().get("resources"):
-            for p in args:
-                if not self._has(self.addresses[p], resources):  # the task would wait for ever
-                    raise ClusterError(
-                        f"{self._ranks[p]} does not have the resources {resources} of the annotation: make the mesh within it"
-                    )
-        keys = {p: f"{PREFIX}{name.replace('-', '_')}-{uuid.uuid4().hex}" for p in args}
-        graph = {keys[p]: task(keys[p], fn, a) for p, a in args.items()}
-        where = {keys[p]: [self.addresses[p]] for p in args}
-        with dask.annotate(executor=gang.EXECUTOR, workers=where.get):
-            futures = self.client.get(
-                graph,
-                list(graph),
-                sync=False,
-                # A task that is pinned to a worker that left waits for ever; elsewhere it raises at once.
-                allow_other_workers=True,
-                # The others of the gang wait for this one: it goes before whatever is queued on its worker.
-                priority=1_000_000,
-                retries=0,
-                fifo_timeout=0,
-            )
-        return dict(zip(args, futures, strict=True))
-
-    def _sources(
-        self, handles: Sequence[Any], process: int, gangs: list[Gang], shipped: Mapping[int, HostValue]
-    ) -> tuple[gang.Source, ...]:
-        out: list[gang.Source] = []
-        for i, h in enumerate(handles):
-            if i in shipped:
-                out.append({r: np.asarray(shipped[i].block(r), order="C") for r in self._hosted(process)})
-            else:
-                if h.gang not in gangs:
-                    gangs.append(h.gang)
-                out.append((gangs.index(h.gang), h.slot))
-        return tuple(out)
-
-    def _hosted(self, process: int) -> list[int]:
+    def hosted(self, process: int) -> list[int]:
+        """Ranks of a process."""
         return [r for r, p in enumerate(self.homes) if p == process]
 
     def _resolve(self, handles: Sequence[Any]) -> list[Any]:
@@ -253,31 +207,39 @@ class DaskRuntime:
         for h in handles:
             if isinstance(h, HostValue):
                 done = self._shipped.get(h)
-                if done is None and h.value.nbytes > SHIP_WITH_TASK:
-                    done = self._shipped[h] = self._scatter([h])
+                if done is None and h.value.nbytes > SHIP_WITH_RUN:
+                    done = self._shipped[h] = RemoteBlocks(self._scatter([h]), 0)
                 out.append(done if done is not None else h)
             else:
                 out.append(h)
         return out
 
-    def _scatter(self, values: Sequence[HostValue]) -> RemoteBlocks:
-        """Host values sent to the workers; the first of their slots."""
-        run = uuid.uuid4().hex
-        futures = []
-        for p, address in enumerate(self.addresses):
-            hosted = self._hosted(p)
-            slots = {i: {r: np.asarray(h.block(r), order="C") for r in hosted} for i, h in enumerate(values)}
-            futures.append(self._scatter_one(f"{PREFIX}blocks-{run}-{p}", gang.Bundle(run, slots), address))
-        return RemoteBlocks(Gang(run, "distribute", futures), 0, self._dead)
+    def _scatter(self, values: Sequence[HostValue]) -> Gang:
+        """Host values sent to the workers, in the order of slots."""
+        with self._streams.order:
+            number = self._streams.number()
+        futures = [WorkerFuture(self._streams[a], number, "distribute") for a in self.addresses]
 
-    def _scatter_one(self, key: str, bundle: gang.Bundle, address: str) -> Future:
-        for direct in (True, False):
+        async def put(p: int, future: WorkerFuture) -> None:
+            slots = {i: {r: self._block(h, r) for r in self.hosted(p)} for i, h in enumerate(values)}
+            bundle = to_serialize(gang.Bundle(slots))
             try:
-                return self.client.scatter({key: bundle}, workers=[address], direct=direct, hash=False)[key]
-            except OSError:  # the client cannot reach the worker itself: through the scheduler, then
-                if not direct:
-                    raise
-        raise AssertionError
+                answered(await future.stream.call("meshtape_put", number=number, name="distribute", value=bundle))
+            except Exception as e:
+                future.finish("lost" if isinstance(e, RankLost) else "failed", e)
+            else:
+                future.finish("done")
+
+        async def put_all() -> None:
+            await asyncio.gather(*(put(p, f) for p, f in enumerate(futures)))
+
+        self.client.sync(put_all)
+        this = Gang("distribute", futures)
+        self._flight.settle(this)
+        return this
+
+    def _block(self, h: HostValue, rank: int) -> np.ndarray:
+        return np.asarray(h.block(rank), order="C")
 
     # ----- Runtime ----------------------------------------------------------------------------------------------------
 
@@ -289,6 +251,7 @@ class DaskRuntime:
         for vs in ((*program.inputs, *program.constants), program.outputs):
             self.check_room(program.name, [(program.avals[v], program.layouts[v]) for v in set(vs)], program.sizes)
         ident = f"{self.mesh_id.hex()}/{program.name}-{uuid.uuid4().hex[:12]}"
+        first = to_serialize(Sent(program, (tuple(names), Buckets.configured())))
         sent = False
 
         def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
@@ -297,13 +260,10 @@ class DaskRuntime:
             self._flight.check()
             resolved = self._resolve(handles)
             shipped = {i: h for i, h in enumerate(resolved) if isinstance(h, HostValue)}
-            data = self._turn_data(turns)
+            loop = self._loop(turns, len(shipped))
             self._lease.enter(self.addresses, self._flight.check)
             try:
-                text = None if sent else program
-                this = self._launch(
-                    lambda: self._submit_run(program, ident, text, names, resolved, shipped, turns, data)
-                )
+                this = self._submit_run(program, ident, None if sent else first, resolved, shipped, loop)
             except BaseException:
                 self._lease.leave()
                 raise
@@ -313,88 +273,67 @@ class DaskRuntime:
                 sent = True
             elif len(self._flight.gangs) > IN_FLIGHT:
                 self._flight.settle(self._flight.gangs[0])
-            outs = [RemoteBlocks(this, i, self._dead) for i in range(len(program.outputs))]
+            outs = [RemoteBlocks(this, i) for i in range(len(program.outputs))]
             for k, i in enumerate(shipped):
-                self._shipped[shipped[i]] = RemoteBlocks(this, len(program.outputs) + k, self._dead)
+                self._shipped[shipped[i]] = RemoteBlocks(this, len(program.outputs) + k)
             return outs
 
         # Workers forget a program that no function of this process runs any more.
         weakref.finalize(run, self._dead_programs.append, ident).atexit = False
         return run
 
-    def _launch(self, submit: Callable[[], Gang]) -> Gang:
-        """Submit the tasks of one run after those of the other meshes of this client on these workers."""
-        while True:
-            with self._lease.order:
-                last = [self._lease.last[a] for a in self.addresses if a in self._lease.last]
-                others = [f for mesh, f in last if mesh != self.mesh_id and not f.done()]
-                if not others:
-                    return submit()
-            self._flight.wait_for(others[0])
-
     def _submit_run(
         self,
         program: RankProgram,
         ident: str,
-        text: RankProgram | None,
-        names: Sequence[str],
+        text: Any,
         resolved: Sequence[Any],
         shipped: Mapping[int, HostValue],
-        turns: Turns | None,
-        data: RemoteBlocks | None,
+        loop: Turning | None,
     ) -> Gang:
-        """Submit the tasks of one run, each after its predecessor of this mesh. Under the lock of the order."""
-        run_id = uuid.uuid4().hex
-        args: dict[int, tuple[Any, ...]] = {}
-        number = next(self._numbers)
-        drops, self._dead[:] = tuple(self._dead), []
+        """One run: one message to each worker. The lease is given back when it has ended."""
+        place = {i: k for k, i in enumerate(shipped)}
+        message = {
+            "op": "run",
+            "mesh": self.mesh_id,
+            "epoch": self._flight.epoch,
+            "timeout": settings.number("timeouts.collective"),
+            "silence": settings.number("timeouts.silence"),
+            "program_id": ident,
+            "program": text,
+            "sources": gang.ranges_of(
+                [(-1, place[i]) if i in place else (h.gang.number, h.slot) for i, h in enumerate(resolved)]
+            ),
+            "keep": tuple(shipped),
+            "loop": None if loop is None else loop.message,
+            "blocks": (),
+        }
+        travel = [*shipped.values(), *(loop.values if loop is not None else ())]
         forget, self._dead_programs[:] = tuple(self._dead_programs), []
+        messages = {}
         for p, address in enumerate(self.addresses):
-            gangs: list[Gang] = []
-            sources = self._sources(resolved, p, gangs, shipped)
-            spec = gang.Run(
-                run_id,
-                number,
-                self._seat(p),
-                ident,
-                text,
-                tuple(names),
-                sources,
-                tuple(shipped),
-                drops,
-                forget,
-                self._loop(turns, p, gangs, data),
-            )
-            bundles = [g.futures[p] for g in gangs]
-            mesh, before = self._lease.last.get(address, (b"", None))
-            ours = before is not None and mesh == self.mesh_id and before not in bundles and not failed(before)
-            args[p] = (len(bundles), spec, *bundles, *([before] if ours else []))
-        futures = self._submit_all(_in_order, program.name, args)
-        self._lease.last.update((self.addresses[p], (self.mesh_id, f)) for p, f in futures.items())
-        return Gang(run_id, program.name, list(futures.values()), self._lease.leave)
+            blocks = [{r: self._block(h, r) for r in self.hosted(p)} for h in travel]
+            messages[address] = {**message, "blocks": to_serialize(Sent(None, tuple(blocks)))} if blocks else message
+        with self._streams.order:
+            if forget:
+                for address in self.addresses:
+                    self._streams[address].send({"op": "forget", "programs": forget})
+            futures = self._streams.submit(self._streams.number(), program.name, messages)
+        return Gang(program.name, list(futures.values()), self._lease.leave)
 
-    def _turn_data(self, turns: Turns | None) -> RemoteBlocks | None:
-        """Host values that the turns read, sent to the workers directly where they are large."""
-        values = [h for hs in turns.each for h in hs if isinstance(h, HostValue)] if turns is not None else []
-        return self._scatter(values) if sum(h.value.nbytes for h in values) > SHIP_WITH_TASK else None
-
-    def _loop(
-        self, turns: Turns | None, process: int, gangs: list[Gang], data: RemoteBlocks | None
-    ) -> gang.Loop | None:
-        """The turns as one process reads them; adds the gangs whose bundles hold their data."""
+    def _loop(self, turns: Turns | None, given: int) -> Turning | None:
+        """The turns as the message of a run tells of them. Host values that they read go to the workers first where they are large,
+        and else with the message, after the ``given`` ones."""
         if turns is None:
             return None
-        slots = itertools.count()
-
-        def source(h: Any) -> gang.Source:
-            if isinstance(h, HostValue) and data is None:
-                return {r: np.asarray(h.block(r), order="C") for r in self._hosted(process)}
-            where = data.gang if isinstance(h, HostValue) and data is not None else h.gang
-            if where not in gangs:
-                gangs.append(where)
-            return gangs.index(where), next(slots) if isinstance(h, HostValue) else h.slot
-
-        return gang.Loop(turns.count, turns.carried, tuple(tuple(map(source, hs)) for hs in turns.each))
+        flat = [h for hs in turns.each for h in hs]
+        values = [h for h in flat if isinstance(h, HostValue)]
+        sent = self._scatter(values) if sum(h.value.nbytes for h in values) > SHIP_WITH_RUN else None
+        slots = itertools.count(0 if sent is not None else given)
+        number = -1 if sent is None else sent.number
+        where = [(number, next(slots)) if isinstance(h, HostValue) else (h.gang.number, h.slot) for h in flat]
+        message = (turns.count, turns.carried, gang.ranges_of(where))
+        return Turning(message, values if sent is None else [], (sent, turns.each))
 
     def wait(self, handle: Any) -> None:
         if not isinstance(handle, HostValue):
@@ -406,43 +345,44 @@ class DaskRuntime:
         self._check_open()
         this: Gang = handle.gang
         asked = {p: [r for r in ranks if self.homes[r] == p] for p in sorted({self.homes[r] for r in ranks})}
-        found = self.client.sync(self._asking.take, this, handle.slot, asked)
-        missing = {p: rs for p, rs in asked.items() if found[p] is None}
-        if missing:
-            self._flight.settle(this)
-            found |= self.client.sync(self._asking.take, this, handle.slot, missing)
-        out: dict[int, np.ndarray] = {}
-        for p, blocks in found.items():
-            if blocks is None:
-                raise RankLost(f"{self._ranks[p]} lost the blocks that {this.what} left there")
-            out.update(blocks)
-        return out
+
+        async def one(p: int, mine: Sequence[int]) -> dict[int, np.ndarray]:
+            stream = self._streams[self.addresses[p]]
+            return answered(await stream.call("meshtape_blocks", number=this.number, slot=handle.slot, ranks=mine))
+
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(*(one(p, rs) for p, rs in asked.items()), return_exceptions=True)
+
+        found = self.client.sync(all_of_them)
+        if errors := [e for e in found if isinstance(e, BaseException)]:
+            self._flight.settle(this)  # which knows the cause
+            raise RankLost(f"the blocks that {this.what} left on {self} are gone: {errors[0]}") from errors[0]
+        return {r: b for blocks in found for r, b in blocks.items()}
 
     def call(self, fn: Any, handles: Sequence[Any], payloads: Mapping[int, Any]) -> list[Any]:
         self._check_open()
         resolved = self._resolve(handles)
-        shipped = {i: h for i, h in enumerate(resolved) if isinstance(h, HostValue)}
+        gangs = list({h.gang.number: h.gang for h in resolved if not isinstance(h, HostValue)}.values())
+        for g in gangs:
+            self._flight.settle(g)
         args: dict[int, list[Any]] = {}
         for p in sorted({self.homes[r] for r in payloads}):
-            gangs: list[Gang] = []
             mine = {r: payloads[r] for r in payloads if self.homes[r] == p}
-            spec = gang.Call(uuid.uuid4().hex, self._seat(p), fn, mine, self._sources(resolved, p, gangs, shipped))
-            for g in gangs:
-                self._flight.settle(g)
-            args[p] = [spec, *[g.futures[p] for g in gangs]]
+            slots = [
+                (-1, {r: self._block(h, r) for r in mine})
+                if isinstance(h, HostValue)
+                else (gangs.index(h.gang), h.slot)
+                for h in resolved
+            ]
+            args[p] = [fn, mine, slots, *(g.futures[p] for g in gangs)]
         name = getattr(fn, "__name__", "call").strip("_")
-        return self._flight.gather(Gang("", name, list(self._submit_all(gang.call_on_blocks, name, args).values())))
+        return self._flight.gather(Gang(name, list(self.submit(gang.call_on_blocks, name, args).values())))
 
     def create(self, fn: Any, payloads: Mapping[int, Any], count: int) -> list[Any]:
         self._check_open()
-        run = uuid.uuid4().hex
-        args = {
-            p: [gang.Call(run, self._seat(p), fn, {r: payloads[r] for r in self._hosted(p)}, ())]
-            for p in range(len(self.addresses))
-        }
-        this = Gang(run, "create", list(self._submit_all(gang.create_blocks, "create", args).values()))
-        self._flight.settle(this)
-        return [RemoteBlocks(this, i, self._dead) for i in range(count)]
+        args = {p: [fn, {r: payloads[r] for r in self.hosted(p)}] for p in range(len(self.addresses))}
+        this = self.kept(gang.create_blocks, "create", args)
+        return [RemoteBlocks(this, i) for i in range(count)]
 
     def abandon(self) -> None:
         if not self._closed:
@@ -455,13 +395,12 @@ class DaskRuntime:
         self._closed = True
         if self.client.status == "running":
             last_word(self.client)
-            there = self._flight.present()
-            late = silent(self.client, there)
-            with contextlib.suppress(OSError):
-                self.client.sync(self.client.scheduler.meshtape_closed, mesh=self.mesh_id, late=late)
-            there = [a for a in there if a not in late]
-            with contextlib.suppress(ClusterError):  # one that goes now takes the mesh's state with it
-                ask(self.client, gang.close_mesh, self.mesh_id, (), workers=there)
+            with contextlib.suppress(ClusterError):
+                call_scheduler(self.client, "meshtape_closed", mesh=self.mesh_id)
+            with self._streams.order:
+                for address in self.addresses:
+                    self._streams[address].send({"op": "close", "mesh": self.mesh_id})
+                self._streams.flush(self.addresses)
 
     # ----- errors -----------------------------------------------------------------------------------------------------
 
@@ -472,6 +411,10 @@ class DaskRuntime:
             raise ClusterError(f"the Dask client is {self.client.status}: the cluster of this mesh is gone")
 
 
-def _in_order(count: int, spec: gang.Run, *args: Any) -> gang.Bundle:
-    """The gang task with its predecessor as a last argument, which only orders them."""
-    return gang.run_program(spec, *args[:count])
+class Turning(NamedTuple):
+    """Several turns of a program, for the message of a run: what it says, host values that go with it, and what must live until it
+    is sent."""
+
+    message: tuple[int, int, Any]
+    values: Sequence[HostValue]
+    held: Any

@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distributed import Client, Future
+from distributed import Client
 
 from ..arrays.errors import ClusterError, CollectiveTimeout, MeshtapeError, RankLost
-from . import gang, settings
+from . import settings
 from .lease import Lease
-from .workers import LOOK, known_workers
+from .worker_streams import WorkerFuture, WorkerStream, WorkerStreams, iter_popped, result
+from .workers import LOOK
 
 IN_FLIGHT = 4
 """Runs that are submitted before the first of them is waited for."""
 
 
+class Slots:
+    """The arrays of a gang that nobody holds any more."""
+
+    def __init__(self, number: int, streams: Sequence[WorkerStream]) -> None:
+        self.number, self._streams = number, tuple(streams)
+        self._dead: deque[int] = deque()
+
+    def drop(self, slot: int) -> None:
+        """Called by finalizers: see :meth:`.worker_streams.WorkerStream.drop`."""
+        self._dead.append(slot)
+        if self._streams:
+            self._streams[0].streams.flush_later(self._told)
+
+    def _told(self) -> Sequence[WorkerStream]:
+        slots = tuple(iter_popped(self._dead))
+        if slots:
+            for s in self._streams:
+                s.send({"op": "drop_slots", "n": self.number, "slots": slots})
+        return self._streams
+
+
 class Gang:
     """The futures of one run, one a process. ``on_end`` is called once, when all have ended or are given up."""
 
-    def __init__(
-        self, run: str, what: str, futures: Sequence[Future], on_end: Callable[[], None] | None = None
-    ) -> None:
-        self.run, self.what, self.futures = run, what, list(futures)
+    def __init__(self, what: str, futures: Sequence[WorkerFuture], on_end: Callable[[], None] | None = None) -> None:
+        self.what, self.futures = what, list(futures)
+        self.number = self.futures[0].number
+        self.slots = Slots(self.number, [f.stream for f in self.futures])
         self._on_end, self._open = on_end, len(self.futures)
         self._lock = threading.Lock()
         if on_end is not None:
             for f in self.futures:
                 f.add_done_callback(self._one_ended)
 
-    def _one_ended(self, _: Future) -> None:
+    def _one_ended(self, _: WorkerFuture) -> None:
         with self._lock:
             self._open -= 1
             last = self._open == 0
@@ -52,25 +75,32 @@ class Gang:
     def done(self) -> bool:
         return all(f.done() for f in self.futures)
 
-
-def failed(f: Future) -> bool:
-    """Whether a task failed, by itself or with its worker."""
-    return f.status in ("error", "cancelled", "lost") or (f.status == "finished" and f.type is gang.Failure)
+    @property
+    def failed(self) -> bool:
+        return any(f.failed for f in self.futures)
 
 
 class Flight:
     """The runs of one mesh that were submitted and not yet waited for."""
 
     def __init__(
-        self, client: Client, mesh: bytes, addresses: Sequence[str], lease: Lease, names: Sequence[str]
+        self,
+        client: Client,
+        streams: WorkerStreams,
+        mesh: bytes,
+        addresses: Sequence[str],
+        lease: Lease,
+        names: Mapping[int, str],
     ) -> None:
-        self.client, self.mesh, self.addresses, self.lease, self.names = client, mesh, addresses, lease, names
+        self.client, self._streams, self.mesh, self.lease = client, streams, mesh, lease
+        self.addresses = addresses
+        self.names = {a: names[p] for p, a in enumerate(addresses)}
         self.gangs: deque[Gang] = deque()
         self.epoch = 0
 
     def check(self) -> None:
         """Raise what went wrong in an earlier run, if anything did."""
-        while self.gangs and (self.gangs[0].done or any(map(failed, self.gangs[0].futures))):
+        while self.gangs and (self.gangs[0].done or self.gangs[0].failed):
             self.settle(self.gangs[0])
 
     def land(self) -> None:
@@ -81,138 +111,84 @@ class Flight:
 
     def settle(self, this: Gang) -> None:
         """Wait until a gang has ended; raise its error, the cause before its consequences."""
-        pending = list(this.futures)
-        looked_at = time.monotonic()
         failed_at: float | None = None
-        gone_at: float | None = None
-        gone: list[str] = []
         grace = settings.number("timeouts.abort")
-        # Not distributed.wait: it needs a current client, and to set one changes Dask's configuration for all threads.
         ended = threading.Event()
-        for f in pending:
-            if not f.done():
-                f.add_done_callback(lambda _: ended.set())
-        while pending:
-            if not any(f.done() for f in pending):
-                ended.wait(0.2 if failed_at else LOOK)
+        for f in this.futures:
+            f.add_done_callback(lambda _: ended.set())
+        while not this.done:
+            ended.wait(0.2 if failed_at is not None else LOOK)
             ended.clear()
-            pending = [f for f in pending if not f.done()]
-            if failed_at is None and any(map(failed, this.futures)):
+            if failed_at is None and this.failed:
                 failed_at = time.monotonic()
-                if pending:
-                    self._stop_the_rest()
+                self._stop_the_rest()
             if failed_at is not None and time.monotonic() - failed_at > grace:
                 break
-            if failed_at is None and pending and time.monotonic() - looked_at > LOOK:
-                # A task whose worker died before it began is not always told to have failed: the scheduler may keep it for a
-                # worker of that address to come, for ever.
-                looked_at = time.monotonic()
-                gone = self._gone()
-                gone_at = None if not gone else gone_at or looked_at
-                if gone_at is not None and looked_at - gone_at > grace:
-                    self._stop_the_rest()
-                    break
-            if pending and self.client.status != "running":
+            if not this.done and self.client.status != "running":
                 raise ClusterError(f"the Dask client is {self.client.status}: the cluster went away during {this.what}")
         if this in self.gangs:
             self.gangs.remove(this)
-        if not pending and not any(map(failed, this.futures)):
+        if this.done and not this.failed:
             return
-        self.epoch += 1  # the next run connects anew
-        self._give_up((this, *self.gangs))
-        raise self._cause(this, gone)
+        gangs = [this, *self.gangs]
+        self._give_up(gangs)
+        raise self._cause(this)
 
     def _give_up(self, gangs: Sequence[Gang]) -> None:
         """Wait for these no longer: neither here, nor with what comes next."""
+        self._stop_the_rest()
+        self.epoch += 1  # the next run connects anew
+        waiting: dict[WorkerStream, list[int]] = {}
         for g in gangs:
             g.end()
+            for f in g.futures:
+                if not f.done():
+                    waiting.setdefault(f.stream, []).append(f.number)
+        with self._streams.order:
+            for stream, numbers in waiting.items():
+                stream.send({"op": "cancel", "numbers": numbers})
+            self._streams.flush(s.address for s in waiting)
         self.gangs.clear()
-        self.lease.forget(f for g in gangs for f in g.futures if not f.done())
 
     def abandon(self) -> None:
         """Give up what is on its way: with the part of it that a lost worker had, the rest may never end."""
-        gangs = list(self.gangs)
-        waiting = [f for g in gangs for f in g.futures if not f.done()]
-        if waiting and self.client.status == "running":
-            with contextlib.suppress(OSError, TimeoutError):
-                self.client.cancel(waiting, force=True)
-        self._give_up(gangs)
+        self._give_up(list(self.gangs))
 
-    def present(self) -> list[str]:
-        """Addresses of the mesh that the scheduler still knows."""
-        alive = known_workers(self.client)
-        return [a for a in self.addresses if a in alive]
+    def _stop_the_rest(self) -> None:
+        """Workers that still wait for one that failed are told; nobody waits for their answer, as one may have none."""
+        with self._streams.order:
+            for a in self.addresses:
+                self._streams[a].send({"op": "stop", "mesh": self.mesh, "epoch": self.epoch})
+            self._streams.flush(self.addresses)
 
-    def wait_for(self, f: Future) -> None:
-        """Wait until a task has ended, well or not. Raises :class:`RankLost` where one of the workers has left."""
-        ended = threading.Event()
-        f.add_done_callback(lambda _: ended.set())
-        while not ended.wait(LOOK) and not f.done():
-            if gone := self._gone():
-                raise RankLost(f"{self.names[self.addresses.index(gone[0])]} left the cluster")
-
-    def _gone(self) -> list[str]:
-        there = self.present()
-        return [a for a in self.addresses if a not in there]
-
-    def _cause(self, this: Gang, gone: Sequence[str]) -> MeshtapeError:
-        if not gone and any(f.status in ("cancelled", "lost") for f in this.futures):
-            gone = self._gone()  # what is lost with one worker cancels the tasks of all
-        names = dict(zip(self.addresses, self.names, strict=True))
-        errors: list[BaseException] = [RankLost(f"{names[a]} left the cluster during {this.what}") for a in gone]
+    def _cause(self, this: Gang) -> MeshtapeError:
+        errors: list[BaseException] = []
         for f in this.futures:
-            if f.status == "error":
-                errors.append(f.exception() or RankLost(f"the task {f.key} failed"))
-            elif f.status in ("cancelled", "lost"):
-                errors.append(RankLost(f"the task {f.key} was {f.status}: a worker left the cluster"))
-            elif failed(f):
-                errors.append(self._failure(f))
+            if f.state == "lost":
+                name = self.names.get(f.stream.address, f"worker {f.stream.address}")
+                errors.append(RankLost(f"{name} left the cluster during {this.what}: {f.stream.lost}"))
+            elif f.error is not None:
+                errors.append(f.error)
         # A rank that failed by itself explains the others, which only noticed.
         errors.sort(
             key=lambda e: (isinstance(e, RankLost | CollectiveTimeout), " stopped: " in str(e) or " left" in str(e))
         )
         cause = errors[0]
         if isinstance(cause, MeshtapeError):
-            # Dask's client keeps the error of a future. Were that one raised, its traceback would hold the frames that hold the
-            # future, which would then never be released.
+            # The future keeps its error. Were that one raised, its traceback would hold the frames that hold the future.
             return copy.copy(cause).with_traceback(cause.__traceback__)
         lost = RankLost(f"a worker failed while it ran {this.what}: {type(cause).__name__}: {cause}")
         lost.__cause__ = cause
         return lost
 
-    def _failure(self, f: Future) -> BaseException:
-        """What a task says about its failure; where its worker has no answer any more, that it failed."""
-        try:
-            found = f.result(timeout=settings.number("timeouts.abort"))
-        except Exception as e:
-            return RankLost(f"the task {f.key} failed, and its worker left: {type(e).__name__}")
-        return found.error if isinstance(found, gang.Failure) else RankLost(f"the task {f.key} was run again")
-
-    def _stop_the_rest(self) -> None:
-        """Workers that still wait for one that failed are told; nobody waits for their answer, as one may have none."""
-        there, epoch = self.present(), self.epoch
-
-        def tell() -> None:
-            with contextlib.suppress(Exception):  # it hastens an end that timeouts would bring as well
-                self.client.run(gang.stop_epoch, self.mesh, epoch, workers=there, on_error="return")
-
-        threading.Thread(target=tell, name="meshtape-stop", daemon=True).start()
-
     def gather(self, this: Gang) -> list[Any]:
         """The results of a gang, brought here."""
         self.settle(this)
-        for direct in (True, False):
-            try:
-                return self.client.gather(this.futures, direct=direct)
-            except MeshtapeError:
-                raise
-            except Exception as e:
-                # The tasks have ended well: what is lost now are their answers. Dask says so by errors of many kinds.
-                if direct and isinstance(e, OSError):
-                    continue
-                names = [self.names[self.addresses.index(a)] for a in self._gone()]
-                who = ", ".join(names) or "a worker"
-                raise RankLost(
-                    f"{who} left the cluster before the answer of {this.what} was here: {type(e).__name__}: {e}"
-                ) from e
-        raise AssertionError
+
+        async def all_of_them() -> list[Any]:
+            return list(await asyncio.gather(*map(result, this.futures)))
+
+        try:
+            return self.client.sync(all_of_them)
+        except RankLost as e:
+            raise RankLost(f"a worker left the cluster before the answer of {this.what} was here: {e}") from e

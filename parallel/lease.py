@@ -10,10 +10,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from distributed import Client, Future
+from distributed import Client
 
 from . import settings
 from .scheduler import YIELD
+from .workers import call_scheduler, scheduler_answer
 
 NOTICE = 10.0
 """Seconds after which a client that waits for workers says for whom; again when it has waited twice as long."""
@@ -31,7 +32,7 @@ def _waiting(seconds: float, workers: Sequence[str], holders: Sequence[tuple[str
 
 
 class Lease:
-    """One a client. Gangs are submitted between :meth:`enter` and :meth:`leave`; in between the workers are this client's."""
+    """One a client. Runs are submitted between :meth:`enter` and :meth:`leave`; in between the workers are this client's."""
 
     def __init__(self, client: Client) -> None:
         self._client = weakref.ref(client)
@@ -41,10 +42,6 @@ class Lease:
         self._busy = 0
         self._wanted = False
         self._asking = False
-        self.order = threading.Lock()
-        """Held while a gang is submitted: all workers get gangs in one order."""
-        self.last: dict[str, tuple[bytes, Future]] = {}
-        """The last gang task of each worker and the mesh it is of: the next one comes after it."""
         me = weakref.ref(self)
 
         def asked(event: Any) -> None:
@@ -91,19 +88,13 @@ class Lease:
             self._changed.notify_all()
 
     def leave(self) -> None:
-        """A gang has ended."""
+        """A run has ended. Called in any thread, and waits for nothing."""
         with self._changed:
             self._busy -= 1
             self._changed.notify_all()
-        self._give_up()
-
-    def forget(self, futures: Iterable[Future]) -> None:
-        """What comes next must not wait for these tasks: they were given up."""
-        given_up = set(futures)
-        with self.order:
-            for address, (_, f) in list(self.last.items()):
-                if f in given_up or f.status in ("error", "cancelled", "lost"):
-                    del self.last[address]
+            over = self._wanted and not self._busy
+        if over:
+            threading.Thread(target=self._give_up, name="meshtape-yield", daemon=True).start()
 
     def _yield(self) -> None:
         with self._changed:
@@ -136,7 +127,7 @@ class Lease:
             try:
                 while not (await asyncio.wait([call], timeout=said_after - waited))[0]:
                     waited, said_after = said_after, 2 * said_after
-                    holders = await client.scheduler.meshtape_holding(name=self._name, workers=workers)
+                    holders = await scheduler_answer(client, "meshtape_holding", name=self._name, workers=workers)
                     log.warning(_waiting(waited, workers, holders))
                 call.result()
             finally:
@@ -147,7 +138,7 @@ class Lease:
     def _call(self, op: str, **kwargs: Any) -> None:
         client = self._client()
         if client is not None and client.status == "running":
-            client.sync(getattr(client.scheduler, op), **kwargs)
+            call_scheduler(client, op, **kwargs)
 
 
 _leases: weakref.WeakKeyDictionary[Client, Lease] = weakref.WeakKeyDictionary()

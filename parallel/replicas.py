@@ -2,7 +2,7 @@
 
 A copy is taken while the mesh computes on: blocks are never written to, so a worker keeps its own by holding on to them, and what no other
 worker has is sent to one, on another host where there is one. A copy counts when every block is where it should be. What is kept is the
-value of Dask futures that this process holds, so the memory is given back when they are dropped, or when the process goes.
+value of futures that this process holds, so the memory is given back when they are dropped, or when the process goes.
 
 >>> import meshtape as mt
 >>> mesh = mt.Mesh({"data": 2})
@@ -16,8 +16,6 @@ Array([0, 1, 2, 3], sharding=Sharding(data=Replicate()))
 from __future__ import annotations
 
 import threading
-import uuid
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -144,19 +142,18 @@ class Replica:
 
     def __init__(self, tree: Any) -> None:
         leaves, treedef = trees.flatten(tree)
-        self._name = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._open = 0
         self._failed = False
         self._kept: dict[str, Any] = {}  # worker → future of what it keeps
         self._keepers: dict[Key, list[str]] = {}
-        self._places: dict[str, tuple[Any, int]] = {}  # worker → (runtime, process)
         arrays = [asarray(x) for x in leaves]
         far = [i for i, x in enumerate(arrays) if _remote(x)]
         workers = list(dict.fromkeys(a for i in far for a in arrays[i].sharding.mesh.runtime.addresses))  # type: ignore[union-attr]
         if len(workers) < COPIES:
             far = []
+        self._streams: Any = None
         self._client = arrays[far[0]].sharding.mesh.runtime.client if far else None  # type: ignore[union-attr]
         self._leaves = [
             _Leaf(ShapeDtype(x.shape, x.dtype), None if i in far else _here(x)) for i, x in enumerate(arrays)
@@ -177,8 +174,7 @@ class Replica:
         for mesh, numbers in _by_mesh(arrays):
             runtime = mesh.runtime
             runtime._check_open()
-            for p, a in enumerate(runtime.addresses):
-                self._places.setdefault(a, (runtime, p))
+            self._streams = runtime._streams
             for i, x in zip(numbers, mesh.settle([arrays[i] for i in numbers]), strict=True):
                 buf = x._buf
                 if isinstance(buf.handle, HostValue):
@@ -199,15 +195,13 @@ class Replica:
         cuts: dict[str, list[Any]] = {}
         for (source, target), keys in sends.items():
             wanted, futures = _wanted(keys, source, sources)
-            cuts.setdefault(target, []).append(self._submit(cut, source, "keep", source, wanted, *futures))
+            cuts.setdefault(target, []).append(self._submit(cut, source, "keep", wanted, *futures))
         targets = sorted({*keeps, *cuts})
         self._open = len(targets)
         for w in targets:
             own = keeps.get(w, [])
             wanted, futures = _wanted(own, w, sources)
-            self._kept[w] = self._submit(
-                hold, w, "keep", self._name, w, wanted, len(futures), *futures, *cuts.get(w, ())
-            )
+            self._kept[w] = self._submit(hold, w, "keep", wanted, len(futures), *futures, *cuts.get(w, ()))
             for key in own:
                 self._keepers.setdefault(key, []).append(w)
         for (_, w), keys in sends.items():
@@ -217,14 +211,11 @@ class Replica:
             f.add_done_callback(self._one_ended)
 
     def _submit(self, fn: Any, worker: str, name: str, *args: Any) -> Any:
-        runtime, process = self._places[worker]
-        return runtime._submit(fn, process, name, *args)
+        return self._streams.call(fn, name, {worker: args})[worker]
 
     def _one_ended(self, future: Any) -> None:
-        from .flight import failed
-
         with self._lock:
-            self._failed = self._failed or failed(future)
+            self._failed = self._failed or future.failed
             self._open -= 1
             last = self._open == 0
         if last:
@@ -290,8 +281,7 @@ class Replica:
         return trees.unflatten(self._treedef, [asarray(np.asarray(leaf.here)) for leaf in self._leaves])
 
     def _on(self, mesh: Mesh, wanted: Mapping[int, Sharding]) -> dict[int, Array]:
-        from .dask_runtime import DaskRuntime, Gang, RemoteBlocks
-        from .gang import Call
+        from .dask_runtime import DaskRuntime, RemoteBlocks
 
         new = mesh.runtime
         if not isinstance(new, DaskRuntime) or new.client is not self._client:
@@ -321,17 +311,11 @@ class Replica:
                 blocks.setdefault(q, {})[slots[i], t] = (want.shape, leaf.dtype, targets)
         cuts: dict[int, list[Any]] = {}
         for (keeper, q), cut_here in parts.items():
-            # Not as tasks on the future of what is kept: with a worker went some of what that was made of, and Dask lets such a future go
-            # when something is to be made of it.
-            cuts.setdefault(q, []).append(self._submit(cut_kept, keeper, "restore", self._name, keeper, cut_here))
-        run, made = uuid.uuid4().hex, []
-        for q in range(len(new.addresses)):
-            spec = Call(run, new._seat(q), join_kept, blocks.get(q, {}), ())
-            made.append(new._submit(join_kept, q, "restore", spec, len(wanted), *cuts.get(q, ())))
-        this = Gang(run, "restore", made)
-        new._flight.settle(this)
+            cuts.setdefault(q, []).append(self._submit(cut_kept, keeper, "restore", cut_here, self._kept[keeper]))
+        args = {q: [blocks.get(q, {}), len(wanted), *cuts.get(q, ())] for q in range(len(new.addresses))}
+        this = new.kept(join_kept, "restore", args)
         return {
-            i: sharded_array(mesh, s.layout, self._leaves[i].aval, RemoteBlocks(this, slots[i], new._dead))
+            i: sharded_array(mesh, s.layout, self._leaves[i].aval, RemoteBlocks(this, slots[i]))
             for i, s in wanted.items()
         }
 
@@ -386,7 +370,7 @@ def _wanted(
 
 
 class Kept:
-    """Blocks that a worker keeps: the value of a Dask future, and alive as long."""
+    """Blocks that a worker keeps."""
 
     def __init__(self, blocks: dict[Key, np.ndarray]) -> None:
         self.blocks = blocks
@@ -398,66 +382,33 @@ class Kept:
         return f"<Kept: {len(self.blocks)} block(s), {self.__sizeof__()} bytes>"
 
 
-_kept: weakref.WeakValueDictionary[tuple[str, str], Kept] = weakref.WeakValueDictionary()
-"""By the name of the copy and the address of the worker, of which a process may have several."""
+def cut(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], *bundles: Any) -> Kept:
+    """On a worker that has blocks: those that another one is to keep."""
+    return Kept({key: bundles[i].slots[slot][rank] for key, rank, (i, slot) in wanted})
 
 
-def _check_place(address: str) -> None:
-    from distributed import get_worker
-
-    if get_worker().address != address:  # Dask runs a lost task again, elsewhere
-        raise RankLost(f"worker {address} left the cluster, and the blocks that it kept with it")
-
-
-def cut(address: str, wanted: Sequence[tuple[Key, int, tuple[int, int]]], *bundles: Any) -> Any:
-    """On a worker that has blocks: those that another one is to keep. A :class:`~.gang.Failure` where they are gone."""
-    from .gang import Failure, _blocks
-
-    try:
-        _check_place(address)
-        return Kept({key: _blocks(source, bundles)[rank] for key, rank, source in wanted})
-    except Exception as e:
-        return Failure(e)
-
-
-def hold(name: str, address: str, wanted: Sequence[tuple[Key, int, tuple[int, int]]], count: int, *values: Any) -> Any:
+def hold(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], count: int, *values: Any) -> Kept:
     """On a worker that keeps blocks: its own, and those that were sent."""
-    kept = cut(address, wanted, *values[:count])
-    for part in (kept, *values[count:]):
-        if not isinstance(part, Kept):
-            return part
+    kept = cut(_, wanted, *values[:count])
+    for part in values[count:]:
         kept.blocks.update(part.blocks)
-    _kept[name, address] = kept
     return kept
 
 
-def cut_kept(name: str, address: str, wanted: Sequence[tuple[Any, Key, Box]]) -> Any:
+def cut_kept(_: Any, wanted: Sequence[tuple[Any, Key, Box]], kept: Kept) -> dict[Any, np.ndarray]:
     """The parts of kept blocks that one worker needs."""
-    from .gang import Failure
-
-    try:
-        _check_place(address)
-        kept = _kept.get((name, address))
-        if kept is None:
-            raise RankLost(f"worker {address} was started anew, and has not what it kept")
-        return {n: np.asarray(kept.blocks[key][box.slices], order="C") for n, key, box in wanted}
-    except Exception as e:
-        return Failure(e)
+    return {n: np.asarray(kept.blocks[key][box.slices], order="C") for n, key, box in wanted}
 
 
-def join_kept(spec: Any, count: int, *cuts: Any) -> Any:
-    """On a worker of the new mesh: the blocks of its ranks."""
-    from .gang import Failure, kept
+def join_kept(seat: Any, payloads: Mapping[tuple[int, int], Any], count: int, *cuts: Mapping[Any, np.ndarray]) -> Any:
+    """On a worker of the new mesh: a bundle of the blocks of its ranks."""
+    from .gang import kept
 
-    failed = next((c for c in cuts if isinstance(c, Failure)), None)
-    if failed is not None:
-        return failed
-    state = spec.seat.take()
     pieces = {name: part for c in cuts for name, part in c.items()}
     slots: dict[int, dict[int, np.ndarray]] = {slot: {} for slot in range(count)}
-    for (slot, t), (shape, dtype, targets) in spec.payloads.items():
+    for (slot, t), (shape, dtype, targets) in payloads.items():
         block = np.empty(shape, dtype)
         for name, box in targets:
             block[box.slices] = pieces[name]
         slots[slot][t] = block
-    return kept(spec, state, slots)
+    return kept(seat, slots)

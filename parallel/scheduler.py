@@ -11,6 +11,7 @@ The scheduler also learns first that a worker or a client is gone: it tells the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import OrderedDict, deque
@@ -19,35 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import SchedulerPlugin
+from distributed.core import Status, connect
 
 _REPORTS = 64  # clients whose last report is kept
-
-PREFIX = "meshtape."
-"""Of the keys of our tasks. What follows up to the first dash is the program's name, by which Dask groups tasks."""
+_PATIENCE = 2.0  # seconds that workers have to say what they do
 
 YIELD = "meshtape-yield-"
 """Topic, followed by a client's name, under which it is told that others wait."""
-
-
-def hasten(stream: Any, interval: float) -> None:
-    """Let one of Dask's streams of messages send as often as every ``interval`` seconds; 0: as it did. Dask gathers messages for up
-    to 10 ms, which many small tasks gain from; gangs are few, and each waits for its messages."""
-    if interval > 0 and getattr(stream, "interval", 0.0) > interval:
-        stream.interval = interval
-
-
-def never_stolen(stealing: Any) -> None:
-    """Let Dask's balance of work leave our tasks where they were sent, however long they wait there: their blocks are there, and their
-    peers expect them. They may run elsewhere (so that they fail at once where their worker is gone), which Dask takes for leave to move
-    them from a busy worker to an idle one. No option says otherwise, but a task without a ratio is never looked at."""
-    usual = getattr(stealing, "steal_time_ratio", None)  # no such thing where the user turned it off
-    if usual is None:
-        return
-
-    def ratio(ts: Any) -> tuple[Any, Any]:
-        return (None, None) if isinstance(ts.key, str) and ts.key.startswith(PREFIX) else usual(ts)
-
-    stealing.steal_time_ratio = ratio
 
 
 @dataclass(eq=False)
@@ -75,10 +54,10 @@ class MeshtapeScheduler(SchedulerPlugin):
         self._idle_since: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[Any]] = set()
-        never_stolen(scheduler.extensions.get("stealing"))
         scheduler.handlers["meshtape_acquire"] = self.acquire
         scheduler.handlers["meshtape_release"] = self.release
         scheduler.handlers["meshtape_holding"] = self.holding
+        scheduler.handlers["meshtape_relay"] = self.relay
         scheduler.handlers["meshtape_open"] = self.open
         scheduler.handlers["meshtape_closed"] = self.closed
         scheduler.handlers["meshtape_activity"] = self.activity
@@ -117,7 +96,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         wanted = set(workers)
         before = itertools.takewhile(lambda w: w.client != name, self.waiting)
         found = [(n, ws) for n, ws in self.holders.items() if n != name] + [(w.client, w.workers) for w in before]
-        return [(n, self._running(n)) for n, ws in found if not wanted.isdisjoint(ws)]
+        return [(n, await self._running(n, ws)) for n, ws in found if not wanted.isdisjoint(ws)]
 
     def _free(self, name: str) -> None:
         self.holders.pop(name, None)
@@ -149,34 +128,49 @@ class MeshtapeScheduler(SchedulerPlugin):
             now = time.monotonic()
             for name, workers in list(self.holders.items()):
                 patience = min((w.patience for w in self.waiting if not w.workers.isdisjoint(workers)), default=None)
-                if patience is None or self._is_busy(name):
+                if patience is None or await self._running(name, workers):
                     self._idle_since.pop(name, None)
                 elif now - self._idle_since.setdefault(name, now) > patience:
                     self._free(name)
 
-    def _is_busy(self, name: str) -> bool:
-        return bool(self._running(name))
+    async def _running(self, name: str, workers: Iterable[str]) -> list[str]:
+        """Names of what workers have still to do for a client; one that does not say so has something."""
+        there = [w for w in workers if w in self.scheduler.workers]
+        call = self.scheduler.broadcast(msg={"op": "meshtape_busy", "client": name}, workers=there, on_error="return")
+        try:
+            found = await asyncio.wait_for(call, _PATIENCE)
+        except TimeoutError:
+            return ["something that keeps a worker from answering"]
+        return sorted({n for names in found.values() if isinstance(names, list | tuple) for n in names})
 
-    def _running(self, name: str) -> list[str]:
-        """Names of the programs that a client waits for."""
-        client = self.scheduler.clients.get(name)
-        tasks = client.wants_what if client is not None else ()
-        states = ("waiting", "processing", "queued", "no-worker")
-        keys = (str(ts.key) for ts in tasks if ts.state in states)
-        return sorted({k.removeprefix(PREFIX).partition("-")[0] for k in keys if k.startswith(PREFIX)})
+    # ----- workers that a client cannot reach ---------------------------------------------------------------------------
+
+    async def relay(self, comm: Any, client: str, session: str, address: str) -> Any:
+        """A client's stream to a worker, by way of the scheduler."""
+        try:
+            there = await connect(address, deserialize=False, **self.scheduler.connection_args)
+        except (OSError, TimeoutError) as e:
+            return {"status": "error", "text": str(e)}
+        pumps = [asyncio.ensure_future(_pump(comm, there)), asyncio.ensure_future(_pump(there, comm))]
+        try:
+            await there.write({"op": "meshtape_session", "client": client, "session": session})
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            there.abort()
+            comm.abort()
+        return Status.dont_reply
 
     # ----- comings and goings -----------------------------------------------------------------------------------------
 
-    async def open(self, name: str, mesh: bytes, workers: Iterable[str], interval: float) -> None:
+    async def open(self, name: str, mesh: bytes, workers: Iterable[str]) -> None:
         """A client made a mesh on these workers."""
         self.meshes[mesh] = name, tuple(workers)
-        for stream in (self.scheduler.client_comms.get(name), *map(self.scheduler.stream_comms.get, workers)):
-            hasten(stream, interval)
 
-    async def closed(self, mesh: bytes, late: Iterable[str] = ()) -> None:
-        """A mesh was closed. Workers that were too busy to be told are told when they answer again."""
+    async def closed(self, mesh: bytes) -> None:
+        """A mesh was closed."""
         self.meshes.pop(mesh, None)
-        self._tell({"op": "meshtape_forget", "mesh": mesh}, late)
 
     async def activity(self, name: str, written: dict[str, Any], activities: list[dict[str, Any]]) -> None:
         """What a client's process saves, merges and reshards (`progress`); the live page shows it, also when the client has left."""
@@ -232,3 +226,10 @@ class MeshtapeScheduler(SchedulerPlugin):
             task = asyncio.ensure_future(self.scheduler.broadcast(msg=message, workers=there, on_error="return"))
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
+
+
+async def _pump(source: Any, target: Any) -> None:
+    """Hand on what comes, unread, until one of the two ends."""
+    with contextlib.suppress(OSError):
+        while True:
+            await target.write(await source.read())

@@ -3,14 +3,14 @@
 ========================  ==========================================================================================
 ``transport``             ``auto``: what is fastest between each two workers; ``sockets``: no shared memory;
                           ``comms``: Dask's own connections, where no further port may be opened
+``timeout``               seconds after which a worker that was asked for something and says nothing is lost, and
+                          for which the scheduler is waited for
 ``timeouts.collective``   seconds that a rank waits for others in one collective
 ``timeouts.connect``      seconds that a client waits for a scheduler to answer
 ``timeouts.silence``      seconds after which a rank asks whether those it waits for are alive at all; they have as
                           long to answer, and so have workers when a mesh is made or closed
 ``timeouts.abort``        seconds that the client waits for the other ranks after one failed
 ``timeouts.lease``        seconds that a client which stands still may keep others from the workers
-``interval``              the least seconds between two messages about tasks that Dask's client, scheduler and
-                          workers of a mesh send each other; 0: as Dask has it, up to 0.01
 ``bucket``                bytes of gradients that are reduced together
 ``overlap``               the least bytes for which a collective runs beside the computation; 0: never
 ``pool``                  bytes of unused memory that a worker keeps for its blocks
@@ -32,8 +32,8 @@ from ..arrays.errors import MeshError
 DEFAULTS: dict[str, Any] = {
     "meshtape": {
         "transport": "auto",
+        "timeout": 20.0,
         "timeouts": {"connect": 10.0, "collective": 60.0, "silence": 5.0, "abort": 10.0, "lease": 10.0},
-        "interval": 0.0002,
         "bucket": 4 << 20,
         "overlap": 1 << 20,
         "pool": 1 << 30,

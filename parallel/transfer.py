@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,8 +146,8 @@ def _joined(shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[tuple[Box, 
 
 
 def _over_dask(buf: ShardedBuffer, target: Sharding) -> Any:
-    from .dask_runtime import DaskRuntime, Gang, RemoteBlocks
-    from .gang import Call, call_on_blocks
+    from .dask_runtime import DaskRuntime, RemoteBlocks
+    from .gang import call_on_blocks
 
     old, new = buf.mesh.runtime, target.mesh.runtime
     if not (isinstance(old, DaskRuntime) and isinstance(new, DaskRuntime)) or old.client is not new.client:
@@ -176,9 +175,9 @@ def _over_dask(buf: ShardedBuffer, target: Sharding) -> Any:
     old._flight.settle(source.gang)
     futures: dict[int, list[Any]] = {}
     for (p, q), wanted in cuts.items():
-        spec = Call(uuid.uuid4().hex, old._seat(p), cut_parts, wanted, ((0, source.slot),))
-        futures.setdefault(q, []).append(old._submit(call_on_blocks, p, "cut", spec, source.gang.futures[p]))
-    run, made = uuid.uuid4().hex, []
+        given = [cut_parts, wanted, [(0, source.slot)], source.gang.futures[p]]
+        futures.setdefault(q, []).append(old.submit(call_on_blocks, "cut", {p: given})[p])
+    args: dict[int, list[Any]] = {}
     for q in range(len(new.addresses)):
         payload = {
             t: (
@@ -186,14 +185,10 @@ def _over_dask(buf: ShardedBuffer, target: Sharding) -> Any:
                 buf.dtype,
                 [(k, p.target) for k, p in enumerate(parts[t])],
             )
-            for t, home in enumerate(new.homes)
-            if home == q
+            for t in new.hosted(q)
         }
-        spec = Call(run, new._seat(q), join_parts, payload, ())
-        made.append(new._submit(join_blocks, q, "transfer", spec, *futures.get(q, ())))
-    this = Gang(run, "transfer", made)
-    new._flight.settle(this)
-    return RemoteBlocks(this, 0, new._dead)
+        args[q] = [payload, *futures.get(q, ())]
+    return RemoteBlocks(new.kept(join_blocks, "transfer", args), 0)
 
 
 def cut_parts(
@@ -215,10 +210,9 @@ def join_parts(payloads: Mapping[int, Any], pieces: Mapping[Any, np.ndarray]) ->
     }
 
 
-def join_blocks(spec: Any, *cuts: Mapping[Any, np.ndarray]) -> Any:
-    """The task of a worker of the new mesh."""
+def join_blocks(seat: Any, payloads: Mapping[int, Any], *cuts: Mapping[Any, np.ndarray]) -> Any:
+    """On a worker of the new mesh: a bundle of the blocks of its ranks."""
     from .gang import kept
 
-    state = spec.seat.take()
     pieces = {key: part for cut in cuts for key, part in cut.items()}
-    return kept(spec, state, {0: spec.fn(spec.payloads, pieces)})
+    return kept(seat, {0: join_parts(payloads, pieces)})

@@ -29,19 +29,38 @@ def known_workers(client: Client) -> dict[str, Any]:
     ClusterError
         When the scheduler does not answer.
     """
-    try:
-        return client.sync(_there, client)
-    except OSError as e:
-        raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {e}") from None
+    return client.sync(_there, client)
 
 
 async def _there(client: Client) -> dict[str, Any]:
     """The same, on the client's event loop."""
-    try:
-        answer = await client.scheduler.identity(n_workers=-1)
-    except OSError:  # a connection that was kept may have been closed on the other side: the next one is new
-        answer = await client.scheduler.identity(n_workers=-1)
-    return answer["workers"]
+    return (await scheduler_answer(client, "identity", n_workers=-1))["workers"]
+
+
+def call_scheduler(client: Client, op: str, **kwargs: Any) -> Any:
+    """What one of the scheduler's handlers gives.
+
+    Raises
+    ------
+    ClusterError
+        Where it does not answer within ``meshtape.timeout`` seconds, or is gone.
+    """
+    return client.sync(scheduler_answer, client, op, **kwargs)
+
+
+async def scheduler_answer(client: Client, op: str, **kwargs: Any) -> Any:
+    """The same, on the client's event loop."""
+    seconds = settings.number("timeout")
+    for again in (True, False):
+        try:
+            return await asyncio.wait_for(getattr(client.scheduler, op)(**kwargs), seconds)
+        except (OSError, TimeoutError) as e:
+            # A connection that was kept may have been closed on the other side: the next one is new.
+            if again and isinstance(e, OSError) and not isinstance(e, TimeoutError):
+                continue
+            why = str(e) or f"nothing was said in {seconds:.0f} s"
+            raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {why}") from None
+    raise AssertionError
 
 
 def silent(client: Client, addresses: Sequence[str]) -> list[str]:
