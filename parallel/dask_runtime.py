@@ -33,7 +33,7 @@ from .lease import lease_of
 from .overlap import Buckets
 from .progress import last_word
 from .rank_program import RankProgram
-from .resident import Sent, answered
+from .resident import answered, packed
 from .room import Value, check_room
 from .runtime import HostValue, Turns
 from .scheduler import MeshtapeScheduler
@@ -105,6 +105,11 @@ class DaskRuntime:
         self.transport = settings.transport()
         problem = self._register()
         pool = int(settings.number("pool"))
+        self._streams = streams_of(client)
+        try:
+            self._streams.open(self.addresses)  # first: where a stream is opened anew, what its client had there is forgotten
+        except ClusterError as e:
+            raise e from problem
         planes = ask(
             client, gang.open_plane, self.mesh_id, secret, self.transport, pool, client.id, workers=self.addresses
         )
@@ -115,8 +120,6 @@ class DaskRuntime:
                 raise WorkerMismatch(f"worker {address} cannot open a mesh: {answer}") from (problem or answer)
         self._limits = [planes[a][1] for a in self.addresses]
         self.device, self._choice = device, self._choose(device)
-        self._streams = streams_of(client)
-        self._streams.open(self.addresses)
         seat = {
             "mesh": self.mesh_id,
             "addresses": tuple(self.addresses),
@@ -251,7 +254,7 @@ class DaskRuntime:
         for vs in ((*program.inputs, *program.constants), program.outputs):
             self.check_room(program.name, [(program.avals[v], program.layouts[v]) for v in set(vs)], program.sizes)
         ident = f"{self.mesh_id.hex()}/{program.name}-{uuid.uuid4().hex[:12]}"
-        first = to_serialize(Sent(program, (tuple(names), Buckets.configured())))
+        first = packed((program, tuple(names), Buckets.configured()))
         sent = False
 
         def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
@@ -313,7 +316,7 @@ class DaskRuntime:
         messages = {}
         for p, address in enumerate(self.addresses):
             blocks = [{r: self._block(h, r) for r in self.hosted(p)} for h in travel]
-            messages[address] = {**message, "blocks": to_serialize(Sent(None, tuple(blocks)))} if blocks else message
+            messages[address] = {**message, "blocks": packed(blocks)} if blocks else message
         with self._streams.order:
             if forget:
                 for address in self.addresses:
@@ -348,7 +351,10 @@ class DaskRuntime:
 
         async def one(p: int, mine: Sequence[int]) -> dict[int, np.ndarray]:
             stream = self._streams[self.addresses[p]]
-            return answered(await stream.call("meshtape_blocks", number=this.number, slot=handle.slot, ranks=mine))
+            try:
+                return answered(await stream.call("meshtape_blocks", number=this.number, slot=handle.slot, ranks=mine))
+            except RankLost as e:
+                raise RankLost(f"{self._ranks[p]} does not have what {this.what} left there any more: {e}") from e
 
         async def all_of_them() -> list[Any]:
             return await asyncio.gather(*(one(p, rs) for p, rs in asked.items()), return_exceptions=True)
@@ -356,7 +362,7 @@ class DaskRuntime:
         found = self.client.sync(all_of_them)
         if errors := [e for e in found if isinstance(e, BaseException)]:
             self._flight.settle(this)  # which knows the cause
-            raise RankLost(f"the blocks that {this.what} left on {self} are gone: {errors[0]}") from errors[0]
+            raise errors[0]
         return {r: b for blocks in found for r, b in blocks.items()}
 
     def call(self, fn: Any, handles: Sequence[Any], payloads: Mapping[int, Any]) -> list[Any]:

@@ -24,7 +24,7 @@ from ..storage import activity
 from .block_memory import BlockMemory, is_on_host, memory_of, on_host, serving
 from .dataplane import Address, DataPlane, interface_of
 from .executor import Prepared
-from .resident import Desk, Item, Ref, Resident
+from .resident import Desk, Item, Ref, Resident, unpacked
 from .transports.group import Group, Transport
 from .transports.nccl import NcclGroup
 from .transports.staged import Staged
@@ -298,9 +298,8 @@ def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
     if op == "run":
         desk.add(_run_item(state, desk, message))
     elif op == "call":
-        (fn, args), mesh = message["work"], message["mesh"]
-        needs = [a for a in args if isinstance(a, Ref)]
-        desk.add(Item(message["n"], message["name"], lambda values: _call(state, mesh, fn, args, values), needs))
+        needs = [Ref(*r) for r in message["needs"]]
+        desk.add(Item(message["n"], message["name"], functools.partial(_call, state, message), needs))
     elif op == "drop":
         desk.then(lambda: desk.drop(message["numbers"]))
     elif op == "drop_slots":
@@ -321,12 +320,12 @@ def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
         desk.say({"op": "pong", "paused": desk.resident.worker.status == Status.paused})
 
 
-def _call(
-    state: WorkerState, mesh: bytes | None, fn: Callable[..., Any], args: Sequence[Any], values: Sequence[Any]
-) -> Any:
+def _call(state: WorkerState, message: Mapping[str, Any], values: Sequence[Any]) -> Any:
+    mesh = message["mesh"]
     seat = None if mesh is None else state.seats.get(mesh)
     if mesh is not None and seat is None:
         raise RankLost("this process forgot the mesh: it was closed")
+    fn, args = unpacked(message["work"])
     given = iter(values)
     return fn(seat, *(next(given) if isinstance(a, Ref) else a for a in args))
 
@@ -413,11 +412,11 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
         if prepared is None:
             if m["program"] is None:
                 raise RankLost(f"worker {seat.address} was restarted and lost the program {m['program_id']}")
-            program, (names, buckets) = m["program"]
+            program, names, buckets = unpacked(m["program"])
             prepared = Prepared(program, seat.hosted, seat.homes, names, seat.memory, buckets)
             state.programs[m["program_id"]] = prepared
         memory = prepared.memory
-        given = m["blocks"].args if m["blocks"] else ()
+        given = unpacked(m["blocks"]) if m["blocks"] else ()
         inputs = list(_landed(m["sources"], bundles, given, memory))
         if seat.peers:
             group = plane.group(mesh, epoch, seat.process, seat.peers, seat.ranks, timeout, seat.share)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from distributed import Worker
 from distributed.core import Status, error_message
 from distributed.protocol import to_serialize
+from distributed.protocol.pickle import dumps, loads
 
 from ..arrays.errors import RankLost
 
@@ -41,11 +42,17 @@ class Ref(NamedTuple):
     session: str
 
 
-class Sent(NamedTuple):
-    """What is pickled as one thing."""
+def packed(value: Any) -> list[Any]:
+    """A value for a message, which :func:`unpacked` reads where it is used: one that cannot be read there is the error of what needs
+    it, and not of the stream."""
+    buffers: list[Any] = []
+    head = dumps(value, buffer_callback=buffers.append)
+    return [to_serialize(head), *(to_serialize(memoryview(b)) for b in buffers)]
 
-    what: Any
-    args: tuple[Any, ...]
+
+def unpacked(message: Sequence[Any]) -> Any:
+    """See :func:`packed`."""
+    return loads(message[0], buffers=message[1:])
 
 
 @dataclass(slots=True)
@@ -191,6 +198,11 @@ class Desk:
             await self.resident.worker.rpc(ref.address).meshtape_value(session=ref.session, number=ref.number)
         )
 
+    def names(self) -> list[str]:
+        """Of what is running and has still to run."""
+        waiting = [i.name for i in self.queue if isinstance(i, Item)]
+        return [self.running, *waiting] if self.running is not None else waiting
+
     # ----- saying -----------------------------------------------------------------------------------------------------
 
     def say(self, message: dict[str, Any]) -> None:
@@ -314,7 +326,7 @@ class Resident:
 
     async def busy_for(self, client: str) -> list[str]:
         """Names of what the worker has still to do for a client."""
-        return [n for desk in self.desks.values() if desk.client == client for n in desk_names(desk)]
+        return [n for desk in self.desks.values() if desk.client == client for n in desk.names()]
 
     def of(self, session: str) -> Desk:
         """What a client has here. Raises :class:`RankLost` where it has no such session."""
@@ -342,7 +354,7 @@ class Resident:
 
     def report(self) -> dict[str, Any]:
         """What runs, what has run, and the bytes that are kept, as plain data."""
-        names = [n for desk in self.desks.values() for n in desk_names(desk)]
+        names = [n for desk in self.desks.values() for n in desk.names()]
         keys = [k for desk in self.desks.values() for k in desk.kept.values()]
         return {
             "running": names[:1],
@@ -350,9 +362,3 @@ class Resident:
             "counts": {n: (c.done, c.failed, c.seconds) for n, c in self.counts.items()},
             "bytes": sum(sys.getsizeof(v) for k in keys if (v := self._in_memory.get(k)) is not None),
         }
-
-
-def desk_names(desk: Desk) -> list[str]:
-    """Names of what a desk runs and has still to run."""
-    waiting = [i.name for i in desk.queue if isinstance(i, Item)]
-    return [desk.running, *waiting] if desk.running is not None else waiting

@@ -20,11 +20,10 @@ from typing import Any, TypeVar
 
 from distributed import Client
 from distributed.core import clean_exception, connect
-from distributed.protocol import to_serialize
 
 from ..arrays.errors import ClusterError, RankLost
 from . import settings
-from .resident import Ref, Sent, answered
+from .resident import Ref, answered, packed
 
 T = TypeVar("T")
 log = logging.getLogger("meshtape")
@@ -157,9 +156,7 @@ class WorkerStream:
                 continue
             if not isinstance(said, Mapping) or said.get("status") != "OK":
                 comm.abort()
-                raise ClusterError(
-                    f"worker {self.address} did not set up meshtape's worker plugin: {_said(said)}"
-                )
+                raise ClusterError(f"worker {self.address} did not set up meshtape's worker plugin: {_said(said)}")
             self.comm, self.far = comm, bool(far)
             self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
             return
@@ -315,8 +312,9 @@ class WorkerStreams:
         stand for what they give, on whatever worker."""
         messages = {}
         for address, given in args.items():
-            work = Sent(fn, tuple(a.ref if isinstance(a, WorkerFuture) else a for a in given))
-            messages[address] = {"op": "call", "mesh": mesh, "work": to_serialize(work)}
+            args_there = tuple(a.ref if isinstance(a, WorkerFuture) else a for a in given)
+            needs = tuple(a for a in args_there if isinstance(a, Ref))
+            messages[address] = {"op": "call", "mesh": mesh, "work": packed((fn, args_there)), "needs": needs}
         with self.order:
             return self.submit(self.number(), name, messages)
 

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -68,29 +67,24 @@ class Log(SchedulerPlugin):
 
 
 @contextmanager
-def _tasks(client: Client) -> Iterator[list[str]]:
-    """Names of the tasks that end on the workers while the context is open."""
-    name = f"log-{time.monotonic_ns()}"
-    client.register_plugin(Log(), name=name)
-    done: list[str] = []
-    try:
-        yield done
-    finally:
-        # A result may reach the client before the scheduler hears that its task has ended.
-        until = time.monotonic() + 120.0
-        while client.run_on_scheduler(
-            lambda dask_scheduler: any(w.processing for w in dask_scheduler.workers.values())
-        ):
-            assert time.monotonic() < until, "tasks do not end"
-            time.sleep(0.01)
-        done += client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins[name].done)
-        client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.remove_plugin(name))
+def _runs(client: Client) -> Iterator[list[str]]:
+    def counts(dask_worker: Any) -> dict[str, int]:
+        from meshtape.parallel import gang
+
+        state = gang._STATES.get(dask_worker.address)
+        return {} if state is None else {n: c.done + c.failed for n, c in state.resident.counts.items()}
+
+    before, found = client.run(counts), list[str]()
+    yield found
+    for worker, after in client.run(counts).items():
+        for name, n in after.items():
+            found += [name] * (n - before[worker].get(name, 0))
 
 
 @pytest.fixture
-def tasks() -> Callable[[Client], AbstractContextManager[list[str]]]:
-    """``with tasks(client) as done``: names of the tasks that end on the workers meanwhile."""
-    return _tasks
+def runs() -> Callable[[Client], AbstractContextManager[list[str]]]:
+    """``with runs(client) as done``: at its end, names of what the workers did for meshes meanwhile, once for each worker."""
+    return _runs
 
 
 @contextmanager

@@ -179,11 +179,11 @@ def small() -> Iterator[Client]:
 
 
 @pytest.mark.timeout(300)
-def test_a_program_that_the_workers_have_no_memory_for(small, tasks, tmp_path):
+def test_a_program_that_the_workers_have_no_memory_for(small, runs, tmp_path):
     value = np.ones(2_000_000)  # 16 MB
     message = r"may use 7\.\d MiB: take more workers, split what is replicated"
     with mt.Mesh({"a": 4}, client=small) as mesh:
-        with tasks(small) as done:
+        with runs(small) as done:
             for placement in (mt.Shard(0), mt.Replicate()):  # what ranks of a worker share is there once
                 x = mt.distribute(value, mesh, a=placement)
                 with pytest.raises(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from types import SimpleNamespace
 
 import dask
 import dask.array as da
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.parallel import dask_tasks
 
 SHAPES = [(), (5,), (0,), (1,), (6, 4), (3, 5, 2)]
 bounded = settings(deadline=None, max_examples=25, database=None, suppress_health_check=list(HealthCheck))
@@ -87,17 +84,6 @@ def test_what_is_refused():
         mt.from_dask(unknown, mesh, a=mt.Shard(1))
     with pytest.raises(errors.MeshError, match="no pending reductions"):
         mt.from_dask(unknown, mesh, a=mt.Partial())
-
-
-def test_where_dask_keeps_its_tasks(monkeypatch):
-    """The documented place is asked first; a Dask that has them nowhere is an error that says which to install."""
-    assert dask_tasks.task("key", max, [3, 4])() == 4
-    modules = {"dask": SimpleNamespace(Task=lambda key, fn, *args: (key, fn, args), TaskRef=None)}
-    monkeypatch.setattr(dask_tasks, "importlib", SimpleNamespace(import_module=lambda name: modules.get(name)))
-    assert dask_tasks.task("key", max, [3]) == ("key", max, (3,))
-    modules.clear()
-    with pytest.raises(errors.ClusterError, match=rf"dask {re.escape(dask.__version__)} has no Task .* from 2025.1 to"):
-        dask_tasks.task("key", max, [3])
 
 
 def test_on_a_cluster(processes):

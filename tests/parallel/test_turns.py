@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,43 +80,33 @@ def test_workers_are_a_clients_until_the_last_task_of_its_run_has_ended(processe
     eventually(lambda: not lease._busy)
 
 
-def test_a_mesh_on_the_same_workers_submits_when_the_others_run_has_ended(processes, held, monkeypatch):
+def test_a_mesh_on_the_same_workers_runs_when_the_others_run_has_ended(processes, held, eventually):
     with mt.Mesh({"b": 2}, client=processes) as other:
-        runtime, reached = other.runtime, threading.Event()
-        ended: list[bool] = []
-
-        def seen(fn: Callable[..., Any]) -> Callable[..., Any]:
-            def called(*args: Any) -> Any:
-                if fn.__name__ == "_submit_run":
-                    ended.append(held.gang.done)
-                reached.set()
-                return fn(*args)
-
-            return called
-
-        monkeypatch.setattr(runtime, "_submit_run", seen(runtime._submit_run))
-        monkeypatch.setattr(runtime._flight, "wait_for", seen(runtime._flight.wait_for))
-        found: list[float] = []
+        step = mt.compile(lambda x: x + mt.sum(x))
         x = mt.distribute(np.ones(4), other, b=mt.Shard(0))
-        thread = threading.Thread(target=lambda: found.append(float(mt.sum(x))), daemon=True)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(np.asarray(step(x))), daemon=True)
         thread.start()
-        assert reached.wait(LIMIT)
+        second = held.mesh.runtime.addresses[1]
+        waiting = lambda: processes.run(_names, processes.id, workers=[second])[second]  # noqa: E731
+        eventually(lambda: waiting() == ["tanh", "<lambda>"])
+        assert not found
         held.end()
         thread.join(LIMIT)
-        assert found == [4.0]
-        assert ended
-        assert all(ended)
+        np.testing.assert_array_equal(found[0], np.full(4, 5.0))
 
 
 def test_a_run_comes_after_the_one_before_it_on_each_worker(processes, held, eventually):
     after = held.step(held.x)._buf.handle.gang
-    pairs = [(f.key, before.key) for f, before in zip(after.futures, held.gang.futures, strict=True)]
-
-    def waits(key: str, before: str, dask_scheduler: Any) -> bool | None:
-        known = dask_scheduler.tasks.get(key)
-        return None if known is None else before in {d.key for d in known.dependencies}
-
-    for key, before in pairs:
-        eventually(lambda key=key, before=before: processes.run_on_scheduler(waits, key, before) is not None)
-        assert processes.run_on_scheduler(waits, key, before)
+    _, second = held.mesh.runtime.addresses
+    eventually(lambda: after.futures[0].done())
+    assert processes.run(_names, processes.id, workers=[second])[second] == ["tanh", "tanh"]
+    assert not after.futures[1].done()
     held.end()
+
+
+def _names(client: str, dask_worker: Any) -> list[str]:
+    from meshtape.parallel import gang
+
+    desks = gang._STATES[dask_worker.address].resident.desks.values()
+    return [n for d in desks if d.client == client for n in d.names()]
