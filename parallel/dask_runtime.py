@@ -107,7 +107,9 @@ class DaskRuntime:
         pool = int(settings.number("pool"))
         self._streams = streams_of(client)
         try:
-            self._streams.open(self.addresses)  # first: where a stream is opened anew, what its client had there is forgotten
+            self._streams.open(
+                self.addresses
+            )  # first: where a stream is opened anew, what its client had there is forgotten
         except ClusterError as e:
             raise e from problem
         planes = ask(

@@ -7,6 +7,7 @@ that hosts all ranks needs none. Rounds that start early (``overlap``) run in a 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ import numpy as np
 
 from ..arrays import sparse_calls
 from ..arrays._op import Op
-from ..arrays.errors import MeshtapeError, RankLost
+from ..arrays.errors import LinAlgError, MeshtapeError, RankLost
 from ..arrays.indexing import SCATTER
 from ..arrays.indexsum import IndexSum
 from ..arrays.pool import SMALLEST, is_free, room
@@ -335,8 +336,6 @@ class Prepared:
                 else:
                     into = room(values, s.dying, *s.room[rank])
                     out = fn(*[values[v] if v >= 0 else c for v, c in args], out=into)
-            except MeshtapeError:
-                raise
             except Exception as e:
                 raise self._failure(rank, e, s.origin, s.site) from e
             if len(outputs) == 1:
@@ -344,11 +343,17 @@ class Prepared:
             else:
                 values.update(zip(outputs, map(put, out), strict=True))
 
-    def _failure(self, rank: int, error: Exception, origin: str, site: str) -> RankLost:
-        """What went wrong in a call."""
+    def _failure(self, rank: int, error: Exception, origin: str, site: str) -> MeshtapeError:
+        """What went wrong in a call: of the type that it has in one process, where that is one of ours."""
         where = f", called at {site}" if site else ""
         error = self.memory.translated(error)
-        return RankLost(f"rank {rank} failed in {origin}{where}: {type(error).__name__}: {error}")
+        text = f"rank {rank} failed in {origin}{where}: "
+        if isinstance(error, np.linalg.LinAlgError):
+            return LinAlgError(f"{text}{error}")
+        if isinstance(error, MeshtapeError):
+            with contextlib.suppress(TypeError):  # that is made of more than a text
+                return type(error)(f"{text}{error}")
+        return RankLost(f"{text}{type(error).__name__}: {error}")
 
     def _run_moves(self, s: PreparedMoves, env: Env, transport: Transport | None) -> list[dict[int, np.ndarray]]:
         """The new blocks of each move."""

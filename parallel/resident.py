@@ -47,7 +47,7 @@ def packed(value: Any) -> list[Any]:
     it, and not of the stream."""
     buffers: list[Any] = []
     head = dumps(value, buffer_callback=buffers.append)
-    return [to_serialize(head), *(to_serialize(memoryview(b)) for b in buffers)]
+    return [to_serialize(head), *(to_serialize(b.raw()) for b in buffers)]
 
 
 def unpacked(message: Sequence[Any]) -> Any:
@@ -302,6 +302,7 @@ class Resident:
             pass
         finally:
             self._end(desk)
+            comm.abort()
         return Status.dont_reply
 
     def _end(self, desk: Desk) -> None:

@@ -220,7 +220,10 @@ def cluster_mesh(gpus, threads, request):
 def kinds(mesh, x):
     """Where the blocks of an array are: its bundles, as their workers hold them."""
     handle = mt.compute(x)._buf.handle
-    held = [_STATES[a].bundles[handle.gang.run].slots[handle.slot] for a in mesh.runtime.addresses]
+    held = [
+        _STATES[f.stream.address].resident.of(f.stream.session).now(f.number).slots[handle.slot]
+        for f in handle.gang.futures
+    ]
     return [
         {("ndarray", -1) if isinstance(b, np.ndarray) else (type(b).__name__, b.device.id) for b in blocks.values()}
         for blocks in held
@@ -321,12 +324,12 @@ def test_blocks_that_dask_puts_aside_come_back_to_their_device(gpus):
     with gpus(2):
         memory = memory_of("cuda:1")
         with memory.using():
-            bundle = Bundle("run", {0: {3: memory.put(np.arange(4))}})
+            bundle = Bundle({0: {3: memory.put(np.arange(4))}})
         assert bundle.__sizeof__() < 100  # of the host's memory
         again = pickle.loads(pickle.dumps(bundle))
         assert again.slots[0][3].device.id == 1
         np.testing.assert_array_equal(again.slots[0][3].get(), np.arange(4))
-    plain = Bundle("run", {0: {0: np.arange(4)}})
+    plain = Bundle({0: {0: np.arange(4)}})
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(plain)).slots[0][0], np.arange(4))
 
 

@@ -105,8 +105,14 @@ def test_a_run_comes_after_the_one_before_it_on_each_worker(processes, held, eve
     held.end()
 
 
-def _names(client: str, dask_worker: Any) -> list[str]:
-    from meshtape.parallel import gang
+def _names_source() -> Callable[..., list[str]]:
+    def names(client: str, dask_worker: Any) -> list[str]:
+        from meshtape.parallel import gang
 
-    desks = gang._STATES[dask_worker.address].resident.desks.values()
-    return [n for d in desks if d.client == client for n in d.names()]
+        desks = gang._STATES[dask_worker.address].resident.desks.values()
+        return [n for d in desks if d.client == client for n in d.names()]
+
+    return names
+
+
+_names = _names_source()

@@ -1,0 +1,211 @@
+"""Nothing waits for ever: a worker that is stopped, paused or cut off is found out within ``meshtape.timeout``, whatever waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client
+
+import meshtape as mt
+from meshtape.parallel import gang, worker_streams
+from meshtape.parallel.workers import known_workers
+
+pytestmark = pytest.mark.timeout(300)
+BRIEF = {"meshtape.timeout": 2.0, "meshtape.timeouts.abort": 1.0, "meshtape.timeouts.silence": 1.0}
+ERRORS = (mt.errors.RankLost, mt.errors.CollectiveTimeout, mt.errors.ClusterError)
+
+
+@contextlib.contextmanager
+def stopped(client: Client, mesh: mt.Mesh, process: int = 1) -> Iterator[None]:
+    """The worker of a process stands still."""
+    pid = client.run(os.getpid)[mesh.runtime.addresses[process]]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def works(client: Client) -> None:
+    """A new mesh of this client computes."""
+    with mt.Mesh({"a": 2}, client=client) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
+        assert float(mt.sum(x)) == 6.0
+
+
+def _program(x: Any, tmp_path: Any) -> None:
+    mt.compute(x * 2)  # no collective: nobody but the client waits
+
+
+def _fetch(x: Any, tmp_path: Any) -> None:
+    np.asarray(x)
+
+
+def _save(x: Any, tmp_path: Any) -> None:
+    mt.save(tmp_path / "x", {"x": x})
+
+
+def _distribute(x: Any, tmp_path: Any) -> None:
+    mt.compute(mt.distribute(np.ones(1 << 20), x.sharding.mesh, a=mt.Shard(0)) + 1)
+
+
+def _reshard(x: Any, tmp_path: Any) -> None:
+    mt.compute(mt.reshard(x, a=mt.Replicate()))
+
+
+def _call(x: Any, tmp_path: Any) -> None:
+    mt.load(tmp_path / "there", shardings={"x": x.sharding})
+
+
+def _dask(x: Any, tmp_path: Any) -> None:
+    mt.compute(mt.from_dask(da.arange(8, chunks=2), x.sharding.mesh, a=mt.Shard(0)))
+
+
+@pytest.mark.parametrize("what", [_program, _fetch, _save, _distribute, _reshard, _call, _dask])
+def test_a_worker_that_stands_still(mortal, tmp_path, what: Callable[[Any, Any], None]):
+    mt.save(tmp_path / "there", {"x": np.arange(8.0)})
+    with mt.Mesh({"a": 2}, client=mortal) as mesh, dask.config.set(BRIEF):
+        x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+        with stopped(mortal, mesh), pytest.raises(ERRORS, match="rank 1|worker"):
+            what(x, tmp_path)
+    mortal.wait_for_workers(2, timeout=200)
+    works(mortal)
+
+
+def test_a_worker_that_stands_still_and_goes_on_is_lost_for_its_mesh_and_not_for_the_next(mortal, eventually):
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+        with dask.config.set(BRIEF), stopped(mortal, mesh), pytest.raises(ERRORS):
+            np.asarray(mt.compute(x * 2))
+        with pytest.raises(mt.errors.RankLost, match="rank 1"):
+            mt.compute(x * 3)
+        with pytest.raises(mt.errors.RankLost, match="rank 1"):
+            np.asarray(x)
+    eventually(lambda: len(known_workers(mortal)) == 2)
+    works(mortal)
+
+
+def test_a_client_that_stood_still_itself_blames_nobody(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh, dask.config.set({"meshtape.timeout": 1.0}):
+        x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
+        step = mt.compile(lambda x: x * 2)
+        mt.compute(step(x))
+        y = step(x)
+        processes.loop.asyncio_loop.call_soon_threadsafe(time.sleep, 3.0)
+        np.testing.assert_array_equal(y, np.arange(8.0) * 2)
+
+
+def test_a_paused_worker_runs_programs_and_says_so_to_what_is_dasks(mortal, monkeypatch):
+    def pause(on: bool, dask_worker: Any) -> None:
+        from distributed.core import Status
+
+        dask_worker.memory_manager.memory_pause_fraction = 1e-9 if on else False
+        dask_worker.status = Status.paused if on else Status.running
+
+    said: list[str] = []
+    monkeypatch.setattr(worker_streams.log, "warning", lambda text, *args: said.append(text % args))
+    with mt.Mesh({"a": 2}, client=mortal) as mesh, dask.config.set(BRIEF):
+        x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
+        mortal.run(pause, True, workers=mesh.runtime.addresses)
+        try:
+            assert float(mt.sum(x * 2)) == 56.0
+            with pytest.raises(
+                mt.errors.MeshtapeError, match="paused by Dask, as it uses too much of its memory_limit"
+            ):
+                mt.from_dask(da.arange(8, chunks=4), mesh, a=mt.Shard(0))
+            assert any("paused by Dask" in s for s in said)
+        finally:
+            mortal.run(pause, False, workers=mesh.runtime.addresses)
+        assert float(mt.sum(mt.from_dask(da.arange(8, chunks=4), mesh, a=mt.Shard(0)))) == 28.0
+
+
+# ----- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_many_arrays_is_a_small_message(processes, monkeypatch):
+    from distributed.protocol import dumps
+
+    sent: list[int] = []
+    goes = worker_streams.WorkerStreams.submit
+
+    def seen(self: Any, number: int, name: str, messages: Any) -> Any:
+        sent.extend(sum(map(len, dumps([m]))) for m in messages.values() if m["op"] == "run")
+        return goes(self, number, name, messages)
+
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        step = mt.compile(lambda xs: [x + 1 for x in xs])
+        xs = step([mt.distribute(np.ones(4), mesh, a=mt.Shard(0)) for _ in range(300)])
+        xs = step(xs)
+        monkeypatch.setattr(worker_streams.WorkerStreams, "submit", seen)
+        for _ in range(3):
+            xs = step(xs)
+        np.testing.assert_array_equal(xs[7], np.full(4, 6.0))
+    assert len(sent) == 6
+    assert max(sent) <= 2048
+
+
+def test_what_an_earlier_session_left_is_gone_and_not_waited_for(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+        stream = mesh.runtime._streams[mesh.runtime.addresses[1]]
+        processes.sync(_lose, stream)
+        with pytest.raises(mt.errors.RankLost, match="rank 1"):
+            np.asarray(x)
+        with mt.Mesh({"b": 2}, client=processes) as other:
+            assert mesh.runtime._streams[mesh.runtime.addresses[1]] is not stream
+            with pytest.raises(mt.errors.MeshtapeError):
+                np.asarray(mt.reshard(x, mt.Sharding(other, b=mt.Shard(0))))
+            with pytest.raises(mt.errors.MeshtapeError):
+                mt.compute(x * 2)
+            assert float(mt.sum(mt.distribute(np.arange(8.0), other, b=mt.Shard(0)))) == 28.0
+
+
+async def _lose(stream: Any) -> None:
+    stream.lose("a test cuts it off")
+
+
+def test_what_workers_cannot_read_is_an_error_of_the_call_and_not_of_the_worker(processes):
+    class Unreadable:
+        def __reduce__(self) -> Any:
+            return _raises_there, (os.getpid(),)
+
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
+        with pytest.raises(mt.errors.MeshtapeError, match="ModuleNotFoundError"):
+            mesh.runtime.call(_give, [x._buf.handle], {r: Unreadable() for r in range(2)})
+        assert float(mt.sum(x)) == 28.0
+
+
+def _raises_there(pid: int) -> None:
+    """Workers have no such module."""
+
+
+def _give(payloads: Any, blocks: Any) -> Any:
+    return payloads
+
+
+def test_a_mesh_of_a_client_that_is_gone_leaves_nothing(processes, eventually):
+    def left(dask_worker: Any) -> int:
+        state = gang._STATES[dask_worker.address]
+        return sum(d.client.startswith("Client-") and d.client != mine for d in state.resident.desks.values()) + len(
+            state.owners
+        )
+
+    mine = processes.id
+    other = Client(processes.scheduler.address, set_as_default=False)
+    mesh = mt.Mesh({"a": 2}, client=other)
+    x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+    assert max(processes.run(left).values())
+    other.close()
+    eventually(lambda: not any(processes.run(left).values()))
+    with pytest.raises(mt.errors.ClusterError, match="the Dask client is closed"):
+        np.asarray(x)
