@@ -61,6 +61,7 @@ _LAZY = {
             "explicit_sharding",
             "from_dask",
             "from_zarr",
+            "gang",
             "permute",
             "pipeline",
             "reduce_scatter",

@@ -299,7 +299,9 @@ def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
         desk.add(_run_item(state, desk, message))
     elif op == "call":
         needs = [Ref(*r) for r in message["needs"]]
-        desk.add(Item(message["n"], message["name"], functools.partial(_call, state, message), needs))
+        stop = threading.Event() if message["stoppable"] else None
+        work = functools.partial(_call, state, message, stop)
+        desk.add(Item(message["n"], message["name"], work, needs, stop=stop))
     elif op == "drop":
         desk.then(lambda: desk.drop(message["numbers"]))
     elif op == "drop_slots":
@@ -320,14 +322,15 @@ def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
         desk.say({"op": "pong", "paused": desk.resident.worker.status == Status.paused})
 
 
-def _call(state: WorkerState, message: Mapping[str, Any], values: Sequence[Any]) -> Any:
+def _call(state: WorkerState, message: Mapping[str, Any], stop: threading.Event | None, values: Sequence[Any]) -> Any:
     mesh = message["mesh"]
     seat = None if mesh is None else state.seats.get(mesh)
     if mesh is not None and seat is None:
         raise RankLost("this process forgot the mesh: it was closed")
     fn, args = unpacked(message["work"])
     given = iter(values)
-    return fn(seat, *(next(given) if isinstance(a, Ref) else a for a in args))
+    options = {} if stop is None else {"stop": stop}
+    return fn(seat, *(next(given) if isinstance(a, Ref) else a for a in args), **options)
 
 
 def _drop_slots(desk: Desk, number: int, slots: Sequence[int]) -> None:

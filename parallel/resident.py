@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import threading
 import time
 import weakref
 from collections import OrderedDict, deque
@@ -57,14 +58,16 @@ def unpacked(message: Sequence[Any]) -> Any:
 
 @dataclass(slots=True)
 class Item:
-    """Something to do. ``needs`` are the items whose values ``work`` is called with; without ``epoch`` the failure of one is no
-    reason for others of its mesh not to begin."""
+    """Something to do. ``needs`` are the items whose values ``work`` is called with. Where it fails, items of the same ``epoch`` of a
+    mesh do not begin."""
 
     number: int
     name: str
     work: Callable[[Sequence[Any]], Any]
     needs: Sequence[Ref] = ()
     epoch: tuple[bytes, int] | None = None
+    stop: threading.Event | None = None
+    """Set where it is to end early, of work that looks."""
 
 
 @dataclass
@@ -91,10 +94,10 @@ class Desk:
     failures: dict[int, BaseException] = field(default_factory=dict)
     broken: dict[bytes, tuple[int, str]] = field(default_factory=dict)
     latest: int = 0
-    running: str | None = None
     open: bool = True
 
     def __post_init__(self) -> None:
+        self._now: Item | None = None
         self._come, self._answers, self._said = asyncio.Event(), deque[dict[str, Any]](), asyncio.Event()
         self._tasks = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._answer())]
 
@@ -112,8 +115,10 @@ class Desk:
         self._come.set()
 
     def cancel(self, numbers: Iterable[int]) -> None:
-        """Do not begin these."""
+        """Do not begin these, and let those end that can."""
         given_up = set(numbers)
+        if self._now is not None and self._now.number in given_up and self._now.stop is not None:
+            self._now.stop.set()
         for item in [i for i in self.queue if isinstance(i, Item) and i.number in given_up]:
             self.queue.remove(item)
             self._failed(item.number, RankLost("it was given up"))
@@ -168,7 +173,7 @@ class Desk:
                 what()
                 continue
             begun = time.perf_counter()
-            self.running = what.name
+            self._now = what
             try:
                 if what.epoch is not None:
                     broken, why = self.broken.get(what.epoch[0], (-1, ""))
@@ -189,7 +194,7 @@ class Desk:
                 self.say({"op": "done", "n": what.number})
             finally:
                 what = values = value = None  # type: ignore[assignment]  # they are not to live until the next comes
-                self.running = None
+                self._now = None
 
     async def _needed(self, ref: Ref) -> Any:
         if ref.session == self.session:
@@ -201,7 +206,7 @@ class Desk:
     def names(self) -> list[str]:
         """Of what is running and has still to run."""
         waiting = [i.name for i in self.queue if isinstance(i, Item)]
-        return [self.running, *waiting] if self.running is not None else waiting
+        return [self._now.name, *waiting] if self._now is not None else waiting
 
     # ----- saying -----------------------------------------------------------------------------------------------------
 
@@ -223,6 +228,8 @@ class Desk:
     def end(self) -> None:
         """The client is gone."""
         self.open = False
+        if self._now is not None and self._now.stop is not None:
+            self._now.stop.set()
         for task in self._tasks:
             task.cancel()
         for event in self.ended.values():

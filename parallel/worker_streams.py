@@ -306,15 +306,21 @@ class WorkerStreams:
         return next(self._numbers)
 
     def call(
-        self, fn: Callable[..., Any], name: str, args: Mapping[str, Sequence[Any]], mesh: bytes | None = None
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        args: Mapping[str, Sequence[Any]],
+        mesh: bytes | None = None,
+        stoppable: bool = False,
     ) -> dict[str, WorkerFuture]:
         """Have workers, by address, call a function with their place in the mesh (None without one) and ``args``; futures among these
-        stand for what they give, on whatever worker."""
+        stand for what they give, on whatever worker. One that is ``stoppable`` gets an event ``stop``, which is set when it is cancelled."""
         messages = {}
         for address, given in args.items():
             args_there = tuple(a.ref if isinstance(a, WorkerFuture) else a for a in given)
             needs = tuple(a for a in args_there if isinstance(a, Ref))
             messages[address] = {"op": "call", "mesh": mesh, "work": packed((fn, args_there)), "needs": needs}
+            messages[address]["stoppable"] = stoppable
         with self.order:
             return self.submit(self.number(), name, messages)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -75,7 +78,7 @@ def test_a_worker_that_stands_still(mortal, tmp_path, what: Callable[[Any, Any],
     mt.save(tmp_path / "there", {"x": np.arange(8.0)})
     with mt.Mesh({"a": 2}, client=mortal) as mesh, dask.config.set(BRIEF):
         x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
-        with stopped(mortal, mesh), pytest.raises(ERRORS, match="rank 1|worker"):
+        with stopped(mortal, mesh), pytest.raises(ERRORS, match=r"rank 1|worker"):
             what(x, tmp_path)
     mortal.wait_for_workers(2, timeout=200)
     works(mortal)
@@ -126,6 +129,58 @@ def test_a_paused_worker_runs_programs_and_says_so_to_what_is_dasks(mortal, monk
         finally:
             mortal.run(pause, False, workers=mesh.runtime.addresses)
         assert float(mt.sum(mt.from_dask(da.arange(8, chunks=4), mesh, a=mt.Shard(0)))) == 28.0
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("what", [_program, _fetch, _save, _distribute, _call, _dask])
+def test_a_scheduler_that_goes(schedulers, tmp_path, what: Callable[[Any, Any], None], sign: int):
+    """Right, as workers answer without it, or an error of ours: never one of Dask's, and never an endless wait."""
+    mt.save(tmp_path / "there", {"x": np.arange(8.0)})
+    client, scheduler = schedulers()
+    with dask.config.set(BRIEF):
+        mesh = mt.Mesh({"a": 2}, client=client)
+        x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+        scheduler.send_signal(sign)
+        for _ in range(3):
+            with contextlib.suppress(mt.errors.MeshtapeError):
+                what(x, tmp_path)
+        with contextlib.suppress(mt.errors.MeshtapeError):
+            mesh.close()
+        with pytest.raises(mt.errors.MeshtapeError):
+            mt.Mesh({"a": 2}, client=client)
+        if sign == signal.SIGSTOP:
+            scheduler.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture
+def schedulers(tmp_path: Path) -> Iterator[Callable[[], tuple[Client, subprocess.Popen[bytes]]]]:
+    """Starts a scheduler and two workers as processes of their own."""
+    started: list[subprocess.Popen[bytes]] = []
+    clients: list[Client] = []
+
+    def start(*args: str) -> subprocess.Popen[bytes]:
+        file = ["--scheduler-file", str(tmp_path / "scheduler.json")]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        started.append(subprocess.Popen([sys.executable, "-m", "dask", *args, *file, "--no-dashboard"], **quiet))  # type: ignore[call-overload]
+        return started[-1]
+
+    def begin() -> tuple[Client, subprocess.Popen[bytes]]:
+        scheduler = start("scheduler", "--port", "0")
+        for _ in range(2):
+            start("worker", "--nthreads", "1", "--no-nanny", "--local-directory", str(tmp_path))
+        client = Client(scheduler_file=str(tmp_path / "scheduler.json"), set_as_default=False, timeout=120)
+        clients.append(client)
+        client.wait_for_workers(2, timeout=200)
+        return client, scheduler
+
+    yield begin
+    for p in started:
+        p.kill()
+    for p in started:
+        p.wait(60)
+    for client in clients:
+        with contextlib.suppress(Exception):
+            client.close(timeout=2)
 
 
 # ----- what is sent -----------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def test_used_up_memory_is_an_error_of_ours(gpus, monkeypatch):
         bound = op._bound.pop(xp.__name__, None)
         try:
             with pytest.raises(
-                errors.RankLost, match=r"rank 0 failed in exp.*OutOfMemory: .*32 bytes; 1\.0 MiB of 1\.0 GiB are free"
+                errors.OutOfMemory, match=r"rank 0 failed in exp.*32 bytes; 1\.0 MiB of 1\.0 GiB are free"
             ):
                 np.asarray(mt.exp(x))
         finally:
