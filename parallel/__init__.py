@@ -30,11 +30,13 @@ from .mesh import Mesh
 from .out_of_core import stream
 from .pipeline import pipeline
 from .placement import Partial, Placement, Replicate, Shard, Sharding, parse_placement
+from .process_gang import GangRun, gang
 from .shard_map import shard_map
 from .stored import Stored, from_zarr
 from .visualize import visualize
 
 __all__ = [
+    "GangRun",
     "Mesh",
     "Partial",
     "Placement",
@@ -54,6 +56,7 @@ __all__ = [
     "explicit_sharding",
     "from_dask",
     "from_zarr",
+    "gang",
     "parse_placement",
     "permute",
     "pipeline",

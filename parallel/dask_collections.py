@@ -21,6 +21,7 @@ from ..arrays._dlpack import read_only
 from ..arrays.blocks import ceil_blocks
 from ..arrays.errors import MeshError, ShapeError
 from ..arrays.program import ShapeDtype
+from .block_memory import on_host
 from .mesh import Mesh
 from .placement import Layout, Placement, Sharding, block_box
 from .runtime import HostValue, LocalRuntime
@@ -91,11 +92,11 @@ def _future(buf: ShardedBuffer, rank: int) -> Any:
 
 def _block_here(ref: tuple[int, str, str], slot: int, rank: int) -> np.ndarray:
     """A task of Dask's on the worker that has a block."""
-    from .gang import desk_here
+    from .mesh_worker import desk_here
 
     number, address, session = ref
     desk, finish = desk_here(address, session)
-    return exported(finish(desk.value(number)).slots[slot][rank])
+    return exported(on_host(finish(desk.value(number)).slots[slot][rank]))
 
 
 def exported(block: Any) -> Any:
@@ -188,7 +189,7 @@ def _remote(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> 
 
 def _adopt(ref: tuple[int, str, str], mesh: bytes, payload: Mapping[int, Any], *parts: np.ndarray) -> None:
     """A task of Dask's: blocks that Dask has put together, as blocks of the mesh."""
-    from .gang import desk_here, kept, seat_here
+    from .mesh_worker import desk_here, kept, seat_here
 
     number, address, session = ref
     desk, finish = desk_here(address, session)

@@ -26,19 +26,19 @@ from distributed.protocol import to_serialize
 from ..arrays.devices import CPU, Device
 from ..arrays.devices import device as named
 from ..arrays.errors import ClusterError, MeshError, MeshtapeError, RankLost, WorkerMismatch
-from . import gang, settings
+from . import mesh_worker, settings
 from .flight import IN_FLIGHT, Flight, Gang
 from .gpus import Choice, choose, visible
 from .lease import lease_of
+from .mesh_worker import set_up
 from .overlap import Buckets
 from .progress import last_word
 from .rank_program import RankProgram
 from .resident import answered, packed
 from .room import Value, check_room
 from .runtime import HostValue, Turns
-from .scheduler import MeshtapeScheduler
 from .worker_streams import WorkerFuture, streams_of
-from .workers import ask, call_scheduler, give_plugin, known_workers, silent
+from .workers import ask, call_scheduler, known_workers, silent
 
 settings.register()
 
@@ -99,11 +99,11 @@ class DaskRuntime:
         count = min(len(known), size)
         self.addresses = known[:count]
         self.homes = tuple(r * count // size for r in range(size))
-        self._ranks = gang.names_of(self.homes, self.addresses)
+        self._ranks = mesh_worker.names_of(self.homes, self.addresses)
         self._check_versions()
         self.mesh_id, secret = uuid.uuid4().bytes, secrets.token_bytes(32)
         self.transport = settings.transport()
-        problem = self._register()
+        problem = set_up(client)
         pool = int(settings.number("pool"))
         self._streams = streams_of(client)
         try:
@@ -113,7 +113,14 @@ class DaskRuntime:
         except ClusterError as e:
             raise e from problem
         planes = ask(
-            client, gang.open_plane, self.mesh_id, secret, self.transport, pool, client.id, workers=self.addresses
+            client,
+            mesh_worker.open_plane,
+            self.mesh_id,
+            secret,
+            self.transport,
+            pool,
+            client.id,
+            workers=self.addresses,
         )
         for address, answer in planes.items():
             if isinstance(answer, MeshtapeError):
@@ -160,17 +167,6 @@ class DaskRuntime:
     def _has(self, address: str, resources: Mapping[str, float]) -> bool:
         """Whether a worker was started with these resources of Dask, as far as an annotation names them."""
         return all(self._resources.get(address, {}).get(k, 0) >= n for k, n in resources.items())
-
-    def _register(self) -> Exception | None:
-        """What meshtape needs on scheduler and workers; Dask gives it to workers that come later too."""
-        try:
-            self.client.register_plugin(MeshtapeScheduler())
-        except Exception as e:
-            raise WorkerMismatch(
-                f"the scheduler at {self.client.scheduler.address} cannot import meshtape: install meshtape "
-                f"{importlib.metadata.version('meshtape')} in its environment, restart it"
-            ) from e
-        return give_plugin(self.client, gang.MeshtapeWorker())
 
     def _check_versions(self) -> None:
         """Every worker has this meshtape and this NumPy. Asked with a function of the standard library, which any worker has."""
@@ -227,7 +223,7 @@ class DaskRuntime:
 
         async def put(p: int, future: WorkerFuture) -> None:
             slots = {i: {r: self._block(h, r) for r in self.hosted(p)} for i, h in enumerate(values)}
-            bundle = to_serialize(gang.Bundle(slots))
+            bundle = to_serialize(mesh_worker.Bundle(slots))
             try:
                 answered(await future.stream.call("meshtape_put", number=number, name="distribute", value=bundle))
             except Exception as e:
@@ -306,7 +302,7 @@ class DaskRuntime:
             "silence": settings.number("timeouts.silence"),
             "program_id": ident,
             "program": text,
-            "sources": gang.ranges_of(
+            "sources": mesh_worker.ranges_of(
                 [(-1, place[i]) if i in place else (h.gang.number, h.slot) for i, h in enumerate(resolved)]
             ),
             "keep": tuple(shipped),
@@ -337,7 +333,7 @@ class DaskRuntime:
         slots = itertools.count(0 if sent is not None else given)
         number = -1 if sent is None else sent.number
         where = [(number, next(slots)) if isinstance(h, HostValue) else (h.gang.number, h.slot) for h in flat]
-        message = (turns.count, turns.carried, gang.ranges_of(where))
+        message = (turns.count, turns.carried, mesh_worker.ranges_of(where))
         return Turning(message, values if sent is None else [], (sent, turns.each))
 
     def wait(self, handle: Any) -> None:
@@ -384,12 +380,12 @@ class DaskRuntime:
             ]
             args[p] = [fn, mine, slots, *(g.futures[p] for g in gangs)]
         name = getattr(fn, "__name__", "call").strip("_")
-        return self._flight.gather(Gang(name, list(self.submit(gang.call_on_blocks, name, args).values())))
+        return self._flight.gather(Gang(name, list(self.submit(mesh_worker.call_on_blocks, name, args).values())))
 
     def create(self, fn: Any, payloads: Mapping[int, Any], count: int) -> list[Any]:
         self._check_open()
         args = {p: [fn, {r: payloads[r] for r in self.hosted(p)}] for p in range(len(self.addresses))}
-        this = self.kept(gang.create_blocks, "create", args)
+        this = self.kept(mesh_worker.create_blocks, "create", args)
         return [RemoteBlocks(this, i) for i in range(count)]
 
     def abandon(self) -> None:

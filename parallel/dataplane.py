@@ -48,7 +48,7 @@ def _proof(secret: bytes, role: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 class DataPlane:
-    """One process's end of all its connections. Made by :func:`meshtape.parallel.gang.open_plane` on each worker.
+    """One process's end of all its connections. Made by :func:`meshtape.parallel.mesh_worker.open_plane` on each worker.
 
     Parameters
     ----------

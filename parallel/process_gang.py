@@ -25,17 +25,19 @@ from distributed.protocol.pickle import dumps, loads
 
 from ..arrays._array import Array
 from ..arrays.errors import ClusterError, MeshError, RankLost
+from .block_memory import on_host
 from .dataplane import interface_of
-from .gang import Seat, on_host
 from .lease import lease_of
+from .mesh_worker import Seat, set_up
 from .rank_process import leave_block
 from .worker_streams import WorkerFuture, WorkerStreams, result, streams_of
-from .workers import give_plugin, known_workers
+from .workers import known_workers
 
 _LOG = 1 << 20  # bytes of a rank's output that are brought, the last ones
 _SHOWN = 12  # lines of it in an error
 _LOOK = 0.05  # seconds between two looks at whether a rank has ended
 _SHARED = "/dev/shm"
+_CHILD = "from meshtape.parallel.rank_process import start; start()"
 
 
 class _Block(NamedTuple):
@@ -115,18 +117,13 @@ def gang(
             raise MeshError(f"a gang has at least one rank, got ranks={ranks!r}")
         addresses = addresses[: min(len(addresses), size)]
         homes = tuple(r * len(addresses) // size for r in range(size))
-    if problem := give_plugin(client, _plugin()):
-        raise ClusterError(f"the workers cannot be set up: {problem}") from problem
-    streams = streams_of(client)
-    streams.open(addresses)
+    problem, streams = set_up(client), streams_of(client)
+    try:
+        streams.open(addresses)
+    except ClusterError as e:
+        raise e from problem
     given = dumps((fn, [_Block(arrays.index(a)) if any(a is x for x in arrays) else a for a in args], kwargs))
     return GangRun(client, streams, addresses, homes, given, arrays, dict(env or {}), getattr(fn, "__name__", "gang"))
-
-
-def _plugin() -> Any:
-    from .gang import MeshtapeWorker
-
-    return MeshtapeWorker()
 
 
 def _of_arrays(
@@ -385,7 +382,7 @@ def _run_ranks(
             place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks))}
             with (mine / "log").open("wb") as log:
                 children[rank] = subprocess.Popen(
-                    [sys.executable, "-m", "meshtape.parallel.rank_process", str(mine)],
+                    [sys.executable, "-c", _CHILD, str(mine)],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,

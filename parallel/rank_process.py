@@ -1,4 +1,4 @@
-"""The process of one rank of :func:`meshtape.gang`: ``python -m meshtape.parallel.rank_process FOLDER``.
+"""The process of one rank of :func:`meshtape.gang`.
 
 The folder holds what to call (``call``, pickled) and takes what it gave (``answer``). Standard input says nothing, and ends with the worker
 that started the process, which then ends too: no rank outlives its worker.
@@ -66,7 +66,8 @@ def _end_with_the_worker() -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":
+def start() -> None:
+    """Of the process: its one argument is the folder."""
     code = main(Path(sys.argv[1]))
     sys.stderr.flush()
     os._exit(code)  # threads of libraries that wait for other ranks keep no process

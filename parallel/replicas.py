@@ -402,7 +402,7 @@ def cut_kept(_: Any, wanted: Sequence[tuple[Any, Key, Box]], kept: Kept) -> dict
 
 def join_kept(seat: Any, payloads: Mapping[tuple[int, int], Any], count: int, *cuts: Mapping[Any, np.ndarray]) -> Any:
     """On a worker of the new mesh: a bundle of the blocks of its ranks."""
-    from .gang import kept
+    from .mesh_worker import kept
 
     pieces = {name: part for c in cuts for name, part in c.items()}
     slots: dict[int, dict[int, np.ndarray]] = {slot: {} for slot in range(count)}

@@ -147,7 +147,7 @@ def _joined(shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[tuple[Box, 
 
 def _over_dask(buf: ShardedBuffer, target: Sharding) -> Any:
     from .dask_runtime import DaskRuntime, RemoteBlocks
-    from .gang import call_on_blocks
+    from .mesh_worker import call_on_blocks
 
     old, new = buf.mesh.runtime, target.mesh.runtime
     if not (isinstance(old, DaskRuntime) and isinstance(new, DaskRuntime)) or old.client is not new.client:
@@ -212,7 +212,7 @@ def join_parts(payloads: Mapping[int, Any], pieces: Mapping[Any, np.ndarray]) ->
 
 def join_blocks(seat: Any, payloads: Mapping[int, Any], *cuts: Mapping[Any, np.ndarray]) -> Any:
     """On a worker of the new mesh: a bundle of the blocks of its ranks."""
-    from .gang import kept
+    from .mesh_worker import kept
 
     pieces = {key: part for cut in cuts for key, part in cut.items()}
     return kept(seat, {0: join_parts(payloads, pieces)})

@@ -69,9 +69,9 @@ class Log(SchedulerPlugin):
 @contextmanager
 def _runs(client: Client) -> Iterator[list[str]]:
     def counts(dask_worker: Any) -> dict[str, int]:
-        from meshtape.parallel import gang
+        from meshtape.parallel import mesh_worker
 
-        state = gang._STATES.get(dask_worker.address)
+        state = mesh_worker._STATES.get(dask_worker.address)
         return {} if state is None else {n: c.done + c.failed for n, c in state.resident.counts.items()}
 
     before, found = client.run(counts), list[str]()

@@ -19,7 +19,7 @@ import pytest
 from distributed import Client
 
 import meshtape as mt
-from meshtape.parallel import gang, worker_streams
+from meshtape.parallel import mesh_worker, worker_streams
 from meshtape.parallel.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
@@ -250,7 +250,7 @@ def _give(payloads: Any, blocks: Any) -> Any:
 
 def test_a_mesh_of_a_client_that_is_gone_leaves_nothing(processes, eventually):
     def left(dask_worker: Any) -> int:
-        state = gang._STATES[dask_worker.address]
+        state = mesh_worker._STATES[dask_worker.address]
         return sum(d.client.startswith("Client-") and d.client != mine for d in state.resident.desks.values()) + len(
             state.owners
         )

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.parallel import dask_runtime, gang
+from meshtape.parallel import dask_runtime, mesh_worker
 from meshtape.parallel.cluster import connect, local_cluster
 from meshtape.parallel.workers import known_workers
 
@@ -34,7 +34,7 @@ def held(client: Client) -> dict[str, int]:
     """Bytes that each run has left on the workers."""
 
     def count(dask_worker: Any) -> dict[str, int]:
-        kept = dict(gang._STATES[dask_worker.address].resident._in_memory)
+        kept = dict(mesh_worker._STATES[dask_worker.address].resident._in_memory)
         return {k: sum(b.nbytes for s in v.slots.values() for b in s.values()) for k, v in kept.items()}
 
     found: dict[str, int] = {}
@@ -230,7 +230,7 @@ def test_memory_is_freed_when_arrays_are_dropped(processes, eventually):
 
 def test_programs_that_nobody_runs_are_forgotten(processes):
     def programs(dask_worker: Any) -> int:
-        return len(gang._STATES[dask_worker.address].programs)
+        return len(mesh_worker._STATES[dask_worker.address].programs)
 
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))

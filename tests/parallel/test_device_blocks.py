@@ -14,8 +14,8 @@ import meshtape as mt
 from meshtape import errors
 from meshtape.arrays._backends import cupy_backend
 from meshtape.parallel.block_memory import memory_of
-from meshtape.parallel.gang import _STATES, Bundle
 from meshtape.parallel.gpus import Choice, Gpus, choose, visible
+from meshtape.parallel.mesh_worker import _STATES, Bundle
 
 # ----- which device ------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from distributed import Client, LocalCluster
 
 import meshtape as mt
 from meshtape.arrays import OPS
-from meshtape.parallel import gang
+from meshtape.parallel import mesh_worker
 from meshtape.parallel.cluster import connect, local_cluster
 from meshtape.parallel.workers import known_workers
 
@@ -82,7 +82,7 @@ def sockets_and_threads(client: Client) -> dict[str, tuple[int, int]]:
     """Sockets of the data plane that are open on each worker, and threads that serve it."""
 
     def count(dask_worker: Any) -> tuple[int, int]:
-        plane = gang._STATES[dask_worker.address].plane
+        plane = mesh_worker._STATES[dask_worker.address].plane
         groups = sum(len(g.links) for g in plane._groups.values())
         return groups + len(plane._arrived), sum(t.name.startswith("meshtape-greet") for t in threading.enumerate())
 
@@ -176,7 +176,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 def test_a_mesh_that_is_closed_while_a_worker_stands_still_is_forgotten_there_later(mortal, eventually):
     def known(dask_worker: Any) -> int:
-        return len(gang._STATES[dask_worker.address].plane._secrets)
+        return len(mesh_worker._STATES[dask_worker.address].plane._secrets)
 
     with dask.config.set({"meshtape.timeouts.silence": 1.0}):
         mesh = mt.Mesh({"a": 2}, client=mortal)
@@ -221,17 +221,17 @@ def test_a_worker_that_goes_while_a_mesh_is_opened(mortal, sign):
     victim = sorted(known_workers(mortal))[1]
 
     def goes_at_the_next(sign: int) -> None:
-        from meshtape.parallel import gang
+        from meshtape.parallel import mesh_worker
 
         def goes(*args: Any, **kwargs: Any) -> None:
             os.kill(os.getpid(), sign)
 
-        goes.true, gang.open_plane = gang.open_plane, goes
+        goes.true, mesh_worker.open_plane = mesh_worker.open_plane, goes
 
     def as_before() -> None:
-        from meshtape.parallel import gang
+        from meshtape.parallel import mesh_worker
 
-        gang.open_plane = getattr(gang.open_plane, "true", gang.open_plane)
+        mesh_worker.open_plane = getattr(mesh_worker.open_plane, "true", mesh_worker.open_plane)
 
     pid = mortal.run(os.getpid, workers=[victim])[victim]
     mortal.run(goes_at_the_next, sign, workers=[victim])
@@ -377,7 +377,7 @@ def test_nothing_is_left_behind(processes, eventually):
         from meshtape.parallel.transports.streams import SocketStream
 
         gc.collect()
-        state = gang._STATES[dask_worker.address]
+        state = mesh_worker._STATES[dask_worker.address]
         objects = gc.get_objects()
         names = [t.name for t in threading.enumerate()]
         return {

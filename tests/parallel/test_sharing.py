@@ -19,7 +19,7 @@ import pytest
 from distributed import Client, LocalCluster, Security, Worker
 
 import meshtape as mt
-from meshtape.parallel import gang, lease
+from meshtape.parallel import lease, mesh_worker
 from meshtape.parallel.cluster import local_cluster
 from meshtape.parallel.dashboard import programs_of
 from meshtape.parallel.lease import lease_of
@@ -42,7 +42,7 @@ def kinds(client: Client) -> set[tuple[str, str, str]]:
     """What the connections between workers are made of."""
 
     def look(dask_worker: Any) -> list[tuple[str, str, str]]:
-        groups = gang._STATES[dask_worker.address].plane._groups.values()
+        groups = mesh_worker._STATES[dask_worker.address].plane._groups.values()
         return [
             (type(x).__name__, type(x.stream).__name__, type(getattr(x, "outbox", None)).__name__)
             for g in groups
@@ -56,7 +56,7 @@ def left_behind(client: Client) -> dict[str, tuple[int, int, int]]:
     """Secrets, programs and connections that workers still hold."""
 
     def look(dask_worker: Any) -> tuple[int, int, int]:
-        s = gang._STATES[dask_worker.address]
+        s = mesh_worker._STATES[dask_worker.address]
         return len(s.plane._secrets), len(s.programs), len(s.plane._groups) + len(s.plane._arrived)
 
     return client.run(look)
@@ -270,7 +270,7 @@ def _break_prepared_source() -> Callable[[Any], None]:
         def fails(v: Any, **_: Any) -> Any:
             raise FloatingPointError("a broken unit")
 
-        for prepared in gang._STATES[dask_worker.address].programs.values():
+        for prepared in mesh_worker._STATES[dask_worker.address].programs.values():
             prepared._actions = [
                 (s._replace(fn=fails, room=None) if getattr(s, "origin", "") == "cosh" else s, frees)
                 for s, frees in prepared._actions
@@ -447,7 +447,7 @@ def test_failures_are_events(processes, eventually):
                 mt.compute(mt.atan(x))
         finally:
             processes.run(_fail_in, "atan", False)
-        eventually(lambda: any("a broken unit" in e["error"] for _, e in processes.get_events(gang.TOPIC)))
+        eventually(lambda: any("a broken unit" in e["error"] for _, e in processes.get_events(mesh_worker.TOPIC)))
 
 
 def _fail_in_source() -> Callable[[str, bool], None]:

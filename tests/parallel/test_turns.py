@@ -107,9 +107,9 @@ def test_a_run_comes_after_the_one_before_it_on_each_worker(processes, held, eve
 
 def _names_source() -> Callable[..., list[str]]:
     def names(client: str, dask_worker: Any) -> list[str]:
-        from meshtape.parallel import gang
+        from meshtape.parallel import mesh_worker
 
-        desks = gang._STATES[dask_worker.address].resident.desks.values()
+        desks = mesh_worker._STATES[dask_worker.address].resident.desks.values()
         return [n for d in desks if d.client == client for n in d.names()]
 
     return names

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.metadata
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from distributed import WorkerPlugin, get_worker
+from distributed import Client, WorkerPlugin, get_worker
 from distributed.core import Status, error_message
 from distributed.protocol import to_serialize
 
-from ..arrays.errors import ClusterError, RankLost
+from ..arrays.errors import ClusterError, RankLost, WorkerMismatch
 from ..arrays.pool import POOL
 from ..storage import activity
 from .block_memory import BlockMemory, is_on_host, memory_of, on_host, serving
 from .dataplane import Address, DataPlane, interface_of
 from .executor import Prepared
 from .resident import Desk, Item, Ref, Resident, unpacked
+from .scheduler import MeshtapeScheduler
 from .transports.group import Group, Transport
 from .transports.nccl import NcclGroup
 from .transports.staged import Staged
+from .workers import give_plugin
 
 TOPIC = "meshtape"
 """Of the events that workers log: ``client.get_events("meshtape")``."""
@@ -173,6 +176,25 @@ async def _taken(resident: Resident, session: str, number: int, slot: int, ranks
         return {"value": to_serialize({r: np.asarray(b, order="C") for r, b in blocks.items()})}
     except Exception as e:
         return error_message(e)
+
+
+def set_up(client: Client) -> Exception | None:
+    """Give the scheduler and the workers what they need. Returns what went wrong on any of the workers, which may not be one that
+    matters.
+
+    Raises
+    ------
+    WorkerMismatch
+        Where the scheduler cannot import meshtape.
+    """
+    try:
+        client.register_plugin(MeshtapeScheduler())
+    except Exception as e:
+        raise WorkerMismatch(
+            f"the scheduler at {client.scheduler.address} cannot import meshtape: install meshtape "
+            f"{importlib.metadata.version('meshtape')} in its environment, restart it"
+        ) from e
+    return give_plugin(client, MeshtapeWorker())
 
 
 def close_state(address: str) -> None:
