@@ -106,6 +106,7 @@ def gang(
     ['0', '1', '2', '3']
     """
     arrays = [a for a in args if isinstance(a, Array) and a.sharding is not None]
+    number = {id(a): i for i, a in enumerate(arrays)}
     if arrays:
         addresses, homes, size = _of_arrays(client, arrays, workers)
         if ranks is not None and ranks != size:
@@ -122,7 +123,7 @@ def gang(
         streams.open(addresses)
     except ClusterError as e:
         raise e from problem
-    given = dumps((fn, [_Block(arrays.index(a)) if any(a is x for x in arrays) else a for a in args], kwargs))
+    given = dumps((fn, [_Block(number[id(a)]) if id(a) in number else a for a in args], kwargs))
     return GangRun(client, streams, addresses, homes, given, arrays, dict(env or {}), getattr(fn, "__name__", "gang"))
 
 

@@ -15,8 +15,10 @@ Array([0, 1, 2, 3], sharding=Sharding(data=Replicate()))
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -30,12 +32,17 @@ from ..arrays.blocks import Box
 from ..arrays.creation import asarray
 from ..arrays.errors import RankLost, ReshardError
 from ..arrays.program import ShapeDtype
+from ..storage.checksums import crc32c
 from .api import distribute, reshard
+from .block_memory import on_host
 from .mesh import Mesh
 from .placement import Sharding, block_box
 from .runtime import HostValue, LocalRuntime
 from .sharded import sharded_array
+from .worker_streams import result
 from .workers import known_workers
+
+log = logging.getLogger("meshtape")
 
 COPIES = 2
 """Workers that have each block."""
@@ -137,6 +144,8 @@ class Replica:
 
     Notes
     -----
+    Each block has a crc32c from the moment when the copy was taken; one whose bytes have changed is never used.
+
     The call returns at once; :attr:`complete` tells when the copy can be used, and :meth:`wait` waits for that.
     """
 
@@ -288,7 +297,7 @@ class Replica:
             raise ReshardError(
                 f"the copy is on workers of a Dask cluster: it cannot be put on {mesh}, which is not of its client"
             )
-        there = known_workers(new.client)
+        whole = self._whole(wanted, known_workers(new.client))
         parts: dict[tuple[str, int], list[tuple[Any, Key, Box]]] = {}
         blocks: dict[int, dict[tuple[int, int], tuple[tuple[int, ...], np.dtype, list[tuple[Any, Box]]]]] = {}
         slots = {i: slot for slot, i in enumerate(wanted)}
@@ -301,9 +310,7 @@ class Replica:
                     common = box.intersect(want) if want.size else None
                     if common is None:
                         continue
-                    keepers = [w for w in self._keepers[Key(i, box)] if w in there]
-                    if not keepers:
-                        raise RankLost(f"no worker is left that keeps the block {box} of {leaf.aval}")
+                    keepers = whole[Key(i, box)]
                     near = new.addresses[q]
                     keeper = near if near in keepers else keepers[t % len(keepers)]
                     parts.setdefault((keeper, q), []).append(((i, t, n), Key(i, box), common.within(box)))
@@ -318,6 +325,33 @@ class Replica:
             i: sharded_array(mesh, s.layout, self._leaves[i].aval, RemoteBlocks(this, slots[i]))
             for i, s in wanted.items()
         }
+
+    def _whole(self, arrays: Iterable[int], there: Collection[str]) -> dict[Key, list[str]]:
+        """The workers that have each block of these arrays as it was. Raises :class:`RankLost` where none has."""
+        asked: dict[str, list[Key]] = {}
+        for key, workers in self._keepers.items():
+            for w in workers if key.array in arrays else ():
+                if w in there:
+                    asked.setdefault(w, []).append(key)
+        futures = {w: self._submit(changed, w, "verify", keys, self._kept[w]) for w, keys in asked.items()}
+
+        async def answers() -> list[Any]:
+            return await asyncio.gather(*map(result, futures.values()), return_exceptions=True)
+
+        bad: list[tuple[str, Key]] = []
+        for w, found in zip(futures, self._streams.client().sync(answers), strict=True):
+            # A worker that does not answer has nothing.
+            bad += [(w, key) for key in (asked[w] if isinstance(found, BaseException) else found)]
+            if isinstance(found, list) and found:
+                log.warning("worker %s has other bytes than it kept, of %d block(s): they are not used", w, len(found))
+        out = {}
+        for key, workers in self._keepers.items():
+            if key.array in arrays:
+                out[key] = [w for w in workers if w in there and (w, key) not in bad]
+                if not out[key]:
+                    aval = self._leaves[key.array].aval
+                    raise RankLost(f"no worker is left that keeps the block {key.box} of {aval} as it was")
+        return out
 
     def drop(self) -> None:
         """Give the memory back; the copy cannot be used afterwards."""
@@ -374,6 +408,8 @@ class Kept:
 
     def __init__(self, blocks: dict[Key, np.ndarray]) -> None:
         self.blocks = blocks
+        self.sums = {key: _sum(block) for key, block in blocks.items()}
+        """crc32c of each, taken where the block was when the copy was taken."""
 
     def __sizeof__(self) -> int:
         return 64 + sum(b.nbytes for b in self.blocks.values())
@@ -392,7 +428,17 @@ def hold(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], count: int,
     kept = cut(_, wanted, *values[:count])
     for part in values[count:]:
         kept.blocks.update(part.blocks)
+        kept.sums.update(part.sums)
     return kept
+
+
+def changed(_: Any, keys: Sequence[Key], kept: Kept) -> list[Key]:
+    """Of blocks that a worker keeps, those that do not have the bytes any more that they had."""
+    return [key for key in keys if _sum(kept.blocks[key]) != kept.sums[key]]
+
+
+def _sum(block: Any) -> int:
+    return crc32c(np.ascontiguousarray(on_host(block)).reshape(-1).view(np.uint8))
 
 
 def cut_kept(_: Any, wanted: Sequence[tuple[Any, Key, Box]], kept: Kept) -> dict[Any, np.ndarray]:

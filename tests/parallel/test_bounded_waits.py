@@ -73,15 +73,18 @@ def _dask(x: Any, tmp_path: Any) -> None:
     mt.compute(mt.from_dask(da.arange(8, chunks=2), x.sharding.mesh, a=mt.Shard(0)))
 
 
-@pytest.mark.parametrize("what", [_program, _fetch, _save, _distribute, _reshard, _call, _dask])
-def test_a_worker_that_stands_still(mortal, tmp_path, what: Callable[[Any, Any], None]):
+WAITS = [_program, _fetch, _save, _distribute, _reshard, _call, _dask]
+
+
+def test_a_worker_that_stands_still(mortal, tmp_path):
     mt.save(tmp_path / "there", {"x": np.arange(8.0)})
-    with mt.Mesh({"a": 2}, client=mortal) as mesh, dask.config.set(BRIEF):
-        x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
-        with stopped(mortal, mesh), pytest.raises(ERRORS, match=r"rank 1|worker"):
-            what(x, tmp_path)
-    mortal.wait_for_workers(2, timeout=200)
-    works(mortal)
+    for what in WAITS:
+        with mt.Mesh({"a": 2}, client=mortal) as mesh, dask.config.set(BRIEF):
+            x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+            with stopped(mortal, mesh), pytest.raises(ERRORS, match=r"rank 1|worker"):
+                what(x, tmp_path / what.__name__ if what is not _call else tmp_path)
+        mortal.wait_for_workers(2, timeout=200)
+        works(mortal)
 
 
 def test_a_worker_that_stands_still_and_goes_on_is_lost_for_its_mesh_and_not_for_the_next(mortal, eventually):
@@ -132,8 +135,7 @@ def test_a_paused_worker_runs_programs_and_says_so_to_what_is_dasks(mortal, monk
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("what", [_program, _fetch, _save, _distribute, _call, _dask])
-def test_a_scheduler_that_goes(schedulers, tmp_path, what: Callable[[Any, Any], None], sign: int):
+def test_a_scheduler_that_goes(schedulers, tmp_path, sign: int):
     """Right, as workers answer without it, or an error of ours: never one of Dask's, and never an endless wait."""
     mt.save(tmp_path / "there", {"x": np.arange(8.0)})
     client, scheduler = schedulers()
@@ -141,7 +143,7 @@ def test_a_scheduler_that_goes(schedulers, tmp_path, what: Callable[[Any, Any], 
         mesh = mt.Mesh({"a": 2}, client=client)
         x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
         scheduler.send_signal(sign)
-        for _ in range(3):
+        for what in [*WAITS, *WAITS]:
             with contextlib.suppress(mt.errors.MeshtapeError):
                 what(x, tmp_path)
         with contextlib.suppress(mt.errors.MeshtapeError):

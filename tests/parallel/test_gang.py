@@ -131,7 +131,7 @@ def test_a_worker_that_dies_ends_the_others(mortal, tmp_path, eventually, nothin
     eventually(lambda: len(list(tmp_path.iterdir())) == 2)
     pids = mortal.run(os.getpid)
     os.kill(pids[sorted(pids)[1]], signal.SIGKILL)
-    with pytest.raises(mt.errors.RankLost, match="rank 1 .*left the cluster"):
+    with pytest.raises(mt.errors.RankLost, match=r"rank 1 .*left the cluster"):
         run.result(LIMIT)
 
 

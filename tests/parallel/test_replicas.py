@@ -108,3 +108,30 @@ def test_with_one_worker_the_copy_is_in_this_process():
     np.testing.assert_array_equal(np.asarray(copy.local()["split"]), X + 1)
     with pytest.raises(mt.errors.ReshardError, match="structure"):
         copy.restore({})
+
+
+def test_a_bit_that_flips_in_a_copy_is_never_used(processes):
+    def flip(dask_worker):
+        """Of each block that is kept, one bit."""
+        from meshtape.parallel.replicas import Kept
+
+        changed = 0
+        for value in [v for v in dask_worker.data.values() if isinstance(v, Kept)]:
+            for key, block in value.blocks.items():
+                value.blocks[key] = other = block.copy()
+                other.reshape(-1).view("u1")[-1] ^= 4
+                changed += 1
+        return changed
+
+    with mt.Mesh({"data": 2}, client=processes) as mesh:
+        x = mt.distribute(X, mesh, data=mt.Shard(0)) + 1
+        copy = Replica({"x": x})
+        assert copy.wait(LIMIT)
+        first, second = mesh.runtime.addresses
+        assert all(processes.run(flip, workers=[first]).values())
+        sharding = mt.Sharding(mesh, data=mt.Shard(0))
+        np.testing.assert_array_equal(np.asarray(copy.restore({"x": sharding})["x"]), X + 1)
+        np.testing.assert_array_equal(np.asarray(x), X + 1)
+        assert all(processes.run(flip, workers=[second]).values())
+        with pytest.raises(mt.errors.RankLost, match=r"no worker is left that keeps the block .* as it was"):
+            copy.restore({"x": sharding})
