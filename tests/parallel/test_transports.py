@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtape.errors import CollectiveMismatch, CollectiveTimeout, RankLost
-from meshtape.parallel import dataplane
+from meshtape.parallel import dataplane, reduction_tree
 from meshtape.parallel.dataplane import DataPlane
 from meshtape.parallel.transports import frames, memory, pieces
 from meshtape.parallel.transports.comms import CommStream
@@ -159,9 +159,7 @@ class Contract:
         rng = np.random.default_rng(3)
         n = QUANTUM // 4 + 1000
         terms = [rng.normal(size=n).astype("f4") * 10.0**k for k in range(6)]  # process p has terms p and p + 3
-        want = terms[0]
-        for t in terms[1:]:
-            want = want + t
+        want = reduction_tree.joined(terms, np.add)
         outs = [np.empty(n, "f4") for _ in range(3)]
 
         def call(me: int) -> None:
