@@ -33,7 +33,7 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from .block_memory import HOST, BlockMemory
-from .collective_costs import COSTS, Costs
+from .collective_costs import COSTS, Costs, depth
 from .combining import Combining, Messages, Share, Tree, segments, tree_of
 from .placement import REDUCERS
 from .relaying import Delivery, Parcel, Relaying, Route, route
@@ -176,7 +176,7 @@ def _plan_rounds(
     gathers: list[tuple[int, Gathering]] = []
     deliveries: dict[Parcel, tuple[Delivery, ...]] = {}
     relayed = bool(plan.elements_moved) and _is_relayed(plan, homes, dtype.itemsize, hosts, costs)
-    shared = _Shared(plan, processes, homes, dtype, hosts, costs, relayed)
+    shared = _shared(plan, homes, dtype, hosts, costs, relayed)
     for ranks in me.makes.values():
         first = ranks[0]
         if shared.tree(first) is not None:
@@ -251,21 +251,34 @@ def _parcels(plan: Plan, processes: Mapping[int, _Process], process: int, q: int
 
 @functools.lru_cache(maxsize=512)
 def _is_relayed(plan: Plan, homes: tuple[int, ...], itemsize: int, hosts: int, costs: Costs) -> bool:
-    """Whether blocks travel by way of other processes. The first process and the first that gives it something stand for all."""
+    """Whether blocks travel by way of other processes. The first process and one that gives it something stand for all."""
     processes = _processes(plan, homes)
     if plan.reduce is not None or len(processes) <= 2 or (len(processes) <= 8 and costs.only is None):
         return False
-    first = min(processes)
-    givers = [q for q in processes if q != first and _parcels(plan, processes, q, first)]
-    partners, out, gives = len(givers), 0, 0
-    for p in {first, *givers[:1]}:
-        parcels = [x for q in processes if q != p for x in set(_parcels(plan, processes, p, q))]
-        partners = max(partners, sum(1 for q in processes if q != p and _parcels(plan, processes, p, q)))
-        out = max(out, sum(x.part.size for x in parcels))
-        gives = max(gives, sum(x.part.size for x in set(parcels)))
-    gets = plan.elements_moved / len(processes)
-    ways = costs.movement(len(processes), partners, gets * itemsize, out * itemsize, gives * itemsize, hosts)
-    return costs.best(ways) == "relayed"
+
+    def givers(q: int) -> set[int]:
+        return {homes[p.rank] for ranks in processes[q].makes.values() for p in plan.pieces(ranks[0])} - {q}
+
+    n, (first, second, *_) = len(processes), sorted(processes)
+    given = givers(first)
+    giver, taker = (min(given), first) if given else (first, second)
+    if len(_parcels(plan, processes, giver, taker)) * n * (depth(n) + 2) > 16 * plan.size:
+        return False  # to work out what comes by would take longer than it is worth
+    lists = [_parcels(plan, processes, giver, q) if q != giver else [] for q in processes]
+    takers = [q for q, parcels in zip(processes, lists, strict=True) if parcels]
+    partners = max(len(given), len(takers), *(len(givers(q)) for q in takers[:1]))
+    out = itemsize * sum(x.part.size for parcels in lists for x in parcels)
+    gives = itemsize * sum(x.part.size for x in {x for parcels in lists for x in parcels})
+    gets = itemsize * plan.elements_moved / n
+    return costs.best(costs.movement(n, partners, gets, out, gives, hosts)) == "relayed"
+
+
+@functools.lru_cache(maxsize=8)
+def _shared(
+    plan: Plan, homes: tuple[int, ...], dtype: np.dtype, hosts: int, costs: Costs, relayed: bool
+) -> _Shared:
+    alone = relayed or not plan.elements_moved
+    return _Shared(plan, {} if alone else _processes(plan, homes), homes, dtype, hosts, costs)
 
 
 class _Shared:
@@ -283,7 +296,6 @@ class _Shared:
         dtype: np.dtype,
         hosts: int,
         costs: Costs,
-        relayed: bool,
     ) -> None:
         self._plan, self._processes, self._homes, self._dtype = plan, processes, homes, dtype
         self._hosts, self._costs = hosts, costs
@@ -291,7 +303,7 @@ class _Shared:
         self._groups: dict[Any, list[tuple[int, int]]] = {}
         self._spans: dict[Any, dict[int, slice] | None] = {}
         self._trees: dict[Any, _Group | None] = {}
-        if len(processes) > 1 and not relayed:
+        if len(processes) > 1:
             for q, p in sorted(processes.items()):
                 for same, ranks in p.makes.items():
                     group = plan.group(ranks[0])
