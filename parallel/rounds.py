@@ -175,7 +175,7 @@ def _plan_rounds(
     joins: list[Joining] = []
     gathers: list[tuple[int, Gathering]] = []
     deliveries: dict[Parcel, tuple[Delivery, ...]] = {}
-    relayed = bool(plan.elements_moved) and _is_relayed(plan, homes, dtype.itemsize, hosts, costs)
+    relayed = plan.elements_moved > 0 and _relayed(plan, homes, dtype.itemsize, hosts, costs) is not None
     shared = _shared(plan, homes, dtype, hosts, costs, relayed)
     for ranks in me.makes.values():
         first = ranks[0]
@@ -209,6 +209,22 @@ def _plan_rounds(
     sends = () if relayed else tuple(_sends(plan, processes, process, shared))
     combined = tuple(shared.combined(process, blocks))
     return MoveRounds(tuple(blocks), sends, tuple(joins), in_order, combined, found, plan.reduce, wide, dtype)
+
+
+def described(plan: Plan, dtype: np.dtype) -> str:
+    """The algorithm and the time that is expected of it, where each rank has a process of its own on one host; nothing for direct
+    ways."""
+    homes = tuple(range(plan.size))
+    if plan.size <= 2 or plan.elements_moved == 0:
+        return ""
+    seconds, name = _relayed(plan, homes, dtype.itemsize, 1, COSTS), "relayed"
+    if seconds is None:
+        shared = _shared(plan, homes, dtype, 1, COSTS, False)
+        first = next(filter(plan.takes_part, homes), None)
+        if first is None or (shared.tree(first) is None and shared.spans(first) is None):
+            return ""
+        name, seconds = shared.chosen[plan.group(first)]
+    return f"{name}, about {seconds * 1e3:.3g} ms"
 
 
 def _given(
@@ -250,11 +266,12 @@ def _parcels(plan: Plan, processes: Mapping[int, _Process], process: int, q: int
 
 
 @functools.lru_cache(maxsize=512)
-def _is_relayed(plan: Plan, homes: tuple[int, ...], itemsize: int, hosts: int, costs: Costs) -> bool:
-    """Whether blocks travel by way of other processes. The first process and one that gives it something stand for all."""
+def _relayed(plan: Plan, homes: tuple[int, ...], itemsize: int, hosts: int, costs: Costs) -> float | None:
+    """Seconds that blocks travel by way of other processes, where that is fastest. The first process and one that gives it something
+    stand for all."""
     processes = _processes(plan, homes)
     if plan.reduce is not None or len(processes) <= 2 or (len(processes) <= 8 and costs.only is None):
-        return False
+        return None
 
     def givers(q: int) -> set[int]:
         return {homes[p.rank] for ranks in processes[q].makes.values() for p in plan.pieces(ranks[0])} - {q}
@@ -263,14 +280,15 @@ def _is_relayed(plan: Plan, homes: tuple[int, ...], itemsize: int, hosts: int, c
     given = givers(first)
     giver, taker = (min(given), first) if given else (first, second)
     if len(_parcels(plan, processes, giver, taker)) * n * (depth(n) + 2) > 16 * plan.size:
-        return False  # to work out what comes by would take longer than it is worth
+        return None  # to work out what comes by would take longer than it is worth
     lists = [_parcels(plan, processes, giver, q) if q != giver else [] for q in processes]
     takers = [q for q, parcels in zip(processes, lists, strict=True) if parcels]
     partners = max(len(given), len(takers), *(len(givers(q)) for q in takers[:1]))
     out = itemsize * sum(x.part.size for parcels in lists for x in parcels)
     gives = itemsize * sum(x.part.size for x in {x for parcels in lists for x in parcels})
     gets = itemsize * plan.elements_moved / n
-    return costs.best(costs.movement(n, partners, gets, out, gives, hosts)) == "relayed"
+    ways = costs.movement(n, partners, gets, out, gives, hosts)
+    return ways.relayed if costs.best(ways) == "relayed" else None
 
 
 @functools.lru_cache(maxsize=8)
@@ -303,6 +321,8 @@ class _Shared:
         self._groups: dict[Any, list[tuple[int, int]]] = {}
         self._spans: dict[Any, dict[int, slice] | None] = {}
         self._trees: dict[Any, _Group | None] = {}
+        self.chosen: dict[Any, tuple[str, float]] = {}
+        """By group: the algorithm, and seconds."""
         if len(processes) > 1:
             for q, p in sorted(processes.items()):
                 for same, ranks in p.makes.items():
@@ -339,6 +359,7 @@ class _Shared:
             ways = self._costs.movement(n, n - 1, nbytes, (n - 1) * nbytes, nbytes, self._hosts)._replace(relayed=math.inf)
         if self._costs.best(ways) != "scattered" or plan.neutral(first):
             return None
+        self.chosen[plan.group(first)] = "scattered", ways.scattered
         pieces = plan.pieces(first)
         if len({p.target for p in pieces}) != 1 or (plan.reduce is None and not self._is_from_one(members, pieces[0])):
             return None
@@ -375,9 +396,11 @@ class _Shared:
         one = len(items) == 1 and len(next(iter(items.values()))[1]) == n
         if not items or not (one or all(len(x[1]) == 1 for x in items.values())):
             return None
-        best = self._costs.best(self._costs.reduction(n, nbytes, scatter=not one, hosts=self._hosts))
+        ways = self._costs.reduction(n, nbytes, scatter=not one, hosts=self._hosts)
+        best = self._costs.best(ways)
         if best not in ("doubling", "halving"):
             return None
+        self.chosen[plan.group(first)] = best, getattr(ways, best)
         pieces = plan.pieces(next(iter(items.values()))[0])
         if len(pieces) != plan.terms or [p.term for p in pieces] != list(range(plan.terms)):
             return None
