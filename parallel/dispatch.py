@@ -150,7 +150,7 @@ class RaggedShare(NamedTuple):
 
 
 class RaggedRunning:
-    """A ragged move being carried out, like :class:`~.rounds.Running`; it has one round."""
+    """A ragged move being carried out, like :class:`~.reshard_execution.Running`; it has one round."""
 
     def __init__(
         self, share: RaggedShare, blocks: Mapping[int, Any], tables: Mapping[int, np.ndarray], memory: BlockMemory

@@ -33,7 +33,8 @@ from .placement import Layout, block_box, identity_of
 from .rank_fusion import Chain, PreparedChain, fused
 from .rank_program import Local, Move, Moves, RankProgram
 from .reshard import Plan, plan_reshard
-from .rounds import MoveRounds, Running, carry_out, plan_rounds
+from .reshard_execution import Running, carry_out
+from .rounds import MoveRounds, plan_rounds
 from .transports.group import Transport
 
 Env = dict[int, dict[int, np.ndarray]]

@@ -12,7 +12,8 @@ import numpy as np
 from meshtape.arrays.reductions import _is_low_precision
 from meshtape.parallel.placement import identity_of
 from meshtape.parallel.reshard import Plan
-from meshtape.parallel.rounds import Running, plan_rounds
+from meshtape.parallel.reshard_execution import Running
+from meshtape.parallel.rounds import plan_rounds
 from meshtape.parallel.transports.pieces import Target, chunk_of, chunks
 
 
