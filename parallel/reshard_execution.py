@@ -20,23 +20,23 @@ Blocks = Mapping[int, np.ndarray]
 
 def carry_out(running: Sequence[Any], exchange: Callable[[int, Messages, Messages], None]) -> None:
     """Reshards of one round together: ``exchange`` is called with a number, 0 for the first time and then 1, and the messages."""
-    going = [r.rounds() for r in running]
-    number = 0
-    while going:
-        sends: Messages = {}
-        receives: Messages = {}
-        still = []
-        for one in going:
-            found = next(one, None)
-            if found is not None:
-                still.append(one)
-                for into, messages in zip((sends, receives), found, strict=True):
-                    for process, what in messages.items():
-                        into.setdefault(process, []).extend(what)
-        going = still
+    for i, (sends, receives) in enumerate(together([r.rounds() for r in running])):
         if sends or receives:
-            exchange(number, sends, receives)
-        number = 1
+            exchange(min(i, 1), sends, receives)
+
+
+def together(going: Sequence[Iterator[tuple[Messages, Messages]]]) -> Iterator[tuple[Messages, Messages]]:
+    """The messages of several, round by round: those of the first come first."""
+    if len(going) == 1:
+        yield from going[0]
+        return
+    for messages in itertools.zip_longest(*going, fillvalue=({}, {})):
+        out: tuple[Messages, Messages] = {}, {}
+        for one in messages:
+            for into, some in zip(out, one, strict=True):
+                for process, what in some.items():
+                    into.setdefault(process, []).extend(what)
+        yield out
 
 
 def _view(blocks: Blocks, source: Source, span: slice | None, xp: Any) -> np.ndarray:
@@ -75,14 +75,7 @@ class Running:
             if r.gathers:
                 yield self._gather()
             return
-        rest = iter([(found, wanted), self._gather()] if found or wanted else ())
-        for messages in itertools.zip_longest(rest, *others):
-            out: tuple[Messages, Messages] = {}, {}
-            for one in messages:
-                for into, some in zip(out, one or (), strict=False):
-                    for process, what in some.items():
-                        into.setdefault(process, []).extend(what)
-            yield out
+        yield from together([iter([(found, wanted), self._gather()]), *others])
         for t, c in zip(trees, r.combined, strict=True):
             for i, part in c.blocks:
                 self._out[i] = t.result[part].reshape(r.blocks[i].shape)

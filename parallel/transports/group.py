@@ -153,7 +153,8 @@ class Group:
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
         self._place = place = Place(self._place.run, self._place.turn, step)
         self._what = what
-        self.connect({**sends, **receives})
+        if not (self.links.keys() >= sends.keys() and self.links.keys() >= receives.keys()):
+            self.connect({**sends, **receives})
         sending: dict[int, Link] = {}
         receiving: dict[int, Link] = {}
         self._expect = {}
