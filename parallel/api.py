@@ -113,7 +113,9 @@ def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement
             raise ReshardError(
                 f"[reshard] from {now.mesh} to {wanted.mesh}: a compiled function stays on one mesh; move the array outside"
             )
-        return moved_to_mesh(x, wanted)
+        there = Sharding.of(wanted.mesh, wanted.layout.reduced())
+        moved = moved_to_mesh(x, there)
+        return reshard(moved, wanted) if wanted.layout.partials else moved  # what is pending begins on the new mesh
     if wanted.layout == now.layout:
         return x
     for axis, op in wanted.layout.partials:

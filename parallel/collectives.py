@@ -60,9 +60,14 @@ def _dim(name: str, dim: int, x: Array) -> int:
 def _refuse_reduced(name: str, trace: RankTrace, axes: tuple[int, ...], x: Array) -> None:
     same = [trace.mesh.names[a] for a in axes if trace.mesh.sizes[a] > 1 and a not in trace.axes_of_variation(x)]
     if same and not any(a in trace.axes_of_variation(x) for a in axes):
+        part = ""
+        if name == "reduce_scatter":
+            part = (
+                "; where each rank's part is meant, take it: mt.take(x, mt.axis_index(…) * k + mt.arange(k), axis=dim)"
+            )
         raise MeshError(
             f"[{name}] the value is the same on all ranks of {', '.join(map(repr, same))} already (replicated, or reduced before, "
-            "as the gradient of what is replicated is); where the sum of equal values is meant, multiply by mt.axis_size"
+            f"as the gradient of what is replicated is); where the sum of equal values is meant, multiply by mt.axis_size{part}"
         )
 
 

@@ -1,8 +1,8 @@
 """How the processes of a mesh find each other: who listens where, who is let in, and what a connection is made of.
 
-Each Dask worker has one data plane. Processes of a mesh connect to each other when their first program runs and stay connected. A
-connection is accepted only after both sides have proved, by HMAC-SHA256 over a fresh nonce, that they know the secret that the
-client gave the mesh's workers over Dask's control plane; whatever else arrives is closed. Where the cluster uses TLS, connections do
+Each Dask worker has one data plane. Two processes of a mesh connect when they first have something to say to each other, and stay
+connected. A connection is accepted only after both sides have proved, by HMAC-SHA256 over a fresh nonce, that they know the secret
+that the client gave the mesh's workers over Dask's control plane; whatever else arrives is closed, and keeps nobody out (``listener``). Where the cluster uses TLS, connections do
 too, with the certificates of its ``Security``. Two processes of one host then share memory, and talk about it through a socket of the
 system itself where nothing has to be encrypted; two workers of one process hand their arrays over; all others use the connection itself
 (``transports``).
@@ -19,14 +19,16 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..arrays.errors import ClusterError, CollectiveTimeout, RankLost
-from .transports import comms, memory
+from .transports import comms, listener, memory
 from .transports.doors import Door, enter
 from .transports.group import Group
 from .transports.links import Link, StreamLink
+from .transports.listener import Gate, Listener
 from .transports.slots import SlotLink
 from .transports.streams import SocketStream, Stream, TlsStream
 
@@ -34,13 +36,19 @@ Address = tuple[str, int] | str
 """Of a process's data plane: host and port, or the Dask address of its worker where no port is opened."""
 
 _HELLO = struct.Struct(
-    ">4s16sQI32s32s16s?"
-)  # magic, mesh, epoch, process, nonce, host, process id, whether memory may be shared
+    ">4s16sQI32s32s16s?I"
+)  # magic, mesh, epoch, process, nonce, host, process id, whether memory may be shared, processes of the host
 _OFFER = struct.Struct(">c64s")  # kind, name
-_MAGIC = b"MTH2"
+_MAGIC = b"MTH3"
 _PLAIN, _SHARED, _LOCAL = b"-", b"s", b"l"
 _ENTERED, _TOKEN = b"*", 16
-_HANDSHAKE_TIMEOUT = 10.0
+_PAUSES = (0.02, 0.1, 0.5)
+_DIALS = 16
+"""Connections that a process makes at a time."""
+
+
+class _Refused(ConnectionError):
+    """The other side is none that this one talks to."""
 
 
 def _proof(secret: bytes, role: bytes, nonce: bytes, hello: bytes) -> bytes:
@@ -71,25 +79,19 @@ class DataPlane:
         self._left: dict[bytes, str] = {}  # meshes that a worker left, and which
         self._changed = threading.Condition()
         self._closed = False
-        self._listener: socket.socket | None = None
-        self._thread: threading.Thread | None = None
+        self._gate = Gate()
+        self._listener: Listener | None = None
         self.address: Address = worker.address if worker is not None else ""
         if worker is not None:
-            comms.serve(worker, self.greet)
+            comms.serve(worker, self._gate, self.greet)
         if host is not None:
             self.listen(host)
 
     def listen(self, host: str) -> None:
         """Open a port on this interface, unless there is one."""
-        if self._listener is not None:
-            return
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind((host, 0))
-        self._listener.listen(128)
-        self.address = self._listener.getsockname()[:2]
-        self._thread = threading.Thread(target=self._accept, name="meshtape-accept", daemon=True)
-        self._thread.start()
+        if self._listener is None:
+            self._listener = Listener(host, self._gate, self._wrapped, self._receive)
+            self.address = self._listener.address
 
     def admit(self, mesh: bytes, secret: bytes) -> None:
         """Let processes of this mesh in that know its secret."""
@@ -140,78 +142,90 @@ class DataPlane:
         """Stop listening and close everything."""
         self._closed = True
         if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         for mesh in list(self._secrets):
             self.dismiss(mesh)
-        if self._thread is not None:
-            self._thread.join(timeout=5)
+        if self._listener is not None:
+            self._listener.join(5)
 
     # ----- connecting -------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        while not self._closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._receive, args=(sock,), name="meshtape-greet", daemon=True).start()
+    def _wrapped(self, sock: socket.socket) -> socket.socket:
+        if self._tls is None:
+            return sock
+        return self._tls[0].wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
-    def _receive(self, sock: socket.socket) -> None:
+    def _receive(self, sock: socket.socket, proved: Callable[[], None]) -> None:
         try:
-            if self._tls is None:
-                stream: Stream = SocketStream(sock)
-            else:
-                stream = TlsStream(sock, self._tls[0], True, "", _HANDSHAKE_TIMEOUT)
-        except OSError:
+            secure = isinstance(sock, ssl.SSLSocket)
+            stream: Stream = TlsStream(sock, listener.GREETING) if secure else SocketStream(sock)  # type: ignore[arg-type]
+        except (OSError, ValueError):  # ValueError: it was closed meanwhile
             sock.close()
             return
-        self.greet(stream)
+        self.greet(stream, proved)
 
-    def greet(self, stream: Stream) -> None:
+    def greet(self, stream: Stream, proved: Callable[[], None]) -> None:
         """The accepting side of the handshake, with a bound on its time; strangers are closed without a word."""
+        deadline = time.monotonic() + listener.GREETING
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
         try:
-            wait = _HANDSHAKE_TIMEOUT
             nonce = os.urandom(32)
-            stream.write(nonce, wait)
-            hello = stream.read(_HELLO.size, wait)
-            magic, mesh, epoch, process, theirs, host, process_id, share = _HELLO.unpack(hello)
-            proof = stream.read(32, wait)
+            stream.write(nonce, left())
+            hello = stream.read(_HELLO.size, left())
+            magic, mesh, epoch, process, theirs, host, process_id, share, neighbours = _HELLO.unpack(hello)
+            proof = stream.read(32, left())
             secret = self._secrets.get(mesh)
             if magic != _MAGIC or secret is None:
                 raise ConnectionError("a stranger")
             if not hmac.compare_digest(proof, _proof(secret, b"connect", nonce, hello)):
                 raise ConnectionError("a wrong secret")
-            stream.write(_proof(secret, b"accept", theirs, hello), wait)
+            proved()
+            memory.BUDGET.share(neighbours)
+            stream.write(_proof(secret, b"accept", theirs, hello), left())
             link = _offer(stream, process, host, process_id, share)
             with self._changed:
                 old = self._arrived.pop((mesh, epoch, process), None)
-                if mesh in self._secrets:
+                if mesh in self._secrets and not self._closed:
                     self._arrived[mesh, epoch, process] = link
                     self._changed.notify_all()
                 else:  # it was closed meanwhile
                     link.close()
             if old is not None:
                 old.close()
-        except (OSError, struct.error):
+        except (OSError, ValueError, struct.error):
             stream.close()
 
     def _connect(
         self, mesh: bytes, epoch: int, process: int, peer: int, address: Address, share: bool, timeout: float
     ) -> Link:
-        secret = self._secrets[mesh]
+        for pause in _PAUSES:
+            try:
+                return self._connect_once(mesh, epoch, process, peer, address, share, timeout)
+            except (_Refused, ConnectionRefusedError):
+                raise
+            except ConnectionError:
+                # A door that many stand in may have closed it, to let others in.
+                time.sleep(pause)
+        return self._connect_once(mesh, epoch, process, peer, address, share, timeout)
+
+    def _connect_once(
+        self, mesh: bytes, epoch: int, process: int, peer: int, address: Address, share: bool, timeout: float
+    ) -> Link:
+        secret = self._secrets.get(mesh)
+        if secret is None:
+            raise _Refused("the mesh was closed")
         stream = self._dial(address, timeout)
         try:
             nonce = stream.read(32, timeout)
-            hello = _HELLO.pack(
-                _MAGIC, mesh, epoch, process, os.urandom(32), memory.host_id(), memory.process_id(), share
-            )
+            here = memory.host_id(), memory.process_id()
+            hello = _HELLO.pack(_MAGIC, mesh, epoch, process, os.urandom(32), *here, share, memory.BUDGET.processes)
             theirs = hello[32:64]
             stream.write(hello + _proof(secret, b"connect", nonce, hello), timeout)
             if not hmac.compare_digest(stream.read(32, timeout), _proof(secret, b"accept", theirs, hello)):
-                raise ConnectionError("it does not know the mesh's secret")
+                raise _Refused("it does not know the mesh's secret")
             return _take(stream, peer, timeout)
         except BaseException:
             stream.close()
@@ -224,7 +238,8 @@ class DataPlane:
         try:
             if self._tls is None:
                 return SocketStream(sock)
-            return TlsStream(sock, self._tls[1], False, address[0], timeout)
+            sock = self._tls[1].wrap_socket(sock, server_hostname=address[0], do_handshake_on_connect=False)
+            return TlsStream(sock, timeout)
         except BaseException:
             sock.close()
             raise
@@ -239,7 +254,7 @@ class DataPlane:
         timeout: float,
         share: bool = True,
     ) -> Group:
-        """The connections to all other processes of a mesh, made now where there are none yet.
+        """This process's place in a mesh, without connections: each is made when it is first used.
 
         ``peers`` gives every process's address, ``ranks`` its name in messages. Each pair has one connection: the process
         with the higher number connects. ``share`` allows shared memory.
@@ -250,29 +265,77 @@ class DataPlane:
             return found
         if mesh not in self._secrets:
             raise RankLost(f"{ranks.get(process, 'this process')} forgot the mesh: it was closed")
+        group = Group(
+            mesh,
+            epoch,
+            process,
+            lambda found, seconds: self._links(group, found, peers, ranks, share, seconds),
+            ranks,
+            lambda p, seconds: self.answers(peers[p], seconds),
+        )
+        group.begin(0, timeout)
+        with self._changed:
+            self._groups[key] = group
+            for stale in [k for k in self._arrived if k[0] == mesh and k[1] < epoch]:
+                self._arrived.pop(stale).close()
+        for key_old in [k for k in self._groups if k[0] == mesh and k[1] != epoch]:
+            self._groups.pop(key_old).close()
+        memory.BUDGET.share(1 + sum(_same_host(self.address, a) for a in peers.values()))
+        if key in self._stopped or mesh in self._left:  # meanwhile
+            group.shutdown()
+        return group
+
+    def _links(
+        self,
+        group: Group,
+        wanted: Sequence[int],
+        peers: Mapping[int, Address],
+        ranks: Mapping[int, str],
+        share: bool,
+        timeout: float,
+    ) -> dict[int, Link]:
+        """Connections to some processes, made side by side."""
+        mesh, epoch, process = group.mesh, group.epoch, group.process
         deadline = time.monotonic() + timeout
         links: dict[int, Link] = {}
-        try:
-            for p in sorted(peers):
-                if p < process:
+        dialled = [p for p in wanted if p < process]
+
+        def dial(p: int) -> Link:
+            if self.ended(mesh, epoch):
+                raise RankLost(f"{ranks[p]} left before it joined the mesh")
+            while True:
+                left = deadline - time.monotonic()
+                try:
+                    return self._connect(mesh, epoch, process, p, peers[p], share, min(left, group.silence))
+                except TimeoutError:
+                    if left <= group.silence or not group.lives(p):
+                        raise _unanswered(ranks[p]) from None
+                except OSError as e:
+                    raise RankLost(f"{ranks[p]} cannot be reached at {_text(peers[p])}: {e}") from e
+
+        error: BaseException | None = None
+        if len(dialled) > 1:
+            with ThreadPoolExecutor(min(_DIALS, len(dialled)), thread_name_prefix="meshtape-dial") as pool:
+                for p, future in [(p, pool.submit(dial, p)) for p in dialled]:
                     try:
-                        links[p] = self._connect(mesh, epoch, process, p, peers[p], share, timeout)
-                    except OSError as e:
-                        raise RankLost(f"{ranks[p]} cannot be reached at {_text(peers[p])}: {e}") from e
-            for p in sorted(peers):
+                        links[p] = future.result()
+                    except BaseException as e:
+                        error = error or e
+        try:
+            if error is not None:
+                raise error
+            for p in dialled[: len(dialled) == 1]:
+                links[p] = dial(p)
+            for p in wanted:
                 if p > process:
-                    links[p] = self._wait_for(mesh, epoch, p, ranks, deadline, timeout)
+                    links[p] = self._wait_for(group, p, ranks, deadline, timeout)
+            if self.ended(mesh, epoch):
+                raise RankLost(f"{ranks[wanted[0]]} left before it joined the mesh")
         except BaseException:
             for link in links.values():
                 link.close()
             raise
-        for key_old in [k for k in self._groups if k[0] == mesh and k[1] != epoch]:
-            self._groups.pop(key_old).close()
-        group = Group(mesh, epoch, process, links, ranks, lambda p, seconds: self.answers(peers[p], seconds))
-        self._groups[key] = group
-        if key in self._stopped or mesh in self._left:  # meanwhile
-            group.shutdown()
-        return group
+        return links
 
     def last_exchanges(self) -> dict[str, tuple[int, str]]:
         """For each mesh (in hexadecimal) the number of its run and what the last exchange was for. Called by any thread."""
@@ -296,18 +359,24 @@ class DataPlane:
             stream.close()
         return True
 
-    def _wait_for(
-        self, mesh: bytes, epoch: int, p: int, ranks: Mapping[int, str], deadline: float, timeout: float
-    ) -> Link:
-        with self._changed:
-            while (mesh, epoch, p) not in self._arrived:
-                if (mesh, epoch) in self._stopped or mesh in self._left:
-                    raise RankLost(f"{ranks[p]} left before it joined the mesh")
-                left = deadline - time.monotonic()
-                if left <= 0 or self._closed:
-                    raise CollectiveTimeout(f"{ranks[p]} did not join the mesh within {timeout:.0f} s")
-                self._changed.wait(left)
-            return self._arrived.pop((mesh, epoch, p))
+    def _wait_for(self, group: Group, p: int, ranks: Mapping[int, str], deadline: float, timeout: float) -> Link:
+        mesh, epoch = group.mesh, group.epoch
+        while True:
+            with self._changed:
+                asked = time.monotonic() + group.silence
+                while (mesh, epoch, p) not in self._arrived:
+                    if (mesh, epoch) in self._stopped or mesh in self._left or mesh not in self._secrets:
+                        raise RankLost(f"{ranks[p]} left before it joined the mesh")
+                    now = time.monotonic()
+                    if deadline <= now or self._closed:
+                        raise CollectiveTimeout(f"{ranks[p]} did not join the mesh within {timeout:.0f} s")
+                    if asked <= now:
+                        break
+                    self._changed.wait(min(deadline, asked) - now)
+                else:
+                    return self._arrived.pop((mesh, epoch, p))
+            if not group.lives(p):  # not while others wait for what this thread holds
+                raise _unanswered(ranks[p])
 
     def drop(self, mesh: bytes, epoch: int) -> None:
         """Close a group after a failure; the next run of the mesh has a new epoch."""
@@ -318,7 +387,7 @@ class DataPlane:
 
 def _offer(stream: Stream, peer: int, host: bytes, process_id: bytes, share: bool) -> Link:
     """The accepting side offers what is faster than the stream, where there is such a thing; the other says whether it takes it."""
-    wait = _HANDSHAKE_TIMEOUT
+    wait = listener.GREETING
     if share and process_id == memory.process_id():
         key, (out, back) = memory.offer_local()
         stream.write(_OFFER.pack(_LOCAL, key.hex().encode()), wait)
@@ -341,7 +410,7 @@ def _offer(stream: Stream, peer: int, host: bytes, process_id: bytes, share: boo
 
 def _share(stream: Stream, peer: int, segment: memory.Segment) -> Link:
     """Offer a segment and, where the stream is TCP in the clear, a door to a connection that costs less."""
-    wait = _HANDSHAKE_TIMEOUT
+    wait = listener.GREETING
     door, taken = None, b""
     try:
         if type(stream) is SocketStream:
@@ -405,6 +474,14 @@ def _take(stream: Stream, peer: int, timeout: float) -> Link:
     else:
         stream.write(b"-", timeout)
     return StreamLink(peer, stream)
+
+
+def _unanswered(rank: str) -> CollectiveTimeout:
+    return CollectiveTimeout(f"no answer from {rank}, whose process is stopped or cut off")
+
+
+def _same_host(a: Address, b: Address) -> bool:
+    return _text(a).rpartition(":")[0] == _text(b).rpartition(":")[0]
 
 
 def _text(address: Address) -> str:

@@ -150,7 +150,7 @@ class RaggedShare(NamedTuple):
 
 
 class RaggedRunning:
-    """A ragged move being carried out, like :class:`~.rounds.Running`; it has one round."""
+    """A ragged move being carried out, like :class:`~.reshard_execution.Running`; it has one round."""
 
     def __init__(
         self, share: RaggedShare, blocks: Mapping[int, Any], tables: Mapping[int, np.ndarray], memory: BlockMemory
@@ -165,8 +165,10 @@ class RaggedRunning:
             yield slice(at, at + n)
             at += n
 
-    def scatter(self, sends: dict[int, list[Any]], receives: dict[int, list[Any]]) -> None:
-        """Add what is sent and received; hand over what stays here."""
+    def rounds(self) -> Iterator[tuple[dict[int, list[Any]], dict[int, list[Any]]]]:
+        """What is sent and received, at once; what stays here is handed over."""
+        sends: dict[int, list[Any]] = {}
+        receives: dict[int, list[Any]] = {}
         s = self._share
         out: dict[tuple[int, int], Any] = {}  # what each pair's sender gives
         for r, block in self._blocks.items():
@@ -187,9 +189,7 @@ class RaggedRunning:
         for pair in s.receives:
             if s.homes[pair[0]] != s.process and len(into[pair]):
                 receives.setdefault(s.homes[pair[0]], []).append(Target(into[pair]))
-
-    def gather(self, sends: dict[int, list[Any]], receives: dict[int, list[Any]]) -> None:
-        """Nothing more."""
+        yield sends, receives
 
     def results(self) -> dict[int, Any]:
         """The rows that each rank got, in the order of the places that sent them."""

@@ -34,7 +34,8 @@ from .placement import Layout, block_box, identity_of
 from .rank_fusion import Chain, PreparedChain, fused
 from .rank_program import Local, Move, Moves, RankProgram
 from .reshard import Plan, plan_reshard
-from .rounds import MoveRounds, Running, plan_rounds
+from .reshard_execution import Running, carry_out
+from .rounds import MoveRounds, plan_rounds
 from .transports.group import Transport
 
 Env = dict[int, dict[int, np.ndarray]]
@@ -240,7 +241,7 @@ class Prepared:
             rounds = plan_rounds(way.plan, self.homes, process, aval.dtype, is_low_precision(aval.dtype))
             neutral = identity_of(way.plan.fill, aval.dtype) if any(b.neutral for b in rounds.blocks) else None
             out.append(PreparedMove(source, target, way, rounds, neutral, None))
-        remote = any(_is_remote(m.rounds, process) for m in out)
+        remote = any(m.rounds.remote for m in out)
         return PreparedMoves(number, tuple(out), texts[0], remote)
 
     # ----- running ----------------------------------------------------------------------------------------------------
@@ -357,22 +358,14 @@ class Prepared:
 
     def _run_moves(self, s: PreparedMoves, env: Env, transport: Transport | None) -> list[dict[int, np.ndarray]]:
         """The new blocks of each move."""
-        running = []
-        sends: dict[int, list[Any]] = {}
-        receives: dict[int, list[Any]] = {}
-        for m in s.moves:
-            running.append(m.running(env, self.memory))
-            running[-1].scatter(sends, receives)
-        if sends or receives:
+        running = [m.running(env, self.memory) for m in s.moves]
+
+        def exchange(number: int, sends: dict[int, list[Any]], receives: dict[int, list[Any]]) -> None:
             if transport is None:
                 raise RankLost(f"the ranks of {sorted({*sends, *receives})} are not in this process")
-            transport.exchange(s.number, s.text, sends, receives)
-        sends, receives = {}, {}
-        for one in running:
-            one.gather(sends, receives)
-        if sends or receives:
-            assert transport is not None
-            transport.exchange(s.number + 1, s.text, sends, receives)
+            transport.exchange(s.number + number, s.text, sends, receives)
+
+        carry_out(running, exchange)
         return [m.results(one) for m, one in zip(s.moves, running, strict=True)]
 
     @staticmethod
@@ -432,13 +425,6 @@ class Beside:
             self._transport.shutdown()  # whoever waits here waits no longer
         self._thread.shutdown(wait=True)
         self._transport.eager = True
-
-
-def _is_remote(rounds: MoveRounds | RaggedShare, process: int) -> bool:
-    """Whether other processes take part."""
-    if isinstance(rounds, RaggedShare):
-        return rounds.remote
-    return bool(rounds.sends) or any(h != process for j in rounds.joins for h in j.homes)
 
 
 def _between(m: Move) -> int:

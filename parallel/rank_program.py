@@ -15,6 +15,7 @@ from .dispatch import Ragged, RaggedPlan
 from .factors import FactorRule, RankView
 from .placement import Layout, block_box, dims_text
 from .reshard import Plan, plan_reshard, reshard_text
+from .rounds import described
 from .windows import Fetch
 
 
@@ -121,7 +122,8 @@ class RankProgram:
         """How much a move moves, in words."""
         plan, itemsize = self.plan(m), self.avals[m.source].dtype.itemsize
         if not isinstance(plan, RaggedPlan):
-            return f"{plan.bytes_received(itemsize)} bytes"
+            how = described(plan, self.avals[m.source].dtype)
+            return f"{plan.bytes_received(itemsize)} bytes" + (f", {how}" if how else "")
         return f"{plan.bytes_received(itemsize)} bytes where all are chosen alike, {plan.most * itemsize} at most"
 
     def text(self, names: Sequence[str], cuda: bool = False) -> str:

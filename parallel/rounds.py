@@ -4,41 +4,38 @@ A reshard is a plan of pieces (``reshard``). Here it is sorted by process: which
 and how the blocks of its own ranks are joined from parts of its own and parts that arrive. Ranks of one process that need the same
 block share it, and it travels once.
 
-Two algorithms, chosen by size. *Direct*: every process is sent what its blocks are made of, all pairs at once, in one round. It is
-what gathers, slices and all-to-alls are (each byte is wanted where it goes), and what reductions of few bytes are. *Scattered*: where
-several processes need one and the same reduced block of many bytes, each joins a part of it and the parts are then gathered, so that
-the bytes that a process sends do not grow with the number of processes. Contributions are joined in the order of their mesh
-coordinates in both, which is why a result has the same bits in every run, on every rank, and on the virtual mesh; a ring would start
-the order at another rank for each part (Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH,
-2005, compares the algorithms; the volumes of the scattered one equal a ring's).
+The algorithm is the one that :mod:`.collective_costs` expects to be fastest; all processes come to the same, as all know the same.
+
+*direct*
+    Every process is sent what its blocks are made of, all pairs at once, in one round.
+*scattered*
+    Where several processes need one and the same block, each takes a part of it, and the parts are then gathered: two rounds, and
+    twice the block in bytes, however many processes there are.
+*doubling*, *halving*
+    Reductions along a tree (:mod:`.combining`): of few bytes in few messages, of many bytes with the volumes of a ring.
+*relayed*
+    Small blocks by way of other processes (:mod:`.relaying`).
+
+Contributions are joined in the order of one tree over their mesh coordinates (:mod:`.reduction_tree`) in all of them, which is why a
+result has the same bits in every run, on every rank, and on the virtual mesh. A ring would start its order at another rank for each
+part.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from .block_memory import HOST, BlockMemory
-from .placement import REDUCERS
+from .collective_costs import COSTS, Costs, depth
+from .combining import Share, Tree, segments, tree_of
+from .relaying import Delivery, Parcel, Route, route
 from .reshard import Piece, Plan
-from .transports.pieces import Fold, Sink, Target
-
-
-class Limits(NamedTuple):
-    """Bytes from which a reduced block that two, or more, processes need is joined in parts."""
-
-    pair: int
-    many: int
-
-
-LIMITS = Limits(4 << 20, 64 << 10)
-"""Measured on one host, where for two processes both ways move the same bytes and the second round costs a latency."""
-
-Blocks = Mapping[int, np.ndarray]
 
 
 class Source(NamedTuple):
@@ -91,6 +88,15 @@ class Gathering(NamedTuple):
     spans: Mapping[int, slice]
 
 
+class Combined(NamedTuple):
+    """A reduction along the tree: ``terms`` gives the sources of each contribution of this process, which make one vector; ``blocks``
+    are those of this process that are parts of what it keeps."""
+
+    share: Share
+    terms: tuple[tuple[int, tuple[Source, ...]], ...]
+    blocks: tuple[tuple[int, slice], ...]
+
+
 class MoveRounds(NamedTuple):
     """One reshard as one process takes part in it."""
 
@@ -98,9 +104,18 @@ class MoveRounds(NamedTuple):
     sends: tuple[Outgoing, ...]
     joins: tuple[Joining, ...]
     gathers: tuple[Gathering, ...]
+    combined: tuple[Combined, ...]
+    relayed: Route | None
     reduce: str | None
     wide: bool
     dtype: np.dtype
+
+    @property
+    def remote(self) -> bool:
+        """Whether other processes take part."""
+        return bool(self.combined or self.relayed or self.sends) or any(
+            h != self.blocks[j.block].process for j in self.joins for h in j.homes
+        )
 
 
 def _parts(pieces: Sequence[Piece]) -> tuple[Part, ...]:
@@ -111,13 +126,16 @@ def _parts(pieces: Sequence[Piece]) -> tuple[Part, ...]:
 
 
 class _Process:
-    """Ranks of one process: those whose new blocks are equal (``makes``), and one for each block that is there (``has``)."""
+    """Ranks of one process: those whose new blocks are equal (``makes``), one for each block that is there (``has``), and all by
+    lane."""
 
     def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
         self.ranks = ranks
         self.has: dict[Any, int] = {}
         self.makes: dict[Any, list[int]] = {}
+        self.lanes: dict[Any, list[int]] = {}
         for r in ranks:
+            self.lanes.setdefault(plan.lane(r), []).append(r)
             self.has.setdefault(plan.holds(r), r)
             if plan.takes_part(r):
                 self.makes.setdefault(plan.same(r), []).append(r)
@@ -131,14 +149,16 @@ def _processes(plan: Plan, homes: tuple[int, ...]) -> dict[int, _Process]:
     return {h: _Process(plan, found) for h, found in ranks.items()}
 
 
-def plan_rounds(plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool) -> MoveRounds:
-    """What ``process`` does in a reshard; ``homes`` gives the process of every rank."""
-    return _plan_rounds(plan, homes, process, dtype, low_precision, LIMITS)
+def plan_rounds(
+    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int = 1
+) -> MoveRounds:
+    """What ``process`` does in a reshard; ``homes`` gives the process of every rank, ``hosts`` the number of machines."""
+    return _plan_rounds(plan, homes, process, dtype, low_precision, hosts, COSTS)
 
 
 @functools.lru_cache(maxsize=512)
 def _plan_rounds(
-    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, limits: Limits
+    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int, costs: Costs
 ) -> MoveRounds:
     if plan.elements_moved:
         processes = _processes(plan, homes)
@@ -148,13 +168,24 @@ def _plan_rounds(
     blocks: list[Block] = []
     joins: list[Joining] = []
     gathers: list[tuple[int, Gathering]] = []
-    shared = _Shared(plan, processes, dtype, limits)
+    deliveries: dict[Parcel, tuple[Delivery, ...]] = {}
+    relayed = plan.elements_moved > 0 and _relayed(plan, homes, dtype.itemsize, hosts, costs) is not None
+    shared = _shared(plan, homes, dtype, hosts, costs, relayed)
     for ranks in me.makes.values():
         first = ranks[0]
+        if shared.tree(first) is not None:
+            blocks.append(Block(process, tuple(ranks), plan.box(first).shape, (), False))
+            continue
         # A block of this process stands in for its replicas elsewhere.
         pieces = [p._replace(rank=me.has.get(plan.holds(p.rank), p.rank)) for p in plan.pieces(first)]
         block = Block(process, tuple(ranks), plan.box(first).shape, _parts(pieces), plan.neutral(first))
         spans = shared.spans(first)
+        if relayed:
+            for p in pieces:
+                if homes[p.rank] != process:
+                    parcel = Parcel(p.rank, p.source)
+                    deliveries[parcel] = (*deliveries.get(parcel, ()), Delivery(len(blocks), p.target.slices))
+            block = block._replace(parts=_parts([p for p in pieces if homes[p.rank] == process]))
         for part in block.parts:
             at = tuple(homes[s.rank] for s in part.sources)
             joins.append(Joining(len(blocks), part, spans and spans[process], at))
@@ -166,48 +197,130 @@ def _plan_rounds(
     wide = plan.terms > 2 and plan.reduce is not None and low_precision
     # Two processes that share several blocks gather them in one order.
     in_order = tuple(g for _, g in sorted(gathers, key=lambda x: x[0]))
-    sends = tuple(_sends(plan, processes, process, shared))
-    return MoveRounds(tuple(blocks), sends, tuple(joins), in_order, plan.reduce, wide, dtype)
+    found = None
+    if relayed:
+        found = route(sorted(processes), process, functools.partial(_parcels, plan, processes), deliveries)
+    sends = () if relayed else tuple(_sends(plan, processes, process, shared))
+    combined = tuple(shared.combined(process, blocks))
+    return MoveRounds(tuple(blocks), sends, tuple(joins), in_order, combined, found, plan.reduce, wide, dtype)
+
+
+def described(plan: Plan, dtype: np.dtype) -> str:
+    """The algorithm and the time that is expected of it, where each rank has a process of its own on one host; nothing for direct
+    ways."""
+    homes = tuple(range(plan.size))
+    if plan.size <= 2 or plan.elements_moved == 0:
+        return ""
+    seconds, name = _relayed(plan, homes, dtype.itemsize, 1, COSTS), "relayed"
+    if seconds is None:
+        shared = _shared(plan, homes, dtype, 1, COSTS, False)
+        first = next(filter(plan.takes_part, homes), None)
+        if first is None or (shared.tree(first) is None and shared.spans(first) is None):
+            return ""
+        name, seconds = shared.chosen[plan.group(first)]
+    return f"{name}, about {seconds * 1e3:.3g} ms"
+
+
+def _given(
+    plan: Plan, processes: Mapping[int, _Process], process: int, q: int, shared: _Shared | None = None
+) -> Iterator[tuple[int, list[list[Piece]]]]:
+    """For each block that ``q`` makes otherwise than along the tree, named by a rank: the pieces of it that one process sends, part
+    by part."""
+    other, mine = processes[q], processes[process].lanes
+    for ranks in other.makes.values():
+        first = ranks[0]
+        if shared is not None and shared.tree(first) is not None:
+            continue
+        found = [
+            p
+            for s in mine.get(plan.lane(first), ())
+            if plan.holds(s) not in other.has and (p := plan.piece(s, first)) is not None
+        ]
+        parts: dict[Box, list[Piece]] = {}
+        for p in sorted(found, key=lambda p: (p.target.offset, p.term)):
+            parts.setdefault(p.target, []).append(p)
+        yield first, list(parts.values())
 
 
 def _sends(plan: Plan, processes: Mapping[int, _Process], process: int, shared: _Shared) -> Iterator[Outgoing]:
     """What each other process is sent, in the order in which it joins it: block by block, and part by part."""
-    lanes: dict[Any, list[int]] = {}
-    for r in processes[process].ranks:
-        lanes.setdefault(plan.lane(r), []).append(r)
-    for q, other in processes.items():
+    for q in processes:
         if q == process:
             continue
-        for ranks in other.makes.values():
-            first = ranks[0]
-            found = [
-                p
-                for s in lanes.get(plan.lane(first), ())
-                if plan.holds(s) not in other.has and (p := plan.piece(s, first)) is not None
-            ]
-            parts: dict[Box, list[Piece]] = {}
-            for p in sorted(found, key=lambda p: (p.target.offset, p.term)):
-                parts.setdefault(p.target, []).append(p)
-            spans = shared.spans(first) if found else None
-            for pieces in parts.values():
+        for first, parts in _given(plan, processes, process, q, shared):
+            spans = shared.spans(first) if parts else None
+            for pieces in parts:
                 yield Outgoing(q, tuple(Source(p.rank, p.source.slices) for p in pieces), spans and spans[q])
 
 
-class _Shared:
-    """Which reduced blocks are joined in parts by the processes that need them, and by which process which part.
+def _parcels(plan: Plan, processes: Mapping[int, _Process], process: int, q: int) -> list[Parcel]:
+    """What one process has for another, where nothing is joined."""
+    given = _given(plan, processes, process, q)
+    return [Parcel(p.rank, p.source) for _, parts in given for pieces in parts for p in pieces]
 
-    Those are the processes whose ranks have the collective among themselves, where each joins the same whole block; a block must
-    have so many bytes that a second round costs less than it saves.
+
+@functools.lru_cache(maxsize=512)
+def _relayed(plan: Plan, homes: tuple[int, ...], itemsize: int, hosts: int, costs: Costs) -> float | None:
+    """Seconds that blocks travel by way of other processes, where that is fastest. The first process and one that gives it something
+    stand for all."""
+    processes = _processes(plan, homes)
+    if plan.reduce is not None or len(processes) <= 2 or (len(processes) <= 8 and costs.only is None):
+        return None
+
+    def givers(q: int) -> set[int]:
+        return {homes[p.rank] for ranks in processes[q].makes.values() for p in plan.pieces(ranks[0])} - {q}
+
+    n, (first, second, *_) = len(processes), sorted(processes)
+    given = givers(first)
+    giver, taker = (min(given), first) if given else (first, second)
+    if len(_parcels(plan, processes, giver, taker)) * n * (depth(n) + 2) > 16 * plan.size:
+        return None  # to work out what comes by would take longer than it is worth
+    lists = [_parcels(plan, processes, giver, q) if q != giver else [] for q in processes]
+    takers = [q for q, parcels in zip(processes, lists, strict=True) if parcels]
+    partners = max(len(given), len(takers), *(len(givers(q)) for q in takers[:1]))
+    out = itemsize * sum(x.part.size for parcels in lists for x in parcels)
+    gives = itemsize * sum(x.part.size for x in {x for parcels in lists for x in parcels})
+    gets = itemsize * plan.elements_moved / n
+    ways = costs.movement(n, partners, gets, out, gives, hosts)
+    return ways.relayed if costs.best(ways) == "relayed" else None
+
+
+@functools.lru_cache(maxsize=8)
+def _shared(plan: Plan, homes: tuple[int, ...], dtype: np.dtype, hosts: int, costs: Costs, relayed: bool) -> _Shared:
+    alone = relayed or not plan.elements_moved
+    return _Shared(plan, {} if alone else _processes(plan, homes), homes, dtype, hosts, costs)
+
+
+class _Shared:
+    """How reduced blocks come about between the processes that need them.
+
+    ``tree`` is for those whose ranks have the collective among themselves, each with one contribution in one piece; ``spans`` for
+    those that need the same whole block, each of which takes a part of it first.
     """
 
-    def __init__(self, plan: Plan, processes: Mapping[int, _Process], dtype: np.dtype, limits: Limits) -> None:
-        self._plan, self._dtype, self._limits = plan, dtype, limits
+    def __init__(
+        self,
+        plan: Plan,
+        processes: Mapping[int, _Process],
+        homes: tuple[int, ...],
+        dtype: np.dtype,
+        hosts: int,
+        costs: Costs,
+    ) -> None:
+        self._plan, self._processes, self._homes, self._dtype = plan, processes, homes, dtype
+        self._hosts, self._costs = hosts, costs
         self._members: dict[Any, list[tuple[int, int]]] = {}  # (process, rank), in the order of processes
+        self._groups: dict[Any, list[tuple[int, int]]] = {}
         self._spans: dict[Any, dict[int, slice] | None] = {}
-        if plan.reduce is not None and plan.terms > 1:
+        self._trees: dict[Any, _Group | None] = {}
+        self.chosen: dict[Any, tuple[str, float]] = {}
+        """By group: the algorithm, and seconds."""
+        if len(processes) > 1:
             for q, p in sorted(processes.items()):
                 for same, ranks in p.makes.items():
-                    self._members.setdefault((same, plan.group(ranks[0])), []).append((q, ranks[0]))
+                    group = plan.group(ranks[0])
+                    self._members.setdefault((same, group), []).append((q, ranks[0]))
+                    self._groups.setdefault(group, []).append((q, ranks[0]))
 
     def _key(self, rank: int) -> Any:
         return self._plan.same(rank), self._plan.group(rank)
@@ -226,105 +339,115 @@ class _Shared:
         return self._spans[key]
 
     def _divided(self, members: Sequence[tuple[int, int]]) -> dict[int, slice] | None:
-        if len(members) < 2:
+        n, plan = len(members), self._plan
+        if n < 2 or (plan.reduce is None and n == 2):
             return None
         first = members[0][1]
-        size = self._plan.box(first).size
-        if size * self._dtype.itemsize < (self._limits.pair if len(members) == 2 else self._limits.many):
+        size = plan.box(first).size
+        nbytes = size * self._dtype.itemsize
+        if plan.reduce is not None:
+            ways = self._costs.reduction(n, nbytes, hosts=self._hosts, tree=False)
+        else:
+            ways = self._costs.movement(n, n - 1, nbytes, (n - 1) * nbytes, nbytes, self._hosts)._replace(
+                relayed=math.inf
+            )
+        if self._costs.best(ways) != "scattered" or plan.neutral(first):
             return None
-        if self._plan.neutral(first) or len({p.target for p in self._plan.pieces(first)}) != 1:
+        self.chosen[plan.group(first)] = "scattered", ways.scattered
+        pieces = plan.pieces(first)
+        if len({p.target for p in pieces}) != 1 or (plan.reduce is None and not self._is_from_one(members, pieces[0])):
             return None
-        step = -(-size // (len(members) * 64)) * 64  # whole cache lines
+        step = -(-size // (n * 64)) * 64  # whole cache lines
         return {q: slice(min(i * step, size), min((i + 1) * step, size)) for i, (q, _) in enumerate(members)}
 
+    def _is_from_one(self, members: Sequence[tuple[int, int]], piece: Piece) -> bool:
+        """Whether all need one block that one of them has."""
+        plan, holds = self._plan, self._plan.holds(piece.rank)
+        here = [q for q, _ in members if holds in self._processes[q].has]
+        return here == [self._homes[piece.rank]] and len({plan.lane(r) for _, r in members}) == 1
 
-# ----- carrying it out ------------------------------------------------------------------------------------------------
+    def tree(self, rank: int) -> _Group | None:
+        """How the group of a rank reduces along the tree; None where it does not."""
+        if self._plan.reduce is None or len(self._groups) == 0 or self._plan.terms < 2:
+            return None
+        group = self._plan.group(rank)
+        if group not in self._trees:
+            self._trees[group] = self._grown(self._groups[group])
+        return self._trees[group]
 
+    def _grown(self, entries: Sequence[tuple[int, int]]) -> _Group | None:
+        plan, homes = self._plan, self._homes
+        members = dict.fromkeys(q for q, _ in entries)
+        n, first = len(members), entries[0][1]
+        if n < 2 or (n <= 4 and self._costs.only is None) or any(plan.neutral(r) for _, r in entries):
+            return None
+        items: dict[Any, tuple[int, list[int]]] = {}  # a rank of each different block, and the processes that make it
+        for q, r in entries:
+            items.setdefault(plan.same(r), (r, []))[1].append(q)
+        items = {k: x for k, x in items.items() if plan.box(x[0]).size}
+        sizes = [plan.box(r).size for r, _ in items.values()]
+        nbytes = sum(sizes) * self._dtype.itemsize
+        one = len(items) == 1 and len(next(iter(items.values()))[1]) == n
+        if not items or not (one or all(len(x[1]) == 1 for x in items.values())):
+            return None
+        ways = self._costs.reduction(n, nbytes, scatter=not one, hosts=self._hosts)
+        best = self._costs.best(ways)
+        if best not in ("doubling", "halving"):
+            return None
+        self.chosen[plan.group(first)] = best, getattr(ways, best)
+        pieces = plan.pieces(next(iter(items.values()))[0])
+        if len(pieces) != plan.terms or [p.term for p in pieces] != list(range(plan.terms)):
+            return None
+        at = tuple(homes[p.rank] for p in pieces)
+        lane = plan.lane(first)
+        if set(at) != set(members) or any(plan.lane(r) != lane for _, r in entries):
+            return None
+        for r, _ in items.values():
+            piece = plan.piece(pieces[0].rank, r)
+            if piece is None or piece.target.shape != plan.box(r).shape:
+                return None
+        ranks = tuple(r for r, _ in items.values())
+        if not one:
+            bounds = [0, *itertools.accumulate(sizes)]
+            owners = tuple(q for _, (q,) in items.values())
+        elif best == "halving":
+            bounds, owners = segments(at, sizes[0])
+        else:
+            bounds, owners = [0, sizes[0]], None
+        sources = tuple(p.rank for p in pieces)
+        return _Group(tree_of(at, owners), sources, ranks, tuple(bounds), one and best == "halving", one)
 
-def _view(blocks: Blocks, source: Source, span: slice | None, xp: Any) -> np.ndarray:
-    block = blocks[source.rank]
-    part = block[source.slices] if source.slices else block
-    return part if span is None else xp.ascontiguousarray(part).reshape(-1)[span]
-
-
-class Running:
-    """One reshard being carried out: first :meth:`scatter`, an exchange, :meth:`gather` and an exchange where it has one, then
-    :meth:`results`."""
-
-    def __init__(self, rounds: MoveRounds, blocks: Blocks, neutral: object, memory: BlockMemory = HOST) -> None:
-        self._rounds, self._source, self._memory = rounds, blocks, memory
-        self._out: list[np.ndarray | None] = [
-            memory.full(b.shape, neutral, rounds.dtype) if b.neutral else None for b in rounds.blocks
-        ]
-
-    def _block(self, i: int) -> np.ndarray:
-        out = self._out[i]
-        if out is None:
-            out = self._out[i] = self._memory.empty(self._rounds.blocks[i].shape, self._rounds.dtype)
-        return out
-
-    def scatter(self, sends: dict[int, list[Any]], receives: dict[int, list[Any]]) -> None:
-        """Add what the first round sends and receives; join what is here."""
-        r = self._rounds
-        for s in r.sends:
-            batches = sends.setdefault(s.process, [])
-            arrays = tuple(_view(self._source, x, s.span, self._memory.xp) for x in s.sources)
-            # Contributions to one part travel together, chunk by chunk; what is not joined has one source.
-            batches.append(arrays)
-        for j in r.joins:
-            block = r.blocks[j.block]
-            here = [
-                _view(self._source, s, j.span, self._memory.xp) if h == block.process else None
-                for s, h in zip(j.part.sources, j.homes, strict=True)
-            ]
-            if len(here) == 1 and here[0] is not None and j.part.shape == block.shape and j.span is None:
-                # The whole block from one place. Blocks are never written again, so that it may be the same memory; a part of
-                # a larger block is copied, or it would keep all of that alive.
-                self._out[j.block] = here[0] if _is_all(here[0]) else here[0].copy()
-                continue
-            self._join(j, here, self._part(j), receives)
-
-    def _part(self, j: Joining) -> np.ndarray:
-        out = self._block(j.block)
-        if j.span is not None:
-            return out.reshape(-1)[j.span]
-        return out[j.part.slices] if j.part.slices else out
-
-    def _join(self, j: Joining, here: list[np.ndarray | None], out: np.ndarray, receives: dict[int, list[Any]]) -> None:
-        r = self._rounds
-        remote: dict[int, list[int]] = {}
-        for t, (x, h) in enumerate(zip(here, j.homes, strict=True)):
-            if x is None:
-                remote.setdefault(h, []).append(t)
-        if len(here) == 1:
-            if here[0] is not None:
-                self._memory.copy(out, here[0])
-            else:
-                receives.setdefault(j.homes[0], []).append(Target(out))
-            return
-        assert r.reduce is not None
-        fold = Fold(out, here, REDUCERS[r.reduce], r.wide)
-        sink: Sink
-        for h, positions in remote.items():
-            sink = fold.sink(positions)
-            receives.setdefault(h, []).append(sink)
-
-    def gather(self, sends: dict[int, list[Any]], receives: dict[int, list[Any]]) -> None:
-        """Add what the second round sends and receives."""
-        for g in self._rounds.gathers:
-            flat = self._block(g.block).reshape(-1)
-            for p, span in g.spans.items():
-                if g.own.stop > g.own.start:
-                    sends.setdefault(p, []).append((flat[g.own],))
-                if span.stop > span.start:
-                    receives.setdefault(p, []).append(Target(flat[span]))
-
-    def results(self) -> dict[int, np.ndarray]:
-        """The new blocks, by rank."""
-        return {rank: self._block(i) for i, b in enumerate(self._rounds.blocks) for rank in b.ranks}
+    def combined(self, process: int, blocks: Sequence[Block]) -> Iterator[Combined]:
+        """The parts of one process in reductions along the tree."""
+        plan = self._plan
+        found: dict[Any, list[int]] = {}
+        for i, b in enumerate(blocks):
+            if self.tree(b.ranks[0]) is not None:
+                found.setdefault(plan.group(b.ranks[0]), []).append(i)
+        # Two processes that share several reductions have their messages in one order.
+        for g, indices in sorted(((self._trees[k], x) for k, x in found.items()), key=lambda x: x[0].sources):  # type: ignore
+            terms = []
+            for t, s in enumerate(g.sources):
+                if self._homes[s] == process:
+                    pieces = [p for r in g.items if (p := plan.piece(s, r)) is not None]
+                    terms.append((t, tuple(Source(s, p.source.slices) for p in pieces)))
+            share = g.tree.share(process, g.bounds, g.back)
+            mine, at = [], 0
+            for i in indices:
+                size = math.prod(blocks[i].shape)
+                if size:
+                    mine.append((i, slice(at, at + size)))
+                    at += 0 if g.whole else size
+            yield Combined(share, tuple(terms), tuple(mine))
 
 
-def _is_all(a: np.ndarray) -> bool:
-    """Whether an array has its memory to itself, give or take."""
-    # (What is below an array on the pool's memory has no size of its own.)
-    return getattr(a.base, "nbytes", 0) <= a.nbytes
+class _Group(NamedTuple):
+    """A reduction along the tree: contributions of the ranks ``sources``, of which a rank of each of ``items`` makes another block
+    (``whole``: all make the same one)."""
+
+    tree: Tree
+    sources: tuple[int, ...]
+    items: tuple[int, ...]
+    bounds: tuple[int, ...]
+    back: bool
+    whole: bool

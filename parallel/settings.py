@@ -14,6 +14,8 @@
 ``bucket``                bytes of gradients that are reduced together
 ``overlap``               the least bytes for which a collective runs beside the computation; 0: never
 ``pool``                  bytes of unused memory that a worker keeps for its blocks
+``shared-memory``         bytes that the workers of one host share for messages among themselves, at most: a setting of
+                          the workers
 ``loop``                  turns of ``mt.scan`` that one task runs
 ``browse.roots``          what the pages in the dashboard may show: see `meshtape.parallel.dashboard`
 ``browse.hosts``          host names under which alone those pages answer; any where it is not set
@@ -37,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
         "bucket": 4 << 20,
         "overlap": 1 << 20,
         "pool": 1 << 30,
+        "shared-memory": 1 << 30,
         "loop": 64,
     }
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import shutil
 import tempfile
@@ -31,6 +30,7 @@ from ..arrays.reductions import _is_low_precision as is_low_precision
 from .mesh import Mesh
 from .placement import REDUCERS, Placement, Sharding, block_box
 from .rank_program import RankProgram
+from .reduction_tree import joined
 from .runtime import LocalRuntime
 
 
@@ -162,7 +162,7 @@ class Parts:
         if self.op is None:
             return found
         terms = found.reshape(-1, *box.shape) if box.size else np.zeros((1, *box.shape), found.dtype)
-        return functools.reduce(REDUCERS[self.op], terms).reshape(box.shape).astype(dtype, copy=False)
+        return joined(terms, REDUCERS[self.op]).reshape(box.shape).astype(dtype, copy=False)
 
 
 @contextmanager

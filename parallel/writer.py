@@ -6,6 +6,7 @@ and round what they get. ``rounded`` says which variables are such, and the dtyp
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -99,10 +100,8 @@ class Writer:
             elif (part := self.part_of(made, var, layout)) is not None:
                 found = self.moved[key] = self.moved_to(part, layout, origin, why)
         if found is None:
-            if dict(now.partials).keys() - dict(layout.partials).keys() and len({o for _, o in now.partials}) > 1:
-                # Different pending reductions are not one: do the innermost axis first.
-                axis = now.partials[-1][0]
-                step = Layout(now.shards, tuple(p for p in now.partials if p[0] != axis))
+            step = _between(now, layout)
+            if step is not None:
                 return self.moved_to(self.moved_to(var, step, origin, why), layout, origin, why)
             found = self.moved[key] = self.new(self.avals[var], layout)
             if var in self.due_targets:
@@ -244,6 +243,25 @@ _FLOAT32 = np.dtype(np.float32)
 
 def _cast(var: int, target: int, dtype: np.dtype) -> Local:
     return Local(ASTYPE, (var,), (target,), {"dtype": dtype}, AS_IT_IS, "astype", "")
+
+
+def _between(now: Layout, then: Layout) -> Layout | None:
+    """Where different reductions end or begin together: a layout on the way, so that each move has one of them.
+
+    The value is what is left when the last axis is reduced first. Those ahead of it whose operator is another can not be reduced
+    before it, and one that begins ahead of others begins first.
+    """
+    ending = {a for a, _ in now.partials} - {a for a, _ in then.partials}
+    begins = [(a, op) for a, op in then.partials if a not in dict(now.partials)]
+    if ending:
+        last = now.partials[-1][1]
+        inner = {a for a, _ in itertools.takewhile(lambda p: p[1] == last, reversed(now.partials))}
+        if not ending <= inner:
+            return Layout(now.shards, tuple(p for p in now.partials if p[0] not in inner))
+    if len({op for _, op in begins}) > 1:
+        first = {a for a, op in begins if op == begins[0][1]}
+        return Layout(now.shards, tuple(p for p in then.partials if p[0] in first or p[0] in dict(now.partials)))
+    return None
 
 
 def _is_local(now: Layout, then: Layout) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import select
 import socket
 import threading
@@ -16,6 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from .listener import Gate
 
 WINDOW = 4 << 20
 """Bytes that wait on either side at most."""
@@ -98,6 +101,9 @@ class CommStream:
             self._ring.send(b"x")
 
     # ----- in the thread that uses it ---------------------------------------------------------------------------------
+
+    def trust(self) -> None:
+        pass
 
     def fileno(self) -> int:
         return self._bell.fileno()
@@ -194,12 +200,20 @@ class CommStream:
         self._ring.close()
 
 
-def serve(worker: Any, greet: Callable[[CommStream], None]) -> None:
+def serve(worker: Any, gate: Gate, greet: Callable[[CommStream, Callable[[], None]], None]) -> None:
     """Take streams at the port of a Dask worker; ``greet`` is called with each, in a thread of its own."""
+
+    def greeted(stream: CommStream, address: str) -> None:
+        leave = functools.partial(gate.leave, gate.enter(address, stream.shutdown))
+        try:
+            greet(stream, leave)
+        finally:
+            leave()
 
     async def handler(comm: Any) -> str:
         stream = CommStream(comm, asyncio.get_running_loop())
-        threading.Thread(target=greet, args=(stream,), name="meshtape-greet", daemon=True).start()
+        address = str(comm.peer_address).rpartition(":")[0]
+        threading.Thread(target=greeted, args=(stream, address), name="meshtape-greet", daemon=True).start()
         await asyncio.gather(*stream.tasks, return_exceptions=True)
         return "OK"
 

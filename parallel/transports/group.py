@@ -78,31 +78,32 @@ class Transport(Protocol):
 
 
 class Group:
-    """A :class:`Transport` over one :class:`Link` to each other process.
+    """A :class:`Transport` over one :class:`Link` to each other process that it has to do with.
 
-    ``group`` and ``epoch`` say which mesh and which of its lives this is, ``ranks`` names each process in messages. ``answers``
-    tells whether a process is alive, asked when it was silent for :attr:`silence` seconds.
+    ``mesh`` and ``epoch`` say which mesh and which of its lives this is, ``ranks`` names each process in messages. ``connect`` makes
+    links to some processes within so many seconds. ``answers`` tells whether a process is alive, asked when it was silent for
+    :attr:`silence` seconds.
     """
 
     silence = 5.0
 
     def __init__(
         self,
-        group: bytes,
+        mesh: bytes,
         epoch: int,
         process: int,
-        links: Mapping[int, Link],
+        connect: Callable[[Sequence[int], float], Mapping[int, Link]],
         ranks: Mapping[int, str],
         answers: Callable[[int, float], bool] | None = None,
     ) -> None:
-        self._answers = answers
-        self._group, self._epoch, self._process, self._ranks = group, epoch, process, ranks
-        self.links = dict(links)
-        self._by_fd = {link.stream.fileno(): link for link in links.values()}
+        self._answers, self._connect = answers, connect
+        self.mesh, self.epoch, self.process, self._ranks = mesh, epoch, process, ranks
+        self.links: dict[int, Link] = {}
+        self._by_fd: dict[int, Link] = {}
         self._waiter = Waiter()
         self.eager = True
         # What another thread of this process brings comes sooner where nobody takes the interpreter from it.
-        self._apart = all(link.apart for link in links.values())
+        self._apart = True
         self._place, self._timeout = Place(0, 0, 0), 60.0
         self._what, self._expect = "", dict[int, int]()
         self._ready: list[Link] = []
@@ -112,6 +113,19 @@ class Group:
 
     def turn(self, number: int) -> None:
         self._place = self._place._replace(turn=number)
+
+    def connect(self, processes: Collection[int]) -> None:
+        """Make the links to these processes that are not there; each of them does the same. Raises as :meth:`exchange`."""
+        missing = [p for p in processes if p not in self.links]
+        if missing:
+            found = self._connect(missing, self._timeout)
+            self.links.update(found)
+            self._by_fd.update((link.stream.fileno(), link) for link in found.values())
+            self._apart = self._apart and all(link.apart for link in found.values())
+
+    def lives(self, process: int) -> bool:
+        """Whether a process answers within :attr:`silence` seconds."""
+        return self._answers is None or self._answers(process, self.silence)
 
     @property
     def last(self) -> tuple[int, str]:
@@ -129,7 +143,7 @@ class Group:
 
     def abort(self, reason: str) -> None:
         length = min(len(reason.encode()), frames.TEXT_LIMIT)
-        head = frames.pack(frames.ABORT, self._epoch, self._group, self._place, self._process, length, self._what)
+        head = frames.pack(frames.ABORT, self.epoch, self.mesh, self._place, self.process, length, self._what)
         for link in self.links.values():
             if link.at_boundary:  # otherwise it would be taken for a part of the message; closing says enough
                 say_abort(link.stream, head, reason)
@@ -139,6 +153,8 @@ class Group:
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
         self._place = place = Place(self._place.run, self._place.turn, step)
         self._what = what
+        if not (self.links.keys() >= sends.keys() and self.links.keys() >= receives.keys()):
+            self.connect({**sends, **receives})
         sending: dict[int, Link] = {}
         receiving: dict[int, Link] = {}
         self._expect = {}
@@ -150,7 +166,7 @@ class Group:
                 sending[p] = link
                 batches = [b if isinstance(b, tuple) else (b,) for b in sends[p]]
                 size = nbytes(batches)
-                head = frames.pack(frames.DATA, self._epoch, self._group, place, self._process, size, what)
+                head = frames.pack(frames.DATA, self.epoch, self.mesh, place, self.process, size, what)
                 if size <= SMALL:
                     head, batches = b"".join([head, *(a.tobytes() for b in batches for a in b)]), []
             sinks, small, due = None, None, b""
@@ -159,7 +175,7 @@ class Group:
                 sinks = [Target(s) if isinstance(s, np.ndarray) else s for s in receives[p]]
                 self._expect[p] = size = expected(sinks)
                 small = size if size <= SMALL else None
-                due = frames.pack(frames.DATA, self._epoch, self._group, place, p, size, what)
+                due = frames.pack(frames.DATA, self.epoch, self.mesh, place, p, size, what)
             link.start(head, batches, sinks, small, due)
         deadline = time.monotonic() + self._timeout
         for link in {**sending, **receiving}.values():
@@ -245,17 +261,17 @@ class Group:
 
     def _check(self, link: Link, head: frames.Head | None) -> None:
         p = link.peer
-        if head is None or head.process != p or head.group != self._group:
+        if head is None or head.process != p or head.group != self.mesh:
             raise CollectiveMismatch(f"{self._ranks[p]} sent what is no message of this mesh")
         if head.kind == frames.ABORT:
             raise RankLost(f"{self._ranks[p]} stopped: {link.reason(head.length)}")
         want = self._expect[p]
         if want < 0:
             raise ConnectionError("no last words")
-        if head.epoch != self._epoch or head.place != self._place or head.length != want:
-            epochs = f" of epoch {self._epoch}", f" of epoch {head.epoch}"
-            mine, theirs = epochs if head.epoch != self._epoch else ("", "")
+        if head.epoch != self.epoch or head.place != self._place or head.length != want:
+            epochs = f" of epoch {self.epoch}", f" of epoch {head.epoch}"
+            mine, theirs = epochs if head.epoch != self.epoch else ("", "")
             raise CollectiveMismatch(
-                f"{self._ranks[self._process]} is in {self._place}{mine} ({self._what}, {want} bytes), "
+                f"{self._ranks[self.process]} is in {self._place}{mine} ({self._what}, {want} bytes), "
                 f"{self._ranks[p]} in {head.place}{theirs} ({head.what}, {head.length} bytes)"
             )

@@ -56,6 +56,7 @@ class Link(ABC):
 
     def __init__(self, peer: int, stream: Stream) -> None:
         self.peer, self.stream = peer, stream
+        stream.trust()
         self.stalled = False
         """A chunk is here whose turn has not come."""
         self.moved = 0

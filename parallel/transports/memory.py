@@ -23,8 +23,7 @@ from .pieces import QUANTUM, Sink
 
 ROOT = Path("/dev/shm")
 SLOTS = 8
-BYTES = 2 * SLOTS * QUANTUM
-"""Of the segment of one pair of processes: slots in both directions."""
+"""Of one direction between two processes, at most."""
 
 _PREFIX = "meshtape-"
 
@@ -45,17 +44,61 @@ def process_id() -> bytes:
     return secrets.token_bytes(16)
 
 
+class Budget:
+    """Bytes of shared memory that this process may make, for the links in which it is the one that does.
+
+    A host has ``limit``; each of its processes makes an equal share at most, of which a link takes no more than half of what is left:
+    the first ones get all their slots, later ones fewer, and in the end none, which leaves them the socket.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used = 0
+        self.processes = 1
+        """Of this host: of one mesh, the largest."""
+
+    def share(self, processes: int) -> None:
+        """A mesh has so many processes on this host."""
+        self.processes = max(self.processes, processes)
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken now."""
+        return self._used
+
+    def take(self) -> int:
+        """Bytes for a segment: 0 where there are none left."""
+        from ..settings import number
+
+        with self._lock:
+            left = int(number("shared-memory")) // self.processes - self._used
+            slots = SLOTS
+            while slots and 2 * slots * QUANTUM > (left if self.processes <= 2 else left / 2):
+                slots //= 2
+            self._used += 2 * slots * QUANTUM
+            return 2 * slots * QUANTUM
+
+    def give_back(self, size: int) -> None:
+        """A segment is gone."""
+        with self._lock:
+            self._used -= size
+
+
+BUDGET = Budget()
+"""This process's."""
+
+
 class SharedSlots:
     """One direction of a segment."""
 
     by_reference = False
-    count = SLOTS
 
     def __init__(self, segment: Segment, direction: int) -> None:
         self._segment = segment
         memory = np.frombuffer(segment.map, np.uint8)
-        start = direction * SLOTS * QUANTUM
-        self._slots = [memory[start + i * QUANTUM : start + (i + 1) * QUANTUM] for i in range(SLOTS)]
+        self.count = len(memory) // (2 * QUANTUM)
+        start = direction * self.count * QUANTUM
+        self._slots = [memory[start + i * QUANTUM : start + (i + 1) * QUANTUM] for i in range(self.count)]
 
     def put(self, slot: int, chunk: np.ndarray) -> None:
         memory = self._slots[slot][: chunk.nbytes]
@@ -73,12 +116,12 @@ class SharedSlots:
 
 
 class Segment:
-    """A piece of shared memory of :data:`BYTES`: made by one process under a name of its own, opened by one other."""
+    """A piece of shared memory, slots in both directions: made by one process under a name of its own, opened by one other."""
 
-    def __init__(self, fd: int, name: str) -> None:
-        self.name = name
+    def __init__(self, fd: int, name: str, size: int, taken: int = 0) -> None:
+        self.name, self._taken = name, taken
         try:
-            self.map = mmap.mmap(fd, BYTES)
+            self.map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
 
@@ -87,15 +130,22 @@ class Segment:
         """A new one. Raises ``OSError`` where there is no room: all of it is there from the start, as a later lack would end
         the process with a signal."""
         _sweep()
+        size = BUDGET.take()
+        if not size:
+            raise OSError("meshtape.shared-memory is used up on this host")
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(12)}"
-        fd = os.open(ROOT / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, BYTES)
+            fd = os.open(ROOT / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except BaseException:
+                os.close(fd)
+                (ROOT / name).unlink()
+                raise
+            return cls(fd, name, size, size)
         except BaseException:
-            os.close(fd)
-            (ROOT / name).unlink()
+            BUDGET.give_back(size)
             raise
-        return cls(fd, name)
 
     @classmethod
     def open(cls, name: str) -> Segment:
@@ -103,10 +153,11 @@ class Segment:
         if not name.startswith(_PREFIX) or "/" in name:
             raise OSError(f"{name!r} is no segment's name")
         fd = os.open(ROOT / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if os.fstat(fd).st_size != BYTES or os.fstat(fd).st_uid != os.getuid():
+        found = os.fstat(fd)
+        if found.st_size not in (2 * n * QUANTUM for n in range(1, SLOTS + 1)) or found.st_uid != os.getuid():
             os.close(fd)
             raise OSError(f"{name!r} is not what was announced")
-        return cls(fd, name)
+        return cls(fd, name, found.st_size)
 
     def unlink(self) -> None:
         """Take its name away; those who have it keep it."""
@@ -115,6 +166,8 @@ class Segment:
 
     def close(self) -> None:
         """Give the memory back, as soon as no view of it is left."""
+        BUDGET.give_back(self._taken)
+        self._taken = 0
         with contextlib.suppress(BufferError):
             self.map.close()
 

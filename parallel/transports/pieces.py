@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...arrays.native.copies import is_large, stream
+from ..reduction_tree import merges
 
 QUANTUM = 1 << 19
 
@@ -93,21 +94,21 @@ class Target:
 
 
 class Fold:
-    """Contributions joined in one fixed order, chunk by chunk: the same bits in every run, however many processes there are.
+    """Contributions joined in the order of :mod:`..reduction_tree`, chunk by chunk: the same bits however many processes there are.
 
     ``terms`` holds, in order, the arrays of this process and None for what others send: :meth:`sink` makes the sink for those.
-    ``wide`` joins in float32 and rounds once. Memory is ``out`` and one chunk: a large result is joined chunk by chunk in a place
-    that stays in the cache, and copied from there past it.
+    ``wide`` joins in float32 and rounds once. Memory is ``out`` and a chunk for each value that waits for its sibling; a large result
+    is joined chunk by chunk in a place that stays in the cache, and copied from there past it.
     """
 
     def __init__(self, out: np.ndarray, terms: Sequence[np.ndarray | None], reducer: np.ufunc, wide: bool) -> None:
         self.out, self._terms, self._reducer, self._wide = out, tuple(terms), reducer, wide
         self._chunks = chunks(out.shape, out.itemsize)
+        self._merges = merges(len(self._terms))
         self._stream = not wide and is_large(out)
-        self._place: np.ndarray | None = None  # for one chunk of a large result
+        self._places: dict[int, np.ndarray] = {}  # by place in the stack: memory for values that were joined or copied
         self._k = self._t = 0
-        self._first: np.ndarray | None = None  # the first contribution while nothing is joined to it yet
-        self._sum: np.ndarray | None = None
+        self._stack: list[np.ndarray] = []
         self._advance()
 
     @property
@@ -123,56 +124,50 @@ class Fold:
         """One contribution to one chunk; False where others come before it."""
         if (k, t) != (self._k, self._t):
             return False
-        if t > 0:
-            self._join(k, chunk)
-        elif len(self._terms) > 1 and self._terms[1] is not None:
-            self._first = chunk  # joined with what is here before this returns
-        else:  # its memory is not ours: copied, and not held
-            self._sum = self._room(k)
-            self._sum[...] = chunk
-        self._t += 1
+        if not self._merges[t] and (t + 1 == len(self._terms) or self._terms[t + 1] is None):
+            # Its memory is not ours, and nothing is joined to it before this returns.
+            place = self._place(len(self._stack))
+            place[...] = chunk
+            chunk = place
+        self._push(chunk)
         self._advance()
         return True
 
-    def _room(self, k: int) -> np.ndarray:
-        part = self.out[self._chunks[k]]
-        if self._stream:
-            if self._place is None:
-                self._place = np.empty(part.nbytes, np.uint8)  # no chunk is larger than the first
-            return self._place[: part.nbytes].view(part.dtype).reshape(part.shape)
-        return np.empty_like(part, dtype=np.float32) if self._wide else part
+    def _place(self, i: int) -> np.ndarray:
+        """Memory for the value at place ``i`` of the stack; that of the first is the result's where it can be."""
+        part = self.out[self._chunks[self._k]]
+        if i == 0 and not self._wide and not self._stream:
+            return part
+        held = self._places.get(i)
+        if held is None:  # no chunk is larger than the first
+            held = self._places[i] = np.empty_like(part, np.float32 if self._wide else part.dtype).reshape(-1)
+        return held[: part.size].reshape(part.shape)
 
-    def _join(self, k: int, term: np.ndarray) -> None:
-        if self._sum is None:
-            self._sum = self._room(k)
-            left = self._first
-        else:
-            left = self._sum
-        if self._wide:
-            left, term = left.astype(np.float32, copy=False), term.astype(np.float32)
-        self._reducer(left, term, out=self._sum)
-        self._first = None
+    def _push(self, term: np.ndarray) -> None:
+        stack = self._stack
+        stack.append(term)
+        for _ in range(self._merges[self._t]):
+            right = stack.pop()
+            left, place = stack[-1], self._place(len(stack) - 1)
+            if self._wide:
+                left, right = left.astype(np.float32, copy=False), right.astype(np.float32, copy=False)
+            self._reducer(left, right, out=place)
+            stack[-1] = place
+        self._t += 1
 
     def _advance(self) -> None:
         """Join what is here, as far as the order allows."""
         n = len(self._terms)
         while self._k < len(self._chunks):
             while self._t < n and (own := self._terms[self._t]) is not None:
-                term = own[self._chunks[self._k]]
-                if self._t == 0:
-                    self._first = term
-                else:
-                    self._join(self._k, term)
-                self._t += 1
+                self._push(own[self._chunks[self._k]])
             if self._t < n:
                 return
-            if self._sum is None:
-                self.out[self._chunks[self._k]] = self._first
-            elif self._wide:
-                self.out[self._chunks[self._k]] = self._sum
-            elif self._stream:
-                stream(self.out[self._chunks[self._k]], self._sum)
-            self._first = self._sum = None
+            part, value = self.out[self._chunks[self._k]], self._stack.pop()
+            if self._stream:
+                stream(part, value)
+            elif n == 1 or self._wide:
+                part[...] = value
             self._k, self._t = self._k + 1, 0
 
 

@@ -26,6 +26,9 @@ class Stream(Protocol):
     apart: bool
     """Whether its bytes move without the help of another thread of this process."""
 
+    def trust(self) -> None:
+        """The other side has proved to belong here: it gets large buffers."""
+
     def fileno(self) -> int:
         """The descriptor to poll."""
 
@@ -61,10 +64,12 @@ class SocketStream:
     def __init__(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):  # not a TCP socket
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
         sock.setblocking(False)
         self._sock = sock
+
+    def trust(self) -> None:
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            self._sock.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BUFFER)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -120,9 +125,10 @@ class SocketStream:
 class TlsStream(SocketStream):
     """A socket under TLS, with the certificates of the cluster's ``Security``."""
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server: bool, host: str, timeout: float) -> None:
-        sock.settimeout(timeout)
-        secure = context.wrap_socket(sock, server_side=server, server_hostname=None if server else host)
+    def __init__(self, secure: ssl.SSLSocket, timeout: float) -> None:
+        """Of a socket that was wrapped and has not shaken hands. Raises ``OSError``."""
+        secure.settimeout(timeout)
+        secure.do_handshake()
         super().__init__(secure)
         self._secure = secure
         self._crossed = 0  # what the other direction waits for while TLS itself talks

@@ -15,7 +15,7 @@ import pytest
 from meshtape.errors import ClusterError, CollectiveMismatch, CollectiveTimeout, RankLost
 from meshtape.parallel import dataplane
 from meshtape.parallel.dataplane import DataPlane, interface_of
-from meshtape.parallel.transports import frames
+from meshtape.parallel.transports import frames, listener
 from meshtape.parallel.transports.group import Group
 
 MESH, SECRET = b"m" * 16, b"s" * 32
@@ -33,8 +33,7 @@ def planes() -> Iterator[list[DataPlane]]:
     for p in made:
         p.close()
     for p in made:
-        p._thread.join(60)
-        assert not p._thread.is_alive()
+        assert p._listener.join(60)
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -56,10 +55,17 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return out
 
 
+def joined(plane: DataPlane, epoch: int, me: int, peers: Any, timeout: float) -> Group:
+    """The place of a process, with all its connections."""
+    group = plane.group(MESH, epoch, me, peers, RANKS, timeout)
+    group.connect(peers)
+    return group
+
+
 def connected(planes: Sequence[DataPlane], count: int = 2, epoch: int = 0, timeout: float = 60.0) -> list[Group]:
     def join(me: int) -> Group:
         peers = {p: planes[p].address for p in range(count) if p != me}
-        return planes[me].group(MESH, epoch, me, peers, RANKS, timeout)
+        return joined(planes[me], epoch, me, peers, timeout)
 
     groups = together(*[lambda me=me: join(me) for me in range(count)])
     for g in groups:
@@ -87,7 +93,7 @@ def test_a_new_epoch_has_new_connections(planes):
 
 def test_a_process_that_never_joins_is_named(planes):
     with pytest.raises(CollectiveTimeout, match="rank 1 did not join the mesh within 0 s"):
-        planes[0].group(MESH, 0, 0, {1: planes[1].address}, RANKS, 0.2)
+        joined(planes[0], 0, 0, {1: planes[1].address}, 0.2)
 
 
 def test_a_process_that_is_not_there_is_named(planes):
@@ -95,14 +101,14 @@ def test_a_process_that_is_not_there_is_named(planes):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]  # bound, so that nobody else gets it, and not listened at
         with pytest.raises(RankLost, match=rf"rank 0 cannot be reached at 127\.0\.0\.1:{port}"):
-            planes[1].group(MESH, 0, 1, {0: ("127.0.0.1", port)}, RANKS, 60.0)
+            joined(planes[1], 0, 1, {0: ("127.0.0.1", port)}, 60.0)
 
 
 def test_a_wait_is_ended_from_outside(planes):
     """The client tells workers that one of them failed: those that wait for it do so no longer."""
 
     def join() -> Group:
-        return planes[0].group(MESH, 0, 0, {1: planes[1].address}, RANKS, 200.0)
+        return joined(planes[0], 0, 0, {1: planes[1].address}, 200.0)
 
     threading.Timer(0.1, planes[0].stop, (MESH, 0)).start()
     (error,) = together(join)
@@ -119,14 +125,14 @@ def test_a_dismissed_mesh_is_forgotten(planes):
     planes[0].dismiss(MESH)
     assert one.links == {}
     with pytest.raises(RankLost, match="rank 0 forgot the mesh: it was closed"):
-        planes[0].group(MESH, 1, 0, {1: planes[1].address}, RANKS, 1.0)
+        joined(planes[0], 1, 0, {1: planes[1].address}, 1.0)
 
 
 # ----- strangers ------------------------------------------------------------------------------------------------------
 
 
 def greeting(mesh: bytes) -> bytes:
-    return dataplane._HELLO.pack(dataplane._MAGIC, mesh, 0, 1, os.urandom(32), bytes(32), bytes(16), False)
+    return dataplane._HELLO.pack(dataplane._MAGIC, mesh, 0, 1, os.urandom(32), bytes(32), bytes(16), False, 1)
 
 
 def read(sock: socket.socket, n: int) -> bytes:
@@ -186,7 +192,7 @@ def test_strangers_are_closed_and_do_not_disturb(planes):
 
 
 def test_a_silent_stranger_is_given_up(planes, monkeypatch):
-    monkeypatch.setattr(dataplane, "_HANDSHAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr(listener, "GREETING", 0.2)
     assert closed(stranger(planes[0]))
 
 
@@ -206,7 +212,7 @@ def test_a_server_that_does_not_know_the_secret_is_refused(planes):
 
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(RankLost, match=r"cannot be reached.* does not know the mesh's secret"):
-            planes[1].group(MESH, 0, 1, {0: listener.getsockname()[:2]}, RANKS, 60.0)
+            joined(planes[1], 0, 1, {0: listener.getsockname()[:2]}, 60.0)
 
 
 def test_what_is_no_message_is_refused(planes):
@@ -228,7 +234,7 @@ def test_a_message_of_another_mesh_or_process_is_refused(planes, mesh, process):
 def test_a_worker_that_left_ends_every_wait(planes):
     threading.Timer(0.1, planes[0].left, (MESH, "tcp://1.2.3.4:5")).start()
     with pytest.raises(RankLost, match="rank 1 left before it joined the mesh"):
-        planes[0].group(MESH, 0, 0, {1: planes[1].address}, RANKS, 200.0)
+        joined(planes[0], 0, 0, {1: planes[1].address}, 200.0)
     assert planes[0].missing(MESH) == "tcp://1.2.3.4:5"
     planes[0].dismiss(MESH)
     assert planes[0].missing(MESH) is None

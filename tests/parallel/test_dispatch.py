@@ -25,9 +25,7 @@ def test_rows_go_where_the_table_says_and_come_back():
 
     def move(what: Ragged, blocks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         running = what.share((0, 0, 0), 0).running(blocks, dict.fromkeys(range(3), table), HOST)
-        messages: tuple[dict, dict] = {}, {}
-        running.scatter(*messages)
-        assert messages == ({}, {})  # all is here
+        assert list(running.rounds()) == [({}, {})]  # all is here
         return running.results()
 
     got = move(forth, sent)
@@ -48,9 +46,7 @@ def test_processes_name_each_other_just_for_parts_that_are_not_empty():
     seen = {}
     for process in homes:
         blocks = {process: np.zeros((int(table[process].sum()), 2))}
-        sends: dict = {}
-        receives: dict = {}
-        what.share(homes, process).running(blocks, {process: table}, HOST).scatter(sends, receives)
+        ((sends, receives),) = what.share(homes, process).running(blocks, {process: table}, HOST).rounds()
         for peer, batches in sends.items():
             seen["sent", process, peer] = [a.shape for (a,) in batches]
         for peer, sinks in receives.items():

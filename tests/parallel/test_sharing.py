@@ -77,7 +77,7 @@ def test_processes_of_one_host_share_memory(processes):
 
 def test_workers_of_one_process_hand_arrays_over(threads):
     with mt.Mesh({"a": 2}, client=threads) as mesh:
-        mt.compute(mt.sum(mt.distribute(np.ones(4), mesh, a=mt.Shard(0))))
+        mt.compute(mt.reshard(mt.distribute(np.ones(4), mesh, a=mt.Shard(0)), a=mt.Replicate()))
         assert kinds(threads) == {("SlotLink", "SocketStream", "LocalSlots")}
     works(threads)
 
@@ -88,7 +88,7 @@ def test_workers_of_one_process_hand_arrays_over(threads):
 def test_transports_that_are_asked_for(processes, transport, stream):
     with dask.config.set({"meshtape.transport": transport}):
         with mt.Mesh({"a": 2}, client=processes) as mesh:
-            mt.compute(mt.sum(mt.distribute(np.ones(4), mesh, a=mt.Shard(0))))
+            mt.compute(mt.reshard(mt.distribute(np.ones(4), mesh, a=mt.Shard(0)), a=mt.Replicate()))
             assert kinds(processes) == {("StreamLink", stream, "NoneType")}
         works(processes)
 
@@ -127,7 +127,7 @@ def encrypted() -> Iterator[Client]:
 def test_a_cluster_with_tls(encrypted, transport, kind):
     with dask.config.set({"meshtape.transport": transport}):
         with mt.Mesh({"a": 2}, client=encrypted) as mesh:
-            mt.compute(mt.sum(mt.distribute(np.ones(4), mesh, a=mt.Shard(0))))
+            mt.compute(mt.reshard(mt.distribute(np.ones(4), mesh, a=mt.Shard(0)), a=mt.Replicate()))
             assert kinds(encrypted) == {kind}
         works(encrypted)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtape.errors import CollectiveMismatch, CollectiveTimeout, RankLost
-from meshtape.parallel import dataplane
+from meshtape.parallel import reduction_tree
 from meshtape.parallel.dataplane import DataPlane
 from meshtape.parallel.transports import frames, memory, pieces
 from meshtape.parallel.transports.comms import CommStream
-from meshtape.parallel.transports.doors import Door, enter
 from meshtape.parallel.transports.group import SMALL, Group
 from meshtape.parallel.transports.links import Link, StreamLink
 from meshtape.parallel.transports.pieces import QUANTUM, Fold, chunks
@@ -70,7 +68,9 @@ class Contract:
     ) -> list[Group]:
         def join(me: int) -> Group:
             peers = {p: planes[p].address for p in range(count) if p != me}
-            return planes[me].group(MESH, epoch, me, peers, RANKS, timeout, self.share)
+            group = planes[me].group(MESH, epoch, me, peers, RANKS, timeout, self.share)
+            group.connect(peers)
+            return group
 
         groups = together(*[lambda me=me: join(me) for me in range(count)])
         for g in groups:
@@ -159,9 +159,7 @@ class Contract:
         rng = np.random.default_rng(3)
         n = QUANTUM // 4 + 1000
         terms = [rng.normal(size=n).astype("f4") * 10.0**k for k in range(6)]  # process p has terms p and p + 3
-        want = terms[0]
-        for t in terms[1:]:
-            want = want + t
+        want = reduction_tree.joined(terms, np.add)
         outs = [np.empty(n, "f4") for _ in range(3)]
 
         def call(me: int) -> None:
@@ -207,7 +205,7 @@ class Contract:
         )
 
     def test_a_message_of_another_life_of_the_mesh_is_a_mismatch(self, pair):
-        pair[1]._epoch += 1
+        pair[1].epoch += 1
         errors = together(
             *[lambda i=i: pair[i].exchange(0, "sum", {1 - i: [np.zeros(1)]}, {1 - i: [np.zeros(1)]}) for i in (0, 1)]
         )
@@ -321,9 +319,7 @@ def opened(*planes: DataPlane) -> Iterator[list[DataPlane]]:
     for p in planes:
         p.close()
     for p in planes:
-        if p._thread is not None:
-            p._thread.join(60)
-            assert not p._thread.is_alive()
+        assert p._listener is None or p._listener.join(60)
 
 
 class TestInProcess(Contract):
@@ -332,92 +328,6 @@ class TestInProcess(Contract):
     @pytest.fixture
     def planes(self) -> Iterator[list[DataPlane]]:
         yield from opened(*[DataPlane("127.0.0.1") for _ in range(3)])
-
-
-class TestSharedMemory(Contract):
-    link = SlotLink
-
-    @pytest.fixture
-    def planes(self, monkeypatch) -> Iterator[list[DataPlane]]:
-        monkeypatch.setattr(memory, "process_id", lambda: secrets.token_bytes(16))  # as if in processes of their own
-        yield from opened(*[DataPlane("127.0.0.1") for _ in range(3)])
-
-    def test_it_is_shared_memory(self, pair):
-        assert {type(x.outbox) for g in pair for x in g.links.values()} == {memory.SharedSlots}
-
-    def test_where_there_is_no_room_the_socket_serves(self, planes, monkeypatch):
-        def full(*args: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "posix_fallocate", full)
-        monkeypatch.setattr(type(self), "link", StreamLink)
-        one, two = self.connected(planes)
-        assert segments() == []
-        x = np.zeros(QUANTUM)
-        ends = together(lambda: one.exchange(0, "x", {1: [x + 1]}, {}), lambda: two.exchange(0, "x", {}, {0: [x]}))
-        assert ends == [None, None]
-        assert x.all()
-
-    def test_where_the_other_cannot_open_it_the_socket_serves(self, planes, monkeypatch):
-        monkeypatch.setattr(memory.Segment, "open", classmethod(lambda cls, name: (_ for _ in ()).throw(OSError("no"))))
-        monkeypatch.setattr(type(self), "link", StreamLink)
-        self.connected(planes)
-        assert segments() == []
-
-    def test_it_is_told_of_through_a_socket_of_the_system(self, pair):
-        assert {x.stream._sock.family for g in pair for x in g.links.values()} == {socket.AF_UNIX}
-        assert segments() == []
-
-    def test_where_there_is_no_door_the_connection_serves(self, planes, monkeypatch):
-        def none(*args: Any) -> None:
-            raise OSError(1, "Operation not permitted")
-
-        monkeypatch.setattr(os, "fchmod", none)
-        groups = self.connected(planes)
-        assert {x.stream._sock.family for g in groups for x in g.links.values()} == {socket.AF_INET}
-        x = np.zeros(QUANTUM)
-        one, two = groups
-        ends = together(lambda: one.exchange(0, "x", {1: [x + 1]}, {}), lambda: two.exchange(0, "x", {}, {0: [x]}))
-        assert ends == [None, None]
-        assert x.all()
-
-    def test_only_its_user_can_open_a_door(self):
-        door = Door(f"meshtape-{os.getpid()}-test")
-        path = memory.ROOT / f"meshtape-{os.getpid()}-test.door"
-        try:
-            assert path.stat().st_mode & 0o777 == 0o600
-        finally:
-            door.close()
-        assert not path.exists()
-        with pytest.raises(FileNotFoundError):
-            enter(f"meshtape-{os.getpid()}-test")
-
-    def test_a_stranger_behind_a_door_is_not_taken_for_the_peer(self, planes, monkeypatch):
-        monkeypatch.setattr(dataplane, "enter", lambda name: stranger(enter(name)))
-
-        def stranger(sock: socket.socket) -> socket.socket:
-            sock.sendall(b"x" * 16)  # before what the peer says
-            return sock
-
-        one, two = planes[:2]
-        peers = [{1: two.address}, {0: one.address}]
-        found = together(*[lambda me=me: planes[me].group(MESH, 0, me, peers[me], RANKS, 1.0) for me in (0, 1)])
-        assert isinstance(found[0], CollectiveTimeout)  # nobody has joined
-
-    def test_names_that_a_killed_process_left_are_removed(self):
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
-        stale = memory.ROOT / f"meshtape-{pid}-0123"
-        stale.write_bytes(b"")
-        memory.Segment.create().unlink()
-        assert not stale.exists()
-
-    @pytest.mark.parametrize("name", ["../etc/passwd", "other", "meshtape-1/../x"])
-    def test_only_our_names_are_opened(self, name):
-        with pytest.raises(OSError, match="no segment's name"):
-            memory.Segment.open(name)
 
 
 class TestSockets(Contract):
@@ -450,8 +360,8 @@ class TestTls(Contract):
     def test_who_has_no_certificate_is_not_let_in(self, planes):
         plain = DataPlane("127.0.0.1")
         plain.admit(MESH, SECRET)
-        with pytest.raises(RankLost, match="cannot be reached"):
-            plain.group(MESH, 0, 1, {0: planes[0].address}, RANKS, 1.0)
+        with pytest.raises(CollectiveTimeout, match="no answer from rank 0"):
+            plain.group(MESH, 0, 1, {0: planes[0].address}, RANKS, 1.0).connect([0])
         plain.close()
         assert planes[0]._arrived == {}
 
