@@ -21,7 +21,7 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import ReshardError
-from .placement import Layout, block_box, strides_of
+from .placement import Layout, block_box, group_of, strides_of
 
 
 class Piece(NamedTuple):
@@ -54,7 +54,8 @@ class Plan(ABC):
     * those that hold the same block of the same contribution, replicas, agree in :meth:`holds`;
     * a rank takes each piece from the one replica with its own :meth:`lane`, or from one of its own process;
     * those whose new blocks are equal agree in :meth:`same`;
-    * those that have a collective among themselves agree in :meth:`group`.
+    * those that have a collective among themselves agree in :meth:`group`;
+    * nothing goes between ranks that are no :meth:`partners`.
     """
 
     size: int
@@ -93,6 +94,11 @@ class Plan(ABC):
 
     @abstractmethod
     def group(self, rank: int) -> Hashable: ...
+
+    @abstractmethod
+    def partners(self, rank: int) -> Sequence[int]:
+        """The ranks that may give a rank something or get something from it, and it itself: all others it need not look at. Whoever is a
+        partner of a partner is one too."""
 
     @property
     @abstractmethod
@@ -192,11 +198,31 @@ class Reshard(Plan):
         bound = {*before, *(a for _, axes in source.shards for a in axes)}
         self._free = [a for a in range(len(sizes)) if a not in bound]
         self._idle = [a for a in range(len(sizes)) if source.placement(a) == target.placement(a)]
+        split = {a for _, axes in source.shards for a in axes}
+        fixed = {a for a in self._idle if a not in split} | (self._aligned() if boxes is None else set())
+        self._open = [a for a in range(len(sizes)) if a not in fixed]
 
     def _along(self, rank: int, axes: Sequence[int]) -> int:
         """The part of a rank's number that its coordinates along ``axes`` make."""
         strides, sizes = strides_of(self._sizes), self._sizes
         return sum(rank // strides[a] % sizes[a] * strides[a] for a in axes)
+
+    def _aligned(self) -> set[int]:
+        """Axes that cut a dimension at the same places before and after, as the outer ones of those that split it."""
+        found: set[int] = set()
+        for dim, n in enumerate(self._shape):
+            before, after = self._source.axes_of(dim), self._target.axes_of(dim)
+            outer = [a for a, b in zip(before, after, strict=False) if a == b]
+            if before[: len(outer)] != after[: len(outer)]:
+                continue
+            parts = math.prod(self._sizes[a] for a in outer)
+            inner = [math.prod(self._sizes[a] for a in axes) // parts for axes in (before, after)]
+            if len({k * -(-n // (parts * k)) for k in inner}) == 1:
+                found.update(outer)
+        return found
+
+    def partners(self, rank: int) -> Sequence[int]:
+        return group_of(self._sizes, tuple(self._open), rank)
 
     def takes_part(self, rank: int) -> bool:
         return True
