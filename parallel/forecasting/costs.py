@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...arrays.index_keys import is_basic
 from ...arrays.program import ShapeDtype
+from ...arrays.program_memory import VIEWS
 from ..rank_program import Local
 
-_VIEWS = frozenset({"alias", "stop_gradient", "permute_dims", "broadcast_to", "flip", "reshape", "real", "imag"})
+_VIEWS = VIEWS - {"astype", "ceil", "conj", "floor", "positions", "positive", "round", "trunc"}
 _PER_ELEMENT = {"exp": 8, "log": 8, "tanh": 12, "erf": 12, "gelu": 16, "gelu_backward": 24, "silu": 10, "softmax": 12}
 _PER_ELEMENT |= {
     "sigmoid": 10,
@@ -23,12 +25,16 @@ _PER_ELEMENT |= {
 
 def is_view(s: Local, in_order: bool) -> bool:
     """Whether a call's result is memory of its first operand; ``in_order``: whether that lies in the order of its elements."""
-    name = s.op.name
-    if name == "reshape":
-        return in_order
-    if name == "getitem":
-        return len(s.inputs) == 1
-    return name in _VIEWS
+    if s.op.name == "getitem":
+        return is_basic(s.params["template"])
+    return s.op.name in _VIEWS and (in_order or s.op.name != "reshape")
+
+
+def held(s: Local, out: ShapeDtype) -> int:
+    """Bytes of a result: those of its elements, but for places along a dimension, which are repeated along all others."""
+    if s.op.name == "positions":
+        return out.dtype.itemsize * out.shape[s.params["axis"]]
+    return out.nbytes
 
 
 def reorders(s: Local, out: ShapeDtype) -> bool:

@@ -16,6 +16,7 @@ from ..overlap import Buckets, Start, Wait, schedule
 from ..rank_fusion import Blocks, Chain, fused
 from ..rank_program import Local, Move, Moves, RankProgram
 from .costs import flops, is_view, reorders, touched
+from .costs import held as held_bytes
 from .figures import DeviceFigures, LinkFigures
 from .specs import DATA, GRADIENTS
 from .traffic import Exchange, Traffic
@@ -83,6 +84,47 @@ class Order:
         self.kinds = _spread(program, kinds)
 
 
+class _Memory:
+    """The memory of one rank: variables, and what each of them lies in."""
+
+    def __init__(self, held: dict[int, tuple[int, int]]) -> None:
+        self.held, self.total = held, 0
+        self.home: dict[int, int] = {}  # variable → number of its memory
+        self.in_order: dict[int, bool] = {}
+        self.kept: set[int] = set()  # of the caller
+        self._users: Counter[int] = Counter()
+
+    def make(self, v: int, nbytes: int) -> None:
+        """New memory for a variable."""
+        self.home[v], self.in_order[v] = v, True
+        self._users[v] += 1
+        self.held[v] = v, nbytes
+        self.total += nbytes
+
+    def share(self, v: int, other: int, in_order: bool) -> None:
+        """A variable in the memory of another."""
+        self.home[v], self.in_order[v] = self.home[other], in_order
+        self._users[self.home[v]] += 1
+
+    def take(self, v: int, other: int) -> None:
+        """A variable in place of another, which nothing reads again."""
+        self.share(v, other, True)
+        self.held[self.home[v]] = v, self.held[self.home[v]][1]
+
+    def is_sole(self, v: int) -> bool:
+        """Whether nothing else lies in a variable's memory, and the caller does not hold it."""
+        at = self.home.get(v)
+        return at is not None and self._users[at] == 1 and at not in self.kept
+
+    def free(self, v: int) -> None:
+        """A variable is dropped; its memory goes with the last."""
+        at = self.home.pop(v, None)
+        if at is not None:
+            self._users[at] -= 1
+            if not self._users[at] and at not in self.kept:
+                self.total -= self.held.pop(at)[1]
+
+
 class Replay:
     """The run of one rank."""
 
@@ -117,102 +159,53 @@ class Replay:
 
     def _totals(self, held: dict[int, tuple[int, int]]) -> Iterable[int]:
         """Bytes in use at the start and in each step. ``held`` has what is there: by number, the variable it was made for and its bytes."""
-        p = self.program
-        home: dict[int, int] = {}  # variable → its memory
-        users: Counter[int] = Counter()
-        in_order: dict[int, bool] = {}
-        kept = set()  # memory of the caller
-        total = 0
-
-        def make(v: int, nbytes: int | None = None) -> None:
-            nonlocal total
-            nbytes = self._size(v) if nbytes is None else nbytes
-            home[v], in_order[v] = v, True
-            users[v] += 1
-            held[v] = v, nbytes
-            total += nbytes
-
-        def share(v: int, other: int, order: bool) -> None:
-            home[v], in_order[v] = home[other], order
-            users[home[v]] += 1
-
+        p, memory = self.program, _Memory(held)
         for v in (*p.inputs, *p.constants):
-            make(v)
-            kept.add(v)
-        yield total
+            memory.make(v, self.avals[v].nbytes)
+            memory.kept.add(v)
+        yield memory.total
         for s, frees in self.order.steps:
-            extra = 0
-            dying = {v for v in frees if v in home and users[home[v]] == 1 and home[v] not in kept}
-            if isinstance(s, Local):
+            dying = {v for v in frees if memory.is_sole(v)}
+            if isinstance(s, Chain):
+                self._make(memory, s.group.outputs, dying)
+            elif isinstance(s, Local):
+                first = s.inputs[0] if s.inputs and isinstance(s.inputs[0], int) else None
                 if s.by_rank is not None and self.rank not in s.by_rank:
-                    frees = tuple(v for v in frees if v in home)
-                elif (
-                    s.inputs
-                    and isinstance(s.inputs[0], int)
-                    and s.inputs[0] in home
-                    and is_view(s, in_order[s.inputs[0]])
-                ):
+                    pass
+                elif first in memory.home and is_view(s, memory.in_order[first]):
                     out = s.outputs[0]
-                    share(out, s.inputs[0], in_order[s.inputs[0]] and not reorders(s, self.avals[out]))
+                    memory.share(out, first, memory.in_order[first] and not reorders(s, self.avals[out]))
+                elif s.op.name == "positions":
+                    memory.make(s.outputs[0], held_bytes(s, self.avals[s.outputs[0]]))
                 else:
-                    self._make_all(
-                        s.outputs,
-                        dying if isinstance(s.op.numpy, np.ufunc) else set(),
-                        home,
-                        in_order,
-                        users,
-                        held,
-                        make,
-                    )
-            elif isinstance(s, Chain):
-                self._make_all(s.group.outputs, dying, home, in_order, users, held, make)
+                    self._make(memory, s.outputs, dying if isinstance(s.op.numpy, np.ufunc) else set())
             elif not isinstance(s, Wait):
                 for m in s.moves:
-                    if self._same_block(m, home):
-                        share(m.target, m.source, in_order[m.source])
+                    if self._same_block(m, memory):
+                        memory.share(m.target, m.source, memory.in_order[m.source])
                     else:
-                        make(m.target)
-            yield total + extra
+                        memory.make(m.target, self.avals[m.target].nbytes)
+            yield memory.total
             for v in frees:
-                at = home.pop(v, None)
-                if at is None:
-                    continue
-                users[at] -= 1
-                if not users[at] and at not in kept:
-                    total -= held.pop(at)[1]
+                memory.free(v)
 
-    def _make_all(
-        self, outputs: Sequence[int], dying: set[int], home: Any, in_order: Any, users: Any, held: Any, make: Any
-    ) -> None:
+    def _make(self, memory: _Memory, outputs: Sequence[int], dying: set[int]) -> None:
         """New memory for results, or that of an operand that nothing reads again."""
-        taken: set[int] = set()
         for v in outputs:
-            match = next(
-                (
-                    d
-                    for d in sorted(dying - taken)
-                    if in_order[d] and self.avals[d] == self.avals[v] and self._size(d) == self._size(v)
-                ),
-                None,
-            )
+            alike = (d for d in sorted(dying) if memory.in_order[d] and self.avals[d] == self.avals[v])
+            match = next(alike, None)
+            dying = dying - {match}
             if match is None:
-                make(v)
-                continue
-            taken.add(match)
-            at = home[match]
-            home[v], in_order[v] = at, True
-            users[at] += 1
-            held[at] = v, held[at][1]
+                memory.make(v, self.avals[v].nbytes)
+            else:
+                memory.take(v, match)
 
-    def _same_block(self, m: Move, home: Mapping[int, int]) -> bool:
+    def _same_block(self, m: Move, memory: _Memory) -> bool:
         """Whether a move hands on the block that is there."""
         p = self.program
-        if m.collective is not None or m.source not in home or self.avals[m.source] != self.avals[m.target]:
+        if m.collective is not None or m.source not in memory.home or self.avals[m.source] != self.avals[m.target]:
             return False
         return p.layouts[m.source].partials == p.layouts[m.target].partials and not self.traffic.of((m,))
-
-    def _size(self, v: int) -> int:
-        return self.avals[v].nbytes
 
     # ----- time ---------------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,8 @@ class Step(NamedTuple):
     """A step as a rank program, and what its variables are for."""
 
     program: RankProgram
+    whole: Program
+    """The same on whole arrays."""
     kinds: Mapping[int, str]
     """Inputs and outputs, and the gradients that the step asks for."""
     state: tuple[ShapeDtype, ...]
@@ -93,13 +95,12 @@ def planned(
 ) -> tuple[Step, Mesh]:
     """The rank program of a step on a virtual mesh of this shape, and the mesh."""
     shardings = [s for _, x in _leaves(args) if (s := getattr(x, "sharding", None)) is not None]
-    if mesh_shape is None:
-        if not shardings:
-            raise MeshError(
-                "[forecast] mesh_shape is missing, such as {'data': 512, 'model': 8}: no argument is on a mesh"
-            )
-        mesh_shape = shardings[0].mesh.describe()
-    mesh = Mesh(mesh_shape, device="cpu")
+    theirs = shardings[0].mesh if shardings else None
+    if mesh_shape is None and theirs is None:
+        raise MeshError("[forecast] mesh_shape is missing, such as {'data': 512, 'model': 8}: no argument is on a mesh")
+    # Per-rank code of the step may name the mesh of the arguments.
+    kept = theirs is not None and mesh_shape in (None, theirs.describe())
+    mesh = theirs if kept else Mesh(mesh_shape, device="cpu")  # type: ignore[arg-type]
     arrays = _arrays(args, mesh, place)
     found = outline(step, *arrays)
     program = spread(found.program, IMPLICIT_LIMIT)
@@ -117,7 +118,7 @@ def planned(
     state = tuple(program.avals[v] for v in held)
     by_rank = {renames.get(v, v): kind for v, kind in kinds.items()}
     by_rank.update({v: kinds[w] for v, w in zip(rank_program.outputs, program.outputs, strict=True) if w in kinds})
-    return Step(rank_program, by_rank, state, uneven), mesh
+    return Step(rank_program, program, by_rank, state, uneven), mesh
 
 
 def _is_spec(x: Any) -> bool:
