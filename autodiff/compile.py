@@ -381,6 +381,31 @@ class _Ready:
 _ARRAY = object()
 
 
+class Outline(NamedTuple):
+    """A function's program that nobody makes ready to run. ``result`` is what the function returned, with arrays that only stand for
+    values; ``gradients`` lists what was differentiated and the gradient that was asked for, as variables of the program."""
+
+    program: Program
+    result: Any
+    gradients: tuple[tuple[int, int], ...]
+
+
+def outline(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outline:
+    """The program of ``fn(*args)``, of arrays that may have no values.
+
+    >>> import meshtape as mt
+    >>> found = outline(mt.grad(lambda x: mt.sum(x * x)), mt.ones(3))
+    >>> found.result.shape, found.gradients == ((*found.program.inputs, *found.program.outputs),)
+    ((3,), True)
+    """
+    leaves, treedef = trees.flatten((args, kwargs))
+    arrays = as_inputs(leaves)[0]
+    reads = Outside(fn).look(read_too(arrays))
+    trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef, frozenset(), frozenset())
+    found = simplify(trace.builder.build([v for pair in trace.gradients for v in pair])).outputs
+    return Outline(program, trees.unflatten(out_def, outs), tuple(zip(found[::2], found[1::2], strict=True)))
+
+
 def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
     """What program files are made of: registered with ``arrays``, as they must not import this package."""
     leaves, treedef = trees.flatten((args, {}))

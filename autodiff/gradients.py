@@ -20,7 +20,7 @@ from ..arrays.errors import DTypeError, GradientError
 from ..arrays.writing import settled
 from .backward import same_value
 from .hidden import hides_arrays
-from .tape import Tape, is_differentiable
+from .tape import Tape, is_differentiable, noted
 
 
 def own(x: Any) -> Any:
@@ -112,5 +112,5 @@ def value_and_gradients(
     if not isinstance(loss, Array):
         raise GradientError(f"[grad] the function must return an Array, got {type(loss).__name__}")
     found = tape.backward([loss], [None], names_of(sources))
-    grads = [gradient_or_zeros(x, found) for x in sources]
+    grads = noted(sources, [gradient_or_zeros(x, found) for x in sources])
     return out, [trees.unflatten(d, grads[start:stop]) for d, start, stop in [places[i] for i in chosen]]

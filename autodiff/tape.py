@@ -37,6 +37,14 @@ from .calls import CallRecipe, run_hook
 from .recording import Recording, is_differentiable
 
 
+def noted(sources: Sequence[Any], grads: list[Any]) -> list[Any]:
+    """These gradients. A trace is told which of its values they are, and of which values."""
+    for r in state.now.recorders:
+        if getattr(r, "lifts", False):
+            r.note_gradients(sources, grads)
+    return grads
+
+
 class Tape(Recording):
     """Records what happens to watched arrays, and gives gradients.
 
@@ -229,7 +237,7 @@ class Tape(Recording):
 
                 g = zeros_like(x)
             out.append(g)
-        return trees.unflatten(treedef, out)
+        return trees.unflatten(treedef, noted(leaves, out))
 
     def backward(self, targets: Sequence[Any], seeds: Sequence[Any], keep: Sequence[int]) -> dict[int, Array]:
         """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""

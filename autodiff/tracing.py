@@ -132,6 +132,7 @@ class _Trace:
         self.results: dict[int, Result] = {}  # by id of the buffer
         self.detached: dict[int, Held] = {}  # by id of the Array
         self.staged_vars: dict[int, tuple[int, ...]] = {}
+        self.gradients: list[tuple[int, int]] = []  # of what, and which
         self.open = True
         self.has_calls = False
         self.changed: str | None = None  # where the function left something else than it read
@@ -149,6 +150,11 @@ class _Trace:
     def note_call(self, outs: Sequence[Array]) -> None:
         """Called where the function makes a call that tapes record as one (``checkpoint``, ``custom_vjp``, ``gradient_hook``)."""
         self.has_calls = True
+
+    def note_gradients(self, sources: Sequence[Any], grads: Sequence[Any]) -> None:
+        """Called where gradients were found that the function asked for."""
+        pairs = [(s._buf, g._buf) for s, g in zip(sources, grads, strict=True) if g is not None]
+        self.gradients += [(s.var, g.var) for s, g in pairs if isinstance(s, Tracer) and isinstance(g, Tracer)]
 
     # ----- arrays of unknown origin -------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from .gradients import (
     watched,
     without_derivatives,
 )
-from .tape import Tape, is_differentiable
+from .tape import Tape, is_differentiable, noted
 
 
 def check_function(who: str, fn: Any) -> None:
@@ -98,7 +98,7 @@ def _vjp(fn: Callable[..., Any], primals: Sequence[Any], has_aux: bool = False) 
             if isinstance(o, Array) and s is not None and is_differentiable(o.dtype)
         ]
         found = tape.backward([o for o, _ in pairs], [s for _, s in pairs], names_of(sources))
-        return trees.unflatten(in_def, [gradient_or_zeros(x, found) for x in sources])
+        return trees.unflatten(in_def, noted(sources, [gradient_or_zeros(x, found) for x in sources]))
 
     return (out, pull, aux) if has_aux else (out, pull)
 

@@ -25,6 +25,7 @@ from .collectives import (
 )
 from .dask_collections import from_dask
 from .explicit import explicit_sharding
+from .forecasting import abstract, forecast
 from .loops import scan
 from .mesh import Mesh
 from .out_of_core import stream
@@ -44,6 +45,7 @@ __all__ = [
     "Shard",
     "Sharding",
     "Stored",
+    "abstract",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -54,6 +56,7 @@ __all__ = [
     "distribute",
     "explain",
     "explicit_sharding",
+    "forecast",
     "from_dask",
     "from_zarr",
     "gang",

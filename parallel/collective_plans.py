@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.blocks import Box
-from .placement import strides_of
 from .reshard import Piece, Plan
 
 Shape = tuple[int, ...]
@@ -68,18 +67,6 @@ def groups_of(sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[tuple[int,
     return tuple(tuple(row) for row in table.tolist())
 
 
-def group_of(sizes: tuple[int, ...], axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The group of :func:`groups_of` that a rank is in.
-
-    >>> group_of((2, 3), (1,), 4)
-    (3, 4, 5)
-    """
-    strides = strides_of(sizes)
-    first = rank - sum(rank // strides[a] % sizes[a] * strides[a] for a in axes)
-    places = itertools.product(*(range(0, sizes[a] * strides[a], strides[a]) for a in axes))
-    return tuple(first + sum(p) for p in places)
-
-
 class CollectivePlan(Plan):
     """A :class:`Collective` on a mesh of ``size`` ranks. Ranks outside its groups have no part in it."""
 
@@ -120,6 +107,9 @@ class CollectivePlan(Plan):
 
     def group(self, rank: int) -> Hashable:
         return self._place[rank][0]
+
+    def partners(self, rank: int) -> Sequence[int]:
+        return self._c.groups[self._place[rank][0]] if rank in self._place else (rank,)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         found = (self.piece(q, rank) for q in self._sources(rank))

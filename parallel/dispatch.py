@@ -129,6 +129,9 @@ class RaggedPlan(Plan):
 
     holds = same = group = lane
 
+    def partners(self, rank: int) -> Sequence[int]:
+        return (rank,)
+
 
 class RaggedShare(NamedTuple):
     """The part of one process. ``sends`` and ``receives`` are pairs of ranks (from, to), in the order of their messages."""

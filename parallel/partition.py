@@ -40,13 +40,15 @@ def partition(
     wanted: Sequence[Layout] | None = None,
     settle: bool = True,
     name: str = "program",
+    renames: dict[int, int] | None = None,
 ) -> RankProgram:
     """The rank program of a program whose inputs and constants have these layouts.
 
     Outputs get the layouts of ``wanted``, where it is given; else, with ``settle``, none is left with a pending reduction.
+    ``renames`` is filled with the variables of the program that have another number in the rank program.
     """
     w = Writer(program, {v: layouts.get(v, REPLICATED) for v in (*program.inputs, *program.constants)}, sizes)
-    reduce_early = _reduced_anyway(program)
+    reduce_early, readers = _reduced_anyway(program), _readers(program)
     if wanted is not None:
         reduce_early.update(v for v, lay in zip(program.outputs, wanted, strict=True) if not lay.partials)
     elif settle:
@@ -63,7 +65,10 @@ def partition(
         for v in e.outputs:
             r = renamed.get(v, v)
             if v in reduce_early and w.layouts[r].partials:
-                pending[v], renamed[v] = r, w.moved_to(r, w.layouts[r].reduced(), e.origin, _reduced_for(v, program))
+                pending[v], renamed[v] = (
+                    r,
+                    w.moved_to(r, w.layouts[r].reduced(), e.origin, _reduced_for(v, program, readers)),
+                )
     outputs = []
     for i, v in enumerate(program.outputs):
         r = renamed.get(v, v)
@@ -74,6 +79,8 @@ def partition(
             r = w.moved_to(r, w.layouts[r].reduced(), None, "results are whole")
         outputs.append(r)
     w.use(outputs)
+    if renames is not None:
+        renames.update(renamed)
     result = RankProgram(
         sizes,
         program.inputs,
@@ -120,10 +127,19 @@ def _reduced_anyway(program: Program) -> set[int]:
     return out
 
 
-def _reduced_for(var: int, program: Program) -> str:
-    """Who wants a pending value whole: the first call that cannot take it pending, or the caller."""
+def _readers(program: Program) -> dict[int, list[Entry]]:
+    """The calls that read each variable, in order."""
+    out: dict[int, list[Entry]] = {}
     for e in program.entries:
-        if e.op is RESHARD or isinstance(e.op, ShardMapOp) or var not in e.inputs:
+        for v in dict.fromkeys(v for v in e.inputs if isinstance(v, int)):
+            out.setdefault(v, []).append(e)
+    return out
+
+
+def _reduced_for(var: int, program: Program, readers: Mapping[int, Sequence[Entry]]) -> str:
+    """Who wants a pending value whole: the first call that cannot take it pending, or the caller."""
+    for e in readers.get(var, ()):
+        if e.op is RESHARD or isinstance(e.op, ShardMapOp):
             continue
         avals = tuple(program.avals[v] if isinstance(v, int) else v.value for v in e.inputs)
         rule = rule_for(e.op, avals, tuple(program.avals[v] for v in e.outputs), e.params)

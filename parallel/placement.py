@@ -8,6 +8,7 @@ all ranks that split a dimension together: 5 elements over 4 ranks are 2, 2, 1 a
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -140,6 +141,18 @@ def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     (12, 4, 1)
     """
     return tuple(math.prod(sizes[a + 1 :]) for a in range(len(sizes)))
+
+
+def group_of(sizes: tuple[int, ...], axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The group of :func:`~meshtape.parallel.collective_plans.groups_of` that a rank is in.
+
+    >>> group_of((2, 3), (1,), 4)
+    (3, 4, 5)
+    """
+    strides = strides_of(sizes)
+    first = rank - sum(rank // strides[a] % sizes[a] * strides[a] for a in axes)
+    places = itertools.product(*(range(0, sizes[a] * strides[a], strides[a]) for a in axes))
+    return tuple(first + sum(p) for p in places)
 
 
 def block_box(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], rank: int) -> Box:

@@ -14,7 +14,8 @@ from ..arrays._op import Op
 from ..arrays.elementwise import ALIAS
 from ..arrays.program import Entry, freeze, site_text
 from . import rank_ops as ops
-from .collective_plans import Collective, group_of, groups_of
+from .collective_plans import Collective, groups_of
+from .placement import group_of
 from .rank_code import RankCode
 
 

@@ -23,7 +23,8 @@ from ..arrays.program import Program, ProgramBuilder, ShapeDtype, freeze
 from ..autodiff.backward import same_value
 from ..autodiff.tracing import Lifted, Tracer
 from . import rank_ops as ops
-from .collective_plans import group_of, groups_of
+from .collective_plans import groups_of
+from .placement import group_of
 from .rank_meeting import Meeting, Uneven
 from .rules.elementwise import ELEMENTWISE
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import ReshardError
-from .placement import Layout, block_box, strides_of
+from .placement import Layout, block_box, group_of, strides_of
 
 
 class Piece(NamedTuple):
@@ -54,7 +54,8 @@ class Plan(ABC):
     * those that hold the same block of the same contribution, replicas, agree in :meth:`holds`;
     * a rank takes each piece from the one replica with its own :meth:`lane`, or from one of its own process;
     * those whose new blocks are equal agree in :meth:`same`;
-    * those that have a collective among themselves agree in :meth:`group`.
+    * those that have a collective among themselves agree in :meth:`group`;
+    * nothing goes between ranks that are no :meth:`partners`.
     """
 
     size: int
@@ -93,6 +94,11 @@ class Plan(ABC):
 
     @abstractmethod
     def group(self, rank: int) -> Hashable: ...
+
+    @abstractmethod
+    def partners(self, rank: int) -> Sequence[int]:
+        """The ranks that may give a rank something or get something from it, and it itself: all others it need not look at. Whoever is a
+        partner of a partner is one too."""
 
     @property
     @abstractmethod
@@ -161,6 +167,18 @@ def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want:
     ]
 
 
+_MOST_PARTS = 64
+"""Pairs of blocks of which a plan remembers what they have in common: replicas, and blocks that are whole, are asked for by many ranks."""
+
+
+def _along(rank: int, steps: Sequence[tuple[int, int]]) -> int:
+    """The part of a rank's number that its coordinates along some axes make."""
+    out = 0
+    for stride, n in steps:
+        out += rank // stride % n * stride
+    return out
+
+
 class Reshard(Plan):
     """From one layout to another; see :func:`plan_reshard`."""
 
@@ -187,16 +205,40 @@ class Reshard(Plan):
         self.fill = after[fresh[0]] if fresh else "sum"
         self._shape, self._sizes, self._source, self._target, self._boxes = shape, sizes, source, target, boxes
         self._reduced = reduced
-        self._kept = [a for a in before if a in after]
-        self._carried = [a for a in fresh if after[a] in ("sum", "prod", "any", "all")]
+        self._reduced_steps = self._steps(reduced)
+        kept = [a for a in before if a in after]
+        carried = [a for a in fresh if after[a] in ("sum", "prod", "any", "all")]
         bound = {*before, *(a for _, axes in source.shards for a in axes)}
-        self._free = [a for a in range(len(sizes)) if a not in bound]
-        self._idle = [a for a in range(len(sizes)) if source.placement(a) == target.placement(a)]
+        free = [a for a in range(len(sizes)) if a not in bound]
+        idle = [a for a in range(len(sizes)) if source.placement(a) == target.placement(a)]
+        split = {a for _, axes in source.shards for a in axes}
+        fixed = {a for a in idle if a not in split} | (self._aligned() if boxes is None else set())
+        self._open = tuple(a for a in range(len(sizes)) if a not in fixed)
+        # Each class of ranks is a part of their numbers.
+        self._free, self._kept, self._carried, self._idle = map(self._steps, (free, kept, carried, idle))
+        self._parts: dict[tuple[Box, Box], tuple[Box, Box] | None] = {}
 
-    def _along(self, rank: int, axes: Sequence[int]) -> int:
-        """The part of a rank's number that its coordinates along ``axes`` make."""
-        strides, sizes = strides_of(self._sizes), self._sizes
-        return sum(rank // strides[a] % sizes[a] * strides[a] for a in axes)
+    def _steps(self, axes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Stride and length of these axes."""
+        strides = strides_of(self._sizes)
+        return tuple((strides[a], self._sizes[a]) for a in axes)
+
+    def _aligned(self) -> set[int]:
+        """Axes that cut a dimension at the same places before and after, as the outer ones of those that split it."""
+        found: set[int] = set()
+        for dim, n in enumerate(self._shape):
+            before, after = self._source.axes_of(dim), self._target.axes_of(dim)
+            outer = [a for a, b in zip(before, after, strict=False) if a == b]
+            if before[: len(outer)] != after[: len(outer)]:
+                continue
+            parts = math.prod(self._sizes[a] for a in outer)
+            inner = [math.prod(self._sizes[a] for a in axes) // parts for axes in (before, after)]
+            if len({k * -(-n // (parts * k)) for k in inner}) == 1:
+                found.update(outer)
+        return found
+
+    def partners(self, rank: int) -> Sequence[int]:
+        return group_of(self._sizes, self._open, rank)
 
     def takes_part(self, rank: int) -> bool:
         return True
@@ -205,19 +247,19 @@ class Reshard(Plan):
         return block_box(self._target, self._sizes, self._shape, rank) if self._boxes is None else self._boxes[rank]
 
     def neutral(self, rank: int) -> bool:
-        return bool(self._carried) and self._along(rank, self._carried) != 0
+        return bool(self._carried) and _along(rank, self._carried) != 0
 
     def lane(self, rank: int) -> Hashable:
-        return self._along(rank, self._free), self._along(rank, self._kept)
+        return _along(rank, self._free), _along(rank, self._kept)
 
     def holds(self, rank: int) -> Hashable:
-        return rank - self._along(rank, self._free)
+        return rank - _along(rank, self._free)
 
     def same(self, rank: int) -> Hashable:
-        return self.box(rank), self._along(rank, self._kept), self.neutral(rank)
+        return self.box(rank), _along(rank, self._kept), self.neutral(rank)
 
     def group(self, rank: int) -> Hashable:
-        return self._along(rank, self._idle)
+        return _along(rank, self._idle)
 
     @functools.cached_property
     def _term_ranks(self) -> list[int]:
@@ -229,7 +271,7 @@ class Reshard(Plan):
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         if self.neutral(rank):
             return ()
-        base = self._along(rank, self._free) + self._along(rank, self._kept)
+        base = _along(rank, self._free) + _along(rank, self._kept)
         found = overlaps(self._source, self._sizes, self._shape, self.box(rank))
         return tuple(
             Piece(base + first + o.rank, o.source, o.target, term)
@@ -241,14 +283,20 @@ class Reshard(Plan):
         if self.neutral(rank):
             return None
         want, have = self.box(rank), block_box(self._source, self._sizes, self._shape, source)
-        part = have.intersect(want) if want.size and have.size else None
-        if part is None:
+        key = have, want
+        if key in self._parts:
+            found = self._parts[key]
+        else:
+            part = have.intersect(want) if want.size and have.size else None
+            found = None if part is None else (part.within(have), part.within(want))
+            if len(self._parts) < _MOST_PARTS:
+                self._parts[key] = found
+        if found is None:
             return None
         term = 0
-        strides = strides_of(self._sizes)
-        for a in self._reduced:
-            term = term * self._sizes[a] + source // strides[a] % self._sizes[a]
-        return Piece(source, part.within(have), part.within(want), term)
+        for stride, n in self._reduced_steps:
+            term = term * n + source // stride % n
+        return Piece(source, *found, term)
 
     @functools.cached_property
     def elements_moved(self) -> int:
@@ -259,8 +307,8 @@ class Reshard(Plan):
             need *= hi - lo
             own *= np.maximum(np.minimum(hi, stop) - np.maximum(lo, start), 0)
         taking = np.ones(self.size, bool)
-        for a in self._carried:
-            taking &= self._coordinates(a) == 0
+        for stride, n in self._carried:
+            taking &= np.arange(self.size) // stride % n == 0
         return int(np.sum((self.terms * need - own)[taking]))
 
     def _coordinates(self, axis: int) -> np.ndarray:

@@ -142,11 +142,20 @@ class _Process:
 
 
 @functools.lru_cache(maxsize=8)
-def _processes(plan: Plan, homes: tuple[int, ...]) -> dict[int, _Process]:
+def _hosted(homes: tuple[int, ...]) -> dict[int, list[int]]:
+    """The ranks of each process."""
     ranks: dict[int, list[int]] = {}
     for r, h in enumerate(homes):
         ranks.setdefault(h, []).append(r)
-    return {h: _Process(plan, found) for h, found in ranks.items()}
+    return ranks
+
+
+@functools.lru_cache(maxsize=8)
+def _processes(plan: Plan, homes: tuple[int, ...], process: int) -> dict[int, _Process]:
+    """A process, and those with which it may have to do."""
+    ranks = _hosted(homes)
+    first = {homes[q]: ranks[homes[q]][0] for r in ranks[process] for q in plan.partners(r)}
+    return {h: _Process(plan, ranks[h]) for h in sorted(first, key=first.__getitem__)}
 
 
 def plan_rounds(
@@ -161,7 +170,7 @@ def _plan_rounds(
     plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int, costs: Costs
 ) -> MoveRounds:
     if plan.elements_moved:
-        processes = _processes(plan, homes)
+        processes = _processes(plan, homes, process)
     else:  # nobody else has a part in it
         processes = {process: _Process(plan, [r for r, h in enumerate(homes) if h == process])}
     me = processes[process]

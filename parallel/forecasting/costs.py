@@ -1,0 +1,72 @@
+"""Operations and bytes of calls on a rank's blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...arrays.index_keys import is_basic
+from ...arrays.program import ShapeDtype
+from ...arrays.program_memory import VIEWS
+from ..rank_program import Local
+
+_VIEWS = VIEWS - {"astype", "ceil", "conj", "floor", "positions", "positive", "round", "trunc"}
+_PER_ELEMENT = {"exp": 8, "log": 8, "tanh": 12, "erf": 12, "gelu": 16, "gelu_backward": 24, "silu": 10, "softmax": 12}
+_PER_ELEMENT |= {
+    "sigmoid": 10,
+    "sin": 12,
+    "cos": 12,
+    "cross_entropy": 12,
+    "cross_entropy_backward": 12,
+    "random_normal": 40,
+}
+
+
+def is_view(s: Local, in_order: bool) -> bool:
+    """Whether a call's result is memory of its first operand; ``in_order``: whether that lies in the order of its elements."""
+    if s.op.name == "getitem":
+        return is_basic(s.params["template"])
+    return s.op.name in _VIEWS and (in_order or s.op.name != "reshape")
+
+
+def held(s: Local, out: ShapeDtype) -> int:
+    """Bytes of a result: those of its elements, but for places along a dimension, which are repeated along all others."""
+    if s.op.name == "positions":
+        return out.dtype.itemsize * out.shape[s.params["axis"]]
+    return out.nbytes
+
+
+def reorders(s: Local, out: ShapeDtype) -> bool:
+    """Whether a view lies in another order than that of its elements."""
+    if s.op.name == "permute_dims":
+        long = [a for a in s.params["axes"] if a < len(out.shape)]
+        moved = [a for a, n in zip(long, out.shape, strict=False) if n > 1]
+        return moved != sorted(moved)
+    return s.op.name in ("broadcast_to", "flip", "getitem", "real", "imag")
+
+
+def flops(s: Local, avals: Mapping[int, ShapeDtype]) -> float:
+    """Floating-point operations of a call on blocks: exact for products, about right for all else, which memory bounds."""
+    operands = [avals[v] for v in s.inputs if isinstance(v, int)]
+    out = sum(math.prod(avals[v].shape) for v in s.outputs)
+    name = s.op.name
+    if name == "matmul":
+        return 2.0 * out * operands[0].shape[-1]
+    if name in ("conv", "conv_image"):
+        kernel = operands[1].shape
+        return 2.0 * out * math.prod(kernel) / max(kernel[0] if name == "conv" else kernel[1], 1)
+    if name == "conv_kernel":
+        return 2.0 * out * math.prod(operands[-1].shape) / max(operands[-1].shape[1], 1)
+    if name.startswith("experts"):
+        rows = math.prod(operands[0].shape[:-1])
+        weights = [a for a in operands if len(a.shape) == 3]
+        each = sum(math.prod(a.shape[1:]) for a in weights)
+        return (2.0 if name == "experts" else 6.0) * rows * each
+    size = max([out, *(math.prod(a.shape) for a in operands)])
+    return float(size * _PER_ELEMENT.get(name, 1))
+
+
+def touched(inputs: Sequence[Any], outputs: Sequence[int], avals: Mapping[int, ShapeDtype]) -> int:
+    """Bytes that a call reads and writes."""
+    return sum(avals[v].nbytes for v in {v for v in inputs if isinstance(v, int)} | set(outputs))

@@ -1,0 +1,143 @@
+"""Messages and bytes of collectives, counted: the executor runs them on blocks that take no memory, and a transport counts what it is given.
+
+No algorithm is described here a second time. Whatever the executor hands to its transport in a round is what a real run sends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..block_memory import HostMemory
+from ..dispatch import Ragged
+from ..executor import Prepared
+from ..overlap import Buckets, dropped, variables
+from ..placement import block_box
+from ..rank_program import Move, Moves, RankProgram
+from ..transports.group import Receives, Sends
+from ..transports.pieces import expected
+
+
+class Exchange(NamedTuple):
+    """One round: bytes that are sent to and come from each other rank, a message each."""
+
+    sent: Counter[int]
+    received: Counter[int]
+
+
+class CountingTransport:
+    """A transport that notes what it is to send and to receive, and moves nothing."""
+
+    eager = True
+
+    def __init__(self) -> None:
+        self.exchanges: dict[int, Exchange] = {}
+
+    def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
+        """Note one round."""
+        sent = {
+            p: sum(a.nbytes for b in batches for a in (b if isinstance(b, tuple) else (b,)))
+            for p, batches in sends.items()
+        }
+        come = {
+            p: sum(s.nbytes if isinstance(s, np.ndarray) else expected([s]) for s in sinks)
+            for p, sinks in receives.items()
+        }
+        self.exchanges[step] = Exchange(Counter(sent), Counter(come))
+
+    def begin(self, run: int, timeout: float) -> None:
+        """Nothing waits."""
+
+    def turn(self, number: int) -> None:
+        """Turns are alike."""
+
+    def abort(self, reason: str) -> None:
+        """Nobody listens."""
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Hollow(HostMemory):
+    """Blocks of one element that is repeated: of any shape, and of no size."""
+
+    xp = SimpleNamespace(__name__="numpy", ascontiguousarray=lambda a: a)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))
+
+    def full(self, shape: tuple[int, ...], value: object, dtype: np.dtype) -> np.ndarray:
+        return self.empty(shape, dtype)
+
+    def copy(self, to: Any, source: Any) -> None:
+        """There is nothing in a block."""
+
+
+class Traffic:
+    """The rounds of one rank in each step of a rank program, where every rank is a process of its own. Equal moves are counted once."""
+
+    def __init__(self, program: RankProgram, rank: int, names: Sequence[str], ranks: int) -> None:
+        self._program, self._rank, self._names = program, rank, names
+        self._homes = tuple(range(ranks))
+        self._known: dict[Any, Mapping[int, Exchange]] = {}
+        self._merged: dict[Any, tuple[Exchange, ...]] = {}
+
+    def of(self, moves: Sequence[Move]) -> tuple[Exchange, ...]:
+        """The rounds of moves that travel together: what goes to one rank in one round is one message."""
+        p = self._program
+        counts: Counter[Any] = Counter()
+        for m in moves:
+            key = p.avals[m.source], p.layouts[m.source], p.layouts[m.target], m.collective
+            if key not in self._known:
+                self._known[key] = self._alone(m)
+            counts[key] += 1
+        together = frozenset(counts.items())
+        found = self._merged.get(together)
+        if found is None:
+            rounds: dict[int, Exchange] = {}
+            for key, n in counts.items():
+                for step, e in self._known[key].items():
+                    whole = rounds.setdefault(step, Exchange(Counter(), Counter()))
+                    for into, part in zip(whole, e, strict=True):
+                        for peer, nbytes in part.items():
+                            into[peer] += n * nbytes
+            found = self._merged[together] = tuple(rounds[step] for step in sorted(rounds))
+        return found
+
+    def _alone(self, m: Move) -> Mapping[int, Exchange]:
+        """The rounds of one move, by number."""
+        if isinstance(m.collective, Ragged):
+            return {0: self._likely(m, m.collective)}
+        p = self._program
+        steps = (Moves((m,)),)
+        frees = tuple(dropped(map(variables, steps), (m.target,)))
+        alone = RankProgram(p.sizes, (m.source,), steps, (m.target,), p.avals, p.layouts, frees=frees, inner=p.inner)
+        prepared = Prepared(alone, (self._rank,), self._homes, self._names, HOLLOW, Buckets(0, 0))
+        transport = CountingTransport()
+        prepared.run([{self._rank: self._block(m.source)}], transport)
+        return transport.exchanges
+
+    def _block(self, v: int) -> np.ndarray:
+        p = self._program
+        aval = p.avals[v]
+        shape = aval.shape if v in p.inner else block_box(p.layouts[v], p.sizes, aval.shape, self._rank).shape
+        return HOLLOW.empty(shape, aval.dtype)
+
+    def _likely(self, m: Move, what: Ragged) -> Exchange:
+        """Rows that are sent where run-time numbers say: as if all were chosen as often."""
+        p = self._program
+        group = next(g for g in what.groups if self._rank in g)
+        row = p.avals[m.source].nbytes // max(p.avals[m.source].shape[0], 1)
+        each = what.likely * row // max(sum(len(g) * (len(g) - 1) for g in what.groups), 1)
+        peers = Counter(dict.fromkeys((r for r in group if r != self._rank), each))
+        return Exchange(peers, peers)
+
+
+HOLLOW = _Hollow()
