@@ -27,10 +27,11 @@ from .generations import once_more
 from .names import leaf_name
 from .opened import fill
 from .opening import open_checkpoint
+from .reading import run
 from .reporting import LoadReport
 from .rules import Rules
 from .stores import listed_once
-from .tensors import StoredTensor, run
+from .tensors import StoredTensor
 
 # ----- in the processes that will hold the blocks ---------------------------------------------------------------------
 
