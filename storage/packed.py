@@ -29,6 +29,9 @@ class PackedBlocks(ChunkedTensor):
     def directory(self) -> str:
         return ""
 
+    def path(self, coord: tuple[int, ...]) -> str:
+        return stores.join(self.root, self.objects[coord].file)  # which was looked at when the checkpoint was opened
+
     def planned(self, box: Box) -> int:
         return sum(self.objects[coord].nbytes for coord in self._shards(box))
 

@@ -318,11 +318,13 @@ def listed_once() -> Iterator[None]:
 
 def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
     """Those of the files of one folder of a checkpoint that do not exist."""
+    known = _listings.get()
     if not is_url(root):
-        return [f for f in files if not os.path.exists(os.path.join(root, f))]
+        held = set() if known is None else known.setdefault(root, set())  # many arrays may lie in one pack
+        held.update(f for f in files if f not in held and os.path.exists(f"{root}{os.sep}{f}"))
+        return [f for f in files if f not in held]
     store = at(root)
     if store.lists:  # one request for all
-        known = _listings.get()
         if known is None:
             held = {e.name for e in store.entries(folder)}
         else:
