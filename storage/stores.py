@@ -170,6 +170,10 @@ class Reader(Protocol):
 
     def at_hand(self, offset: int) -> bool:
         """Whether the bytes there come from this machine's memory: then a small read costs little."""
+        return False
+
+    def soon(self, offset: int, nbytes: int) -> None:
+        """Say that these bytes will be read in a moment."""
 
     def close(self) -> None: ...
 
@@ -357,7 +361,7 @@ def _tag_text(nbytes: int, written: int, inode: int) -> str:
     return f"{nbytes} bytes, written {at}.{written % 10**9:09d}, inode {inode}"
 
 
-class _LocalReader:
+class _LocalReader(Reader):
     __slots__ = ("_fd", "_path", "_tag")
 
     def __init__(self, fd: int, path: str) -> None:
@@ -383,6 +387,12 @@ class _LocalReader:
             return os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
         except (OSError, AttributeError):  # it would have to wait for a disk, or the system does not tell
             return False
+
+    def soon(self, offset: int, nbytes: int) -> None:
+        # The disk then works while the first of them are checked and copied. Where they are in memory, to ask so costs more than it gives.
+        if nbytes > LocalStore.batch and not self.at_hand(offset + nbytes - 1):
+            with contextlib.suppress(OSError, AttributeError):
+                os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         if _opened.get() is not None:
