@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -86,9 +85,10 @@ class ArrayEntry:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @cached_property
+    @property
     def objects(self) -> StoredObjects:
         """Stored objects by grid coordinate. Each is checked when it is used: a large manifest opens quickly."""
+        # Not kept here: the two would hold each other, and a hundred thousand such pairs would wait for the collector.
         return StoredObjects(self)
 
     def to_json(self) -> dict[str, Any]:

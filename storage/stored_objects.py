@@ -97,11 +97,11 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
             which, offset, shape, nbytes, crc, start = row
             if not type(which) is type(nbytes) is type(start) is int or min(which, nbytes, start) < 0:
                 raise ValueError
-            pack, value, place = packs[which], int(crc, 16), Box(tuple(offset), tuple(shape))
+            pack, value, place = packs[which], int(crc, 16), (tuple(offset), tuple(shape))
         except (TypeError, ValueError, IndexError):
             raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
         fits_in = pack.header <= start and start + nbytes <= pack.nbytes
-        if place != box or nbytes != box.size * self._entry.dtype.itemsize or not fits_in:
+        if place != (box.offset, box.shape) or nbytes != box.size * self._entry.dtype.itemsize or not fits_in:
             raise CorruptCheckpoint(
                 f"{self._where}: its block {coord} does not have the place or length in {pack.file!r}"
             )
