@@ -11,10 +11,12 @@ from __future__ import annotations
 import timing  # first: it sets the number of threads
 
 # isort: split
+import argparse
+
 import installed
 
 if __name__ == "__main__":
-    installed.run_on_wheel()
+    installed.options(argparse.ArgumentParser(description=__doc__))
 
 # isort: split
 import functools

@@ -8,13 +8,18 @@ from __future__ import annotations
 import timing  # first: it sets the number of threads
 
 # isort: split
+import argparse
+
 import installed
 
+GROUPS = ("chain", "mlp", "ops", "gather", "columns", "fusion")
+
 if __name__ == "__main__":
-    installed.run_on_wheel()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=GROUPS, help="one group of rows")
+    OPTIONS = installed.options(parser)
 
 # isort: split
-import argparse
 from typing import Any
 
 import numpy as np
@@ -189,19 +194,8 @@ def fusion_row(report: timing.Report) -> None:
     report.row("10 elementwise ops on 1e7, compiled", lambda: compiled(mx), {"NumPy": (lambda: fn(x), 0.35)}, rounds=3)
 
 
-def main() -> None:
-    groups = {
-        "chain": chain_row,
-        "mlp": mlp_row,
-        "ops": op_rows,
-        "gather": gather_row,
-        "columns": column_row,
-        "fusion": fusion_row,
-    }
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=groups, help="one group of rows")
-    parser.add_argument("--editable", action="store_true", help="measure the sources of this checkout")
-    only = parser.parse_args().only
+def main(only: str | None) -> None:
+    groups = dict(zip(GROUPS, (chain_row, mlp_row, op_rows, gather_row, column_row, fusion_row), strict=True))
     report = timing.Report(f"autodiff, one thread, {installed.core()}")
     for name, rows in groups.items():
         if only in (None, name):
@@ -210,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS.only)

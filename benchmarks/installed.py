@@ -1,11 +1,12 @@
 """Measure what ``pip install`` gives, from a checkout: the wheel, whose core is compiled.
 
-A wheel that is installed is measured. A checkout that is installed editable runs its Python sources: there :func:`run_on_wheel` builds the
+A wheel that is installed is measured. A checkout that is installed editable runs its Python sources: there :func:`options` builds the
 wheel once (a minute), keeps it under ``build/``, and runs the program again on it. ``--editable`` on the command line measures the sources.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,10 +31,24 @@ def core() -> str:
     return ("compiled core" if COMPILED else "core in Python") + (", native kernels" if AVAILABLE else "")
 
 
-def run_on_wheel() -> None:
-    """Start the program again on the wheel of this checkout; return where it runs on one, or cannot have one."""
-    if "--editable" in sys.argv or "MESHTAPE_WHEEL" in os.environ:
-        return
+def options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of a program, whose ``--help`` is answered before anything is built or imported; what follows runs on the wheel."""
+    parser.add_argument("--editable", action="store_true", help="measure the sources of this checkout, not its wheel")
+    found = parser.parse_args()
+    if not found.editable and "MESHTAPE_WHEEL" not in os.environ:
+        _run_on_wheel()
+    try:
+        version("meshtape")
+    except PackageNotFoundError:
+        sys.exit(
+            f"meshtape is not installed in {sys.prefix}, and --editable measures what is: run `uv run python benchmarks/{Path(sys.argv[0]).name} "
+            "--editable`, or `pip install -e .` in the checkout first; without --editable a wheel of it is built and measured"
+        )
+    return found
+
+
+def _run_on_wheel() -> None:
+    """Start the program again on the wheel of this checkout; return where one is installed, or none can be built."""
     found = find_spec("meshtape")  # the root is not on the path of a program in this folder
     if found is not None and not Path(found.origin or ROOT).resolve().is_relative_to(ROOT / "meshtape"):
         return

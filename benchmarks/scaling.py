@@ -8,6 +8,7 @@ from __future__ import annotations
 import timing  # first: it sets the number of threads  # noqa: F401
 
 # isort: split
+import argparse
 import functools
 import pickle
 import time
@@ -103,6 +104,7 @@ def turned(ranks: int) -> tuple[float, float, float, int, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(
         "| ranks | mesh | entries | partition, s | rank program, kB | steps | bytes of all moves, s "
         "| made ready in one of so many processes, s | lines of its plans | made ready for all ranks in one process, s |"

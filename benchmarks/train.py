@@ -16,13 +16,20 @@ from __future__ import annotations
 import timing  # first: it sets the number of threads
 
 # isort: split
+import argparse
+
 import installed
 
+LENGTH = 128
+
 if __name__ == "__main__":
-    installed.run_on_wheel()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=15, help="steps a measurement")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32], help=f"rows of {LENGTH} tokens a step")
+    parser.add_argument("--one", action="store_true", help="leave out the rows of two processes")
+    OPTIONS = installed.options(parser)
 
 # isort: split
-import argparse
 import contextlib
 import multiprocessing
 import socket
@@ -35,7 +42,6 @@ import meshtape as mt
 
 de = mt.models.decoder
 CONFIG = de.Config(vocab=256, width=384, layers=6, heads=6, max_length=256)
-LENGTH = 128
 
 
 def batch(rows: int) -> dict[str, np.ndarray]:
@@ -220,13 +226,7 @@ def measured(rows: int, steps: int, torch: Any, mesh: Any) -> dict[str, float]:
         return timing.timed(candidates, seconds=0, rounds=steps)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=15, help="steps a measurement")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32], help=f"rows of {LENGTH} tokens a step")
-    parser.add_argument("--one", action="store_true", help="leave out the rows of two processes")
-    parser.add_argument("--editable", action="store_true", help="measure the sources of this checkout")
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
     torch = timing.peer("torch")
     if torch is not None:
         torch.set_num_threads(1)
@@ -262,4 +262,4 @@ def efficiencies(found: Mapping[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS)

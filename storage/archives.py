@@ -23,7 +23,8 @@ from . import dtypes, names, stores
 from .dcp import Chunk, DcpTensor, Place, archive_of, check_strides, damage, described, entry_start
 from .manifest import Leaf, encode_json
 from .opened import Checkpoint, StoredArray
-from .tensors import Job, bytes_of, opened
+from .reading import Job, opened
+from .tensors import bytes_of
 from .torch_values import Made, Named, Persistent
 
 SINGLE = "arr_0"  # the name that NumPy gives an array without one

@@ -30,7 +30,7 @@ import numpy as np
 
 from ..arrays.errors import Lossy
 from . import dtypes
-from .tensors import RangeJob
+from .reading import RangeJob
 
 _SHOWN = 3
 # Every value of the first is one of the second, beyond what NumPy knows.

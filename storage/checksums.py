@@ -20,11 +20,22 @@ _LONG = 32 << 10  # bytes for which it pays to let other threads run meanwhile
 
 
 @cache
+def _extend() -> Callable[[int, bytes], int]:
+    import google_crc32c  # loads a C library; wanted only where bytes move
+
+    return google_crc32c.extend
+
+
+@cache
 def _native() -> Callable[[int, int, int], int] | None:
     """The C function behind google_crc32c, or None where its library hides it.
 
     Called through ctypes it runs without the interpreter's lock, so threads that read also check; the package's own call holds the lock.
     """
+    import google_crc32c
+
+    if google_crc32c.implementation != "c":
+        return None
     from google_crc32c import _crc32c
 
     try:
@@ -37,14 +48,17 @@ def _native() -> Callable[[int, int, int], int] | None:
 
 def crc32c(data: bytes | np.ndarray, start: int = 0) -> int:
     """Checksum of ``data`` (bytes or a C-contiguous array), continuing from ``start``."""
-    import google_crc32c  # loads a C library; wanted only where bytes move
-
     if isinstance(data, np.ndarray):
-        data = data.reshape(-1).view(np.uint8)
-        if data.size >= _LONG and google_crc32c.implementation == "c" and (call := _native()) is not None:
-            return call(start, data.__array_interface__["data"][0], data.size)
-        data.flags.writeable = False  # the package takes read-only buffers alone
-    return google_crc32c.extend(start, data)
+        if data.nbytes < _LONG:
+            data = (
+                data.tobytes()
+            )  # the package takes read-only buffers alone; to make one takes longer than to copy so little
+        elif (call := _native()) is not None:
+            return call(start, data.__array_interface__["data"][0], data.nbytes)
+        else:
+            data = data.reshape(-1).view(np.uint8)
+            data.flags.writeable = False
+    return _extend()(start, data)
 
 
 def _times(matrix: tuple[int, ...], vector: int) -> int:

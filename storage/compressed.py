@@ -22,8 +22,10 @@ from . import stores
 from .checksums import crc32c
 from .compression import Zstd
 from .grid import Grid, ravel
+from .reading import opened
 from .scratch import scratch
-from .tensors import ChunkedTensor, bytes_of, consecutive, opened, overlaps
+from .stored_objects import StoredObject
+from .tensors import ChunkedTensor, bytes_of, consecutive, overlaps
 
 Coord = tuple[int, ...]
 
@@ -100,6 +102,9 @@ class CompressedTensor(ChunkedTensor):
     """An array of a meshtape checkpoint whose chunks are compressed."""
 
     compression: Zstd = _ZSTD
+
+    def _is_range(self, stored: StoredObject, out: np.ndarray) -> bool:
+        return False
 
     def starts(self, reader: stores.Reader, path: str, coord: Coord) -> np.ndarray:
         """Where the chunks of a shard begin in its file, and where the last one ends."""

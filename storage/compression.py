@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.errors import CheckpointError
-from .grid import Grid
+from .grid import Grid, place_of
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _LEVELS = range(1, 23)
@@ -147,7 +147,7 @@ def compression_of(tensor: object) -> Compression:
 
 def most_nbytes(grid: Grid, coord: Sequence[int], itemsize: int, compression: Compression) -> int:
     """The length of the stored file of a shard; with compression, the most that it can be."""
-    nbytes = grid.object_nbytes(coord, itemsize)
+    nbytes = place_of(grid, tuple(coord), itemsize).nbytes
     if compression is None:
         return nbytes
     chunk = math.prod(grid.chunk) * itemsize
@@ -157,5 +157,5 @@ def most_nbytes(grid: Grid, coord: Sequence[int], itemsize: int, compression: Co
 def fits(nbytes: int, grid: Grid, coord: Sequence[int], itemsize: int, compression: Compression) -> bool:
     """Whether the file of a shard can have this length."""
     if compression is None:
-        return nbytes == grid.object_nbytes(coord, itemsize)
+        return nbytes == place_of(grid, tuple(coord), itemsize).nbytes
     return type(nbytes) is int and 0 < nbytes <= most_nbytes(grid, coord, itemsize, compression)

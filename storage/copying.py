@@ -24,8 +24,9 @@ from .compression import Compression, compression_of
 from .files import Files, active
 from .grid import Grid, ravel
 from .packed import PackedBlocks
+from .reading import opened
 from .scratch import scratch
-from .tensors import ChunkedTensor, opened
+from .tensors import ChunkedTensor
 from .zarr_format import chunk_coords, shard_index
 
 Coord = tuple[int, ...]

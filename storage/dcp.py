@@ -28,9 +28,10 @@ from .grid import tiled
 from .manifest import Leaf, encode_json
 from .opened import Checkpoint, StoredArray
 from .raw_tensor import RawTensor
+from .reading import Job, opened
 from .scratch import scratch
 from .tensor_sums import BATCH
-from .tensors import Job, bytes_of, opened
+from .tensors import bytes_of
 from .torch_values import Made, Named, Persistent, read_values
 from .writing import UPLOADS, in_threads
 

@@ -22,8 +22,8 @@ from .grid import tiled
 from .manifest import Leaf
 from .opened import Checkpoint, StoredArray
 from .raw_tensor import RawTensor
+from .reading import Job
 from .safetensors import DCP_INFO as INFO
-from .tensors import Job
 
 _NUMBERED = re.compile(r"\Ashard-(\d{1,9})-model-\d+-of-\d+\.safetensors\Z")
 

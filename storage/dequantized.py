@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays.blocks import Box
 from .casting import cast
 from .derived import Elementwise, pieces
-from .tensors import Job
+from .reading import Job
 
 
 def is_quantized(dtype: np.dtype) -> bool:

@@ -21,7 +21,8 @@ from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError
 from .casting import cast
 from .grid import runs, windows
-from .tensors import Job, StoredTensor
+from .reading import Job
+from .tensors import StoredTensor
 
 _SOURCES = frozenset(["source", "parts", "scale", "zero"])
 _PIECE = 8 << 20  # bytes that a cast holds at once

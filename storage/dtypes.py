@@ -122,11 +122,21 @@ def by_name(name: Any) -> np.dtype:
     return row.dtype
 
 
+@lru_cache(maxsize=256)
+def short_name(dtype: np.dtype) -> str:
+    """``dtype.name``, whose text NumPy makes anew each time."""
+    return dtype.name
+
+
+@lru_cache(maxsize=256)
+def _row_of(dtype: np.dtype) -> Row | None:
+    return _BY_NAME.get(np.dtype(dtype).name)
+
+
 def check_storable(dtype: np.dtype, where: str) -> np.dtype:
     """``dtype`` as it will be stored; `CheckpointDTypeError` naming ``where`` when a checkpoint cannot hold it."""
-    name = np.dtype(dtype).name
-    row = _BY_NAME.get(name)
-    if row is None or row.dtype is None or name in _NOT_IN_ZARR:
+    row = _row_of(dtype)
+    if row is None or row.dtype is None or row.name in _NOT_IN_ZARR:
         known = ", ".join(n for n in _BY_NAME if n not in _NOT_IN_ZARR)
         raise CheckpointDTypeError(f"{where}: dtype {dtype} cannot be saved; a checkpoint holds {known}")
     return row.dtype
@@ -134,7 +144,7 @@ def check_storable(dtype: np.dtype, where: str) -> np.dtype:
 
 def safetensors_name(dtype: np.dtype, where: str = "tensor") -> str:
     """The safetensors name of ``dtype``; `CheckpointDTypeError` naming ``where`` when that format has none."""
-    row = _BY_NAME.get(np.dtype(dtype).name)
+    row = _row_of(dtype)
     if row is None or row.safetensors is None:
         raise CheckpointDTypeError(f"{where}: dtype {dtype} has no safetensors form; cast it, or keep the Zarr form")
     return row.safetensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from ..arrays.errors import CheckpointError
 from ..arrays.tree import Path
 from . import chunk_sums, commit, manifest, names, stores
 from .checksums import crc32c
+from .collector import no_collections
 from .compression import Compression, fits, most_nbytes
 from .documents import marked
-from .grid import Grid
+from .grid import Grid, place_of
 from .writing import SYNCS, Record, in_threads
 from .zarr_format import array_metadata, group_metadata
 
@@ -38,7 +39,10 @@ class Item:
     packed: bool = False
     raw: bool = False  # see ``array_metadata``
 
+    name: str = field(init=False)
+
     def __post_init__(self) -> None:
+        self.name = names.leaf_name(self.path)
         if not self.shape:  # a bare chunk of a few bytes
             self.compression = None
 
@@ -59,6 +63,7 @@ class Item:
         return most_nbytes(self.grid, coord, self.dtype.itemsize, self.compression)
 
 
+@no_collections()
 def finish_directory(
     folder: commit.Folder,
     target: str,
@@ -108,15 +113,15 @@ def _entries(
         rows: list[Any] = []
         first = len(table)
         for coord in item.grid.shards():
-            key = item.grid.key(coord)
+            place = place_of(item.grid, coord, item.dtype.itemsize)
+            key, box = place.key, place.box
             record = written.pop(f"{item.directory}/{key}", None)
-            box = item.grid.shard_box(coord)
             if item.packed and record is not None and record.nbytes == box.size * item.dtype.itemsize:
-                place = [list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}", record.start]
-                rows.append([numbers[record.pack], *place])
+                head = [numbers[record.pack], list(box.offset), list(box.shape)]
+                rows.append([*head, record.nbytes, f"{record.crc32c:08x}", record.start])
                 continue
             if record is None or not fits(record.nbytes, item.grid, coord, item.dtype.itemsize, item.compression):
-                lost.append(f"{names.leaf_name(item.path)} {key}")
+                lost.append(f"{item.name} {key}")
                 continue
             rows.append([key, list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}"])
             if chunk_sums.has_section(item.grid):
@@ -146,7 +151,7 @@ def _entries(
 def _write_metadata(folder: commit.Folder, items: list[Item], head: manifest.Manifest) -> int:
     """Zarr's own files, and the sync of every directory; the manifest is told their checksums."""
     held = [i for i in items if not i.packed]
-    texts = {i.directory: array_metadata(i.grid, i.dtype, names.leaf_name(i.path), i.compression, i.raw) for i in held}
+    texts = {i.directory: array_metadata(i.grid, i.dtype, i.name, i.compression, i.raw) for i in held}
 
     def write(directory: str) -> None:
         folder.put(f"{directory}/zarr.json", texts[directory])

@@ -93,7 +93,7 @@ def _modified(info: Mapping[str, Any]) -> float:
     return 0.0
 
 
-class _FsspecReader:
+class _FsspecReader(Reader):
     __slots__ = ("_info", "_name", "_root", "_where")
 
     def __init__(self, root: str, name: str) -> None:

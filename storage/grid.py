@@ -93,6 +93,12 @@ def place_of(grid: Grid, coord: tuple[int, ...], itemsize: int) -> ShardPlace:
     return ShardPlace(ravel(coord, counts), grid.key(coord), grid.shard_box(coord), grid.present(coord), nbytes)
 
 
+@lru_cache(maxsize=1 << 14)
+def only_shard(grid: Grid) -> tuple[int, ...] | None:
+    """The coordinate of the one shard of an array that has just one; most have."""
+    return (0,) * len(grid.shape) if all(n == 1 for n in grid.counts) else None
+
+
 @lru_cache(maxsize=1024)
 def _divisors(n: int) -> tuple[int, ...]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
@@ -141,6 +147,12 @@ def _choose_chunk(extent: tuple[int, ...], free: tuple[bool, ...], itemsize: int
         return 2 * max(0.0, abs(size) - 1) + 0.25 * abs(size) + 0.5 * abs(math.log2(parts / COLUMN_PARTS)), chunk
 
     return min(candidates, key=badness)
+
+
+@lru_cache(maxsize=1024)
+def whole_grid(shape: tuple[int, ...], itemsize: int) -> Grid:
+    """That of `choose_grid` for an array that is not split; kept, as most arrays of a large checkpoint are alike."""
+    return choose_grid(shape, itemsize, [Box.whole(shape)])
 
 
 def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Grid:

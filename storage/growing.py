@@ -19,7 +19,7 @@ from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError
 from .casting import cast
 from .derived import Derived
-from .tensors import Job
+from .reading import Job
 
 _TILE = 1 << 19  # elements of whole rows
 

@@ -6,6 +6,7 @@ reported together, in one error. Split arrays are read by the ranks that will ho
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -27,10 +28,13 @@ from .generations import once_more
 from .names import leaf_name
 from .opened import fill
 from .opening import open_checkpoint
+from .reading import run
 from .reporting import LoadReport
 from .rules import Rules
 from .stores import listed_once
-from .tensors import StoredTensor, run
+from .tensors import StoredTensor
+
+_LONG = 1 << 30  # bytes of a load that takes long enough for other threads to want their garbage collected
 
 # ----- in the processes that will hold the blocks ---------------------------------------------------------------------
 
@@ -79,16 +83,14 @@ def counts(
 
 def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally) -> dict[str, Any]:
     buffers = {path: np.empty(t.source.shape, t.dtype) for path, t in targets.items()}
-    with no_collections():
-        jobs = [
-            job
-            for path, t in targets.items()
-            for job in tracked(losses, path, t.tensor.jobs(Box.whole(t.source.shape), buffers[path]))
-        ]
+    jobs = [
+        job
+        for path, t in targets.items()
+        for job in tracked(losses, path, t.tensor.jobs(Box.whole(t.source.shape), buffers[path]))
+    ]
     report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
     report.bytes_needed += sum(t.source.nbytes for t in targets.values())
-    with no_collections():
-        return {path: _as_wanted(buffers.pop(path), t.like) for path, t in targets.items()}
+    return {path: _as_wanted(buffers.pop(path), t.like) for path, t in targets.items()}
 
 
 def _as_wanted(buffer: np.ndarray, like: Any) -> Any:
@@ -232,6 +234,28 @@ def load(
     """
     if like is not None and shardings is not None:
         raise CheckpointError("load takes like= or shardings=, not both")
+    options = prefix, rules, keys, cast, allow_overflow, strict, ignore, verify, report
+    # Outside of the function whose many small objects are gone when it returns: those are never walked.
+    with contextlib.ExitStack() as resting:
+        resting.enter_context(no_collections())
+        return _load(resting, path, like, shardings, *options)
+
+
+def _load(
+    resting: contextlib.ExitStack,
+    path: str | os.PathLike[str],
+    like: Any,
+    shardings: Any,
+    prefix: str | None,
+    rules: Any,
+    keys: Iterable[str] | None,
+    cast: bool,
+    allow_overflow: bool,
+    strict: bool,
+    ignore: Iterable[str] | None,
+    verify: bool,
+    report: LoadReport | None,
+) -> Any:
     started = time.perf_counter()
     kept = LoadReport() if report is None else report
     kept.reset()
@@ -245,7 +269,7 @@ def load(
         kept.mapping = ckpt.mapping
     picked = select(ckpt, keys)
     ignored = Ignored(ignore, kept)
-    with no_collections(), listed_once():
+    with listed_once():
         if like is None:
             targets = chosen(ckpt, shardings, picked, strict, ignored, kept)
         else:
@@ -253,6 +277,8 @@ def load(
         check_shardings(targets)
         for t in targets.values():
             t.source.check()
+    if sum(t.source.nbytes for t in targets.values()) > _LONG:
+        resting.close()
     kept.arrays = len(targets)
     if report is not None:
         kept.resharded = resharded(targets)
@@ -268,7 +294,7 @@ def load(
     kept.seconds = ended - started
     kept.phases = {"open": opened - started, "plan": planned - opened, "read": ended - planned}
     if report is None and not kept.fits:
-        warnings.warn(str(kept), stacklevel=3)
+        warnings.warn(str(kept), stacklevel=4)
 
     if like is not None:
         scalars = held(ckpt, picked)[1]

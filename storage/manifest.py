@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,10 +72,10 @@ class ArrayEntry:
     sums: Section | None = None  # of its chunks, in the table of checksums
     zarr: int | None = None  # crc32c of its ``zarr.json``
     packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return names.leaf_name(self.path)
+    def __post_init__(self) -> None:
+        self.name = names.leaf_name(self.path)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,9 +85,10 @@ class ArrayEntry:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @cached_property
+    @property
     def objects(self) -> StoredObjects:
         """Stored objects by grid coordinate. Each is checked when it is used: a large manifest opens quickly."""
+        # Not kept here: the two would hold each other, and a hundred thousand such pairs would wait for the collector.
         return StoredObjects(self)
 
     def to_json(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class ArrayEntry:
             "path": list(self.path),
             **({"dir": self.directory} if self.packs is None else {"packed": True}),
             "shape": list(self.shape),
-            "dtype": self.dtype.name,
+            "dtype": dtypes.short_name(self.dtype),
             "shard": list(self.grid.shard),
             "chunk": list(self.grid.chunk),
             **({} if self.compression is None else {"compression": self.compression.plain()}),
@@ -289,8 +289,8 @@ def _section(x: Any, grid: Grid) -> Section | None:
     return first, int(crc, 16)
 
 
-def _form(e: Any) -> tuple[Grid, np.dtype]:
-    """The checked grid and dtype of an entry."""
+def _form(e: Any) -> tuple[Grid, np.dtype, int]:
+    """The checked grid and dtype of an entry, and how many shards it has."""
     grid = Grid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
     if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
         raise ValueError("shape, shard and chunk differ in length")
@@ -299,14 +299,13 @@ def _form(e: Any) -> tuple[Grid, np.dtype]:
     dtype = dtypes.by_name(e["dtype"])
     if math.prod(grid.shard) * dtype.itemsize >= 1 << 62 or math.prod(grid.shape) * dtype.itemsize >= 1 << 62:
         raise ValueError("too large")
-    return grid, dtype
+    return grid, dtype, math.prod(grid.counts)
 
 
 def _array(
-    e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[str, tuple[Grid, np.dtype]]
+    e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[str, tuple[Grid, np.dtype, int]]
 ) -> ArrayEntry:
     """An entry; ``forms`` keeps those that were checked, as most arrays of a large checkpoint are alike."""
-    where = f"{source}: arrays[{number}]"
     try:
         path = e["path"]
         if not isinstance(path, list) or not all(type(k) in (str, int) for k in path):
@@ -314,13 +313,13 @@ def _array(
         form = repr((e["shape"], e["shard"], e["chunk"], e["dtype"]))  # as text, where True is not 1
         if form not in forms:
             forms[form] = _form(e)
-        grid, dtype = forms[form]
+        grid, dtype, count = forms[form]
         compression = of_plain(e.get("compression"))
         if compression is not None and not grid.shape:
             raise ValueError("a 0-d array is not compressed")
         sums, zarr = _section(e.get("sums"), grid), _crc(e.get("zarr"))
-        if not isinstance(e["objects"], list) or len(e["objects"]) != math.prod(grid.counts):
-            raise ValueError(f"{math.prod(grid.counts)} objects are needed")
+        if not isinstance(e["objects"], list) or len(e["objects"]) != count:
+            raise ValueError(f"{count} objects are needed")
         mesh, sharding = e["mesh"], e["sharding"]
         if mesh is not None and (type(mesh) is not int or not 0 <= mesh < n_meshes):
             raise ValueError(f"no mesh {mesh!r}")
@@ -331,14 +330,14 @@ def _array(
         if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression or sums or "dir" in e)):
             raise ValueError("what is packed is neither compressed nor cut into chunks, and has no directory")
         directory = "" if packed else e["dir"]
-        if not packed and len(names.plain(directory, where)) > 1:
+        if not packed and len(names.plain(directory, source)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
     except CorruptCheckpoint:
         raise
     except KeyError as err:
-        raise CorruptCheckpoint(f"{where}: lacks {err.args[0]!r}") from None
+        raise CorruptCheckpoint(f"{source}: arrays[{number}]: lacks {err.args[0]!r}") from None
     except (ValueError, TypeError, CheckpointError) as err:
-        raise CorruptCheckpoint(f"{where}: {err}") from None
+        raise CorruptCheckpoint(f"{source}: arrays[{number}]: {err}") from None
     return ArrayEntry(
         tuple(path),
         directory,
@@ -406,7 +405,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
     packs = [pack_of(row, source) for row in top.get("packs", [])]
     if len({p.file for p in packs}) != len(packs):
         raise CorruptCheckpoint(f"{source}: a pack is listed twice")
-    forms: dict[str, tuple[Grid, np.dtype]] = {}
+    forms: dict[str, tuple[Grid, np.dtype, int]] = {}
     entries = [_array(e, i, source, len(meshes), packs, forms) for i, e in enumerate(arrays)]
     names.check_distinct(e.path for e in entries)
     directories = [e.directory for e in entries if e.packs is None]

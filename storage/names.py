@@ -28,6 +28,7 @@ _RESERVED = frozenset(
     + [f"{device}{n}" for device in ("com", "lpt") for n in range(10)]
 )
 _LONGEST = 160
+_PLAIN = re.compile(r"(?!__)[\w-][\w.-]{0,98}[\w-]", re.ASCII)  # most names, which stay as they are
 _NAME_MAX, _PATH_MAX = 255, 1024  # no file system has longer ones
 _SIMPLE = re.compile(
     r"[\w-][\w.-]{0,99}(?:/[\w-][\w.-]{0,99}){0,3}", re.ASCII
@@ -39,6 +40,8 @@ def _digest(text: str) -> str:
 
 
 def _escape(name: str) -> str:
+    if _PLAIN.fullmatch(name) and name.split(".")[0].lower() not in _RESERVED and name.lower() not in _RESERVED:
+        return name
     raw = name.encode("utf-8", "surrogatepass")
     if not raw:
         return "%"
@@ -108,7 +111,7 @@ def inside(root: str, relative: object, source: str) -> str:
         return path
     step = root
     for part in parts:
-        step = os.path.join(step, part)
+        step = f"{step}{os.sep}{part}"
         if os.path.islink(step):
             break
     else:

@@ -211,7 +211,7 @@ def repeated(work: Callable[[], T], where: str) -> T:
 # ----- the store ------------------------------------------------------------------------------------------------------
 
 
-class _ObjectReader:
+class _ObjectReader(Reader):
     __slots__ = ("_client", "_key", "_nbytes", "_tag", "_where")
 
     def __init__(self, client: Any, key: str, where: str) -> None:
@@ -268,9 +268,6 @@ class _ObjectReader:
                 if not len(views[0]):
                     views.pop(0)
         return total
-
-    def at_hand(self, offset: int) -> bool:
-        return False
 
     def _range(self, start: int, n: int) -> memoryview:
         def once() -> memoryview:

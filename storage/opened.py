@@ -35,15 +35,11 @@ class StoredArray:
         mesh: dict[str, int] | None = None,
         placements: tuple[str, ...] | None = None,
     ) -> None:
-        self.path = path
+        self.path, self.name = path, leaf_name(path)
         self.tensor = tensor
         self.sharding_text = sharding_text
         self.rule: str | None = None  # that made it
         self.mesh, self.placements = mesh, placements  # as it was saved: axes, and one text for each
-
-    @property
-    def name(self) -> str:
-        return leaf_name(self.path)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,7 +55,7 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        return Box.whole(self.shape).size * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def check(self) -> None:
         """Check the list of this array's files, and that they exist, before anything is read."""

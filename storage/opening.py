@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
+from ..arrays.blocks import Box
 from ..arrays.errors import (
     CheckpointError,
     CheckpointReplaced,
@@ -45,6 +48,7 @@ from .generations import Generation
 from .opened import Checkpoint, StoredArray
 from .packed import PackedBlocks
 from .raw_tensor import PackedTensor, RawTensor
+from .reading import Job
 from .tensors import ChunkedTensor, StoredTensor
 from .zarr_format import GROUP_ATTRIBUTE
 from .zarr_tensor import of_array, zarr_place
@@ -223,6 +227,8 @@ def _refusal(store: stores.Store) -> CheckpointError:
 
 
 def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
+    for pack in m.packs:
+        names.inside(root, pack.file, root)
     arrays = {}
     for e in m.arrays:
         text = mesh = placements = None
@@ -275,10 +281,17 @@ class _LazyObjects:
         held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify, sums, self.generation)
         return ChunkedTensor(*held) if e.compression is None else CompressedTensor(*held, e.compression)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("check", "only", "planned", "jobs"):
-            return getattr(self.whole(), name)
-        raise AttributeError(name)
+    def check(self) -> None:
+        self.whole().check()
+
+    def only(self, box: Box) -> ChunkedTensor:
+        return self.whole().only(box)
+
+    def planned(self, box: Box) -> int:
+        return self.whole().planned(box)
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        return self.whole().jobs(box, out)
 
 
 # ----- others' --------------------------------------------------------------------------------------------------------

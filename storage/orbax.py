@@ -20,7 +20,7 @@ from . import dtypes, stores, strict_json
 from .generations import NONE, Generation
 from .manifest import Leaf
 from .opened import Checkpoint, StoredArray
-from .tensors import Job
+from .reading import Job
 from .zarr_tensor import open_array
 
 FILE = "_METADATA"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from ..arrays.blocks import Box
 from ..arrays.errors import CorruptCheckpoint
 from . import dtypes, manifest, names, stores
 from .checksums import crc32c
-from .tensors import ChunkedTensor, Job, RangeJob, opened, view
+from .reading import Job, RangeJob, opened
+from .stored_objects import StoredObject
+from .tensors import ChunkedTensor, bytes_of, view
 
 _CHECKED = 8 << 20  # bytes of one read of `check`
 
@@ -26,27 +29,37 @@ class PackedBlocks(ChunkedTensor):
     def directory(self) -> str:
         return ""
 
+    def path(self, coord: tuple[int, ...]) -> str:
+        return stores.join(self.root, self.objects[coord].file)  # which was looked at when the checkpoint was opened
+
     def planned(self, box: Box) -> int:
         return sum(self.objects[coord].nbytes for coord in self._shards(box))
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         for coord in self._shards(box):
             held = self.objects[coord]
-            part = box.intersect(held.box)
-            if part is not None:
-                place, local = view(out, part.within(box)), part.within(held.box)
-                take = lambda data, c=coord, p=place, b=local: self._take(data, c, p, b)  # noqa: E731
-                where, what = self.path(coord), f"part of {self.name!r}"
-                yield RangeJob(
-                    where, held.start, held.nbytes, held.file_nbytes, what, self.generation, take, self.verify
-                )
+            part = held.box if box == held.box else box.intersect(held.box)
+            if part is None:
+                continue
+            place, take = out if part == box else view(out, part.within(box)), None
+            if not (part == held.box and place.flags.c_contiguous):
+                take = partial(self._take, held, place, part.within(held.box))
+            value, to = held.crc32c if self.verify else None, bytes_of(place) if take is None else None
+            yield RangeJob(self, coord, self.path(coord), held.start, held.nbytes, value, to, take)
 
-    def _take(self, data: np.ndarray, coord: tuple[int, ...], out: np.ndarray, local: Box) -> None:
-        held = self.objects[coord]
-        if self.verify and crc32c(data) != held.crc32c:
-            raise CorruptCheckpoint(f"{self.unfit(coord)}; restore the file or another checkpoint")
-        stored = data.view(dtypes.bits(dtypes.little(self.dtype))).reshape(held.box.shape)
+    def _take(self, held: StoredObject, out: np.ndarray, local: Box, data: np.ndarray) -> None:
+        stored = data.view(dtypes.bits(self.dtype)).reshape(held.box.shape)
         out.view(dtypes.bits(self.dtype))[...] = view(stored, local)
+
+    def check_length(self, reader: stores.Reader, coord: tuple[int, ...], path: str) -> None:
+        nbytes, wanted = reader.nbytes, self.objects[coord].file_nbytes
+        if nbytes != wanted:
+            raise CorruptCheckpoint(
+                f"{path} has {nbytes} bytes, the manifest says {wanted} (it holds part of {self.name!r})"
+            )
+
+    def refused(self, coord: tuple[int, ...], value: int) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"{self.unfit(coord)}; restore the file or another checkpoint")
 
     def unfit(self, coord: tuple[int, ...]) -> str:
         held = self.objects[coord]

@@ -13,17 +13,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
-from . import dtypes, manifest, names, stores, tensor_sums
+from . import dtypes, manifest, stores, tensor_sums
 from .checksums import crc32c
-from .grid import Grid
-from .safetensors import DCP_INFO, build_header, pieces_of, sum_of
+from .grid import Grid, only_shard, place_of
+from .safetensors import DCP_INFO, build_header, joined, pieces_of, sum_of
 
 if TYPE_CHECKING:
     from .finishing import Item
@@ -60,14 +59,17 @@ def choose(item: Item, boxes: Callable[[], Sequence[Box]], limit: int) -> None:
     shard = tuple(min(s, n) for s, n in zip(item.grid.shard, item.shape, strict=True))
     if not math.prod(item.shape) or math.prod(shard) * item.dtype.itemsize > limit:
         return
-    name = names.leaf_name(item.path)
+    name = item.name
     try:
         dtypes.safetensors_name(item.dtype)
         name.encode()
     except (CheckpointDTypeError, UnicodeEncodeError):
         return
-    grid = Grid(item.shape, shard, shard)
-    if name != "__metadata__" and {b for b in boxes() if b.size} == set(map(grid.shard_box, grid.shards())):
+    grid = item.grid if item.grid.shard == item.grid.chunk == shard else Grid(item.shape, shard, shard)
+    if name == "__metadata__":
+        return
+    alone = item.sharding is None and only_shard(grid) is not None
+    if alone or {b for b in boxes() if b.size} == set(map(grid.shard_box, grid.shards())):
         item.packed, item.grid, item.compression = True, grid, None
 
 
@@ -81,7 +83,7 @@ def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str, l
             if used and used + nbytes > limit:
                 number, used = number + 1, 0
             used += nbytes
-            task = replace(task, pack=f"pack-{stem}-{number:05d}{suffix}.safetensors")
+            task.pack = f"pack-{stem}-{number:05d}{suffix}.safetensors"
         out.append(task)
     return out
 
@@ -91,7 +93,7 @@ def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[R
     from .writing import Record
 
     arrays = dict(zip((t.name for t in tasks), parts, strict=True))
-    info = {t.name: {"saved_offsets": t.grid.shard_box(t.coord).offset} for t in tasks}
+    info = {t.name: {"saved_offsets": place_of(t.grid, t.coord, 1).box.offset} for t in tasks}
     rows = [(name, dtypes.safetensors_name(a.dtype), a.shape) for name, a in arrays.items()]
     head, places = build_header(rows, {"format": "pt", DCP_INFO: json.dumps(info)}, sums=True)
     sums = {name: sum_of(arrays[name]) for name in places}
@@ -106,4 +108,4 @@ def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[R
         for name in places:
             yield from pieces_of(arrays[name])
 
-    return records, body
+    return records, lambda: joined(body())

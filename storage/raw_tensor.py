@@ -17,9 +17,10 @@ from ..arrays.errors import CheckpointDTypeError, CorruptCheckpoint
 from . import generations, stores
 from .checksums import combine, crc32c
 from .generations import Generation
+from .reading import SMALL, Job, RangeJob, opened
 from .scratch import scratch
 from .tensor_sums import of_range
-from .tensors import Job, bytes_of, opened, view
+from .tensors import bytes_of, view
 
 
 class _Rows(NamedTuple):
@@ -75,7 +76,10 @@ class RawTensor:
         return self
 
     def bound(self, generation: Generation) -> RawTensor:
-        return replace(self, generation=generation)
+        object.__setattr__(
+            self, "generation", generation
+        )  # of a tensor that nobody else has yet: a copy would take longer than a small read
+        return self
 
     def planned(self, box: Box) -> int:
         return sum(rows.span for rows in self._reads(box)) * self.dtype.itemsize
@@ -126,6 +130,9 @@ class RawTensor:
             yield _Rows(Box(start, shape), axis, n, stride, length, dense)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        if self.strides is None and 0 < out.nbytes <= SMALL and box.shape == self.shape and out.flags.c_contiguous:
+            yield RangeJob(self, None, self.path, self.start, out.nbytes, self.crc32c, bytes_of(out))
+            return
         if self.crc32c is not None and box.size and box.shape == self.shape:
             if out.flags.c_contiguous:
                 yield from self._checked(bytes_of(out))
@@ -163,12 +170,13 @@ class RawTensor:
     def _piece(self, out: np.ndarray, at: int, found: dict[int, int], count: int, step: int) -> int:
         value, batch = 0, stores.holding(self.path)[0].batch
         with opened(self.path, f"key {self.name!r}", self.generation) as reader:
+            reader.soon(self.start + at, out.size)
             for a in range(0, out.size, batch):
                 part = out[a : a + batch]
                 if reader.readv([part], self.start + at + a) != part.size:
                     raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
                 value = crc32c(part, value)
-            self._check_length(reader)
+            self.check_length(reader)
         found[at] = value
         if len(found) == count:  # two that end together both compare, which harms nothing
             total = math.prod(self.shape) * self.dtype.itemsize
@@ -185,10 +193,13 @@ class RawTensor:
         out[...] = held
         return total
 
-    def _check_length(self, reader: stores.Reader) -> None:
+    def check_length(self, reader: stores.Reader, coord: None = None, path: str = "") -> None:
         generations.refuse(self.path, self.generation.tags.get(self.path, ""), reader.tag)
         if reader.nbytes != self.file_nbytes:
             raise CorruptCheckpoint(f"{self.path} had {self.file_nbytes} bytes when it was opened, now {reader.nbytes}")
+
+    def refused(self, coord: None, value: int) -> CorruptCheckpoint:
+        return self.damaged()
 
     def damaged(self) -> CorruptCheckpoint:
         return CorruptCheckpoint(
@@ -200,7 +211,7 @@ class RawTensor:
         nbytes = getattr(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)  # packed bits know their own
         with opened(self.path, f"key {self.name!r}", self.generation) as reader:
             found = of_range(reader, self.start, nbytes)
-            self._check_length(reader)
+            self.check_length(reader)
             if found != self.crc32c:
                 raise self.damaged()
         return nbytes
@@ -227,7 +238,7 @@ class RawTensor:
                     else:
                         size, far, pieces = length * item, stride * item, memoryview(buffer)
                         done = sum(reader.readv([pieces[j * size : j * size + size]], at + j * far) for j in range(n))
-                    self._check_length(reader)
+                    self.check_length(reader)
                     if done != nbytes:
                         raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
                     total += done

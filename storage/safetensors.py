@@ -19,11 +19,12 @@ import itertools
 import json
 import math
 import os
+import re
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -48,11 +49,13 @@ _LEAST_ENTRY = 48  # bytes of the shortest description of a tensor
 _FIRST = 128 << 10  # bytes of the first read: most headers are shorter
 _USIZE = 1 << 64
 _MAX_DEPTH = 127
+_SHORT = 16 << 10  # bytes of a piece that is copied to be written with others
+_JOINED = 256 << 10  # bytes of such pieces that are written at a time
+_ODD_NUMBER = re.compile(rb"[\s:,\[]-|[0-9]{21}")  # perhaps: in a text it means nothing
 _ENTRY = frozenset(["dtype", "shape", "data_offsets"])
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where one tensor lies: ``begin`` and ``end`` count from the start of the data, `Header.data_start` bytes in."""
 
     dtype: str
@@ -202,7 +205,9 @@ def _parse(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
     except UnicodeDecodeError as e:
         raise _Refused(f"not UTF-8: {e} (InvalidHeader)") from None
     try:
-        top = json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
+        # Our own function for integers is called only where one may be of those that it tells apart.
+        integer = _integer if _ODD_NUMBER.search(raw) else None
+        top = json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant, parse_int=integer)
     except RecursionError:
         raise _Refused(f"nested deeper than {_MAX_DEPTH} levels (InvalidHeaderDeserialization)") from None
     except _Refused:
@@ -351,9 +356,10 @@ def build_header(
         bits = math.prod(shape) * dtypes.SAFETENSORS[dtype].bits
         if bits % 8:
             raise CheckpointDTypeError(f"{name!r}: {dtype} of shape {shape} ends inside a byte (MisalignedSlice)")
-        place[name] = TensorInfo(dtype, tuple(shape), position, position + bits // 8)
-        top[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + bits // 8]}
-        position += bits // 8
+        end = position + bits // 8
+        place[name] = TensorInfo(dtype, tuple(shape), position, end)
+        top[name] = {"dtype": dtype, "shape": shape, "data_offsets": (position, end)}
+        position = end
     try:
         text = json.dumps(top, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
@@ -409,7 +415,7 @@ def save_safetensors(
     if checksums:
         head = tensor_sums.sealed(head, [sum_of(arrays[name]) for name in place])
     nbytes = len(head) + sum(t.nbytes for t in place.values())
-    body = itertools.chain([head], itertools.chain.from_iterable(pieces_of(arrays[name]) for name in place))
+    body = joined(itertools.chain([head], itertools.chain.from_iterable(pieces_of(arrays[name]) for name in place)))
     if isinstance(path, (str, os.PathLike)):
         store, file = stores.holding(where := stores.location(path))
         store.refuse_writes()
@@ -432,10 +438,30 @@ def save_safetensors(
 
 
 def sum_of(a: np.ndarray) -> int:
+    if a.nbytes < _SHORT and a.dtype == dtypes.little(a.dtype):
+        return crc32c(a)
     value = 0
     for piece in pieces_of(a):
         value = crc32c(piece, value)
     return value
+
+
+def joined(pieces: Iterable[Any]) -> Iterator[Any]:
+    """The same bytes; short pieces that follow one another are copied into one: to write each by itself takes longer."""
+    held: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        nbytes = piece.nbytes if isinstance(piece, np.ndarray) else len(piece)
+        if nbytes < _SHORT:
+            held.append(piece.tobytes() if isinstance(piece, np.ndarray) else bytes(piece))
+            size += nbytes
+        if held and (nbytes >= _SHORT or size >= _JOINED):
+            yield b"".join(held)
+            held, size = [], 0
+        if nbytes >= _SHORT:
+            yield piece
+    if held:
+        yield b"".join(held)
 
 
 def pieces_of(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:

@@ -25,10 +25,11 @@ from ..arrays.blocks import BlockSharding, Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
 from ..arrays.tree import Path, flatten_with_path
 from . import activity, commit, contents, dtypes, manifest, names, packs, stores
+from .collector import no_collections
 from .compression import Compression, Zstd, chosen
 from .documents import encode
 from .finishing import Item, finish_directory
-from .grid import Grid, choose_grid
+from .grid import Grid, choose_grid, only_shard, place_of, whole_grid
 from .inflight import SaveHandle, finish_earlier, start
 from .leaves import taken
 from .safetensors import save_safetensors
@@ -89,7 +90,9 @@ def _item(leaf: Any, path: Path) -> Item:
     sharding = getattr(leaf, "sharding", None)
     shape = tuple(int(n) for n in leaf.shape)
     dtype = dtypes.check_storable(leaf.dtype, where)
-    return Item(path, leaf, shape, dtype, sharding, choose_grid(shape, dtype.itemsize, _boxes(sharding, shape)))
+    whole = sharding is None
+    grid = whole_grid(shape, dtype.itemsize) if whole else choose_grid(shape, dtype.itemsize, _boxes(sharding, shape))
+    return Item(path, leaf, shape, dtype, sharding, grid)
 
 
 def _boxes(sharding: BlockSharding | None, shape: tuple[int, ...]) -> list[Box]:
@@ -131,6 +134,10 @@ def assign(
 
 def _tasks(number: int, item: Item, block: Box) -> list[Task]:
     """The shards that make up one block."""
+    name = item.name if item.packed else None
+    if (alone := only_shard(item.grid)) is not None:
+        file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
+        return [Task(number, Box.whole(block.shape), item.grid, alone, file, item.compression, name)]
     span = zip(block.offset, block.stop, item.grid.shard, strict=True)
     ranges = [range(a // s, -(-b // s)) for a, b, s in span]
     sub = Grid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
@@ -138,7 +145,7 @@ def _tasks(number: int, item: Item, block: Box) -> list[Task]:
     for k in sub.shards():
         coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
         part = item.grid.shard_box(coord).within(block)
-        file, name = f"{item.directory}/{item.grid.key(coord)}", names.leaf_name(item.path) if item.packed else None
+        file = f"{item.directory}/{item.grid.key(coord)}"
         out.append(Task(number, part, item.grid, coord, file, item.compression, name))
     return out
 
@@ -308,12 +315,12 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
             else "step=, metadata=, documents=, compression=, pack= or dtype_fallback="
         )
         raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
-    if split := [names.leaf_name(i.path) for i in items if i.sharding is not None]:
+    if split := [i.name for i in items if i.sharding is not None]:
         raise CheckpointError(
             f"key {split[0]!r} is split over a mesh, whose ranks cannot write to one stream; save to a directory, then merge"
         )
     names.check_distinct(i.path for i in items)
-    held = {names.leaf_name(i.path): i.array for i in items}
+    held = {i.name: i.array for i in items}
     arrays = {n: a if str(getattr(a, "device", "cpu")) == "cpu" else a.to_device("cpu") for n, a in held.items()}
     nbytes = save_safetensors(stream, arrays)
     return SaveReport(getattr(stream, "name", "") or "", len(items), nbytes, time.perf_counter() - started, 1)
@@ -383,6 +390,7 @@ def save_async(
 class _Save:
     """One save: planned and refused when it is made, written when it is run."""
 
+    @no_collections()
     def __init__(
         self,
         target: str,
@@ -402,7 +410,7 @@ class _Save:
         structure, self.items = _classify(tree)
         items = self.items
         names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
-        for item, directory in zip(items, names.zarr_names([names.leaf_name(i.path) for i in items]), strict=True):
+        for item, directory in zip(items, names.zarr_names([i.name for i in items]), strict=True):
             item.directory = directory
             item.compression = compression if item.shape else None
             item.raw = dtype_fallback is not None

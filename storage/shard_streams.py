@@ -26,8 +26,8 @@ from .copying import CopiedShard, keeps_bytes
 from .derived import whole_of
 from .files import active
 from .grid import Grid, windows
+from .reading import opened
 from .sinks import read
-from .tensors import opened
 from .writing import Record
 from .zarr_format import ShardBytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CorruptCheckpoint, IncompleteCheckpoint
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 _REMEMBERED = 16  # rows of an array: most arrays have few
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
+class StoredObject(NamedTuple):
     """One file of an array: the part it holds, its length, and the checksum of its chunks' data."""
 
     file: str
@@ -50,9 +49,12 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
 
     def __init__(self, entry: ArrayEntry) -> None:
         self._entry = entry
-        self._where = f"{entry.source}: array {entry.name!r}"
         self._elsewhere: dict[str, int] | None = None
         self._checked: dict[tuple[int, ...], StoredObject] = {}
+
+    @property
+    def _where(self) -> str:
+        return f"{self._entry.source}: array {self._entry.name!r}"
 
     def __len__(self) -> int:
         return math.prod(self._entry.grid.counts)
@@ -86,16 +88,20 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         return StoredObject(f"{entry.directory}/{file}", place.box, nbytes, value)
 
     def _check_packed(self, number: int, coord: tuple[int, ...]) -> StoredObject:
-        row, packs, box = self._entry.raw_objects[number], self._entry.packs or (), self._entry.grid.shard_box(coord)
+        row, packs, box = (
+            self._entry.raw_objects[number],
+            self._entry.packs or (),
+            place_of(self._entry.grid, coord, self._entry.dtype.itemsize).box,
+        )
         try:
             which, offset, shape, nbytes, crc, start = row
-            if not all(type(n) is int and n >= 0 for n in (which, nbytes, start)):
+            if not type(which) is type(nbytes) is type(start) is int or min(which, nbytes, start) < 0:
                 raise ValueError
-            pack, value, place = packs[which], int(crc, 16), Box(tuple(offset), tuple(shape))
+            pack, value, place = packs[which], int(crc, 16), (tuple(offset), tuple(shape))
         except (TypeError, ValueError, IndexError):
             raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
         fits_in = pack.header <= start and start + nbytes <= pack.nbytes
-        if place != box or nbytes != box.size * self._entry.dtype.itemsize or not fits_in:
+        if place != (box.offset, box.shape) or nbytes != box.size * self._entry.dtype.itemsize or not fits_in:
             raise CorruptCheckpoint(
                 f"{self._where}: its block {coord} does not have the place or length in {pack.file!r}"
             )

@@ -170,6 +170,10 @@ class Reader(Protocol):
 
     def at_hand(self, offset: int) -> bool:
         """Whether the bytes there come from this machine's memory: then a small read costs little."""
+        return False
+
+    def soon(self, offset: int, nbytes: int) -> None:
+        """Say that these bytes will be read in a moment."""
 
     def close(self) -> None: ...
 
@@ -318,11 +322,13 @@ def listed_once() -> Iterator[None]:
 
 def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
     """Those of the files of one folder of a checkpoint that do not exist."""
+    known = _listings.get()
     if not is_url(root):
-        return [f for f in files if not os.path.exists(os.path.join(root, f))]
+        held = set() if known is None else known.setdefault(root, set())  # many arrays may lie in one pack
+        held.update(f for f in files if f not in held and os.path.exists(f"{root}{os.sep}{f}"))
+        return [f for f in files if f not in held]
     store = at(root)
     if store.lists:  # one request for all
-        known = _listings.get()
         if known is None:
             held = {e.name for e in store.entries(folder)}
         else:
@@ -355,7 +361,7 @@ def _tag_text(nbytes: int, written: int, inode: int) -> str:
     return f"{nbytes} bytes, written {at}.{written % 10**9:09d}, inode {inode}"
 
 
-class _LocalReader:
+class _LocalReader(Reader):
     __slots__ = ("_fd", "_path", "_tag")
 
     def __init__(self, fd: int, path: str) -> None:
@@ -381,6 +387,12 @@ class _LocalReader:
             return os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
         except (OSError, AttributeError):  # it would have to wait for a disk, or the system does not tell
             return False
+
+    def soon(self, offset: int, nbytes: int) -> None:
+        # The disk then works while the first of them are checked and copied. Where they are in memory, to ask so costs more than it gives.
+        if nbytes > LocalStore.batch and not self.at_hand(offset + nbytes - 1):
+            with contextlib.suppress(OSError, AttributeError):
+                os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         if _opened.get() is not None:

@@ -3,20 +3,16 @@
 Many formats, one face, `StoredTensor`: here `ChunkedTensor` (our Zarr shards: every chunk that is touched is read whole, and its crc32c is that
 of its place), in ``raw_tensor`` a row-major range of a file, and others in the files of their formats.
 All are small picklable values, so that a plan can be sent to where the bytes are wanted. ``jobs`` cuts a read into
-independent calls, each of which returns the number of bytes that it read; `run` executes many of them on threads.
+independent calls, each of which returns the number of bytes that it read; `reading.run` executes many of them on threads.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,47 +25,10 @@ from . import dtypes, generations, names, stores
 from .checksums import crc32c
 from .files import IOV_MAX
 from .generations import Generation
-from .grid import Grid, place_of, ravel
+from .grid import Grid, only_shard, place_of, ravel
+from .reading import SMALL, Job, RangeJob, opened, run
 from .scratch import scratch
 from .stored_objects import StoredObject
-
-Job = Callable[[], int]
-_TOGETHER = 64
-_OPEN = 16  # files that a thread keeps open from one job to the next
-_own = threading.local()
-
-
-def run(jobs: Sequence[Job], readers: int = 4) -> int:
-    """Execute all jobs, on a few threads when that may help; returns the sum of what they return.
-
-    ``readers`` is what the stores of the tensors say: to a disk more threads than processors only wait for each other.
-    """
-    jobs = together(jobs)
-    workers = min(readers, len(jobs), max(readers if readers > 4 else 2, os.cpu_count() or 1))
-    if workers < 2:
-        return _together(jobs)
-    # To hand a job to a thread costs as much as a small one: where there are many, several go together.
-    size = max(1, min(_TOGETHER, len(jobs) // (8 * workers)))
-    groups = [jobs[i : i + size] for i in range(0, len(jobs), size)]
-    with ThreadPoolExecutor(workers, thread_name_prefix="meshtape-io") as pool:
-        futures = [pool.submit(_together, group) for group in groups]
-        try:
-            return sum(f.result() for f in futures)
-        except BaseException:
-            for f in futures:
-                f.cancel()
-            raise
-
-
-def _together(jobs: Sequence[Job]) -> int:
-    """Execute jobs one after the other; the local files that they open stay open between them, as many arrays may lie in one."""
-    before, _own.readers = getattr(_own, "readers", None), {}
-    try:
-        return sum(job() for job in jobs)
-    finally:
-        for reader in _own.readers.values():
-            reader.close()
-        _own.readers = before
 
 
 def view(a: np.ndarray, box: Box) -> np.ndarray:
@@ -79,90 +38,6 @@ def view(a: np.ndarray, box: Box) -> np.ndarray:
 
 def bytes_of(a: np.ndarray) -> np.ndarray:
     return a.reshape(-1).view(np.uint8)
-
-
-@contextlib.contextmanager
-def opened(where: str, what: str, generation: Generation = generations.NONE) -> Iterator[stores.Reader]:
-    """A file of a checkpoint for reading; `IncompleteCheckpoint` where it is missing, at the opening or the first read.
-
-    Where the checkpoint was replaced meanwhile, that and damage are `CheckpointReplaced`.
-    """
-    store, name = stores.holding(where)
-    held = getattr(_own, "readers", None)
-    with generation.guarded():
-        try:
-            reader = held.get(where) if held else None
-            if reader is not None:
-                yield reader
-                return
-            reader = store.reader(name)
-            # An object's version is asked for anew with each reader; an open file stays the one it was, and tells if it changes.
-            keep = held is not None and len(held) < _OPEN and not stores.is_url(where)
-            if keep:
-                held[where] = reader
-            try:
-                yield reader
-            finally:
-                if not keep:
-                    reader.close()
-        except (FileNotFoundError, NotADirectoryError):
-            raise IncompleteCheckpoint(
-                f"{where} is missing, which holds {what}; restore the file or another checkpoint"
-            ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class RangeJob:
-    """A read of one range of a file, which `run` joins with its neighbours; ``take`` is given the bytes."""
-
-    path: str
-    start: int
-    nbytes: int
-    file_nbytes: int
-    what: str
-    generation: Generation
-    take: Callable[[np.ndarray], None]
-    bound: bool = True  # ``take`` compares the bytes with the checksum of their place
-
-    def __call__(self) -> int:
-        return _read_ranges([self])
-
-
-def together(jobs: Sequence[Job]) -> list[Job]:
-    """The same reads, with those of neighbouring ranges of a file as one."""
-    out: list[Job] = [j for j in jobs if not isinstance(j, RangeJob)]
-    group: list[RangeJob] = []
-    end = 0
-    for job in sorted((j for j in jobs if isinstance(j, RangeJob)), key=lambda j: (j.path, j.start)):
-        store = stores.holding(job.path)[0]
-        near = bool(group) and job.path == group[0].path and job.start <= end + store.gap
-        if near and job.start + job.nbytes - group[0].start <= store.job:
-            group.append(job)
-            end = max(end, job.start + job.nbytes)
-        else:
-            group = [job]
-            end = job.start + job.nbytes
-            out.append(lambda group=group: _read_ranges(group))
-    return out
-
-
-def _read_ranges(group: list[RangeJob]) -> int:
-    first, path = group[0].start, group[0].path
-    with opened(path, group[0].what, group[0].generation) as reader:
-        data = scratch("ranges", max(j.start + j.nbytes for j in group) - first)
-        done = reader.readv([data], first)
-        if reader.nbytes != group[0].file_nbytes:
-            said = (
-                f"{path} has {reader.nbytes} bytes, the manifest says {group[0].file_nbytes} (it holds {group[0].what})"
-            )
-            raise CorruptCheckpoint(said)
-        if done != data.size:
-            raise CorruptCheckpoint(f"{path} ends early (it holds {group[0].what}); it changed while it was read")
-        for job in group:
-            job.take(data[job.start - first : job.start - first + job.nbytes])
-        if not all(job.bound for job in group):  # nothing binds these bytes to what was opened
-            group[0].generation.check()
-    return done
 
 
 # ----- our Zarr shards ------------------------------------------------------------------------------------------------
@@ -221,7 +96,9 @@ class ChunkedTensor:
             )
 
     def _shards(self, box: Box) -> Iterator[tuple[int, ...]]:
-        if box.size:
+        if (alone := only_shard(self.grid)) is not None and box.shape == self.grid.shape:
+            yield alone
+        elif box.size:
             spans = zip(box.offset, box.stop, self.grid.shard, strict=True)
             yield from itertools.product(*(range(a // s, -(-b // s)) for a, b, s in spans))
 
@@ -239,6 +116,11 @@ class ChunkedTensor:
             stored = self.objects[coord]
             if box == stored.box:
                 local, target = Box.whole(box.shape), out
+                if self._is_range(stored, out):
+                    wanted = self.wanted(coord) if self.verify else None
+                    value = None if wanted is None else int(wanted[0])
+                    yield RangeJob(self, coord, self.path(coord), 0, out.nbytes, value, bytes_of(out))
+                    continue
             elif (part := box.intersect(stored.box)) is not None:  # 0-d boxes always meet
                 local, target = part.within(stored.box), view(out, part.within(box))
             else:  # only a box beyond the array ends here
@@ -249,6 +131,24 @@ class ChunkedTensor:
             chunks = list(itertools.product(*spans))
             for first in range(0, len(chunks), step):
                 yield lambda c=coord, t=target, b=local, group=chunks[first : first + step]: self._read(c, b, t, group)
+
+    def _is_range(self, stored: StoredObject, out: np.ndarray) -> bool:
+        """Whether a shard is one small chunk without padding, which is read to its place as it is."""
+        grid = self.grid
+        return (
+            stored.nbytes <= SMALL
+            and grid.chunk == stored.box.shape
+            and grid.chunk == grid.shard
+            and out.flags.c_contiguous
+        )
+
+    def refused(self, coord: tuple[int, ...], value: int) -> CorruptCheckpoint:
+        """The error for the one chunk of a shard, whose bytes have the checksum ``value``."""
+        path = self.path(coord)
+        with opened(path, f"part of {self.name!r}", self.generation) as reader:
+            beside = np.empty(1, "<u4")
+            reader.readv([beside], math.prod(self.grid.chunk) * self.dtype.itemsize)
+        return self.damaged(path, 0, coord, value, int(beside[0]))
 
     def path(self, coord: tuple[int, ...]) -> str:
         """The file of a shard."""
@@ -328,6 +228,9 @@ class ChunkedTensor:
         total = 0
         with opened(path, f"part of {self.name!r}", self.generation) as reader:
             wanted = self.wanted(coord) if self.verify else None
+            first, last = ravel(chunks[0], present), ravel(chunks[-1], present)
+            if last - first == len(chunks) - 1:
+                reader.soon(first * (nbytes + 4), len(chunks) * (nbytes + 4))
             for number, group in consecutive(chunks, present, slots):
                 buffers: list[np.ndarray] = []
                 copies: list[tuple[np.ndarray, np.ndarray]] = []

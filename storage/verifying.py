@@ -21,8 +21,9 @@ from .chunk_sums import StoredSums
 from .compressed import CompressedTensor, frames_in
 from .opened import Checkpoint
 from .opening import open_checkpoint
+from .reading import opened, run
 from .scratch import scratch
-from .tensors import ChunkedTensor, opened, run
+from .tensors import ChunkedTensor
 from .verifying_others import verify_others
 from .zarr_format import chunk_coords, group_metadata, shard_index
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint
 from .opened import Checkpoint
-from .tensors import run
+from .reading import run
 from .zarr_tensor import ZarrTensor
 
 

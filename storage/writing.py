@@ -36,7 +36,7 @@ COMPRESSORS = 4  # threads that compress: of each of perhaps many processes on a
 _OPEN = 128  # files that are written before they are synced
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Task:
     """One shard to write: which array of the call, which part of the rank's block, and the file's place in the grid."""
 
@@ -50,7 +50,7 @@ class Task:
     pack: str = ""  # the file in which it lies with others
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Record:
     """One shard written."""
 
@@ -183,18 +183,33 @@ def in_threads(work: Callable[[Any], Any], items: Sequence[Any], threads: int | 
 
     By default in as many `writers` as there are.
     """
-    threads = writers() if threads is None else threads
-    if len(items) < 2:
+    count = min(writers() if threads is None else threads, len(items))
+    if count < 2:
         return [work(item) for item in items]
-    with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="meshtape-io") as pool:
-        # In the context of the caller, as if it did the work itself.
-        futures = [pool.submit(copy_context().run, work, item) for item in items]
-        try:
-            return [f.result() for f in futures]
-        except BaseException:
-            for f in futures:
-                f.cancel()
-            raise
+    out: list[Any] = [None] * len(items)
+    failed: list[int] = []
+    rest = iter(
+        range(len(items))
+    )  # each thread takes the next: to hand them out one by one takes longer than a small file
+
+    def take() -> None:
+        for i in rest:
+            if failed:
+                return
+            try:
+                out[i] = work(items[i])
+            except BaseException as e:
+                failed.append(i)
+                out[i] = e
+                return
+
+    with ThreadPoolExecutor(count, thread_name_prefix="meshtape-io") as pool:
+        # In the context of the caller, as if they did the work themselves.
+        for future in [pool.submit(copy_context().run, take) for _ in range(count)]:
+            future.result()
+    if failed:
+        raise out[min(failed)]
+    return out
 
 
 def _wait_for(root: str, rank: int) -> None:

@@ -30,12 +30,25 @@ from .grid import Grid
 
 GROUP_ATTRIBUTE = "meshtape"  # marks a group as ours even when its manifest is lost
 _ABSENT = np.uint64(2**64 - 1)
-_BATCH = 16 << 20  # bytes handed to the kernel in one call
+_BATCH = (
+    1 << 20
+)  # bytes handed to the kernel in one call: they are still in a processor's cache, and their memory is used again
 _WORTH = 4 << 20  # bytes of a shard that several threads compress
 
 
 @lru_cache(maxsize=512)
-def _array_template(grid: Grid, dtype: np.dtype, compression: Compression) -> str:
+def _array_template(grid: Grid, dtype: np.dtype, compression: Compression, raw: bool) -> tuple[str, str]:
+    """The metadata of an array, before and behind the names of its dimensions: those alone differ where a model has many arrays of a shape."""
+    said = dtypes.bits(dtype) if raw else dtype
+    node = json.loads(_array_node(grid, dtypes.little(said), compression))
+    if said != dtype:
+        node["attributes"] = {GROUP_ATTRIBUTE: {"dtype": dtype.name}}
+    node["dimension_names"] = "\0"
+    before, _, behind = json.dumps(node).partition(json.dumps("\0"))
+    return before, behind
+
+
+def _array_node(grid: Grid, dtype: np.dtype, compression: Compression) -> str:
     import zarr
     from zarr.codecs import Crc32cCodec, ZstdCodec
     from zarr.storage import MemoryStore
@@ -65,12 +78,8 @@ def array_metadata(grid: Grid, dtype: np.dtype, name: str, compression: Compress
 
     ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute names it.
     """
-    said = dtypes.bits(dtype) if raw else dtype
-    node = json.loads(_array_template(grid, dtypes.little(said), compression))
-    if said != dtype:
-        node["attributes"] = {GROUP_ATTRIBUTE: {"dtype": dtype.name}}
-    node["dimension_names"] = [f"{name}.{axis}" for axis in range(len(grid.shape))]
-    return json.dumps(node).encode()
+    before, behind = _array_template(grid, dtype, compression, raw)
+    return f"{before}{json.dumps([f'{name}.{axis}' for axis in range(len(grid.shape))])}{behind}".encode()
 
 
 def group_metadata(version: int, arrays: dict[str, bytes], packs: Sequence[str] = ()) -> bytes:
@@ -85,12 +94,11 @@ def group_metadata(version: int, arrays: dict[str, bytes], packs: Sequence[str] 
     said = {"version": version, **({"packs": list(packs)} if packs else {})}
     zarr.create_group(store=MemoryStore(held), attributes={GROUP_ATTRIBUTE: said})
     node = json.loads(held["zarr.json"].to_bytes())
-    node["consolidated_metadata"] = {
-        "kind": "inline",
-        "must_understand": False,
-        "metadata": {name: json.loads(text) for name, text in arrays.items()},
-    }
-    return json.dumps(node).encode()
+    node["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": "\0"}
+    before, _, behind = json.dumps(node).encode().partition(json.dumps("\0").encode())
+    # They are JSON: to read them, and to write them again, would take as long as all else that a small array needs.
+    held = b", ".join(b"%s: %s" % (json.dumps(name).encode(), text) for name, text in arrays.items())
+    return before + b"{" + held + b"}" + behind
 
 
 def chunk_coords(grid: Grid, coord: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckp
 from . import names, stores, strict_json
 from .dtypes import EXTENSIONS, by_name
 from .generations import NONE, Generation
-from .tensors import Job
+from .reading import Job
 from .zarr_format import GROUP_ATTRIBUTE
 
 

@@ -1,4 +1,4 @@
-"""``benchmarks/storage.py`` runs whole, wherever it is started, and ends with its table."""
+"""``benchmarks/storage.py`` runs whole, wherever it is started, and ends with its table; every benchmark tells its options at once."""
 
 import subprocess
 import sys
@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--editable", "--megabytes", "4", "--rounds", "1", "--chunks", "2000"]
+SMALL = ["--editable", "--megabytes", "4", "--rounds", "1", "--chunks", "2000", "--count", "50"]
 PARTS = {
     "save": "save, synced",
     "async": "save_async: the call",
     "load": "load, verified, cold",
+    "small": "open 50 small arrays",
+    "models": "bfloat16",
     "convert": "memory grows by",
     "contents": "metadata",
 }
@@ -32,3 +34,37 @@ def test_it_ends_with_its_table(started, parts, quick):
         assert PARTS[part] in done.stdout
     assert "missing" in done.stdout  # PyTorch is in no environment of the tests
     assert not list(quick.iterdir())
+
+
+PROGRAMS = sorted(
+    p.name for p in (ROOT / "benchmarks").glob("*.py") if "__main__" in p.read_text() and p.stem != "gloo"
+)
+ON_WHEEL = ["arrays.py", "autodiff.py", "storage.py", "train.py"]
+
+
+def run(name, *options, python=()):
+    return subprocess.run(
+        [sys.executable, *python, str(ROOT / "benchmarks" / name), *options], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_is_printed_and_nothing_is_measured(name):
+    done = run(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage:")
+
+
+@pytest.mark.parametrize("name", ON_WHEEL)
+def test_help_needs_no_package_and_builds_no_wheel(name):
+    done = run(name, "--help", python=["-S"])  # without whatever is installed
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--editable" in done.stdout
+
+
+@pytest.mark.parametrize("name", ON_WHEEL)
+def test_sources_that_are_not_installed_are_told_plainly(name):
+    done = run(name, "--editable", python=["-S"])
+    assert done.returncode == 1
+    assert "meshtape is not installed" in done.stderr
+    assert "uv run" in done.stderr

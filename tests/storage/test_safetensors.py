@@ -302,12 +302,12 @@ def test_a_writer_that_breaks_leaves_the_file_of_before(tmp_path):
 
     path = tmp_path / "x.safetensors"
     with using(Breaks()), pytest.raises(errors.StorageFull):
-        save_safetensors(path, {"a": np.zeros(10)})
+        save_safetensors(path, {"a": np.zeros(10_000)})
     assert list(tmp_path.iterdir()) == []
-    save_safetensors(path, {"a": np.ones(10)})
+    save_safetensors(path, {"a": np.ones(10_000)})
     with using(Breaks()), pytest.raises(errors.StorageFull):
-        save_safetensors(path, {"a": np.zeros(10)}, overwrite=True)
-    assert load_safetensors(path)["a"].tolist() == [1] * 10
+        save_safetensors(path, {"a": np.zeros(10_000)}, overwrite=True)
+    assert load_safetensors(path)["a"].tolist() == [1] * 10_000
     assert len(list(tmp_path.iterdir())) == 1
 
 
