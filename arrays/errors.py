@@ -31,6 +31,10 @@ class DTypeError(MeshtapeError, TypeError):
     """A dtype is unknown or does not fit the operation."""
 
 
+class TreeError(MeshtapeError, ValueError, TypeError):
+    """Trees differ in structure, or a container cannot be taken apart and rebuilt as it was; says how to register its class."""
+
+
 class NumPyFunctionError(MeshtapeError, TypeError):
     """A function of NumPy has no counterpart here for such an array, or its counterpart lacks an argument; says what to write."""
 

@@ -24,6 +24,7 @@ from ..arrays.elementwise import BARRIER
 from ..arrays.errors import GradientError
 from ..arrays.program import Const, Site
 from .backward import Recorded, named, same_value
+from .hidden import refuse_hidden
 from .recipe import Recipe
 
 
@@ -335,6 +336,7 @@ def gradient_hook(x: Any, fn: Callable[[Array], Any]) -> Any:
 
     def hooked(a: Any) -> Any:
         if not isinstance(a, Array):
+            refuse_hidden("gradient_hook", a, "its argument")
             return a
         out = named(a._buf, next_id())
         record_on(_Hooked(fn), [a], [out], [], recording_tapes())

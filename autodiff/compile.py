@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from .executable import Executable, local_executable
 from .lost_writes import Arguments, refuse_kept, restore
 from .numbers import KINDS, OtherKind, Term, TracedNumber
 from .signature import as_inputs, is_traced, leaf_keys, read_too
+from .statics import ARRAY, filled, static
 from .tracing import _Trace
 from .transforms import vjp
 
@@ -130,7 +131,7 @@ class Compiled(Wrapper):
         numbers: bool = False,
     ) -> _Ready:
         """The program for these arguments; with ``numbers``, one that takes those numbers as inputs that only enter arithmetic."""
-        reads = self._outside.look(read_too(arrays))
+        reads = self._outside.look(read_too(arrays, treedef))
         key: Any = (treedef, leaf_keys(arrays, numbers), reads.key, state.now.device)
         free = [i for i, x in enumerate(arrays) if type(x) in KINDS] if numbers else []
         pinned = self._pinned.get(key, frozenset()) if free else frozenset()
@@ -262,20 +263,6 @@ def _values(arrays: Sequence[Any], places: frozenset[int]) -> tuple[Any, ...]:
     return tuple([(i, freeze(arrays[i])) for i in sorted(places)])
 
 
-class _Made(NamedTuple):
-    """A result that is no array of ours and can be written to."""
-
-    value: Any
-
-
-def _static(out: Any, arguments: Sequence[Any]) -> Any:
-    """A result as a program keeps it."""
-    if isinstance(out, Array):
-        return _ARRAY
-    made = isinstance(out, np.ndarray | set | bytearray | deque) and not any(out is a for a in arguments)
-    return _Made(out.copy()) if made else out
-
-
 class _Ready:
     """A traced program with its executable and the structure of its result."""
 
@@ -290,7 +277,7 @@ class _Ready:
         name: str = "",
     ) -> None:
         self.program, self.run, self.out_def, self.statics = program, run, out_def, statics
-        self.arrays_alone = all(s is _ARRAY for s in statics)
+        self.arrays_alone = all(s is ARRAY for s in statics)
         self.donated, self.name = donated, name
         # A program on one CPU takes sparse cotangents as they are.
         self.local = isinstance(run, Executable)
@@ -326,10 +313,7 @@ class _Ready:
         """The result of the function, with these arrays in it."""
         if self.arrays_alone:
             return trees.unflatten(self.out_def, arrays)
-        outs = iter(arrays)
-        # What the function made is made anew for each caller, who may write to it.
-        found = [next(outs) if s is _ARRAY else s.value.copy() if type(s) is _Made else s for s in self.statics]
-        return trees.unflatten(self.out_def, found)
+        return trees.unflatten(self.out_def, filled(self.statics, arrays))
 
     def differentiable(self, fn: Callable[..., Any], arguments: Sequence[Any], treedef: trees.TreeDef) -> custom_vjp:
         """The program as a function with a derivative of its own: a second program, traced from the derivative of the code.
@@ -337,11 +321,11 @@ class _Ready:
         The first has the calls inside a ``checkpoint``, not what the tape is to make of them; the second has it.
         """
         if self._differentiable is None:
-            given = [_ARRAY if isinstance(a, Array) else a for a in arguments]
+            given = [ARRAY if isinstance(a, Array) else a for a in arguments]
 
             def code(*inputs: Array) -> list[Array]:
                 left = iter(inputs)
-                args, kwargs = trees.unflatten(treedef, [next(left) if a is _ARRAY else a for a in given])
+                args, kwargs = trees.unflatten(treedef, [next(left) if a is ARRAY else a for a in given])
                 return [x for x in trees.flatten(fn(*args, **kwargs))[0] if isinstance(x, Array)]
 
             functools.update_wrapper(code, fn, updated=())
@@ -378,26 +362,13 @@ class _Ready:
         return [same_value(env[v]) for v in self.program.outputs]
 
 
-_ARRAY = object()
-
-
 def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
     """What program files are made of: registered with ``arrays``, as they must not import this package."""
     leaves, treedef = trees.flatten((args, {}))
     ready = compile(fn)._ready(leaves, as_inputs(leaves)[0], treedef)
-    stand_ins = iter(
-        [
-            wrap(np.broadcast_to(np.zeros((), a.dtype), a.shape))
-            for a in map(ready.program.avals.__getitem__, ready.program.outputs)
-        ]
-    )
-    return Traced(
-        ready.program,
-        trees.unflatten(
-            ready.out_def,
-            [next(stand_ins) if s is _ARRAY else s.value if type(s) is _Made else s for s in ready.statics],
-        ),
-    )
+    avals = map(ready.program.avals.__getitem__, ready.program.outputs)
+    stand_ins = [wrap(np.broadcast_to(np.zeros((), a.dtype), a.shape)) for a in avals]
+    return Traced(ready.program, ready.rebuilt(stand_ins))
 
 
 register_tracer(_traced)
@@ -458,7 +429,7 @@ def _trace(
     title = getattr(fn, "__name__", "the function")
 
     def now() -> Captures:
-        found = captures_of(fn, read_too(arrays))
+        found = captures_of(fn, read_too(arrays, treedef))
         refuse_kept(title, found, trace)
         return found
 
@@ -470,7 +441,7 @@ def _trace(
         if chance.doubtful():
             refuse_other(title, program, second)
         refuse_strangers(title, trace.strangers, again.strangers)
-    statics = [_static(o, arrays) for o in outs]
+    statics = [static(f"[compile] {title}", o, (*arrays, *reads.around)) for o in outs]
     inputs = [a for a in arrays if isinstance(a, Array)]
     leaves = [i for i, a in enumerate(arrays) if isinstance(a, Array)]
     given = [k for k, i in enumerate(leaves) if i in donated]

@@ -65,6 +65,11 @@ class Captures:
         self.contents: list[tuple[Callable[[], Sequence[Any]], Sequence[Any]]] = []  # compared by identity
         self.others: list[tuple[Callable[[], Any], Any]] = []  # compared by equality
 
+    @property
+    def around(self) -> Sequence[Any]:
+        """All objects that were come to."""
+        return self.key._held
+
     def hold(self) -> bool:
         """Whether the function would read the very same now."""
         for get, name, value in self.items:

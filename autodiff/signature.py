@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays._array import Array
 from ..arrays.indexsum import IndexSum
 from ..arrays.program import freeze
+from ..arrays.tree import TreeDef
 from ..arrays.writing import settled
 from .objects import is_plain
 from .tracing import Tracer
@@ -34,9 +35,10 @@ def is_traced(inputs: Sequence[Array]) -> bool:
     return bool([x for x in inputs if type(x._buf) is not np.ndarray and isinstance(x._buf, Tracer)])
 
 
-def read_too(leaves: Sequence[Any]) -> list[Any]:
-    """Arguments that hold what the function may read, such as the object that a method is called on."""
-    return [x for x in leaves if type(x) is not Array and not isinstance(x, Array) and not is_plain(x)]
+def read_too(leaves: Sequence[Any], treedef: TreeDef) -> list[Any]:
+    """Arguments that hold what the function may read, such as the object that a method is called on, and the classes of containers."""
+    found = [x for x in leaves if type(x) is not Array and not isinstance(x, Array) and not is_plain(x)]
+    return [*found, *treedef.objects] if treedef.objects else found
 
 
 def leaf_keys(given: Sequence[Any], numbers: bool = False) -> tuple[Any, ...]:

@@ -202,9 +202,7 @@ class _Turn:
                 aval = ShapeDtype((len(batch), *aval.shape), aval.dtype)
                 layout = Layout(tuple((d + 1, axes) for d, axes in layout.shards))
             made.append(sharded_array(mesh, layout, aval, h))
-        outs = iter(made)
-        filled = [next(outs) if not _is_static(s) else s for s in ready.statics]
-        return trees.unflatten(ready.out_def, filled)
+        return ready.rebuilt(made)
 
     def _load(self, mesh: Mesh, program: Any, arrays: Sequence[Any]) -> _Loaded:
         inputs = [a for a in arrays if isinstance(a, Array)]
@@ -221,12 +219,6 @@ class _Turn:
 
 def _arrays(tree: Any) -> list[Any]:
     return [a for a in trees.flatten(tree)[0] if isinstance(a, Array | np.ndarray)]
-
-
-def _is_static(s: Any) -> bool:
-    from ..autodiff.compile import _ARRAY
-
-    return s is not _ARRAY
 
 
 def _as_before(before: Any, after: Any) -> Any:
