@@ -40,7 +40,7 @@ from .custom_calls import custom_vjp
 from .determinism import Chance, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
-from .lost_writes import Arguments, refuse_kept, restore
+from .lost_writes import Arguments, noting_logs, refuse_kept, restore
 from .numbers import KINDS, OtherKind, Term, TracedNumber
 from .signature import as_inputs, is_traced, leaf_keys, read_too
 from .statics import ARRAY, filled, static
@@ -397,7 +397,7 @@ def _recorded(
     given = Arguments(name, stand_ins, treedef, donated)
     try:
         try:
-            with not_recording(), recording(trace):
+            with not_recording(), recording(trace), noting_logs(trace):
                 result = fn(*given.args, **given.kwargs)
         finally:
             restore(name, reads, trace)
@@ -433,14 +433,16 @@ def _trace(
         refuse_kept(title, found, trace)
         return found
 
-    trace.changed = reads.changed_since(now)
+    trace.changed = reads.changed_since(now) or trace.logged
     # A program that is not kept repeats nothing, and what was written is not to be written twice.
     if trace.changed is None and (chance.doubtful() or trace.strangers):
+        drawn = chance.drawn()
         # With what the function keeps since.
         again, second, _, _ = _recorded(fn, now(), arrays, treedef, numbers, donated)
         if chance.doubtful():
             refuse_other(title, program, second)
         refuse_strangers(title, trace.strangers, again.strangers)
+        trace.changed = drawn.rewind()
     statics = [static(f"[compile] {title}", o, (*arrays, *reads.around)) for o in outs]
     inputs = [a for a in arrays if isinstance(a, Array)]
     leaves = [i for i, a in enumerate(arrays) if isinstance(a, Array)]

@@ -60,7 +60,7 @@ class Captures:
         self.cells: list[tuple[Any, Any]] = []
         self.arrays: list[tuple[Array, Any]] = []  # with their buffers
         self.functions: list[tuple[FunctionType, Any, Any, Any]] = []
-        self.objects: list[tuple[Any, type, Any]] = []  # with their classes and dicts
+        self.objects: list[tuple[Any, type, Any, Any]] = []  # with their classes and dicts, and what finds these
         self.classes: dict[type, tuple[type, ...]] = {}  # with the order in which attributes are looked up
         self.contents: list[tuple[Callable[[], Sequence[Any]], Sequence[Any]]] = []  # compared by identity
         self.others: list[tuple[Callable[[], Any], Any]] = []  # compared by equality
@@ -88,8 +88,8 @@ class Captures:
         for fn, code, defaults, named in self.functions:
             if fn.__code__ is not code or fn.__defaults__ is not defaults or fn.__kwdefaults__ is not named:
                 return False
-        for x, cls, variables in self.objects:
-            if type(x) is not cls or getattr(x, "__dict__", None) is not variables:
+        for x, cls, variables, look_up in self.objects:
+            if type(x) is not cls or (variables is not None and look_up(x, "__dict__") is not variables):
                 return False
         for cls, order in self.classes.items():
             if cls.__mro__ is not order:

@@ -135,6 +135,7 @@ class _Trace:
         self.open = True
         self.has_calls = False
         self.changed: str | None = None  # where the function left something else than it read
+        self.logged: str | None = None  # a log that the function wrote to
         # Numbers of the call that is traced: those that the program is given, and those that it holds for alone.
         self.leaves: Sequence[Any] = ()
         self.numbers: dict[Any, int] = {}
