@@ -35,6 +35,10 @@ class TreeError(MeshtapeError, ValueError, TypeError):
     """Trees differ in structure, or a container cannot be taken apart and rebuilt as it was; says how to register its class."""
 
 
+class NotAFunction(MeshtapeError, TypeError):
+    """A transform was given what cannot be called."""
+
+
 class NumPyFunctionError(MeshtapeError, TypeError):
     """A function of NumPy has no counterpart here for such an array, or its counterpart lacks an argument; says what to write."""
 

@@ -27,6 +27,7 @@ from types import MemberDescriptorType
 from typing import Any
 
 from .errors import TreeError
+from .functions import check_function
 
 Path = tuple[str | int, ...]
 
@@ -469,6 +470,7 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[A
     >>> tree_map(lambda a, b: a + b, {"x": 1, "y": (2,)}, {"x": 10, "y": (20,)})
     {'x': 11, 'y': (22,)}
     """
+    check_function("tree_map", fn)
     leaves, treedef = flatten(tree, is_leaf)
     columns = [leaves]
     for i, other in enumerate(rest):
@@ -490,5 +492,6 @@ def map_with_path(fn: Callable[[Path, Any], Any], tree: Any, is_leaf: Callable[[
     >>> map_with_path(lambda path, x: f"{path_name(path)}={x}", {"a": [1, 2]})
     {'a': ['a.0=1', 'a.1=2']}
     """
+    check_function("map_with_path", fn)
     _, treedef = flatten(tree, is_leaf)
     return unflatten(treedef, [fn(path, x) for path, x in flatten_with_path(tree, is_leaf)])

@@ -22,6 +22,7 @@ from ..arrays._op import Op, state
 from ..arrays.creation import asarray
 from ..arrays.elementwise import BARRIER
 from ..arrays.errors import GradientError
+from ..arrays.functions import check_function
 from ..arrays.program import Const, Site
 from .backward import Recorded, named, same_value
 from .hidden import refuse_hidden
@@ -260,6 +261,8 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     True
     """
 
+    check_function("checkpoint", fn)
+
     @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         tapes = recording_tapes()
@@ -333,6 +336,8 @@ def gradient_hook(x: Any, fn: Callable[[Array], Any]) -> Any:
     >>> mt.grad(lambda x: (mt.gradient_hook(x * x, lambda g: -g)).sum())(x)
     Array([-2., -4.], dtype=float64)
     """
+
+    check_function("gradient_hook", fn)
 
     def hooked(a: Any) -> Any:
         if not isinstance(a, Array):

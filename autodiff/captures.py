@@ -57,6 +57,7 @@ from .objects import (
     told_by_c,
     variables_of,
 )
+from .places import NUMBERS, Places
 from .tracing import Tracer, memory
 
 LARGEST_COMPARED = 1 << 20
@@ -114,7 +115,6 @@ def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
 
 _CODE = FunctionType | staticmethod | classmethod | property
 _VALUES = (int, float, complex, str, bytes)
-_NUMBERS = frozenset({bool, int, float, complex, str})
 _SKIPPED = BuiltinFunctionType | GetSetDescriptorType | threading.Thread | np.random.Generator | np.random.RandomState
 # Objects that call others, and the attributes where these are.
 _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -130,27 +130,20 @@ _MOST_WALKED = 2000
 """Objects of libraries that are gone through; those that hold more are not compared."""
 
 
-class _Walk:
+class _Walk(Places):
     """One search. Objects are gone through again when code is found that looks up further names."""
 
     def __init__(self, title: str, behind: bool = False) -> None:
-        self.title = title
+        super().__init__(title)
         self.behind = behind  # whether code may read, by `super()`, attributes that others hide
         self.names_super = False
         self.walked = 0
-        self.found = Captures()
-        self.key: list[Any] = []
-        self.held: list[Any] = []
         self.seen: dict[int, int] = {}  # in which order objects were come to, by id
         self.names: set[str] = set()
         self.anything = False
         self.owners: list[
             tuple[Any, str, set[str]]
         ] = []  # objects, classes and modules, with the names that were looked up
-        self.queue: list[tuple[Any, str]] = []
-
-    def visit(self, value: Any, path: str) -> None:
-        self.queue.append((value, path))
 
     def search(self, fn: Any, objects: Sequence[Any]) -> Captures:
         self.visit(fn, self.title)
@@ -187,7 +180,7 @@ class _Walk:
         if is_plain(value):
             self.key.append((kind, freeze(value)))
             return
-        if kind is tuple and all(type(v) in _NUMBERS for v in value):
+        if kind is tuple and all(type(v) in NUMBERS for v in value):
             self.key.append(freeze(value))
             return
         if kind in weakref.ProxyTypes:  # which says of itself whatever the object says
@@ -261,12 +254,6 @@ class _Walk:
         self.found.named.add(fn.__name__)
         if (look := state_of_process(fn)) is not None:
             self._state(look)
-
-    def _state(self, look: Callable[[], Any]) -> None:
-        """A plain value that is asked for again at every call."""
-        value = look()
-        self.key.append(freeze(value))
-        self.found.others.append((look, value))
 
     def _array(self, x: Array, path: str) -> None:
         densify([x])
@@ -350,11 +337,6 @@ class _Walk:
                 if m in sys.modules or m is name:
                     self._item(sys.modules, m, m)
 
-    def _item(self, variables: Mapping[str, Any], name: str, path: str) -> None:
-        value = variables.get(name, ABSENT)
-        self.found.items.append((variables.get, name, value))
-        self.visit(value, path)
-
     def _data(self, variables: Mapping[str, Any], path: str) -> None:
         """Of the variables of a module those that are no code."""
         for name, value in list(variables.items()):
@@ -362,35 +344,6 @@ class _Walk:
                 self._item(variables, name, f"{path}.{name}")
 
     # ----- containers and objects -------------------------------------------------------------------------------------
-
-    def _same_contents(self, look: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        values = look()
-        self.found.contents.append((look, values))
-        self.held.append(values)
-        self.key.append(len(values))
-        return values
-
-    def _sequence(self, x: Any, path: str, look: Callable[[], Sequence[Any]] | None = None) -> None:
-        if type(x) is tuple:
-            values: Sequence[Any] = x
-            self.key.append(len(x))
-        else:
-            values = self._same_contents(functools.partial(list, x) if look is None else look)
-        if all(type(v) in _NUMBERS for v in values):
-            self.key.append(freeze(values))
-            return
-        for i, v in enumerate(values):
-            self.visit(v, f"{path}[{i}]")
-
-    def _mapping(self, x: Any, path: str) -> None:
-        def look() -> Sequence[Any]:
-            return [*x, *x.values()]
-
-        found = self._same_contents(look)
-        n = len(found) // 2
-        for k, v in zip(found[:n], found[n:], strict=True):
-            self.visit(k, f"a key of {path}")
-            self.visit(v, f"{path}[{k!r}]")
 
     def _kept(self, function: Any, path: str) -> None:
         """What ``functools.lru_cache`` keeps: results of the function, which gives them again without being called."""
@@ -449,15 +402,6 @@ class _Walk:
         if not library:
             self.found.classes[kind] = kind.__mro__
         self.owners.append((x, path, set()))
-
-    def _unseen(self) -> None:
-        """A guard that never holds."""
-        self.key.append(object())
-        self.found.others.append((object, None))
-
-    def _value(self, look: Callable[[], Any], path: str) -> None:
-        (value,) = self._same_contents(lambda: (look(),))
-        self.visit(value, path)
 
     def _library(self, x: Any, variables: Any, path: str) -> None:
         """All variables of an object whose methods are a library's, and may read any of them."""

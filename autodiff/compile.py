@@ -23,6 +23,7 @@ from ..arrays._backends import backend_for, backend_of
 from ..arrays._dispatch import Deferred, apply, wrap
 from ..arrays._op import not_recording, recording, state
 from ..arrays.errors import TracedValueError
+from ..arrays.functions import check_function
 from ..arrays.indexsum import IndexSum, densify
 from ..arrays.program import (
     Program,
@@ -42,6 +43,7 @@ from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
 from .lost_writes import Arguments, noting_logs, refuse_kept, restore
 from .numbers import KINDS, OtherKind, Term, TracedNumber
+from .retraces import MOST, Retrace, Retraces
 from .signature import as_inputs, is_traced, leaf_keys, read_too
 from .statics import ARRAY, filled, static
 from .tracing import _Trace
@@ -54,6 +56,7 @@ class Compiled(Wrapper):
     def __init__(
         self, fn: Callable[..., Any], cache_size: int, cuda_graph: bool = False, donate: Sequence[int] = ()
     ) -> None:
+        check_function("compile", fn)
         if cache_size < 1:
             raise ValueError(f"[compile] cache_size must be at least 1, got {cache_size}")
         self._fn = fn
@@ -67,6 +70,7 @@ class Compiled(Wrapper):
         self._cuda_graph = cuda_graph
         self._lock = threading.Lock()  # threads may call one compiled function
         self._traced = 0
+        self._retraces = Retraces()
         self._unsettled = 0  # traces in succession that left other things than they read
         functools.update_wrapper(self, fn, updated=())  # not the attributes of another such object
 
@@ -139,6 +143,7 @@ class Compiled(Wrapper):
             ready = self._cache.get((key, _values(arrays, pinned)) if free else key)
             if ready is not None:
                 self._cache.move_to_end((key, _values(arrays, pinned)) if free else key)
+                self._retraces.count = 0
                 return ready
         # Traced outside the lock: the code of the function is the user's, and may call this very function.
         inputs = frozenset(free) - pinned if _KINDS_ARE_READ.isdisjoint(reads.named) else frozenset()
@@ -164,6 +169,13 @@ class Compiled(Wrapper):
                 self._cache[key] = ready
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
+        changing = None if ready.changed else self._retraces.note(Retrace(leaf_keys(arrays), treedef, reads), arrays)
+        if changing is not None:
+            warnings.warn(
+                f"[compile] {self._name} was traced {MOST} times in succession: {changing}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if self._unsettled == 2:
             warnings.warn(
                 f"[compile] {self._name} is traced at every call: it writes to {ready.changed}, or what is there cannot be compared. "

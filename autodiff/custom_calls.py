@@ -15,6 +15,7 @@ from ..arrays._dispatch import wrap
 from ..arrays._op import Op
 from ..arrays.creation import asarray
 from ..arrays.errors import GradientError
+from ..arrays.functions import check_function
 from ..arrays.program import Site, site_text
 from .backward import Recorded, named, same_value
 from .calls import Around, as_they_are, note_call_made, record_on, recording_tapes, without_tapes
@@ -156,6 +157,7 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
+        check_function("custom_vjp", fn)
         self._fn = fn
         self._forward: Callable[..., Any] | None = None
         self._backward: Callable[..., Any] | None = None
@@ -164,6 +166,8 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
         """Declare the derivative."""
+        for fn in (forward, backward):
+            check_function("custom_vjp", fn)
         self._forward, self._backward = forward, backward
 
     def functions(self) -> list[Callable[..., Any]]:

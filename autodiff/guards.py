@@ -104,7 +104,10 @@ class Captures:
         """Where something else stands now, which ``look`` tells; None where the function reads the same."""
         if self.hold():
             return None
-        now = look()
+        return self.differs(look())
+
+    def differs(self, now: Captures) -> str | None:
+        """The first place in which something else stands in ``now``."""
         before, after = self.key._key, now.key._key
         if before == after:
             return None

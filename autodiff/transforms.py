@@ -17,6 +17,7 @@ from ..arrays._array import Array
 from ..arrays._op import not_recording
 from ..arrays.creation import asarray, zeros_like
 from ..arrays.errors import DTypeError, GradientError
+from ..arrays.functions import check_function
 from .backward import same_value
 from .gradients import (
     chosen_arguments,
@@ -31,11 +32,6 @@ from .gradients import (
 )
 from .hidden import refuse_hidden
 from .tape import Tape, is_differentiable
-
-
-def check_function(who: str, fn: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"[{who}] takes a function, got {type(fn).__name__}")
 
 
 def no_grad() -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from ..arrays._array import Array
 from ..arrays._op import state as thread_state
 from ..arrays.creation import asarray
 from ..arrays.errors import MeshError, ShapeError
+from ..arrays.functions import check_function
 from ..arrays.manipulation import concat, stack
 from ..arrays.program import ShapeDtype
 from ..autodiff.compile import Compiled, compile
@@ -82,6 +83,7 @@ def scan(
     >>> sums
     Array([0, 4, 8], sharding=Sharding(data=Replicate()))
     """
+    check_function("scan", step)
     if (each is None) == (length is None):
         raise ShapeError("[scan] takes the data of the turns (each) or their number (length), one of the two")
     data = iter([None] * length if length is not None else each)

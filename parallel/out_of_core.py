@@ -25,6 +25,7 @@ from ..arrays.creation import asarray
 from ..arrays.devices import CPU
 from ..arrays.display import human_bytes
 from ..arrays.errors import MeshError, OutOfMemory, ShardingConflict
+from ..arrays.functions import check_function
 from ..arrays.program import Program, ShapeDtype, simplify
 from ..arrays.reductions import _is_low_precision as is_low_precision
 from ..autodiff.statics import ARRAY, filled, refuse_traced
@@ -93,6 +94,7 @@ def stream(
     OutOfMemory
         Where not even one row of a block fits the limit. Nothing was read or written then.
     """
+    check_function("stream", fn)
     limit = _bytes(memory)
     leaves, treedef = trees.flatten(args, is_leaf=lambda x: isinstance(x, Stored))
     stored = [x for x in leaves if isinstance(x, Stored)]

@@ -10,6 +10,7 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._op import Op, recording, state
 from ..arrays.errors import MeshError, ShardingConflict
+from ..arrays.functions import check_function
 from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype, freeze
 from ..autodiff.captures import Outside, Wrapper, captures_of
@@ -233,4 +234,5 @@ def shard_map(fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placem
     >>> mt.grad(lambda w: f(mt.ones((1, 2)), w, mt.ones((4, 1))).sum())(mt.ones((2, 4))).shape
     (2, 4)
     """
+    check_function("shard_map", fn)
     return ShardMapped(fn, mesh, in_placements, out_placements)
