@@ -43,6 +43,7 @@ from ..arrays.indexsum import densify
 from ..arrays.program import freeze
 from .codes import is_library, module_of, names_in
 from .guards import ABSENT, CaptureKey, Captures
+from .numbers import TracedNumber
 from .objects import (
     global_generator,
     holds,
@@ -175,6 +176,8 @@ class _Walk(Places):
     # ----- values -----------------------------------------------------------------------------------------------------
 
     def _one(self, value: Any, path: str) -> None:
+        if type(value) is TracedNumber:
+            value = value._read()
         kind = type(value)
         self.found.paths.append((len(self.key), path))
         if is_plain(value):

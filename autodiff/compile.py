@@ -42,7 +42,7 @@ from .determinism import Chance, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
 from .lost_writes import Arguments, noting_logs, refuse_kept, restore
-from .numbers import KINDS, OtherKind, Term, TracedNumber
+from .numbers import KINDS, OtherKind, Term, TracedNumber, settle_kept
 from .retraces import MOST, Retrace, Retraces
 from .signature import as_inputs, is_traced, leaf_keys, read_too
 from .statics import ARRAY, filled, static
@@ -424,6 +424,8 @@ def _recorded(
         outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
     finally:
         trace.open = False
+    del given, stand_ins, result  # what stands for a number is held by nobody then but where the function kept it
+    settle_kept(trace)
     return trace, simplify(trace.builder.build(outputs)), outs, out_def
 
 

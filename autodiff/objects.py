@@ -23,7 +23,7 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...)
 def is_plain(value: Any) -> bool:
     """Whether the value is all that there is to the object."""
     return type(value) in _PLAIN or (
-        isinstance(value, np.generic | np.dtype | str | bytes | int | float | complex)
+        issubclass(type(value), np.generic | np.dtype | str | bytes | int | float | complex)
         and is_library(module_of(type(value)))
     )
 

@@ -140,6 +140,7 @@ class _Trace:
         self.leaves: Sequence[Any] = ()
         self.numbers: dict[Any, int] = {}
         self.pinned: frozenset[int] = frozenset()
+        self.stand_ins: list[weakref.ref[Any]] = []
         # Of what is neither traced, nor known by id to be read from around the function, nor seen to be made inside.
         self.known = set(known)
         self.made: dict[
