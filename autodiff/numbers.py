@@ -213,7 +213,7 @@ def _replace(old: Any, new: Any) -> None:
     """Put another object wherever one is held."""
     for holder in gc.get_referrers(old):
         if type(holder) is tuple:
-            _replace(holder, tuple([new if v is old else v for v in holder]))
+            _replace(holder, _swapped(holder, old, new))
         elif isinstance(holder, CellType):
             holder.cell_contents = new
         elif isinstance(holder, set):
@@ -221,6 +221,12 @@ def _replace(old: Any, new: Any) -> None:
             holder.add(new)
         else:
             _replace_in(holder, old, new)
+
+
+def _swapped(values: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ...]:
+    return tuple(
+        [new if v is old else v for v in values]
+    )  # in a function of its own, whose cells nobody takes for holders
 
 
 def _replace_in(holder: Any, old: Any, new: Any) -> None:

@@ -11,6 +11,7 @@ import collections
 import contextvars
 import dataclasses
 import functools
+import itertools
 import operator
 import os
 import sys
