@@ -2,7 +2,7 @@
 
 Each type also derives from the closest built-in, so that ``except ValueError`` and ``except IndexError`` keep working.
 A message says what was wrong, where, and what would be right; it stays readable without a traceback, because the command
-line prints nothing else. ``meshtape.errors`` re-exports this module.
+line prints nothing else. Users write ``meshtape.errors``.
 """
 
 from __future__ import annotations

@@ -495,3 +495,16 @@ def map_with_path(fn: Callable[[Path, Any], Any], tree: Any, is_leaf: Callable[[
     check_function("map_with_path", fn)
     _, treedef = flatten(tree, is_leaf)
     return unflatten(treedef, [fn(path, x) for path, x in flatten_with_path(tree, is_leaf)])
+
+
+__all__ = [
+    "TreeDef",
+    "flatten",
+    "flatten_with_path",
+    "is_container",
+    "map_with_path",
+    "path_name",
+    "register",
+    "tree_map",
+    "unflatten",
+]
