@@ -125,6 +125,7 @@ _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (staticmethod | classmethod, ("__func__",)),
     (functools.cached_property, ("func",)),
 )
+_CLASSES_ARE_ASKED = frozenset({"isinstance", "issubclass", "__match_args__"})
 _IN_C = frozenset({"builtin_function_or_method", "cython_function_or_method", "fused_cython_function"})
 _DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 _MOST_WALKED = 2000
@@ -227,8 +228,6 @@ class _Walk(Places):
             self.visit(value.__self__, path)  # such as the `get` of a dict
         elif isinstance(value, type):
             self.owners.append((value, path, set()))
-            if isinstance(value, abc.ABCMeta):  # which classes are registered with it, only code in C knows
-                self._state(abc.get_cache_token)
         elif isinstance(value, np.ufunc):
             for f in gc.get_referents(value):  # what `np.frompyfunc` was given
                 if callable(f):
@@ -299,6 +298,7 @@ class _Walk(Places):
         code, defaults, named = fn.__code__, fn.__defaults__, fn.__kwdefaults__
         if code is _DISPATCHER:  # which looks at types, and keeps what it found in a table of its own
             self.found.named.add("type")
+            self._state(abc.get_cache_token)
             self._mapping(fn.registry, path)  # type: ignore[attr-defined]
             return
         self.found.functions.append((fn, code, defaults, named))
@@ -329,6 +329,8 @@ class _Walk(Places):
         if not module.get("__name__", "").startswith("meshtape."):  # which draws from nothing that is not an argument
             self.found.named |= names.variables | names.attributes
         self.names |= names.attributes
+        if not _CLASSES_ARE_ASKED.isdisjoint(names.variables | names.attributes):
+            self._state(abc.get_cache_token)  # which classes are registered with an abstract one, only code in C knows
         self.anything |= names.anything
         self.names_super |= "super" in names.variables
         for name in names.variables:
