@@ -115,7 +115,9 @@ class _Left:
         self.name, self.arrays = name, arrays
 
     def again(self, arrays: Sequence[Array]) -> list[Array]:
-        return [same_value(x) for x in self.arrays]
+        outs = [named(x._buf, next_id()) for x in self.arrays]
+        record_on(self, arrays, outs, [], recording_tapes())
+        return outs
 
     def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
         raise NonDifferentiableError(
