@@ -243,7 +243,7 @@ def compile(
         around it what could change unseen: a NumPy array above a megabyte that may be written to, or an array from where Python
         code cannot look.
     NondeterministicError
-        When what the function draws from Python's or NumPy's random numbers, or from an iterator, or reads from a clock, becomes part
+        When what the function draws from Python's or NumPy's random numbers, or reads from a clock, becomes part
         of the program. A function that does either is traced twice to see, and so is one that makes NumPy arrays.
 
     Examples
