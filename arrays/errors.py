@@ -2,7 +2,7 @@
 
 Each type also derives from the closest built-in, so that ``except ValueError`` and ``except IndexError`` keep working.
 A message says what was wrong, where, and what would be right; it stays readable without a traceback, because the command
-line prints nothing else. ``meshtape.errors`` re-exports this module.
+line prints nothing else. Users write ``meshtape.errors``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ class AxisError(ShapeError, IndexError):
 
 class DTypeError(MeshtapeError, TypeError):
     """A dtype is unknown or does not fit the operation."""
+
+
+class TreeError(MeshtapeError, ValueError, TypeError):
+    """Trees differ in structure, or a container cannot be taken apart and rebuilt as it was; says how to register its class."""
+
+
+class NotAFunction(MeshtapeError, TypeError):
+    """A transform was given what cannot be called."""
 
 
 class NumPyFunctionError(MeshtapeError, TypeError):

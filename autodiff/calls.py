@@ -22,8 +22,10 @@ from ..arrays._op import Op, state
 from ..arrays.creation import asarray
 from ..arrays.elementwise import BARRIER
 from ..arrays.errors import GradientError
+from ..arrays.functions import check_function
 from ..arrays.program import Const, Site
 from .backward import Recorded, named, same_value
+from .hidden import refuse_hidden
 from .recipe import Recipe
 
 
@@ -259,6 +261,8 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     True
     """
 
+    check_function("checkpoint", fn)
+
     @functools.wraps(fn, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         tapes = recording_tapes()
@@ -333,8 +337,11 @@ def gradient_hook(x: Any, fn: Callable[[Array], Any]) -> Any:
     Array([-2., -4.], dtype=float64)
     """
 
+    check_function("gradient_hook", fn)
+
     def hooked(a: Any) -> Any:
         if not isinstance(a, Array):
+            refuse_hidden("gradient_hook", a, "its argument")
             return a
         out = named(a._buf, next_id())
         record_on(_Hooked(fn), [a], [out], [], recording_tapes())

@@ -15,6 +15,7 @@ import functools
 import gc
 import io
 import operator
+import queue
 import random
 import sys
 import threading
@@ -42,7 +43,22 @@ from ..arrays.indexsum import densify
 from ..arrays.program import freeze
 from .codes import is_library, module_of, names_in
 from .guards import ABSENT, CaptureKey, Captures
-from .objects import holds, is_plain, is_standard, is_value, kept_by, memory_of, slot
+from .numbers import TracedNumber
+from .objects import (
+    global_generator,
+    holds,
+    is_plain,
+    is_standard,
+    is_value,
+    kept_by,
+    lookup_of,
+    memory_of,
+    slot,
+    state_of_process,
+    told_by_c,
+    variables_of,
+)
+from .places import NUMBERS, Places
 from .tracing import Tracer, memory
 
 LARGEST_COMPARED = 1 << 20
@@ -100,7 +116,6 @@ def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
 
 _CODE = FunctionType | staticmethod | classmethod | property
 _VALUES = (int, float, complex, str, bytes)
-_NUMBERS = frozenset({bool, int, float, complex, str})
 _SKIPPED = BuiltinFunctionType | GetSetDescriptorType | threading.Thread | np.random.Generator | np.random.RandomState
 # Objects that call others, and the attributes where these are.
 _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -110,33 +125,27 @@ _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (staticmethod | classmethod, ("__func__",)),
     (functools.cached_property, ("func",)),
 )
+_CLASSES_ARE_ASKED = frozenset({"isinstance", "issubclass", "__match_args__"})
 _IN_C = frozenset({"builtin_function_or_method", "cython_function_or_method", "fused_cython_function"})
 _DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 _MOST_WALKED = 2000
 """Objects of libraries that are gone through; those that hold more are not compared."""
 
 
-class _Walk:
+class _Walk(Places):
     """One search. Objects are gone through again when code is found that looks up further names."""
 
     def __init__(self, title: str, behind: bool = False) -> None:
-        self.title = title
+        super().__init__(title)
         self.behind = behind  # whether code may read, by `super()`, attributes that others hide
         self.names_super = False
         self.walked = 0
-        self.found = Captures()
-        self.key: list[Any] = []
-        self.held: list[Any] = []
         self.seen: dict[int, int] = {}  # in which order objects were come to, by id
         self.names: set[str] = set()
         self.anything = False
         self.owners: list[
             tuple[Any, str, set[str]]
         ] = []  # objects, classes and modules, with the names that were looked up
-        self.queue: list[tuple[Any, str]] = []
-
-    def visit(self, value: Any, path: str) -> None:
-        self.queue.append((value, path))
 
     def search(self, fn: Any, objects: Sequence[Any]) -> Captures:
         self.visit(fn, self.title)
@@ -146,7 +155,17 @@ class _Walk:
             )
         while True:
             while self.queue:
-                self._one(*self.queue.pop())
+                value, path = self.queue.pop()
+                try:
+                    self._one(value, path)
+                except (TracedValueError, RecursionError):
+                    raise
+                except Exception as e:  # of the object's own code
+                    raise TracedValueError(
+                        f"[compile] {self.title} can read {path}, a {type(value).__name__}, which cannot be looked at "
+                        f"({type(e).__name__}: {e}): let its __getattr__ and the like raise AttributeError for what they do not know, or pass "
+                        "what is read as an argument"
+                    ) from e
             before = len(self.names), self.anything
             for owner in list(self.owners):
                 self._attributes(*owner)
@@ -158,12 +177,14 @@ class _Walk:
     # ----- values -----------------------------------------------------------------------------------------------------
 
     def _one(self, value: Any, path: str) -> None:
+        if type(value) is TracedNumber:
+            value = value._read()
         kind = type(value)
         self.found.paths.append((len(self.key), path))
         if is_plain(value):
             self.key.append((kind, freeze(value)))
             return
-        if kind is tuple and all(type(v) in _NUMBERS for v in value):
+        if kind is tuple and all(type(v) in NUMBERS for v in value):
             self.key.append(freeze(value))
             return
         if kind in weakref.ProxyTypes:  # which says of itself whatever the object says
@@ -199,13 +220,14 @@ class _Walk:
                 self.visit(getattr(value, name), path)
         elif isinstance(value, ModuleType):
             self.owners.append((value, path, set()))
+            if value.__name__ in ("random", "numpy.random"):
+                self.found.chance.append(global_generator(value))
         elif type(value).__name__ in _IN_C and not is_library(value.__module__ or "builtins"):
             self._unseen()  # compiled code of the user's
         elif isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
             self.visit(value.__self__, path)  # such as the `get` of a dict
         elif isinstance(value, type):
-            if not is_library(module_of(value)):
-                self.owners.append((value, path, set()))
+            self.owners.append((value, path, set()))
         elif isinstance(value, np.ufunc):
             for f in gc.get_referents(value):  # what `np.frompyfunc` was given
                 if callable(f):
@@ -219,13 +241,21 @@ class _Walk:
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
             self.found.chance.append(value)
         elif isinstance(value, Iterator) and is_library(module_of(kind)):
-            self.found.named.add("SystemRandom")  # to be traced twice: what is taken from it is another thing each time
+            self._unseen()  # what is taken from it is another thing each time
         elif isinstance(value, operator.attrgetter | operator.methodcaller):
             names = value.__reduce__()[1]
             self.names.update(n for name in names if isinstance(name, str) for n in name.split("."))
             self.key.append(repr(value))
+        elif isinstance(value, BuiltinFunctionType):
+            self._library_function(value)
         elif not isinstance(value, _SKIPPED):
             self._object(value, path)
+
+    def _library_function(self, fn: Any) -> None:
+        """A function of a library: which one it is, and what it tells of the process."""
+        self.found.named.add(fn.__name__)
+        if (look := state_of_process(fn)) is not None:
+            self._state(look)
 
     def _array(self, x: Array, path: str) -> None:
         densify([x])
@@ -241,6 +271,7 @@ class _Walk:
 
     def _numpy(self, x: np.ndarray, path: str) -> None:
         self.found.known |= {id(x), id(memory(x))}
+        self.owners.append((x, path, set()))
         if x.dtype == object:
             self._sequence(x, path, x.ravel().tolist)
             return
@@ -267,6 +298,7 @@ class _Walk:
         code, defaults, named = fn.__code__, fn.__defaults__, fn.__kwdefaults__
         if code is _DISPATCHER:  # which looks at types, and keeps what it found in a table of its own
             self.found.named.add("type")
+            self._state(abc.get_cache_token)
             self._mapping(fn.registry, path)  # type: ignore[attr-defined]
             return
         self.found.functions.append((fn, code, defaults, named))
@@ -281,7 +313,9 @@ class _Walk:
             self.visit(value, f"the default of {name} of {fn.__name__}")
         if named:
             self.visit(named, f"the defaults of {fn.__name__}")
-        if fn.__dict__ and not ours:
+        if ours:
+            self._library_function(fn)
+        else:
             self.owners.append((fn, path, set()))
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             try:
@@ -295,6 +329,8 @@ class _Walk:
         if not module.get("__name__", "").startswith("meshtape."):  # which draws from nothing that is not an argument
             self.found.named |= names.variables | names.attributes
         self.names |= names.attributes
+        if not _CLASSES_ARE_ASKED.isdisjoint(names.variables | names.attributes):
+            self._state(abc.get_cache_token)  # which classes are registered with an abstract one, only code in C knows
         self.anything |= names.anything
         self.names_super |= "super" in names.variables
         for name in names.variables:
@@ -303,13 +339,8 @@ class _Walk:
             self._data(module, fn.__module__)
         for name in names.modules:
             for m in (name, *(f"{name}.{n}" for n in names.attributes)):
-                if m in sys.modules:
+                if m in sys.modules or m is name:
                     self._item(sys.modules, m, m)
-
-    def _item(self, variables: Mapping[str, Any], name: str, path: str) -> None:
-        value = variables.get(name, ABSENT)
-        self.found.items.append((variables.get, name, value))
-        self.visit(value, path)
 
     def _data(self, variables: Mapping[str, Any], path: str) -> None:
         """Of the variables of a module those that are no code."""
@@ -318,35 +349,6 @@ class _Walk:
                 self._item(variables, name, f"{path}.{name}")
 
     # ----- containers and objects -------------------------------------------------------------------------------------
-
-    def _same_contents(self, look: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        values = look()
-        self.found.contents.append((look, values))
-        self.held.append(values)
-        self.key.append(len(values))
-        return values
-
-    def _sequence(self, x: Any, path: str, look: Callable[[], Sequence[Any]] | None = None) -> None:
-        if type(x) is tuple:
-            values: Sequence[Any] = x
-            self.key.append(len(x))
-        else:
-            values = self._same_contents(functools.partial(list, x) if look is None else look)
-        if all(type(v) in _NUMBERS for v in values):
-            self.key.append(freeze(values))
-            return
-        for i, v in enumerate(values):
-            self.visit(v, f"{path}[{i}]")
-
-    def _mapping(self, x: Any, path: str) -> None:
-        def look() -> Sequence[Any]:
-            return [*x, *x.values()]
-
-        found = self._same_contents(look)
-        n = len(found) // 2
-        for k, v in zip(found[:n], found[n:], strict=True):
-            self.visit(k, f"a key of {path}")
-            self.visit(v, f"{path}[{k!r}]")
 
     def _kept(self, function: Any, path: str) -> None:
         """What ``functools.lru_cache`` keeps: results of the function, which gives them again without being called."""
@@ -381,7 +383,9 @@ class _Walk:
             self.found.others.append((functools.partial(memory_of, x), content))
             if content and hasattr(x, "contents"):  # a pointer of ctypes
                 self._value(lambda: memory_of(x.contents) if x else None, path)
-        variables = getattr(x, "__dict__", None)
+        elif isinstance(x, queue.SimpleQueue):
+            self._state(x.qsize)
+        variables = variables_of(x)
         library = is_library(module_of(kind))
         if library and kind is not tuple and is_value(x):
             self.key.append(x)
@@ -399,19 +403,10 @@ class _Walk:
             self._library(x, variables, path)
         if hidden or self.walked > _MOST_WALKED:
             self._unseen()
-        self.found.objects.append((x, kind, variables))
+        self.found.objects.append((x, kind, variables, lookup_of(kind)))
         if not library:
             self.found.classes[kind] = kind.__mro__
         self.owners.append((x, path, set()))
-
-    def _unseen(self) -> None:
-        """A guard that never holds."""
-        self.key.append(object())
-        self.found.others.append((object, None))
-
-    def _value(self, look: Callable[[], Any], path: str) -> None:
-        (value,) = self._same_contents(lambda: (look(),))
-        self.visit(value, path)
 
     def _library(self, x: Any, variables: Any, path: str) -> None:
         """All variables of an object whose methods are a library's, and may read any of them."""
@@ -423,7 +418,7 @@ class _Walk:
         for c in type(x).__mro__:
             for name, member in vars(c).items():
                 if isinstance(member, MemberDescriptorType):
-                    self._value(functools.partial(slot, member, x), f"{path}.{name}")
+                    self._value(functools.partial(slot, member.__get__, x), f"{path}.{name}")
 
     # ----- attributes -------------------------------------------------------------------------------------------------
 
@@ -440,7 +435,7 @@ class _Walk:
         kind = x if isinstance(x, type) else type(x)
         # The class of a class stands behind it: properties and calls of a class are there.
         classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(module_of(c))]
-        variables = None if isinstance(x, type) else getattr(x, "__dict__", None)
+        variables = None if isinstance(x, type) else variables_of(x)
         if not done:
             # Operators, calls, indices and the like are looked up by no name; nor are the fields of trees.
             names |= {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
@@ -454,6 +449,13 @@ class _Walk:
         done |= names
         for name in sorted(names):
             self._attribute(x, name, f"{path}.{name}", variables, classes)
+        told = told_by_c(type(x))
+        for name in sorted(names & told.keys()):
+            look = functools.partial(slot, told[name], x)
+            if is_plain(value := look()) or type(value) is tuple:
+                self._state(look)
+            elif type(value) is dict:
+                self._value(look, f"{path}.{name}")
 
     def _attribute(self, x: Any, name: str, path: str, variables: Any, classes: Sequence[type]) -> None:
         mine = variables.get(name, ABSENT) if isinstance(variables, dict) else ABSENT
@@ -479,7 +481,7 @@ class _Walk:
                 if name == "__match_args__":
                     self.names.update(n for n in member if isinstance(n, str))
             elif not isinstance(x, type):
-                self._value(functools.partial(slot, member, x), path)
+                self._value(functools.partial(slot, member.__get__, x), path)
 
     def _module(self, x: ModuleType, path: str, names: Sequence[str]) -> None:
         variables = vars(x)
@@ -488,12 +490,18 @@ class _Walk:
             value = variables.get(name, ABSENT)
             if value is ABSENT and not library and f"?{name}" in self.names:
                 self.found.items.append((variables.get, name, value))
-            if value is ABSENT or (library and isinstance(value, ModuleType)) or value is sys.modules:
+            if value is ABSENT or value is sys.modules:
+                continue
+            if library and isinstance(value, ModuleType):
+                if value.__name__ == "numpy.random":
+                    self.found.chance.append(global_generator(value))
                 continue
             self.found.items.append((variables.get, name, value))
             if library and (callable(value) or module_of(type(value)).startswith("meshtape.")):
                 self.held.append(value)
                 self.key.append(id(value))
+                if isinstance(value, FunctionType | BuiltinFunctionType) and not x.__name__.startswith("meshtape"):
+                    self._library_function(value)
             else:
                 self.visit(value, f"{path}.{name}")
 

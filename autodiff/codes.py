@@ -60,6 +60,7 @@ class _Found:
         self.attributes: set[str] = set()
         self.modules: set[str] = set()
         self.texts: set[str] = set()
+        self.written: set[str] = set()  # of attributes: to write one that was not there is a change
         self.by_text = self.anything = False
 
     def look(self, code: CodeType) -> None:
@@ -72,6 +73,8 @@ class _Found:
                 self.variables.add(name)
             elif op in _ATTRIBUTES:
                 self.attributes.add(name)
+                if op == "STORE_ATTR":
+                    self.written.add(name)
             elif op == "MATCH_CLASS":  # attributes by position, and those of which a constant has the names
                 self.attributes.add("__match_args__")
                 self.by_text = True
@@ -107,7 +110,7 @@ def names_in(code: CodeType | None) -> Names:
     unsure = texts if found.variables.isdisjoint(_CAUGHT) else texts | found.attributes
     return Names(
         frozenset(found.variables | texts),
-        frozenset(found.attributes | texts | {f"?{name}" for name in unsure}),
+        frozenset(found.attributes | texts | {f"?{name}" for name in unsure | found.written}),
         found.anything,
         not found.variables.isdisjoint(_ANY_VARIABLE),
         frozenset(

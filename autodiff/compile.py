@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ..arrays._backends import backend_for, backend_of
 from ..arrays._dispatch import Deferred, apply, wrap
 from ..arrays._op import not_recording, recording, state
 from ..arrays.errors import TracedValueError
+from ..arrays.functions import check_function
 from ..arrays.indexsum import IndexSum, densify
 from ..arrays.program import (
     Program,
@@ -40,9 +41,11 @@ from .custom_calls import custom_vjp
 from .determinism import Chance, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
-from .lost_writes import Arguments, refuse_kept, restore
-from .numbers import KINDS, OtherKind, Term, TracedNumber
+from .lost_writes import Arguments, noting_logs, refuse_kept, restore
+from .numbers import KINDS, OtherKind, Term, TracedNumber, settle_kept
+from .retraces import MOST, Retrace, Retraces
 from .signature import as_inputs, is_traced, leaf_keys, read_too
+from .statics import ARRAY, filled, static
 from .tracing import _Trace
 from .transforms import vjp
 
@@ -53,6 +56,7 @@ class Compiled(Wrapper):
     def __init__(
         self, fn: Callable[..., Any], cache_size: int, cuda_graph: bool = False, donate: Sequence[int] = ()
     ) -> None:
+        check_function("compile", fn)
         if cache_size < 1:
             raise ValueError(f"[compile] cache_size must be at least 1, got {cache_size}")
         self._fn = fn
@@ -66,6 +70,7 @@ class Compiled(Wrapper):
         self._cuda_graph = cuda_graph
         self._lock = threading.Lock()  # threads may call one compiled function
         self._traced = 0
+        self._retraces = Retraces()
         self._unsettled = 0  # traces in succession that left other things than they read
         functools.update_wrapper(self, fn, updated=())  # not the attributes of another such object
 
@@ -130,7 +135,7 @@ class Compiled(Wrapper):
         numbers: bool = False,
     ) -> _Ready:
         """The program for these arguments; with ``numbers``, one that takes those numbers as inputs that only enter arithmetic."""
-        reads = self._outside.look(read_too(arrays))
+        reads = self._outside.look(read_too(arrays, treedef))
         key: Any = (treedef, leaf_keys(arrays, numbers), reads.key, state.now.device)
         free = [i for i, x in enumerate(arrays) if type(x) in KINDS] if numbers else []
         pinned = self._pinned.get(key, frozenset()) if free else frozenset()
@@ -138,6 +143,7 @@ class Compiled(Wrapper):
             ready = self._cache.get((key, _values(arrays, pinned)) if free else key)
             if ready is not None:
                 self._cache.move_to_end((key, _values(arrays, pinned)) if free else key)
+                self._retraces.count = 0
                 return ready
         # Traced outside the lock: the code of the function is the user's, and may call this very function.
         inputs = frozenset(free) - pinned if _KINDS_ARE_READ.isdisjoint(reads.named) else frozenset()
@@ -163,6 +169,13 @@ class Compiled(Wrapper):
                 self._cache[key] = ready
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
+        changing = None if ready.changed else self._retraces.note(Retrace(leaf_keys(arrays), treedef, reads), arrays)
+        if changing is not None:
+            warnings.warn(
+                f"[compile] {self._name} was traced {MOST} times in succession: {changing}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if self._unsettled == 2:
             warnings.warn(
                 f"[compile] {self._name} is traced at every call: it writes to {ready.changed}, or what is there cannot be compared. "
@@ -230,7 +243,7 @@ def compile(
         around it what could change unseen: a NumPy array above a megabyte that may be written to, or an array from where Python
         code cannot look.
     NondeterministicError
-        When what the function draws from Python's or NumPy's random numbers, or from an iterator, or reads from a clock, becomes part
+        When what the function draws from Python's or NumPy's random numbers, or reads from a clock, becomes part
         of the program. A function that does either is traced twice to see, and so is one that makes NumPy arrays.
 
     Examples
@@ -262,20 +275,6 @@ def _values(arrays: Sequence[Any], places: frozenset[int]) -> tuple[Any, ...]:
     return tuple([(i, freeze(arrays[i])) for i in sorted(places)])
 
 
-class _Made(NamedTuple):
-    """A result that is no array of ours and can be written to."""
-
-    value: Any
-
-
-def _static(out: Any, arguments: Sequence[Any]) -> Any:
-    """A result as a program keeps it."""
-    if isinstance(out, Array):
-        return _ARRAY
-    made = isinstance(out, np.ndarray | set | bytearray | deque) and not any(out is a for a in arguments)
-    return _Made(out.copy()) if made else out
-
-
 class _Ready:
     """A traced program with its executable and the structure of its result."""
 
@@ -290,7 +289,7 @@ class _Ready:
         name: str = "",
     ) -> None:
         self.program, self.run, self.out_def, self.statics = program, run, out_def, statics
-        self.arrays_alone = all(s is _ARRAY for s in statics)
+        self.arrays_alone = all(s is ARRAY for s in statics)
         self.donated, self.name = donated, name
         # A program on one CPU takes sparse cotangents as they are.
         self.local = isinstance(run, Executable)
@@ -326,10 +325,7 @@ class _Ready:
         """The result of the function, with these arrays in it."""
         if self.arrays_alone:
             return trees.unflatten(self.out_def, arrays)
-        outs = iter(arrays)
-        # What the function made is made anew for each caller, who may write to it.
-        found = [next(outs) if s is _ARRAY else s.value.copy() if type(s) is _Made else s for s in self.statics]
-        return trees.unflatten(self.out_def, found)
+        return trees.unflatten(self.out_def, filled(self.statics, arrays))
 
     def differentiable(self, fn: Callable[..., Any], arguments: Sequence[Any], treedef: trees.TreeDef) -> custom_vjp:
         """The program as a function with a derivative of its own: a second program, traced from the derivative of the code.
@@ -337,11 +333,11 @@ class _Ready:
         The first has the calls inside a ``checkpoint``, not what the tape is to make of them; the second has it.
         """
         if self._differentiable is None:
-            given = [_ARRAY if isinstance(a, Array) else a for a in arguments]
+            given = [ARRAY if isinstance(a, Array) else a for a in arguments]
 
             def code(*inputs: Array) -> list[Array]:
                 left = iter(inputs)
-                args, kwargs = trees.unflatten(treedef, [next(left) if a is _ARRAY else a for a in given])
+                args, kwargs = trees.unflatten(treedef, [next(left) if a is ARRAY else a for a in given])
                 return [x for x in trees.flatten(fn(*args, **kwargs))[0] if isinstance(x, Array)]
 
             functools.update_wrapper(code, fn, updated=())
@@ -378,9 +374,6 @@ class _Ready:
         return [same_value(env[v]) for v in self.program.outputs]
 
 
-_ARRAY = object()
-
-
 class Outline(NamedTuple):
     """A function's program that nobody makes ready to run. ``result`` is what the function returned, with arrays that only stand for
     values; ``gradients`` lists what was differentiated and the gradient that was asked for, as variables of the program."""
@@ -400,7 +393,7 @@ def outline(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outline:
     """
     leaves, treedef = trees.flatten((args, kwargs))
     arrays = as_inputs(leaves)[0]
-    reads = Outside(fn).look(read_too(arrays))
+    reads = Outside(fn).look(read_too(arrays, treedef))
     trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef, frozenset(), frozenset())
     found = simplify(trace.builder.build([v for pair in trace.gradients for v in pair])).outputs
     return Outline(program, trees.unflatten(out_def, outs), tuple(zip(found[::2], found[1::2], strict=True)))
@@ -410,19 +403,9 @@ def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
     """What program files are made of: registered with ``arrays``, as they must not import this package."""
     leaves, treedef = trees.flatten((args, {}))
     ready = compile(fn)._ready(leaves, as_inputs(leaves)[0], treedef)
-    stand_ins = iter(
-        [
-            wrap(np.broadcast_to(np.zeros((), a.dtype), a.shape))
-            for a in map(ready.program.avals.__getitem__, ready.program.outputs)
-        ]
-    )
-    return Traced(
-        ready.program,
-        trees.unflatten(
-            ready.out_def,
-            [next(stand_ins) if s is _ARRAY else s.value if type(s) is _Made else s for s in ready.statics],
-        ),
-    )
+    avals = map(ready.program.avals.__getitem__, ready.program.outputs)
+    stand_ins = [wrap(np.broadcast_to(np.zeros((), a.dtype), a.shape)) for a in avals]
+    return Traced(ready.program, ready.rebuilt(stand_ins))
 
 
 register_tracer(_traced)
@@ -451,7 +434,7 @@ def _recorded(
     given = Arguments(name, stand_ins, treedef, donated)
     try:
         try:
-            with not_recording(), recording(trace):
+            with not_recording(), recording(trace), noting_logs(trace):
                 result = fn(*given.args, **given.kwargs)
         finally:
             restore(name, reads, trace)
@@ -466,6 +449,8 @@ def _recorded(
         outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
     finally:
         trace.open = False
+    del given, stand_ins, result  # what stands for a number is held by nobody then but where the function kept it
+    settle_kept(trace)
     return trace, simplify(trace.builder.build(outputs)), outs, out_def
 
 
@@ -483,19 +468,21 @@ def _trace(
     title = getattr(fn, "__name__", "the function")
 
     def now() -> Captures:
-        found = captures_of(fn, read_too(arrays))
+        found = captures_of(fn, read_too(arrays, treedef))
         refuse_kept(title, found, trace)
         return found
 
-    trace.changed = reads.changed_since(now)
+    trace.changed = reads.changed_since(now) or trace.logged
     # A program that is not kept repeats nothing, and what was written is not to be written twice.
     if trace.changed is None and (chance.doubtful() or trace.strangers):
+        drawn = chance.drawn()
         # With what the function keeps since.
         again, second, _, _ = _recorded(fn, now(), arrays, treedef, numbers, donated)
         if chance.doubtful():
             refuse_other(title, program, second)
         refuse_strangers(title, trace.strangers, again.strangers)
-    statics = [_static(o, arrays) for o in outs]
+        trace.changed = drawn.rewind()
+    statics = [static(f"[compile] {title}", o, (*arrays, *reads.around)) for o in outs]
     inputs = [a for a in arrays if isinstance(a, Array)]
     leaves = [i for i, a in enumerate(arrays) if isinstance(a, Array)]
     given = [k for k, i in enumerate(leaves) if i in donated]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from ..arrays._array import Array, new_id, next_id
 from ..arrays._dispatch import wrap
 from ..arrays._op import Op
 from ..arrays.creation import asarray
-from ..arrays.errors import GradientError
+from ..arrays.errors import GradientError, NonDifferentiableError
+from ..arrays.functions import check_function
 from ..arrays.program import Site, site_text
 from .backward import Recorded, named, same_value
 from .calls import Around, as_they_are, note_call_made, record_on, recording_tapes, without_tapes
@@ -29,6 +31,13 @@ class _Guard:
         self.name, self.tapes = name, tapes
         self.known = {new_id(a) for a in args}
         self.around = Around()
+        self.live: set[int] = set()
+        self._alive: list[weakref.ref[Array]] = []
+
+    def left(self, returned: Sequence[Any]) -> list[Array]:
+        """What was made of watched arrays, is still held, and was not returned: what the function left in an object or a list."""
+        known = {id(x) for x in returned}
+        return [x for ref in self._alive if (x := ref()) is not None and id(x) not in known and x._id in self.live]
 
     def note_call(self, outs: Sequence[Array]) -> None:
         self.known.update(o._id for o in outs)
@@ -54,9 +63,15 @@ class _Guard:
                 )
             if type(a) is Array and a._id not in self.known:
                 self.around.note(a)
+        live = not op.nondifferentiable and any(
+            type(a) is Array and (a._id in self.live or self.watches(a)) for a in args
+        )
         for o in outs:
             o._id = o._id or next_id()
             self.known.add(o._id)
+        if live:
+            self.live.update(o._id for o in outs)
+            self._alive += map(weakref.ref, outs)
 
 
 class _Custom:
@@ -89,6 +104,26 @@ class _Custom:
         seed = trees.unflatten(self.out_def, [next(cots) if x is _ARRAY else None for x in self.statics])
         found = self.owner._backward(residuals, seed)  # type: ignore[misc]
         return _as_cotangents(self, found, r, wrapped)
+
+
+class _Left:
+    """Arrays that a forward function left in an object, where no derivative leads to them."""
+
+    nondifferentiable = None
+
+    def __init__(self, name: str, arrays: Sequence[Array]) -> None:
+        self.name, self.arrays = name, arrays
+
+    def again(self, arrays: Sequence[Array]) -> list[Array]:
+        outs = [named(x._buf, next_id()) for x in self.arrays]
+        record_on(self, arrays, outs, [], recording_tapes())
+        return outs
+
+    def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
+        raise NonDifferentiableError(
+            f"[custom_vjp] the forward function of {self.name} left an array in an object, and the result depends on it, of which its own "
+            "derivative cannot know: return the array as part of the value, or take mt.stop_gradient of it"
+        )
 
 
 def _own(x: Any) -> Any:
@@ -156,6 +191,7 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
+        check_function("custom_vjp", fn)
         self._fn = fn
         self._forward: Callable[..., Any] | None = None
         self._backward: Callable[..., Any] | None = None
@@ -164,6 +200,8 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
         """Declare the derivative."""
+        for fn in (forward, backward):
+            check_function("custom_vjp", fn)
         self._forward, self._backward = forward, backward
 
     def functions(self) -> list[Callable[..., Any]]:
@@ -215,6 +253,10 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
         fresh = [named(x._buf, next_id()) if isinstance(x, Array) else x for x in values]
         saved = [same_value(x) for x in residuals if isinstance(x, Array)]
         record_on(call, arrays, [x for x in fresh if isinstance(x, Array)], saved, tapes)
+        left = guard.left([*values, *residuals])
+        hidden = [t for t in tapes if all(t is not s for s in shown)]  # the others saw how they were made
+        if left and hidden:
+            record_on(_Left(self.__name__, left), arrays, left, [], hidden)
         return trees.unflatten(call.out_def, fresh)
 
     def __repr__(self) -> str:

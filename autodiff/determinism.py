@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,18 +59,46 @@ class Chance:
         if numpy_random is not None:
             kinds += (numpy_random.Generator, numpy_random.RandomState)
             generators.append(numpy_random.mtrand._rand)
-        self._generators = [*generators, *(g for g in (*reads.chance, *arguments) if isinstance(g, kinds))]
+        found = [g for g in (*reads.chance, *arguments) if isinstance(g, kinds)]
+        self._reached = [g for g in found if not isinstance(g, random.SystemRandom)]
+        self._named |= len(self._reached) < len(found)
+        self._generators = [*generators, *self._reached]
         self._before = [_state(g) for g in self._generators]
 
     def doubtful(self) -> bool:
         """Whether a generator has moved since (in another thread, perhaps), or the function names what would not show it."""
         return self._named or [_state(g) for g in self._generators] != self._before
 
+    def drawn(self) -> Drawn:
+        """The generators that the function reaches and that have moved since."""
+        moved = {id(g) for g, before in zip(self._generators, self._before, strict=True) if _state(g) != before}
+        return Drawn([g for g in self._reached if id(g) in moved])
+
+
+class Drawn:
+    """Generators that a function has drawn from, at the state that they have now."""
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        self._at = [(g, g.getstate() if isinstance(g, random.Random) else _bits(g).state) for g in generators]
+
+    def rewind(self) -> str | None:
+        """Undo what was drawn since; says what was drawn from before, which a program would not do again."""
+        for g, state in self._at:
+            if isinstance(g, random.Random):
+                g.setstate(state)
+            else:
+                _bits(g).state = state
+        return f"the state of a {type(self._at[0][0]).__name__}" if self._at else None
+
+
+def _bits(generator: Any) -> Any:
+    return getattr(generator, "_bit_generator", None) or generator.bit_generator
+
 
 def _state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return _frozen(getattr(generator, "_bit_generator", None) or generator.bit_generator)
+    return _frozen(_bits(generator))
 
 
 def _frozen(bits: Any) -> Any:

@@ -45,7 +45,7 @@ def without_derivatives(x: Any) -> bool:
     return hides_arrays(x)
 
 
-def refuse_underivable(who: str, args: Sequence[Any], positions: Sequence[int]) -> None:
+def refuse_underivable(who: str, args: Sequence[Any], positions: Sequence[int], integers: bool = True) -> None:
     """Raise where one of these arguments holds what has no derivatives: None in its place is easily overlooked."""
     for i in positions:
         for path, x in trees.flatten_with_path(args[i]):
@@ -54,12 +54,14 @@ def refuse_underivable(who: str, args: Sequence[Any], positions: Sequence[int]) 
                 if not hasattr(x, "dtype"):
                     raise GradientError(
                         f"[{who}] argument {i}{leaf} is a {type(x).__name__}, which is no tree: its arrays would get no gradient. Make it a "
-                        "dataclass, dict, list or tuple, or pass it as an argument that argnums= leaves out"
+                        f"dataclass, dict, list or tuple, call mt.tree.register({type(x).__name__}, flatten, unflatten), or pass it as an "
+                        "argument that argnums= leaves out or through the closure of the function"
                     )
-                raise DTypeError(
-                    f"[{who}] argument {i}{leaf} is {x.dtype.name}, which has no derivatives: make it floating with .astype(float), or "
-                    "pass it as an argument that argnums= leaves out, or through the closure of the function"
-                )
+                if integers:
+                    raise DTypeError(
+                        f"[{who}] argument {i}{leaf} is {x.dtype.name}, which has no derivatives: make it floating with .astype(float), or "
+                        "pass it as an argument that argnums= leaves out, or through the closure of the function"
+                    )
 
 
 def names_of(sources: Sequence[Any]) -> list[int]:

@@ -60,10 +60,15 @@ class Captures:
         self.cells: list[tuple[Any, Any]] = []
         self.arrays: list[tuple[Array, Any]] = []  # with their buffers
         self.functions: list[tuple[FunctionType, Any, Any, Any]] = []
-        self.objects: list[tuple[Any, type, Any]] = []  # with their classes and dicts
+        self.objects: list[tuple[Any, type, Any, Any]] = []  # with their classes and dicts, and what finds these
         self.classes: dict[type, tuple[type, ...]] = {}  # with the order in which attributes are looked up
         self.contents: list[tuple[Callable[[], Sequence[Any]], Sequence[Any]]] = []  # compared by identity
         self.others: list[tuple[Callable[[], Any], Any]] = []  # compared by equality
+
+    @property
+    def around(self) -> Sequence[Any]:
+        """All objects that were come to."""
+        return self.key._held
 
     def hold(self) -> bool:
         """Whether the function would read the very same now."""
@@ -83,8 +88,8 @@ class Captures:
         for fn, code, defaults, named in self.functions:
             if fn.__code__ is not code or fn.__defaults__ is not defaults or fn.__kwdefaults__ is not named:
                 return False
-        for x, cls, variables in self.objects:
-            if type(x) is not cls or getattr(x, "__dict__", None) is not variables:
+        for x, cls, variables, look_up in self.objects:
+            if type(x) is not cls or (variables is not None and look_up(x, "__dict__") is not variables):
                 return False
         for cls, order in self.classes.items():
             if cls.__mro__ is not order:
@@ -99,7 +104,10 @@ class Captures:
         """Where something else stands now, which ``look`` tells; None where the function reads the same."""
         if self.hold():
             return None
-        now = look()
+        return self.differs(look())
+
+    def differs(self, now: Captures) -> str | None:
+        """The first place in which something else stands in ``now``."""
         before, after = self.key._key, now.key._key
         if before == after:
             return None

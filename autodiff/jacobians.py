@@ -22,9 +22,10 @@ from ..arrays._op import not_recording, state
 from ..arrays.creation import asarray, ones_like, zeros, zeros_like
 from ..arrays.elementwise import conj
 from ..arrays.errors import GradientError, TracedValueError
+from ..arrays.functions import check_function
 from ..arrays.manipulation import concat, reshape, stack
 from .gradients import chosen_arguments, refuse_underivable
-from .transforms import argument_positions, check_function, vjp
+from .transforms import argument_positions, vjp
 
 BLOCK_SIZE = 64
 
@@ -65,6 +66,7 @@ def jacobian_blocks(
     """
     if block_size < 1:
         raise ValueError(f"[jacobian_blocks] block_size must be at least 1, got {block_size}")
+    check_function("jacobian_blocks", fn)
     refuse_underivable("jacobian_blocks", [x], [0])
     value, pull = vjp(fn, x)
     if not isinstance(value, Array):

@@ -6,7 +6,11 @@ counter, a memo) are done at every call, as the function is then traced at every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..arrays import tree as trees
@@ -68,6 +72,38 @@ def refuse_kept(name: str, now: Captures, trace: Any) -> None:
             raise TracedValueError(
                 f"[compile] {name} keeps a traced array in {path}, which has a value only while the program runs: return it instead"
             )
+
+
+@contextmanager
+def noting_logs(trace: Any) -> Iterator[None]:
+    """Note in ``trace.logged`` whether this thread writes to a log of the user's inside."""
+    logging = sys.modules.get("logging")  # nobody writes to a log who has not imported it
+    if logging is None:
+        yield
+        return
+    factory = logging.getLogRecordFactory()
+    if not hasattr(factory, "noted"):
+
+        @functools.wraps(factory)
+        def make(name: str, *args: Any, **kwargs: Any) -> Any:
+            if _noting.trace is not None and not name.startswith("meshtape"):
+                _noting.trace.logged = f"the log {name!r}"
+            return factory(name, *args, **kwargs)
+
+        make.noted = True  # type: ignore[attr-defined]
+        logging.setLogRecordFactory(make)
+    before, _noting.trace = _noting.trace, trace
+    try:
+        yield
+    finally:
+        _noting.trace = before
+
+
+class _Noting(threading.local):
+    trace: Any = None
+
+
+_noting = _Noting()
 
 
 def _is_of(buffer: Any, trace: Any) -> bool:

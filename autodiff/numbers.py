@@ -8,9 +8,12 @@ a length, a text) needs the number itself, which is then part of the signature.
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
+import weakref
 from collections.abc import Callable, Sequence
+from types import CellType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -124,11 +127,12 @@ def _reads(fn: Callable[..., Any]) -> Callable[..., Any]:
 class TracedNumber(Symbol):
     """A Python number that is an argument of the function being traced."""
 
-    __slots__ = ("_leaves", "_term", "_trace", "_value")
+    __slots__ = ("__weakref__", "_leaves", "_term", "_trace", "_value")
     __array_ufunc__ = None  # NumPy leaves operators to this class
 
     def __init__(self, trace: _Trace, value: int | float, term: Term, leaves: frozenset[int]) -> None:
         self._trace, self._value, self._term, self._leaves = trace, value, term, leaves
+        trace.stand_ins.append(weakref.ref(self))
 
     def _read(self) -> Any:
         """The number itself: what is traced holds for it alone."""
@@ -194,6 +198,48 @@ class TracedNumber(Symbol):
 
     def __reduce__(self) -> Any:
         return self._term.kind, (self._read(),)
+
+
+def settle_kept(trace: _Trace) -> None:
+    """Put the number itself wherever the function kept what stood for it: its program holds for that number alone."""
+    for ref in trace.stand_ins:
+        number = ref()
+        if number is not None:
+            value = number._read()
+            _replace(number, value)
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Put another object wherever one is held."""
+    for holder in gc.get_referrers(old):
+        if type(holder) is tuple:
+            _replace(holder, _swapped(holder, old, new))
+        elif isinstance(holder, CellType):
+            holder.cell_contents = new
+        elif isinstance(holder, set):
+            holder.remove(old)
+            holder.add(new)
+        else:
+            _replace_in(holder, old, new)
+
+
+def _swapped(values: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ...]:
+    return tuple(
+        [new if v is old else v for v in values]
+    )  # in a function of its own, whose cells nobody takes for holders
+
+
+def _replace_in(holder: Any, old: Any, new: Any) -> None:
+    variables = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", None)
+    if isinstance(variables, dict):
+        places: list[Any] = [k for k, v in variables.items() if v is old]
+    else:
+        places = [i for i, v in enumerate(variables or ()) if v is old]
+    for k in places:
+        variables[k] = new  # type: ignore[index]
+    for name in getattr(type(holder), "__slots__", ()):
+        if getattr(holder, name, None) is old:
+            setattr(holder, name, new)
 
 
 def _beside(dtype: np.dtype, kind: type) -> np.dtype | None:

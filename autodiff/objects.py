@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import gc
 import operator
+import os
 import sys
 import weakref
+from collections.abc import Callable
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...)
 def is_plain(value: Any) -> bool:
     """Whether the value is all that there is to the object."""
     return type(value) in _PLAIN or (
-        isinstance(value, np.generic | np.dtype | str | bytes | int | float | complex)
+        issubclass(type(value), np.generic | np.dtype | str | bytes | int | float | complex)
         and is_library(module_of(type(value)))
     )
 
@@ -29,7 +32,7 @@ def is_plain(value: Any) -> bool:
 _MACHINERY = frozenset(
     (
         *("_io", "_thread", "abc", "asyncio", "builtins", "concurrent", "contextlib", "contextvars", "inspect", "io"),
-        *("itertools", "logging", "meshtape", "multiprocessing", "queue", "re", "socket", "subprocess", "threading"),
+        *("itertools", "logging", "meshtape", "multiprocessing", "re", "socket", "subprocess"),
         *("typing", "warnings"),
     )
 )
@@ -105,8 +108,98 @@ def is_standard(module: str) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
-def slot(member: Any, x: Any) -> Any:
+@functools.lru_cache(maxsize=4096)
+def lookup_of(kind: type) -> Callable[[Any, str], Any]:
+    """How attributes of these objects are looked up, but for what their own code says."""
+    return next(
+        vars(c)["__getattribute__"] for c in kind.__mro__ if c.__flags__ & _MADE_IN_C and "__getattribute__" in vars(c)
+    )
+
+
+def variables_of(x: Any) -> Any:
+    """The ``__dict__`` of an object; None where it has none."""
     try:
-        return member.__get__(x)
+        return lookup_of(type(x))(x, "__dict__")
+    except AttributeError:
+        return None
+
+
+# ----- what only code in C knows --------------------------------------------------------------------------------------
+
+# Methods that ask for a state, and one attribute that is a view of it.
+_ASKS: dict[str, Callable[[Any], Any]] = {
+    "__subclasses__": lambda x: tuple(map(id, type.__subclasses__(x))),
+    "cache_info": lambda x: tuple(x.cache_info()),
+    "flags": lambda x: x.flags.num,
+    "locked": lambda x: x.locked(),
+}
+_IN_C = GetSetDescriptorType | MemberDescriptorType
+# These are dealt with in other ways, or made anew each time.
+_NOT_ASKED = frozenset({"__dict__", "__weakref__", "T", "base", "data", "flat", "real", "imag", "ctypes"})
+
+
+@functools.lru_cache(maxsize=4096)
+def told_by_c(kind: type) -> dict[str, Callable[[Any], Any]]:
+    """Attributes of objects of this class that stand in no dict, as code in C makes them up; each with the function that asks for it."""
+    found: dict[str, Callable[[Any], Any]] = {}
+    for c in reversed(kind.__mro__):
+        for name, member in vars(c).items():
+            found.pop(name, None)
+            if is_library(module_of(c)) and name in _ASKS:
+                found[name] = _ASKS[name]
+            elif is_library(module_of(c)) and isinstance(member, _IN_C) and name not in _NOT_ASKED:
+                found[name] = member.__get__
+    return found
+
+
+_OF_PROCESS = {
+    ("sys", "getrecursionlimit"),
+    ("sys", "getswitchinterval"),
+    ("sys", "getdefaultencoding"),
+    ("sys", "getfilesystemencoding"),
+    ("sys", "gettrace"),
+    ("sys", "getprofile"),
+    ("sys", "get_int_max_str_digits"),
+    ("os", "getcwd"),
+    ("os", "getcwdb"),
+    ("os", "getpid"),
+    ("os", "getppid"),
+    ("os", "cpu_count"),
+    ("gc", "isenabled"),
+    ("gc", "get_threshold"),
+    ("gc", "get_debug"),
+    ("threading", "active_count"),
+    ("threading", "get_ident"),
+    ("threading", "get_native_id"),
+    ("numpy", "geterr"),
+    ("numpy", "get_printoptions"),
+    ("locale", "getlocale"),
+    ("socket", "gethostname"),
+    ("socket", "getdefaulttimeout"),
+}
+"""Functions without arguments that tell a state of the process."""
+
+
+def state_of_process(fn: Any) -> Callable[[], Any] | None:
+    """A function without arguments that asks for the state that this function of a library tells, if it does."""
+    if fn.__name__ == "getenv":
+        return lambda: tuple(os.environ.items())
+    if fn.__name__ == "getcontext":
+        return lambda: repr(fn())
+    for module, name in _OF_PROCESS:
+        if name == fn.__name__ and getattr(sys.modules.get(module), name, None) is fn:
+            return fn
+    return None
+
+
+def global_generator(module: Any) -> Any:
+    """The generator behind the functions of ``random`` or ``numpy.random``."""
+    return module._inst if module.__name__ == "random" else module.mtrand._rand
+
+
+def slot(get: Callable[[Any], Any], x: Any) -> Any:
+    """What a descriptor gives of an object, or that there is nothing."""
+    try:
+        return get(x)
     except AttributeError:
         return ABSENT

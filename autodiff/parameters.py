@@ -11,6 +11,7 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._dispatch import Deferred
 from ..arrays.creation import asarray
+from .hidden import hides_arrays, refuse_hidden
 from .tape import is_differentiable
 
 
@@ -19,8 +20,11 @@ def is_none(x: Any) -> bool:
 
 
 def leaves_of(tree: Any) -> tuple[list[Any], trees.TreeDef]:
-    """Leaves and structure; a None counts as a leaf."""
-    return trees.flatten(tree, is_leaf=is_none)
+    """Leaves and structure; a None counts as a leaf. Raises :class:`GradientError` for objects that nobody would train the arrays of."""
+    leaves, treedef = trees.flatten(tree, is_leaf=is_none)
+    if [x for x in leaves if type(x) is not Array and hides_arrays(x)]:
+        refuse_hidden("optim", tree, "a tree of parameters")
+    return leaves, treedef
 
 
 def trains(x: Any) -> bool:

@@ -10,13 +10,14 @@ import numpy as np
 from ..arrays._array import Array
 from ..arrays.indexsum import IndexSum
 from ..arrays.program import freeze
+from ..arrays.tree import TreeDef
 from ..arrays.writing import settled
 from .objects import is_plain
 from .tracing import Tracer
 
 
 def as_array(x: Any) -> Any:
-    if isinstance(x, np.ndarray) and x.dtype != object:
+    if issubclass(type(x), np.ndarray) and x.dtype != object:
         from ..arrays.creation import asarray
 
         return asarray(x)
@@ -26,7 +27,7 @@ def as_array(x: Any) -> Any:
 def as_inputs(leaves: Sequence[Any]) -> tuple[list[Any], list[Array]]:
     """The leaves, those that are arrays of any kind as Arrays; and these alone."""
     given = [x if type(x) is Array else as_array(x) for x in leaves]
-    return given, [x for x in given if isinstance(x, Array)]
+    return given, [x for x in given if issubclass(type(x), Array)]
 
 
 def is_traced(inputs: Sequence[Array]) -> bool:
@@ -34,9 +35,10 @@ def is_traced(inputs: Sequence[Array]) -> bool:
     return bool([x for x in inputs if type(x._buf) is not np.ndarray and isinstance(x._buf, Tracer)])
 
 
-def read_too(leaves: Sequence[Any]) -> list[Any]:
-    """Arguments that hold what the function may read, such as the object that a method is called on."""
-    return [x for x in leaves if type(x) is not Array and not isinstance(x, Array) and not is_plain(x)]
+def read_too(leaves: Sequence[Any], treedef: TreeDef) -> list[Any]:
+    """Arguments that hold what the function may read, such as the object that a method is called on, and the classes of containers."""
+    found = [x for x in leaves if not issubclass(type(x), Array) and not is_plain(x)]
+    return [*found, *treedef.objects] if treedef.objects else found
 
 
 def leaf_keys(given: Sequence[Any], numbers: bool = False) -> tuple[Any, ...]:
@@ -49,13 +51,14 @@ def leaf_keys(given: Sequence[Any], numbers: bool = False) -> tuple[Any, ...]:
 def leaf_key(x: Any) -> Any:
     if type(x) is Array and (type(x._buf) is np.ndarray or type(settled(x)) is np.ndarray):
         return (x._buf.shape, x._buf.dtype)
-    if isinstance(x, Array):
+    if issubclass(type(x), Array):  # and no question to the object itself, whose code may raise
         return ("array", x.shape, x.dtype, x.device, x.sharding, type(x._buf) is IndexSum)
     try:
-        hash(freeze(x) if type(x) is slice else x)  # slices have a hash since Python 3.12
-    except (TypeError, ValueError):
+        key = freeze(x)
+        hash(key if type(x) is slice else x)  # slices have a hash since Python 3.12
+    except Exception:
         return ("object", _ById(x))
-    return ("static", type(x), freeze(x))
+    return ("static", type(x), key)
 
 
 class _ById:

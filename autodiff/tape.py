@@ -28,6 +28,7 @@ from ..arrays._op import NO_PARAMS, not_recording, state
 from ..arrays.creation import asarray, ones
 from ..arrays.devices import Device
 from ..arrays.errors import GradientError
+from ..arrays.functions import check_function
 from ..arrays.indexsum import IndexSum, densify
 from ..arrays.program import Entry, Site
 from ..arrays.writing import WATCHERS, settled
@@ -128,6 +129,7 @@ class Tape(Recording):
         >>> tape.gradient(z, x)
         Array([20., 40.], dtype=float64)
         """
+        check_function("hook", fn)
         name = self._name(x) if isinstance(x, Array) else 0
         if name not in self._live:
             raise GradientError(

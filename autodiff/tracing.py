@@ -136,10 +136,12 @@ class _Trace:
         self.open = True
         self.has_calls = False
         self.changed: str | None = None  # where the function left something else than it read
+        self.logged: str | None = None  # a log that the function wrote to
         # Numbers of the call that is traced: those that the program is given, and those that it holds for alone.
         self.leaves: Sequence[Any] = ()
         self.numbers: dict[Any, int] = {}
         self.pinned: frozenset[int] = frozenset()
+        self.stand_ins: list[weakref.ref[Any]] = []
         # Of what is neither traced, nor known by id to be read from around the function, nor seen to be made inside.
         self.known = set(known)
         self.made: dict[

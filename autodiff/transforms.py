@@ -17,6 +17,7 @@ from ..arrays._array import Array
 from ..arrays._op import not_recording
 from ..arrays.creation import asarray, zeros_like
 from ..arrays.errors import DTypeError, GradientError
+from ..arrays.functions import check_function
 from .backward import same_value
 from .gradients import (
     chosen_arguments,
@@ -29,12 +30,8 @@ from .gradients import (
     watched,
     without_derivatives,
 )
+from .hidden import refuse_hidden
 from .tape import Tape, is_differentiable, noted
-
-
-def check_function(who: str, fn: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"[{who}] takes a function, got {type(fn).__name__}")
 
 
 def no_grad() -> AbstractContextManager[None]:
@@ -72,11 +69,12 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     leaves = trees.flatten(primals)[0]
     if leaves and all(without_derivatives(x) for x in leaves):
         refuse_underivable("vjp", primals, range(len(primals)))
-    return _vjp(fn, primals, has_aux)
+    return _vjp("vjp", fn, primals, has_aux)
 
 
-def _vjp(fn: Callable[..., Any], primals: Sequence[Any], has_aux: bool = False) -> Any:
+def _vjp(who: str, fn: Callable[..., Any], primals: Sequence[Any], has_aux: bool = False) -> Any:
     """:func:`vjp` of any primals."""
+    refuse_underivable(who, primals, range(len(primals)), integers=False)
     inputs, in_def = trees.flatten(tuple(primals))
     inputs = [own(x) for x in inputs]
     tape = Tape(persistent=True)
@@ -84,6 +82,7 @@ def _vjp(fn: Callable[..., Any], primals: Sequence[Any], has_aux: bool = False) 
         sources = watched(tape, inputs)
         out = fn(*trees.unflatten(in_def, inputs))
     out, aux = loss_and_aux("vjp", out) if has_aux else (out, None)
+    refuse_hidden(who, out)
     outputs, out_def = trees.flatten(out)
     # Held under their present names: what the caller does to his arrays later is nothing to the tape.
     outputs = [same_value(o) if isinstance(o, Array) else o for o in outputs]
@@ -185,8 +184,11 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
     >>> float(y), float(dy)
     (9.0, 12.0)
     """
-    value, pull = _vjp(fn, primals)
-    pulled, pull_again = _vjp(pull, [trees.tree_map(lambda y: zeros_like(y) if isinstance(y, Array) else y, value)])
+    check_function("jvp", fn)
+    value, pull = _vjp("jvp", fn, primals)
+    pulled, pull_again = _vjp(
+        "jvp", pull, [trees.tree_map(lambda y: zeros_like(y) if isinstance(y, Array) else y, value)]
+    )
     wanted, wanted_def = trees.flatten(pulled, is_leaf=_is_none)
     given, given_def = trees.flatten(tuple(tangents), is_leaf=_is_none)
     if given_def != wanted_def:

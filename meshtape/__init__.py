@@ -11,7 +11,6 @@ import importlib as _importlib
 import sys as _sys
 from typing import Any as _Any
 
-from . import errors
 from .arrays import *  # noqa: F403
 from .arrays import __all__ as _arrays_all
 from .arrays import __array_api_version__, __array_namespace_info__
@@ -37,8 +36,11 @@ from .autodiff import (
     value_and_grad,
     vjp,
 )
+from .namespaces import HOMES as _HOMES
+from .namespaces import install as _install
 
 __version__ = "0.1.0"
+_install()
 
 # What the packages that bring heavy libraries offer, and where it is: looked up on first use.
 _LAZY = {
@@ -101,14 +103,13 @@ _LAZY = {
 _PACKAGES = ("arrays", "autodiff", "parallel", "storage")
 # NumPy's functions that write into an argument; people look for them here.
 _WRITERS = ("copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask")
-_MODULES = {"models": "parallel.models", "training": "parallel.training"}
 
 __all__ = sorted(
     {
         *_arrays_all,
         *_LAZY,
         *_PACKAGES,
-        *_MODULES,
+        *_HOMES,
         "SparseGradient",
         "Tape",
         "check_grads",
@@ -116,7 +117,6 @@ __all__ = sorted(
         "compile",
         "custom_vjp",
         "detect_anomaly",
-        "errors",
         "grad",
         "gradient_hook",
         "gradient_rows",
@@ -135,9 +135,7 @@ __all__ = sorted(
 
 
 def __getattr__(name: str) -> _Any:
-    if name in _MODULES:
-        return _importlib.import_module(f".{_MODULES[name]}", __name__)
-    if name in _PACKAGES:
+    if name in _PACKAGES or name in _HOMES:
         return _importlib.import_module(f".{name}", __name__)
     if name in _LAZY:
         value = getattr(_importlib.import_module(f".{_LAZY[name]}", __name__), name)

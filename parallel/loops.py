@@ -19,6 +19,7 @@ from ..arrays._array import Array
 from ..arrays._op import state as thread_state
 from ..arrays.creation import asarray
 from ..arrays.errors import MeshError, ShapeError
+from ..arrays.functions import check_function
 from ..arrays.manipulation import concat, stack
 from ..arrays.program import ShapeDtype
 from ..autodiff.compile import Compiled, compile
@@ -82,6 +83,7 @@ def scan(
     >>> sums
     Array([0, 4, 8], sharding=Sharding(data=Replicate()))
     """
+    check_function("scan", step)
     if (each is None) == (length is None):
         raise ShapeError("[scan] takes the data of the turns (each) or their number (length), one of the two")
     data = iter([None] * length if length is not None else each)
@@ -202,9 +204,7 @@ class _Turn:
                 aval = ShapeDtype((len(batch), *aval.shape), aval.dtype)
                 layout = Layout(tuple((d + 1, axes) for d, axes in layout.shards))
             made.append(sharded_array(mesh, layout, aval, h))
-        outs = iter(made)
-        filled = [next(outs) if not _is_static(s) else s for s in ready.statics]
-        return trees.unflatten(ready.out_def, filled)
+        return ready.rebuilt(made)
 
     def _load(self, mesh: Mesh, program: Any, arrays: Sequence[Any]) -> _Loaded:
         inputs = [a for a in arrays if isinstance(a, Array)]
@@ -221,12 +221,6 @@ class _Turn:
 
 def _arrays(tree: Any) -> list[Any]:
     return [a for a in trees.flatten(tree)[0] if isinstance(a, Array | np.ndarray)]
-
-
-def _is_static(s: Any) -> bool:
-    from ..autodiff.compile import _ARRAY
-
-    return s is not _ARRAY
 
 
 def _as_before(before: Any, after: Any) -> Any:

@@ -25,8 +25,10 @@ from ..arrays.creation import asarray
 from ..arrays.devices import CPU
 from ..arrays.display import human_bytes
 from ..arrays.errors import MeshError, OutOfMemory, ShardingConflict
+from ..arrays.functions import check_function
 from ..arrays.program import Program, ShapeDtype, simplify
 from ..arrays.reductions import _is_low_precision as is_low_precision
+from ..autodiff.statics import ARRAY, filled, refuse_traced
 from ..autodiff.tape import Tape
 from ..autodiff.tracing import Tracer, _Trace
 from .block_memory import current_memory, on_host
@@ -92,6 +94,7 @@ def stream(
     OutOfMemory
         Where not even one row of a block fits the limit. Nothing was read or written then.
     """
+    check_function("stream", fn)
     limit = _bytes(memory)
     leaves, treedef = trees.flatten(args, is_leaf=lambda x: isinstance(x, Stored))
     stored = [x for x in leaves if isinstance(x, Stored)]
@@ -136,8 +139,7 @@ def stream(
             out.append(Stored(path, aval.shape, aval.dtype, Sharding.of(mesh, REPLICATED)))
         else:
             out.append(asarray(value.astype(aval.dtype, copy=False)))
-    rest = iter(out)
-    return trees.unflatten(result_def, [next(rest) if s is _ARRAY else s for s in statics])
+    return trees.unflatten(result_def, filled(statics, out))
 
 
 def _run_passes(
@@ -198,9 +200,6 @@ def _run_pass(
     ]
 
 
-_ARRAY = object()
-
-
 def _bytes(memory: int | str) -> int:
     from dask.utils import parse_bytes
 
@@ -231,7 +230,9 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
     outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
     for lifted in trace.lifted.values():
         refuse_history("stream", lifted.array, _NO_DERIVATIVE)
-    statics = [_ARRAY if isinstance(o, Array) else o for o in outs]
+    for o in outs:
+        refuse_traced("[stream] the function", o)
+    statics = [ARRAY if isinstance(o, Array) else o for o in outs]
     return simplify(trace.builder.build(outputs)), result_def, statics
 
 
@@ -298,7 +299,7 @@ def _peak(p: RankProgram) -> int:
 
 
 def _paths(to: Any, result_def: Any, statics: Sequence[Any]) -> list[str | None]:
-    count = sum(s is _ARRAY for s in statics)
+    count = sum(s is ARRAY for s in statics)
     if to is None:
         return [None] * count
     if count == 1 and not isinstance(to, dict | list | tuple):
@@ -306,7 +307,7 @@ def _paths(to: Any, result_def: Any, statics: Sequence[Any]) -> list[str | None]
     flat, given = trees.flatten(to, is_leaf=lambda x: x is None)
     if given != result_def:
         raise MeshError(f"[stream] to= has the structure {given}, the result {result_def}")
-    return [None if p is None else str(p) for p, s in zip(flat, statics, strict=True) if s is _ARRAY]
+    return [None if p is None else str(p) for p, s in zip(flat, statics, strict=True) if s is ARRAY]
 
 
 def _create(

@@ -15,6 +15,7 @@ from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays.creation import asarray, full, zeros
 from ..arrays.errors import MeshError, ShapeError
+from ..arrays.functions import check_function
 from ..arrays.manipulation import concat, stack
 from ..autodiff.custom_calls import custom_vjp
 from ..autodiff.transforms import vjp
@@ -85,6 +86,8 @@ def pipeline(
     >>> round(float(loss), 4), grad.shape
     (0.5298, (2,))
     """
+    for fn in (stage, loss):
+        check_function("pipeline", fn)
     ranks = mesh.sizes[mesh.axis(axis)]
     if isinstance(kind, Schedule):
         plan = kind

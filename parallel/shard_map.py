@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..arrays import tree as trees
 from ..arrays._array import Array
 from ..arrays._op import Op, recording, state
 from ..arrays.errors import MeshError, ShardingConflict
+from ..arrays.functions import check_function
 from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype, freeze
 from ..autodiff.captures import Outside, Wrapper, captures_of
 from ..autodiff.signature import as_array, leaf_key, read_too
+from ..autodiff.statics import ARRAY, filled, static
 from .mesh import Mesh
 from .placement import Layout, Partial, Placement, Replicate, Shard, Sharding
 from .rank_code import RankCode
 from .rank_trace import RankTrace, RankTracer
-
-_ARRAY = object()
 
 
 class _Derived:
@@ -66,19 +66,24 @@ class ShardMapped(Wrapper):
         arrays = [x for x in leaves if isinstance(x, Array)]
         densify(arrays)
         keys = tuple((x.shape, x.dtype) if isinstance(x, Array) else leaf_key(x) for x in leaves)
-        reads = self._outside.look(read_too(leaves))
+        reads = self._outside.look(read_too(leaves, treedef))
         key = (treedef, keys, reads.key, state.now.device)
         found = self._cache.get(key)
         if found is None:
-            *found, keep = self._traced(args, kwargs, leaves, treedef, [x for x, _ in reads.arrays])  # type: ignore[assignment]
-            if keep and not reads.changed_since(lambda: captures_of(self._fn, read_too(leaves))):
+            *found, keep = self._traced(args, kwargs, leaves, treedef, [x for x, _ in reads.arrays], reads.around)  # type: ignore[assignment]
+            if keep and not reads.changed_since(lambda: captures_of(self._fn, read_too(leaves, treedef))):
                 self._cache[key] = found  # type: ignore[assignment]
         code, out_def, statics = found  # type: ignore[misc]
-        results = iter(code(arrays))
-        return trees.unflatten(out_def, [next(results) if s is _ARRAY else s for s in statics])
+        return trees.unflatten(out_def, filled(statics, code(arrays)))
 
     def _traced(
-        self, args: Any, kwargs: Any, leaves: Sequence[Any], treedef: trees.TreeDef, known: Sequence[Array]
+        self,
+        args: Any,
+        kwargs: Any,
+        leaves: Sequence[Any],
+        treedef: trees.TreeDef,
+        known: Sequence[Array],
+        around: Sequence[Any],
     ) -> Any:
         name = getattr(self._fn, "__name__", "shard_map")
         specs = self._in if isinstance(self._in, tuple) else tuple(self._in for _ in args)
@@ -109,7 +114,7 @@ class ShardMapped(Wrapper):
             lifted = [x for x in outs if isinstance(x, Array)]
             shardings = [s for s, x in zip(found, outs, strict=True) if isinstance(x, Array)]
             layouts = [s.check(x.shape, x.dtype).layout for s, x in zip(shardings, lifted, strict=True)]
-            results[trace.rank] = (out_def, [_ARRAY if isinstance(x, Array) else x for x in outs], layouts)
+            results[trace.rank] = (out_def, [ARRAY if isinstance(x, Array) else x for x in outs], layouts)
             results.setdefault(None, results[trace.rank])
             return lifted
 
@@ -127,7 +132,8 @@ class ShardMapped(Wrapper):
         out_def, statics, _ = results[None]
         if any(r[0] != out_def or freeze(r[1]) != freeze(statics) for r in results.values()):
             raise ShardingConflict(f"[shard_map] the ranks of {name} return different trees")
-        return code, out_def, statics, not derived.found
+        who = f"[shard_map] {name}"
+        return code, out_def, [s if s is ARRAY else static(who, s, around) for s in statics], not derived.found
 
 
 def _is_spec(x: Any) -> bool:
@@ -146,7 +152,9 @@ def _spread(mesh: Mesh, specs: Any, tree: Any, what: str) -> list[Sharding]:
             sharding = _sharding(mesh, spec, f"{what} {trees.path_name(path) or '0'}")
             out.extend(sharding for _ in trees.flatten(x)[0])
             return
-        children, theirs = _children(spec), _children(x)
+        children, theirs = (
+            dict(zip(f[1], f[2], strict=True)) if f else None for f in map(trees.children_of, (spec, x))
+        )
         if children is None or theirs is None or children.keys() != theirs.keys():
             raise ShardingConflict(
                 f"[shard_map] the placements of {what} {trees.path_name(path) or '0'} are {spec!r}, which fits no "
@@ -158,18 +166,6 @@ def _spread(mesh: Mesh, specs: Any, tree: Any, what: str) -> list[Sharding]:
     for i, (spec, x) in enumerate(zip(specs, tree, strict=True)):
         walk(spec, x, (i,))
     return out
-
-
-def _children(x: Any) -> Mapping[Any, Any] | None:
-    if isinstance(x, dict):
-        return x
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return dict(zip(x._fields, x, strict=True))
-    if isinstance(x, list | tuple):
-        return dict(enumerate(x))
-    if hasattr(type(x), "__dataclass_fields__") and not isinstance(x, Array):
-        return {n: getattr(x, n) for n in type(x).__dataclass_fields__}
-    return None
 
 
 def _sharding(mesh: Mesh, spec: Sharding | dict[str, Placement] | None, what: str) -> Sharding:
@@ -238,4 +234,5 @@ def shard_map(fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placem
     >>> mt.grad(lambda w: f(mt.ones((1, 2)), w, mt.ones((4, 1))).sum())(mt.ones((2, 4))).shape
     (2, 4)
     """
+    check_function("shard_map", fn)
     return ShardMapped(fn, mesh, in_placements, out_placements)

@@ -385,7 +385,7 @@ def _structure(x: Any, variables: Any, where: str) -> Any:
     children, treedef = trees.flatten(x, is_leaf=lambda y: y is not x)
     if treedef.kind == "leaf":
         return {"kind": "static", "value": encode(x, where)}
-    if treedef.kind in ("namedtuple", "dataclass"):
+    if treedef.type is not None:
         raise ProgramError(
             f"{where} is a {type(x).__qualname__}: its class has no form in a program file; use a dict or a tuple"
         )

@@ -23,7 +23,7 @@ from ..arrays import asarray
 from ..arrays._op import not_recording
 from ..arrays.blocks import BlockSharding, Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
-from ..arrays.tree import Path, flatten_with_path
+from ..arrays.tree import Path, children_of
 from . import activity, commit, contents, dtypes, manifest, names, packs, stores
 from .collector import no_collections
 from .compression import Compression, Zstd, chosen
@@ -61,15 +61,12 @@ def _classify(tree: Any) -> tuple[Any, list[Item]]:
             raise CheckpointError(f"the tree is nested deeper than {manifest.MAX_DEPTH} levels, at {path[:8]}…")
         if node is None or type(node) in _SCALARS:
             return node
-        if isinstance(node, dict):
-            return {k: walk(v, (*path, k)) for k, v in node.items()}
-        if type(node) in (list, tuple):
-            return type(node)(walk(v, (*path, i)) for i, v in enumerate(node))
-        if not hasattr(node, "dtype"):
-            found = flatten_with_path(node, is_leaf=lambda x: x is not node)
-            if not (len(found) == 1 and found[0][0] == ()):
-                # A named tuple or a dataclass: kept as a dict of its fields.
-                return {p[0]: walk(v, (*path, p[0])) for p, v in found}
+        found = None if hasattr(node, "dtype") else children_of(node)
+        if found is not None:
+            # Of classes the fields are kept: a dict, list or tuple, or for all others a dict of them.
+            kind, keys, children, *_ = found
+            inner = [walk(v, (*path, k)) for k, v in zip(keys, children, strict=True)]
+            return inner if kind == "list" else tuple(inner) if kind == "tuple" else dict(zip(keys, inner, strict=True))
         if isinstance(node, _SCALARS) and not isinstance(node, np.generic):
             return node
         items.append(_item(node, path))

@@ -7,6 +7,8 @@ CURES = {
     "ShapeError": "Print the shapes that the message names; `reshape`, `broadcast_to`, or a `None` in an index makes dimensions fit.",
     "AxisError": "Count from 0, or from -1 backwards; `x.ndim` says how many there are.",
     "DTypeError": "Convert with `mt.astype`, or spell the name as in `float32` or `bfloat16`. Mixed kinds are not promoted silently.",
+    "TreeError": "Compare the two structures that the message shows; `mt.tree.register(cls, flatten, unflatten)` teaches trees a class.",
+    "NotAFunction": "Pass the function: `mt.grad(f)`, and not `mt.grad(f(x))`.",
     "NumPyAttributeError": "Write what the message names; `np.asarray(x)` gives NumPy the plain values of an array.",
     "NumPyFunctionError": "Use the function or argument that the message names; `np.asarray(x)` gives NumPy the plain values of an array.",
     "NumberRangeError": "Choose a wider dtype for the array, or a smaller number.",

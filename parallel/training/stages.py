@@ -138,10 +138,9 @@ class StagedSession(Session):
         columns, forms = zip(*map(_leaves, nodes), strict=True)
         if all(f == self._form for f in forms):
             return trees.unflatten(self._form, [own(k, list(row)) for k, row in enumerate(zip(*columns, strict=True))])
-        if isinstance(first, dict):
-            return {name: self._walk([n[name] for n in nodes], own, shared) for name in first}
-        if isinstance(first, list | tuple) and not hasattr(first, "_fields"):
-            return type(first)(self._walk(row, own, shared) for row in zip(*nodes, strict=True))
+        if trees.is_container(first):
+            inner, outer = zip(*[trees.flatten(n, is_leaf=lambda x, n=n: x is not n) for n in nodes], strict=True)
+            return trees.unflatten(outer[0], [self._walk(row, own, shared) for row in zip(*inner, strict=True)])
         rows = zip(*columns, strict=True)
         return trees.unflatten(forms[0], [None if row[0] is None else shared(list(row)) for row in rows])
 

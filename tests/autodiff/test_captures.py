@@ -11,6 +11,7 @@ import collections
 import contextvars
 import dataclasses
 import functools
+import itertools
 import operator
 import os
 import sys
@@ -826,13 +827,11 @@ def test_what_no_code_names_is_not_looked_at():
     assert len(fast._outside.look().items) < 20
 
 
-def test_what_is_taken_from_an_iterator_is_refused():
-    numbers = iter(range(100))
-    with pytest.raises(mt.errors.NondeterministicError):
-        mt.compile(lambda x: x * next(numbers))(X)
-    made = (float(i) for i in range(100))
-    with pytest.raises(mt.errors.NondeterministicError):
-        mt.compile(lambda x: x * next(made))(X)
+def test_what_is_taken_from_an_iterator_is_taken_at_each_call():
+    for numbers in (iter(range(1, 100)), (float(i) for i in range(1, 100)), zip(range(1, 100)), itertools.count(1)):
+        fast = mt.compile(lambda x, numbers=numbers: x * np.sum(next(numbers)))
+        with pytest.warns(RuntimeWarning, match="traced at every call"):
+            assert [fast(X)[0].item() for _ in range(4)] == [1, 2, 3, 4]
 
 
 def test_the_device_of_what_is_made_inside_counts():
