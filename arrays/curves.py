@@ -14,6 +14,7 @@ from ._dispatch import has_history
 from ._op import composite
 from ._wide import in_float32
 from .errors import ShapeError
+from .pieces import mapped
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -42,9 +43,7 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
     Array([15., 20.], dtype=float64)
     """
     from .creation import inexact, ordered
-    from .elementwise import clip, isfinite, isinf, isnan, where
     from .manipulation import concat
-    from .searching import searchsorted, take
     from .sorting import argsort
 
     x, xp, fp = inexact(ordered("interp", x)), inexact(ordered("interp", xp)), inexact(fp)
@@ -54,12 +53,19 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
         if not period:
             raise ValueError("[interp] the period must not be zero")
         period, left, right = math.fabs(period), None, None
-        x, xp = x % period, xp % period
+        xp = xp % period
         order = argsort(xp)
         xp, fp = xp[order], fp[order]
         xp = concat([xp[-1:] - period, xp, xp[:1] + period])
         fp = concat([fp[-1:], fp, fp[:1]])
-    first, last = fp[0] if left is None else left, fp[-1] if right is None else right
+    ends = fp[0] if left is None else left, fp[-1] if right is None else right
+    return mapped(lambda x: _read_between(x if period is None else x % period, xp, fp, *ends), x)
+
+
+def _read_between(x: Array, xp: Array, fp: Array, first: Any, last: Any) -> Array:
+    from .elementwise import clip, isfinite, isinf, isnan, where
+    from .searching import searchsorted, take
+
     if xp.size == 1:
         inside: Any = fp[0]
     else:
@@ -104,9 +110,9 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     before = {"full": m - 1, "same": m - 1 - (m - 1) // 2, "valid": 0}[mode]
     after = {"full": m - 1, "same": (m - 1) // 2, "valid": 0}[mode]
     count = n + before + after - m + 1
-    windows = np.arange(count)[:, None] + np.arange(m)
     if (both := buffers((a, v))) is not None and np.result_type(*both).num < HALF:
         return result(np.convolve(*both, mode))
+    windows = np.arange(count)[:, None] + np.arange(m)
     # (Beside the ends nothing counts: zeros there would make NaN of what is infinite in the shorter one.)
     inside = (windows >= before) & (windows < n + before)
     terms = pad(a, ((before, after),))[windows] * flip(v)

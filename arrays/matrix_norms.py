@@ -30,6 +30,7 @@ from .elementwise import (
 )
 from .lapack import SVDVALS, back, matrices
 from .manipulation import astype, expand_dims, squeeze
+from .pieces import reduced
 from .reductions import max, min, sum
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _plainly(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array | None:
         return None
     least, most = _SAFE[buf.dtype.num]
     with np.errstate(over="ignore", under="ignore"):
-        total = np.add.reduce(np.square(buf), axis=axes, keepdims=keepdims)
+        total = reduced(lambda b: np.add.reduce(np.square(b), axis=axes, keepdims=True), np.add, axes, keepdims, buf)
     return result(np.sqrt(total)) if np.all((total > least) & (total < most)) else None
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _infer
+from .._direct import buffer, buffers, result
 from .._op import composite
 from ..creation import asarray, elements
 from ..errors import ShapeError
@@ -214,8 +215,10 @@ def delete(x: Any, where: Any, /, axis: int | None = None) -> Array:
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
     axis = _infer.one_axis("delete", axis, x.ndim)
-    kept = np.delete(np.arange(x.shape[axis]), where if isinstance(where, slice) else np.asarray(where))
-    return take(x, kept, axis=axis)
+    where = where if isinstance(where, slice) else np.asarray(where)
+    if (buf := buffer(x)) is not None:
+        return result(np.delete(buf, where, axis))
+    return take(x, np.delete(np.arange(x.shape[axis]), where), axis=axis)
 
 
 @composite("insert")
@@ -248,6 +251,10 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
         values = moveaxis(values, 0, axis)
         flat = np.repeat(flat, values.shape[axis])
     new = broadcast_to(values, (*rest[:axis], flat.size, *rest[axis:]))
+    if (plain := buffers((x, values))) is not None:
+        return result(
+            np.insert(plain[0], places, np.moveaxis(plain[1], axis, 0) if places.ndim == 0 else plain[1], axis)
+        )
     order = np.argsort(flat, kind="stable")
     at = flat.copy()
     at[order] += np.arange(flat.size)

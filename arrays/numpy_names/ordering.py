@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import sets
+from .._core import FIRST_USER_DTYPE
+from .._direct import buffers, result
 from .._op import composite
 from ..creation import asarray
 from ..errors import ShapeError
@@ -61,6 +63,8 @@ def lexsort(keys: Any, /, axis: int = -1) -> Array:
     found = [asarray(k) for k in keys]
     if not found:
         raise ShapeError("[lexsort] needs at least one key")
+    if (plain := buffers(found)) is not None and max(b.dtype.num for b in plain) < FIRST_USER_DTYPE:
+        return result(np.lexsort(plain, axis))
     order = argsort(found[0], axis=axis)
     for key in found[1:]:
         order = take_along_axis(order, argsort(take_along_axis(key, order, axis=axis), axis=axis), axis=axis)
