@@ -13,6 +13,7 @@ from ._direct import HALF, buffers, result
 from ._dispatch import has_history
 from ._op import composite
 from ._wide import in_float32
+from .dtypes import result_type
 from .errors import ShapeError
 from .pieces import mapped
 
@@ -110,7 +111,7 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     before = {"full": m - 1, "same": m - 1 - (m - 1) // 2, "valid": 0}[mode]
     after = {"full": m - 1, "same": (m - 1) // 2, "valid": 0}[mode]
     count = n + before + after - m + 1
-    if (both := buffers((a, v))) is not None and np.result_type(*both).num < HALF:
+    if (both := buffers((a, v))) is not None and result_type(*both).num < HALF:
         return result(np.convolve(*both, mode))
     windows = np.arange(count)[:, None] + np.arange(m)
     # (Beside the ends nothing counts: zeros there would make NaN of what is infinite in the shorter one.)

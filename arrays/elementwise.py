@@ -5,6 +5,7 @@ Each line of the tables is one op: its name, the function of NumPy/CuPy (or ours
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ _NUMBERS = (float, int)
 # ----- making ops and functions ---------------------------------------------------------------------------------------
 
 
+spelled: Any = None
+"""What is called with the name of a function, itself, its arguments and keywords that it lacks; ``numpy_keywords`` puts it here."""
+
+
 def _function(op: Op, doc: str) -> Callable[..., Any]:
     """The public function of an elementwise op: positional operands, nothing else.
 
@@ -37,7 +42,9 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
     compute = op.numpy
     if len(op.operands) == 1:
 
-        def fn(x: Any, /) -> Array:
+        def fn(x: Any, /, **numpys: Any) -> Array:
+            if numpys:
+                return spelled(op.name, fn, (x,), numpys)
             buf = getattr(x, "_buf", None)
             if type(buf) is _ndarray:
                 try:
@@ -52,7 +59,9 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
             return apply(op, (x,), NO_PARAMS)
     else:
 
-        def fn(x1: Any, x2: Any, /) -> Array:
+        def fn(x1: Any, x2: Any, /, **numpys: Any) -> Array:
+            if numpys:
+                return spelled(op.name, fn, (x1, x2), numpys)
             buf1, buf2 = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
             if type(buf1) is _ndarray and type(buf2) is _ndarray:
                 try:
@@ -67,6 +76,8 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
             return apply(op, (x1, x2), NO_PARAMS)
 
     fn.__name__ = fn.__qualname__ = op.name
+    shown = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    fn.__signature__ = inspect.Signature(shown, return_annotation="Array")  # type: ignore[attr-defined]
     call, shown = EXAMPLES[op.name]
     how = (
         "Element by element."

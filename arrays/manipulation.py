@@ -14,7 +14,7 @@ from . import _infer
 from ._direct import REFUSED, buffer, buffers, result
 from ._dispatch import apply, as_array, wrap
 from ._op import Op
-from .dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype
+from .dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from .elementwise import ASTYPE, clip
 from .errors import DTypeError, ShapeError
 from .program import ShapeDtype
@@ -65,7 +65,7 @@ def _infer_concat(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
                 f"[concat] shapes may differ along axis {axis} only: {', '.join(str(x.shape) for x in args)}"
             )
     total = sum(a.shape[axis] for a in args)
-    return ShapeDtype((*first[:axis], total, *first[axis + 1 :]), np.result_type(*(a.dtype for a in args)))
+    return ShapeDtype((*first[:axis], total, *first[axis + 1 :]), result_type(*(a.dtype for a in args)))
 
 
 RESHAPE = Op("reshape", ("x",), _reshape, _with_shape)

@@ -12,6 +12,7 @@ import numpy as np
 
 from ._direct import buffer
 from ._op import composite
+from .dtypes import result_type
 from .pieces import mapped
 
 if TYPE_CHECKING:
@@ -120,12 +121,12 @@ def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Array:
 
     if isinstance(x1, int | float | complex) and not isinstance(x2, int | float | complex):
         x2 = asarray(x2)
-        x1 = asarray(x1, dtype=np.result_type(x2.dtype, x1))
+        x1 = asarray(x1, dtype=result_type(x2.dtype, x1))
     elif isinstance(x2, int | float | complex):
         x1 = asarray(x1)
-        x2 = asarray(x2, dtype=np.result_type(x1.dtype, x2))
+        x2 = asarray(x2, dtype=result_type(x1.dtype, x2))
     x1, x2 = asarray(x1), asarray(x2)
-    dtype = np.result_type(x1.dtype, x2.dtype)
+    dtype = result_type(x1.dtype, x2.dtype)
     if dtype.kind != "f" or not (x1.dtype.kind in "iu" and x2.dtype.kind in "iu"):
         # (In floats, which uint64 and signed integers give together, neighbours would be equal.)
         x2 = astype(x2, dtype, copy=False)

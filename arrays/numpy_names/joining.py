@@ -251,10 +251,10 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
         values = moveaxis(values, 0, axis)
         flat = np.repeat(flat, values.shape[axis])
     new = broadcast_to(values, (*rest[:axis], flat.size, *rest[axis:]))
-    if (plain := buffers((x, values))) is not None:
-        return result(
-            np.insert(plain[0], places, np.moveaxis(plain[1], axis, 0) if places.ndim == 0 else plain[1], axis)
-        )
+    if (plain := buffers((x, new))) is not None:
+        buf, put = plain
+        one = places.ndim == 0
+        return result(np.insert(buf, int(places) if one else flat, np.moveaxis(put, axis, 0) if one else put, axis))
     order = np.argsort(flat, kind="stable")
     at = flat.copy()
     at[order] += np.arange(flat.size)

@@ -12,6 +12,7 @@ from .._core import FIRST_USER_DTYPE
 from .._direct import buffers, result
 from .._op import composite
 from ..creation import asarray
+from ..dtypes import result_type
 from ..errors import ShapeError
 from ..manipulation import concat
 from ..sorting import _flat, argsort, sort
@@ -111,7 +112,7 @@ def intersect1d(x: Any, y: Any, /) -> Array:
     Array([2])
     """
     found, y = unique(x), asarray(y)
-    return found[sets.isin(found, y)].astype(np.result_type(found.dtype, y.dtype))
+    return found[sets.isin(found, y)].astype(result_type(found.dtype, y.dtype))
 
 
 def setdiff1d(x: Any, y: Any, /) -> Array:
