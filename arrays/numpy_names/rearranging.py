@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .. import _infer, linalg
 from .._op import composite
-from ..creation import asarray
+from ..creation import asarray, beside, zeros
 from ..curves import diag
 from ..errors import ShapeError
-from ..manipulation import flip, moveaxis, permute_dims, reshape
+from ..manipulation import flip, moveaxis, permute_dims, reshape, tile
+from ..searching import nonzero
 
 if TYPE_CHECKING:
     from .._array import Array
@@ -172,3 +176,59 @@ def diagflat(x: Any, /, k: int = 0) -> Array:
            [0, 2]])
     """
     return diag(ravel(x), k)
+
+
+def rollaxis(x: Any, axis: int, /, start: int = 0) -> Array:
+    """The dimension ``axis`` moved to stand before the one that is now at ``start``; :func:`moveaxis` says where it comes to stand.
+
+    >>> import meshtape as mt
+    >>> mt.rollaxis(mt.ones((2, 3, 4)), 2).shape
+    (4, 2, 3)
+    """
+    x = asarray(x)
+    axis = _infer.one_axis("rollaxis", axis, x.ndim)
+    before = start + x.ndim if start < 0 else start
+    if not 0 <= before <= x.ndim:
+        raise ShapeError(
+            f"[rollaxis] start {start} is not between {-x.ndim} and {x.ndim}, for an array of shape {x.shape}"
+        )
+    return moveaxis(x, axis, before - (axis < before))
+
+
+@composite("resize")
+def resize(x: Any, shape: int | Sequence[int], /) -> Array:
+    """The elements in C order as an array of another shape: repeated from the first on, or cut off. Zeros where there are none.
+
+    >>> import meshtape as mt
+    >>> mt.resize(mt.asarray([1, 2, 3]), (2, 2))
+    Array([[1, 2],
+           [3, 1]])
+    """
+    flat = ravel(x)
+    shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    if any(n < 0 for n in shape):
+        raise ShapeError(f"[resize] lengths must not be negative, got {shape}")
+    size = math.prod(shape)
+    if not flat.size:
+        return zeros(shape, dtype=flat.dtype, device=beside(flat))
+    return reshape(tile(flat, -(-size // flat.size))[:size], shape)
+
+
+def trim_zeros(x: Any, /, trim: str = "fb") -> Array:
+    """A vector without the zeros before its first (``"f"``) and behind its last (``"b"``) element that is none.
+
+    How many there are must be known: inside ``mt.compile`` this raises.
+
+    >>> import meshtape as mt
+    >>> mt.trim_zeros(mt.asarray([0, 1, 0, 2, 0]))
+    Array([1, 0, 2])
+    """
+    x, trim = asarray(x), trim.lower()
+    if x.ndim != 1:
+        raise ShapeError(f"[trim_zeros] takes a vector, got shape {x.shape}")
+    if trim not in ("f", "b", "fb", "bf"):
+        raise ValueError(f"[trim_zeros] trim must be 'f', 'b' or 'fb', got {trim!r}")
+    places = np.asarray(nonzero(x)[0])
+    if not places.size:
+        return x[:0]
+    return x[places[0] if "f" in trim else 0 : places[-1] + 1 if "b" in trim else x.size]

@@ -20,9 +20,9 @@ from ..cumulative import cumulative_prod, cumulative_sum
 from ..dtypes import real_of, result_type
 from ..elementwise import clip, conj, floor, floor_divide, isnan, real, remainder, sqrt, where
 from ..errors import DTypeError, ShapeError
-from ..manipulation import broadcast_to, concat, moveaxis, permute_dims, reshape
+from ..manipulation import broadcast_to, concat, moveaxis, reshape
 from ..products import matmul
-from ..quantiles import between, quantile
+from ..quantiles import between, quantile, weights_of
 from ..reductions import all, argmax, argmin, max, mean, min, sum
 from ..searching import searchsorted, take_along_axis
 from ..sorting import sort
@@ -91,15 +91,7 @@ def average(
 
 @in_float32
 def _weighted(x: Array, axis: Axis, w: Array, returned: bool, keepdims: bool) -> Any:
-    if w.shape != x.shape:
-        axes = _infer.normalize_axis("average", axis, x.ndim)
-        given = [a % x.ndim for a in (axis if isinstance(axis, Sequence) else axes)]
-        if axis is None or w.shape != tuple(x.shape[a] for a in given):
-            raise ShapeError(
-                f"[average] weights of shape {w.shape} do not fit an array of shape {x.shape} along axis {axis}"
-            )
-        w = permute_dims(w, [given.index(a) for a in axes])
-        w = reshape(w, _infer.reduced_shape(x.shape, tuple(set(range(x.ndim)) - set(axes)), True))
+    w = weights_of("average", x, axis, w)
     # As NumPy: what is short of a float is counted in float64, before anything is multiplied.
     dtype = result_type(x.dtype, w.dtype, *([np.float64] if x.dtype.kind in "biu" else []))
     total = sum(broadcast_to(w, x.shape), axis=axis, keepdims=keepdims, dtype=dtype)
