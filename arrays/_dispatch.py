@@ -275,7 +275,7 @@ def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Ex
     """
     if isinstance(error, MeshtapeError) and not isinstance(error, MemoryError):
         return
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or "array is too big" in str(error):
         raise OutOfMemory(f"[{op.name}] {error} (of {', '.join(map(str, argument_avals(args)))})") from None
     avals = argument_avals(args)
     try:

@@ -31,6 +31,10 @@ class DTypeError(MeshtapeError, TypeError):
     """A dtype is unknown or does not fit the operation."""
 
 
+class ArgumentError(MeshtapeError, ValueError, TypeError):
+    """An argument makes no sense: a length of 2.5, a step of zero, a text for a number; shows the call."""
+
+
 class NumPyFunctionError(MeshtapeError, TypeError):
     """A function of NumPy has no counterpart here for such an array, or its counterpart lacks an argument; says what to write."""
 

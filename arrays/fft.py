@@ -17,7 +17,7 @@ from ._dispatch import apply
 from ._op import Op, composite
 from ._wide import in_float32
 from .dtypes import as_dtype
-from .errors import DTypeError, ShapeError
+from .errors import ArgumentError, DTypeError, ShapeError
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -341,6 +341,8 @@ irfft2 = _of_two("irfft2", irfftn, "(2, 6)")
 def _frequencies(name: str, numbers: np.ndarray, n: int, d: float, dtype: Any, where: Any) -> Array:
     from .creation import asarray
 
+    if n < 1 or not d:
+        raise ArgumentError(f"[{name}] needs samples that are apart, got n={n}, d={d}")
     dtype = as_dtype(np.float64 if dtype is None else dtype, name)
     if dtype.kind in "biuc":
         raise DTypeError(f"[{name}] frequencies are real floating, got {dtype.name}")

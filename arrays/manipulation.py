@@ -151,7 +151,10 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, 
                 return wrap(out)
     x = as_array(x)
     several = type(shape) is tuple or isinstance(shape, Sequence)
-    wanted = tuple(map(operator.index, shape)) if several else (operator.index(shape),)
+    try:
+        wanted = tuple(map(operator.index, shape)) if several else (operator.index(shape),)
+    except TypeError:
+        raise ShapeError(f"[reshape] a shape is an integer or a tuple of them, got {shape!r}") from None
     full, size = wanted, x.size
     if -1 in wanted:
         known = math.prod(n for n in wanted if n != -1)
@@ -236,7 +239,7 @@ def broadcast_to(x: Any, /, shape: int | Sequence[int]) -> Array:
         except REFUSED:
             pass
     x = as_array(x)
-    shape = tuple(map(operator.index, (shape,) if isinstance(shape, int | np.integer) else shape))
+    shape = _infer.as_shape("broadcast_to", shape)
     if _infer.broadcast_shapes(BROADCAST_TO, [x.shape, shape]) != shape:
         raise ShapeError(f"[broadcast_to] shape {x.shape} does not broadcast to {shape}")
     # Never x itself: a write to the result must not be seen through x.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +131,7 @@ def _pieces(name: str, x: Any, where: int | Sequence[int], axis: int, uneven: bo
         ends = np.cumsum([each + (i < longer) for i in range(int(where))]).tolist()
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
     else:
-        cuts = [int(w) for w in where]
+        cuts = [operator.index(w) for w in where]
         bounds = list(zip([0, *cuts], [*cuts, length], strict=True))
     lead = (slice(None),) * axis
     return [x[(*lead, slice(a, b))] for a, b in bounds]

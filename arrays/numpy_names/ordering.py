@@ -13,7 +13,7 @@ from .._direct import buffers, result
 from .._op import composite
 from ..creation import asarray
 from ..dtypes import result_type
-from ..errors import ShapeError
+from ..errors import ArgumentError, ShapeError
 from ..manipulation import concat
 from ..sorting import _flat, argsort, sort
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
     x, axis = _flat(x, axis)
-    for k in np.atleast_1d(kth):
+    for k in [kth] if np.ndim(kth) == 0 else kth:  # type: ignore[union-attr]
+        if isinstance(k, float):
+            raise ArgumentError(f"[{name}] places are integers, got {k}")
         if not -x.shape[axis] <= k < x.shape[axis]:
             raise ShapeError(f"[{name}] there is no {k}-th element along an axis of length {x.shape[axis]}")
     return x, axis

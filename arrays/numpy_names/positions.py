@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import _infer
 from .._dispatch import Deferred
 from ..creation import asarray
 from ..errors import ShapeError
@@ -28,7 +29,7 @@ def indices(dimensions: Sequence[int], /, dtype: Any = int) -> Array:
            [[0, 1],
             [0, 1]]])
     """
-    return asarray(np.indices(tuple(dimensions))).astype(dtype)
+    return asarray(np.indices(_infer.as_shape("indices", dimensions))).astype(dtype)
 
 
 def ix_(*vectors: Any) -> tuple[Array, ...]:

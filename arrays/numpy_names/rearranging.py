@@ -205,9 +205,7 @@ def resize(x: Any, shape: int | Sequence[int], /) -> Array:
            [3, 1]])
     """
     flat = ravel(x)
-    shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-    if any(n < 0 for n in shape):
-        raise ShapeError(f"[resize] lengths must not be negative, got {shape}")
+    shape = _infer.as_shape("resize", shape)
     size = math.prod(shape)
     if not flat.size:
         return zeros(shape, dtype=flat.dtype, device=beside(flat))

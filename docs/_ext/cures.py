@@ -7,6 +7,7 @@ CURES = {
     "ShapeError": "Print the shapes that the message names; `reshape`, `broadcast_to`, or a `None` in an index makes dimensions fit.",
     "AxisError": "Count from 0, or from -1 backwards; `x.ndim` says how many there are.",
     "DTypeError": "Convert with `mt.astype`, or spell the name as in `float32` or `bfloat16`. Mixed kinds are not promoted silently.",
+    "ArgumentError": "Compare the call that the message shows with the signature: `help(mt.linspace)`. Lengths and counts are integers.",
     "NumPyAttributeError": "Write what the message names; `np.asarray(x)` gives NumPy the plain values of an array.",
     "NumPyFunctionError": "Use the function or argument that the message names; `np.asarray(x)` gives NumPy the plain values of an array.",
     "NumberRangeError": "Choose a wider dtype for the array, or a smaller number.",
