@@ -209,11 +209,13 @@ def _end(x: Array, axis: int, steps: tuple[Any, Any], order: int, direction: int
         i = i if direction > 0 else x.shape[axis] - 1 - i
         return x[(*(slice(None),) * axis, slice(i, i + 1))]
 
+    def between(i: int) -> Array:
+        """The difference of two neighbours, in the order in which they lie: a difference of nothing is 0.0 at either end."""
+        return at(i + 1) - at(i) if direction > 0 else at(i) - at(i + 1)
+
     h, k = steps
-    slope = (at(1) - at(0)) / h
-    if order == 2:
-        slope = slope + ((at(1) - at(0)) / h - (at(2) - at(1)) / k) * (h / (h + k))
-    return slope if direction > 0 else -slope
+    slope = between(0) / h
+    return slope + (between(0) / h - between(1) / k) * (h / (h + k)) if order == 2 else slope
 
 
 @composite("kron")

@@ -124,6 +124,21 @@ def _floor_divide(xp: Any, x: Any, y: Any) -> Any:
         return xp.where(far, xp.true_divide(x, y), quotient).astype(quotient.dtype, copy=False)
 
 
+def _round_to(xp: Any, x: Any, decimals: Any) -> Any:
+    n = int(decimals)
+    if x.dtype.kind in "biu":
+        return xp.round(x, n)
+    if x.dtype.kind == "c":
+        out = xp.empty(x.shape, x.dtype)
+        out.real, out.imag = _round_to(xp, x.real, n), _round_to(xp, x.imag, n)
+        return out
+    if abs(n) > 308:  # beyond the digits of any float
+        return x if n > 0 else xp.where(xp.isfinite(x), x * 0, x)
+    with np.errstate(over="ignore"):
+        out = xp.round(x.astype(np.float32) if x.dtype.itemsize <= 2 else x, n).astype(x.dtype, copy=False)
+    return xp.where(xp.isfinite(out), out, x) if n > 0 else out  # what is too large to be scaled has no digits there
+
+
 def all_integers(*operands: Any) -> bool:
     """Whether no operand (buffer or Python number) is floating."""
     return all(isinstance(a, int) if not hasattr(a, "dtype") else a.dtype.kind in "biu" for a in operands)
@@ -261,6 +276,7 @@ CEIL, ceil = _unary("ceil", "Rounded towards plus infinity.", nograd=_STEP)
 TRUNC, trunc = _unary("trunc", "Rounded towards zero.", nograd=_STEP)
 RINT, rint = _unary("rint", "Rounded to the nearest integer, halves to even, as a floating-point number.", nograd=_STEP)
 HEAVISIDE, heaviside = _binary("heaviside", "0 below zero, 1 above, ``x2`` there.")
+ROUND_TO, round_to = _binary("round_to", "Rounded to so many digits behind the point.", _round_to, nograd=_STEP)
 ROUND, round = _unary("round", "Rounded to the nearest integer, halves to even.", nograd=_STEP)
 CONJ, conj = _unary("conj", "Complex conjugate; real numbers are their own.", _conj)
 REAL, real = _unary("real", "Real part.")

@@ -77,7 +77,6 @@ from .rearranging import (
     swapaxes,
     trace,
     transpose,
-    trim_zeros,
 )
 from .selecting import compress, extract, piecewise, select
 from .signals import bartlett, blackman, correlate, ediff1d, hamming, hanning, kaiser, trapezoid

@@ -29,16 +29,8 @@ def round(x: Any, /, decimals: int = 0) -> Array:
     """
     if decimals == 0:
         return ew.round(x)
-    return _round(asarray(x), decimals)
-
-
-@composite("round")
-def _round(x: Array, decimals: int) -> Array:
-    if x.dtype.kind in "biu" and decimals > 0:
-        return x
-    scale = 10.0 ** abs(decimals)
-    out = ew.round(x * scale) / scale if decimals > 0 else ew.round(x / scale) * scale
-    return out.astype(x.dtype)
+    x = asarray(x)
+    return x if x.dtype.kind in "biu" and decimals > 0 else ew.round_to(x, int(decimals))
 
 
 def _floating(x: Any) -> Array:

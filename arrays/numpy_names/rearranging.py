@@ -6,15 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .. import _infer, linalg
 from .._op import composite
 from ..creation import asarray, beside, zeros
 from ..curves import diag
 from ..errors import ShapeError
 from ..manipulation import flip, moveaxis, permute_dims, reshape, tile
-from ..searching import nonzero
 
 if TYPE_CHECKING:
     from .._array import Array
@@ -210,23 +207,3 @@ def resize(x: Any, shape: int | Sequence[int], /) -> Array:
     if not flat.size:
         return zeros(shape, dtype=flat.dtype, device=beside(flat))
     return reshape(tile(flat, -(-size // flat.size))[:size], shape)
-
-
-def trim_zeros(x: Any, /, trim: str = "fb") -> Array:
-    """A vector without the zeros before its first (``"f"``) and behind its last (``"b"``) element that is none.
-
-    How many there are must be known: inside ``mt.compile`` this raises.
-
-    >>> import meshtape as mt
-    >>> mt.trim_zeros(mt.asarray([0, 1, 0, 2, 0]))
-    Array([1, 0, 2])
-    """
-    x, trim = asarray(x), trim.lower()
-    if x.ndim != 1:
-        raise ShapeError(f"[trim_zeros] takes a vector, got shape {x.shape}")
-    if trim not in ("f", "b", "fb", "bf"):
-        raise ValueError(f"[trim_zeros] trim must be 'f', 'b' or 'fb', got {trim!r}")
-    places = np.asarray(nonzero(x)[0])
-    if not places.size:
-        return x[:0]
-    return x[places[0] if "f" in trim else 0 : places[-1] + 1 if "b" in trim else x.size]

@@ -76,7 +76,8 @@ def average(
 ) -> Any:
     """The mean, each element counted by its weight: an array of the shape of ``x``, or of that of the dimensions ``axis``.
 
-    With ``returned`` the sum of the weights too. Raises `ZeroDivisionError` where they add up to zero.
+    With ``returned`` the sum of the weights too. Raises `ZeroDivisionError` where they add up to zero. Inside a compiled function, and of
+    arrays that are split, values are not known: there the mean is NaN.
 
     >>> import meshtape as mt
     >>> mt.average(mt.asarray([1.0, 4.0]), weights=[2, 1])
@@ -95,7 +96,9 @@ def _weighted(x: Array, axis: Axis, w: Array, returned: bool, keepdims: bool) ->
     # As NumPy: what is short of a float is counted in float64, before anything is multiplied.
     dtype = result_type(x.dtype, w.dtype, *([np.float64] if x.dtype.kind in "biu" else []))
     total = sum(broadcast_to(w, x.shape), axis=axis, keepdims=keepdims, dtype=dtype)
-    if not isinstance(total._buf, Deferred) and bool((total == 0).any()):
+    if isinstance(total._buf, Deferred):
+        total = where(total == 0, np.nan, total)
+    elif bool((total == 0).any()):
         raise ZeroDivisionError("[average] the weights add up to zero")
     axes = _infer.normalize_axis("average", axis, x.ndim)
     if (buf := pieces.large(x)) is not None and (v := buffer(w)) is not None:

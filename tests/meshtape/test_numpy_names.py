@@ -21,7 +21,6 @@ I = rng.integers(-5, 9, size=(4, 6))
 CUBE = rng.normal(size=(2, 3, 4))
 SQUARE = rng.normal(size=(5, 5)) + 3 * np.eye(5)
 HOLED = np.where(rng.random((4, 6)) < 0.3, np.nan, A)
-TRIMMED = np.array([0, 1, 0, 2, 0])
 AWKWARD = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 2.5, -2.5, 0.5])
 
 
@@ -151,7 +150,6 @@ CALLS = [
     *(Call("rollaxis", CUBE, axis, start) for axis in (0, 1, -1) for start in (0, 1, 3, -1)),
     *(Call("resize", A, shape) for shape in ((2, 3), (5, 7), 30, (3, 0), ())),
     Call("resize", A[:0], (2, 2), only="c"),
-    *(Call("trim_zeros", x, trim, only="") for x in (TRIMMED, TRIMMED[:1], TRIMMED[1:2]) for trim in ("fb", "f", "b")),
     *(Call(n, SQUARE, only="cs") for n in ("diag_indices_from", "tril_indices_from", "triu_indices_from")),
     Call("tril_indices_from", A, 1, only="c"),
     # weighted quantiles
