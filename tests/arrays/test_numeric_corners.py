@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import special
 
 import meshtape as mt
 
@@ -178,3 +179,35 @@ def test_linspace_has_the_dtype_of_its_ends(dtype):
 
 
 # ----- tails of gelu --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gelu_and_its_derivatives_keep_their_digits_in_the_tail(dtype):
+    x = np.array([-0.5, -2.0, -3.0, -4.0, -5.0, -6.0, -7.5, -9.0, -11.0]).astype(dtype)
+    x = np.append(x, -36.0) if dtype == "float64" else x
+    wide = x.astype(np.float64)
+    density, cdf = np.exp(-wide * wide / 2) / np.sqrt(2 * np.pi), np.exp(special.log_ndtr(wide))
+    eps = np.finfo(dtype).eps * (8 if dtype == "float32" else 2000)  # what the exponential of -650 loses
+
+    def slope(x: Any) -> Any:
+        return mt.grad(lambda x: mt.nn.gelu(x).sum())(x)
+
+    for fn, want in (
+        (mt.nn.gelu, wide * cdf),
+        (slope, cdf + wide * density),
+        (lambda x: mt.grad(lambda x: slope(x).sum())(x), (2 - wide * wide) * density),
+    ):
+        for got in everywhere(fn, x):
+            assert got.dtype == x.dtype
+            np.testing.assert_allclose(got, want, rtol=eps)
+
+
+def test_gelu_far_out():
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        x = mt.asarray([np.inf, -np.inf, np.nan, 1e4, -1e4, 0.0]).astype(dtype)
+        np.testing.assert_array_equal(
+            np.asarray(mt.nn.gelu(x).astype(mt.float64)),
+            np.asarray(mt.stack([x[0], -0.0 * x[5], x[2], x[3], x[5], x[5]]).astype(mt.float64)),
+        )
+        slopes = np.asarray(mt.grad(lambda x: mt.nn.gelu(x).sum())(x).astype(mt.float64))
+        np.testing.assert_array_equal(slopes, [1, 0, np.nan, 1, 0, 0.5])
