@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as _np
 
-from . import errors, fft, linalg, nn, numpy_protocol, random, tree
+from . import errors, fft, linalg, nn, numpy_keywords, numpy_protocol, random, tree
 from ._array import Array
 from ._op import OPS, Op
 from .batch_norms import batch_norm
@@ -184,6 +184,7 @@ from .tree import tree_map
 from .waits import host_waits, index_checks
 
 numpy_protocol.add_methods()
+numpy_keywords.add_keywords()
 
 lib = _np.lib  # whose sliding_window_view xarray looks for in the namespace of an array; it hands its call over
 e = _np.e

@@ -20,7 +20,7 @@ from . import elementwise as ew
 from . import index_keys, indexing, manipulation, products, waits
 from ._backends import backend_of
 from ._core import Value
-from ._dispatch import Deferred, apply, refuse_history, refuse_watched, register_array_type, wrap
+from ._dispatch import Deferred, apply, record, refuse_history, refuse_watched, register_array_type, wrap
 from ._dlpack import read_only
 from ._methods import Methods
 from ._op import not_recording, state
@@ -40,10 +40,8 @@ _ids = itertools.count(1)
 
 _REAL_NUMBERS = frozenset({bool, int, float})
 
-
 # Holders of a buffer that only one Array has: its slot, a local name, and the argument of getrefcount.
 _SOLE_HOLDER = 3
-
 
 # Their functions ask a parameter for its number, of which the user has then said nothing, as he has with `float(x)`.
 _NUMBER_TAKERS = ("numpy", "scipy")
@@ -292,15 +290,22 @@ class Array(Value, Methods, Protocols):
 
     __getitem__ = indexing.getitem
 
-    def _write(self, put: Callable[[np.ndarray], None]) -> None:
-        """Have ``put`` write to the buffer of this Array alone, copied first where anybody else holds it. (Of NumPy memory.)"""
+    def _write(self, put: Callable[[np.ndarray], None], value: Any = None, *key: Any) -> None:
+        """Have ``put`` write to the buffer of this Array alone, copied first where anybody else holds it. (Of NumPy memory.) Tapes are
+        then shown a write of ``value`` at ``key``: a template, and index arrays."""
         mine = None
         while mine is None:
             buf = settled(self)
             mine = take(self, buf)
         try:
             put(mine)
-            self._id = 0  # another value from here on: tapes that know the former one do not mistake this one for it
+            # Another value from here on: tapes that know the former one do not mistake this one for it.
+            before, self._id = self._id, 0
+            if state.now.recorders:
+                x, new = wrap(mine), wrap(mine)
+                x._id = before
+                record(indexing.INDEX_SET, (x, value, *key[1:]), (), new, {"template": key[0]})
+                self._id = new._id
         finally:
             self._buf = mine
 
@@ -344,14 +349,14 @@ class Array(Value, Methods, Protocols):
                 return
             if mask is not None and type(mask._buf) is np.ndarray and not hasattr(value, "device"):
                 indexing.check_value_dtype("setitem", value, self.dtype)
-                chosen = mask._buf
-                self._write(lambda buf: buf.__setitem__(chosen, value))
+                self._write(lambda buf: buf.__setitem__(mask._buf, value))
                 return
         template, arrays = index_keys.parse(self, key)
         target = index_keys.result_shape(template, self.shape, [a.shape for a in arrays])
         indexing.check_value_shape("setitem", value.shape if isinstance(value, Array) else (), target)
         indexing.check_value_dtype("setitem", value, self.dtype)
-        if state.recorders or any(
+        keeping = any(not getattr(r, "keeps_no_operand", False) for r in state.recorders)
+        if keeping or any(
             isinstance(a, Array) and not isinstance(settled(a), np.ndarray) for a in (self, value, *arrays)
         ):
             new = apply(indexing.INDEX_SET, (self, value, *arrays), {"template": template})
@@ -361,7 +366,7 @@ class Array(Value, Methods, Protocols):
         if isinstance(source, np.ndarray) and np.may_share_memory(source, settled(self)):
             source = source.copy()  # NumPy reads what it has just written where the two overlap
         key_arrays = [settled(a) for a in arrays]
-        self._write(lambda buf: indexing.write(np, buf, source, template, key_arrays))
+        self._write(lambda buf: indexing.write(np, buf, source, template, key_arrays), value, template, *arrays)
 
     # ----- operators --------------------------------------------------------------------------------------------------
 

@@ -275,7 +275,7 @@ def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Ex
     """
     if isinstance(error, MeshtapeError) and not isinstance(error, MemoryError):
         return
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or "array is too big" in str(error):
         raise OutOfMemory(f"[{op.name}] {error} (of {', '.join(map(str, argument_avals(args)))})") from None
     avals = argument_avals(args)
     try:
@@ -284,6 +284,9 @@ def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Ex
         raise ours from None
     except (ValueError, TypeError, OverflowError):
         pass  # the rule asks the backend for the dtype, which answers with the same error
+    if isinstance(error, np.exceptions.DTypePromotionError):
+        names = " and ".join(dict.fromkeys(a.dtype.name for a in avals if hasattr(a, "dtype")))
+        raise DTypeError(f"[{op.name}] {names} give no dtype together: cast one of them with astype") from None
     text = f"[{op.name}] {error} (of {', '.join(map(str, avals))})"
     if isinstance(error, np.linalg.LinAlgError):
         raise LinAlgError(text) from None

@@ -10,6 +10,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "floor_divide": ("mt.floor_divide(mt.asarray([7, -7]), 2)", "Array([ 3, -4])"),
     "fmod": ("mt.fmod(mt.asarray([-3.0, 3.0]), 2.0)", "Array([-1.,  1.], dtype=float64)"),
     "ldexp": ("mt.ldexp(mt.asarray([1.0, 3.0]), 2)", "Array([ 4., 12.], dtype=float64)"),
+    "round_to": ("mt.round(mt.asarray([1.25, -13.0]), 1)", "Array([  1.2, -13. ], dtype=float64)"),
     "remainder": ("mt.remainder(mt.asarray([7, -7]), 3)", "Array([1, 2])"),
     "pow": ("mt.pow(mt.asarray([2, 3]), 2)", "Array([4, 9])"),
     "negative": ("mt.negative(mt.asarray([1, -2]))", "Array([-1,  2])"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ def as_shape(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     try:
         if type(shape) is int:
             full: tuple[int, ...] = (shape,)
-        elif type(shape) is tuple or isinstance(shape, Iterable):
+        elif type(shape) is tuple or (isinstance(shape, Iterable) and not isinstance(shape, Set | Mapping)):
             full = tuple(map(operator.index, shape))
         else:
             full = (operator.index(shape),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from ._array import Array
 
 _API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
+
+_KINDS_FOR_PANDAS = {"is_bool_indexer": "extension", "convert_to_list_like": "extension", "length_of_indexer": "index"}
+"""What functions of ``pandas.core`` are told, by their names."""
 
 
 class Protocols:
@@ -42,6 +46,18 @@ class Protocols:
         if api_version not in (None, *_API_VERSIONS):
             raise ValueError(f"unknown version {api_version!r} of the array API: {', '.join(_API_VERSIONS)} are served")
         return namespace
+
+    @property
+    def _typ(self) -> str:
+        """How pandas asks an object for its kind. An Array is none of these, but where pandas would read it as a list of labels it
+        stands for the array of NumPy that it can become: its elements are then asked for by ``__array__``. One with a history is refused."""
+        refuse_watched("pandas", self)  # which goes through the elements one by one where it makes no array of them
+        if getattr(self._buf, "traced", False):
+            self._concrete()
+        asked: Any = sys._getframe(1)
+        for _ in range(2):  # the two functions of pandas in which `isinstance` asks
+            asked = asked and asked.f_back
+        return _KINDS_FOR_PANDAS.get(asked.f_code.co_name, "") if asked else ""
 
     def __dlpack__(
         self: Array,

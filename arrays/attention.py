@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ._op import composite
+from .dtypes import result_type
 from .errors import DTypeError, ShapeError
 from .norms import _wide
 
@@ -74,7 +73,7 @@ def scaled_dot_product_attention(
         if q.shape[-3] % k.shape[-3]:
             raise ShapeError(f"{name} {q.shape[-3]} heads of the query for {k.shape[-3]} of key and value")
         k, v = (repeat(x, q.shape[-3] // k.shape[-3], axis=-3) for x in (k, v))
-    dtype = np.result_type(q.dtype, k.dtype, v.dtype)
+    dtype = result_type(q.dtype, k.dtype, v.dtype)
     q, k, v = (astype(x, _wide(x.dtype), copy=False) for x in (q, k, v))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = matmul(q * scale, matrix_transpose(k))

@@ -16,6 +16,7 @@ import numpy as np
 from ._dispatch import apply
 from ._op import Op, composite
 from ._wide import in_float32
+from .dtypes import result_type
 from .errors import DTypeError, ShapeError
 from .program import ShapeDtype
 from .reductions import _is_low_precision
@@ -98,19 +99,19 @@ def _conv_kernel(xp: Any, g: Any, x: Any, kernel: Ints, stride: Ints, dilation: 
 def _infer_conv(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     x, w = args
     out = _out_shape(x.shape[2:], w.shape[2:], params["stride"], params["dilation"])
-    return ShapeDtype((x.shape[0], w.shape[0], *out), np.result_type(x.dtype, w.dtype))
+    return ShapeDtype((x.shape[0], w.shape[0], *out), result_type(x.dtype, w.dtype))
 
 
 def _infer_image(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     g, w = args
     shape = (g.shape[0], params["groups"] * w.shape[1], *params["image"])
-    return ShapeDtype(shape, np.result_type(g.dtype, w.dtype))
+    return ShapeDtype(shape, result_type(g.dtype, w.dtype))
 
 
 def _infer_kernel(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     g, x = args
     shape = (g.shape[1], x.shape[1] // params["groups"], *params["kernel"])
-    return ShapeDtype(shape, np.result_type(g.dtype, x.dtype))
+    return ShapeDtype(shape, result_type(g.dtype, x.dtype))
 
 
 CONV = Op("conv", ("x", "w"), _conv, _infer_conv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,13 +11,14 @@ import numpy as np
 
 from ._array import Array
 from ._backends import backend_for
+from ._core import FIRST_USER_DTYPE
 from ._dispatch import Deferred, NotNumbers, has_history, made, number, refuse_history, wrap
 from ._dlpack import read
 from ._infer import as_shape
 from ._op import state
 from .devices import CPU, Device, default_device, device
-from .dtypes import OWN, as_dtype, check_cast, float64
-from .errors import DTypeError, NumberRangeError, OutOfMemory, ShapeError
+from .dtypes import OWN, as_dtype, check_cast, float64, result_type
+from .errors import ArgumentError, DTypeError, NumberRangeError, OutOfMemory, ShapeError
 from .nested import holds_history, ramp, repeated, stacked
 from .number_ranges import check_numbers, plain
 from .pool import copied
@@ -291,7 +293,15 @@ def arange(
         start, stop = 0, start
     for v in (start, stop, step):
         refuse_history("arange", v, "write start + step * mt.arange(n)")
-    return _place(np.arange(start, stop, step, None if dtype is None else as_dtype(dtype, "arange")), device)
+        if v is None or np.iscomplexobj(v):
+            raise ArgumentError(f"[arange] counts in real numbers, got {v!r}")
+    if not step:
+        raise ArgumentError(f"[arange] a step of zero from {start} comes nowhere: write mt.full(n, {start})")
+    wanted = None if dtype is None else as_dtype(dtype, "arange")
+    out = np.arange(start, stop, step, wanted)
+    if out.size and wanted is not None and wanted.kind in "iu":  # NumPy counts on around the end
+        check_numbers("arange", int(start + (out.size - 1) * step), wanted)
+    return _place(out, device)
 
 
 def linspace(
@@ -311,6 +321,11 @@ def linspace(
     Array([0.  , 0.25, 0.5 , 0.75, 1.  ], dtype=float64)
     """
     wanted = None if dtype is None else as_dtype(dtype, "linspace")
+    for v in (start, stop):
+        if wanted is not None and isinstance(v, int | float):
+            check_numbers("linspace", math.floor(v) if math.isfinite(v) and wanted.kind in "iu" else v, wanted)
+    if wanted is None and any(getattr(getattr(v, "dtype", None), "num", 0) >= FIRST_USER_DTYPE for v in (start, stop)):
+        wanted = result_type(start, stop)
     if has_history(start) or has_history(stop):
         return asarray(ramp(start, stop, num, endpoint, wanted), device=device)
     start, stop = (np.asarray(v) if isinstance(v, Array) else _real(v) for v in (start, stop))

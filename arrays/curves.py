@@ -13,7 +13,9 @@ from ._direct import HALF, buffers, result
 from ._dispatch import has_history
 from ._op import composite
 from ._wide import in_float32
+from .dtypes import result_type
 from .errors import ShapeError
+from .pieces import mapped
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -42,9 +44,7 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
     Array([15., 20.], dtype=float64)
     """
     from .creation import inexact, ordered
-    from .elementwise import clip, isfinite, isinf, isnan, where
     from .manipulation import concat
-    from .searching import searchsorted, take
     from .sorting import argsort
 
     x, xp, fp = inexact(ordered("interp", x)), inexact(ordered("interp", xp)), inexact(fp)
@@ -54,12 +54,19 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
         if not period:
             raise ValueError("[interp] the period must not be zero")
         period, left, right = math.fabs(period), None, None
-        x, xp = x % period, xp % period
+        xp = xp % period
         order = argsort(xp)
         xp, fp = xp[order], fp[order]
         xp = concat([xp[-1:] - period, xp, xp[:1] + period])
         fp = concat([fp[-1:], fp, fp[:1]])
-    first, last = fp[0] if left is None else left, fp[-1] if right is None else right
+    ends = fp[0] if left is None else left, fp[-1] if right is None else right
+    return mapped(lambda x: _read_between(x if period is None else x % period, xp, fp, *ends), x)
+
+
+def _read_between(x: Array, xp: Array, fp: Array, first: Any, last: Any) -> Array:
+    from .elementwise import clip, isfinite, isinf, isnan, where
+    from .searching import searchsorted, take
+
     if xp.size == 1:
         inside: Any = fp[0]
     else:
@@ -104,9 +111,9 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     before = {"full": m - 1, "same": m - 1 - (m - 1) // 2, "valid": 0}[mode]
     after = {"full": m - 1, "same": (m - 1) // 2, "valid": 0}[mode]
     count = n + before + after - m + 1
-    windows = np.arange(count)[:, None] + np.arange(m)
-    if (both := buffers((a, v))) is not None and np.result_type(*both).num < HALF:
+    if (both := buffers((a, v))) is not None and result_type(*both).num < HALF:
         return result(np.convolve(*both, mode))
+    windows = np.arange(count)[:, None] + np.arange(m)
     # (Beside the ends nothing counts: zeros there would make NaN of what is infinite in the shorter one.)
     inside = (windows >= before) & (windows < n + before)
     terms = pad(a, ((before, after),))[windows] * flip(v)
@@ -202,11 +209,13 @@ def _end(x: Array, axis: int, steps: tuple[Any, Any], order: int, direction: int
         i = i if direction > 0 else x.shape[axis] - 1 - i
         return x[(*(slice(None),) * axis, slice(i, i + 1))]
 
+    def between(i: int) -> Array:
+        """The difference of two neighbours, in the order in which they lie: a difference of nothing is 0.0 at either end."""
+        return at(i + 1) - at(i) if direction > 0 else at(i) - at(i + 1)
+
     h, k = steps
-    slope = (at(1) - at(0)) / h
-    if order == 2:
-        slope = slope + ((at(1) - at(0)) / h - (at(2) - at(1)) / k) * (h / (h + k))
-    return slope if direction > 0 else -slope
+    slope = between(0) / h
+    return slope + (between(0) / h - between(1) / k) * (h / (h + k)) if order == 2 else slope
 
 
 @composite("kron")

@@ -18,6 +18,7 @@ from ._op import Op, composite
 from ._philox import draw
 from ._rows import wide as _wide
 from .creation import asarray, wrap_same
+from .dtypes import result_type
 from .errors import DTypeError
 from .kernels import philox as kernels
 from .kernels.launch import FLOATS, contiguous, runner
@@ -156,7 +157,7 @@ def dropout_add(x: Any, y: Any, rate: float, /, *, key: Any = None, training: bo
     """
     x, y = asarray(x), asarray(y)
     _check_rate("dropout_add", rate)
-    dtype = np.result_type(x.dtype, y.dtype)
+    dtype = result_type(x.dtype, y.dtype)
     if training and rate > 0:
         key, params = _prepared("dropout_add", x, rate, key)
         if x.shape == y.shape:

@@ -221,7 +221,11 @@ def result_type(*arrays_and_dtypes: Any) -> np.dtype:
     ]
     if not strong:
         return np.result_type(*numbers)
-    joined = np.result_type(*strong)
+    try:
+        joined = np.result_type(*strong)
+    except TypeError:
+        names = " and ".join(dict.fromkeys(d.name for d in strong))
+        raise DTypeError(f"[result_type] {names} give no dtype together: cast one of them with astype") from None
     if joined.num >= 256:  # NumPy's weak numbers do not reach dtypes that others register
         return np.result_type(joined, np.complex64) if any(isinstance(n, complex) for n in numbers) else joined
     return np.result_type(joined, *numbers)

@@ -5,6 +5,7 @@ Each line of the tables is one op: its name, the function of NumPy/CuPy (or ours
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ _NUMBERS = (float, int)
 # ----- making ops and functions ---------------------------------------------------------------------------------------
 
 
+spelled: Any = None
+"""What is called with the name of a function, itself, its arguments and keywords that it lacks; ``numpy_keywords`` puts it here."""
+
+
 def _function(op: Op, doc: str) -> Callable[..., Any]:
     """The public function of an elementwise op: positional operands, nothing else.
 
@@ -37,7 +42,9 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
     compute = op.numpy
     if len(op.operands) == 1:
 
-        def fn(x: Any, /) -> Array:
+        def fn(x: Any, /, **numpys: Any) -> Array:
+            if numpys:
+                return spelled(op.name, fn, (x,), numpys)
             buf = getattr(x, "_buf", None)
             if type(buf) is _ndarray:
                 try:
@@ -52,7 +59,9 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
             return apply(op, (x,), NO_PARAMS)
     else:
 
-        def fn(x1: Any, x2: Any, /) -> Array:
+        def fn(x1: Any, x2: Any, /, **numpys: Any) -> Array:
+            if numpys:
+                return spelled(op.name, fn, (x1, x2), numpys)
             buf1, buf2 = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
             if type(buf1) is _ndarray and type(buf2) is _ndarray:
                 try:
@@ -67,6 +76,8 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
             return apply(op, (x1, x2), NO_PARAMS)
 
     fn.__name__ = fn.__qualname__ = op.name
+    shown = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    fn.__signature__ = inspect.Signature(shown, return_annotation="Array")  # type: ignore[attr-defined]
     call, shown = EXAMPLES[op.name]
     how = (
         "Element by element."
@@ -111,6 +122,21 @@ def _floor_divide(xp: Any, x: Any, y: Any) -> Any:
     with np.errstate(invalid="ignore"):
         quotient = xp.floor_divide(x, y)
         return xp.where(far, xp.true_divide(x, y), quotient).astype(quotient.dtype, copy=False)
+
+
+def _round_to(xp: Any, x: Any, decimals: Any) -> Any:
+    n = int(decimals)
+    if x.dtype.kind in "biu":
+        return xp.round(x, n)
+    if x.dtype.kind == "c":
+        out = xp.empty(x.shape, x.dtype)
+        out.real, out.imag = _round_to(xp, x.real, n), _round_to(xp, x.imag, n)
+        return out
+    if abs(n) > 308:  # beyond the digits of any float
+        return x if n > 0 else xp.where(xp.isfinite(x), x * 0, x)
+    with np.errstate(over="ignore"):
+        out = xp.round(x.astype(np.float32) if x.dtype.itemsize <= 2 else x, n).astype(x.dtype, copy=False)
+    return xp.where(xp.isfinite(out), out, x) if n > 0 else out  # what is too large to be scaled has no digits there
 
 
 def all_integers(*operands: Any) -> bool:
@@ -250,6 +276,7 @@ CEIL, ceil = _unary("ceil", "Rounded towards plus infinity.", nograd=_STEP)
 TRUNC, trunc = _unary("trunc", "Rounded towards zero.", nograd=_STEP)
 RINT, rint = _unary("rint", "Rounded to the nearest integer, halves to even, as a floating-point number.", nograd=_STEP)
 HEAVISIDE, heaviside = _binary("heaviside", "0 below zero, 1 above, ``x2`` there.")
+ROUND_TO, round_to = _binary("round_to", "Rounded to so many digits behind the point.", _round_to, nograd=_STEP)
 ROUND, round = _unary("round", "Rounded to the nearest integer, halves to even.", nograd=_STEP)
 CONJ, conj = _unary("conj", "Complex conjugate; real numbers are their own.", _conj)
 REAL, real = _unary("real", "Real part.")

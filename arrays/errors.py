@@ -39,6 +39,10 @@ class NotAFunction(MeshtapeError, TypeError):
     """A transform was given what cannot be called."""
 
 
+class ArgumentError(MeshtapeError, ValueError, TypeError):
+    """An argument makes no sense: a length of 2.5, a step of zero, a text for a number; shows the call."""
+
+
 class NumPyFunctionError(MeshtapeError, TypeError):
     """A function of NumPy has no counterpart here for such an array, or its counterpart lacks an argument; says what to write."""
 

@@ -7,7 +7,7 @@ of its input. ``norm`` says where the factor ``1/n`` stands: with the inverse (`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ._dispatch import apply
 from ._op import Op, composite
 from ._wide import in_float32
 from .dtypes import as_dtype
-from .errors import DTypeError, ShapeError
+from .errors import ArgumentError, DTypeError, ShapeError
 from .program import ShapeDtype
 
 if TYPE_CHECKING:
@@ -26,17 +26,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "fft",
+    "fft2",
     "fftfreq",
     "fftn",
     "fftshift",
     "hfft",
     "ifft",
+    "ifft2",
     "ifftn",
     "ifftshift",
     "ihfft",
     "irfft",
+    "irfft2",
     "irfftn",
     "rfft",
+    "rfft2",
     "rfftfreq",
     "rfftn",
 ]
@@ -312,12 +316,33 @@ def ihfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backw
     return conj(_rfft_along("ihfft", x, axis, n, SWAPPED[norm]))
 
 
+# ----- of two dimensions ----------------------------------------------------------------------------------------------
+
+
+def _of_two(name: str, several: Callable[..., Array], shown: str) -> Callable[..., Array]:
+    def fn(
+        x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1), norm: str = "backward"
+    ) -> Array:
+        return several(x, s=s, axes=axes, norm=norm)
+
+    fn.__name__ = fn.__qualname__ = name
+    fn.__doc__ = f":func:`{several.__name__}` along two axes.\n\n>>> import meshtape as mt\n>>> mt.fft.{name}(mt.ones((2, 4))).shape\n{shown}\n"
+    return composite(name)(fn)
+
+
+fft2 = _of_two("fft2", fftn, "(2, 4)")
+ifft2 = _of_two("ifft2", ifftn, "(2, 4)")
+rfft2 = _of_two("rfft2", rfftn, "(2, 3)")
+irfft2 = _of_two("irfft2", irfftn, "(2, 6)")
+
 # ----- frequencies ----------------------------------------------------------------------------------------------------
 
 
 def _frequencies(name: str, numbers: np.ndarray, n: int, d: float, dtype: Any, where: Any) -> Array:
     from .creation import asarray
 
+    if n < 1 or not d:
+        raise ArgumentError(f"[{name}] needs samples that are apart, got n={n}, d={d}")
     dtype = as_dtype(np.float64 if dtype is None else dtype, name)
     if dtype.kind in "biuc":
         raise DTypeError(f"[{name}] frequencies are real floating, got {dtype.name}")

@@ -5,7 +5,6 @@ They share one parsed form of the key (:mod:`.index_keys`). Where several writes
 
 from __future__ import annotations
 
-import math
 import opcode
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from ._op import Op, state
 from .errors import DTypeError, ShapeError
 from .index_keys import Template, is_basic, numpy_key, parse, result_shape
 from .kernels import scatter as kernels
+from .places import rows_of
 from .program import ShapeDtype
 from .reductions import _is_low_precision
 
@@ -36,16 +36,10 @@ def _infer_getitem(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     return ShapeDtype(result_shape(params["template"], x.shape, [a.shape for a in arrays]), x.dtype)
 
 
-def _winners(shape: tuple[int, ...], key: tuple[Any, ...], count: int) -> Any:
-    """Flat positions (among ``count`` writes in C order) whose write survives: the last one to each element."""
-    places = np.arange(math.prod(shape)).reshape(shape)[key].reshape(-1)
-    # The first occurrence in reverse order is the last write.
-    _, first = np.unique(places[::-1], return_index=True)
-    return count - 1 - first
-
-
-def _index_set(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any:
-    out = xp.array(x)  # rules may pass NumPy's scalars, whose copies cannot be written
+def _index_set(xp: Any, x: Any, v: Any, *arrays: Any, template: Template, out: Any = None) -> Any:
+    """``out`` is ``x`` itself, where nobody else has that memory or reads it again."""
+    if out is None:
+        out = xp.array(x)  # rules may pass NumPy's scalars, whose copies cannot be written
     write(xp, out, v, template, arrays)
     return out
 
@@ -154,13 +148,13 @@ def _infer_scatter(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 def _last_writes(xp: Any, g: Any, *arrays: Any, template: Template) -> Any:
     """``g[key]`` with zeros where a later write took the place: the cotangent of a written value."""
     key = numpy_key(template, arrays)
-    out = xp.array(g[key])
-    if not is_basic(template) and out.size:
-        # Index arrays address whole sub-blocks alike: compare places element by element.
-        places = np.arange(g.size).reshape(g.shape)[key]
-        lost = np.ones(places.size, bool)
-        lost[_winners(g.shape, key, places.size)] = False
-        out[xp.asarray(lost.reshape(places.shape))] = 0
+    out = xp.array(g[key], order="C")
+    if arrays and out.size:
+        # By place of those dimensions alone that the key picks of: a loop of writes never looks at the whole array.
+        _, ids, at = rows_of(template, arrays, np.arange(out.size).reshape(out.shape), g.shape)
+        order = np.lexsort((at[:, 0], ids))
+        ids = ids[order]
+        out.reshape(-1)[at[order[:-1][ids[1:] == ids[:-1]]]] = 0
     return out
 
 

@@ -13,7 +13,8 @@ from . import _infer
 from ._dispatch import Deferred, as_array, as_number
 from ._op import composite
 from ._wide import in_float32
-from .elementwise import abs, square
+from .creation import beside, eye
+from .elementwise import abs, square, where
 from .errors import ShapeError
 from .manipulation import permute_dims, reshape
 from .matrix_norms import matrix_norm, vector_norm
@@ -112,18 +113,23 @@ def norm(
 def cond(x: Any, /, p: float | str | None = None) -> Array:
     """The condition of matrices: the norm ``p`` times that of the inverse; by default (2) the ratio of the singular values.
 
+    That of a singular matrix is infinite.
+
     >>> import meshtape as mt
     >>> mt.linalg.cond(mt.asarray([[2.0, 0.0], [0.0, 0.5]]))
     Array(4., dtype=float64)
     """
-    from .linalg import inv, svdvals
+    from .linalg import inv, slogdet, svdvals
 
     x = as_array(x)
     if p in (None, 2, -2):
         s = svdvals(x)
-        large, small = max(s, axis=-1), min(s, axis=-1)
-        return small / large if p == -2 else large / small
-    return matrix_norm(x, ord=p) * matrix_norm(inv(x), ord=p)
+        above, below = max(s, axis=-1), min(s, axis=-1)
+        above, below = (below, above) if p == -2 else (above, below)
+        return where(below == 0, np.inf, above / where(below == 0, 1, below))
+    singular = slogdet(x).sign == 0
+    inverse = inv(where(singular[..., None, None], eye(x.shape[-1], dtype=x.dtype, device=beside(x)), x))
+    return where(singular, np.inf, matrix_norm(x, ord=p) * matrix_norm(inverse, ord=p))
 
 
 @composite("multi_dot")

@@ -13,6 +13,7 @@ from ._op import composite
 from .creation import arange, asarray, beside
 from .cross_entropy import CROSS_ENTROPY, all_classes
 from .distances import check_reduction
+from .dtypes import result_type
 from .elementwise import where
 from .errors import ArrayIndexError, DTypeError, ShapeError
 from .linalg import vector_norm
@@ -159,7 +160,7 @@ def info_nce(
         raise ShapeError(f"[info_nce] queries {q.shape} and keys {k.shape} do not fit groups of {group_size}")
     if not temperature > 0:
         raise ValueError(f"[info_nce] temperature must be positive, got {temperature}")
-    dtype = np.result_type(q.dtype, k.dtype)
+    dtype = result_type(q.dtype, k.dtype)
     q, k = (astype(x, _wide(x.dtype), copy=False) for x in (q, k))
     if normalize:
         lengths = [vector_norm(x, axis=1, keepdims=True) for x in (q, k)]

@@ -14,7 +14,7 @@ from . import _infer
 from ._direct import REFUSED, buffer, buffers, result
 from ._dispatch import apply, as_array, wrap
 from ._op import Op
-from .dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype
+from .dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from .elementwise import ASTYPE, clip
 from .errors import DTypeError, ShapeError
 from .program import ShapeDtype
@@ -65,7 +65,7 @@ def _infer_concat(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
                 f"[concat] shapes may differ along axis {axis} only: {', '.join(str(x.shape) for x in args)}"
             )
     total = sum(a.shape[axis] for a in args)
-    return ShapeDtype((*first[:axis], total, *first[axis + 1 :]), np.result_type(*(a.dtype for a in args)))
+    return ShapeDtype((*first[:axis], total, *first[axis + 1 :]), result_type(*(a.dtype for a in args)))
 
 
 RESHAPE = Op("reshape", ("x",), _reshape, _with_shape)
@@ -151,7 +151,10 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, 
                 return wrap(out)
     x = as_array(x)
     several = type(shape) is tuple or isinstance(shape, Sequence)
-    wanted = tuple(map(operator.index, shape)) if several else (operator.index(shape),)
+    try:
+        wanted = tuple(map(operator.index, shape)) if several else (operator.index(shape),)
+    except TypeError:
+        raise ShapeError(f"[reshape] a shape is an integer or a tuple of them, got {shape!r}") from None
     full, size = wanted, x.size
     if -1 in wanted:
         known = math.prod(n for n in wanted if n != -1)
@@ -236,7 +239,7 @@ def broadcast_to(x: Any, /, shape: int | Sequence[int]) -> Array:
         except REFUSED:
             pass
     x = as_array(x)
-    shape = tuple(map(operator.index, (shape,) if isinstance(shape, int | np.integer) else shape))
+    shape = _infer.as_shape("broadcast_to", shape)
     if _infer.broadcast_shapes(BROADCAST_TO, [x.shape, shape]) != shape:
         raise ShapeError(f"[broadcast_to] shape {x.shape} does not broadcast to {shape}")
     # Never x itself: a write to the result must not be seen through x.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from .elementwise import (
     log2,
     logical_and,
     maximum,
+    minimum,
     real,
     sqrt,
     square,
@@ -30,6 +33,7 @@ from .elementwise import (
 )
 from .lapack import SVDVALS, back, matrices
 from .manipulation import astype, expand_dims, squeeze
+from .pieces import reduced
 from .reductions import max, min, sum
 
 if TYPE_CHECKING:
@@ -66,17 +70,17 @@ def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims:
         return sum(abs(x), **over)
     if ord == 2 and (found := _plainly(x, axes, keepdims)) is not None:
         return found
-    scale = _scale(x, axes, ord)
-    x, over = x / scale, {"axis": axes, "keepdims": True}
+    scale, over = _scale(x, axes, ord), {"axis": axes, "keepdims": True}
     if ord == 2:
-        squares = square(real(x)) + square(imag(x)) if x.dtype.kind == "c" else square(x)
-        total = sum(squares, **over)
+        # (Part by part: a complex number is divided by way of the square of what divides it.)
+        parts = (real(x), imag(x)) if x.dtype.kind == "c" else (x,)
+        total = functools.reduce(operator.add, (sum(square(part / scale), **over) for part in parts))
         # The root has no slope at zero: there the branch that is not taken must not divide by it.
         out = where(total == 0, 0.0, sqrt(where(total == 0, 1.0, total)))
     elif ord < 0:
-        out = sum(abs(x) ** ord, **over) ** (1.0 / ord)
+        out = sum((abs(x) / scale) ** ord, **over) ** (1.0 / ord)
     else:
-        size = abs(x)
+        size = abs(x) / scale
         total = sum(where(size == 0, 0.0, where(size == 0, 1.0, size) ** ord), **over)
         out = where(total == 0, 0.0, where(total == 0, 1.0, total) ** (1.0 / ord))
     out = out * scale
@@ -94,7 +98,7 @@ def _plainly(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array | None:
         return None
     least, most = _SAFE[buf.dtype.num]
     with np.errstate(over="ignore", under="ignore"):
-        total = np.add.reduce(np.square(buf), axis=axes, keepdims=keepdims)
+        total = reduced(lambda b: np.add.reduce(np.square(b), axis=axes, keepdims=True), np.add, axes, keepdims, buf)
     return result(np.sqrt(total)) if np.all((total > least) & (total < most)) else None
 
 
@@ -104,10 +108,12 @@ def _scale(x: Array, axes: tuple[int, ...], ord: float) -> Array:
     limits = np.finfo(x.dtype)
     if not x.size:
         return asarray(1.0, dtype=limits.dtype, device=beside(x))
-    at = stop_gradient((max if ord > 0 else min)(abs(x), axis=axes, keepdims=True))
+    size = maximum(abs(real(x)), abs(imag(x))) if x.dtype.kind == "c" and ord > 0 else abs(x)
+    at = stop_gradient((max if ord > 0 else min)(size, axis=axes, keepdims=True))
     usable = logical_and(at > 0, isfinite(at))
     exponent = floor(log2(where(usable, at, 1.0)))
-    return 2.0 ** maximum(exponent, float(limits.minexp + 2))  # what is smaller would have an infinite inverse
+    # What is smaller would have an infinite inverse; and the logarithm of the largest number is rounded up.
+    return 2.0 ** minimum(maximum(exponent, float(limits.minexp + 2)), float(limits.maxexp - 1))
 
 
 @composite("matrix_norm")
@@ -130,7 +136,9 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = 
         lines = sum(abs(x), axis=-2 if ord in (1, -1) else -1)
         out = (max if ord > 0 else min)(lines, axis=-1)
     elif ord in (2, -2, "nuc"):
-        s = apply(SVDVALS, (x,))
+        scale = _scale(x, (-2, -1), 2) if x.dtype.kind == "c" else None
+        s = apply(SVDVALS, (x if scale is None else x * (1 / scale),))
+        s = s if scale is None else s * scale[..., 0]
         out = sum(s, axis=-1) if ord == "nuc" else (max if ord > 0 else min)(s, axis=-1)
     else:
         raise ValueError(f"[matrix_norm] ord must be 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, got {ord!r}")

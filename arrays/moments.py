@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _infer, reductions
+from ._direct import buffer
 from ._dispatch import apply, as_array, as_number, wrap
 from .dtypes import as_dtype, real_of
 from .elementwise import abs, isnan, maximum, sqrt, square, where
@@ -39,22 +40,23 @@ def _dtypes(name: str, x: Array, dtype: Any) -> tuple[np.dtype, np.dtype]:
 def _in_pieces(x: Array, wide: np.dtype, mask: Any) -> Any:
     if x.dtype.kind == "c" and wide.kind != "c":  # `astype` refuses to drop imaginary parts
         return None
-    return large(x, wide) if mask is None or mask is NOT_NAN else None
+    return large(x, wide) if mask is None or mask is NOT_NAN or buffer(mask) is not None else None
 
 
 def _total(x: Array, axes: tuple[int, ...], keepdims: bool, wide: np.dtype, mask: Any, center: Array | None) -> Array:
     """The sum of what counts; the sum of the squares of its distances from ``center``, where there is one."""
     if (buf := _in_pieces(x, wide, mask)) is not None:
 
-        def piece(b: np.ndarray, c: Any = 0) -> np.ndarray:
-            d = b.astype(wide) if center is None else b.astype(wide, copy=False) - c
-            if mask is NOT_NAN:
-                d[np.isnan(b)] = 0
+        def piece(b: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+            d = b.astype(wide) if center is None else b.astype(wide, copy=False) - rest[-1]
+            if mask is not None:
+                d[np.isnan(b) if mask is NOT_NAN else ~rest[0]] = 0
             if center is not None:
                 d = d.real**2 + d.imag**2 if d.dtype.kind == "c" else np.multiply(d, d, d)
             return np.add.reduce(d, axis=axes, keepdims=True)
 
-        return wrap(reduced(piece, np.add, axes, keepdims, *([buf] if center is None else [buf, center._buf])))
+        rest = [a._buf for a in (mask, center) if a is not None and a is not NOT_NAN]
+        return wrap(reduced(piece, np.add, axes, keepdims, buf, *rest))
     d = astype(x, wide, copy=False)
     d = d if center is None else d - center
     d = d if mask is None else where(mask, d, 0)
@@ -67,7 +69,7 @@ def _count(x: Array, axes: tuple[int, ...], keepdims: bool, wide: np.dtype, mask
     """How many elements count: an int, or an Array of real numbers."""
     if mask is None:
         return math.prod([x.shape[a] for a in axes])
-    if (buf := _in_pieces(x, wide, mask)) is not None:
+    if mask is NOT_NAN and (buf := _in_pieces(x, wide, mask)) is not None:
 
         def piece(b: np.ndarray) -> np.ndarray:
             return np.add.reduce(~np.isnan(b), axis=axes, dtype=np.int64, keepdims=True)
@@ -106,10 +108,10 @@ def var(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: An
     x = as_array(x)
     wide, out = _dtypes(name, x, dtype)
     axes = _infer.normalize_axis(name, axis, x.ndim)
-    if _in_pieces(x, wide, mask) is None:
-        x = astype(x, wide, copy=False)  # once: each cast would round a part of the cotangent
     chosen = _masked(name, x, wide, mask)
-    center = mean(name, x, axis, True, wide, mask)
+    if _in_pieces(x, wide, chosen) is None:
+        x = astype(x, wide, copy=False)  # once: each cast would round a part of the cotangent
+    center = mean(name, x, axis, True, wide, chosen)
     total = _total(x, axes, keepdims, wide, chosen, center)
     rest = _count(x, axes, keepdims, wide, chosen) - correction
     if chosen is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from .dropout import dropout, dropout_add
 from .dtypes import as_dtype, iinfo
 from .elementwise import SILU, relu, sigmoid, stop_gradient, tanh
 from .elementwise import where as where_
-from .errors import DTypeError
+from .errors import ArgumentError, DTypeError
 from .experts import experts
 from .gelu import GELU
 from .losses import cross_entropy, info_nce
@@ -136,6 +137,10 @@ def one_hot(labels: Any, num_classes: int, /, *, dtype: Any = np.float32) -> Arr
     labels = asarray(labels)
     if labels.dtype.kind not in "iu":
         raise DTypeError(f"[one_hot] labels must be integers, got {labels.dtype.name}")
+    try:
+        num_classes = operator.index(num_classes)
+    except TypeError:
+        raise ArgumentError(f"[one_hot] the number of classes is an integer, got {num_classes!r}") from None
     if num_classes < 0:
         raise ValueError(f"[one_hot] the number of classes must not be negative, got {num_classes}")
     # In the dtype of the labels where it can count that far; classes beyond it have no label.

@@ -29,6 +29,8 @@ from .manipulation import astype, reshape
 _RENAMED = {"a_min": "min", "a_max": "max", "N": "n"}
 # Parameters that choose a way of computing, or a layout of memory that no value shows.
 _WITHOUT_EFFECT = {"subok", "overwrite_input", "kind", "optimize", "assume_unique", "copy"}
+# (An ``order`` of theirs is such a layout.)
+_MAKERS = ("copy", "_like", "zeros", "ones", "full", "empty", "eye", "array")
 
 # They write into an argument.
 _WRITERS = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
@@ -287,7 +289,7 @@ def _translated(
             keywords[own_key] = value
         elif next(places, None) is not None:
             positional.append(value)
-        elif key not in _WITHOUT_EFFECT and (key != "order" or not func.__name__.endswith(("copy", "_like"))):
+        elif key not in _WITHOUT_EFFECT and (key != "order" or not func.__name__.endswith(_MAKERS)):
             keywords[key] = value  # refused where it is passed on
     return positional, keywords
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._dispatch import as_array
+from ._dispatch import Deferred, as_array
 from .errors import ShapeError
 
 if TYPE_CHECKING:
@@ -86,7 +86,11 @@ def pad(
             raise ShapeError(f"[pad] axis {axis} of shape {x.shape} has no elements to repeat")
         if mode in _REPEATING:
             i = np.arange(-before, n + after)
-            y = x[(*lead, _padded_places(i, n, mode))]
+            at = _padded_places(i, n, mode)
+            if isinstance(x._buf, Deferred):
+                y = x[(*lead, at)]
+            else:  # an index of the whole would take eight bytes an element
+                y = concat([x[(*lead, at[:before])], x, x[(*lead, at[before + n :])]], axis=axis)
             x = _odd(x, y, i, axis, mode) if reflect_type == "odd" and n > 1 and mode in ("reflect", "symmetric") else y
             continue
         sides = []

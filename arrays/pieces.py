@@ -1,4 +1,4 @@
-"""Reductions of large arrays piece by piece, so that what they compute on the way is never there in full."""
+"""Functions of large arrays piece by piece, so that what they compute on the way is never there in full."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from . import _infer
 from ._direct import buffer
+from ._dispatch import wrap
 
 LARGE = 1 << 20
 """Elements from which an array is reduced in pieces. Smaller ones take the plain way, which has fewer calls."""
@@ -28,6 +29,16 @@ def large(x: Any, wide: np.dtype | None = None) -> Any:
     return buf
 
 
+def mapped(fn: Callable[[Any], Any], x: Any) -> Any:
+    """``fn(x)`` of a function of Arrays that looks at each element alone."""
+    buf = large(x)
+    if buf is None:
+        return fn(x)
+    return wrap(
+        _over(lambda b: fn(wrap(b))._buf, np.add, (), [buf], PIECE // 4)
+    )  # such functions have many temporaries
+
+
 def reduced(
     piece: Callable[..., np.ndarray], combine: np.ufunc, axes: tuple[int, ...], keepdims: bool, *operands: np.ndarray
 ) -> np.ndarray:
@@ -36,26 +47,30 @@ def reduced(
     ``piece`` computes it of parts of the operands, with the reduced dimensions kept, and ``combine`` joins two of its results. The other
     operands have the same number of dimensions, and are cut along those that are not of length one.
     """
-    out = _over(piece, combine, axes, operands)
+    out = _over(piece, combine, axes, operands, PIECE)
     return out if keepdims else out.reshape(_infer.reduced_shape(operands[0].shape, axes, False))
 
 
 def _over(
-    piece: Callable[..., np.ndarray], combine: np.ufunc, axes: tuple[int, ...], operands: Sequence[np.ndarray]
+    piece: Callable[..., np.ndarray],
+    combine: np.ufunc,
+    axes: tuple[int, ...],
+    operands: Sequence[np.ndarray],
+    size: int,
 ) -> np.ndarray:
     x = operands[0]
-    if x.size <= PIECE:
+    if x.size <= size:
         return piece(*operands)
     # Along the dimension whose steps are the longest a part is one stretch of memory.
     along = max(range(x.ndim), key=lambda i: abs(x.strides[i]) if x.shape[i] > 1 else -1)
     n = x.shape[along]
-    step = max(1, n * PIECE // x.size)
+    step = max(1, n * size // x.size)
     out: Any = None
     for start in range(0, n, step):
         cut = (*(slice(None),) * along, slice(start, start + step))
-        part = _over(piece, combine, axes, [o[cut] if o.shape[along] == n else o for o in operands])
+        part = _over(piece, combine, axes, [o[cut] if o.shape[along] == n else o for o in operands], size)
         if along in axes:
-            out = part if out is None else combine(out, part, out)
+            out = part if out is None else combine(out, part, out=out)
             continue
         if out is None:
             out = np.empty((*part.shape[:along], n, *part.shape[along + 1 :]), part.dtype)

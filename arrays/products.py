@@ -14,6 +14,7 @@ from ._core import FIRST_USER_DTYPE
 from ._direct import REFUSED
 from ._dispatch import apply, as_array, wrap
 from ._op import Op, state
+from .dtypes import result_type
 from .errors import ShapeError
 from .native import ops as native
 from .pool import fresh
@@ -34,7 +35,7 @@ def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     batch = _infer.broadcast_shapes(op, [x.shape[:-2], y.shape[:-2]])
     rows = (x.shape[-2],) if len(x.shape) > 1 else ()
     cols = (y.shape[-1],) if len(y.shape) > 1 else ()
-    return ShapeDtype((*batch, *rows, *cols), np.result_type(x.dtype, y.dtype))
+    return ShapeDtype((*batch, *rows, *cols), result_type(x.dtype, y.dtype))
 
 
 _OWN_PRODUCTS = frozenset(np.dtype(t).num for t in "fdFD")

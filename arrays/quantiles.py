@@ -98,18 +98,75 @@ def between(below: Array, above: Array, part: Array) -> Array:
     return where(isfinite(step), near, far)
 
 
-def _quantile(name: str, x: Any, parts: np.ndarray, axis: Axis, keepdims: bool, method: str) -> Array:
+def weights_of(name: str, x: Array, axis: Axis, weights: Any) -> Array:
+    """Weights of the shape of ``x``, or of that of its dimensions ``axis``, in as many dimensions as ``x`` has."""
+    from .creation import asarray
+    from .manipulation import permute_dims, reshape
+
+    w = asarray(weights)
+    if w.dtype.kind == "c" and name != "average":
+        raise DTypeError(f"[{name}] weights are real numbers, got {w.dtype.name}")
+    if w.shape == x.shape:
+        return w
+    axes = _infer.normalize_axis(name, axis, x.ndim)
+    given = [a % x.ndim for a in (axis if isinstance(axis, Sequence) else axes)]
+    if axis is None or w.shape != tuple(x.shape[a] for a in given):
+        raise ShapeError(
+            f"[{name}] weights of shape {w.shape} do not fit an array of shape {x.shape} along axis {axis}"
+        )
+    w = permute_dims(w, [given.index(a) for a in axes])
+    return reshape(w, _infer.reduced_shape(x.shape, tuple(set(range(x.ndim)) - set(axes)), True))
+
+
+def _weighted(name: str, rows: Array, weights: Array, parts: np.ndarray) -> Array:
+    """For each part the element with which the weights of the sorted rows, added up, reach it."""
+    from .cumulative import cumulative_sum
+    from .elementwise import isfinite, isnan, minimum, where
+    from .manipulation import astype, stack
+    from .reductions import any, sum
+    from .searching import take_along_axis
+    from .sorting import argsort
+
+    order = argsort(rows, axis=-1)
+    rows, weights = (take_along_axis(a, order, axis=-1) for a in (rows, weights))
+    reached = cumulative_sum(astype(weights, np.float64, copy=False), axis=-1)
+    total = reached[..., -1:]
+    usable = isfinite(total) & (total > 0)
+    if not getattr(weights._buf, "traced", False):
+        if bool(any(weights < 0)):
+            raise ValueError(f"[{name}] weights must not be negative")
+        if not bool(usable.all()):
+            raise ValueError(f"[{name}] the weights are zero throughout, or not finite")
+    elif rows.dtype.kind in "biu":
+        raise DTypeError(
+            f"[{name}] weights that are traced may be zero throughout, where integers have no value: cast x to a float"
+        )
+    reached = reached / where(usable, total, 1.0)
+    reached = where(reached == 0, -1.0, reached)  # what weighs nothing is no quantile, the lowest neither
+    at = stack([sum(reached < q, axis=-1) for q in parts.reshape(-1)], axis=-1)
+    out = take_along_axis(rows, minimum(at, rows.shape[-1] - 1), axis=-1)
+    if rows.dtype.kind not in "biu":
+        out = where(isnan(rows[..., -1:]) | ~usable, np.nan, out)
+    return out if parts.ndim else out[..., 0]
+
+
+def _quantile(
+    name: str, x: Any, parts: np.ndarray, axis: Axis, keepdims: bool, method: str, weights: Any = None
+) -> Array:
     from .creation import asarray, beside, full
     from .elementwise import isnan, where
-    from .manipulation import astype, expand_dims, moveaxis, reshape
+    from .manipulation import astype, broadcast_to, expand_dims, moveaxis, reshape
 
     if parts.ndim > 1:
-        flat = _quantile(name, x, parts.reshape(-1), axis, keepdims, method)
+        flat = _quantile(name, x, parts.reshape(-1), axis, keepdims, method, weights)
         return reshape(flat, (*parts.shape, *flat.shape[1:]))
     if not ((parts >= 0) & (parts <= 1)).all():
         raise ValueError(f"[{name}] q must be between 0 and {100 if name == 'percentile' else 1}")
     if method not in _METHODS:
         raise ValueError(f"[{name}] method must be one of {', '.join(_METHODS)}, got {method!r}")
+    if weights is not None and method != "inverted_cdf":
+        raise ValueError(f"[{name}] weights go with method='inverted_cdf' alone, got {method!r}")
+    x = asarray(x)
     rows, axes = _rows(name, x, axis)
     whole = rows.dtype.kind in "biu"
     dtype = np.dtype(np.float64) if whole and method not in _PICKING else rows.dtype
@@ -118,6 +175,9 @@ def _quantile(name: str, x: Any, parts: np.ndarray, axis: Axis, keepdims: bool, 
         if dtype.kind in "biu":
             raise ShapeError(f"[{name}] of no elements has no value of {rows.dtype.name}: shape {asarray(x).shape}")
         out = full((*rows.shape[:-1], *parts.shape), np.nan, dtype=dtype, device=beside(rows))
+    elif weights is not None:
+        w = broadcast_to(weights_of(name, x, axis, weights), x.shape)
+        out = _weighted(name, rows, _rows(name, w, axis)[0], parts)
     else:
         at = np.clip(_METHODS[method](parts, n), 0, n - 1)
         low, high = np.floor(at).astype(np.intp), np.ceil(at).astype(np.intp)
@@ -141,7 +201,9 @@ def _parts(q: Any) -> np.ndarray:
 
 
 @composite("quantile")
-def quantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
+def quantile(
+    x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear", weights: Any = None
+) -> Array:
     """Values below which the parts ``q`` (between 0 and 1) of the elements lie; NaN where there is one, or no element.
 
     Parameters
@@ -159,6 +221,9 @@ def quantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, me
         ``"higher"``, ``"nearest"``, ``"inverted_cdf"``, ``"closest_observation"``; and the estimators of Hyndman and Fan
         (1996): ``"averaged_inverted_cdf"``, ``"interpolated_inverted_cdf"``, ``"hazen"``, ``"weibull"``,
         ``"median_unbiased"``, ``"normal_unbiased"``.
+    weights
+        What each element counts, with ``method="inverted_cdf"``: of the shape of ``x``, or of that of the dimensions ``axis``. Traced
+        ones that add up to zero, which is not known then, give NaN.
 
     Raises
     ------
@@ -175,18 +240,20 @@ def quantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, me
     >>> mt.quantile(mt.asarray([1, 2, 4]), [0.0, 0.7], method="higher")
     Array([1, 4])
     """
-    return _quantile("quantile", x, _parts(q), axis, keepdims, method)
+    return _quantile("quantile", x, _parts(q), axis, keepdims, method, weights)
 
 
 @composite("percentile")
-def percentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
+def percentile(
+    x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear", weights: Any = None
+) -> Array:
     """:func:`quantile` with ``q`` between 0 and 100.
 
     >>> import meshtape as mt
     >>> mt.percentile(mt.asarray([1.0, 2.0, 4.0]), 75)
     Array(3., dtype=float64)
     """
-    return _quantile("percentile", x, _parts(q) / 100, axis, keepdims, method)
+    return _quantile("percentile", x, _parts(q) / 100, axis, keepdims, method, weights)
 
 
 @composite("median")

@@ -69,23 +69,15 @@ def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
     Array([[1, 2, 3],
            [0, 4, 5]])
     """
-    from .creation import arange, beside
-    from .manipulation import broadcast_to, reshape
+    from .manipulation import broadcast_to
 
     x = as_array(x)
     indices = _indices("take_along_axis", indices)
     axis = _infer.one_axis("take_along_axis", axis, x.ndim)
-    if indices.ndim != x.ndim:
-        raise ShapeError(f"[take_along_axis] indices of shape {indices.shape} for an array of shape {x.shape}")
-    lead = _infer.broadcast_shapes(_TAKE, [(*s[:axis], *s[axis + 1 :]) for s in (x.shape, indices.shape)])
-    x = broadcast_to(x, (*lead[:axis], x.shape[axis], *lead[axis:]))
-    key: list[Any] = []
-    for i, n in enumerate(x.shape):
-        if i == axis:
-            key.append(indices)
-        else:
-            key.append(reshape(arange(n, device=beside(x)), tuple(n if j == i else 1 for j in range(x.ndim))))
-    return x[tuple(key)]
+    if indices.ndim == x.ndim:
+        lead = _infer.broadcast_shapes(_TAKE, [(*s[:axis], *s[axis + 1 :]) for s in (x.shape, indices.shape)])
+        x = broadcast_to(x, (*lead[:axis], x.shape[axis], *lead[axis:]))
+    return x[along_axis("take_along_axis", x.shape, indices, axis)]
 
 
 class _Named:
@@ -96,6 +88,24 @@ class _Named:
 
 
 _TAKE: Any = _Named("take_along_axis")
+
+
+def along_axis(name: str, shape: tuple[int, ...], indices: Any, axis: int) -> tuple[Array, ...]:
+    """The key, of an array of ``shape``, of the places that have these indices along an axis and lie in the same row."""
+    from .creation import arange, beside
+    from .manipulation import reshape
+
+    indices = _indices(name, indices)
+    axis = _infer.one_axis(name, axis, len(shape))
+    if indices.ndim != len(shape):
+        raise ShapeError(f"[{name}] indices of shape {indices.shape} for an array of shape {shape}")
+    where = beside(indices)
+    rows = [[n if j == i else 1 for j in range(len(shape))] for i, n in enumerate(shape)]
+    return tuple(
+        indices if i == axis else reshape(arange(n, device=where), tuple(row))
+        for i, (n, row) in enumerate(zip(shape, rows, strict=True))
+    )
+
 
 # ----- by value -------------------------------------------------------------------------------------------------------
 

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _infer, reductions
-from ._dispatch import as_array
+from . import _infer, pieces, reductions
+from ._direct import buffer
+from ._dispatch import as_array, wrap
 from ._op import Op
 from .creation import full
+from .dtypes import as_dtype
 from .elementwise import add, maximum, minimum, multiply, where
 from .errors import DTypeError, ShapeError
 from .manipulation import astype, broadcast_to
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from ._array import Array
 
 _NEUTRAL = {reductions.SUM: 0, reductions.PROD: 1, reductions.ANY: 0, reductions.ALL: 1}
+_ROUNDING = (reductions.SUM, reductions.PROD)
 _JOIN = {reductions.SUM: add, reductions.PROD: multiply, reductions.MAX: maximum, reductions.MIN: minimum}
 
 
@@ -37,11 +40,30 @@ def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, in
     if mask is not None:
         if op not in _NEUTRAL and initial is None:
             raise ValueError(f"[{op.name}] of what where= selects may be of nothing: say its value then with initial=")
-        x = _kept(op.name, where(selection(op.name, mask, x), x, _NEUTRAL.get(op, initial)), x.dtype)
+        mask = selection(op.name, mask, x)
     axes = _infer.normalize_axis(op.name, axis, x.ndim)
-    if op not in _NEUTRAL and any(x.shape[a] == 0 for a in axes) and initial is not None:
-        return full(_infer.reduced_shape(x.shape, axes, keepdims), initial, dtype=x.dtype)
-    out = reductions.plainly(op, x, axis, keepdims, dtype)
+
+    def of(x: Array, mask: Any, keepdims: bool, dtype: Any) -> Array:
+        if mask is not None:
+            x = _kept(op.name, where(mask, x, _NEUTRAL.get(op, initial)), x.dtype)
+        if op not in _NEUTRAL and any(x.shape[a] == 0 for a in axes) and initial is not None:
+            return full(_infer.reduced_shape(x.shape, axes, keepdims), initial, dtype=x.dtype)
+        return reductions.plainly(op, x, axes, keepdims, dtype)
+
+    if buffer(mask) is None or (buf := pieces.large(x)) is None:
+        out = of(x, mask, keepdims, dtype)
+    else:
+        last = x.dtype if dtype is None else as_dtype(dtype, op.name)
+        short = op in _ROUNDING and reductions._is_low_precision(last)
+        found = pieces.reduced(
+            lambda b, m: of(wrap(b), wrap(m), True, np.float32 if short else dtype)._buf,
+            reductions._UFUNC_REDUCE[op.name].__self__,
+            axes,
+            keepdims,
+            buf,
+            mask._buf,
+        )
+        out = astype(wrap(found), last) if short else wrap(found)
     return out if initial is None else _kept(op.name, _JOIN[op](out, initial), out.dtype)
 
 

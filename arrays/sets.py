@@ -12,6 +12,8 @@ import numpy as np
 
 from ._direct import buffer
 from ._op import composite
+from .dtypes import result_type
+from .pieces import mapped
 
 if TYPE_CHECKING:
     from ._array import Array
@@ -119,18 +121,25 @@ def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Array:
 
     if isinstance(x1, int | float | complex) and not isinstance(x2, int | float | complex):
         x2 = asarray(x2)
-        x1 = asarray(x1, dtype=np.result_type(x2.dtype, x1))
+        x1 = asarray(x1, dtype=result_type(x2.dtype, x1))
     elif isinstance(x2, int | float | complex):
         x1 = asarray(x1)
-        x2 = asarray(x2, dtype=np.result_type(x1.dtype, x2))
+        x2 = asarray(x2, dtype=result_type(x1.dtype, x2))
     x1, x2 = asarray(x1), asarray(x2)
-    dtype = np.result_type(x1.dtype, x2.dtype)
+    dtype = result_type(x1.dtype, x2.dtype)
     if dtype.kind != "f" or not (x1.dtype.kind in "iu" and x2.dtype.kind in "iu"):
         # (In floats, which uint64 and signed integers give together, neighbours would be equal.)
-        x1, x2 = astype(x1, dtype, copy=False), astype(x2, dtype, copy=False)
+        x2 = astype(x2, dtype, copy=False)
+    else:
+        dtype = x1.dtype
     table = sort(reshape(x2, (-1,)))
     if table.size == 0:
         return full(x1.shape, bool(invert), dtype=bool, device=beside(x1))
-    at = minimum(searchsorted(table, x1), table.size - 1)
-    found = equal(take(table, at, axis=0), x1)
-    return logical_not(found) if invert else found
+
+    def among(x: Array) -> Array:
+        x = astype(x, dtype, copy=False)
+        at = minimum(searchsorted(table, x), table.size - 1)
+        found = equal(take(table, at, axis=0), x)
+        return logical_not(found) if invert else found
+
+    return mapped(among, x1)

@@ -289,7 +289,7 @@ def histogram(
     n = edges.size - 1
     where_to = asarray(edges, device=beside(flat))
     if moving:  # the outermost edges are elements, which have derivatives
-        where_to = linspace(reductions.min(flat), reductions.max(flat), n + 1)
+        where_to = linspace(*(astype(r(flat), edges.dtype) for r in (reductions.min, reductions.max)), n + 1)
     values = None if weights is None else reshape(asarray(weights, device=beside(flat)), (-1,))
     if values is not None and values.shape != flat.shape:
         raise ShapeError(f"[histogram] {values.size} weights for {flat.size} elements")

@@ -25,7 +25,7 @@ from ..arrays._dispatch import apply, wrap
 from ..arrays._op import state
 from ..arrays.elementwise import ALIAS, DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT
 from ..arrays.errors import NonDifferentiableError, ShapeError
-from ..arrays.indexing import GETITEM
+from ..arrays.indexing import GETITEM, INDEX_SET, write
 from ..arrays.indexsum import IndexSum
 from ..arrays.program import Const, Entry, ShapeDtype, Site, site_text
 from ..arrays.writing import Writing
@@ -116,10 +116,12 @@ def walk(
                 g = cots.get(v) if v in keep else cots.pop(v, None)
                 if g is None:
                     continue
+                mine = v in owned and v not in keep
                 if type(g) is IndexSum and recipe.op is not GETITEM:
                     g = g.concrete()
                 owned.discard(v)
-                found = _by_rules(recipe, g, saved, params, avals, xp)
+                found = _by_rules(recipe, g, saved, params, avals, xp, mine)
+                _own_edited(recipe, operands, cots, owned)
                 if g.dtype is FLOAT32 and [x for x in found if x is not None and x.dtype is not FLOAT32]:
                     found = widened(
                         found
@@ -301,6 +303,7 @@ def _found(
     if all(g is None for g in gs):
         return operands, None
     rounded = [short.get(v) for v in r.outputs]
+    mine = not wrapped and r.outputs[0] in owned and r.outputs[0] not in keep
     for v in r.outputs:
         owned.discard(v)
         if v not in keep:
@@ -326,7 +329,9 @@ def _found(
     now.site = r.site
     if wrapped:
         now.origin = f"{r.name} vjp"
-    found = _pull(r, g, xp, wrapped, wide)
+    found = _pull(r, g, xp, wrapped, wide, mine)
+    if not wrapped:
+        _own_edited(recipe, operands, cots, owned)
     if anomaly.mode.on:
         anomaly.check_cotangents(r, g, found)
     return operands, widened(found)
@@ -375,7 +380,7 @@ def _expand(
     walk(records, cots, keep, xp, wrapped, free=True, owned=owned, short=short)
 
 
-def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool) -> list[Any]:
+def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool) -> list[Any]:
     """Cotangents of the watched operands, as the rules give them; the general form. ``wide``: all in float32 that is shorter."""
     recipe = r.recipe
     if recipe.decomposed:
@@ -397,15 +402,36 @@ def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool) -> list[Any]:
     if recipe.together is not None:
         found = recipe.together(xp, g, *recipe.arguments(0, saved, r.params, avals))
         return [found[p] for p in recipe.wanted]
-    return _by_rules(recipe, g, saved, r.params, avals, xp)
+    return _by_rules(recipe, g, saved, r.params, avals, xp, mine)
 
 
-def _by_rules(recipe: Recipe, g: Any, saved: Any, params: Any, avals: Any, xp: Any) -> list[Any]:
-    """Each operand's cotangent by the rule that it has."""
+def _by_rules(recipe: Recipe, g: Any, saved: Any, params: Any, avals: Any, xp: Any, mine: bool) -> list[Any]:
+    """Each operand's cotangent by the rule that it has. The memory of ``g`` may be written to where it is ``mine``."""
+    if recipe.op is INDEX_SET:
+        found: list[Any] = []
+        # The written value's first. Then nobody reads the array's again, and a loop of n writes copies it once, and not n times.
+        for i in reversed(range(len(recipe.pulls))):
+            pull: Any = recipe.pulls[i]
+            if pull is None:  # an index array
+                gx = None
+            elif mine and recipe.wanted[i] == 0:
+                arrays, template = recipe.arguments(i, saved, params, avals)
+                write(xp, g, 0.0, template, arrays)
+                gx = g
+            else:
+                gx = pull[0](xp, g, *recipe.arguments(i, saved, params, avals))
+            found.append(gx)
+        return found[::-1]
     return [
         None if pull is None else pull[0](xp, g, *recipe.arguments(i, saved, params, avals))
         for i, pull in enumerate(recipe.pulls)
     ]
+
+
+def _own_edited(recipe: Recipe, operands: Any, cots: dict[int, Any], owned: set[int]) -> None:
+    """Note that the cotangent of an array before a write is memory that nobody else holds."""
+    if recipe.op is INDEX_SET and recipe.wanted[0] == 0 and operands[0][0] not in cots:
+        owned.add(operands[0][0])
 
 
 def named(buf: Any, var: int) -> Array:

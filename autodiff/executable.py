@@ -20,7 +20,7 @@ from ..arrays._backends import cupy_backend
 from ..arrays._core import FLOAT32, FLOAT64, number
 from ..arrays.adam import LAZY_ADAM
 from ..arrays.index_keys import is_basic
-from ..arrays.indexing import GETITEM, SCATTER
+from ..arrays.indexing import GETITEM, INDEX_SET, LAST_WRITES, SCATTER
 from ..arrays.indexsum import IndexSum
 from ..arrays.pool import LARGE, POOL
 from ..arrays.products import MATMUL
@@ -240,7 +240,9 @@ def _copies(part: Entry | Group) -> bool:
     """Whether the results are new memory, no view of an operand."""
     if _writes(part) or isinstance(part, Group):
         return True
-    return part.op in (MATMUL, LAZY_ADAM) or (part.op is GETITEM and not is_basic(part.params["template"]))
+    return part.op in (MATMUL, LAZY_ADAM, INDEX_SET, LAST_WRITES) or (
+        part.op is GETITEM and not is_basic(part.params["template"])
+    )
 
 
 def _taken_by_chain(
@@ -267,6 +269,9 @@ def _within(fn: Callable[..., Any], places: tuple[int | None, ...]) -> Callable[
 
 def _taken(part: Entry, program: Program, owned: frozenset[int], free: Sequence[int]) -> int | None:
     """The operand whose memory the result may take: its own, of the same shape and dtype, and not used again."""
+    if part.op is INDEX_SET:
+        x = part.inputs[0]
+        return x if x in owned and x in free and part.inputs.count(x) == 1 else None
     if not _writes(part):
         return None
     target = program.avals[part.outputs[0]]

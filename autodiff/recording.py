@@ -32,6 +32,8 @@ class Recording:
     """The record of the calls that watched arrays went into."""
 
     __slots__ = ("_live", "_records")
+    keeps_no_operand = True
+    """Of a write it keeps no array as it was before: that may be written in place, and shown afterwards."""
 
     def __init__(self) -> None:
         self._records: list[Any] = []  # tuples of the fields of backward.Recorded

@@ -102,7 +102,7 @@ _LAZY = {
 }
 _PACKAGES = ("arrays", "autodiff", "parallel", "storage")
 # NumPy's functions that write into an argument; people look for them here.
-_WRITERS = ("copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask")
+_WRITERS = ("copyto", "fill_diagonal", "place", "put", "putmask")
 
 __all__ = sorted(
     {

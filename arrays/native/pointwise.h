@@ -1,28 +1,34 @@
 /* Kernels over elements. */
 
 #ifdef IS_FLOAT
-/* One over the normal distribution function; the module `gelu` says where the polynomial is from. */
-static INLINE float FN(odds)(float x) {
-    const float t = x * x;
-    float p = -3.5123417507776367e-09f;
-    p = p * t + 2.6452667611920333e-07f;
-    p = p * t + -7.92948867456289e-06f;
-    p = p * t + 1.1061238910770044e-04f;
-    p = p * t + 6.518995360238478e-05f;
-    p = p * t + -7.266616821289062e-02f;
-    p = p * t + -1.5957698822021484f;
-    return 1 + FN(exponential)(p * x);
+/* The normal distribution function at -t, where e is exp(-t*t/2); the module `gelu` says where the polynomial is from. */
+static INLINE float FN(tail)(float t, float e) {
+    const float u = 1 / (1 + 0.26f * t);
+    float p = 0.030230572315900536f;
+    p = p * u + -0.15149556153818136f;
+    p = p * u + 0.24873513180545118f;
+    p = p * u + -0.14779110009608035f;
+    p = p * u + 0.1587596717349876f;
+    p = p * u + 0.051964558029153084f;
+    p = p * u + 0.10278871902928527f;
+    p = p * u + 0.10305097275355801f;
+    p = p * u + 0.1037570219516309f;
+    return e * u * p;
 }
 #endif
 
 KERNEL(gelu) { /* x, out */
     const REAL *x = job->at[0];
     REAL *out = job->at[1];
+    EACH for (ptrdiff_t k = start; k < stop; k++) {
+        const REAL u = x[k] < -40 ? -40 : x[k];
 #ifdef IS_FLOAT
-    EACH for (ptrdiff_t k = start; k < stop; k++) out[k] = (x[k] < -40 ? -40 : x[k]) / FN(odds)(x[k]);
+        const REAL t = u < 0 ? -u : u, v = t > 40 ? 40 : t, below = FN(tail)(v, FN(exponential)(-0.5f * v * v));
+        out[k] = u * (u < 0 ? below : 1 - below);
 #else
-    EACH for (ptrdiff_t k = start; k < stop; k++) out[k] = 0.5 * (x[k] < -40 ? -40 : x[k]) * (1 + erf(x[k] * 0.70710678118654752440));
+        out[k] = 0.5 * u * erfc(u * -0.70710678118654752440);
 #endif
+    }
 }
 
 static INLINE void FN(gelu_pull)(const Job *job, ptrdiff_t start, ptrdiff_t stop, const int step) {
@@ -30,13 +36,13 @@ static INLINE void FN(gelu_pull)(const Job *job, ptrdiff_t start, ptrdiff_t stop
     REAL *out = job->at[2];
     EACH for (ptrdiff_t k = start; k < stop; k++) {
         const REAL u = x[k] < -40 ? -40 : x[k], v = u > 40 ? 40 : u; /* beyond it an infinity would meet a density of 0 */
-        const REAL density = FN(exponential)(LITERAL(-0.5) * v * v) * LITERAL(0.39894228040143267794);
+        const REAL e = FN(exponential)(LITERAL(-0.5) * v * v);
 #ifdef IS_FLOAT
-        const REAL cdf = 1 / FN(odds)(v);
+        const REAL below = FN(tail)(v < 0 ? -v : v, e), cdf = v < 0 ? below : 1 - below;
 #else
-        const REAL cdf = 0.5 * (1 + erf(v * 0.70710678118654752440));
+        const REAL cdf = 0.5 * erfc(v * -0.70710678118654752440);
 #endif
-        out[k] = g[k * step] * (cdf + v * density);
+        out[k] = g[k * step] * (cdf + v * (e * LITERAL(0.39894228040143267794)));
     }
 }
 

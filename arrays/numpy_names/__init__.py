@@ -7,6 +7,7 @@ those. What writes into its argument (``numpy.put``, ``place``, ``copyto``, ``fi
 
 from __future__ import annotations
 
+from .along_axes import apply_along_axis, apply_over_axes, choose, put_along_axis
 from .closeness import allclose, array_equal, array_equiv, isclose
 from .elements import (
     angle,
@@ -49,12 +50,15 @@ from .polynomials import polyadd, polyder, polyfit, polyint, polymul, polysub, p
 from .positions import (
     argwhere,
     diag_indices,
+    diag_indices_from,
     flatnonzero,
     indices,
     ix_,
     ravel_multi_index,
     tril_indices,
+    tril_indices_from,
     triu_indices,
+    triu_indices_from,
     unravel_index,
 )
 from .products import cross, dot, inner, matvec, outer, vdot, vecmat
@@ -67,6 +71,8 @@ from .rearranging import (
     fliplr,
     flipud,
     ravel,
+    resize,
+    rollaxis,
     rot90,
     swapaxes,
     trace,

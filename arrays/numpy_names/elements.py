@@ -14,6 +14,7 @@ from .._wide import in_float32
 from ..creation import asarray, inexact, ordered
 from ..cumulative import cumulative_sum, diff
 from ..elementwise import where
+from ..pieces import mapped
 
 if TYPE_CHECKING:
     from .._array import Array
@@ -28,16 +29,8 @@ def round(x: Any, /, decimals: int = 0) -> Array:
     """
     if decimals == 0:
         return ew.round(x)
-    return _round(asarray(x), decimals)
-
-
-@composite("round")
-def _round(x: Array, decimals: int) -> Array:
-    if x.dtype.kind in "biu" and decimals > 0:
-        return x
-    scale = 10.0 ** abs(decimals)
-    out = ew.round(x * scale) / scale if decimals > 0 else ew.round(x / scale) * scale
-    return out.astype(x.dtype)
+    x = asarray(x)
+    return x if x.dtype.kind in "biu" and decimals > 0 else ew.round_to(x, int(decimals))
 
 
 def _floating(x: Any) -> Array:
@@ -121,7 +114,11 @@ def sinc(x: Any, /) -> Array:
     >>> mt.sinc(mt.asarray([0.0, 0.5]))
     Array([1.        , 0.63661977], dtype=float64)
     """
-    y = math.pi * inexact(x)
+    return mapped(_sinc, inexact(x))
+
+
+def _sinc(x: Array) -> Array:
+    y = math.pi * x
     small = ew.abs(y) < 1
     # The slopes of the quotient are differences of terms that grow as y shrinks: near 0 they are those of the series.
     square = ew.square(where(small, y, 0))

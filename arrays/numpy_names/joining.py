@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import _infer
+from .._direct import buffer, buffers, result
 from .._op import composite
 from ..creation import asarray, elements
 from ..errors import ShapeError
@@ -129,7 +131,7 @@ def _pieces(name: str, x: Any, where: int | Sequence[int], axis: int, uneven: bo
         ends = np.cumsum([each + (i < longer) for i in range(int(where))]).tolist()
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
     else:
-        cuts = [int(w) for w in where]
+        cuts = [operator.index(w) for w in where]
         bounds = list(zip([0, *cuts], [*cuts, length], strict=True))
     lead = (slice(None),) * axis
     return [x[(*lead, slice(a, b))] for a, b in bounds]
@@ -214,8 +216,10 @@ def delete(x: Any, where: Any, /, axis: int | None = None) -> Array:
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
     axis = _infer.one_axis("delete", axis, x.ndim)
-    kept = np.delete(np.arange(x.shape[axis]), where if isinstance(where, slice) else np.asarray(where))
-    return take(x, kept, axis=axis)
+    where = where if isinstance(where, slice) else np.asarray(where)
+    if (buf := buffer(x)) is not None:
+        return result(np.delete(buf, where, axis))
+    return take(x, np.delete(np.arange(x.shape[axis]), where), axis=axis)
 
 
 @composite("insert")
@@ -248,6 +252,10 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
         values = moveaxis(values, 0, axis)
         flat = np.repeat(flat, values.shape[axis])
     new = broadcast_to(values, (*rest[:axis], flat.size, *rest[axis:]))
+    if (plain := buffers((x, new))) is not None:
+        buf, put = plain
+        one = places.ndim == 0
+        return result(np.insert(buf, int(places) if one else flat, np.moveaxis(put, axis, 0) if one else put, axis))
     order = np.argsort(flat, kind="stable")
     at = flat.copy()
     at[order] += np.arange(flat.size)

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import sets
+from .._core import FIRST_USER_DTYPE
+from .._direct import buffers, result
 from .._op import composite
 from ..creation import asarray
-from ..errors import ShapeError
+from ..dtypes import result_type
+from ..errors import ArgumentError, ShapeError
 from ..manipulation import concat
 from ..sorting import _flat, argsort, sort
 
@@ -20,7 +23,9 @@ if TYPE_CHECKING:
 
 def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
     x, axis = _flat(x, axis)
-    for k in np.atleast_1d(kth):
+    for k in [kth] if np.ndim(kth) == 0 else kth:  # type: ignore[union-attr]
+        if isinstance(k, float):
+            raise ArgumentError(f"[{name}] places are integers, got {k}")
         if not -x.shape[axis] <= k < x.shape[axis]:
             raise ShapeError(f"[{name}] there is no {k}-th element along an axis of length {x.shape[axis]}")
     return x, axis
@@ -61,6 +66,8 @@ def lexsort(keys: Any, /, axis: int = -1) -> Array:
     found = [asarray(k) for k in keys]
     if not found:
         raise ShapeError("[lexsort] needs at least one key")
+    if (plain := buffers(found)) is not None and max(b.dtype.num for b in plain) < FIRST_USER_DTYPE:
+        return result(np.lexsort(plain, axis))
     order = argsort(found[0], axis=axis)
     for key in found[1:]:
         order = take_along_axis(order, argsort(take_along_axis(key, order, axis=axis), axis=axis), axis=axis)
@@ -107,7 +114,7 @@ def intersect1d(x: Any, y: Any, /) -> Array:
     Array([2])
     """
     found, y = unique(x), asarray(y)
-    return found[sets.isin(found, y)].astype(np.result_type(found.dtype, y.dtype))
+    return found[sets.isin(found, y)].astype(result_type(found.dtype, y.dtype))
 
 
 def setdiff1d(x: Any, y: Any, /) -> Array:

@@ -11,6 +11,7 @@ from .._op import composite
 from .._wide import in_float32
 from ..creation import asarray, inexact, zeros, zeros_like
 from ..curves import convolve, diag
+from ..dtypes import result_type
 from ..errors import ShapeError
 from ..manipulation import concat
 from .making import vander
@@ -130,7 +131,7 @@ def polysub(p: Any, q: Any, /) -> Array:
     Array([ 1, -4])
     """
     p, q = asarray(p), asarray(q)
-    return polyadd(p, -q.astype(np.result_type(p.dtype, q.dtype), copy=False))
+    return polyadd(p, -q.astype(result_type(p.dtype, q.dtype), copy=False))
 
 
 @composite("roots")

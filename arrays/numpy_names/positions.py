@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import _infer
 from .._dispatch import Deferred
 from ..creation import asarray
 from ..errors import ShapeError
@@ -28,7 +29,7 @@ def indices(dimensions: Sequence[int], /, dtype: Any = int) -> Array:
            [[0, 1],
             [0, 1]]])
     """
-    return asarray(np.indices(tuple(dimensions))).astype(dtype)
+    return asarray(np.indices(_infer.as_shape("indices", dimensions))).astype(dtype)
 
 
 def ix_(*vectors: Any) -> tuple[Array, ...]:
@@ -79,6 +80,53 @@ def triu_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Ar
     """
     rows, columns = np.triu_indices(n, k, m)
     return asarray(rows), asarray(columns)
+
+
+def _square(name: str, x: Any) -> tuple[int, ...]:
+    shape = asarray(x).shape
+    if len(shape) < 2 or len(set(shape)) > 1:
+        raise ShapeError(f"[{name}] takes an array of two or more dimensions of one length, got shape {shape}")
+    return shape
+
+
+def _matrix(name: str, x: Any) -> tuple[int, ...]:
+    shape = asarray(x).shape
+    if len(shape) != 2:
+        raise ShapeError(f"[{name}] takes a matrix, got shape {shape}")
+    return shape
+
+
+def diag_indices_from(x: Any, /) -> tuple[Array, ...]:
+    """:func:`diag_indices` of an array.
+
+    >>> import meshtape as mt
+    >>> mt.diag_indices_from(mt.ones((2, 2)))
+    (Array([0, 1]), Array([0, 1]))
+    """
+    shape = _square("diag_indices_from", x)
+    return diag_indices(shape[0], len(shape))
+
+
+def tril_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
+    """:func:`tril_indices` of a matrix.
+
+    >>> import meshtape as mt
+    >>> mt.tril_indices_from(mt.ones((2, 2)))
+    (Array([0, 1, 1]), Array([0, 0, 1]))
+    """
+    n, m = _matrix("tril_indices_from", x)
+    return tril_indices(n, k, m)
+
+
+def triu_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
+    """:func:`triu_indices` of a matrix.
+
+    >>> import meshtape as mt
+    >>> mt.triu_indices_from(mt.ones((2, 2)))
+    (Array([0, 0, 1]), Array([0, 1, 1]))
+    """
+    n, m = _matrix("triu_indices_from", x)
+    return triu_indices(n, k, m)
 
 
 def argwhere(x: Any, /) -> Array:

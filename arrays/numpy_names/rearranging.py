@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import _infer, linalg
 from .._op import composite
-from ..creation import asarray
+from ..creation import asarray, beside, zeros
 from ..curves import diag
 from ..errors import ShapeError
-from ..manipulation import flip, moveaxis, permute_dims, reshape
+from ..manipulation import flip, moveaxis, permute_dims, reshape, tile
 
 if TYPE_CHECKING:
     from .._array import Array
@@ -172,3 +173,37 @@ def diagflat(x: Any, /, k: int = 0) -> Array:
            [0, 2]])
     """
     return diag(ravel(x), k)
+
+
+def rollaxis(x: Any, axis: int, /, start: int = 0) -> Array:
+    """The dimension ``axis`` moved to stand before the one that is now at ``start``; :func:`moveaxis` says where it comes to stand.
+
+    >>> import meshtape as mt
+    >>> mt.rollaxis(mt.ones((2, 3, 4)), 2).shape
+    (4, 2, 3)
+    """
+    x = asarray(x)
+    axis = _infer.one_axis("rollaxis", axis, x.ndim)
+    before = start + x.ndim if start < 0 else start
+    if not 0 <= before <= x.ndim:
+        raise ShapeError(
+            f"[rollaxis] start {start} is not between {-x.ndim} and {x.ndim}, for an array of shape {x.shape}"
+        )
+    return moveaxis(x, axis, before - (axis < before))
+
+
+@composite("resize")
+def resize(x: Any, shape: int | Sequence[int], /) -> Array:
+    """The elements in C order as an array of another shape: repeated from the first on, or cut off. Zeros where there are none.
+
+    >>> import meshtape as mt
+    >>> mt.resize(mt.asarray([1, 2, 3]), (2, 2))
+    Array([[1, 2],
+           [3, 1]])
+    """
+    flat = ravel(x)
+    shape = _infer.as_shape("resize", shape)
+    size = math.prod(shape)
+    if not flat.size:
+        return zeros(shape, dtype=flat.dtype, device=beside(flat))
+    return reshape(tile(flat, -(-size // flat.size))[:size], shape)

@@ -11,6 +11,7 @@ from .._wide import in_float32
 from ..creation import asarray, elements, inexact
 from ..cumulative import diff
 from ..curves import convolve
+from ..dtypes import result_type
 from ..elementwise import conj
 from ..errors import DTypeError
 from ..manipulation import concat, flip, moveaxis, reshape
@@ -49,7 +50,7 @@ def trapezoid(y: Any, x: Any = None, /, dx: float = 1.0, axis: int = -1) -> Arra
         step: Any = dx
     else:
         x = asarray(x)
-        x = x.astype(np.result_type(x.dtype, y.dtype)) if x.dtype.kind in "biu" else x
+        x = x.astype(result_type(x.dtype, y.dtype)) if x.dtype.kind in "biu" else x
         step = diff(x) if x.ndim == 1 else diff(moveaxis(x, axis, -1))
     return sum(step * (y[..., 1:] + y[..., :-1]) / 2, axis=-1)
 
@@ -65,7 +66,7 @@ def ediff1d(x: Any, /, to_end: Any = None, to_begin: Any = None) -> Array:
     middle = diff(reshape(asarray(x), (-1,)))
 
     def end(v: Any) -> list[Array]:
-        given = np.result_type(middle.dtype, v if isinstance(v, int | float | complex) else asarray(v).dtype)
+        given = result_type(middle.dtype, v if isinstance(v, int | float | complex) else asarray(v).dtype)
         if not np.can_cast(given, middle.dtype, "same_kind"):
             raise DTypeError(
                 f"[ediff1d] an end of {given.name} for differences of {middle.dtype.name}: cast the array first"

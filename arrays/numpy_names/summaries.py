@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import _infer, statistics
-from .._dispatch import Deferred
+from .. import _infer, pieces, statistics
+from .._direct import buffer
+from .._dispatch import Deferred, wrap
 from .._op import composite
 from .._rows import wide
 from .._wide import in_float32
 from ..creation import asarray, beside, full, full_like, inexact, ordered
 from ..cumulative import cumulative_prod, cumulative_sum
-from ..dtypes import real_of
+from ..dtypes import real_of, result_type
 from ..elementwise import clip, conj, floor, floor_divide, isnan, real, remainder, sqrt, where
 from ..errors import DTypeError, ShapeError
-from ..manipulation import broadcast_to, concat, moveaxis, permute_dims, reshape
+from ..manipulation import broadcast_to, concat, moveaxis, reshape
 from ..products import matmul
-from ..quantiles import between, quantile
+from ..quantiles import between, quantile, weights_of
 from ..reductions import all, argmax, argmin, max, mean, min, sum
 from ..searching import searchsorted, take_along_axis
 from ..sorting import sort
@@ -75,7 +76,8 @@ def average(
 ) -> Any:
     """The mean, each element counted by its weight: an array of the shape of ``x``, or of that of the dimensions ``axis``.
 
-    With ``returned`` the sum of the weights too. Raises `ZeroDivisionError` where they add up to zero.
+    With ``returned`` the sum of the weights too. Raises `ZeroDivisionError` where they add up to zero. Inside a compiled function, and of
+    arrays that are split, values are not known: there the mean is NaN.
 
     >>> import meshtape as mt
     >>> mt.average(mt.asarray([1.0, 4.0]), weights=[2, 1])
@@ -90,22 +92,24 @@ def average(
 
 @in_float32
 def _weighted(x: Array, axis: Axis, w: Array, returned: bool, keepdims: bool) -> Any:
-    if w.shape != x.shape:
-        axes = _infer.normalize_axis("average", axis, x.ndim)
-        given = [a % x.ndim for a in (axis if isinstance(axis, Sequence) else axes)]
-        if axis is None or w.shape != tuple(x.shape[a] for a in given):
-            raise ShapeError(
-                f"[average] weights of shape {w.shape} do not fit an array of shape {x.shape} along axis {axis}"
-            )
-        w = permute_dims(w, [given.index(a) for a in axes])
-        w = reshape(w, _infer.reduced_shape(x.shape, tuple(set(range(x.ndim)) - set(axes)), True))
+    w = weights_of("average", x, axis, w)
     # As NumPy: what is short of a float is counted in float64, before anything is multiplied.
-    dtype = np.result_type(x.dtype, w.dtype, *([np.float64] if x.dtype.kind in "biu" else []))
-    x, w = x.astype(dtype, copy=False), w.astype(dtype, copy=False)
-    total = sum(broadcast_to(w, x.shape), axis=axis, keepdims=keepdims)
-    if not isinstance(total._buf, Deferred) and bool((total == 0).any()):
+    dtype = result_type(x.dtype, w.dtype, *([np.float64] if x.dtype.kind in "biu" else []))
+    total = sum(broadcast_to(w, x.shape), axis=axis, keepdims=keepdims, dtype=dtype)
+    if isinstance(total._buf, Deferred):
+        total = where(total == 0, np.nan, total)
+    elif bool((total == 0).any()):
         raise ZeroDivisionError("[average] the weights add up to zero")
-    out = sum(x * w, axis=axis, keepdims=keepdims) / total
+    axes = _infer.normalize_axis("average", axis, x.ndim)
+    if (buf := pieces.large(x)) is not None and (v := buffer(w)) is not None:
+
+        def piece(b: np.ndarray, v: np.ndarray) -> np.ndarray:
+            return np.add.reduce(np.multiply(b, v, dtype=dtype), axis=axes, keepdims=True)
+
+        out = wrap(pieces.reduced(piece, np.add, axes, keepdims, buf, v)) / total
+    else:
+        x, w = x.astype(dtype, copy=False), w.astype(dtype, copy=False)
+        out = sum(x * w, axis=axes, keepdims=keepdims) / total
     return (out, total) if returned else out
 
 
@@ -345,19 +349,26 @@ def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False,
     flat = reshape(flat, (*(x.shape[i] for i in kept), math.prod(x.shape[i] for i in axes)))
     if flat.shape[-1] == 0:
         flat = full((*flat.shape[:-1], 1), np.nan, dtype=x.dtype, device=beside(x))
-    ordered = sort(where(isnan(flat), np.inf, flat), axis=-1)
-    count = sum(~isnan(flat), axis=-1, keepdims=True)
-    levels = reshape(q.astype(np.float64), (1,) * len(kept) + (-1,))
-    place = clip(count - 1, 0, None) * levels
-    low = floor(place).astype(np.int64)
-    high = clip(low + 1, None, clip(count - 1, 0, None))
-    a, b = take_along_axis(ordered, low, axis=-1), take_along_axis(ordered, high, axis=-1)
-    out = between(a, b, (place - low).astype(wide(x.dtype))).astype(x.dtype, copy=False)
-    out = where(count == 0, np.nan, out)
+    levels, n = reshape(q.astype(np.float64), (1,) * len(kept) + (-1,)), len(flat)
+    step = builtins.max(1, n * pieces.PIECE // flat.size) if kept and pieces.large(flat) is not None else n
+    cuts = [flat] if step == n else [flat[i : i + step] for i in range(0, n, step)]
+    out = concat([_nan_quantiles(cut, levels) for cut in cuts], axis=0)
     out = reshape(moveaxis(out, -1, 0), (*q.shape, *(x.shape[i] for i in kept)))
     if keepdims:
         out = reshape(out, (*q.shape, *(1 if i in axes else n for i, n in enumerate(x.shape))))
     return out
+
+
+def _nan_quantiles(rows: Array, levels: Array) -> Array:
+    """Those of each row of the last dimension."""
+    count = sum(~isnan(rows), axis=-1, keepdims=True)
+    ordered = sort(where(isnan(rows), np.inf, rows), axis=-1)
+    place = clip(count - 1, 0, None) * levels
+    low = floor(place).astype(np.int64)
+    high = clip(low + 1, None, clip(count - 1, 0, None))
+    a, b = take_along_axis(ordered, low, axis=-1), take_along_axis(ordered, high, axis=-1)
+    out = between(a, b, (place - low).astype(wide(rows.dtype))).astype(rows.dtype, copy=False)
+    return where(count == 0, np.nan, out)
 
 
 def nanpercentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:

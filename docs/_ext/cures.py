@@ -9,6 +9,7 @@ CURES = {
     "DTypeError": "Convert with `mt.astype`, or spell the name as in `float32` or `bfloat16`. Mixed kinds are not promoted silently.",
     "TreeError": "Compare the two structures that the message shows; `mt.tree.register(cls, flatten, unflatten)` teaches trees a class.",
     "NotAFunction": "Pass the function: `mt.grad(f)`, and not `mt.grad(f(x))`.",
+    "ArgumentError": "Compare the call that the message shows with the signature: `help(mt.linspace)`. Lengths and counts are integers.",
     "NumPyAttributeError": "Write what the message names; `np.asarray(x)` gives NumPy the plain values of an array.",
     "NumPyFunctionError": "Use the function or argument that the message names; `np.asarray(x)` gives NumPy the plain values of an array.",
     "NumberRangeError": "Choose a wider dtype for the array, or a smaller number.",

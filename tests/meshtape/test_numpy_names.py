@@ -45,6 +45,26 @@ class Call:
         return f"{self.name}({', '.join([*map(text, self.args), *(f'{k}={text(v)}' for k, v in self.kwargs.items())])})"
 
 
+def _ends(v: Any) -> Any:
+    return v[0] * v[-1]
+
+
+def _spread(v: Any) -> Any:
+    return v[:2] * v[-1]
+
+
+def _square(v: Any) -> Any:
+    return v[:2, None] * v[None, :2]
+
+
+def _kept_sum(x: Any, axis: int) -> Any:
+    return x.sum(axis=axis, keepdims=True)
+
+
+def _dropped_sum(x: Any, axis: int) -> Any:
+    return x.sum(axis=axis) * 2
+
+
 # Letters: c compiles, g differentiates, s shards. What depends on values in its shape or checks values does neither.
 CALLS = [
     *(Call(n, A) for n in ("absolute", "exp2", "cbrt", "deg2rad", "rad2deg", "radians", "degrees", "fabs", "arctan")),
@@ -117,6 +137,37 @@ CALLS = [
     Call("insert", A, [1, 3], 0.5, axis=0),
     Call("insert", A, slice(0, 3), 1.0, axis=1),
     Call("insert", A, 3, 7.0),
+    # along axes, and by index arrays
+    *(Call("apply_along_axis", f, axis, CUBE) for f in (_ends, _spread, _square) for axis in (0, 1, -1)),
+    Call("apply_over_axes", _kept_sum, CUBE, [0, 2]),
+    Call("apply_over_axes", _dropped_sum, CUBE, [-1, 0]),
+    Call("choose", I % 3, [A, B, 2.0], only="cs"),
+    Call("choose", I, [A, V], mode="wrap", only="cs"),
+    Call("choose", I, np.stack([A, B, -A]), mode="clip", only="cs"),
+    Call("choose", I % 2 == 0, [A, B], only="cs"),
+    Call("choose", (I % 3).astype(np.uint8), [1, 2, 3], only="cs"),
+    # shapes
+    *(Call("rollaxis", CUBE, axis, start) for axis in (0, 1, -1) for start in (0, 1, 3, -1)),
+    *(Call("resize", A, shape) for shape in ((2, 3), (5, 7), 30, (3, 0), ())),
+    Call("resize", A[:0], (2, 2), only="c"),
+    *(Call(n, SQUARE, only="cs") for n in ("diag_indices_from", "tril_indices_from", "triu_indices_from")),
+    Call("tril_indices_from", A, 1, only="c"),
+    # weighted quantiles
+    *(
+        Call(n, A, q, weights=np.abs(B), method="inverted_cdf")
+        for n, q in (("quantile", 0.4), ("percentile", [0, 55, 100]))
+    ),
+    Call(
+        "quantile", A, [0.0, 0.25, 1.0], axis=1, weights=np.array([0.0, 0.0, 2.0, 1.0, 0.0, 3.0]), method="inverted_cdf"
+    ),
+    Call("quantile", A, [[0.1], [0.6]], axis=0, weights=np.abs(I), method="inverted_cdf", keepdims=True),
+    Call("quantile", CUBE, 0.5, axis=(0, 2), weights=np.abs(CUBE[:, 0]), method="inverted_cdf"),
+    Call("quantile", HOLED, 0.5, axis=0, weights=np.abs(B), method="inverted_cdf", only="cs"),
+    Call("quantile", I, 0.3, weights=np.abs(B), method="inverted_cdf", only="s"),
+    *(Call(f"fft.{n}", CUBE, only="cs") for n in ("fft2", "ifft2", "rfft2")),
+    Call("fft.fft2", CUBE, s=(2, 5), axes=(1, 0), norm="ortho", only="cs"),
+    Call("fft.irfft2", CUBE + 1j * CUBE[::-1], only="cs"),
+    Call("fft.irfft2", CUBE + 1j * CUBE[::-1], s=(3, 5), only="c"),
     # rearranging
     *(Call(n, x) for n in ("atleast_1d", "atleast_2d", "atleast_3d") for x in (np.array(2.0), V, A, CUBE)),
     Call("atleast_2d", V, A, only="c"),
