@@ -79,9 +79,9 @@ WAITS = [_program, _fetch, _save, _distribute, _reshard, _call, _dask]
 def test_a_worker_that_stands_still(mortal, tmp_path):
     mt.save(tmp_path / "there", {"x": np.arange(8.0)})
     for what in WAITS:
-        with mt.Mesh({"a": 2}, client=mortal) as mesh, dask.config.set(BRIEF):
+        with mt.Mesh({"a": 2}, client=mortal) as mesh:
             x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
-            with stopped(mortal, mesh), pytest.raises(ERRORS, match=r"rank 1|worker"):
+            with dask.config.set(BRIEF), stopped(mortal, mesh), pytest.raises(ERRORS, match=r"rank 1|worker"):
                 what(x, tmp_path / what.__name__ if what is not _call else tmp_path)
         mortal.wait_for_workers(2, timeout=200)
         works(mortal)
@@ -119,7 +119,7 @@ def test_a_paused_worker_runs_programs_and_says_so_to_what_is_dasks(mortal, monk
 
     said: list[str] = []
     monkeypatch.setattr(worker_streams.log, "warning", lambda text, *args: said.append(text % args))
-    with mt.Mesh({"a": 2}, client=mortal) as mesh, dask.config.set(BRIEF):
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
         x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
         mortal.run(pause, True, workers=mesh.runtime.addresses)
         try:
