@@ -41,6 +41,15 @@ def _shards(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
     return out or None
 
 
+def _pack(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | int | None:
+    """``yes``, ``no`` or a number of bytes."""
+    if value in (None, "yes", "no"):
+        return None if value is None else value == "yes"
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value!r}: write yes, no, or a number of bytes")
+    return int(value)
+
+
 _SELECTION = (
     click.option("--keys", multiple=True, metavar="PATTERN", help="Take only these arrays (may be repeated)."),
     click.option("--drop", multiple=True, metavar="PATTERN", help="Leave these arrays out (may be repeated)."),
@@ -59,12 +68,25 @@ _MESH = (
         help="What an axis splits (may be repeated).",
     ),
 )
-_COMPRESSION = click.option(
-    "--compression",
-    metavar="zstd[:LEVEL]|none",
-    callback=checked("compression"),
-    default="keep",
-    help="Compress the chunks; by default as the source is.",
+_STORED = (
+    click.option(
+        "--compression",
+        metavar="zstd[:LEVEL]|none",
+        callback=checked("compression"),
+        default="keep",
+        help="Compress the chunks; by default as the source is.",
+    ),
+    click.option(
+        "--pack",
+        metavar="yes|no|BYTES",
+        callback=_pack,
+        help="Whether small arrays (of at most so many bytes) share files; by default in object stores alone.",
+    ),
+    click.option(
+        "--dtype-fallback",
+        type=click.Choice(["raw"]),
+        help="Call bfloat16 and float8 integers in Zarr's metadata, for readers without meshtape.",
+    ),
 )
 _TARGET = (
     *_SELECTION,
@@ -232,8 +254,9 @@ def _write(
 
 
 def _lost(report: Any) -> str:
-    """Lines about what casts lost."""
-    return "".join(f"\n  {name}: {loss}" for name, loss in report.losses.items())
+    """Lines about what casts lost, and about documents that are not as in the source."""
+    lines = [*report.notes, *(f"{name}: {loss}" for name, loss in report.losses.items())]
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def _tell(report: Any, as_json: bool, text: str) -> None:
@@ -257,10 +280,17 @@ def verify(path: str, as_json: bool) -> None:
     import meshtape as mt
 
     report = mt.verify(path)
+    rest = report.uncovered
+    more = f" and {len(rest) - 12} more" if len(rest) > 12 else ""
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.nbytes)} in {report.files} files are sound",
+        f"{report.path}: {report.arrays} arrays, {human_bytes(report.nbytes)} in {report.files} files are sound"
+        + (
+            f"\n  not compared, as nothing has their checksums ({len(rest)}): {', '.join(rest[:12])}{more}"
+            if rest
+            else ""
+        ),
     )
 
 
@@ -353,7 +383,7 @@ def merge(
 @click.option("--format", "kind", type=click.Choice(["zarr", "safetensors"]), required=True, help="What to write.")
 @click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
 @each(_MESH)
-@_COMPRESSION
+@each(_STORED)
 @each(_TARGET)
 @JSON
 def convert(
@@ -393,7 +423,7 @@ def convert(
 @click.argument("src", type=CHECKPOINT)
 @click.argument("dst", type=CHECKPOINT)
 @each(_MESH)
-@_COMPRESSION
+@each(_STORED)
 @each(_TARGET)
 @JSON
 def reshard(

@@ -31,8 +31,8 @@ from .raw_tensor import RawTensor
 from .scratch import scratch
 from .tensor_sums import BATCH
 from .tensors import Job, bytes_of, opened
+from .threads import UPLOADS, in_threads
 from .torch_values import Made, Named, Persistent, read_values
-from .writing import UPLOADS, in_threads
 
 FILE = ".metadata"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")

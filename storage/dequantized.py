@@ -16,13 +16,18 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from .casting import cast
-from .derived import Elementwise, pieces
+from .derived import Derived, Elementwise, pieces
 from .tensors import Job
 
 
 def is_quantized(dtype: np.dtype) -> bool:
     """Whether weights of this dtype need a scale: 8-bit integers and float8."""
     return dtype.itemsize == 1 and dtype.kind != "b" and dtype.name != "float8_e8m0fnu"
+
+
+def dequantizes(tensor: Any) -> bool:
+    """Whether a tensor holds the numbers that quantised weights stand for."""
+    return isinstance(tensor, Dequantized) or (isinstance(tensor, Derived) and any(map(dequantizes, tensor.sources())))
 
 
 def _read(tensor: Any, box: Box) -> tuple[np.ndarray, int]:

@@ -18,7 +18,8 @@ from .checksums import crc32c
 from .compression import Compression, fits, most_nbytes
 from .documents import marked
 from .grid import Grid
-from .writing import SYNCS, Record, in_threads
+from .threads import SYNCS, in_threads
+from .writing import Record
 from .zarr_format import array_metadata, group_metadata
 
 

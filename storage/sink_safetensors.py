@@ -14,7 +14,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,51 +23,11 @@ from ..arrays.errors import CorruptCheckpoint
 from . import dtypes, safetensors, stores, tensor_sums
 from .checksums import combine, crc32c
 from .commit import Folder
-from .files import IOV_MAX, active
+from .files import active
 from .grid import runs, windows
 from .opening import HF_INDEX
-from .scratch import scratch
-from .sinks import Stream, Unit, clear, read, read_file, sums, touch
-
-
-@dataclass(frozen=True, slots=True)
-class RawWriter:
-    """Windows of a tensor of a safetensors file. The sum of a window is the crc32c of its elements."""
-
-    file: str
-    start: int
-    shape: tuple[int, ...]
-    itemsize: int
-
-    def _runs(self, window: Box, data: np.ndarray) -> list[tuple[int, list[np.ndarray]]]:
-        """(place in the file, pieces of ``data``) of each stretch of the file that a window covers."""
-        item = self.itemsize
-        raw = data.reshape(-1).view(np.uint8)
-        out: list[tuple[int, list[np.ndarray]]] = []
-        end = -1
-        for inner, outer, length in runs(window, self.shape):
-            if outer * item != end or len(out[-1][1]) == IOV_MAX:
-                out.append((self.start + outer * item, []))
-            out[-1][1].append(raw[inner * item : (inner + length) * item])
-            end = (outer + length) * item
-        return out
-
-    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
-        data = read(tensor, window, passing=True)
-        fs = active()
-        fd = fs.open(os.path.join(root, self.file))
-        try:
-            for place, pieces in self._runs(window, data):
-                fs.write(fd, pieces, place)
-        finally:
-            fs.close(fd)
-        return [crc32c(data)]
-
-    def check(self, root: str, window: Box, sums: list[int]) -> bool:
-        held = scratch("check", window.size * self.itemsize)
-        path = os.path.join(root, self.file)
-        whole = all(read_file(path, pieces, place) for place, pieces in self._runs(window, held))
-        return whole and sums == [crc32c(held)]
+from .raw_writer import RawWriter
+from .sinks import Stream, Unit, clear, read, sums, touch
 
 
 class HuggingFaceSink:
@@ -132,7 +91,7 @@ class HuggingFaceSink:
 
     def writer(self, array: int, limit: int) -> RawWriter:
         number, place = self._at[array]
-        return RawWriter(self.files[number], place, self.shapes[array], self.itemsizes[array])
+        return RawWriter(self.files[number], place, Box.whole(self.shapes[array]), self.itemsizes[array])
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
         fs = active()
@@ -210,6 +169,7 @@ class HuggingFaceSink:
             file: tensor_sums.text([tensor_sums.own_sum(head), *held])
             for file, head, held in zip(self.files, self.heads, self._sums, strict=True)
         }
+        sums |= {name: tensor_sums.text([crc32c(data)]) for name, data in self.documents.items()}
         held = {tensor_sums.INDEX: tensor_sums.text([0]), **sums}
         index = {"metadata": {tensor_sums.KEY: held, "total_size": self.total_size}, "weight_map": weight_map}
         text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

@@ -96,6 +96,8 @@ def opened(where: str, what: str, generation: Generation = generations.NONE) -> 
                 yield reader
                 return
             reader = store.reader(name)
+            if generation.ahead is not None:
+                reader = generation.ahead.reader(where, reader)
             # An object's version is asked for anew with each reader; an open file stays the one it was, and tells if it changes.
             keep = held is not None and len(held) < _OPEN and not stores.is_url(where)
             if keep:

@@ -367,9 +367,105 @@ def test_convert_and_reshard_into_an_object_store(kit, s3, tmp_path):
         verify(place)
         got = load(place)
         assert all(kit.same(got[n], a) for n, a in tree.items()), place
-    for options, word in (({"format": "zarr"}, "object stores alone"), ({"format": "safetensors"}, "leave out pack=")):
-        with pytest.raises(errors.CheckpointError, match=word):
-            convert(tmp_path / "c", tmp_path / "d", pack=True, **options)
+
+
+def _files(root):
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 16, 256 << 20], ids=["least", "small", "default"])
+def test_convert_writes_the_packs_of_a_save(kit, tmp_path, limit):
+    """Window by window, by threads, to the byte: packs, arrays beside them, metadata and manifest."""
+    tree = {
+        f"{d.name}-{s}": kit.random(d, s, i) for i, (d, s) in enumerate(itertools.product(kit.DTYPES, kit.SHAPES))
+    } | {"large": kit.random(np.dtype("f4"), (300, 200)), "huge": np.arange(1 << 18), "none": None, "n": 3}
+    save(tmp_path / "wanted", tree, pack=True, step=4, documents={"config": {"a": 1}})
+    save(tmp_path / "plain", tree, step=4, documents={"config": {"a": 1}})
+    report = convert(tmp_path / "plain", tmp_path / "c", format="zarr", pack=True, memory_limit=limit, threads=3)
+    assert "pack-local-00000.safetensors" in report.files
+    assert _files(tmp_path / "c") == _files(tmp_path / "wanted")
+    verify(tmp_path / "c")
+    assert not packs_of(convert(tmp_path / "c", tmp_path / "d", format="zarr").path)
+    with pytest.raises(errors.CheckpointError, match="leave out pack="):
+        merge(tmp_path / "plain", tmp_path / "e", pack=True)
+
+
+def test_reshard_writes_the_packs_of_ranks(kit, tmp_path, monkeypatch):
+    from meshtape.storage import packs
+
+    a, b = np.arange(63.0).reshape(7, 9), np.arange(5, dtype="f4")
+    host = kit.Host({"x": 3})
+    split = {"a": kit.split(a, kit.Sharding(host, (0,))), "b": kit.split(b, kit.Sharding(host, (0,)))}
+    save(tmp_path / "wanted", split, pack=True)
+    save(tmp_path / "plain", {"a": a, "b": b})
+    axes = {"mesh": {"x": 3}, "shardings": {"*": {"x": 0}}}
+    reshard(tmp_path / "plain", tmp_path / "c", pack=True, **axes)
+    # The manifest of the save lists them in the order in which the processes answered.
+    found, wanted = _files(tmp_path / "c"), _files(tmp_path / "wanted")
+    assert {n: found[n] for n in packs_of(tmp_path / "c")} == {n: wanted[n] for n in packs_of(tmp_path / "wanted")}
+    # With a number of bytes, the larger array stays Zarr's; a limit of a file makes several.
+    reshard(tmp_path / "plain", tmp_path / "d", pack=100, **axes)
+    assert [p.name for p in (tmp_path / "d").iterdir() if p.is_dir()] == ["a"]
+    monkeypatch.setattr(packs, "LIMIT", 200)
+    reshard(tmp_path / "plain", tmp_path / "e", pack=True, **axes)
+    assert len(packs_of(tmp_path / "e")) == 5  # the last rank has no row of b
+    for out in ("d", "e"):
+        verify(tmp_path / out)
+        assert kit.same(load(tmp_path / out)["a"], a) and kit.same(load(tmp_path / out)["b"], b)  # noqa: PT018
+
+
+def test_packs_written_by_other_processes(kit, tmp_path):
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    tree = {f"w{i}": np.full((i + 1, 3), i, np.float32) for i in range(5)}
+    save(tmp_path / "plain", tree)
+    save(tmp_path / "wanted", tree, pack=True)
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
+        convert(tmp_path / "plain", tmp_path / "c", format="zarr", pack=True, client=pool)
+    assert _files(tmp_path / "c") == _files(tmp_path / "wanted")
+
+
+def test_a_conversion_into_packs_killed_at_every_operation(kit, quick):
+    """The same call again goes on, and writes the same files; nothing else is left."""
+    save(quick / "plain", _tree(1))
+    save(quick / "wanted", _tree(1), pack=True)
+    resumed = set()
+    for n in range(1, 1000):
+        home = quick / str(n)
+        home.mkdir()
+
+        def run(home=home):
+            return convert(quick / "plain", home / "c", format="zarr", pack=True, overwrite=True)
+
+        killed = kit.die_at(n, run, True)
+        resumed.add(run().resumed > 0)
+        assert _files(home / "c") == _files(quick / "wanted")
+        assert [e.name for e in home.iterdir()] == ["c"]
+        if not killed:
+            break
+    assert resumed == {True, False}
+
+
+def test_a_pack_of_a_conversion_that_changes_is_never_committed(kit, tmp_path, monkeypatch):
+    """Windows are read back: a disk that stores other bytes than it was given is found."""
+    from meshtape.storage import raw_writer
+
+    save(tmp_path / "plain", _tree(1))
+    real = raw_writer.RawWriter.put
+
+    def put(self, root, window, tensor):
+        sums = real(self, root, window, tensor)
+        path = os.path.join(root, self.file)
+        data = bytearray(Path(path).read_bytes())
+        data[self.start] ^= 1
+        Path(path).write_bytes(data)
+        return sums
+
+    monkeypatch.setattr(raw_writer.RawWriter, "put", put)
+    with pytest.raises(errors.CorruptCheckpoint, match="does not read back"):
+        convert(tmp_path / "plain", tmp_path / "c", format="zarr", pack=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["plain"]
 
 
 @pytest.mark.parametrize("where", ["memory", "s3"])
