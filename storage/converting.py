@@ -110,6 +110,7 @@ class Selection:
     skipped: list[str]
     compression: Compression  # of what is read
     dtype: np.dtype | None = None  # that all floating arrays were converted to
+    reserved: int = 0  # bytes of what is read ahead
     notes: list[str] = field(default_factory=list)  # of `documents`
 
     def documents(self) -> dict[str, bytes]:
@@ -166,7 +167,16 @@ class Selection:
             arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
-        return cls(ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped, compression, wanted)
+        return cls(
+            ckpt,
+            arrays,
+            {n: ckpt.arrays[n].path for n in arrays},
+            structure,
+            skipped,
+            compression,
+            wanted,
+            ahead.reserved,
+        )
 
 
 def _float(dtype: Any) -> np.dtype:
@@ -373,7 +383,7 @@ def convert(
             tensors,
             sink,
             target,
-            memory_limit=memory_limit,
+            memory_limit=memory_limit - held.reserved,
             threads=threads,
             overwrite=overwrite,
             tables=CHECKPOINTS,

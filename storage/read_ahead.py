@@ -64,6 +64,11 @@ class ReadAhead:
                 made[-1].left += stop - start
             self._segments[where] = [s.start for s in made], made
 
+    @property
+    def reserved(self) -> int:
+        """Bytes that it may come to hold."""
+        return self._limit if self._segments else 0
+
     def reader(self, where: str, reader: stores.Reader) -> stores.Reader:
         """A reader of an object that takes from its segments what lies there."""
         return _Reader(self, where, reader) if where in self._segments else reader

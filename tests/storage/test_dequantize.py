@@ -1,12 +1,15 @@
 """`dequantize`: 8-bit weights and the scales of their blocks, against the formulas written out in NumPy."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from meshtape import errors
+from meshtape import cli, errors
 from meshtape.arrays.blocks import Box
-from meshtape.storage import Rules, convert, load, merge, open_checkpoint, save_safetensors
+from meshtape.storage import Rules, convert, load, merge, open_checkpoint, save_safetensors, verify
 from meshtape.storage import rules as r
 
 RULE = "{p*}.weight, {p*}.weight_scale_inv -> {p*}.weight, dequantize(block=[128, 128], dtype=bfloat16)"
@@ -115,6 +118,87 @@ def test_merge_convert_load_and_processes_agree(kit, tmp_path):
         merge(source, tmp_path / "c", dtype="float32")
     merge(source, tmp_path / "c", dtype="float32", rules=RULE.replace("bfloat16", "float32"))
     assert kit.same(open_checkpoint(tmp_path / "c")["l.weight"].read(), by_block(x, s, (128, 128)))
+
+
+QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignore": ["lm_head"]}
+CONFIGS = {  # of the source, and of the result
+    "plain": (
+        {"a": 1, "quantization_config": QUANTIZATION, "torch_dtype": "bfloat16"},
+        {"a": 1, "torch_dtype": "bfloat16"},
+    ),
+    "within": (
+        {"text_config": {"quantization_config": QUANTIZATION, "b": [1]}, "vision_config": {"c": 2}},
+        {"text_config": {"b": [1]}, "vision_config": {"c": 2}},
+    ),
+    "of compressed-tensors": ({"compression_config": QUANTIZATION, "a": 1}, {"a": 1}),
+    "none": ({"a": 1}, None),
+    "no object": ([1], None),
+}
+
+
+def _model(home, config, **more):
+    home.mkdir()
+    x, s = quantized((200, 150), "e4m3"), scales((2, 2))
+    save_safetensors(
+        home / "model.safetensors", {"l.weight": x, "l.weight_scale_inv": s, "n.weight": np.ones(2, "f4"), **more}
+    )
+    (home / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (home / "tokenizer.json").write_text('{"quantization_config": 1}')
+    return home
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("kind", ["merge", "zarr", "cast"])
+def test_full_weights_have_no_configuration_of_quantised_ones(tmp_path, case, kind):
+    """transformers would quantise them again; the rest of the document, and other documents, stay."""
+    config, wanted = CONFIGS[case]
+    source = _model(tmp_path / "m", config)
+    options = {"rules": RULE} | ({"dtype": "float32"} if kind == "cast" else {})
+    write = (lambda *a, **k: convert(*a, format="zarr", **k)) if kind == "zarr" else merge
+    report = write(source, tmp_path / "out", **options)
+    got = (tmp_path / "out" / "config.json").read_text()
+    if wanted is None:
+        assert got == (source / "config.json").read_text()
+        assert report.notes == []
+    else:
+        assert json.loads(got) == (
+            wanted | {"torch_dtype": "float32"} if kind == "cast" and "torch_dtype" in wanted else wanted
+        )
+        assert report.notes == ["config.json: without its quantization, as the weights have their full values"]
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"quantization_config": 1}'
+    verify(tmp_path / "out")
+
+
+def test_the_configuration_stays_where_weights_stay_quantised(tmp_path):
+    config = CONFIGS["plain"][0]
+    source = _model(
+        tmp_path / "m", config, **{"k.weight": quantized((128, 128), "e4m3"), "k.weight_scale_inv": scales((1, 1))}
+    )
+    plain = merge(source, tmp_path / "a")
+    some = merge(source, tmp_path / "b", rules=RULE.replace("{p*}", "l"))
+    every = merge(source, tmp_path / "c", rules=RULE)
+    assert plain.notes == []
+    assert "still says that the weights are quantised, as 'k.weight' is" in some.notes[0]
+    for out, wanted in (("a", config), ("b", config), ("c", CONFIGS["plain"][1])):
+        assert json.loads((tmp_path / out / "config.json").read_text()) == wanted
+    assert len(every.notes) == 1
+    done = CliRunner().invoke(cli.main, ["merge", str(tmp_path / "m"), str(tmp_path / "d"), "--rules", _file(tmp_path)])
+    assert "config.json: without its quantization" in done.output
+    # What was quantised is left out: the rest is whole.
+    drop = merge(source, tmp_path / "e", rules=RULE.replace("{p*}", "l"), drop=["k.*"])
+    assert "without its quantization" in drop.notes[0]
+
+
+def _file(home):
+    (home / "rules").write_text(RULE)
+    return str(home / "rules")
+
+
+@pytest.mark.parametrize("config", ['{"quantization_config": {}', "[" * 100_000, "\x00", ""])
+def test_a_configuration_that_is_no_json_goes_along(tmp_path, config):
+    source = _model(tmp_path / "m", config)
+    assert merge(source, tmp_path / "out", rules=RULE, dtype="float32").notes == []
+    assert (tmp_path / "out" / "config.json").read_text() == config
 
 
 def test_steps_before_and_after(kit):

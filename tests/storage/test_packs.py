@@ -148,6 +148,98 @@ def test_few_requests_for_many_arrays(s3):
     assert sum(method == "GET" for method, _ in s3.proxy.log) <= 20
 
 
+def gets(s3, work):
+    """(what a call returned, requests that read an object)."""
+    s3.proxy.reset()
+    out = work()
+    return out, sum(method == "GET" and "list-type" not in path for method, path in s3.proxy.log)
+
+
+def test_a_pack_is_a_request_for_all_that_read_array_after_array(kit, s3, tmp_path):
+    """merge, convert, diff and verify of arrays of four ranks: four packs, and the manifests."""
+    host = kit.Host({"x": 4})
+    values = {f"w{i}": np.arange(8.0 * (i % 7 + 1)).reshape(8, -1) + i for i in range(100)}
+    tree = {n: kit.split(a, kit.Sharding(host, (0,))) for n, a in values.items()}
+    save(f"{s3.url}/c", tree)
+    save(f"{s3.url}/d", tree | {"w50": kit.split(values["w50"] + 1, kit.Sharding(host, (0,)))})
+    rule = "w5 -> v, permute([1, 0])"
+    works = {
+        "merge": (lambda: merge(f"{s3.url}/c", tmp_path / "hf"), 8),
+        "merge by rules": (lambda: merge(f"{s3.url}/c", tmp_path / "hf2", rules=rule, dtype="float32"), 8),
+        "convert": (lambda: convert(f"{s3.url}/c", tmp_path / "z", format="zarr"), 8),
+        "one window at a time": (
+            lambda: convert(f"{s3.url}/c", tmp_path / "z1", format="zarr", threads=1, pack=True),
+            8,
+        ),
+        "reshard": (
+            lambda: reshard(f"{s3.url}/c", tmp_path / "r", mesh={"y": 2}, shardings={"*": {"y": 0}}, pack=True),
+            8,
+        ),
+        "diff": (lambda: diff(f"{s3.url}/c", f"{s3.url}/d"), 16),
+        "verify": (lambda: verify(f"{s3.url}/c"), 10),
+        "a slice": (lambda: open_checkpoint(f"{s3.url}/c")["w9"][:], 8),
+        "a slice with steps": (lambda: open_checkpoint(f"{s3.url}/c")["w9"][::3, ::2], 8),
+        "rows of one rank": (lambda: open_checkpoint(f"{s3.url}/c")["w9"][2:4], 5),
+    }
+    found, counts = {}, {}
+    for name, (work, most) in works.items():
+        found[name], counts[name] = gets(s3, work)
+        assert counts[name] <= most, counts
+    for out in ("hf", "z", "z1", "r"):
+        got = load(tmp_path / out)
+        assert all(kit.same(got[n], a) for n, a in values.items()), out
+    got = load(tmp_path / "hf2")
+    assert np.array_equal(np.asarray(got["v"]), values["w5"].astype("f4").T)
+    assert [d.name for d in found["diff"].arrays] == ["w50"]
+    assert found["diff"].equal == 99
+    assert kit.same(found["a slice"], values["w9"])
+    assert kit.same(found["a slice with steps"], values["w9"][::3, ::2])
+
+
+def test_small_tensors_of_one_safetensors_object_are_read_together(kit, s3, tmp_path):
+    values = {f"w{i}": np.arange(8.0 * (i % 7 + 1)).reshape(8, -1) + i for i in range(200)}
+    save(tmp_path / "c", values)
+    merge(tmp_path / "c", f"{s3.url}/hf", max_shard_bytes=30_000)
+    files = len(json.loads((Path(merge(tmp_path / "c", tmp_path / "hf", max_shard_bytes=30_000).path) / "model.safetensors.index.json").read_bytes())["metadata"]["meshtape.crc32c"]) - 1  # fmt: skip
+    for work in (
+        lambda: convert(f"{s3.url}/hf", tmp_path / "z", format="zarr"),
+        lambda: verify(f"{s3.url}/hf"),
+        lambda: diff(f"{s3.url}/hf", tmp_path / "c"),
+    ):
+        _, count = gets(s3, work)
+        assert count <= 4 * files + 6, (count, files)  # of each: its length, header and tensors
+    assert all(kit.same(load(tmp_path / "z")[n], a) for n, a in values.items())
+
+
+@pytest.mark.parametrize("memory", [1, 3_000, 20_000])
+def test_little_memory_reads_ahead_less_and_the_same(kit, s3, tmp_path, memory):
+    values = {f"w{i}": np.arange(8.0 * (i % 7 + 1)).reshape(8, -1) + i for i in range(40)}
+    save(f"{s3.url}/c", values)
+    _, count = gets(s3, lambda: convert(f"{s3.url}/c", tmp_path / "z", format="zarr", memory_limit=memory))
+    assert count <= 46  # never more than one for each array
+    assert diff(f"{s3.url}/c", tmp_path / "z", memory_limit=memory).same
+
+
+def test_a_pack_that_is_damaged_or_replaced_on_the_way_is_told(kit, s3, tmp_path):
+    values = {f"w{i}": np.arange(8.0) + i for i in range(20)}
+    save(f"{s3.url}/c", values)
+    from meshtape.storage import stores
+
+    store, name = stores.at(f"{s3.url}/c"), "pack-local-00000.safetensors"
+    data = store.get(name)
+    store.put(name, data[:-3] + b"\1" + data[-2:])
+    for work in (
+        lambda: merge(f"{s3.url}/c", tmp_path / "hf"),
+        lambda: diff(f"{s3.url}/c", f"{s3.url}/c"),
+    ):
+        with pytest.raises(errors.CorruptCheckpoint, match="does not fit its crc32c"):
+            work()
+    store.put(name, data[:-8])
+    with pytest.raises(errors.CorruptCheckpoint, match="the manifest says"):
+        merge(f"{s3.url}/c", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_few_files_for_many_ranks(kit, quick):
     host = kit.Host({"x": 200}, processes=2)
     rows = {f"w{i}": np.arange(400.0) + i for i in range(8)}
