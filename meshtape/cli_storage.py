@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from .arrays.display import human_bytes
-from .cli_parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, print_json
+from .cli_parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, packing, print_json
 from .errors import CheckpointExists, Lossy
 
 
@@ -39,15 +39,6 @@ def _shards(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
             raise click.BadParameter(f"{text!r}: write PATTERN:AXIS=DIMENSION")
         out[pattern] = _mapping(ctx, param, rest) or {}
     return out or None
-
-
-def _pack(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | int | None:
-    """``yes``, ``no`` or a number of bytes."""
-    if value in (None, "yes", "no"):
-        return None if value is None else value == "yes"
-    if not value.isdecimal():
-        raise click.BadParameter(f"{value!r}: write yes, no, or a number of bytes")
-    return int(value)
 
 
 _SELECTION = (
@@ -79,7 +70,7 @@ _STORED = (
     click.option(
         "--pack",
         metavar="yes|no|BYTES",
-        callback=_pack,
+        callback=packing,
         help="Whether small arrays (of at most so many bytes) share files; by default in object stores alone.",
     ),
     click.option(
@@ -280,18 +271,7 @@ def verify(path: str, as_json: bool) -> None:
     import meshtape as mt
 
     report = mt.verify(path)
-    rest = report.uncovered
-    more = f" and {len(rest) - 12} more" if len(rest) > 12 else ""
-    _tell(
-        report,
-        as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.nbytes)} in {report.files} files are sound"
-        + (
-            f"\n  not compared, as nothing has their checksums ({len(rest)}): {', '.join(rest[:12])}{more}"
-            if rest
-            else ""
-        ),
-    )
+    _tell(report, as_json, str(report))
 
 
 @click.command(

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ..arrays.display import human_bytes
 from ..arrays.errors import CorruptCheckpoint
 from . import manifest, names, packed, stores
 from .checksums import combine, crc32c
@@ -42,6 +43,13 @@ class VerifyReport:
     nbytes: int
     seconds: float
     uncovered: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {self.arrays} arrays, {human_bytes(self.nbytes)} in {self.files} files are sound"
+        if rest := self.uncovered:
+            more = f" and {len(rest) - 12} more" if len(rest) > 12 else ""
+            text += f"\n  not compared, as nothing has their checksums ({len(rest)}): {', '.join(rest[:12])}{more}"
+        return text
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -83,8 +83,26 @@ def open_array(root: str, node: str) -> ZarrTensor:
         raise CorruptCheckpoint(f"{root}: zarr cannot open key {node!r}: {e}") from e
 
 
+class ByLibrary:
+    """Base of the tensors that another library reads, whole or in parts that are its own affair: the size of a box stands for what it reads."""
+
+    __slots__ = ()
+
+    def only(self, box: Box) -> Self:
+        return self
+
+    def bound(self, generation: Generation) -> Self:
+        return replace(self, generation=generation)  # type: ignore[type-var]
+
+    def planned(self, box: Box) -> int:
+        return box.size * self.dtype.itemsize  # type: ignore[attr-defined]
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        yield lambda: self._read(box.slices, out)  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True, slots=True)
-class ZarrTensor:
+class ZarrTensor(ByLibrary):
     """An array of a Zarr hierarchy that meshtape did not write. What zarr reads is not known: the box's size is reported.
 
     ``missing`` says what `check` does about chunks that are not there, which Zarr takes for the fill value: ``"error"``, ``"warn"`` or
@@ -146,15 +164,6 @@ class ZarrTensor:
     def readers(self) -> int:
         return stores.at(self.root).readers
 
-    def only(self, box: Box) -> ZarrTensor:
-        return self
-
-    def bound(self, generation: Generation) -> ZarrTensor:
-        return replace(self, generation=generation)
-
-    def planned(self, box: Box) -> int:
-        return box.size * self.dtype.itemsize
-
     def _opened(self) -> Any:
         import zarr
 
@@ -168,9 +177,6 @@ class ZarrTensor:
     def kept(self) -> ZarrTensor:
         """The same for many reads: its metadata is read once."""
         return replace(self, held=self._opened())
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        yield lambda: self._read(box.slices, out)
 
     def picks(self, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:
         yield lambda: self._read(tuple(slice(r.start, r.stop, r.step) for r in picks), out)
