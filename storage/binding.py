@@ -302,9 +302,19 @@ class Program:
         """The captures that the targets use; and for each application their values, and the source keys in order."""
         patterns = [_pattern(s) for s in rule.sources]
         found = [self._found(p) for p in patterns]
-        if any(isinstance(s, Dequantize) for s in rule.steps):
+        if (how := next((s for s in rule.steps if isinstance(s, Dequantize)), None)) is not None:
+            for k, _ in found[0]:
+                if (order := k.removesuffix("_packed") + "_g_idx") in self.tensors:
+                    raise RuleConflict(
+                        f"the columns of {k!r} belong to groups in the order that {order!r} says, which dequantize does not follow; write the "
+                        f"model anew without activation ordering. In the rule\n  {rule.shown}"
+                    )
             # Weights that are not quantised have no scale and stay as they are; one that is and has none is an error below.
-            found[0] = [(k, m) for k, m in found[0] if k not in self.tensors or is_quantized(self.tensors[k].dtype)]
+            found[0] = [
+                (k, m)
+                for k, m in found[0]
+                if k not in self.tensors or is_quantized(self.tensors[k].dtype) or how.bits or k.endswith("_packed")
+            ]
         for p, hits in zip(patterns, found, strict=True):
             if not hits:
                 if rule.optional:

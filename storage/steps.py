@@ -17,7 +17,7 @@ step            tensors                what it does
 `FuseFFN`       gate, up → 1           for each tensor-parallel part: gate, up
 `SplitFFN`      1 → gate, up           back
 `Init`          none → 1               a new array with one value
-`Dequantize`    weight, scale → 1      8-bit numbers times the scales of their blocks; less zero points, where these come third
+`Dequantize`    weight, scale → 1      numbers of 8 bits or fewer times the scales of their blocks; less zero points, where these come third
 ==============  =====================  ================================================================================
 
 ``apply`` makes lazy tensors (see ``derived``) and raises where shapes or dtypes do not fit. ``inverse`` is the step that undoes

@@ -201,6 +201,70 @@ def test_a_configuration_that_is_no_json_goes_along(tmp_path, config):
     assert (tmp_path / "out" / "config.json").read_text() == config
 
 
+def packed(x, bits, axis):
+    """``pack_to_int32`` of compressed-tensors, number by number."""
+    x = x if axis == 1 else x.T
+    per = 32 // bits
+    out = np.zeros((x.shape[0], -(-x.shape[1] // per)), np.uint32)
+    for (i, j), value in np.ndenumerate(x):
+        out[i, j // per] |= np.uint32(int(value) + (1 << (bits - 1))) << np.uint32(j % per * bits)
+    return np.ascontiguousarray(out if axis == 1 else out.T).view(np.int32)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("shape", "group"), [((6, 64), 16), ((13, 32), 32), ((1, 8), 8), ((5, 16), None)])
+def test_numbers_that_compressed_tensors_packs(kit, tmp_path, bits, zeros, shape, group):
+    rng = np.random.default_rng(bits)
+    limits = -(1 << (bits - 1)), 1 << (bits - 1)
+    shape = shape[0], max(shape[1], 32 // bits)
+    block = (1, group or shape[1])
+    x = rng.integers(*limits, shape).astype(np.int8)
+    s = scales((shape[0], shape[1] // block[1]), ml_dtypes.bfloat16)
+    z = rng.integers(*limits, s.shape).astype(np.int8) if zeros else None
+    arrays = {
+        "l.weight_packed": packed(x, bits, 1),
+        "l.weight_scale": s,
+        "l.weight_shape": np.array(shape),
+        "n.weight": np.ones(2, "f4"),
+    }
+    rule = "{p*}.weight_packed, {p*}.weight_scale -> {p*}.weight"
+    if zeros:
+        arrays["l.weight_zero_point"] = packed(z, bits, 0)
+        rule = rule.replace(" ->", ", {p*}.weight_zero_point ->")
+    how = f"bits={bits}, dtype=float32" + (f", block=[1, {group}]" if group else "")
+    rule = f"{rule}, dequantize({how})\n{{p*}}.weight_shape -> _"
+    want = by_block(x, s, block, z)
+    assert kit.same(Rules(rule).on_arrays(arrays)["l.weight"], want)
+    save_safetensors(tmp_path / "m.safetensors", arrays)
+    got = merge(tmp_path / "m.safetensors", tmp_path / "hf", rules=rule, memory_limit=1)
+    assert got.arrays == 2
+    out = open_checkpoint(tmp_path / "hf")
+    assert kit.same(out["l.weight"].read(), want)
+    lazy = Rules(rule).on(open_checkpoint(tmp_path / "m.safetensors"))["l.weight"]
+    for box in (np.s_[1:, 3:7], np.s_[:1, 1::3], np.s_[-1, 5], np.s_[2:2, :], np.s_[::2, -1:]):
+        assert kit.same(lazy[box], want[box])
+
+
+def test_packed_numbers_that_do_not_fit(kit):
+    arrays = {"l.weight_packed": np.zeros((4, 2), np.int32), "l.weight_scale": np.ones((4, 1), "f4")}
+    rule = "{p*}.weight_packed, {p*}.weight_scale -> {p*}.weight, dequantize(bits=4)"
+    assert Rules(rule).on_arrays(arrays)["l.weight"].shape == (4, 16)
+    for change, kind, word in (
+        ({"l.weight_packed": np.zeros((4, 2), np.int64)}, errors.CheckpointDTypeError, "takes matrices of int32"),
+        ({"l.weight_packed": np.zeros(4, np.int32)}, errors.CheckpointDTypeError, "takes matrices of int32"),
+        ({"l.weight_g_idx": np.zeros(16, np.int32)}, errors.RuleConflict, "without activation ordering"),
+        ({"l.weight_scale": np.ones((4, 3), "f4")}, errors.CheckpointShapeError, "give block="),
+    ):
+        with pytest.raises(kind, match=word):
+            Rules(rule).on_arrays(arrays | change)
+    with pytest.raises(errors.CheckpointDTypeError, match="with bits= numbers that compressed-tensors has packed"):
+        Rules(rule.replace("bits=4", "")).on_arrays(arrays)
+    for bits in (3, 0, 16, -4):
+        with pytest.raises((errors.RuleConflict, errors.RuleSyntaxError), match="2, 4 or 8 bits"):
+            Rules(rule.replace("bits=4", f"bits={bits}"))
+
+
 def test_steps_before_and_after(kit):
     x, s = quantized((4, 6), "int8"), scales((4,))
     held = {"w": x, "s": s}
