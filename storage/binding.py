@@ -13,7 +13,7 @@ from typing import Any
 
 from ..arrays.errors import CheckpointError, MeshtapeError, RuleConflict, RuleMatchError, RuleSyntaxError
 from . import ruletext
-from .dequantized import is_quantized
+from .dequantized import is_quantized, not_followed
 from .derived import Agreed, Sliced
 from .reporting import ranges
 from .step import NotInvertible, Step
@@ -303,12 +303,9 @@ class Program:
         patterns = [_pattern(s) for s in rule.sources]
         found = [self._found(p) for p in patterns]
         if (how := next((s for s in rule.steps if isinstance(s, Dequantize)), None)) is not None:
-            for k, _ in found[0]:
-                if (order := k.removesuffix("_packed") + "_g_idx") in self.tensors:
-                    raise RuleConflict(
-                        f"the columns of {k!r} belong to groups in the order that {order!r} says, which dequantize does not follow; write the "
-                        f"model anew without activation ordering. In the rule\n  {rule.shown}"
-                    )
+            for k, _ in chain.from_iterable(found):
+                if why := not_followed(k, self.tensors):
+                    raise RuleConflict(f"{why}. In the rule\n  {rule.shown}")
             # Weights that are not quantised have no scale and stay as they are; one that is and has none is an error below.
             found[0] = [
                 (k, m)

@@ -9,7 +9,7 @@ which each holds 32 / bits numbers of a row (its ``pack_to_int32``); zero points
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -81,6 +81,20 @@ class Unpacked(Derived):
 def dequantizes(tensor: Any) -> bool:
     """Whether a tensor holds the numbers that quantised weights stand for."""
     return isinstance(tensor, Dequantized) or (isinstance(tensor, Derived) and any(map(dequantizes, tensor.sources())))
+
+
+def not_followed(key: str, names: Container[str]) -> str | None:
+    """The reason to refuse a weight, or a scale, whose names say that its numbers mean something else than a product with a scale."""
+    base = key.removesuffix("_packed")
+    if f"{base}_g_idx" in names:
+        return f"the columns of {key!r} belong to groups in the order of '{base}_g_idx'; write the model anew without activation ordering"
+    if f"{key}.quant_map" in names:
+        return f"{key!r} holds places in the table '{key}.quant_map' (nf4 or fp4 of bitsandbytes); let bitsandbytes write the full weights"
+    if key.endswith(".qweight"):
+        return f"{key!r} is in the layout of GPTQ or AWQ, which differs by their versions; let the tool that made it write the full weights"
+    if key.endswith(".SCB"):
+        return f"{key!r} is 127 times the scale (LLM.int8 of bitsandbytes); let bitsandbytes write the full weights"
+    return None
 
 
 def _read(tensor: Any, box: Box) -> tuple[np.ndarray, int]:

@@ -246,6 +246,21 @@ def test_numbers_that_compressed_tensors_packs(kit, tmp_path, bits, zeros, shape
         assert kit.same(lazy[box], want[box])
 
 
+@pytest.mark.parametrize(
+    ("held", "rule", "word"),
+    [
+        (["w", "w.absmax", "w.quant_map"], "{p*}, {p*}.absmax -> {p*}, dequantize()", "nf4 or fp4"),
+        (["l.w", "l.SCB"], "{p*}.w, {p*}.SCB -> {p*}.w, dequantize()", "127 times the scale"),
+        (["l.qweight", "l.scales"], "{p*}.qweight, {p*}.scales -> {p*}.w, dequantize()", "GPTQ or AWQ"),
+        (["l.w", "l.w_scale", "l.w_g_idx"], "{p*}.w, {p*}.w_scale -> {p*}.w, dequantize()", "activation ordering"),
+    ],
+)
+def test_layouts_that_would_give_other_numbers_are_refused_by_name(held, rule, word):
+    arrays = {n: np.ones((4, 8), np.int8 if n.split(".")[-1] in ("w", "qweight") else np.float32) for n in held}
+    with pytest.raises(errors.RuleConflict, match=word):
+        Rules(rule).on_arrays(arrays)
+
+
 def test_packed_numbers_that_do_not_fit(kit):
     arrays = {"l.weight_packed": np.zeros((4, 2), np.int32), "l.weight_scale": np.ones((4, 1), "f4")}
     rule = "{p*}.weight_packed, {p*}.weight_scale -> {p*}.weight, dequantize(bits=4)"
