@@ -93,7 +93,7 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     Parameters
     ----------
     path
-        Of a Zarr array, which every worker can read: a directory, or a URL (``s3://…``, ``gs://…``, ``az://…``, ``https://…``).
+        Of a Zarr array, which every worker can read: a directory, or any URL that checkpoints are read from, with its options.
     mesh
         The mesh.
     placements
@@ -107,7 +107,7 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     Raises
     ------
     NotACheckpoint, StoreError
-        Where there is no Zarr array, or one that cannot be read.
+        Where there is no Zarr array, or one that cannot be read; where a store does not answer.
     MeshError
         Where there is a group of arrays.
     DTypeError
