@@ -26,6 +26,7 @@ from meshtape.storage import (
     reshard,
     save,
     save_async,
+    save_safetensors,
     verify,
 )
 from meshtape.storage.checksums import crc32c
@@ -239,6 +240,39 @@ def test_a_pack_that_is_damaged_or_replaced_on_the_way_is_told(kit, s3, tmp_path
     with pytest.raises(errors.CorruptCheckpoint, match="the manifest says"):
         merge(f"{s3.url}/c", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("kind", ["packs", "safetensors"])
+@pytest.mark.parametrize("when", ["before anything is read", "after some was read"])
+def test_a_source_that_is_replaced_while_it_is_read_ahead(tmp_path, kind, when):
+    """What was fetched belongs to the generation that was opened: the result is of one generation, or there is none."""
+    pytest.importorskip("obstore")
+    place = f"memory://ahead-{os.getpid()}-{kind}-{len(when)}"
+
+    def put(value):
+        tree = {f"w{i}": np.full(50, value, np.float32) for i in range(30)}
+        if kind == "packs":
+            save(f"{place}/c", tree, overwrite=True)
+        else:
+            save_safetensors(f"{place}/c/model.safetensors", tree, overwrite=True)
+
+    put(1)
+    calls = []
+
+    def progress(done, total):
+        calls.append(done)
+        if len(calls) == (1 if when.startswith("before") else 5):
+            put(2)
+
+    for act in (merge, lambda a, b, **k: convert(a, b, format="zarr", **k)):
+        put(1)
+        calls.clear()
+        with pytest.raises(errors.CheckpointReplaced):
+            act(f"{place}/c", tmp_path / "out", threads=1, progress=progress)
+        assert not (tmp_path / "out").exists()
+        act(f"{place}/c", tmp_path / "out")
+        assert {float(x) for a in load(tmp_path / "out").values() for x in np.asarray(a)} == {2.0}
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_few_files_for_many_ranks(kit, quick):
