@@ -5,17 +5,44 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..arrays.blocks import Box
+from . import tensor_sums
 from .checksums import crc32c
 from .files import IOV_MAX, active, preadv
 from .grid import runs
 from .scratch import scratch
-from .sinks import read
+from .sinks import read, touch
+
+
+def begin(root: str, heads: Mapping[str, bytes]) -> None:
+    """Make files that start with a header, in which zeros keep the place of checksums. Elements that an interrupted run has written stay."""
+    fs = active()
+    for file, head in heads.items():
+        path = os.path.join(root, file)
+        touch(fs, path)
+        fd = fs.open(path)
+        try:
+            fs.write(fd, [head], 0)
+        finally:
+            fs.close(fd)
+
+
+def seal(root: str, file: str, head: bytes, sums: Sequence[int]) -> bytes:
+    """Write the header of a file anew, with the checksums of its tensors, and make the file durable; returns the header."""
+    fs, head = active(), tensor_sums.sealed(head, sums)
+    fd = fs.open(os.path.join(root, file))
+    try:
+        fs.write(fd, [head], 0)
+        fs.fsync(fd)
+    finally:
+        fs.close(fd)
+    return head
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,20 @@ so the blocks of such a pack are held in memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ..arrays.blocks import Box
-from . import packs, tensor_sums
+from . import packs
 from .checksums import combine
-from .files import active
 from .finishing import Item
 from .grid import Grid, windows
 from .names import leaf_name
-from .raw_writer import RawWriter
+from .raw_writer import RawWriter, begin, seal
 from .safetensors import TensorInfo
-from .sinks import Stream, Unit, read, touch
+from .sinks import Stream, Unit, read
 from .stored_objects import Pack
 from .threads import SYNCS, in_threads
 from .writing import Record, Task
@@ -90,15 +88,7 @@ class PackFiles:
                 yield Unit(array, Box(offset, part.shape))
 
     def create(self, root: str) -> None:
-        fs = active()
-        for file, (_, head, _) in self._placed.items():
-            path = os.path.join(root, file)
-            touch(fs, path)
-            fd = fs.open(path)
-            try:
-                fs.write(fd, [head], 0)
-            finally:
-                fs.close(fd)
+        begin(root, {file: head for file, (_, head, _) in self._placed.items()})
 
     @cached_property
     def _placed(self) -> dict[str, tuple[list[Task], bytes, dict[str, TensorInfo]]]:
@@ -132,14 +122,7 @@ class PackFiles:
         def write(file: str) -> list[Record]:
             tasks, head, places = self._placed[file]
             found = {t.name: of(t) for t in tasks}
-            head = tensor_sums.sealed(head, [found[name] for name in places])
-            fs = active()
-            fd = fs.open(os.path.join(root, file))
-            try:
-                fs.write(fd, [head], 0)
-                fs.fsync(fd)
-            finally:
-                fs.close(fd)
+            head = seal(root, file, head, [found[name] for name in places])
             return packs.records_of(tasks, head, places, found)
 
         return [r for held in in_threads(write, list(self._placed), SYNCS) for r in held]

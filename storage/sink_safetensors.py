@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,11 +22,10 @@ from ..arrays.errors import CorruptCheckpoint
 from . import dtypes, safetensors, stores, tensor_sums
 from .checksums import combine, crc32c
 from .commit import Folder
-from .files import active
 from .grid import runs, windows
 from .opening import HF_INDEX
-from .raw_writer import RawWriter
-from .sinks import Stream, Unit, clear, read, sums, touch
+from .raw_writer import RawWriter, begin, seal
+from .sinks import Stream, Unit, clear, read, sums
 
 
 class HuggingFaceSink:
@@ -78,36 +76,21 @@ class HuggingFaceSink:
         ]
 
     def create(self, root: str) -> None:
-        fs = active()
         clear(root, [HF_INDEX, *self.documents])
-        for file, head in zip(self.files, self.heads, strict=True):
-            path = os.path.join(root, file)
-            touch(fs, path)
-            fd = fs.open(path)
-            try:
-                fs.write(fd, [head], 0)
-            finally:
-                fs.close(fd)
+        begin(root, dict(zip(self.files, self.heads, strict=True)))
 
     def writer(self, array: int, limit: int) -> RawWriter:
         number, place = self._at[array]
         return RawWriter(self.files[number], place, Box.whole(self.shapes[array]), self.itemsizes[array])
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
-        fs = active()
         parts: dict[int, list[tuple[Unit, int]]] = {}
         for unit, (value,) in sums.items():
             parts.setdefault(unit.array, []).append((unit, value))
         for number, (file, place) in enumerate(zip(self.files, self.places, strict=True)):
             held = [self._sum(root, self._number[n], parts.get(self._number[n], [])) for n in place]
             self._sums.append(held)
-            self.heads[number] = tensor_sums.sealed(self.heads[number], held)
-            fd = fs.open(os.path.join(root, file))
-            try:
-                fs.write(fd, [self.heads[number]], 0)
-                fs.fsync(fd)
-            finally:
-                fs.close(fd)
+            self.heads[number] = seal(root, file, self.heads[number], held)
 
     def _sum(self, root: str, array: int, parts: list[tuple[Unit, int]]) -> int:
         """The crc32c of a tensor that was written, from those of its windows; it is read where they are not stretches of the file."""
