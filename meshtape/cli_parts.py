@@ -103,6 +103,15 @@ def checked(what: str) -> Any:
     return check
 
 
+def packing(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | int | None:
+    """Callback of an option that is ``yes``, ``no`` or a number of bytes."""
+    if value in (None, "yes", "no"):
+        return None if value is None else value == "yes"
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value!r}: write yes, no, or a number of bytes")
+    return int(value)
+
+
 def each(options: tuple[Any, ...]) -> Any:
     """A decorator that adds several options, in their order."""
 

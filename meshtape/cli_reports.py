@@ -22,14 +22,15 @@ def data(report: Any) -> dict[str, Any]:
     """A report as plain data.
 
     >>> data(VerifyReport("run", arrays=2, files=3, nbytes=400, seconds=0.5))
-    {'path': 'run', 'arrays': 2, 'files': 3, 'file_nbytes': 400, 'seconds': 0.5}
+    {'path': 'run', 'arrays': 2, 'files': 3, 'file_nbytes': 400, 'seconds': 0.5, 'uncovered': []}
     """
     raise TypeError(f"no JSON for a {type(report).__name__}")
 
 
 @data.register
 def _verified(r: VerifyReport) -> dict[str, Any]:
-    return {"path": r.path, "arrays": r.arrays, "files": r.files, "file_nbytes": r.nbytes, "seconds": r.seconds}
+    said = {"path": r.path, "arrays": r.arrays, "files": r.files, "file_nbytes": r.nbytes, "seconds": r.seconds}
+    return said | {"uncovered": r.uncovered}
 
 
 @data.register
@@ -78,6 +79,7 @@ def _written(r: MergeReport | ConvertReport) -> dict[str, Any]:
         "nbytes": r.total_size,
         "written": r.files,
         "skipped": r.skipped,
+        "notes": r.notes,
         "losses": {name: dataclasses.asdict(loss) for name, loss in r.losses.items()},
         "seconds": r.seconds,
     }

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from .arrays.display import human_bytes
-from .cli_parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, print_json
+from .cli_parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, packing, print_json
 from .errors import CheckpointExists, Lossy
 
 
@@ -59,12 +59,25 @@ _MESH = (
         help="What an axis splits (may be repeated).",
     ),
 )
-_COMPRESSION = click.option(
-    "--compression",
-    metavar="zstd[:LEVEL]|none",
-    callback=checked("compression"),
-    default="keep",
-    help="Compress the chunks; by default as the source is.",
+_STORED = (
+    click.option(
+        "--compression",
+        metavar="zstd[:LEVEL]|none",
+        callback=checked("compression"),
+        default="keep",
+        help="Compress the chunks; by default as the source is.",
+    ),
+    click.option(
+        "--pack",
+        metavar="yes|no|BYTES",
+        callback=packing,
+        help="Whether small arrays (of at most so many bytes) share files; by default in object stores alone.",
+    ),
+    click.option(
+        "--dtype-fallback",
+        type=click.Choice(["raw"]),
+        help="Call bfloat16 and float8 integers in Zarr's metadata, for readers without meshtape.",
+    ),
 )
 _TARGET = (
     *_SELECTION,
@@ -232,8 +245,9 @@ def _write(
 
 
 def _lost(report: Any) -> str:
-    """Lines about what casts lost."""
-    return "".join(f"\n  {name}: {loss}" for name, loss in report.losses.items())
+    """Lines about what casts lost, and about documents that are not as in the source."""
+    lines = [*report.notes, *(f"{name}: {loss}" for name, loss in report.losses.items())]
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def _tell(report: Any, as_json: bool, text: str) -> None:
@@ -257,11 +271,7 @@ def verify(path: str, as_json: bool) -> None:
     import meshtape as mt
 
     report = mt.verify(path)
-    _tell(
-        report,
-        as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.nbytes)} in {report.files} files are sound",
-    )
+    _tell(report, as_json, str(report))
 
 
 @click.command(
@@ -353,7 +363,7 @@ def merge(
 @click.option("--format", "kind", type=click.Choice(["zarr", "safetensors"]), required=True, help="What to write.")
 @click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
 @each(_MESH)
-@_COMPRESSION
+@each(_STORED)
 @each(_TARGET)
 @JSON
 def convert(
@@ -393,7 +403,7 @@ def convert(
 @click.argument("src", type=CHECKPOINT)
 @click.argument("dst", type=CHECKPOINT)
 @each(_MESH)
-@_COMPRESSION
+@each(_STORED)
 @each(_TARGET)
 @JSON
 def reshard(

@@ -20,13 +20,16 @@ from ..arrays.display import human_bytes
 from ..arrays.dtypes import as_dtype
 from ..arrays.errors import (
     CheckpointExists,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
     MeshError,
-    MeshtapeError,
     NotACheckpoint,
     ShardingConflict,
     StoreError,
 )
 from ..arrays.reductions import _is_low_precision as is_low_precision
+from ..storage import stores, zarr_tensor
+from ..storage.opened import StoredArray
 from .mesh import Mesh
 from .placement import REDUCERS, Placement, Sharding, block_box
 from .rank_program import RankProgram
@@ -90,7 +93,7 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     Parameters
     ----------
     path
-        Of a Zarr array, which every worker can read: a directory, or a URL (``s3://…``, ``gs://…``, ``az://…``, ``https://…``).
+        Of a Zarr array, which every worker can read: a directory, or any URL that checkpoints are read from, with its options.
     mesh
         The mesh.
     placements
@@ -104,7 +107,7 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     Raises
     ------
     NotACheckpoint, StoreError
-        Where there is no Zarr array, or one that cannot be read.
+        Where there is no Zarr array, or one that cannot be read; where a store does not answer.
     MeshError
         Where there is a group of arrays.
     DTypeError
@@ -195,19 +198,17 @@ def scratch_room(given: Any, paths: Sequence[str | None], mesh: Mesh, needed: bo
 def _opened(path: str) -> Any:
     """The Zarr array of a user; what is wrong with it is an error of ours."""
     try:
-        return open_array(path)
-    except MeshtapeError:
-        raise
-    except Exception as e:  # what codecs and clients of clouds raise has nothing in common
+        return zarr_tensor.open_array(stores.location(path), "")
+    except (IncompleteCheckpoint, CorruptCheckpoint) as e:
         names = _arrays_of_group(path)
         if names is not None:
             raise MeshError(
                 f"[from_zarr] {path} is a group, not an array; its arrays are {', '.join(names) or 'none'}"
             ) from e
-        if isinstance(e, FileNotFoundError):
+        if isinstance(e, IncompleteCheckpoint):
             raise NotACheckpoint(f"[from_zarr] there is no Zarr array at {path}") from e
         # What a client says of a URL may hold a signature.
-        why = type(e).__name__ if "://" in path else f"{type(e).__name__}: {e}"
+        why = type(e.__cause__).__name__ if stores.is_url(path) else e.__cause__ or e
         raise StoreError(f"[from_zarr] {path} cannot be read as a Zarr array: {why}") from e
 
 
@@ -222,22 +223,15 @@ def _arrays_of_group(path: str) -> list[str] | None:
 # ----- Zarr's own calls: of a directory, or of an object store as checkpoints reach it ----------------------------------
 
 
-def _place(path: str) -> dict[str, Any]:
-    if path.startswith(_OBJECTS):
-        from zarr.storage import ObjectStore
-
-        from ..storage.objects import client
-
-        bucket, prefix = client(path)
-        return {"store": ObjectStore(bucket), "path": prefix}
-    return {"store": path}
-
-
-_OBJECTS = ("s3://", "gs://", "az://", "http://", "https://", "memory://")
+def _place(path: str, write: bool = True) -> dict[str, Any]:
+    store, node = zarr_tensor.zarr_place(stores.location(path), write=write)
+    return {"store": store, "path": node}
 
 
 def open_array(path: str, mode: str = "r") -> Any:
-    """A Zarr array that is there."""
+    """A Zarr array that is there, to be indexed with slices."""
+    if mode == "r":
+        return StoredArray((path,), zarr_tensor.open_array(stores.location(path), "").kept())
     import zarr
 
     from ..storage import zarr_dtypes  # noqa: F401  # the small floats are registered by the import
@@ -249,7 +243,7 @@ def open_group(path: str, mode: str) -> Any:
     """A group of Zarr arrays; a new one with ``mode="w"``."""
     import zarr
 
-    return zarr.open_group(**_place(path), mode=mode)
+    return zarr.open_group(**_place(path, write=mode != "r"), mode=mode)
 
 
 def new_array(path: str, shape: tuple[int, ...], dtype: np.dtype, chunks: Sequence[int]) -> Any:
@@ -276,4 +270,4 @@ def refuse_existing(path: str) -> None:
 
 
 def _read_blocks(payloads: Mapping[int, Any]) -> dict[int, list[np.ndarray]]:
-    return {r: [np.asarray(open_array(path)[box.slices])] for r, (path, box) in payloads.items()}
+    return {r: [open_array(path)[box.slices]] for r, (path, box) in payloads.items()}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from ..arrays.errors import CheckpointError, MeshtapeError, RuleConflict, RuleMatchError, RuleSyntaxError
 from . import ruletext
-from .dequantized import is_quantized
+from .dequantized import is_quantized, not_followed
 from .derived import Agreed, Sliced
 from .reporting import ranges
 from .step import NotInvertible, Step
@@ -30,15 +32,15 @@ class _Pattern:
     text: str
     captures: tuple[str, ...]
     literal: str
-    template: str  # for `str.format_map`
     regex: re.Pattern[str] | None
 
     def match(self, key: str) -> tuple[str, ...] | None:
         m = self.regex.fullmatch(key) if self.regex else None
         return m.groups() if m else None
 
-    def fill(self, values: Mapping[str, str]) -> str:
-        return self.template.format_map(values)
+    def filled(self, names: Sequence[str]) -> Callable[..., str]:
+        """What makes a name of the texts of captures, given in the order of ``names``."""
+        return _HOLE.sub(lambda m: m[0] if m[1] is None else f"{{{names.index(m[1])}}}", self.text).format
 
 
 @lru_cache(maxsize=4096)
@@ -58,8 +60,7 @@ def _pattern(text: str) -> _Pattern:
             regex += f"(?P<{m[1]}>{'.+' if m[2] else '[^.]+'})"
     regex += re.escape(text[at:])
     compiled = re.compile(regex, re.S) if captures else None
-    template = _HOLE.sub(lambda m: m[0] if m[1] is None else f"{{{m[1]}}}", text)
-    return _Pattern(text, tuple(captures), literal + text[at:], template, compiled)
+    return _Pattern(text, tuple(captures), literal + text[at:], compiled)
 
 
 def _natural(values: Iterable[str]) -> tuple[tuple[int, int, str], ...]:
@@ -212,9 +213,6 @@ class Program:
         self.keys = [*tensors, *scalars]
         self.temporary: dict[str, Any] = {}
         self.read_temporary: set[str] = set()
-        self.reader: dict[str, Rule] = {}
-        self.dropper: dict[str, Rule] = {}
-        self.giver: dict[str, Rule] = {}
         self.given: dict[str, Any] = {}
         self.applied: list[Applied] = []
         self._matches: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
@@ -226,21 +224,38 @@ class Program:
                     self._run(state, follows=True)
         unread = [t for t in self.temporary if t not in self.read_temporary]
         if unread:
-            raise RuleConflict(f"{unread[0]!r}, given by\n  {self.giver[unread[0]].shown}\nis read by no later rule")
-        both = next((k for k in self.dropper if k in self.reader), None)
-        if both is not None:
+            raise RuleConflict(f"{unread[0]!r}, given by\n  {self._giver(unread[0]).shown}\nis read by no later rule")
+        if both := next((k for k in self.temporary if k in tensors), None):
             raise RuleConflict(
-                f"{both!r} is dropped by\n  {self.dropper[both].shown}\nand read by\n  {self.reader[both].shown}"
+                f"{both!r} is a key of the checkpoint; choose another name with $ in\n  {self._giver(both).shown}"
             )
-        self.consumed = set(self.reader) | set(self.dropper)
+        dropped, read = (
+            dict.fromkeys(chain.from_iterable(a.sources for a in self.applied if bool(a.targets) is reads))
+            for reads in (False, True)
+        )
+        for name in self.temporary:
+            dropped.pop(name, None)
+            read.pop(name, None)
+        both = next((k for k in dropped if k in read), None)
+        if both is not None:
+            drops, reads = (
+                next(a.rule for a in self.applied if bool(a.targets) is reads and both in a.sources)
+                for reads in (False, True)
+            )
+            raise RuleConflict(f"{both!r} is dropped by\n  {drops.shown}\nand read by\n  {reads.shown}")
+        self.consumed = dropped.keys() | read.keys()
         self.untouched = {k for k in tensors if k not in self.consumed}
+
+    def _giver(self, name: str) -> Rule:
+        """The first rule that gives a target."""
+        return next(a.rule for a in self.applied if name in a.targets)
 
     def outputs(self) -> dict[str, Any]:
         """Tensors by target name: those that no rule reads, and what the rules give, in the order of their first source."""
         for name in self.untouched:
             if name in self.given:
                 raise RuleConflict(
-                    f"{name!r} is given by\n  {self.giver[name].shown}\nbut the checkpoint holds a key of that name, "
+                    f"{name!r} is given by\n  {self._giver(name).shown}\nbut the checkpoint holds a key of that name, "
                     "which no rule reads or drops"
                 )
         out: dict[str, Any] = {}
@@ -283,28 +298,34 @@ class Program:
             "correct the pattern, or mark the rule optional()"
         )
 
-    def _combinations(self, rule: Rule) -> list[tuple[dict[str, str], list[str]]]:
-        """For each application: values of the captures that the targets use, and the source keys in order."""
+    def _combinations(self, rule: Rule) -> tuple[Sequence[str], list[tuple[tuple[str, ...], list[str]]]]:
+        """The captures that the targets use; and for each application their values, and the source keys in order."""
         patterns = [_pattern(s) for s in rule.sources]
         found = [self._found(p) for p in patterns]
-        if any(isinstance(s, Dequantize) for s in rule.steps):
+        if (how := next((s for s in rule.steps if isinstance(s, Dequantize)), None)) is not None:
+            for k, _ in chain.from_iterable(found):
+                if why := not_followed(k, self.tensors):
+                    raise RuleConflict(f"{why}. In the rule\n  {rule.shown}")
             # Weights that are not quantised have no scale and stay as they are; one that is and has none is an error below.
-            found[0] = [(k, m) for k, m in found[0] if k not in self.tensors or is_quantized(self.tensors[k].dtype)]
+            found[0] = [
+                (k, m)
+                for k, m in found[0]
+                if k not in self.tensors or is_quantized(self.tensors[k].dtype) or how.bits or k.endswith("_packed")
+            ]
         for p, hits in zip(patterns, found, strict=True):
             if not hits:
                 if rule.optional:
-                    return []
+                    return (), []
                 raise self._no_match(rule, p.text)
         wanted = {c for t in rule.targets for c in _pattern(t).captures}
         shared = [c for c in dict.fromkeys(c for p in patterns for c in p.captures) if c in wanted]
         if not rule.targets:
-            return [({}, [k for hits in found for k, _ in hits])]
+            return (), [((), [k for hits in found for k, _ in hits])]
         if all(set(p.captures) == set(shared) for p in patterns):
             # The common case, one key of each pattern, without the tables that follow.
             by_values = [_by_values(p, hits, shared) for p, hits in zip(patterns, found, strict=True)]
             if all(table.keys() == by_values[0].keys() for table in by_values):
-                rows = sorted(by_values[0], key=_natural)
-                return [(dict(zip(shared, v, strict=True)), [table[v] for table in by_values]) for v in rows]
+                return shared, [(v, [table[v] for table in by_values]) for v in sorted(by_values[0], key=_natural)]
         # Per pattern: keys by the values of those captures that targets use.
         tables: list[dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]]] = []
         outer = [[c for c in p.captures if c in shared] for p in patterns]
@@ -350,33 +371,33 @@ class Program:
                 raise RuleMatchError(
                     f"for {dict(zip(extra[0], odd, strict=True))} some keys are missing, in the rule\n  {rule.shown}"
                 )
-            out.append((values, [k for _, k in sorted(keys, key=lambda x: x[0])]))
+            out.append((tuple(values[c] for c in shared), [k for _, k in sorted(keys, key=lambda x: x[0])]))
             groups.append((values, rows))
         for i, collected in enumerate(extra[:1] if all(e == extra[0] for e in extra) else extra):
             if collected:
                 _check_gaps(rule, collected, [(values, rows[i]) for values, rows in groups])
-        return out
+        return shared, out
 
     # ----- one rule ---------------------------------------------------------------------------------------------------
 
     def _run(self, rule: Rule, follows: bool = False) -> None:
         counted = _counted(rule)
-        patterns = [_pattern(t) for t in rule.targets]
-        for values, keys in self._combinations(rule) if rule.sources else [({}, [])]:
-            self._apply(rule, patterns, counted, values, keys, follows)
+        shared, found = self._combinations(rule) if rule.sources else ((), [((), [])])
+        names = (*shared, *([] if counted is None else [counted]))
+        makers = [_pattern(t).filled(names) for t in rule.targets] if found else []
+        for values, keys in found:
+            self._apply(rule, makers, counted is not None, values, keys, follows)
 
     def _apply(
         self,
         rule: Rule,
-        patterns: list[_Pattern],
-        counted: str | None,
-        values: Mapping[str, str],
+        makers: list[Callable[..., str]],
+        counted: bool,
+        values: tuple[str, ...],
         keys: list[str],
         follows: bool,
     ) -> None:
-        if not patterns:
-            for k in keys:
-                self.dropper.setdefault(k, rule)
+        if not makers:
             self.applied.append(Applied(rule, keys, [], (), []))
             return
         scalar = next((k for k in keys if k in self.scalars), None) if self.scalars else None
@@ -384,15 +405,12 @@ class Program:
             raise RuleConflict(
                 f"{scalar!r} is a value, not an array; rules can only drop it. In the rule\n  {rule.shown}"
             )
-        tensors = []
-        for k in keys:
-            if k in self.temporary and k[:1] == "$":
-                self.read_temporary.add(k)
-                tensors.append(self.temporary[k])
-            else:
-                self.reader.setdefault(k, rule)
-                tensors.append(self.tensors[k])
-        number = None if counted else len(patterns)
+        held = self.tensors
+        if self.temporary:
+            self.read_temporary.update(k for k in keys if k in self.temporary)
+            held = ChainMap(self.temporary, self.tensors)
+        tensors = [held[k] for k in keys]
+        number = None if counted else len(makers)
         agreed = follows and bool(tensors) and all(t.shape == () for t in tensors)
         stages, steps = [tensors], () if agreed else rule.steps
         if agreed and len(tensors) > 1:
@@ -405,22 +423,20 @@ class Program:
             except MeshtapeError as e:
                 raise type(e)(f"{e}. In the step {ruletext.format_step(step)} of the rule\n  {rule.shown}") from None
         result = stages[-1] * number if agreed and number else stages[-1]
-        if counted is None:
-            targets = [p.fill(values) for p in patterns]
+        if counted:
+            targets = [make(*values, i) for i in range(len(result) // len(makers)) for make in makers]
         else:
-            n = range(len(result) // len(patterns))
-            targets = [p.fill({**values, counted: str(i)}) for i in n for p in patterns]
+            targets = [make(*values) for make in makers]
         if len(targets) != len(result):
             raise RuleConflict(f"{len(result)} arrays are given to {len(targets)} targets by the rule\n  {rule.shown}")
+        self.applied.append(Applied(rule, keys, targets, steps, stages, agreed))
         for name, tensor in zip(targets, result, strict=True):
-            if name in self.giver:
-                raise RuleConflict(f"{name!r} is given twice, by\n  {self.giver[name].shown}\nand by\n  {rule.shown}")
-            self.giver[name] = rule
+            given = self.temporary if name[:1] == "$" else self.given
+            if name in given:
+                raise RuleConflict(f"{name!r} is given twice, by\n  {self._giver(name).shown}\nand by\n  {rule.shown}")
             # An alias with a name of its own: readers tell arrays apart by name.
             shape = tensor.shape
-            named = Sliced(name, tensor, _origin(len(shape)), shape)
-            (self.temporary if name[:1] == "$" else self.given)[name] = named
-        self.applied.append(Applied(rule, keys, targets, steps, stages, agreed))
+            given[name] = Sliced(name, tensor, _origin(len(shape)), shape)
 
     # ----- inverse ----------------------------------------------------------------------------------------------------
 

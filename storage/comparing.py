@@ -18,8 +18,8 @@ from .converting import Selection
 from .grid import windows
 from .manifest import scalar_leaves
 from .names import leaf_name
+from .threads import in_threads
 from .transfer import MEMORY_LIMIT
-from .writing import in_threads
 
 _MISSING = object()
 
@@ -127,8 +127,8 @@ def diff(
     """
     if memory_limit < 1:
         raise CheckpointError(f"memory_limit must be positive, got {memory_limit}")
-    left = Selection.of(a, rules, None, None, None)
-    right = Selection.of(b, None, None, None, None)
+    left = Selection.of(a, rules, None, None, None, memory_limit=memory_limit // 2)
+    right = Selection.of(b, None, None, None, None, memory_limit=memory_limit // 2)
     wanted = _matcher(keys, drop)
     ours = {n: t for n, t in left.arrays.items() if wanted(n)}
     theirs = {n: t for n, t in right.arrays.items() if wanted(n)}

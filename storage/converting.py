@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -17,8 +17,9 @@ from . import activity, commit, dtypes, manifest, names, packs, stores
 from .casting import CastLoss
 from .compression import Compression, Zstd, chosen
 from .contents import CHECKPOINTS
+from .dequantized import dequantizes, is_quantized
 from .derived import Converted
-from .documents import Documents, with_dtype
+from .documents import Documents, with_dtype, without_quantization
 from .finishing import Item
 from .fitting import prune, select
 from .generations import Listed
@@ -28,12 +29,14 @@ from .manifest import Leaf, scalar_leaves
 from .names import leaf_name
 from .opened import Checkpoint, fill
 from .opening import open_checkpoint
+from .read_ahead import reading_ahead
 from .rules import Rules
 from .sink_safetensors import HuggingFaceSink
 from .sink_zarr import ZarrSink
 from .sinks import Sink
 from .spreading import Executor
 from .transfer import MEMORY_LIMIT, THREADS, Progress, transfer
+from .zarr_format import is_raw
 from .zarr_tensor import ZarrTensor
 
 KEEP = "keep"  # the compression of the source
@@ -56,6 +59,7 @@ class Options(TypedDict, total=False):
     progress: Progress | None
     client: Any
     pack: bool | int | None
+    dtype_fallback: Literal["raw"] | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class ConvertReport:
     """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place.
 
     ``losses`` counts, for each array, the values that its casts lost: those that ``allow_overflow`` accepted, and those that became zero.
+    ``notes`` says which documents are not as in the source, and why.
     """
 
     path: str
@@ -74,6 +79,7 @@ class ConvertReport:
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
     losses: dict[str, CastLoss] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
@@ -104,13 +110,24 @@ class Selection:
     skipped: list[str]
     compression: Compression  # of what is read
     dtype: np.dtype | None = None  # that all floating arrays were converted to
+    reserved: int = 0  # bytes of what is read ahead
+    notes: list[str] = field(default_factory=list)  # of `documents`
 
     def documents(self) -> dict[str, bytes]:
-        """Files beside the arrays, which go along. A ``config.json`` that names the dtype of the weights names the new one."""
+        """Files beside the arrays, which go along. A ``config.json`` that names the dtype of the weights names the new one, and where
+        they are quantised no longer, it does not say that they are."""
         held = self.ckpt.documents
         found = held.every() if isinstance(held, Documents) else {}
-        if self.dtype is not None and "config.json" in found:
-            found["config.json"] = with_dtype(found["config.json"], self.dtype.name)
+        if (config := found.get("config.json")) is not None:
+            if any(map(dequantizes, self.arrays.values())) and (plain := without_quantization(config)) != config:
+                left = next(_scaled(self.arrays), None)
+                self.notes.append(
+                    "config.json: without its quantization, as the weights have their full values"
+                    if left is None
+                    else f"config.json: still says that the weights are quantised, as {left[0]!r} is; name those that are not in its list of exceptions"
+                )
+                config = plain if left is None else config
+            found["config.json"] = config if self.dtype is None else with_dtype(config, self.dtype.name)
         return found
 
     @classmethod
@@ -123,8 +140,10 @@ class Selection:
         dtype: Any,
         prefix: str | None = None,
         missing: str = "warn",
+        memory_limit: int = MEMORY_LIMIT,
     ) -> Selection:
         ckpt = open_checkpoint(src)
+        ahead = reading_ahead(ckpt, memory_limit // 4)
         for a in ckpt.arrays.values():
             if isinstance(a.tensor, ZarrTensor):
                 a.tensor = replace(a.tensor, missing=missing)
@@ -141,13 +160,23 @@ class Selection:
         with stores.listed_once():
             for n in arrays:
                 ckpt.arrays[n].check()
+        ahead.expect(arrays.values())
         wanted = None if dtype is None else _float(dtype)
         if wanted is not None:
             _refuse_scaled(arrays, wanted)
             arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
-        return cls(ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped, compression, wanted)
+        return cls(
+            ckpt,
+            arrays,
+            {n: ckpt.arrays[n].path for n in arrays},
+            structure,
+            skipped,
+            compression,
+            wanted,
+            ahead.reserved,
+        )
 
 
 def _float(dtype: Any) -> np.dtype:
@@ -161,15 +190,21 @@ def _float(dtype: Any) -> np.dtype:
 
 def _refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
     """Quantised weights are their numbers times a scale that lies beside them: converting the numbers alone would lose that."""
-    for name, t in arrays.items():
+    for name, scale in _scaled(arrays):
+        t = arrays[name]
         if t.dtype.name.startswith("float8") and t.dtype != wanted:
-            scale = next((s for end in ("_scale", "_scale_inv") if (s := name + end) in arrays), None)
-            if scale is not None:
-                raise CheckpointDTypeError(
-                    f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without the scale. "
-                    f"Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, leave dtype= out, "
-                    "or leave such arrays out with drop="
-                )
+            raise CheckpointDTypeError(
+                f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without the scale. "
+                f"Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, leave dtype= out, "
+                "or leave such arrays out with drop="
+            )
+
+
+def _scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(weights, their scales) by name, of those that are quantised."""
+    for name, t in arrays.items():
+        if is_quantized(t.dtype):
+            yield from ((name, s) for end in ("_scale", "_scale_inv") if (s := name + end) in arrays)
 
 
 def _fixed(dtype: np.dtype, wanted: np.dtype) -> bool:
@@ -190,15 +225,17 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
     return HuggingFaceSink(list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents())
 
 
-def zarr_sink(held: Selection, choice: Choice, compression: Compression = None, pack: int = 0) -> ZarrSink:
-    """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files."""
+def zarr_sink(
+    held: Selection, choice: Choice, compression: Compression = None, pack: int = 0, raw: bool = False
+) -> ZarrSink:
+    """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw`` as in `Item`."""
     directories = names.zarr_names(list(held.arrays))
     items = []
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
         shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, f"key {name!r}")
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
         grid = choose_grid(shape, dtype.itemsize, boxes)
-        items.append(Item(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh, compression))
+        items.append(Item(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh, compression, raw=raw))
         packs.choose(items[-1], lambda boxes=boxes: boxes, pack)
     choice.check_used(list(held.arrays))
     order = {n: i for i, n in enumerate(held.arrays)}
@@ -230,6 +267,7 @@ def convert(
     progress: Progress | None = None,
     client: Any = None,
     pack: bool | int | None = None,
+    dtype_fallback: Literal["raw"] | None = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, streaming; a run that was interrupted goes on where it stopped.
 
@@ -276,8 +314,9 @@ def convert(
         A Dask client, or an executor of ``concurrent.futures``: its processes do the reading and writing, ``threads`` windows at a time. They
         must see both places. For local directories only.
     pack
-        For Zarr in an object store, as in `save`: small arrays share files, which is the default. Directories on disks are written
-        in pieces, which packs cannot be; there it is refused.
+        For Zarr, as in `save`: small arrays share files; by default in object stores, and not on disks.
+    dtype_fallback
+        For Zarr, as in `save`.
 
     Returns
     -------
@@ -313,13 +352,15 @@ def convert(
         chosen(compression)  # refused before the source is opened
     if missing not in ("error", "fill"):
         raise CheckpointError(f"missing is 'error' or 'fill', got {missing!r}")
-    held = Selection.of(src, rules, keys, drop, dtype, prefix, missing)
+    held = Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit)
     sink: Sink
     if format == "safetensors":
         if mesh is not None or shardings is not None:
             raise CheckpointError("safetensors files have no block layout; leave out mesh= and shardings=")
         if pack is not None:
             raise CheckpointError("small arrays share files in any case in safetensors; leave out pack=")
+        if dtype_fallback is not None:
+            raise CheckpointError("safetensors has every dtype under its name; leave out dtype_fallback=")
         if compression != KEEP and chosen(compression) is not None:
             raise CheckpointError(
                 'safetensors files are never compressed; leave out compression=, or write format="zarr"'
@@ -328,14 +369,8 @@ def convert(
     elif format == "zarr":
         if max_shard_bytes is not None:
             raise CheckpointError("max_shard_bytes is for safetensors; Zarr files follow the block layout")
-        limit = packs.threshold(pack, target)
-        if limit and not stores.is_url(target):
-            raise CheckpointError(
-                f"{target}: convert packs small arrays in object stores alone; leave out pack=, or load and save with pack="
-            )
-        sink = zarr_sink(
-            held, Choice(mesh, shardings), held.compression if compression == KEEP else chosen(compression), limit
-        )
+        stored = held.compression if compression == KEEP else chosen(compression)
+        sink = zarr_sink(held, Choice(mesh, shardings), stored, packs.threshold(pack, target), is_raw(dtype_fallback))
     else:
         raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
     if held.ckpt.path == target:
@@ -348,7 +383,7 @@ def convert(
             tensors,
             sink,
             target,
-            memory_limit=memory_limit,
+            memory_limit=memory_limit - held.reserved,
             threads=threads,
             overwrite=overwrite,
             tables=CHECKPOINTS,
@@ -361,7 +396,7 @@ def convert(
     total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
     seconds = time.perf_counter() - started
     return ConvertReport(
-        target, len(tensors), files, total, nbytes, resumed, skipped, seconds, dict(sorted(losses.items()))
+        target, len(tensors), files, total, nbytes, resumed, skipped, seconds, dict(sorted(losses.items())), held.notes
     )
 
 
@@ -397,7 +432,7 @@ def reshard(
         sharding of a mesh at hand, or None.
     options
         ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
-        ``overwrite``, ``progress``, ``client`` and ``pack`` of `convert`.
+        ``overwrite``, ``progress``, ``client``, ``pack`` and ``dtype_fallback`` of `convert`.
 
     Returns
     -------

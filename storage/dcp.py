@@ -32,8 +32,8 @@ from .reading import Job, opened
 from .scratch import scratch
 from .tensor_sums import BATCH
 from .tensors import bytes_of
+from .threads import UPLOADS, in_threads
 from .torch_values import Made, Named, Persistent, read_values
-from .writing import UPLOADS, in_threads
 
 FILE = ".metadata"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")

@@ -7,19 +7,21 @@ other tools find them where they look (``config.json``, ``generation_config.json
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..arrays.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, IncompleteCheckpoint
 from . import names, stores
 from .checksums import crc32c
 from .generations import NONE
+from .tensor_sums import values
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
 MAX_NBYTES = 64 << 20
 PROGRAM = "program.json"  # what makes a directory a program file (see ``programs``)
 _KEPT = (*SUFFIXES, ".md", ".rst", ".py", ".yaml", ".yml")
 _KEPT_NAMES = frozenset(["LICENSE", "LICENCE", "NOTICE", "README", ".gitattributes"])
+_QUANTIZATION = ("quantization_config", "compression_config")
 _OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json", PROGRAM])
 
 
@@ -65,27 +67,43 @@ def with_dtype(config: bytes, dtype: str) -> bytes:
     >>> with_dtype(b'{"torch_dtype": "float32", "text_config": {"dtype": "float32"}}', "bfloat16")
     b'{\\n  "torch_dtype": "bfloat16",\\n  "text_config": {\\n    "dtype": "bfloat16"\\n  }\\n}\\n'
     """
-    changed = False
 
-    def of(node: Any) -> Any:
-        nonlocal changed
-        if not isinstance(node, dict):
-            return node
+    def of(node: dict[str, Any]) -> dict[str, Any]:
         out = {}
         for key, value in node.items():
             if key in ("dtype", "torch_dtype") and isinstance(value, str):
-                changed = changed or value != dtype
                 value = dtype
             # A model within the model has a configuration of its own.
-            out[key] = of(value) if key.endswith("_config") and key != "quantization_config" else value
+            within = key.endswith("_config") and key not in _QUANTIZATION and isinstance(value, dict)
+            out[key] = of(value) if within else value
         return out
 
+    return _edited(config, of)
+
+
+def without_quantization(config: bytes) -> bytes:
+    """The ``config.json`` of a model whose weights are quantised no longer; as it is where it says nothing of that.
+
+    >>> without_quantization(b'{"hidden_size": 8, "quantization_config": {"quant_method": "fp8"}}')
+    b'{\\n  "hidden_size": 8\\n}\\n'
+    """
+
+    def of(node: dict[str, Any]) -> dict[str, Any]:
+        kept = {k: v for k, v in node.items() if k not in _QUANTIZATION}
+        return {k: of(v) if k.endswith("_config") and isinstance(v, dict) else v for k, v in kept.items()}
+
+    return _edited(config, of)
+
+
+def _edited(config: bytes, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
+    """A document of JSON after a change; what is no object of JSON, and what stays the same, goes along as it is."""
     try:
         parsed = json.loads(config)
-    except ValueError:  # no JSON: it goes along as it is, as any document
+    except (ValueError, RecursionError):
         return config
-    new = of(parsed)
-    return (json.dumps(new, indent=2, ensure_ascii=False) + "\n").encode() if changed else config
+    if not isinstance(parsed, dict) or (new := change(parsed)) == parsed:
+        return config
+    return (json.dumps(new, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def marked(file: str, suffix: str) -> str:
@@ -101,8 +119,16 @@ def marked(file: str, suffix: str) -> str:
 class Documents(Mapping[str, Any]):
     """Documents of an opened checkpoint: by file name, or without ``.json``; JSON is parsed, the rest is text."""
 
-    def __init__(self, root: str, held: Mapping[str, tuple[int | None, str]]) -> None:
+    def __init__(
+        self,
+        root: str,
+        held: Mapping[str, tuple[int | None, str]],
+        exported: Mapping[str, str] | None = None,
+        index: str = "",
+    ) -> None:
         self._root, self._sums = root, dict(held)  # checksum and file by name
+        # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify` compares.
+        self._exported, self._index = dict(exported or {}), index
         self.generation = NONE
 
     def raw(self, name: str) -> bytes:
@@ -141,13 +167,36 @@ class Documents(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"<Documents {list(self._sums)}>"
 
+    def compare(self) -> tuple[set[str], int, list[str]]:
+        """(names of the files that an index vouches for, and of itself; their bytes; what is wrong with them)."""
+        nbytes, faults = 0, []
+        for name, stored in self._exported.items():
+            where = names.inside(self._root, name, self._root)
+            try:
+                data = stores.at(self._root).get(name)
+                wanted = values(stored, 1)
+            except FileNotFoundError:
+                faults.append(f"{where} is missing")
+            except ValueError as e:
+                faults.append(f"{where}: in the index {e}")
+            else:
+                nbytes += len(data)
+                if wanted != [crc32c(data)]:
+                    faults.append(
+                        f"{where} does not fit its crc32c: it is damaged or was edited; merge the directory anew to keep an edit"
+                    )
+        return {*self._exported, *([self._index] if self._index else [])}, nbytes, faults
+
     def every(self) -> dict[str, bytes]:
         """All of them."""
         return {file: self.raw(file) for file in self._sums}
 
 
-def beside(root: str) -> Documents:
-    """The documents in a directory without a manifest: its small files of a kind that readers of models know."""
+def beside(root: str, exported: Mapping[str, str] | None = None, index: str = "") -> Documents:
+    """The documents in a directory without a manifest: its small files of a kind that readers of models know.
+
+    ``exported``: the checksums of such files in an ``index`` that has its own.
+    """
     store = stores.at(root)
     files = store.files() if store.lists else ["config.json", "generation_config.json"]
     likely = [n for n in files if n.endswith(SUFFIXES) and not n.startswith(".") and n not in _OURS]
@@ -155,4 +204,6 @@ def beside(root: str) -> Documents:
     return Documents(
         root,
         {n: (None, n) for n, nbytes in sorted(found.items()) if nbytes <= MAX_NBYTES},
+        exported,
+        index,
     )

@@ -19,7 +19,8 @@ from .collector import no_collections
 from .compression import Compression, fits, most_nbytes
 from .documents import marked
 from .grid import Grid, place_of
-from .writing import SYNCS, Record, in_threads
+from .threads import SYNCS, in_threads
+from .writing import Record
 from .zarr_format import array_metadata, group_metadata
 
 

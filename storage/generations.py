@@ -13,11 +13,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ..arrays.errors import CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
 from . import stores
-from .writing import UPLOADS, in_threads
+from .threads import UPLOADS, in_threads
+
+if TYPE_CHECKING:
+    from .read_ahead import ReadAhead
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,6 +55,7 @@ class Generation:
     """The files by which a checkpoint was opened, with the tag of each then."""
 
     tags: Mapping[str, str] = field(default_factory=dict)
+    ahead: ReadAhead | None = field(default=None, compare=False, kw_only=True)  # that those share who read it
 
     def check(self) -> None:
         """Raise `CheckpointReplaced` where one of the files is another by now."""

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from .writing import give_way
+from .threads import give_way
 
 _lock = threading.Lock()
 _by_target: dict[str, SaveHandle] = {}  # running, or failed and not yet seen

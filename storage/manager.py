@@ -21,6 +21,7 @@ from .compression import Zstd, chosen
 from .inflight import SaveHandle
 from .loading import load
 from .saving import SaveReport, save, save_async
+from .zarr_format import is_raw
 
 if TYPE_CHECKING:
     from .browse.server import Page
@@ -73,9 +74,7 @@ class CheckpointManager:
     when_busy
         What `save` does while the one before still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None and counts
         in ``skipped``).
-    compression
-        As in `save`.
-    pack
+    compression, pack, dtype_fallback
         As in `save`.
 
     Examples
@@ -106,6 +105,7 @@ class CheckpointManager:
         when_busy: Literal["wait", "skip"] = "wait",
         compression: str | Zstd | None = None,
         pack: bool | int | None = None,
+        dtype_fallback: Literal["raw"] | None = None,
     ) -> None:
         for name, value in (("keep", keep), ("every_steps", every_steps), ("keep_every", keep_every)):
             if value is not None and value < 1:
@@ -124,8 +124,9 @@ class CheckpointManager:
         self.every_steps, self.every_minutes, self.keep_every = every_steps, every_minutes, keep_every
         self.best_metric, self.best_is, self.keep_best = best, best_is, keep_best
         self.asynchronous, self.when_busy = asynchronous, when_busy
-        self.compression, self.pack = chosen(compression), pack
+        self.compression, self.pack, self.dtype_fallback = chosen(compression), pack, dtype_fallback
         packs.threshold(pack, self.directory)  # refused now, where it is no such number
+        is_raw(dtype_fallback)
         self.skipped = 0
         self._running: SaveHandle | None = None
         self._branch: Branch | None = None  # that of this manager's saves; None: the current one when it saves
@@ -196,6 +197,7 @@ class CheckpointManager:
             "overwrite": overwrite,
             "compression": self.compression,
             "pack": self.pack,
+            "dtype_fallback": self.dtype_fallback,
         }
         if not self.asynchronous:
             report = save(target, tree, **options)

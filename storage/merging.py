@@ -21,7 +21,8 @@ from .converting import Options, convert
 class MergeReport:
     """What a merge wrote. ``skipped`` lists leaves that are values, not arrays: safetensors has no place for them.
 
-    ``losses`` counts, for each array, the values that its casts lost (see `convert`).
+    ``losses`` counts, for each array, the values that its casts lost (see `convert`), and ``notes`` says
+    which documents are not as in the source.
     """
 
     path: str
@@ -31,6 +32,7 @@ class MergeReport:
     skipped: list[str]
     seconds: float
     losses: dict[str, CastLoss] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def merge(
@@ -52,8 +54,8 @@ def merge(
         Largest size of a file's arrays together; None puts all in one file. An array that is larger has its own file.
     options
         ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
-        ``overwrite``, ``progress`` and ``client`` of `convert`; ``compression`` and ``pack`` are refused, as they say
-        how Zarr arrays are stored.
+        ``overwrite``, ``progress`` and ``client`` of `convert`; ``compression``, ``pack`` and ``dtype_fallback`` are refused,
+        as they say how Zarr arrays are stored.
 
     Returns
     -------
@@ -79,4 +81,4 @@ def merge(
     ['model.safetensors']
     """
     r = convert(src, dst, format="safetensors", max_shard_bytes=max_shard_bytes, **options)
-    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses)
+    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses, r.notes)

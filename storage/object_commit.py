@@ -36,7 +36,7 @@ from .documents import PROGRAM, is_kept
 from .opening import HF_INDEX, HF_SINGLE
 from .owners import host
 from .stores import Entry, Store, at, split
-from .writing import in_threads
+from .threads import in_threads
 from .zarr_format import GROUP_ATTRIBUTE, group_metadata
 
 CLAIM = ".meshtape-writing"

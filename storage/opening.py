@@ -391,7 +391,8 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
             f"{root}: {len(absent)} keys are not in the files that the index names: {absent[:8]}"
         )
     ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata)
-    ckpt.documents = documents.beside(root)
+    others = {n: s for n, s in sums.items() if n not in files and n != tensor_sums.INDEX}
+    ckpt.documents = documents.beside(root, others, index if sums else "")
     return ckpt
 
 

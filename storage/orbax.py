@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from . import dtypes, stores, strict_json
 from .generations import NONE, Generation
 from .manifest import Leaf
 from .opened import Checkpoint, StoredArray
-from .reading import Job
-from .zarr_tensor import open_array
+from .zarr_tensor import ByLibrary, open_array
 
 FILE = "_METADATA"
 DATABASE = "manifest.ocdbt"
@@ -29,7 +27,7 @@ _STRINGS = "_strings.json"
 
 
 @dataclass(frozen=True, slots=True)
-class DatabaseTensor:
+class DatabaseTensor(ByLibrary):
     """An array in a database of TensorStore."""
 
     root: str
@@ -45,26 +43,14 @@ class DatabaseTensor:
     def readers(self) -> int:
         return 1
 
-    def only(self, box: Box) -> DatabaseTensor:
-        return self
-
-    def bound(self, generation: Generation) -> DatabaseTensor:
-        return replace(self, generation=generation)
-
-    def planned(self, box: Box) -> int:
-        return box.size * self.dtype.itemsize
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        yield lambda: self._read(box, out)
-
-    def _read(self, box: Box, out: np.ndarray) -> int:
+    def _read(self, index: tuple[slice, ...], out: np.ndarray) -> int:
         try:
-            out[...] = _opened(self.root, self.node, self.driver)[(*box.slices, ...)].read().result()
+            out[...] = _opened(self.root, self.node, self.driver)[(*index, ...)].read().result()
         except (ValueError, OSError, KeyError) as e:
             self.generation.check()
             raise CorruptCheckpoint(f"{self.root}: tensorstore cannot read key {self.name!r}: {e}") from e
         self.generation.check()
-        return box.size * self.dtype.itemsize
+        return out.nbytes
 
 
 def _opened(root: str, node: str, driver: str) -> Any:

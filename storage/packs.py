@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError
-from . import dtypes, manifest, stores, tensor_sums
+from . import dtypes, stores, tensor_sums
 from .checksums import crc32c
 from .grid import Grid, only_shard, place_of
-from .safetensors import DCP_INFO, build_header, joined, pieces_of, sum_of
+from .safetensors import DCP_INFO, TensorInfo, build_header, joined, pieces_of, sum_of
+from .stored_objects import Pack
 
 if TYPE_CHECKING:
     from .finishing import Item
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 THRESHOLD = 1 << 20  # bytes of a block that are packed by default
 LIMIT = 64 << 20  # bytes of blocks after which a rank begins another pack
 HELD = 8 << 20
-"""The same for a pack of a conversion, which has its blocks in memory: the header, with their checksums, comes first."""
+"""The same for a pack of a conversion into an object store, which has its blocks in memory: the header, with their checksums, comes first."""
 
 
 def threshold(pack: bool | int | None, target: str) -> int:
@@ -88,24 +89,36 @@ def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str, l
     return out
 
 
-def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[Record], Callable[[], Iterator[Any]]]:
-    """The records of the blocks of one pack, and what gives the bytes of the file. Names are distinct: a rank has one block of an array."""
+def head_of(tasks: Sequence[Task], kinds: Sequence[np.dtype]) -> tuple[bytes, dict[str, TensorInfo]]:
+    """The first bytes of a pack, with zeros in the place of checksums, and where its blocks go. Names are distinct: a rank has one block of an array."""
+    boxes = [place_of(t.grid, t.coord, 1).box for t in tasks]
+    rows = [(t.name, dtypes.safetensors_name(k), b.shape) for t, k, b in zip(tasks, kinds, boxes, strict=True)]
+    info = {t.name: {"saved_offsets": b.offset} for t, b in zip(tasks, boxes, strict=True)}
+    return build_header(rows, {"format": "pt", DCP_INFO: json.dumps(info)}, sums=True)
+
+
+def records_of(
+    tasks: Sequence[Task], head: bytes, places: Mapping[str, TensorInfo], sums: Mapping[str, int]
+) -> list[Record]:
+    """The records of the blocks of one pack that was written."""
     from .writing import Record
 
-    arrays = dict(zip((t.name for t in tasks), parts, strict=True))
-    info = {t.name: {"saved_offsets": place_of(t.grid, t.coord, 1).box.offset} for t in tasks}
-    rows = [(name, dtypes.safetensors_name(a.dtype), a.shape) for name, a in arrays.items()]
-    head, places = build_header(rows, {"format": "pt", DCP_INFO: json.dumps(info)}, sums=True)
-    sums = {name: sum_of(arrays[name]) for name in places}
-    head = tensor_sums.sealed(head, list(sums.values()))
-    pack = manifest.Pack(tasks[0].pack, len(head) + sum(p.nbytes for p in places.values()), len(head), crc32c(head))
-    records = [
+    pack = Pack(tasks[0].pack, len(head) + sum(p.nbytes for p in places.values()), len(head), crc32c(head))
+    return [
         Record(t.file, places[t.name].nbytes, sums[t.name], b"", pack, len(head) + places[t.name].begin) for t in tasks
     ]
+
+
+def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[Record], Callable[[], Iterator[Any]]]:
+    """The records of the blocks of one pack, and what gives the bytes of the file."""
+    arrays = dict(zip((t.name for t in tasks), parts, strict=True))
+    head, places = head_of(tasks, [a.dtype for a in parts])
+    sums = {name: sum_of(arrays[name]) for name in places}
+    head = tensor_sums.sealed(head, list(sums.values()))
 
     def body() -> Iterator[Any]:
         yield head
         for name in places:
             yield from pieces_of(arrays[name])
 
-    return records, lambda: joined(body())
+    return records_of(tasks, head, places, sums), lambda: joined(body())

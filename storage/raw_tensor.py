@@ -60,6 +60,10 @@ class RawTensor:
         return self.crc32c is not None
 
     @property
+    def stored_nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def files(self) -> set[str]:
         return {self.path}
 
@@ -208,7 +212,7 @@ class RawTensor:
 
     def verify(self) -> int:
         """Compare every byte with the checksum, in little memory; returns their number. Raises as a read does."""
-        nbytes = getattr(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)  # packed bits know their own
+        nbytes = self.stored_nbytes
         with opened(self.path, f"key {self.name!r}", self.generation) as reader:
             found = of_range(reader, self.start, nbytes)
             self.check_length(reader)
@@ -254,6 +258,10 @@ class PackedTensor(RawTensor):
     """A tensor of 4- or 6-bit numbers, which is listed and checked, and whose values NumPy cannot hold as they are stored."""
 
     nbytes: int = 0
+
+    @property
+    def stored_nbytes(self) -> int:
+        return self.nbytes
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         raise CheckpointDTypeError(

@@ -91,6 +91,8 @@ class opened:  # used as a function is
             store, name = stores.holding(self._where) if remote else (_LOCAL, self._where)
             try:
                 reader = store.reader(name)
+                if self._generation.ahead is not None:
+                    reader = self._generation.ahead.reader(self._where, reader)
             except BaseException as e:
                 self._refuse(e)
                 raise

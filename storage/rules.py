@@ -143,9 +143,9 @@ class Rules:
         scalars = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure)}
         program = Program(self.rules, self.follow, {n: a.tensor for n, a in ckpt.arrays.items()}, scalars)
         outputs = program.outputs()
+        kept = program.untouched
         arrays = {
-            n: StoredArray((n,), t, ckpt.arrays[n].sharding_text if n in kept else None)
-            for n, (t, kept) in ((n, (t, program.untouched)) for n, t in outputs.items())
+            n: StoredArray((n,), t, ckpt.arrays[n].sharding_text if n in kept else None) for n, t in outputs.items()
         }
         structure: dict[str | int, Any] = {n: Leaf(i) for i, n in enumerate(arrays)}
         for name, value in scalars.items():

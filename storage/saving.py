@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from ..arrays.errors import CheckpointDTypeError, CheckpointError
 from ..arrays.tree import Path, children_of
 from . import activity, commit, contents, dtypes, manifest, names, packs, stores
 from .collector import no_collections
-from .compression import Compression, Zstd, chosen
+from .compression import Zstd, chosen
 from .documents import encode
 from .finishing import Item, finish_directory
 from .grid import Grid, choose_grid, only_shard, place_of, whole_grid
@@ -34,6 +34,7 @@ from .inflight import SaveHandle, finish_earlier, start
 from .leaves import taken
 from .safetensors import save_safetensors
 from .writing import Record, Task, write_blocks
+from .zarr_format import is_raw
 
 _SCALARS = (bool, int, float, str)
 
@@ -216,6 +217,18 @@ def _settle_first(items: list[Item]) -> None:
             item.grid = choose_grid(item.shape, item.dtype.itemsize, _boxes(item.sharding, item.shape))
 
 
+class Options(TypedDict, total=False):
+    """What `save` and `save_async` share; `save` says what each is."""
+
+    step: int | None
+    metadata: Mapping[str, Any] | None
+    documents: Mapping[str, Any] | None
+    overwrite: bool
+    compression: str | Zstd | None
+    pack: bool | int | None
+    dtype_fallback: Literal["raw"] | None
+
+
 @not_recording()  # what is stored needs no derivative
 def save(
     path: str | os.PathLike[str] | BinaryIO | socket.socket,
@@ -297,7 +310,17 @@ def save(
         return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback))
     target = stores.location(path)
     finish_earlier(target)
-    return _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), pack, dtype_fallback).run()
+    return _Save(
+        target,
+        tree,
+        step=step,
+        metadata=metadata,
+        documents=documents,
+        overwrite=overwrite,
+        compression=compression,
+        pack=pack,
+        dtype_fallback=dtype_fallback,
+    ).run()
 
 
 def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
@@ -328,14 +351,8 @@ def save_async(
     path: str | os.PathLike[str],
     tree: Any,
     *,
-    step: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    documents: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-    compression: str | Zstd | None = None,
-    pack: bool | int | None = None,
-    dtype_fallback: Literal["raw"] | None = None,
     then: Callable[[], None] | None = None,
+    **options: Unpack[Options],
 ) -> SaveHandle:
     """Write a checkpoint in the background; training goes on at once.
 
@@ -372,7 +389,7 @@ def save_async(
     """
     target = stores.location(path)
     finish_earlier(target)
-    prepared = _Save(target, tree, step, metadata, documents, overwrite, chosen(compression), pack, dtype_fallback)
+    prepared = _Save(target, tree, **options)
     prepared.snapshot()
 
     def work() -> SaveReport:
@@ -392,25 +409,25 @@ class _Save:
         self,
         target: str,
         tree: Any,
-        step: int | None,
-        metadata: Mapping[str, Any] | None,
-        documents: Mapping[str, Any] | None,
-        overwrite: bool,
-        compression: Compression,
-        pack: bool | int | None,
-        dtype_fallback: Literal["raw"] | None,
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        documents: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        compression: str | Zstd | None = None,
+        pack: bool | int | None = None,
+        dtype_fallback: Literal["raw"] | None = None,
     ) -> None:
         self.started = time.perf_counter()
-        if dtype_fallback not in (None, "raw"):
-            raise CheckpointError(f'dtype_fallback={dtype_fallback!r} is unknown; give "raw" or None')
+        raw, how = is_raw(dtype_fallback), chosen(compression)
         self.target, self.overwrite = target, overwrite
         structure, self.items = _classify(tree)
         items = self.items
         names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
         for item, directory in zip(items, names.zarr_names([i.name for i in items]), strict=True):
             item.directory = directory
-            item.compression = compression if item.shape else None
-            item.raw = dtype_fallback is not None
+            item.compression = how if item.shape else None
+            item.raw = raw
         if step is not None:
             step = int(step)
         # Copied through JSON's types, as the caller may change the dict while the save runs in the background.

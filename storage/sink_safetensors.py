@@ -12,9 +12,7 @@ import contextlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,51 +22,10 @@ from ..arrays.errors import CorruptCheckpoint
 from . import dtypes, safetensors, stores, tensor_sums
 from .checksums import combine, crc32c
 from .commit import Folder
-from .files import IOV_MAX, active
 from .grid import runs, windows
 from .opening import HF_INDEX
-from .scratch import scratch
-from .sinks import Stream, Unit, clear, read, read_file, sums, touch
-
-
-@dataclass(frozen=True, slots=True)
-class RawWriter:
-    """Windows of a tensor of a safetensors file. The sum of a window is the crc32c of its elements."""
-
-    file: str
-    start: int
-    shape: tuple[int, ...]
-    itemsize: int
-
-    def _runs(self, window: Box, data: np.ndarray) -> list[tuple[int, list[np.ndarray]]]:
-        """(place in the file, pieces of ``data``) of each stretch of the file that a window covers."""
-        item = self.itemsize
-        raw = data.reshape(-1).view(np.uint8)
-        out: list[tuple[int, list[np.ndarray]]] = []
-        end = -1
-        for inner, outer, length in runs(window, self.shape):
-            if outer * item != end or len(out[-1][1]) == IOV_MAX:
-                out.append((self.start + outer * item, []))
-            out[-1][1].append(raw[inner * item : (inner + length) * item])
-            end = (outer + length) * item
-        return out
-
-    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
-        data = read(tensor, window, passing=True)
-        fs = active()
-        fd = fs.open(os.path.join(root, self.file))
-        try:
-            for place, pieces in self._runs(window, data):
-                fs.write(fd, pieces, place)
-        finally:
-            fs.close(fd)
-        return [crc32c(data)]
-
-    def check(self, root: str, window: Box, sums: list[int]) -> bool:
-        held = scratch("check", window.size * self.itemsize)
-        path = os.path.join(root, self.file)
-        whole = all(read_file(path, pieces, place) for place, pieces in self._runs(window, held))
-        return whole and sums == [crc32c(held)]
+from .raw_writer import RawWriter, begin, seal
+from .sinks import Stream, Unit, clear, read, sums
 
 
 class HuggingFaceSink:
@@ -119,36 +76,21 @@ class HuggingFaceSink:
         ]
 
     def create(self, root: str) -> None:
-        fs = active()
         clear(root, [HF_INDEX, *self.documents])
-        for file, head in zip(self.files, self.heads, strict=True):
-            path = os.path.join(root, file)
-            touch(fs, path)
-            fd = fs.open(path)
-            try:
-                fs.write(fd, [head], 0)
-            finally:
-                fs.close(fd)
+        begin(root, dict(zip(self.files, self.heads, strict=True)))
 
     def writer(self, array: int, limit: int) -> RawWriter:
         number, place = self._at[array]
-        return RawWriter(self.files[number], place, self.shapes[array], self.itemsizes[array])
+        return RawWriter(self.files[number], place, Box.whole(self.shapes[array]), self.itemsizes[array])
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
-        fs = active()
         parts: dict[int, list[tuple[Unit, int]]] = {}
         for unit, (value,) in sums.items():
             parts.setdefault(unit.array, []).append((unit, value))
         for number, (file, place) in enumerate(zip(self.files, self.places, strict=True)):
             held = [self._sum(root, self._number[n], parts.get(self._number[n], [])) for n in place]
             self._sums.append(held)
-            self.heads[number] = tensor_sums.sealed(self.heads[number], held)
-            fd = fs.open(os.path.join(root, file))
-            try:
-                fs.write(fd, [self.heads[number]], 0)
-                fs.fsync(fd)
-            finally:
-                fs.close(fd)
+            self.heads[number] = seal(root, file, self.heads[number], held)
 
     def _sum(self, root: str, array: int, parts: list[tuple[Unit, int]]) -> int:
         """The crc32c of a tensor that was written, from those of its windows; it is read where they are not stretches of the file."""
@@ -210,6 +152,7 @@ class HuggingFaceSink:
             file: tensor_sums.text([tensor_sums.own_sum(head), *held])
             for file, head, held in zip(self.files, self.heads, self._sums, strict=True)
         }
+        sums |= {name: tensor_sums.text([crc32c(data)]) for name, data in self.documents.items()}
         held = {tensor_sums.INDEX: tensor_sums.text([0]), **sums}
         index = {"metadata": {tensor_sums.KEY: held, "total_size": self.total_size}, "weight_map": weight_map}
         text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

@@ -7,14 +7,14 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from . import chunk_sums, manifest, packs
+from . import chunk_sums, manifest
 from .checksums import combine, crc32c
 from .chunk_sums import packed
 from .commit import Folder
@@ -23,12 +23,13 @@ from .derived import whole_of
 from .files import IOV_MAX, active, preadv
 from .finishing import Item, finish_directory
 from .grid import Grid, ravel, windows
-from .names import leaf_name
 from .scratch import scratch
 from .shard_streams import ShardWriter, pieces_of, shard_of
+from .sink_packs import BlockWriter, PackFiles
 from .sinks import BATCH, CHECKED, Stream, Unit, clear, read, sums, touch
 from .tensors import consecutive
-from .writing import SYNCS, Record, Task, compressors, in_threads, writers
+from .threads import SYNCS, compressors, in_threads, writers
+from .writing import Record
 from .zarr_format import chunk_coords, shard_index
 
 
@@ -134,7 +135,7 @@ class ZarrSink:
         self.items, self.head, self.documents = items, head, dict(documents)
         self.nbytes = sum(i.least_nbytes for i in items) + 4096 * (2 * len(items) + 2)
         self._records: list[Record] = []
-        self._suffix = ""
+        self._packs = PackFiles(items)
 
     @property
     def files(self) -> list[str]:
@@ -157,15 +158,15 @@ class ZarrSink:
         return ["zarr", rows, self.head.dumps().decode(), sums(self.documents)]
 
     def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
-        return [
-            Unit(n, box)
-            for n, i in enumerate(self.items)
-            for box in (
-                windows(i.shape, i.grid.chunk, i.dtype.itemsize, limit)
-                if i.compression is None
-                else map(i.grid.shard_box, i.grid.shards())
-            )
-        ]
+        out: list[Unit] = []
+        for n, i in enumerate(self.items):
+            if i.packed:
+                out += self._packs.units(n, limit)
+            elif i.compression is None:
+                out += (Unit(n, box) for box in windows(i.shape, i.grid.chunk, i.dtype.itemsize, limit))
+            else:
+                out += (Unit(n, box) for box in map(i.grid.shard_box, i.grid.shards()))
+        return out
 
     def create(self, root: str) -> None:
         fs = active()
@@ -176,10 +177,13 @@ class ZarrSink:
                 chunk_sums.FILE,
                 "zarr.json",
                 *self.documents,
-                *(f"{i.directory}/zarr.json" for i in self.items),
+                *(f"{i.directory}/zarr.json" for i in self.items if not i.packed),
             ],
         )
+        self._packs.create(root)
         for i in self.items:
+            if i.packed:
+                continue
             directory = os.path.join(root, i.directory)
             if not os.path.isdir(directory):
                 fs.mkdir(directory)
@@ -187,8 +191,10 @@ class ZarrSink:
                 for coord in i.grid.shards():
                     touch(fs, os.path.join(directory, i.grid.key(coord)))
 
-    def writer(self, array: int, limit: int) -> ZarrWriter | ShardWriter:
+    def writer(self, array: int, limit: int) -> ZarrWriter | ShardWriter | BlockWriter:
         item = self.items[array]
+        if item.packed:
+            return self._packs.writers[array]
         if item.compression is not None:
             return ShardWriter(item.directory, item.grid, item.dtype, item.compression, limit, self._helpers())
         return ZarrWriter(item.directory, item.grid, item.dtype)
@@ -199,22 +205,25 @@ class ZarrSink:
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
         table: list[dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = [{} for _ in self.items]
         whole: list[tuple[ShardWriter, Unit]] = []
+        blocks: dict[Unit, list[int]] = {}
         writers = [self.writer(i, 0) for i in range(len(self.items))]
         for unit, values in sums.items():
             writer = writers[unit.array]
             if isinstance(writer, ShardWriter):
                 whole.append((writer, unit))
-                continue
-            for (coord, local, _), value in zip(writer.chunks(unit.box), values, strict=True):
-                table[unit.array][coord, local] = value
+            elif isinstance(writer, BlockWriter):
+                blocks[unit] = values
+            else:
+                for (coord, local, _), value in zip(writer.chunks(unit.box), values, strict=True):
+                    table[unit.array][coord, local] = value
         jobs = [
             lambda i=i, held=held, coord=coord: self._complete(root, i, coord, held)
             for i, held in zip(self.items, table, strict=True)
-            if i.compression is None
+            if i.compression is None and not i.packed
             for coord in i.grid.shards()
         ]
         jobs += [lambda w=w, unit=unit: w.sync(root, unit.box, sums[unit]) for w, unit in whole]
-        self._records = in_threads(lambda job: job(), jobs, SYNCS)
+        self._records = in_threads(lambda job: job(), jobs, SYNCS) + self._packs.sync(root, blocks)
 
     def _complete(
         self, root: str, item: Item, coord: tuple[int, ...], held: dict[tuple[tuple[int, ...], tuple[int, ...]], int]
@@ -235,42 +244,13 @@ class ZarrSink:
         return Record(file, total, digest, packed(values))
 
     def mark(self, suffix: str) -> None:
-        self._suffix = suffix
+        self._packs.mark(suffix)
         for i in self.items:
             i.directory += suffix
 
-    def _packs(self) -> dict[str, list[Task]]:
-        """The blocks of each pack: the n-th ones of the arrays of a mesh lie together, as their ranks would write them."""
-        stems: dict[str, list[Task]] = {}
-        for n, i in enumerate(self.items):
-            for k, coord in enumerate(i.grid.shards() if i.packed else ()):
-                file, name = f"{i.directory}/{i.grid.key(coord)}", leaf_name(i.path)
-                task = Task(n, i.grid.shard_box(coord), i.grid, coord, file, name=name)
-                stems.setdefault("local" if i.mesh is None else f"{i.mesh}-{k:05d}", []).append(task)
-        out: dict[str, list[Task]] = {}
-        sizes = [i.dtype.itemsize for i in self.items]
-        for stem, tasks in stems.items():
-            for task in packs.dealt(tasks, sizes, stem, self._suffix, packs.HELD):
-                out.setdefault(task.pack, []).append(task)
-        return out
-
     def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
         helpers = self._helpers()
-
-        def pack(stream: Stream, tasks: list[Task]) -> Iterator[Any]:
-            records, body = packs.laid_out(tasks, [read(tensors[t.array], t.part) for t in tasks])
-            yield from body()
-            p = records[0].pack
-            assert p is not None
-            stream.nbytes = p.nbytes
-            stream.digest = [p.header, p.crc32c, *(n for r in records for n in (r.nbytes, r.crc32c, r.start))]
-
-        sizes = [i.dtype.itemsize for i in self.items]
-        together = [
-            Stream(file, sum(t.part.size * sizes[t.array] for t in tasks), lambda stream, t=tasks: pack(stream, t))
-            for file, tasks in self._packs().items()
-        ]
-        return together + [
+        return self._packs.streams(tensors) + [
             Stream(
                 f"{i.directory}/{i.grid.key(coord)}",
                 i.most(coord),
@@ -284,16 +264,12 @@ class ZarrSink:
         ]
 
     def accept(self, streams: Sequence[Stream]) -> None:
-        held = self._packs()
-        self._records = [
-            Record(s.name, s.nbytes, s.digest[0], packed(s.digest[1:])) for s in streams if s.name not in held
+        held = {s.name: s for s in streams}
+        self._records = self._packs.accept(held)
+        own = {r.pack.file for r in self._records if r.pack is not None}
+        self._records += [
+            Record(s.name, s.nbytes, s.digest[0], packed(s.digest[1:])) for s in streams if s.name not in own
         ]
-        for s in streams:
-            if s.name in held:
-                (header, crc), rows = s.digest[:2], s.digest[2:]
-                pack = manifest.Pack(s.name, s.nbytes, header, crc)
-                for task, row in zip(held[s.name], zip(*[iter(rows)] * 3, strict=True), strict=True):
-                    self._records.append(Record(task.file, row[0], row[1], b"", pack, row[2]))
 
     def finish(self, folder: Folder, target: str) -> int:
         return finish_directory(folder, target, self.head, self.items, self._records, self.documents)

@@ -21,7 +21,7 @@ from ..arrays.blocks import Box
 from .casting import CastLoss, Tally, making, tallied
 from .checksums import crc32c
 from .commit import Folder
-from .files import Files, active, preadv
+from .files import Files, active
 from .scratch import scratch
 
 BATCH = 8 << 20  # bytes handed to the kernel in one call, and of staging memory
@@ -138,11 +138,3 @@ def clear(root: str, late: Sequence[str]) -> None:
 def touch(fs: Files, path: str) -> None:
     if not os.path.lexists(path):
         fs.close(fs.create(path))
-
-
-def read_file(path: str, buffers: list[np.ndarray], offset: int) -> bool:
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        return preadv(fd, buffers, offset) == sum(b.nbytes for b in buffers)
-    finally:
-        os.close(fd)

@@ -17,7 +17,7 @@ step            tensors                what it does
 `FuseFFN`       gate, up → 1           for each tensor-parallel part: gate, up
 `SplitFFN`      1 → gate, up           back
 `Init`          none → 1               a new array with one value
-`Dequantize`    weight, scale → 1      8-bit numbers times the scales of their blocks; less zero points, where these come third
+`Dequantize`    weight, scale → 1      numbers of 8 bits or fewer times the scales of their blocks; less zero points, where these come third
 ==============  =====================  ================================================================================
 
 ``apply`` makes lazy tensors (see ``derived``) and raises where shapes or dtypes do not fit. ``inverse`` is the step that undoes
@@ -26,12 +26,11 @@ step            tensors                what it does
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from ..arrays.errors import CheckpointDTypeError, CheckpointShapeError, RuleConflict
 from .derived import Joined, Permuted, Reshaped, Sliced
@@ -39,8 +38,8 @@ from .step import NotInvertible, Step, axis_of, expect, the_one
 
 
 def _sliced(t: Any, axis: int, start: int, stop: int) -> Sliced:
-    shape = (*t.shape[:axis], stop - start, *t.shape[axis + 1 :])
-    return Sliced(t.name, t, tuple(start if d == axis else 0 for d in range(len(t.shape))), shape)
+    before, after = t.shape[:axis], t.shape[axis + 1 :]
+    return Sliced(t.name, t, (*(0,) * len(before), start, *(0,) * len(after)), (*before, stop - start, *after))
 
 
 def _joined(tensors: Sequence[Any], axis: int) -> Any:
@@ -97,7 +96,7 @@ class Split(Step):
             raise CheckpointShapeError(
                 f"{t.name!r} has {n} along axis {k}, the sizes {list(sizes)} add up to {sum(sizes)}"
             )
-        stops = np.cumsum(sizes).tolist()
+        stops = itertools.accumulate(sizes)
         return [_sliced(t, k, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
     def inverse(self, before: list[Any]) -> Step:

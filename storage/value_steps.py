@@ -11,8 +11,8 @@ import numpy as np
 from ..arrays.errors import CheckpointDTypeError, CheckpointShapeError, RuleConflict
 from . import dtypes
 from .casting import Tally, cast, exact, is_float, tallied
-from .dequantized import Dequantized, is_quantized
-from .derived import Converted, Filled, Joined, Reshaped
+from .dequantized import Dequantized, Unpacked, is_quantized
+from .derived import Converted, Filled, Joined, Reshaped, Sliced
 from .growing import Grown
 from .step import NotInvertible, Step, axis_of, expect, the_one
 from .steps import Slice
@@ -141,7 +141,8 @@ class Init(Step):
 class Dequantize(Step):
     """``block``: the lengths that one scale is for, along each dimension; left out where a scale is for the whole or each element of a dimension.
 
-    The result has the dtype of the scales, or ``dtype``.
+    ``bits``: the weights are int32, of which each holds several numbers of a row with so many bits (2, 4 or 8), as compressed-tensors packs
+    them. The result has the dtype of the scales, or ``dtype``.
 
     >>> from meshtape.storage import Rules
     >>> arrays = {"w": np.int8([[1, 2, 3], [4, 5, 6]]), "s": np.float32([[0.5, 2]])}
@@ -152,10 +153,13 @@ class Dequantize(Step):
 
     block: tuple[int, ...] | None = None
     dtype: str | None = None
+    bits: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtypes.name_of(self.dtype))
         Step.__post_init__(self)
+        if self.bits not in (None, 2, 4, 8):
+            raise RuleConflict(f"dequantize unpacks numbers of 2, 4 or 8 bits, not {self.bits}")
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
         if len(tensors) not in (2, 3):
@@ -163,9 +167,11 @@ class Dequantize(Step):
                 f"dequantize takes weights and scales, and zero points where there are any; got {len(tensors)} arrays"
             )
         weight, scale, *zero = tensors
+        if self.bits is not None:
+            weight, zero = self._unpacked(weight, 1), [self._unpacked(z, 0) for z in zero]
         if not is_quantized(weight.dtype):
             raise CheckpointDTypeError(
-                f"{weight.name!r} is {weight.dtype}; dequantize takes int8, uint8 and float8 (packed 4-bit numbers must be unpacked first)"
+                f"{weight.name!r} is {weight.dtype}; dequantize takes int8, uint8 and float8, and with bits= numbers that compressed-tensors has packed"
             )
         if not is_float(scale.dtype):
             raise CheckpointDTypeError(f"{scale.name!r} is {scale.dtype}; scales are floating")
@@ -177,6 +183,13 @@ class Dequantize(Step):
         block = self._block(weight, scale)
         placed = [self._placed(weight, t, block) for t in (scale, *zero)]
         return [Dequantized(weight.name, weight, placed[0], placed[1] if zero else None, block, dtype)]
+
+    def _unpacked(self, t: Any, axis: int) -> Unpacked:
+        if t.dtype != np.int32 or len(t.shape) != 2:
+            raise CheckpointDTypeError(
+                f"{t.name!r} is {t.dtype} of shape {t.shape}; dequantize(bits={self.bits}) takes matrices of int32"
+            )
+        return Unpacked(t.name, t, axis, self.bits or 0)
 
     def _block(self, weight: Any, scale: Any) -> tuple[int, ...]:
         shape = weight.shape
@@ -202,6 +215,8 @@ class Dequantize(Step):
             return t
         if math.prod(t.shape) == math.prod(wanted) == 1:
             return Reshaped(t.name, t, wanted)
+        if isinstance(t, Unpacked) and t.shape[1] == wanted[1] and 0 < t.shape[0] - wanted[0] < 32 // t.bits:
+            return Sliced(t.name, t, (0, 0), wanted)  # the last int32 was not full
         raise CheckpointShapeError(
             f"{weight.name!r} of shape {weight.shape} has blocks of {list(block)}, so {t.name!r} must have the shape {wanted}, not {t.shape}"
         )

@@ -8,12 +8,13 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
+from ..arrays.display import human_bytes
 from ..arrays.errors import CorruptCheckpoint
 from . import manifest, names, packed, stores
 from .checksums import combine, crc32c
@@ -29,24 +30,34 @@ from .zarr_format import chunk_coords, group_metadata, shard_index
 
 T = TypeVar("T")
 
+_FILES = ("safetensors", "NumPy", "PyTorch")  # kinds of checkpoints that are one file
 _BATCH = 8 << 20  # bytes of one read
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was verified: arrays, files, bytes, seconds."""
+    """What was verified: arrays, files, bytes, seconds. ``uncovered`` names what lies there and was not compared, as nothing has its checksum."""
 
     path: str
     arrays: int
     files: int
     nbytes: int
     seconds: float
+    uncovered: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {self.arrays} arrays, {human_bytes(self.nbytes)} in {self.files} files are sound"
+        if rest := self.uncovered:
+            more = f" and {len(rest) - 12} more" if len(rest) > 12 else ""
+            text += f"\n  not compared, as nothing has their checksums ({len(rest)}): {', '.join(rest[:12])}{more}"
+        return text
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
     """Check every stored byte of a checkpoint that has checksums: chunks, indices, lengths and metadata.
 
-    That is one of `save`, and safetensors files that meshtape wrote, with their index.
+    That is one of `save`, and safetensors files that meshtape wrote, with their index and the documents beside them. What else lies there was not
+    compared, and is named in the report.
 
     Raises
     ------
@@ -69,14 +80,16 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     started = time.perf_counter()
     ckpt = open_checkpoint(path)
     with ckpt.generation.guarded():
-        return _verify(ckpt, started)
+        return _verify(ckpt, stores.location(path), started)
 
 
-def _verify(ckpt: Checkpoint, started: float) -> VerifyReport:
+def _verify(ckpt: Checkpoint, given: str, started: float) -> VerifyReport:
     held = ckpt.manifest
     if held is None:
-        files, nbytes = verify_others(ckpt)
-        return VerifyReport(ckpt.path, len(ckpt), files, nbytes, time.perf_counter() - started)
+        root = stores.split(ckpt.path)[0] if ckpt.kind in _FILES else ckpt.path
+        files, nbytes = verify_others(ckpt, root)
+        rest = [] if ckpt.kind in _FILES and given == ckpt.path else _others(root, files)
+        return VerifyReport(ckpt.path, len(ckpt), len(files), nbytes, time.perf_counter() - started, rest)
     tensors = [a.tensor.whole() for a in ckpt.arrays.values()]
     with stores.listed_once():
         for t in tensors:
@@ -93,9 +106,9 @@ def _verify(ckpt: Checkpoint, started: float) -> VerifyReport:
     nbytes = run(jobs, max((t.readers for t in tensors), default=1))
     nbytes += sum(_check_metadata(ckpt.path, held, faults))
     # Each is checked when it is read.
-    rest: list[Callable[[], int]] = [lambda name=name: len(ckpt.documents.raw(name)) for name in ckpt.documents]
-    rest += [t.sums.check for t in tensors if isinstance(t.sums, StoredSums)]
-    for read in rest:
+    reads: list[Callable[[], int]] = [lambda name=name: len(ckpt.documents.raw(name)) for name in ckpt.documents]
+    reads += [t.sums.check for t in tensors if isinstance(t.sums, StoredSums)]
+    for read in reads:
         try:
             nbytes += read()
         except CorruptCheckpoint as e:
@@ -104,7 +117,20 @@ def _verify(ckpt: Checkpoint, started: float) -> VerifyReport:
         shown = "\n  ".join(sorted(faults)[:20])
         raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged files:\n  {shown}")
     ckpt.generation.check()
-    return VerifyReport(ckpt.path, len(tensors), len(jobs) + len(ckpt.documents), nbytes, time.perf_counter() - started)
+    known = {manifest.FILE, "zarr.json", held.sums, *(a.directory for a in held.arrays), *(p.file for p in held.packs)}
+    rest = _others(ckpt.path, known | {file for _, file in held.documents.values()})
+    count, seconds = len(jobs) + len(ckpt.documents), time.perf_counter() - started
+    return VerifyReport(ckpt.path, len(tensors), count, nbytes, seconds, rest)
+
+
+def _others(root: str, compared: Container[str | None]) -> list[str]:
+    """Files and folders at the top of a checkpoint's directory that were not compared; of a server without lists nothing is known."""
+    store = stores.at(root)
+    if not store.lists:
+        return []
+    return sorted(n for n in store.files() if n not in compared) + [
+        f"{f}/" for f in store.folders() if f not in compared
+    ]
 
 
 def _check_metadata(root: str, held: manifest.Manifest, faults: list[str]) -> Iterator[int]:

@@ -6,25 +6,32 @@ from dataclasses import replace
 from typing import Any
 
 from ..arrays.errors import CheckpointError, CorruptCheckpoint
+from . import stores
+from .documents import Documents
 from .opened import Checkpoint
+from .read_ahead import reading_ahead
 from .reading import run
 from .zarr_tensor import ZarrTensor
 
+MEMORY = 64 << 20  # bytes of small tensors that are fetched together
 
-def verify_others(ckpt: Checkpoint) -> tuple[int, int]:
-    """(files, bytes) that were compared with their checksums.
+
+def verify_others(ckpt: Checkpoint, root: str) -> tuple[set[str], int]:
+    """(names of files below ``root``, bytes) that were compared with their checksums.
 
     Raises `CorruptCheckpoint` with all that is damaged, and `CheckpointError` for what has no checksums. Of Zarr by others, `IncompleteCheckpoint`
     where chunks are not there.
     """
+    ahead = reading_ahead(ckpt, MEMORY)
     tensors: list[Any] = [a.tensor for a in ckpt.arrays.values()]
+    ahead.expect(tensors)
     for t in tensors:
         if isinstance(t, ZarrTensor):
             replace(t, missing="error").check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
     if bare and len(bare) == len(tensors):
         raise CheckpointError(f"{ckpt.path} is a {ckpt.kind} checkpoint, which has no checksums to verify")
-    faults: list[str] = []
+    files, extra, faults = ckpt.documents.compare() if isinstance(ckpt.documents, Documents) else (set(), 0, [])
 
     def check(tensor: Any) -> int:
         try:
@@ -37,9 +44,9 @@ def verify_others(ckpt: Checkpoint) -> tuple[int, int]:
     nbytes = run([lambda t=t: check(t) for t in held], max((t.readers for t in held), default=1))
     if faults:
         shown = "\n  ".join(sorted(faults)[:20])
-        raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged tensors:\n  {shown}")
+        raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged tensors or documents:\n  {shown}")
     if bare:
         raise CheckpointError(
             f"{ckpt.path}: {len(held)} tensors are whole, and {len(bare)} have no checksums: {', '.join(t.name for t in bare[:8])}"
         )
-    return len(set[str]().union(*(t.files for t in held))), nbytes
+    return files | {f.removeprefix(stores.join(root, "")) for t in held for f in t.files}, nbytes + extra

@@ -3,17 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar, copy_context
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -26,13 +20,9 @@ from .files import active
 from .grid import Grid
 from .manifest import Pack
 from .packs import laid_out
+from .threads import SYNCS, UPLOADS, compressors, in_threads, writers
 from .zarr_format import ShardBytes
 
-THREADS = 2  # to one disk, more only wait for each other
-SYNCS = 16  # files that are synced at a time: the file system's journal commits those together that wait together
-NICER = 10  # steps of priority by which a save in the background gives way
-UPLOADS = 8  # objects on their way to an object store
-COMPRESSORS = 4  # threads that compress: of each of perhaps many processes on a machine
 _OPEN = 128  # files that are written before they are synced
 
 
@@ -149,67 +139,6 @@ def _put_blocks(
     ]
     helpers = compressors(len(jobs), UPLOADS)
     return [r for found in in_threads(put, jobs, UPLOADS) for r in found]
-
-
-_behind: ContextVar[bool] = ContextVar("behind", default=False)
-
-
-def give_way() -> None:
-    """Let the training have the processors first, from now on in this thread: what it writes, it writes beside other work.
-
-    One processor is left to the training, and on Linux, where a priority is a thread's own, this thread and those that it starts step
-    back; elsewhere the first alone holds.
-    """
-    _behind.set(True)
-    if sys.platform == "linux":
-        me = threading.get_native_id()
-        with contextlib.suppress(OSError):  # refused in some sandboxes
-            os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + NICER)
-
-
-def writers() -> int:
-    """Threads that write at a time."""
-    return max(1, min(THREADS, (os.cpu_count() or 1) - 1)) if _behind.get() else THREADS
-
-
-def compressors(shards: int, at_a_time: int) -> int:
-    """Threads that compress the chunks of one shard, where ``shards`` are to be written, so many at a time."""
-    processors = max(1, (os.cpu_count() or 1) - _behind.get())
-    return max(1, min(COMPRESSORS, processors) // max(1, min(shards, at_a_time)))
-
-
-def in_threads(work: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> list[Any]:
-    """Results in order. After an error none that waits is begun, and it is raised when those that run have ended.
-
-    By default in as many `writers` as there are.
-    """
-    count = min(writers() if threads is None else threads, len(items))
-    if count < 2:
-        return [work(item) for item in items]
-    out: list[Any] = [None] * len(items)
-    failed: list[int] = []
-    rest = iter(
-        range(len(items))
-    )  # each thread takes the next: to hand them out one by one takes longer than a small file
-
-    def take() -> None:
-        for i in rest:
-            if failed:
-                return
-            try:
-                out[i] = work(items[i])
-            except BaseException as e:
-                failed.append(i)
-                out[i] = e
-                return
-
-    with ThreadPoolExecutor(count, thread_name_prefix="meshtape-io") as pool:
-        # In the context of the caller, as if they did the work themselves.
-        for future in [pool.submit(copy_context().run, take) for _ in range(count)]:
-            future.result()
-    if failed:
-        raise out[min(failed)]
-    return out
 
 
 def _wait_for(root: str, rank: int) -> None:

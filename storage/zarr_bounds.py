@@ -13,9 +13,10 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import numcodecs.abc
+import zarr
 from zarr.abc.codec import BytesBytesCodec
 from zarr.codecs import ShardingCodec
-from zarr.codecs._v2 import V2Codec
 
 from .compression import content_nbytes
 
@@ -95,16 +96,23 @@ class _Bounded(BytesBytesCodec):
         return (await self.inner.decode([(chunk_bytes, chunk_spec)]))[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class _BoundedV2:
+class _BoundedV2(numcodecs.abc.Codec):
     """The same for a compressor of Zarr v2."""
 
-    inner: Any
-    limit: int
+    codec_id = "meshtape.bounded"
 
-    def decode(self, data: Any) -> Any:
-        _check(self.inner.codec_id, data, self.limit)
-        return self.inner.decode(data)
+    def __init__(self, inner: Any, limit: int) -> None:
+        self._inner, self._limit = inner, limit
+
+    def encode(self, buf: Any) -> Any:
+        return self._inner.encode(buf)
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        _check(self._inner.codec_id, buf, self._limit)
+        return self._inner.decode(buf, out)
+
+    def get_config(self) -> dict[str, Any]:
+        return self._inner.get_config()
 
 
 def _bounded(codec: Any, chunk: int, itemsize: int) -> Any:
@@ -116,23 +124,18 @@ def _bounded(codec: Any, chunk: int, itemsize: int) -> Any:
             index_codecs=codec.index_codecs,
             index_location=codec.index_location,
         )
-    if isinstance(codec, V2Codec):
-        held = codec.compressor
-        return codec if held is None else dataclasses.replace(codec, compressor=_BoundedV2(held, chunk + _SLACK))
     return _Bounded(codec, chunk + _SLACK) if isinstance(codec, BytesBytesCodec) else codec
 
 
 def bound(array: Any) -> Any:
-    """An opened array that refuses chunks which unpack to more than they are to hold."""
-    held = array._async_array
-    itemsize = array.dtype.itemsize
+    """An opened array that refuses chunks which unpack to more than they are to hold: the same metadata, with codecs that look first."""
+    said, itemsize = array.metadata, array.dtype.itemsize
     chunk = math.prod(array.shards or array.chunks) * itemsize
     chunk += chunk // 8 + 16 * math.prod(array.shards or ()) // max(math.prod(array.chunks), 1)  # a shard has an index
-    pipeline = held.codec_pipeline
-    if not any(isinstance(c, (BytesBytesCodec, ShardingCodec, V2Codec)) for c in pipeline):
-        return array
-    # The array is made for this read alone; its fields are frozen against accidents.
-    object.__setattr__(
-        held, "codec_pipeline", type(pipeline).from_codecs([_bounded(c, chunk, itemsize) for c in pipeline])
-    )
-    return array
+    if said.zarr_format == 2:
+        if said.compressor is None:
+            return array
+        said = dataclasses.replace(said, compressor=_BoundedV2(said.compressor, chunk + _SLACK))
+    else:
+        said = dataclasses.replace(said, codecs=[_bounded(c, chunk, itemsize) for c in said.codecs])
+    return zarr.Array(zarr.AsyncArray(said, array.store_path))

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.errors import CheckpointError
 from . import dtypes
 from .checksums import combine, crc32c
 from .compression import Compression, Zstd
@@ -80,6 +81,13 @@ def array_metadata(grid: Grid, dtype: np.dtype, name: str, compression: Compress
     """
     before, behind = _array_template(grid, dtype, compression, raw)
     return f"{before}{json.dumps([f'{name}.{axis}' for axis in range(len(grid.shape))])}{behind}".encode()
+
+
+def is_raw(dtype_fallback: str | None) -> bool:
+    """Whether `array_metadata` is ``raw``, as a user says it."""
+    if dtype_fallback not in (None, "raw"):
+        raise CheckpointError(f'dtype_fallback={dtype_fallback!r} is unknown; give "raw" or None')
+    return dtype_fallback is not None
 
 
 def group_metadata(version: int, arrays: dict[str, bytes], packs: Sequence[str] = ()) -> bytes:

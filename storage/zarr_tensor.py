@@ -9,13 +9,13 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StoreError
 from . import names, stores, strict_json
 from .dtypes import EXTENSIONS, by_name
 from .generations import NONE, Generation
@@ -23,23 +23,26 @@ from .reading import Job
 from .zarr_format import GROUP_ATTRIBUTE
 
 
-def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
+def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, str]:
     """(what zarr takes as a store, path in it) of a node of a hierarchy."""
+    if write:
+        stores.at(root).refuse_writes()
     if not stores.is_url(root):
+        from zarr.storage import LocalStore
+
         from .local_zarr import InsideStore
 
-        return InsideStore(root), node
-    from zarr.storage import FsspecStore, ObjectStore
+        return LocalStore(root) if write else InsideStore(root), node
+    if root.partition("://")[0] not in stores.SCHEMES:
+        from .zarr_store import PlaceStore
 
-    from .fsspec_store import address
+        return PlaceStore(root), node
+    from zarr.storage import ObjectStore
+
     from .objects import client
 
-    if root.partition("://")[0] not in stores.SCHEMES:
-        url, options = address(root)
-        return FsspecStore.from_url(url, options, read_only=True), node
-
     held, prefix = client(root)
-    return ObjectStore(held, read_only=True), "/".join(p for p in (prefix, node) if p)
+    return ObjectStore(held, read_only=not write), "/".join(p for p in (prefix, node) if p)
 
 
 def of_array(root: str, node: str, array: Any) -> ZarrTensor:
@@ -67,18 +70,39 @@ def open_array(root: str, node: str) -> ZarrTensor:
     from .zarr_dtypes import register
 
     register()
-    names.inside(root, node, root)
+    if node:
+        names.inside(root, node, root)
     try:
         store, place = zarr_place(root, node)
         return of_array(root, node, zarr.open_array(store, path=place, mode="r"))
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{root}: the array {node!r} is missing") from None
+    except StoreError:
+        raise
     except Exception as e:
         raise CorruptCheckpoint(f"{root}: zarr cannot open key {node!r}: {e}") from e
 
 
+class ByLibrary:
+    """Base of the tensors that another library reads, whole or in parts that are its own affair: the size of a box stands for what it reads."""
+
+    __slots__ = ()
+
+    def only(self, box: Box) -> Self:
+        return self
+
+    def bound(self, generation: Generation) -> Self:
+        return replace(self, generation=generation)  # type: ignore[type-var]
+
+    def planned(self, box: Box) -> int:
+        return box.size * self.dtype.itemsize  # type: ignore[attr-defined]
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        yield lambda: self._read(box.slices, out)  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True, slots=True)
-class ZarrTensor:
+class ZarrTensor(ByLibrary):
     """An array of a Zarr hierarchy that meshtape did not write. What zarr reads is not known: the box's size is reported.
 
     ``missing`` says what `check` does about chunks that are not there, which Zarr takes for the fill value: ``"error"``, ``"warn"`` or
@@ -94,6 +118,7 @@ class ZarrTensor:
     encoding: tuple[str, str] = ("default", "/")  # of the names of chunks, and what separates their coordinates
     missing: str = "warn"
     generation: Generation = NONE
+    held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process
 
     def key(self, coord: tuple[Any, ...]) -> str:
         """The name of the file of a chunk, in the folder of the array."""
@@ -139,33 +164,28 @@ class ZarrTensor:
     def readers(self) -> int:
         return stores.at(self.root).readers
 
-    def only(self, box: Box) -> ZarrTensor:
-        return self
-
-    def bound(self, generation: Generation) -> ZarrTensor:
-        return replace(self, generation=generation)
-
-    def planned(self, box: Box) -> int:
-        return box.size * self.dtype.itemsize
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        yield lambda: self._read(box.slices, out)
-
-    def picks(self, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:
-        yield lambda: self._read(tuple(slice(r.start, r.stop, r.step) for r in picks), out)
-
-    def _read(self, index: tuple[slice, ...], out: np.ndarray) -> int:
+    def _opened(self) -> Any:
         import zarr
 
         from .zarr_bounds import bound
         from .zarr_dtypes import register
 
         register()
+        store, node = zarr_place(self.root, self.node)
+        return bound(zarr.open_array(store, path=node, mode="r"))
+
+    def kept(self) -> ZarrTensor:
+        """The same for many reads: its metadata is read once."""
+        return replace(self, held=self._opened())
+
+    def picks(self, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:
+        yield lambda: self._read(tuple(slice(r.start, r.stop, r.step) for r in picks), out)
+
+    def _read(self, index: tuple[slice, ...], out: np.ndarray) -> int:
         try:
-            store, node = zarr_place(self.root, self.node)
-            found = bound(zarr.open_array(store, path=node, mode="r"))[index]
+            found = (self._opened() if self.held is None else self.held)[index]
             out[...] = found if self.dtype.name not in EXTENSIONS else np.asarray(found).view(self.dtype)
-        except MemoryError:  # nothing is wrong with the file
+        except (MemoryError, StoreError):  # nothing is wrong with the file
             raise
         except Exception as e:
             # zarr and its codecs raise nearly anything; the user needs to know which file of which key.

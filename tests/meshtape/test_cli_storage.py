@@ -92,7 +92,37 @@ def test_reshard_makes_a_file_for_each_rank(ckpt: Path, tmp_path: Path) -> None:
     assert call("verify", str(tmp_path / "new")).exit_code == 0
 
 
-@pytest.mark.parametrize("args", [("--mesh", "model"), ("--mesh", "model=x"), ("--mesh", "model=2", "--shard", "w")])
+@pytest.mark.parametrize(("said", "packed"), [("yes", 2), ("no", 0), ("20", 1), (None, 0)])
+def test_packs_are_an_option_of_convert_and_reshard(ckpt: Path, tmp_path: Path, said: str | None, packed: int) -> None:
+    own = [] if said is None else ["--pack", said]
+    for command in (("convert", "--format", "zarr"), ("reshard", "--mesh", "model=2")):
+        out = call(command[0], str(ckpt), str(tmp_path / command[0]), *command[1:], *own)
+        assert out.exit_code == 0, out.output
+        opened = mt.open_checkpoint(tmp_path / command[0])
+        assert sum(a.packs is not None for a in opened.manifest.arrays) == packed
+        np.testing.assert_array_equal(np.asarray(opened["params.w"]), W)
+        assert call("verify", str(tmp_path / command[0])).exit_code == 0
+
+
+def test_a_dtype_fallback_is_an_option_of_convert(ckpt: Path, tmp_path: Path) -> None:
+    own = ("--format", "zarr", "--dtype", "bfloat16", "--dtype-fallback", "raw")
+    assert call("convert", str(ckpt), str(tmp_path / "out"), *own).exit_code == 0
+    said = json.loads((tmp_path / "out" / "params.w" / "zarr.json").read_text())
+    assert (said["data_type"], said["attributes"]) == ("uint16", {"meshtape": {"dtype": "bfloat16"}})
+    assert mt.open_checkpoint(tmp_path / "out")["params.w"].dtype.name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--pack", "some"),
+        ("--pack", "-1"),
+        ("--dtype-fallback", "int"),
+        ("--mesh", "model"),
+        ("--mesh", "model=x"),
+        ("--mesh", "model=2", "--shard", "w"),
+    ],
+)
 def test_wrong_options_exit_with_2(args: tuple[str, ...], ckpt: Path, tmp_path: Path) -> None:
     assert call("reshard", str(ckpt), str(tmp_path / "new"), *args).exit_code == 2
     assert not (tmp_path / "new").exists()

@@ -328,7 +328,7 @@ def test_wrong_policies_are_refused(tmp_path):
 
 def test_a_save_in_the_background_leaves_the_training_a_processor(tmp_path, monkeypatch):
     """Its threads are one fewer than the processors, and behind the others in the queue; the caller's stay as they are."""
-    from meshtape.storage import writing
+    from meshtape.storage import threads, writing
 
     monkeypatch.setattr(writing.os, "cpu_count", lambda: 2)
     real, seen = writing.in_threads, []
@@ -343,11 +343,11 @@ def test_a_save_in_the_background_leaves_the_training_a_processor(tmp_path, monk
     mine = _priority()
     save(tmp_path / "a", tree)
     assert seen
-    assert all(s == (writing.THREADS, mine) for s in seen)
+    assert all(s == (threads.THREADS, mine) for s in seen)
     seen.clear()
     save_async(tmp_path / "b", tree).wait()
     assert seen
-    assert all(s == (1, min(mine + writing.NICER, 19) if sys.platform == "linux" else mine) for s in seen)
+    assert all(s == (1, min(mine + threads.NICER, 19) if sys.platform == "linux" else mine) for s in seen)
     assert _priority() == mine
 
 

@@ -1,12 +1,15 @@
 """`dequantize`: 8-bit weights and the scales of their blocks, against the formulas written out in NumPy."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from meshtape import errors
+from meshtape import cli, errors
 from meshtape.arrays.blocks import Box
-from meshtape.storage import Rules, convert, load, merge, open_checkpoint, save_safetensors
+from meshtape.storage import Rules, convert, load, merge, open_checkpoint, save_safetensors, verify
 from meshtape.storage import rules as r
 
 RULE = "{p*}.weight, {p*}.weight_scale_inv -> {p*}.weight, dequantize(block=[128, 128], dtype=bfloat16)"
@@ -115,6 +118,166 @@ def test_merge_convert_load_and_processes_agree(kit, tmp_path):
         merge(source, tmp_path / "c", dtype="float32")
     merge(source, tmp_path / "c", dtype="float32", rules=RULE.replace("bfloat16", "float32"))
     assert kit.same(open_checkpoint(tmp_path / "c")["l.weight"].read(), by_block(x, s, (128, 128)))
+
+
+QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignore": ["lm_head"]}
+CONFIGS = {  # of the source, and of the result
+    "plain": (
+        {"a": 1, "quantization_config": QUANTIZATION, "torch_dtype": "bfloat16"},
+        {"a": 1, "torch_dtype": "bfloat16"},
+    ),
+    "within": (
+        {"text_config": {"quantization_config": QUANTIZATION, "b": [1]}, "vision_config": {"c": 2}},
+        {"text_config": {"b": [1]}, "vision_config": {"c": 2}},
+    ),
+    "of compressed-tensors": ({"compression_config": QUANTIZATION, "a": 1}, {"a": 1}),
+    "none": ({"a": 1}, None),
+    "no object": ([1], None),
+}
+
+
+def _model(home, config, **more):
+    home.mkdir()
+    x, s = quantized((200, 150), "e4m3"), scales((2, 2))
+    save_safetensors(
+        home / "model.safetensors", {"l.weight": x, "l.weight_scale_inv": s, "n.weight": np.ones(2, "f4"), **more}
+    )
+    (home / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (home / "tokenizer.json").write_text('{"quantization_config": 1}')
+    return home
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("kind", ["merge", "zarr", "cast"])
+def test_full_weights_have_no_configuration_of_quantised_ones(tmp_path, case, kind):
+    """transformers would quantise them again; the rest of the document, and other documents, stay."""
+    config, wanted = CONFIGS[case]
+    source = _model(tmp_path / "m", config)
+    options = {"rules": RULE} | ({"dtype": "float32"} if kind == "cast" else {})
+    write = (lambda *a, **k: convert(*a, format="zarr", **k)) if kind == "zarr" else merge
+    report = write(source, tmp_path / "out", **options)
+    got = (tmp_path / "out" / "config.json").read_text()
+    if wanted is None:
+        assert got == (source / "config.json").read_text()
+        assert report.notes == []
+    else:
+        assert json.loads(got) == (
+            wanted | {"torch_dtype": "float32"} if kind == "cast" and "torch_dtype" in wanted else wanted
+        )
+        assert report.notes == ["config.json: without its quantization, as the weights have their full values"]
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"quantization_config": 1}'
+    verify(tmp_path / "out")
+
+
+def test_the_configuration_stays_where_weights_stay_quantised(tmp_path):
+    config = CONFIGS["plain"][0]
+    source = _model(
+        tmp_path / "m", config, **{"k.weight": quantized((128, 128), "e4m3"), "k.weight_scale_inv": scales((1, 1))}
+    )
+    plain = merge(source, tmp_path / "a")
+    some = merge(source, tmp_path / "b", rules=RULE.replace("{p*}", "l"))
+    every = merge(source, tmp_path / "c", rules=RULE)
+    assert plain.notes == []
+    assert "still says that the weights are quantised, as 'k.weight' is" in some.notes[0]
+    for out, wanted in (("a", config), ("b", config), ("c", CONFIGS["plain"][1])):
+        assert json.loads((tmp_path / out / "config.json").read_text()) == wanted
+    assert len(every.notes) == 1
+    done = CliRunner().invoke(cli.main, ["merge", str(tmp_path / "m"), str(tmp_path / "d"), "--rules", _file(tmp_path)])
+    assert "config.json: without its quantization" in done.output
+    # What was quantised is left out: the rest is whole.
+    drop = merge(source, tmp_path / "e", rules=RULE.replace("{p*}", "l"), drop=["k.*"])
+    assert "without its quantization" in drop.notes[0]
+
+
+def _file(home):
+    (home / "rules").write_text(RULE)
+    return str(home / "rules")
+
+
+@pytest.mark.parametrize("config", ['{"quantization_config": {}', "[" * 100_000, "\x00", ""])
+def test_a_configuration_that_is_no_json_goes_along(tmp_path, config):
+    source = _model(tmp_path / "m", config)
+    assert merge(source, tmp_path / "out", rules=RULE, dtype="float32").notes == []
+    assert (tmp_path / "out" / "config.json").read_text() == config
+
+
+def packed(x, bits, axis):
+    """``pack_to_int32`` of compressed-tensors, number by number."""
+    x = x if axis == 1 else x.T
+    per = 32 // bits
+    out = np.zeros((x.shape[0], -(-x.shape[1] // per)), np.uint32)
+    for (i, j), value in np.ndenumerate(x):
+        out[i, j // per] |= np.uint32(int(value) + (1 << (bits - 1))) << np.uint32(j % per * bits)
+    return np.ascontiguousarray(out if axis == 1 else out.T).view(np.int32)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("shape", "group"), [((6, 64), 16), ((13, 32), 32), ((1, 8), 8), ((5, 16), None)])
+def test_numbers_that_compressed_tensors_packs(kit, tmp_path, bits, zeros, shape, group):
+    rng = np.random.default_rng(bits)
+    limits = -(1 << (bits - 1)), 1 << (bits - 1)
+    shape = shape[0], max(shape[1], 32 // bits)
+    block = (1, group or shape[1])
+    x = rng.integers(*limits, shape).astype(np.int8)
+    s = scales((shape[0], shape[1] // block[1]), ml_dtypes.bfloat16)
+    z = rng.integers(*limits, s.shape).astype(np.int8) if zeros else None
+    arrays = {
+        "l.weight_packed": packed(x, bits, 1),
+        "l.weight_scale": s,
+        "l.weight_shape": np.array(shape),
+        "n.weight": np.ones(2, "f4"),
+    }
+    rule = "{p*}.weight_packed, {p*}.weight_scale -> {p*}.weight"
+    if zeros:
+        arrays["l.weight_zero_point"] = packed(z, bits, 0)
+        rule = rule.replace(" ->", ", {p*}.weight_zero_point ->")
+    how = f"bits={bits}, dtype=float32" + (f", block=[1, {group}]" if group else "")
+    rule = f"{rule}, dequantize({how})\n{{p*}}.weight_shape -> _"
+    want = by_block(x, s, block, z)
+    assert kit.same(Rules(rule).on_arrays(arrays)["l.weight"], want)
+    save_safetensors(tmp_path / "m.safetensors", arrays)
+    got = merge(tmp_path / "m.safetensors", tmp_path / "hf", rules=rule, memory_limit=1)
+    assert got.arrays == 2
+    out = open_checkpoint(tmp_path / "hf")
+    assert kit.same(out["l.weight"].read(), want)
+    lazy = Rules(rule).on(open_checkpoint(tmp_path / "m.safetensors"))["l.weight"]
+    for box in (np.s_[1:, 3:7], np.s_[:1, 1::3], np.s_[-1, 5], np.s_[2:2, :], np.s_[::2, -1:]):
+        assert kit.same(lazy[box], want[box])
+
+
+@pytest.mark.parametrize(
+    ("held", "rule", "word"),
+    [
+        (["w", "w.absmax", "w.quant_map"], "{p*}, {p*}.absmax -> {p*}, dequantize()", "nf4 or fp4"),
+        (["l.w", "l.SCB"], "{p*}.w, {p*}.SCB -> {p*}.w, dequantize()", "127 times the scale"),
+        (["l.qweight", "l.scales"], "{p*}.qweight, {p*}.scales -> {p*}.w, dequantize()", "GPTQ or AWQ"),
+        (["l.w", "l.w_scale", "l.w_g_idx"], "{p*}.w, {p*}.w_scale -> {p*}.w, dequantize()", "activation ordering"),
+    ],
+)
+def test_layouts_that_would_give_other_numbers_are_refused_by_name(held, rule, word):
+    arrays = {n: np.ones((4, 8), np.int8 if n.split(".")[-1] in ("w", "qweight") else np.float32) for n in held}
+    with pytest.raises(errors.RuleConflict, match=word):
+        Rules(rule).on_arrays(arrays)
+
+
+def test_packed_numbers_that_do_not_fit(kit):
+    arrays = {"l.weight_packed": np.zeros((4, 2), np.int32), "l.weight_scale": np.ones((4, 1), "f4")}
+    rule = "{p*}.weight_packed, {p*}.weight_scale -> {p*}.weight, dequantize(bits=4)"
+    assert Rules(rule).on_arrays(arrays)["l.weight"].shape == (4, 16)
+    for change, kind, word in (
+        ({"l.weight_packed": np.zeros((4, 2), np.int64)}, errors.CheckpointDTypeError, "takes matrices of int32"),
+        ({"l.weight_packed": np.zeros(4, np.int32)}, errors.CheckpointDTypeError, "takes matrices of int32"),
+        ({"l.weight_g_idx": np.zeros(16, np.int32)}, errors.RuleConflict, "without activation ordering"),
+        ({"l.weight_scale": np.ones((4, 3), "f4")}, errors.CheckpointShapeError, "give block="),
+    ):
+        with pytest.raises(kind, match=word):
+            Rules(rule).on_arrays(arrays | change)
+    with pytest.raises(errors.CheckpointDTypeError, match="with bits= numbers that compressed-tensors has packed"):
+        Rules(rule.replace("bits=4", "")).on_arrays(arrays)
+    for bits in (3, 0, 16, -4):
+        with pytest.raises((errors.RuleConflict, errors.RuleSyntaxError), match="2, 4 or 8 bits"):
+            Rules(rule.replace("bits=4", f"bits={bits}"))
 
 
 def test_steps_before_and_after(kit):

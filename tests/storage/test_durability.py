@@ -136,6 +136,7 @@ CALLS = {
     "reshard": lambda home: storage.reshard(
         home.parent / "source", home / "c", mesh={"m": 2}, shardings={"a": {"m": 1}}
     ),
+    "convert into packs": lambda home: storage.convert(home.parent / "source", home / "c", format="zarr", pack=True),
     "convert, compressed": lambda home: storage.convert(
         home.parent / "source", home / "c", format="zarr", compression="zstd"
     ),

@@ -29,7 +29,8 @@ def write(layout, path, generation):
         save(source, tree(generation), overwrite=True)
         merge(source, path, overwrite=True, max_shard_bytes=30_000)
     else:
-        save(path, tree(generation), overwrite=True, step=generation, compression="zstd" if layout == "zstd" else None)
+        how = {"zstd": {"compression": "zstd"}, "packed": {"pack": True}}.get(layout, {})
+        save(path, tree(generation), overwrite=True, step=generation, **how)
 
 
 def keep_writing(layout, path, stop):
@@ -102,7 +103,7 @@ def race(layout, tmp_path, rounds):
     return seen, reads, replaced
 
 
-@pytest.mark.parametrize("layout", ["zarr", "zstd", "file", "hf"])
+@pytest.mark.parametrize("layout", ["zarr", "zstd", "packed", "file", "hf"])
 def test_readers_beside_a_writer_see_one_generation(layout, tmp_path):
     seen, reads, _ = race(layout, tmp_path, 12)
     assert len(seen) > 3
@@ -110,12 +111,12 @@ def test_readers_beside_a_writer_see_one_generation(layout, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zarr", "zstd", "file", "hf"])
+@pytest.mark.parametrize("layout", ["zarr", "zstd", "packed", "file", "hf"])
 def test_many_readers_beside_a_writer_see_one_generation(layout, tmp_path):
     assert race(layout, tmp_path, 850)[1] > 4000
 
 
-@pytest.mark.parametrize("layout", ["zarr", "zstd", "file", "hf"])
+@pytest.mark.parametrize("layout", ["zarr", "zstd", "packed", "file", "hf"])
 @pytest.mark.parametrize("checked", [True, False])
 def test_what_was_opened_before_tells_of_the_replacement(layout, checked, tmp_path):
     path = str(tmp_path / ("c.safetensors" if layout == "file" else "c"))

@@ -4,12 +4,27 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import convert, load, merge, open_checkpoint, read_header, reshard, save, save_safetensors
+from meshtape.storage import (
+    CheckpointManager,
+    convert,
+    load,
+    merge,
+    open_checkpoint,
+    read_header,
+    reshard,
+    save,
+    save_async,
+    save_safetensors,
+    saving,
+    verify,
+)
 from meshtape.storage.converting import Options
 
 
@@ -135,6 +150,47 @@ def test_memory_is_bounded_by_the_window(kit, tmp_path):
     assert max(peaks) < 16 + 60, peaks  # MiB: the limit, and what threads and imports take
     for name in ("hf", "columns", "rows"):
         assert np.array_equal(open_checkpoint(tmp_path / name)["w"][2000:2100].astype("f4"), w[2000:2100])
+
+
+def test_all_that_write_zarr_share_how_it_is_stored():
+    """save, save_async, the manager, convert and reshard; where it means nothing it is refused by name."""
+    how = {"compression", "pack", "dtype_fallback"}
+    own = set(inspect.signature(save).parameters) - {"path", "tree"}
+    assert set(saving.Options.__annotations__) == own
+    assert set(inspect.signature(save_async).parameters) == {"path", "tree", "then", "options"}
+    for fn in (save, convert, CheckpointManager):
+        assert how <= set(inspect.signature(fn).parameters), fn
+    assert how | {"overwrite"} <= set(Options.__annotations__) & own
+
+
+def test_every_way_of_writing_takes_a_dtype_fallback(tmp_path):
+    tree = {"w": np.ones((2, 3), ml_dtypes.bfloat16)}
+    save(tmp_path / "src", tree)
+    manager = CheckpointManager(tmp_path / "run", dtype_fallback="raw")
+    background = CheckpointManager(tmp_path / "run2", dtype_fallback="raw", asynchronous=True)
+    manager.save(1, tree)
+    background.save(1, tree)
+    background.wait()
+    save_async(tmp_path / "async", tree, dtype_fallback="raw").wait()
+    convert(tmp_path / "src", tmp_path / "convert", format="zarr", dtype_fallback="raw")
+    reshard(tmp_path / "src", tmp_path / "reshard", mesh={"m": 2}, shardings={"w": {"m": 0}}, dtype_fallback="raw")
+    for out in (manager.latest(), background.latest(), tmp_path / "async", tmp_path / "convert", tmp_path / "reshard"):
+        said = json.loads((Path(out) / "w" / "zarr.json").read_text())
+        assert (said["data_type"], said["attributes"]) == ("uint16", {"meshtape": {"dtype": "bfloat16"}})
+        assert np.array_equal(load(out)["w"].__array__().view("u2"), tree["w"].view("u2"))
+        verify(out)
+    for make in (
+        lambda: save(tmp_path / "x", tree, dtype_fallback="int"),
+        lambda: save_async(tmp_path / "x", tree, dtype_fallback="int"),
+        lambda: CheckpointManager(tmp_path / "x", dtype_fallback="int"),
+        lambda: convert(tmp_path / "src", tmp_path / "x", format="zarr", dtype_fallback="int"),
+        lambda: merge(tmp_path / "src", tmp_path / "x", dtype_fallback="raw"),
+    ):
+        with pytest.raises(errors.CheckpointError, match="dtype_fallback="):
+            make()
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(TypeError, match="ovewrite"):
+        save_async(tmp_path / "x", tree, ovewrite=True)
 
 
 def test_merge_reshard_and_convert_share_their_options():

@@ -60,6 +60,16 @@ WRITERS = {
         lambda at, place: storage.convert(source(place), at, format="zarr", overwrite=True),
         VALUE,
     ),
+    "convert into packs": (
+        lambda at, place: save(at, OLD, pack=False),
+        lambda at, place: storage.convert(source(place), at, format="zarr", pack=True, overwrite=True),
+        VALUE,
+    ),
+    "convert out of packs": (
+        lambda at, place: save(at, OLD, pack=True),
+        lambda at, place: storage.convert(source(place), at, format="zarr", pack=False, overwrite=True),
+        VALUE,
+    ),
     "reshard": (
         lambda at, place: save(at, OLD),
         lambda at, place: storage.reshard(source(place), at, mesh={"m": 2}, shardings={"w": {"m": 0}}, overwrite=True),

@@ -26,6 +26,7 @@ from meshtape.storage import (
     reshard,
     save,
     save_async,
+    save_safetensors,
     verify,
 )
 from meshtape.storage.checksums import crc32c
@@ -146,6 +147,132 @@ def test_few_requests_for_many_arrays(s3):
     s3.proxy.reset()
     assert verify(f"{s3.url}/c").arrays == 300
     assert sum(method == "GET" for method, _ in s3.proxy.log) <= 20
+
+
+def gets(s3, work):
+    """(what a call returned, requests that read an object)."""
+    s3.proxy.reset()
+    out = work()
+    return out, sum(method == "GET" and "list-type" not in path for method, path in s3.proxy.log)
+
+
+def test_a_pack_is_a_request_for_all_that_read_array_after_array(kit, s3, tmp_path):
+    """merge, convert, diff and verify of arrays of four ranks: four packs, and the manifests."""
+    host = kit.Host({"x": 4})
+    values = {f"w{i}": np.arange(8.0 * (i % 7 + 1)).reshape(8, -1) + i for i in range(60)}
+    tree = {n: kit.split(a, kit.Sharding(host, (0,))) for n, a in values.items()}
+    save(f"{s3.url}/c", tree)
+    save(f"{s3.url}/d", tree | {"w50": kit.split(values["w50"] + 1, kit.Sharding(host, (0,)))})
+    rule = "w5 -> v, permute([1, 0])"
+    works = {
+        "merge": (lambda: merge(f"{s3.url}/c", tmp_path / "hf"), 8),
+        "merge by rules": (lambda: merge(f"{s3.url}/c", tmp_path / "hf2", rules=rule, dtype="float32"), 8),
+        "convert": (lambda: convert(f"{s3.url}/c", tmp_path / "z", format="zarr"), 8),
+        "one window at a time": (
+            lambda: convert(f"{s3.url}/c", tmp_path / "z1", format="zarr", threads=1, pack=True),
+            8,
+        ),
+        "reshard": (
+            lambda: reshard(f"{s3.url}/c", tmp_path / "r", mesh={"y": 2}, shardings={"*": {"y": 0}}, pack=True),
+            8,
+        ),
+        "diff": (lambda: diff(f"{s3.url}/c", f"{s3.url}/d"), 16),
+        "verify": (lambda: verify(f"{s3.url}/c"), 10),
+        "a slice": (lambda: open_checkpoint(f"{s3.url}/c")["w9"][:], 8),
+        "a slice with steps": (lambda: open_checkpoint(f"{s3.url}/c")["w9"][::3, ::2], 8),
+        "rows of one rank": (lambda: open_checkpoint(f"{s3.url}/c")["w9"][2:4], 5),
+    }
+    found, counts = {}, {}
+    for name, (work, most) in works.items():
+        found[name], counts[name] = gets(s3, work)
+        assert counts[name] <= most, counts
+    for out in ("hf", "z", "z1", "r"):
+        got = load(tmp_path / out)
+        assert all(kit.same(got[n], a) for n, a in values.items()), out
+    got = load(tmp_path / "hf2")
+    assert np.array_equal(np.asarray(got["v"]), values["w5"].astype("f4").T)
+    assert [d.name for d in found["diff"].arrays] == ["w50"]
+    assert found["diff"].equal == 59
+    assert kit.same(found["a slice"], values["w9"])
+    assert kit.same(found["a slice with steps"], values["w9"][::3, ::2])
+
+
+def test_small_tensors_of_one_safetensors_object_are_read_together(kit, s3, tmp_path):
+    values = {f"w{i}": np.arange(8.0 * (i % 7 + 1)).reshape(8, -1) + i for i in range(60)}
+    save(tmp_path / "c", values)
+    merge(tmp_path / "c", f"{s3.url}/hf", max_shard_bytes=10_000)
+    files = len(json.loads((Path(merge(tmp_path / "c", tmp_path / "hf", max_shard_bytes=10_000).path) / "model.safetensors.index.json").read_bytes())["metadata"]["meshtape.crc32c"]) - 1  # fmt: skip
+    for work in (
+        lambda: convert(f"{s3.url}/hf", tmp_path / "z", format="zarr"),
+        lambda: verify(f"{s3.url}/hf"),
+        lambda: diff(f"{s3.url}/hf", tmp_path / "c"),
+    ):
+        _, count = gets(s3, work)
+        assert count <= 4 * files + 6, (count, files)  # of each: its length, header and tensors
+    got = load(tmp_path / "z")
+    assert all(kit.same(got[n], a) for n, a in values.items())
+
+
+@pytest.mark.parametrize("memory", [1, 3_000, 20_000])
+def test_little_memory_reads_ahead_less_and_the_same(kit, s3, tmp_path, memory):
+    values = {f"w{i}": np.arange(8.0 * (i % 7 + 1)).reshape(8, -1) + i for i in range(40)}
+    save(f"{s3.url}/c", values)
+    _, count = gets(s3, lambda: convert(f"{s3.url}/c", tmp_path / "z", format="zarr", memory_limit=memory))
+    assert count <= 46  # never more than one for each array
+    assert diff(f"{s3.url}/c", tmp_path / "z", memory_limit=memory).same
+
+
+def test_a_pack_that_is_damaged_or_replaced_on_the_way_is_told(kit, s3, tmp_path):
+    values = {f"w{i}": np.arange(8.0) + i for i in range(20)}
+    save(f"{s3.url}/c", values)
+    from meshtape.storage import stores
+
+    store, name = stores.at(f"{s3.url}/c"), "pack-local-00000.safetensors"
+    data = store.get(name)
+    store.put(name, data[:-3] + b"\1" + data[-2:])
+    for work in (
+        lambda: merge(f"{s3.url}/c", tmp_path / "hf"),
+        lambda: diff(f"{s3.url}/c", f"{s3.url}/c"),
+    ):
+        with pytest.raises(errors.CorruptCheckpoint, match="does not fit its crc32c"):
+            work()
+    store.put(name, data[:-8])
+    with pytest.raises(errors.CorruptCheckpoint, match="the manifest says"):
+        merge(f"{s3.url}/c", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("kind", ["packs", "safetensors"])
+@pytest.mark.parametrize("when", ["before anything is read", "after some was read"])
+def test_a_source_that_is_replaced_while_it_is_read_ahead(tmp_path, kind, when):
+    """What was fetched belongs to the generation that was opened: the result is of one generation, or there is none."""
+    pytest.importorskip("obstore")
+    place = f"memory://ahead-{os.getpid()}-{kind}-{len(when)}"
+
+    def put(value):
+        tree = {f"w{i}": np.full(50, value, np.float32) for i in range(30)}
+        if kind == "packs":
+            save(f"{place}/c", tree, overwrite=True)
+        else:
+            save_safetensors(f"{place}/c/model.safetensors", tree, overwrite=True)
+
+    put(1)
+    calls = []
+
+    def progress(done, total):
+        calls.append(done)
+        if len(calls) == (1 if when.startswith("before") else 5):
+            put(2)
+
+    for act in (merge, lambda a, b, **k: convert(a, b, format="zarr", **k)):
+        put(1)
+        calls.clear()
+        with pytest.raises(errors.CheckpointReplaced):
+            act(f"{place}/c", tmp_path / "out", threads=1, progress=progress)
+        assert not (tmp_path / "out").exists()
+        act(f"{place}/c", tmp_path / "out")
+        assert {float(x) for a in load(tmp_path / "out").values() for x in np.asarray(a)} == {2.0}
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_few_files_for_many_ranks(kit, quick):
@@ -367,9 +494,105 @@ def test_convert_and_reshard_into_an_object_store(kit, s3, tmp_path):
         verify(place)
         got = load(place)
         assert all(kit.same(got[n], a) for n, a in tree.items()), place
-    for options, word in (({"format": "zarr"}, "object stores alone"), ({"format": "safetensors"}, "leave out pack=")):
-        with pytest.raises(errors.CheckpointError, match=word):
-            convert(tmp_path / "c", tmp_path / "d", pack=True, **options)
+
+
+def _files(root):
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 16, 256 << 20], ids=["least", "small", "default"])
+def test_convert_writes_the_packs_of_a_save(kit, tmp_path, limit):
+    """Window by window, by threads, to the byte: packs, arrays beside them, metadata and manifest."""
+    tree = {
+        f"{d.name}-{s}": kit.random(d, s, i) for i, (d, s) in enumerate(itertools.product(kit.DTYPES, kit.SHAPES))
+    } | {"large": kit.random(np.dtype("f4"), (300, 200)), "huge": np.arange(1 << 18), "none": None, "n": 3}
+    save(tmp_path / "wanted", tree, pack=True, step=4, documents={"config": {"a": 1}})
+    save(tmp_path / "plain", tree, step=4, documents={"config": {"a": 1}})
+    report = convert(tmp_path / "plain", tmp_path / "c", format="zarr", pack=True, memory_limit=limit, threads=3)
+    assert "pack-local-00000.safetensors" in report.files
+    assert _files(tmp_path / "c") == _files(tmp_path / "wanted")
+    verify(tmp_path / "c")
+    assert not packs_of(convert(tmp_path / "c", tmp_path / "d", format="zarr").path)
+    with pytest.raises(errors.CheckpointError, match="leave out pack="):
+        merge(tmp_path / "plain", tmp_path / "e", pack=True)
+
+
+def test_reshard_writes_the_packs_of_ranks(kit, tmp_path, monkeypatch):
+    from meshtape.storage import packs
+
+    a, b = np.arange(63.0).reshape(7, 9), np.arange(5, dtype="f4")
+    host = kit.Host({"x": 3})
+    split = {"a": kit.split(a, kit.Sharding(host, (0,))), "b": kit.split(b, kit.Sharding(host, (0,)))}
+    save(tmp_path / "wanted", split, pack=True)
+    save(tmp_path / "plain", {"a": a, "b": b})
+    axes = {"mesh": {"x": 3}, "shardings": {"*": {"x": 0}}}
+    reshard(tmp_path / "plain", tmp_path / "c", pack=True, **axes)
+    # The manifest of the save lists them in the order in which the processes answered.
+    found, wanted = _files(tmp_path / "c"), _files(tmp_path / "wanted")
+    assert {n: found[n] for n in packs_of(tmp_path / "c")} == {n: wanted[n] for n in packs_of(tmp_path / "wanted")}
+    # With a number of bytes, the larger array stays Zarr's; a limit of a file makes several.
+    reshard(tmp_path / "plain", tmp_path / "d", pack=100, **axes)
+    assert [p.name for p in (tmp_path / "d").iterdir() if p.is_dir()] == ["a"]
+    monkeypatch.setattr(packs, "LIMIT", 200)
+    reshard(tmp_path / "plain", tmp_path / "e", pack=True, **axes)
+    assert len(packs_of(tmp_path / "e")) == 5  # the last rank has no row of b
+    for out in ("d", "e"):
+        verify(tmp_path / out)
+        assert kit.same(load(tmp_path / out)["a"], a) and kit.same(load(tmp_path / out)["b"], b)  # noqa: PT018
+
+
+def test_packs_written_by_other_processes(kit, tmp_path):
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    tree = {f"w{i}": np.full((i + 1, 3), i, np.float32) for i in range(5)}
+    save(tmp_path / "plain", tree)
+    save(tmp_path / "wanted", tree, pack=True)
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
+        convert(tmp_path / "plain", tmp_path / "c", format="zarr", pack=True, client=pool)
+    assert _files(tmp_path / "c") == _files(tmp_path / "wanted")
+
+
+def test_a_conversion_into_packs_killed_at_every_operation(kit, quick):
+    """The same call again goes on, and writes the same files; nothing else is left."""
+    save(quick / "plain", _tree(1))
+    save(quick / "wanted", _tree(1), pack=True)
+    resumed = set()
+    for n in range(1, 1000):
+        home = quick / str(n)
+        home.mkdir()
+
+        def run(home=home):
+            return convert(quick / "plain", home / "c", format="zarr", pack=True, overwrite=True)
+
+        killed = kit.die_at(n, run, True)
+        resumed.add(run().resumed > 0)
+        assert _files(home / "c") == _files(quick / "wanted")
+        assert [e.name for e in home.iterdir()] == ["c"]
+        if not killed:
+            break
+    assert resumed == {True, False}
+
+
+def test_a_pack_of_a_conversion_that_changes_is_never_committed(kit, tmp_path, monkeypatch):
+    """Windows are read back: a disk that stores other bytes than it was given is found."""
+    from meshtape.storage import raw_writer
+
+    save(tmp_path / "plain", _tree(1))
+    real = raw_writer.RawWriter.put
+
+    def put(self, root, window, tensor):
+        sums = real(self, root, window, tensor)
+        path = os.path.join(root, self.file)
+        data = bytearray(Path(path).read_bytes())
+        data[self.start] ^= 1
+        Path(path).write_bytes(data)
+        return sums
+
+    monkeypatch.setattr(raw_writer.RawWriter, "put", put)
+    with pytest.raises(errors.CorruptCheckpoint, match="does not read back"):
+        convert(tmp_path / "plain", tmp_path / "c", format="zarr", pack=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["plain"]
 
 
 @pytest.mark.parametrize("where", ["memory", "s3"])

@@ -258,3 +258,27 @@ def test_without_a_dtype_config_json_stays(tmp_path):
     hugging_face(tmp_path / "in", '{"torch_dtype":"float32"}')
     merge(tmp_path / "in", tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_text() == '{"torch_dtype":"float32"}'
+
+
+def test_a_temporary_name_that_is_a_key_of_the_checkpoint_is_refused():
+    """A pattern that reads the key would be given the temporary array in its place."""
+    arrays = {"a": np.ones(2), "$t": np.zeros(2)}
+    with pytest.raises(errors.RuleConflict, match=r"'\$t' is a key of the checkpoint"):
+        Rules("a -> $t\n$t -> b\n{r*} -> m.{r*}").on_arrays(arrays)
+
+
+def test_what_rules_give_drop_and_read_is_told_with_both_rules():
+    for text, word in (
+        ("a -> c\nb -> c", r"'c' is given twice, by\n  a -> c   \(line 1\)\nand by\n  b -> c   \(line 2\)"),
+        ("a -> _\na -> c", r"'a' is dropped by\n  a -> _   \(line 1\)\nand read by\n  a -> c   \(line 2\)"),
+        ("a -> $t\nb -> $t", r"'\$t' is given twice, by\n  a -> \$t   \(line 1\)\nand by\n  b -> \$t"),
+        ("a -> $t\nb -> c", r"'\$t', given by\n  a -> \$t   \(line 1\)\nis read by no later rule"),
+        ("a -> b", r"'b' is given by\n  a -> b   \(line 1\)\nbut the checkpoint holds"),
+    ):
+        with pytest.raises(errors.RuleConflict, match=word):
+            Rules(text).on_arrays({"a": np.ones(2), "b": np.zeros(2)})
+
+
+def test_braces_of_a_name_stay_braces():
+    held = Rules("x.{i}.{{a}} -> {{i}}.{i}.{{{i}}}").on_arrays({"x.3.{a}": np.ones(2)})
+    assert list(held) == ["{i}.3.{3}"]

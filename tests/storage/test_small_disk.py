@@ -179,11 +179,12 @@ WRITERS = {
     "merge": (_transfer(storage.merge, max_shard_bytes=8000), _plain),
     "reshard": (_transfer(storage.reshard, mesh={"x": 2}, shardings={"*": {"x": 0}}), _tree),
     "convert": (_transfer(storage.convert, format="zarr", dtype="float64"), _tree),
+    "convert into packs": (_transfer(storage.convert, format="zarr", dtype="float64", pack=True), _tree),
     "a program": (_program, _result),
     "a file": (_file, _plain),
     "the manager": (_managed, _newest),
 }
-STREAMING = ("merge", "reshard", "convert")  # what they have written stays for the next run
+STREAMING = ("merge", "reshard", "convert", "convert into packs")  # what they have written stays for the next run
 
 
 def left(home):

@@ -417,3 +417,97 @@ def test_each_option_is_one_that_its_client_knows(url, given, kind, config, monk
     for name, value in config.items():
         assert held.config[name] == value
     assert objects.client(url)[0] is not held if kind != "AzureStore" else True
+
+
+# ----- arrays of Zarr stores ------------------------------------------------------------------------------------------
+
+
+def _zarr_array(home, name="a", **options):
+    import zarr
+
+    values = np.arange(84.0, dtype="f4").reshape(12, 7)
+    zarr.create_array(home / name, shape=(12, 7), chunks=(5, 7), dtype="f4", **options)[...] = values
+    return values
+
+
+def test_from_zarr_reads_what_fsspec_opens_and_asks_again(shelf, tmp_path):
+    """As checkpoints are opened: with the options of the URL, and where a request failed, once more."""
+    values = _zarr_array(tmp_path)
+    _copied(tmp_path, shelf)
+    mesh = mt.Mesh({"x": 3})
+    Shelf.failures = [OSError("busy"), ConnectionError("lost")]
+    x = mt.from_zarr(storage.options(f"{shelf}/a", region="there"), mesh, x=mt.Shard(0))
+    assert Shelf.failures == []
+    Shelf.failures = [OSError("busy"), TimeoutError("slow")]
+    assert np.array_equal(np.asarray(x.load()), values)
+    assert Shelf.failures == []
+    total = mt.stream(lambda x: mt.sum(x, axis=0), x, memory=400)
+    assert np.array_equal(np.asarray(total), values.sum(0))
+    Shelf.failures = [OSError("busy")] * 40
+    with pytest.raises(errors.StoreError, match="shelf://box"):
+        x.load()
+
+
+def test_from_zarr_of_what_is_no_array(shelf, tmp_path):
+    import zarr
+
+    mesh = mt.Mesh({"x": 2})
+    _zarr_array(tmp_path)
+    zarr.open_group(tmp_path / "group", mode="w").create_array("t", shape=(3,), dtype="f4")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "array"}')
+    _copied(tmp_path, shelf)
+    for root in (tmp_path, shelf):
+        with pytest.raises(errors.NotACheckpoint, match="there is no Zarr array"):
+            mt.from_zarr(f"{root}/nothing", mesh)
+        with pytest.raises(errors.MeshError, match="is a group, not an array; its arrays are t"):
+            mt.from_zarr(f"{root}/group", mesh)
+        with pytest.raises(errors.StoreError, match="cannot be read as a Zarr array"):
+            mt.from_zarr(f"{root}/broken", mesh)
+    with pytest.raises(errors.CheckpointError, match="is not a kind of storage"):
+        mt.from_zarr("no-such-kind://box/a", mesh)
+    with pytest.raises(errors.CheckpointError, match="no user, password, query") as told:
+        mt.from_zarr("s3://user:hush@bucket/a", mesh)
+    assert "hush" not in str(told.value)
+    x = mt.from_zarr(f"{shelf}/a", mesh, x=mt.Shard(0))
+    with pytest.raises(errors.StoreError, match="can only be read"):
+        mt.stream(lambda x: x + 1, x, memory=400, to=f"{shelf}/out")
+
+
+def test_from_zarr_knows_the_true_dtype_of_what_is_stored_as_integers(tmp_path):
+    import ml_dtypes
+
+    w = np.arange(24).reshape(6, 4).astype(ml_dtypes.bfloat16)
+    for fallback in (None, "raw"):
+        mt.save(tmp_path / str(fallback), {"w": w}, dtype_fallback=fallback)
+        x = mt.from_zarr(tmp_path / str(fallback) / "w", mt.Mesh({"x": 2}), x=mt.Shard(0))
+        assert x.dtype == w.dtype
+        assert np.array_equal(np.asarray(x.load()).view("u2"), w.view("u2"))
+
+
+def test_from_zarr_in_a_bucket_with_options(s3, tmp_path, monkeypatch):
+    values = _zarr_array(tmp_path)
+    for e in stores.at(str(tmp_path)).entries():
+        stores.at(s3.url).put(e.name, stores.at(str(tmp_path)).get(e.name))
+    where = storage.options(f"{s3.url}/a", endpoint=s3.environment["AWS_ENDPOINT_URL"], region="us-east-1")
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    x = mt.from_zarr(where, mt.Mesh({"x": 3}), x=mt.Shard(0))
+    assert np.array_equal(np.asarray(x.load()), values)
+    out = storage.options(f"{s3.url}/out", endpoint=s3.environment["AWS_ENDPOINT_URL"], region="us-east-1")
+    y = mt.stream(lambda x: x * 2, x, memory=400, to=out)
+    assert np.array_equal(np.asarray(y.load()), values * 2)
+    s3.proxy.reset()
+    mt.stream(lambda x: mt.sum(x), x, memory=400)
+    reads = [path for method, path in s3.proxy.log if method == "GET" and path.endswith("zarr.json")]
+    assert len(reads) <= 2 * 3  # once for each rank, and for the plan
+
+
+def test_a_link_out_of_an_array_is_not_followed(tmp_path):
+    _zarr_array(tmp_path)
+    chunk = tmp_path / "a" / "c" / "0" / "0"
+    (tmp_path / "secret").write_bytes(chunk.read_bytes())
+    chunk.unlink()
+    chunk.symlink_to(tmp_path / "secret")
+    x = mt.from_zarr(tmp_path / "a", mt.Mesh({"x": 2}), x=mt.Shard(0))
+    with pytest.raises(errors.CheckpointError, match="link out of"):
+        x.load()
