@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class StoredArray:
     """An array in a checkpoint. Indexing it with integers, slices and ``...`` reads what that index needs."""
 
-    __slots__ = ("mesh", "path", "placements", "rule", "sharding_text", "tensor")
+    __slots__ = ("mesh", "name", "path", "placements", "rule", "sharding_text", "tensor")
 
     def __init__(
         self,
