@@ -267,7 +267,7 @@ def register(
     Parameters
     ----------
     cls
-        The class; None stands in no need of this.
+        The class itself, and none of its subclasses.
     flatten
         From an object to ``(children, data)``: the children by name in a dict, or in a list or tuple, and whatever else it takes to
         rebuild the object. Arrays belong to the children.
@@ -282,9 +282,11 @@ def register(
     Examples
     --------
     >>> from types import SimpleNamespace
-    >>> register(SimpleNamespace, lambda x: (vars(x), None), lambda _, children: SimpleNamespace(**children))
-    >>> tree_map(lambda x: 2 * x, SimpleNamespace(a=1, b=[2]))
-    namespace(a=2, b=[4])
+    >>> class Point(SimpleNamespace):
+    ...     pass
+    >>> register(Point, lambda p: (vars(p), None), lambda _, children: Point(**children))
+    >>> tree_map(lambda x: 2 * x, Point(a=1, b=[2]))
+    Point(a=2, b=[4])
     """
     if (
         not isinstance(cls, type)

@@ -313,9 +313,9 @@ class _Walk(Places):
             self.visit(value, f"the default of {name} of {fn.__name__}")
         if named:
             self.visit(named, f"the defaults of {fn.__name__}")
-        if ours:
+        if ours and not module.get("__name__", "").startswith("meshtape."):
             self._library_function(fn)
-        else:
+        elif not ours:
             self.owners.append((fn, path, set()))
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             try:

@@ -69,6 +69,10 @@ class Chance:
         """Whether a generator has moved since (in another thread, perhaps), or the function names what would not show it."""
         return self._named or [_state(g) for g in self._generators] != self._before
 
+    def draws(self) -> bool:
+        """Whether the function names a source of chance, or one of the generators that it reaches has moved since."""
+        return self._named or bool(self.drawn().generators)
+
     def drawn(self) -> Drawn:
         """The generators that the function reaches and that have moved since."""
         moved = {id(g) for g, before in zip(self._generators, self._before, strict=True) if _state(g) != before}
@@ -79,6 +83,7 @@ class Drawn:
     """Generators that a function has drawn from, at the state that they have now."""
 
     def __init__(self, generators: Sequence[Any]) -> None:
+        self.generators = generators
         self._at = [(g, g.getstate() if isinstance(g, random.Random) else _bits(g).state) for g in generators]
 
     def rewind(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from ..arrays.functions import check_function
 from ..arrays.indexsum import densify
 from ..arrays.program import ShapeDtype, freeze
 from ..autodiff.captures import Outside, Wrapper, captures_of
+from ..autodiff.determinism import Chance
+from ..autodiff.lost_writes import noting_logs
 from ..autodiff.signature import as_array, leaf_key, read_too
 from ..autodiff.statics import ARRAY, filled, static
 from .mesh import Mesh
@@ -28,6 +31,7 @@ class _Derived:
     def __init__(self, known: Sequence[Array]) -> None:
         self.known = {id(x): x for x in known}
         self.found = False
+        self.logged: str | None = None
 
     def watches(self, x: Array) -> bool:
         return False
@@ -49,6 +53,7 @@ class ShardMapped(Wrapper):
         self._in, self._out = in_placements, out_placements
         self._cache: dict[Any, tuple[RankCode, trees.TreeDef, list[Any]]] = {}
         self._outside = Outside(self._fn)
+        self._unsettled = 0  # traces in succession that are not to be used again
         functools.update_wrapper(self, fn, updated=())
 
     def functions(self) -> list[Callable[..., Any]]:
@@ -70,9 +75,21 @@ class ShardMapped(Wrapper):
         key = (treedef, keys, reads.key, state.now.device)
         found = self._cache.get(key)
         if found is None:
+            chance = Chance(reads, leaves)
             *found, keep = self._traced(args, kwargs, leaves, treedef, [x for x, _ in reads.arrays], reads.around)  # type: ignore[assignment]
-            if keep and not reads.changed_since(lambda: captures_of(self._fn, read_too(leaves, treedef))):
+            changed = reads.changed_since(lambda: captures_of(self._fn, read_too(leaves, treedef)))
+            if changed is None and chance.draws():
+                changed = "a generator of random numbers, or reads a clock"
+            self._unsettled = self._unsettled + 1 if changed else 0
+            if keep and not changed:
                 self._cache[key] = found  # type: ignore[assignment]
+            if self._unsettled == 2:
+                warnings.warn(
+                    f"[shard_map] {getattr(self._fn, '__name__', self._fn)} is traced at every call: it writes to {changed}. Return the new "
+                    "value, draw with mt.random, and pass as an argument what is read",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         code, out_def, statics = found  # type: ignore[misc]
         return trees.unflatten(out_def, filled(statics, code(arrays)))
 
@@ -119,7 +136,7 @@ class ShardMapped(Wrapper):
             return lifted
 
         derived = _Derived(known)
-        with recording(derived):
+        with recording(derived), noting_logs(derived):
             code = RankCode(
                 name,
                 self.mesh,
@@ -133,7 +150,12 @@ class ShardMapped(Wrapper):
         if any(r[0] != out_def or freeze(r[1]) != freeze(statics) for r in results.values()):
             raise ShardingConflict(f"[shard_map] the ranks of {name} return different trees")
         who = f"[shard_map] {name}"
-        return code, out_def, [s if s is ARRAY else static(who, s, around) for s in statics], not derived.found
+        return (
+            code,
+            out_def,
+            [s if s is ARRAY else static(who, s, around) for s in statics],
+            not (derived.found or derived.logged),
+        )
 
 
 def _is_spec(x: Any) -> bool:

@@ -154,7 +154,10 @@ class Holder:
 
 @pytest.mark.parametrize("values", [("a", "b", "a"), (1, 2, 1), (0.5, 0.7, 0.5), ((1, 2), (3, 4), (1, 2))])
 def test_an_attribute_that_was_not_there(values):
-    for write in (lambda o, v: setattr(o, "last", v), lambda o, v: o.__dict__.update(last=v)):
+    def store(o, v):
+        o.last = v
+
+    for write in (store, lambda o, v: setattr(o, "last", v), lambda o, v: o.__dict__.update(last=v)):
         o = Holder()
         fast = mt.compile(lambda x, v, o=o, write=write: (write(o, v), x)[1])
         for v in values:

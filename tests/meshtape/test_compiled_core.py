@@ -165,6 +165,8 @@ def test_tape_short_ways_kernels_messages_and_training_of_the_wheel(site: Path) 
         "tests/autodiff/test_calls.py",
         "tests/autodiff/test_compile.py",
         "tests/autodiff/test_fusion.py",
+        "tests/autodiff/test_tree_classes.py",
+        "tests/meshtape/test_namespaces.py",
         "tests/autodiff/test_optim.py",
         "tests/autodiff/test_writing_threads.py",
         "tests/arrays/test_short_ways.py",

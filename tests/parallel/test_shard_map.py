@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
+import random
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -572,3 +576,26 @@ def test_on_worker_processes(processes, name):
 def test_uneven_code_on_worker_processes(processes):
     with mt.Mesh({"a": 3}, client=processes) as mesh:
         both(UNEVEN["turned"], 3, mesh, compiled=False)
+
+
+def test_what_code_of_ranks_draws_reads_and_writes_is_another_each_time():
+    """It is traced at each call then, and says so once."""
+    mesh, split = mt.Mesh({"x": 2}), {"x": mt.Shard(0)}
+    numbers, notes = itertools.count(1), queue.SimpleQueue()
+    draws = {
+        "random": lambda b: b * random.random(),
+        "a clock": lambda b: b * time.perf_counter(),
+        "an iterator": lambda b: b * next(numbers),
+    }
+    for name, draw in draws.items():
+        f = mt.shard_map(draw, mesh, (split,), split)
+        with pytest.warns(RuntimeWarning, match="traced at every call"):
+            found = [float(f(mt.ones(2))[0]) for _ in range(3)]
+        assert len(set(found)) == 3, name
+    f = mt.shard_map(lambda b: (notes.put(1), b)[1], mesh, (split,), split)
+    with pytest.warns(RuntimeWarning, match="traced at every call"):
+        assert [float(f(mt.ones(2))[0]) for _ in range(3)] == [1.0] * 3
+    assert notes.qsize() == 3
+    drawn = mt.shard_map(draws["random"], mesh, (split,), split)
+    with pytest.raises(mt.errors.NondeterministicError):
+        mt.compile(lambda x: drawn(x))(mt.ones(2))
