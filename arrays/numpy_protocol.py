@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,7 +85,12 @@ def functions() -> dict[Callable[..., Any], Callable[..., Any]]:
     for theirs, own in ((np.fft, ours.fft), (np.linalg, ours.linalg), (np, ours)):
         for name, fn in vars(theirs).items():
             # Only what hands its call over: the others are NumPy's own makers of arrays.
-            if not name.startswith("_") and hasattr(fn, "_implementation") and hasattr(own, name):
+            if (
+                not name.startswith("_")
+                and name not in _WRITERS
+                and hasattr(fn, "_implementation")
+                and hasattr(own, name)
+            ):
                 found[fn] = getattr(own, name)
     return found | {np.linalg.svd: _svd, np.broadcast_arrays: _broadcast_arrays}
 
@@ -228,7 +233,7 @@ def array_function(self: Array, func: Any, types: Any, args: Any, kwargs: Any) -
     """``__array_function__`` of ``Array``: a public function of NumPy was called with an Array in its arguments."""
     if not all(t is Array or t in _NUMPYS for t in types):
         return NotImplemented
-    name = f"{func.__module__}.{func.__name__}"
+    name = _name(func)
     if func.__name__ in _WRITERS and func.__module__ == "numpy" and args and isinstance(args[0], Array):
         raise NumPyFunctionError(f"[{name}] arrays are values: write x[i] = v or x.at[i].set(v)")
     ours, result = functions().get(func), NotImplemented
@@ -255,42 +260,77 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
+class _Argument(NamedTuple):
+    """Where an argument of a call is found (its place, or its keyword), and what becomes of it."""
+
+    source: Any  # several, for the starred ones
+    kind: Any  # of NumPy's parameter
+    required: bool
+    default: Any
+    keyword: str  # by which ours is told; none where it takes it by its place, if at all
+    unknown: bool  # to ours by its keyword
+
+
+@functools.cache
+def _arguments(func: Any, ours: Any, count: int, names: tuple[str, ...]) -> tuple[_Argument, ...] | str | None:
+    """How a call with so many arguments by place, and these keywords, is handed on: to bind it takes longer than most calls do. A text
+    says why NumPy would refuse it; None where NumPy does not say what it takes."""
+    theirs, own = _parameters(func), _parameters(ours)
+    if not theirs:
+        return None
+    try:
+        bound = _signature(func).bind(*range(count), **{n: n for n in names}).arguments
+    except TypeError as e:  # of a method, which NumPy has not seen
+        return str(e)
+    found = []
+    for key, p in theirs.items():
+        if key in bound:
+            own_key = _RENAMED.get(key, key)
+            known = own_key == "out" or (own_key in own and own[own_key].kind is not p.POSITIONAL_ONLY)
+            ignored = key in _WITHOUT_EFFECT or (key == "order" and func.__name__.endswith(_MAKERS))
+            required = p.default is p.empty or p.kind is p.POSITIONAL_ONLY
+            name = own_key if known else "" if ignored else key  # an unknown one is refused where it is passed on
+            found.append(_Argument(bound[key], p.kind, required, p.default, name, not known))
+    return tuple(found)
+
+
+@functools.cache
+def _places(fn: Any) -> int:
+    """How many arguments a function takes by their places alone."""
+    return sum(p.kind is p.POSITIONAL_ONLY for p in _parameters(fn).values())
+
+
 def _translated(
     name: str, func: Any, ours: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of NumPy's function as ours takes them: what NumPy requires in its order, the rest by our names, defaults left out."""
-    theirs, own = _parameters(func), _parameters(ours)
-    if not theirs:
+    found = _arguments(func, ours, len(args), tuple(kwargs))
+    if found is None:
         return list(args), dict(kwargs)
-    try:
-        bound = _signature(func).bind(*args, **kwargs).arguments
-    except TypeError as e:  # of a method, which NumPy has not seen
-        raise NumPyFunctionError(f"[{name}] {e}") from None
-    places = iter([p for p in own.values() if p.kind is p.POSITIONAL_ONLY])
+    if type(found) is str:
+        raise NumPyFunctionError(f"[{name}] {found}")
+    left = _places(ours)
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
-    for key, p in theirs.items():
-        if key not in bound:
+    for source, kind, required, default, keyword, unknown in found:
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            positional += [args[i] for i in source]
+            left = 0
             continue
-        value = bound[key]
-        if p.kind is p.VAR_POSITIONAL:
-            positional += value
-            places = iter(())
-        elif p.kind is p.VAR_KEYWORD:
-            keywords |= value
-        elif p.default is p.empty or p.kind is p.POSITIONAL_ONLY:
-            positional.append(value)
-            next(places, None)
-        elif _is_default(value, p.default):
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            keywords |= {k: kwargs[k] for k in source}
             continue
-        elif (own_key := _RENAMED.get(key, key)) == "out" or (
-            own_key in own and own[own_key].kind is not p.POSITIONAL_ONLY
-        ):
-            keywords[own_key] = value
-        elif next(places, None) is not None:
+        value = args[source] if type(source) is int else kwargs[source]
+        if required:
             positional.append(value)
-        elif key not in _WITHOUT_EFFECT and (key != "order" or not func.__name__.endswith(_MAKERS)):
-            keywords[key] = value  # refused where it is passed on
+            left -= 1
+        elif _is_default(value, default):
+            continue
+        elif unknown and left > 0:
+            positional.append(value)
+            left -= 1
+        elif keyword:
+            keywords[keyword] = value
     return positional, keywords
 
 
@@ -302,10 +342,21 @@ def _is_default(value: Any, default: Any) -> bool:
 
 def _called_with(name: str, fn: Callable[..., Any], args: Any, keywords: dict[str, Any]) -> Any:
     """Our function, unless it lacks one of the arguments, which is then named."""
-    own = _parameters(fn)
-    if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
+    if keywords and (own := _keywords(fn)) is not None and not keywords.keys() <= own:
         _refuse_arguments(name, {k: v for k, v in keywords.items() if k not in own}, {})
     return fn(*map(_operand, args), **keywords)
+
+
+@functools.cache
+def _keywords(fn: Callable[..., Any]) -> frozenset[str] | None:
+    """The parameters of a function; None where it takes any."""
+    own = _parameters(fn)
+    return None if any(p.kind is p.VAR_KEYWORD for p in own.values()) else frozenset(own)
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    return f"{func.__module__}.{func.__name__}"
 
 
 def _refuse_arguments(name: str, given: Mapping[str, Any], harmless: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ static INLINE float FN(tail)(float t, float e) {
     p = p * u + 0.051964558029153084f;
     p = p * u + 0.10278871902928527f;
     p = p * u + 0.10305097275355801f;
-    p = p * u + 0.1037570219516309f;
+    p = p * u + 0.10375703871250153f;
     return e * u * p;
 }
 #endif

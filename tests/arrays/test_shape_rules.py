@@ -73,6 +73,12 @@ def samples() -> dict[str, list[Sample]]:
         table[name] = [((i(2, 3), i(3)), {}), ((i(2, dtype=np.int8), 1), {})]
     table["ldexp"] = [((f(2, 3), i(3)), {}), ((f(2, dtype=np.float32), 2), {}), ((f(2, dtype=BF16), i(2)), {})]
     table["ldexp"] += [((i(2, dtype=np.int8), i(2)), {}), ((0.5, i(2)), {}), ((f(0, 3), i(1, 3)), {})]
+    table["round_to"] = [
+        ((f(2, 3), 2), {}),
+        ((f(2, dtype=np.float32), -1), {}),
+        ((f(2, dtype=BF16), 1), {}),
+        ((i(2), -1), {}),
+    ]
     table["gelu_backward"] = [((f(2, 3), f(3)), {}), ((f(2, dtype=np.float32), f(2, dtype=np.float32)), {})]
     table["gelu_backward"] += [((f(2, dtype=BF16), f(2, dtype=BF16)), {}), ((f(), f()), {}), ((f(0, 3), f(1, 3)), {})]
     table["bitwise_invert"] = [((i(2),), {}), ((b(2),), {})]

@@ -408,7 +408,7 @@ LACKING = sorted(
 def test_functions_that_we_lack() -> None:
     x = mt.asarray(V)
     assert "trim_zeros" in LACKING
-    assert "apply_along_axis" in LACKING
+    assert "histogramdd" in LACKING
     same(np.trim_zeros(mt.asarray(np.array([0.0, 1.0, 0.0]))), np.array([1.0]))
     same(np.packbits(mt.asarray(A > 0)), np.packbits(A > 0))
     same(np.apply_along_axis(np.sort, 0, mt.asarray(A)), np.sort(A, 0))
