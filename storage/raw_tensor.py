@@ -174,7 +174,6 @@ class RawTensor:
     def _piece(self, out: np.ndarray, at: int, found: dict[int, int], count: int, step: int) -> int:
         value, batch = 0, stores.holding(self.path)[0].batch
         with opened(self.path, f"key {self.name!r}", self.generation) as reader:
-            reader.soon(self.start + at, out.size)
             for a in range(0, out.size, batch):
                 part = out[a : a + batch]
                 if reader.readv([part], self.start + at + a) != part.size:

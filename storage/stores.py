@@ -172,9 +172,6 @@ class Reader(Protocol):
         """Whether the bytes there come from this machine's memory: then a small read costs little."""
         return False
 
-    def soon(self, offset: int, nbytes: int) -> None:
-        """Say that these bytes will be read in a moment."""
-
     def close(self) -> None: ...
 
 
@@ -387,12 +384,6 @@ class _LocalReader(Reader):
             return os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
         except (OSError, AttributeError):  # it would have to wait for a disk, or the system does not tell
             return False
-
-    def soon(self, offset: int, nbytes: int) -> None:
-        # The disk then works while the first of them are checked and copied. Where they are in memory, to ask so costs more than it gives.
-        if nbytes > LocalStore.batch and not self.at_hand(offset + nbytes - 1):
-            with contextlib.suppress(OSError, AttributeError):
-                os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         if _opened.get() is not None:

@@ -228,9 +228,6 @@ class ChunkedTensor:
         total = 0
         with opened(path, f"part of {self.name!r}", self.generation) as reader:
             wanted = self.wanted(coord) if self.verify else None
-            first, last = ravel(chunks[0], present), ravel(chunks[-1], present)
-            if last - first == len(chunks) - 1:
-                reader.soon(first * (nbytes + 4), len(chunks) * (nbytes + 4))
             for number, group in consecutive(chunks, present, slots):
                 buffers: list[np.ndarray] = []
                 copies: list[tuple[np.ndarray, np.ndarray]] = []

@@ -3,6 +3,7 @@
 import http.server
 import importlib
 import importlib.util
+import io
 import json
 import os
 import pickle
@@ -56,6 +57,12 @@ class _ByFsspec(Reading):
         for act in acts:
             with pytest.raises(errors.StoreError, match="can only be read"):
                 act()
+
+    def test_a_column_of_a_large_matrix(self, store, put):
+        w, stream = np.arange(4000 * 40.0).reshape(4000, 40), io.BytesIO()
+        storage.save_safetensors(stream, {"w": w})
+        put("m.safetensors", stream.getvalue())
+        np.testing.assert_array_equal(mt.open_checkpoint(f"{store.root}/m.safetensors")["w"][:, 3], w[:, 3])
 
 
 class TestMemory(_ByFsspec):
