@@ -1,4 +1,4 @@
-"""How the client's work and a rank's plan grow with the number of ranks, on virtual meshes: ``python benchmarks/scaling.py``.
+"""How work, plans and messages grow with the number of ranks, on virtual meshes: ``python benchmarks/scaling.py``.
 
 Prints the tables of ``docs/development/parallel-scaling.md``.
 """
@@ -16,12 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import simulated
 
 import meshtape as mt
 from meshtape.parallel import rounds
 from meshtape.parallel.collective_plans import plan_collective
 from meshtape.parallel.executor import Prepared
+from meshtape.parallel.forecasting.specs import Spec
+from meshtape.parallel.forecasting.specs import planned as outlined
+from meshtape.parallel.forecasting.traffic import Traffic
 from meshtape.parallel.partition import partition
+from meshtape.parallel.rank_program import Moves
 from meshtape.parallel.reshard import plan_reshard
 
 LAYERS = 25
@@ -103,9 +108,57 @@ def turned(ranks: int) -> tuple[float, float, float, int, float]:
     return tracing, part, one, planned(ready), run
 
 
+S0, S1, R = mt.Shard(0), mt.Shard(1), mt.Replicate()
+DELIVERED = 64
+"""Ranks up to which each is a thread, and every message travels."""
+
+COLLECTIVES: dict[str, tuple[Callable[[mt.Mesh], Any], Callable[[int], tuple[int, int]]]] = {
+    "all_reduce of 1 KiB": (lambda mesh: lambda x: mt.reshard(mt.sum(x, axis=0), a=R), lambda n: (n, 256)),
+    "all_reduce of 1 MiB": (lambda mesh: lambda x: mt.reshard(mt.sum(x, axis=0), a=R), lambda n: (n, 1 << 18)),
+    "reduce_scatter of 1 MiB": (lambda mesh: lambda x: mt.reshard(mt.sum(x, axis=0), a=S0), lambda n: (n, 1 << 18)),
+    "all_gather to 1 MiB": (lambda mesh: lambda x: mt.reshard(x, a=R), lambda n: (4096, 64)),
+    "all_to_all of 64 MiB / ranks": (lambda mesh: lambda x: mt.reshard(x, a=S1), lambda n: (4096, 4096)),
+    "broadcast of 1 MiB": (
+        lambda mesh: mt.shard_map(lambda x: mt.broadcast(x, "a", source=0), mesh, ({"a": S0},), {"a": S0}),
+        lambda n: (n, 1 << 18),
+    ),
+}
+
+
+def sent(ranks: int, make: Callable[[mt.Mesh], Any], shape: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """Messages and bytes that the first ranks, one in the middle and the last send in a collective."""
+    mesh = mt.Mesh({"a": ranks})
+    split = mt.Sharding(mesh, a=S0)
+    made, _ = outlined(make(mesh), (Spec(shape, np.dtype(np.float32), split),), None, None)
+    messages, nbytes = [], []
+    for rank in dict.fromkeys((0, 1, ranks // 2, ranks - 1)):
+        traffic = Traffic(made.program, rank, mesh.names, ranks)
+        rounds_of = [e for s in made.program.steps if isinstance(s, Moves) for e in traffic.of(s.moves)]
+        messages.append(sum(len(e.sent) for e in rounds_of))
+        nbytes.append(sum(sum(e.sent.values()) for e in rounds_of))
+        if ranks <= DELIVERED:
+            if rank == 0:
+                blocks = {r: np.ones(split.box(shape, r).shape, np.float32) for r in range(ranks)}
+                _, post = simulated.run(made.program, [blocks], mesh.names)
+            assert (messages[-1], nbytes[-1]) == (post.messages[rank], post.nbytes[rank])
+    return messages, nbytes
+
+
+def some(numbers: list[int]) -> str:
+    """A number, or the least and the largest."""
+    low, high = min(numbers), max(numbers)
+    return f"{high:,}" if low == high else f"{low:,} to {high:,}"
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
+    print("| collective | " + " | ".join(f"{n} ranks: messages | bytes" for n in RANKS) + " |")
+    print("|---|" + "---|---|" * len(RANKS))
+    for name, (make, shape) in COLLECTIVES.items():
+        found = [sent(n, make, shape(n)) for n in RANKS]
+        print(f"| {name} | " + " | ".join(f"{some(m)} | {some(b)}" for m, b in found) + " |", flush=True)
     print(
+        "\n"
         "| ranks | mesh | entries | partition, s | rank program, kB | steps | bytes of all moves, s "
         "| made ready in one of so many processes, s | lines of its plans | made ready for all ranks in one process, s |"
     )

@@ -153,8 +153,11 @@ def _hosted(homes: tuple[int, ...]) -> dict[int, list[int]]:
 @functools.lru_cache(maxsize=8)
 def _processes(plan: Plan, homes: tuple[int, ...], process: int) -> dict[int, _Process]:
     """A process, and those with which it may have to do."""
-    ranks = _hosted(homes)
-    first = {homes[q]: ranks[homes[q]][0] for r in ranks[process] for q in plan.partners(r)}
+    ranks, looked_at = _hosted(homes), set[int]()
+    for r in ranks[process]:
+        if r not in looked_at:  # partners have the same partners
+            looked_at.update(plan.partners(r))
+    first = {homes[q]: ranks[homes[q]][0] for q in looked_at}
     return {h: _Process(plan, ranks[h]) for h in sorted(first, key=first.__getitem__)}
 
 

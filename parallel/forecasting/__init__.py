@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...arrays.errors import MeshError
+from ...autodiff.transforms import check_function
 from ..overlap import Buckets
 from .figures import DEVICES, DeviceFigures, LinkFigures, device_figures, link_figures
 from .replay import Order, RankForecast, Replay, forecast_rank
@@ -73,8 +74,9 @@ def forecast(
     >>> x = mt.distribute(mt.ones((1 << 15, 1024)), mesh, data=mt.Shard(0))
     >>> f = mt.forecast(step, mt.ShapeDtype((1024, 1024), "float64"), x, mesh_shape={"data": 4096}, device="H100-80GB")
     >>> f.ranks, f.fullest.kinds["parameters"], f.fits
-    (4096, 16777216, True)
+    (4096, 8388608, True)
     """
+    check_function("forecast", step)
     figures, wires = device_figures(device), link_figures(links)
     made, mesh = planned(step, args, mesh_shape, place)
     per_host = wires.ranks_per_host

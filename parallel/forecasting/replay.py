@@ -155,7 +155,7 @@ class Replay:
             if kind == ACTIVATIONS:
                 ops[str(makers[v])] += nbytes
         into.peak, into.kinds, into.activations = most, dict(kinds.most_common()), dict(ops.most_common())
-        into.at = _called(self.order.steps[worst - 1][0]) if worst else "the start"
+        into.at = self._called(self.order.steps[worst - 1][0]) if worst else "the start"
 
     def _totals(self, held: dict[int, tuple[int, int]]) -> Iterable[int]:
         """Bytes in use at the start and in each step. ``held`` has what is there: by number, the variable it was made for and its bytes."""
@@ -207,6 +207,15 @@ class Replay:
             return False
         return p.layouts[m.source].partials == p.layouts[m.target].partials and not self.traffic.of((m,))
 
+    def _called(self, s: Any) -> str:
+        """A step for people."""
+        if isinstance(s, Chain):
+            return ", ".join(dict.fromkeys(c.origin or c.op.name for c in s.calls))
+        return (s.origin or s.op.name) if isinstance(s, Local) else self._moved(s.moves)
+
+    def _moved(self, moves: Sequence[Move]) -> str:
+        return ", ".join(dict.fromkeys(self.program.move_text(m, self.order.names) for m in moves))
+
     # ----- time ---------------------------------------------------------------------------------------------------------
 
     def time(self, device: DeviceFigures, links: LinkFigures, into: RankForecast) -> None:
@@ -244,7 +253,7 @@ class Replay:
     def _exchanged(self, moves: Sequence[Move], links: LinkFigures, into: RankForecast) -> float:
         spent = 0.0
         host = self.rank // links.ranks_per_host
-        text = ", ".join(dict.fromkeys(self.program.move_text(m, self.order.names) for m in moves))
+        text = self._moved(moves)
         for e in self.traffic.of(moves):
             slowest = 0.0
             for link, (latency, rate), near in ((into.within, links.within, True), (into.across, links.across, False)):
@@ -289,16 +298,6 @@ def _spread(program: RankProgram, kinds: Mapping[int, str]) -> dict[int, str]:
                 if found.get(of) == GRADIENTS:
                     found.setdefault(to, GRADIENTS)
     return found
-
-
-def _called(s: Any) -> str:
-    if isinstance(s, Chain):
-        return ", ".join(dict.fromkeys(c.origin or c.op.name for c in s.calls))
-    return (
-        (s.origin or s.op.name)
-        if isinstance(s, Local)
-        else ", ".join(dict.fromkeys(str(m.origin or "a result") for m in s.moves))
-    )
 
 
 def forecast_rank(replay: Replay, device: DeviceFigures, links: LinkFigures) -> RankForecast:

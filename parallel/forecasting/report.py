@@ -103,15 +103,13 @@ class Forecast:
         axes = " × ".join(f"{n}={s:,}" for n, s in self.mesh.items()) or "no axes"
         yield f"{self.ranks:,} ranks ({axes}), each on {self.device.name}"
         for title, rows in self._tables():
-            table = Table(
-                box=None, pad_edge=False, title=title, title_justify="left", title_style="bold", show_header=False
-            )
+            table = Table(box=None, pad_edge=False, show_header=False)
             table.add_column(min_width=24)
             for _ in rows[0][1:]:
                 table.add_column(justify="right")
             for row in rows:
                 table.add_row(*row)
-            yield ""
+            yield f"\n{title}"
             yield table
         for remark in self.remarks:
             yield f"\n{remark}"
@@ -152,7 +150,7 @@ class Forecast:
         ]
         saved = [("checkpoint", human_bytes(self.checkpoint)), ("saved in", _seconds(self.save_seconds))]
         return [
-            (f"memory of rank {r.rank}: {human_bytes(r.peak)}{room}, in {r.at}", memory),
+            (f"memory of rank {r.rank}: {human_bytes(r.peak)}{room}, at {r.at}", memory),
             (f"messages of rank {slow.rank}", links),
             (f"time of rank {slow.rank}", times),
             ("checkpoint of parameters and optimizer state", saved),

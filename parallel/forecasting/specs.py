@@ -9,6 +9,7 @@ import numpy as np
 
 from ...arrays import tree as trees
 from ...arrays._array import Array
+from ...arrays.dtypes import as_dtype
 from ...arrays.errors import MeshError, TracedValueError
 from ...arrays.program import Program, ShapeDtype
 from ...autodiff.compile import outline
@@ -135,7 +136,7 @@ def _arrays(args: tuple[Any, ...], mesh: Mesh, place: Place | None) -> tuple[Any
     def one(path: trees.Path, x: Any) -> Any:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             return x
-        aval = ShapeDtype(tuple(x.shape), np.dtype(x.dtype))
+        aval = ShapeDtype(tuple(x.shape), as_dtype(x.dtype))
         sharding = place(path, x, mesh) if place is not None else getattr(x, "sharding", None)
         layout = REPLICATED
         if sharding is not None:

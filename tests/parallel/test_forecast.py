@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape.arrays._dispatch import wrap
 from meshtape.arrays.pool import POOL
-from meshtape.errors import DeviceError, MeshError, ShardingConflict, TracedValueError
+from meshtape.errors import DeviceError, DTypeError, MeshError, ShardingConflict, TracedValueError
 from meshtape.parallel import rounds
 from meshtape.parallel.executor import Prepared
 from meshtape.parallel.forecasting.replay import Link
@@ -68,7 +68,7 @@ def decoder_step(
     axes: dict[str, int], name: str, width: int = 64, batch: int = 8
 ) -> tuple[Any, tuple[Any, ...], mt.Mesh]:
     decoder = mt.models.decoder
-    config = decoder.Config(vocab=512, width=width, layers=2, heads=4, kv_heads=4, max_length=64)
+    config = decoder.Config(vocab=512, width=width, layers=1, heads=4, kv_heads=4, max_length=64)
     plan, mesh, opt = decoder.plan(name), mt.Mesh(axes), mt.optim.adamw(1e-3)
     params = plan.distribute(decoder.init(mt.random.key(0), config), mesh)
     ids = np.random.default_rng(0).integers(0, 512, (batch, 64)).astype(np.int32)
@@ -373,6 +373,37 @@ def test_wrong_input_is_told(name):
     fn, given, error, text = WRONG[name]
     with pytest.raises(error, match=text):
         mt.forecast(fn, SPEC, **{"mesh_shape": {"data": 8}, **given})
+
+
+def test_what_is_no_function_and_no_dtype():
+    with pytest.raises(TypeError, match=r"\[forecast\] takes a function, got int"):
+        mt.forecast(3, SPEC, mesh_shape={"data": 8})
+    with pytest.raises(DTypeError, match="float31"):
+        mt.forecast(lambda x: x, mt.ShapeDtype((2,), "float31"), mesh_shape={"data": 8})
+
+
+def test_rows_that_are_sent_to_experts_are_counted_as_if_all_were_chosen_alike():
+    decoder = mt.models.decoder
+    config = decoder.Config(
+        vocab=64, width=32, layers=1, heads=2, experts=mt.models.moe.Config(8, 2, capacity_factor=None)
+    )
+    plan = decoder.plan("dp+ep")
+    params = mt.abstract(lambda key: decoder.init(key, config), mt.random.key(0))
+    batch = {n: mt.ShapeDtype((16, 32), np.int32) for n in ("ids", "labels")}
+
+    def place(path: Any, x: Any, mesh: mt.Mesh) -> mt.Sharding:
+        return plan.batch(mesh) if path[0] == 1 else plan.sharding(path[1:], x.shape, mesh)
+
+    f = mt.forecast(
+        lambda p, b: decoder.loss(p, b, config, plan=plan),
+        params,
+        batch,
+        mesh_shape={"data": 2, "expert": 4},
+        place=place,
+    )
+    rows = 16 * 32 // 8
+    sent = next(b for text, (_, b) in f.fullest.collectives.items() if "ragged_all_to_all" in text)
+    assert 0 < sent <= 3 * 4 * 32 * rows * 2  # there and back, each row to two experts at most
 
 
 def test_an_axis_that_the_mesh_lacks():
