@@ -42,7 +42,7 @@ COMPILED = {
         ("recipe", "recording", "backward", "executable", "gradients", "guards", "signature", "tape"),
     ),
     "meshtape.autodiff.rules": ("autodiff/rules", ("_registry", "structure", "softmax", "reductions", "elementwise")),
-    "meshtape.parallel": ("parallel", ("executor", "rounds")),
+    "meshtape.parallel": ("parallel", ("executor", "reshard_execution", "rounds")),
     "meshtape.parallel.transports": ("parallel/transports", ("frames", "group", "links", "pieces", "slots", "waiting")),
 }
 

@@ -47,6 +47,12 @@ class BlockMemory(Protocol):
     def copy(self, to: Any, source: Any) -> None:
         """``to[...] = source``, where the two share no memory."""
 
+    def mark(self) -> Any:
+        """What this thread has asked of the device so far, for another thread to :meth:`follow`."""
+
+    def follow(self, mark: Any) -> None:
+        """What this thread asks of the device from now on comes after what is marked."""
+
     def translated(self, error: Exception) -> Exception:
         """What went wrong in an op, as an error of ours where there is one for it."""
 
@@ -76,6 +82,12 @@ class HostMemory:
             stream(to, source)
         else:
             to[...] = source
+
+    def mark(self) -> None:
+        return None
+
+    def follow(self, mark: Any) -> None:
+        pass
 
     def translated(self, error: Exception) -> Exception:
         return error
@@ -112,6 +124,12 @@ class CudaMemory:
 
     def copy(self, to: Any, source: Any) -> None:
         to[...] = source
+
+    def mark(self) -> Any:
+        return self.xp.cuda.get_current_stream().record()
+
+    def follow(self, mark: Any) -> None:
+        self.xp.cuda.get_current_stream().wait_event(mark)
 
     def translated(self, error: Exception) -> Exception:
         try:

@@ -388,7 +388,7 @@ class Beside:
 
     def start(self, ticket: int, moves: PreparedMoves, fn: Any, *args: Any) -> None:
         """Run a round beside; its results are :meth:`wait`'s."""
-        self._under_way[ticket] = moves, self._thread.submit(self._guarded, fn, *args)
+        self._under_way[ticket] = moves, self._submit(fn, *args)
 
     def wait(self, ticket: int) -> tuple[PreparedMoves, Any]:
         """The round that was started with this ticket and its results. Raises what went wrong with it."""
@@ -397,21 +397,28 @@ class Beside:
 
     def now(self, fn: Any, *args: Any) -> Any:
         """Run a round after those that are under way, and wait for it."""
-        return self._result(self._thread.submit(self._guarded, fn, *args))
+        return self._result(self._submit(fn, *args))
+
+    def _submit(self, fn: Any, *args: Any) -> Future[Any]:
+        # The threads of a device have streams of their own: each goes on after the other.
+        return self._thread.submit(self._guarded, self._memory.mark(), fn, *args)
 
     def _result(self, future: Future[Any]) -> Any:
         self._transport.eager = True  # the program stands still
         try:
-            return future.result()
+            found, mark = future.result()
         finally:
             self._transport.eager = False
+        self._memory.follow(mark)
+        return found
 
-    def _guarded(self, fn: Any, *args: Any) -> Any:
+    def _guarded(self, mark: Any, fn: Any, *args: Any) -> Any:
         if self._failed is not None:  # nothing may be used after an error
             raise self._failed
         try:
             with self._memory.using():
-                return fn(*args)
+                self._memory.follow(mark)
+                return fn(*args), self._memory.mark()
         except BaseException as e:
             self._failed = e
             raise

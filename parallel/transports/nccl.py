@@ -71,19 +71,22 @@ class NcclGroup:
         others = [p for p in range(count) if p != process]
         ident = np.zeros(128, np.uint8)
         if process == 0:
-            ident[:] = np.frombuffer(np.array(self._nccl.get_unique_id(), np.int8).tobytes(), np.uint8)
+            ident[:] = [b & 0xFF for b in self._nccl.get_unique_id()]
             host.exchange(0, "nccl id", {p: [ident] for p in others}, {})
         else:
             host.exchange(0, "nccl id", {}, {0: [ident]})
-        name = tuple(int(b) for b in ident.view(np.int8))
-        device = cupy.cuda.Device()
+        device = self._device = cupy.cuda.Device()
         self._stream = cupy.cuda.Stream(non_blocking=True)
         made: list[Any] = []
 
         def make() -> None:  # it waits for all others, and knows no time limit
             try:
                 with device:
-                    made.append(self._nccl.NcclCommunicator(count, name, process))
+                    try:
+                        comm = self._nccl.NcclCommunicator(count, tuple(ident.view(np.int8).tolist()), process)
+                    except OverflowError:  # a char has no sign on this machine (aarch64)
+                        comm = self._nccl.NcclCommunicator(count, tuple(ident.tolist()), process)
+                    made.append(comm)
             except Exception as e:
                 made.append(e)
 
@@ -116,23 +119,22 @@ class NcclGroup:
         self._agree(step, what, batches, sinks)
         self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
         came: list[tuple[Sink, list[Any]]] = []
-        held = []  # packed copies, until they are sent
+        calls: list[tuple[Callable[..., None], Any, int]] = []  # with arrays that live until all is sent
         with self._stream:
-            self._nccl.groupStart()
+            # What can fail for want of memory comes before the group, which would stay open.
             for p in sorted({*batches, *sinks}):
-                for batch in batches.get(p, ()):
-                    for a in batch:
-                        packed = self._cupy.ascontiguousarray(a)
-                        held.append(packed)
-                        if packed.nbytes:
-                            self._comm.send(packed.data.ptr, packed.nbytes, self._nccl.NCCL_UINT8, p, self._stream.ptr)
+                calls += [(self._comm.send, self._cupy.ascontiguousarray(a), p) for b in batches.get(p, ()) for a in b]
                 for sink in sinks.get(p, ()):
                     arrays = [self._cupy.empty(sink.shape, sink.dtype) for _ in range(sink.width)]
                     came.append((sink, arrays))
-                    for a in arrays:
-                        if a.nbytes:
-                            self._comm.recv(a.data.ptr, a.nbytes, self._nccl.NCCL_UINT8, p, self._stream.ptr)
-            self._nccl.groupEnd()
+                    calls += [(self._comm.recv, a, p) for a in arrays]
+            self._nccl.groupStart()
+            try:
+                for call, a, p in calls:
+                    if a.nbytes:
+                        call(a.data.ptr, a.nbytes, self._nccl.NCCL_UINT8, p, self._stream.ptr)
+            finally:
+                self._nccl.groupEnd()
         self._wait(what)
         self._hand_out(came)
 
@@ -184,7 +186,13 @@ class NcclGroup:
         self._host.shutdown()
 
     def close(self) -> None:
-        self._comm.destroy()
+        # It waits for the device; whoever closes a mesh may be an event loop.
+
+        def destroy() -> None:
+            with self._device:
+                self._comm.destroy()
+
+        threading.Thread(target=destroy, name="meshtape-nccl", daemon=True).start()
         self._host.close()
 
 
