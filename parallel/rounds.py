@@ -181,8 +181,8 @@ def _plan_rounds(
     joins: list[Joining] = []
     gathers: list[tuple[int, Gathering]] = []
     deliveries: dict[Parcel, tuple[Delivery, ...]] = {}
-    relayed = plan.elements_moved > 0 and _relayed(plan, homes, dtype.itemsize, hosts, costs) is not None
-    shared = _shared(plan, homes, dtype, hosts, costs, relayed)
+    relayed = plan.elements_moved > 0 and _relayed(plan, homes, process, dtype.itemsize, hosts, costs) is not None
+    shared = _shared(plan, homes, process, dtype, hosts, costs, relayed)
     for ranks in me.makes.values():
         first = ranks[0]
         if shared.tree(first) is not None:
@@ -223,11 +223,13 @@ def described(plan: Plan, dtype: np.dtype) -> str:
     homes = tuple(range(plan.size))
     if plan.size <= 2 or plan.elements_moved == 0:
         return ""
-    seconds, name = _relayed(plan, homes, dtype.itemsize, 1, COSTS), "relayed"
+    first = next(filter(plan.takes_part, homes), None)
+    if first is None:
+        return ""
+    seconds, name = _relayed(plan, homes, first, dtype.itemsize, 1, COSTS), "relayed"
     if seconds is None:
-        shared = _shared(plan, homes, dtype, 1, COSTS, False)
-        first = next(filter(plan.takes_part, homes), None)
-        if first is None or (shared.tree(first) is None and shared.spans(first) is None):
+        shared = _shared(plan, homes, first, dtype, 1, COSTS, False)
+        if shared.tree(first) is None and shared.spans(first) is None:
             return ""
         name, seconds = shared.chosen[plan.group(first)]
     return f"{name}, about {seconds * 1e3:.3g} ms"
@@ -272,10 +274,10 @@ def _parcels(plan: Plan, processes: Mapping[int, _Process], process: int, q: int
 
 
 @functools.lru_cache(maxsize=512)
-def _relayed(plan: Plan, homes: tuple[int, ...], itemsize: int, hosts: int, costs: Costs) -> float | None:
+def _relayed(plan: Plan, homes: tuple[int, ...], process: int, itemsize: int, hosts: int, costs: Costs) -> float | None:
     """Seconds that blocks travel by way of other processes, where that is fastest. The first process and one that gives it something
     stand for all."""
-    processes = _processes(plan, homes)
+    processes = _processes(plan, homes, process)
     if plan.reduce is not None or len(processes) <= 2 or (len(processes) <= 8 and costs.only is None):
         return None
 
@@ -298,9 +300,11 @@ def _relayed(plan: Plan, homes: tuple[int, ...], itemsize: int, hosts: int, cost
 
 
 @functools.lru_cache(maxsize=8)
-def _shared(plan: Plan, homes: tuple[int, ...], dtype: np.dtype, hosts: int, costs: Costs, relayed: bool) -> _Shared:
+def _shared(
+    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, hosts: int, costs: Costs, relayed: bool
+) -> _Shared:
     alone = relayed or not plan.elements_moved
-    return _Shared(plan, {} if alone else _processes(plan, homes), homes, dtype, hosts, costs)
+    return _Shared(plan, {} if alone else _processes(plan, homes, process), homes, dtype, hosts, costs)
 
 
 class _Shared:
