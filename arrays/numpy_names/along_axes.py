@@ -29,7 +29,7 @@ def apply_along_axis(function: Callable[..., Any], axis: int, x: Any, /, *args: 
 
     >>> import meshtape as mt
     >>> mt.apply_along_axis(lambda v: v[0] + v[-1], 1, mt.asarray([[1, 2, 3], [4, 5, 6]]))
-    Array([4, 10])
+    Array([ 4, 10])
     """
     x = asarray(x)
     axis = _infer.one_axis("apply_along_axis", axis, x.ndim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
     x, axis = _flat(x, axis)
     for k in [kth] if np.ndim(kth) == 0 else kth:  # type: ignore[union-attr]
-        if isinstance(k, float):
-            raise ArgumentError(f"[{name}] places are integers, got {k}")
+        try:
+            k = operator.index(k)
+        except TypeError:
+            raise ArgumentError(f"[{name}] places are integers, got {k}") from None
         if not -x.shape[axis] <= k < x.shape[axis]:
             raise ShapeError(f"[{name}] there is no {k}-th element along an axis of length {x.shape[axis]}")
     return x, axis
