@@ -34,10 +34,6 @@ class _Pattern:
     literal: str
     regex: re.Pattern[str] | None
 
-    def match(self, key: str) -> tuple[str, ...] | None:
-        m = self.regex.fullmatch(key) if self.regex else None
-        return m.groups() if m else None
-
     def filled(self, names: Sequence[str]) -> Callable[..., str]:
         """What makes a name of the texts of captures, given in the order of ``names``."""
         return _HOLE.sub(lambda m: m[0] if m[1] is None else f"{{{names.index(m[1])}}}", self.text).format
@@ -215,13 +211,14 @@ class Program:
         self.read_temporary: set[str] = set()
         self.given: dict[str, Any] = {}
         self.applied: list[Applied] = []
+        self._parts: dict[tuple[int, tuple[str, ...]], int] = {}  # of rules that number them, by the texts of captures
         self._matches: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
         for rule in rules:
             self._run(rule)
             for template in follow:
                 state = _for_state(rule, template)
                 if state is not None:
-                    self._run(state, follows=True)
+                    self._run(state, rule)
         unread = [t for t in self.temporary if t not in self.read_temporary]
         if unread:
             raise RuleConflict(f"{unread[0]!r}, given by\n  {self._giver(unread[0]).shown}\nis read by no later rule")
@@ -266,7 +263,10 @@ class Program:
             first = a.sources[0] if a.sources else None
             if first not in self.tensors:
                 first = next((s for s in a.sources if s in self.tensors), None)
-            by_first.setdefault(first, []).extend(named) if first is not None else rest.extend(named)
+            if first is None:
+                rest += named
+            else:
+                by_first[first] = by_first[first] + named if first in by_first else named
         for name, tensor in self.tensors.items():
             if name in self.untouched:
                 out[name] = tensor
@@ -280,15 +280,17 @@ class Program:
 
     def _found(self, pattern: _Pattern) -> list[tuple[str, tuple[str, ...]]]:
         """(key, captured texts) of all keys that match."""
-        keys: Iterable[str] = self.temporary if pattern.text.startswith("$") else self.keys
+        ours = pattern.text.startswith("$")
         if pattern.regex is None:
-            held = self.temporary if pattern.text.startswith("$") else self.tensors
+            held = self.temporary if ours else self.tensors
             return [(pattern.literal, ())] if pattern.literal in held or pattern.literal in self.scalars else []
-        if pattern.text.startswith("$"):
-            return [(k, m) for k in keys if (m := pattern.match(k)) is not None]
-        if pattern.text not in self._matches:
-            self._matches[pattern.text] = [(k, m) for k in keys if (m := pattern.match(k)) is not None]
-        return self._matches[pattern.text]
+        if (known := self._matches.get(pattern.text)) is not None:
+            return known
+        match = pattern.regex.fullmatch
+        found = [(k, m.groups()) for k in (self.temporary if ours else self.keys) if (m := match(k))]
+        if not ours:  # of those that rules give, later rules find more
+            self._matches[pattern.text] = found
+        return found
 
     def _no_match(self, rule: Rule, pattern: str) -> RuleMatchError:
         near = get_close_matches(pattern, self.keys[:5000], 3, 0.0)
@@ -380,7 +382,7 @@ class Program:
 
     # ----- one rule ---------------------------------------------------------------------------------------------------
 
-    def _run(self, rule: Rule, follows: bool = False) -> None:
+    def _run(self, rule: Rule, follows: Rule | None = None) -> None:
         counted = _counted(rule)
         shared, found = self._combinations(rule) if rule.sources else ((), [((), [])])
         names = (*shared, *([] if counted is None else [counted]))
@@ -395,7 +397,7 @@ class Program:
         counted: bool,
         values: tuple[str, ...],
         keys: list[str],
-        follows: bool,
+        follows: Rule | None,
     ) -> None:
         if not makers:
             self.applied.append(Applied(rule, keys, [], (), []))
@@ -411,12 +413,14 @@ class Program:
             held = ChainMap(self.temporary, self.tensors)
         tensors = [held[k] for k in keys]
         number = None if counted else len(makers)
-        agreed = follows and bool(tensors) and all(t.shape == () for t in tensors)
+        agreed = follows is not None and bool(tensors) and all(t.shape == () for t in tensors)
         stages, steps = [tensors], () if agreed else rule.steps
         if agreed and len(tensors) > 1:
             stages.append([Agreed(tensors[0].name, tuple(tensors))])
         if agreed and counted:
-            return  # how many parts there are is known to the parameter's own rule alone
+            number = self._parts.get((id(follows), values))
+            if number is None:  # the parameter is not there: nobody knows into how many parts it would be split
+                return
         for step in steps:
             try:
                 stages.append(step.apply(stages[-1], number))
@@ -424,6 +428,7 @@ class Program:
                 raise type(e)(f"{e}. In the step {ruletext.format_step(step)} of the rule\n  {rule.shown}") from None
         result = stages[-1] * number if agreed and number else stages[-1]
         if counted:
+            self._parts[id(rule), values] = len(result)
             targets = [make(*values, i) for i in range(len(result) // len(makers)) for make in makers]
         else:
             targets = [make(*values) for make in makers]

@@ -113,7 +113,9 @@ def test_readers_beside_a_writer_see_one_generation(layout, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zarr", "zstd", "packed", "file", "hf"])
 def test_many_readers_beside_a_writer_see_one_generation(layout, tmp_path):
-    assert race(layout, tmp_path, 850)[1] > 4000
+    _, reads, replaced = race(layout, tmp_path, 850)
+    assert reads + replaced == 850 * 6
+    assert reads > 2000  # the fewer files a writer replaces, the more often it is faster than a reader
 
 
 @pytest.mark.parametrize("layout", ["zarr", "zstd", "packed", "file", "hf"])

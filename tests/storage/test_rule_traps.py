@@ -279,6 +279,20 @@ def test_what_rules_give_drop_and_read_is_told_with_both_rules():
             Rules(text).on_arrays({"a": np.ones(2), "b": np.zeros(2)})
 
 
+def test_scalars_of_the_state_follow_into_numbered_parts():
+    """They were lost: the rule of the state alone does not know how many parts there are."""
+    arrays = {
+        "h.3.qkv": np.ones((4, 2)),
+        "m.h.3.qkv": np.ones((4, 2)),
+        "s.h.3.qkv": np.float32(3),
+        "s.h.4.qkv": np.float32(5),
+    }
+    got = Rules("h.{i}.qkv -> h.{i}.{n}, split(axis=0, parts=2)", follow=["m.{}", "s.{}"]).on_arrays(arrays)
+    assert sorted(got) == ["h.3.0", "h.3.1", "m.h.3.0", "m.h.3.1", "s.h.3.0", "s.h.3.1", "s.h.4.qkv"]
+    assert got["s.h.3.0"] == got["s.h.3.1"] == 3
+    assert got["s.h.4.qkv"] == 5
+
+
 def test_braces_of_a_name_stay_braces():
     held = Rules("x.{i}.{{a}} -> {{i}}.{i}.{{{i}}}").on_arrays({"x.3.{a}": np.ones(2)})
     assert list(held) == ["{i}.3.{3}"]
