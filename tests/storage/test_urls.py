@@ -59,7 +59,7 @@ class _ByFsspec(Reading):
                 act()
 
     def test_a_column_of_a_large_matrix(self, store, put):
-        w, stream = np.arange(4000 * 40.0).reshape(4000, 40), io.BytesIO()
+        w, stream = np.arange(4000 * 400.0).reshape(4000, 400), io.BytesIO()
         storage.save_safetensors(stream, {"w": w})
         put("m.safetensors", stream.getvalue())
         np.testing.assert_array_equal(mt.open_checkpoint(f"{store.root}/m.safetensors")["w"][:, 3], w[:, 3])
