@@ -62,7 +62,14 @@ def traced() -> tuple[Any, dict[int, Any], mt.Mesh]:
 
 def forget() -> None:
     """Nothing that was planned before is found again."""
-    for cache in (plan_reshard, plan_collective, rounds._plan_rounds, rounds._processes):
+    for cache in (
+        plan_reshard,
+        plan_collective,
+        rounds._plan_rounds,
+        rounds._processes,
+        rounds._shared,
+        rounds._relayed,
+    ):
         cache.cache_clear()
 
 
