@@ -43,7 +43,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     from .arrays.display import human_bytes
     from .storage.browse.inventory import Inventory, Query
     from .storage.browse.text import visible
-    from .tables import Column, write
+    from .tables import Column, write, write_text
 
     try:
         ckpt = mt.open_checkpoint(path)
@@ -77,6 +77,8 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
         title=visible(f"{ckpt.path} ({ckpt.kind}{how}{step}{mesh})", 10**4),
         footer=[f"{len(rows)} arrays", "", "", human_bytes(total), ""],
     )
+    if ckpt.skipped:
+        write_text(visible(ckpt.unread()[2:], 10**4))
 
 
 @click.command(
@@ -159,6 +161,7 @@ def _facts(ckpt: Any, rows: list[Any], total: int) -> dict[str, Any]:
         "compression": None if ckpt.compression is None else str(ckpt.compression),
         "metadata": ckpt.metadata,
         "documents": list(ckpt.documents),
+        "skipped": list(ckpt.skipped),
         "arrays": len(rows),
         "nbytes": total,
         "rows": [row_data(r) for r in rows],

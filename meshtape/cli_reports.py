@@ -22,14 +22,21 @@ def data(report: Any) -> dict[str, Any]:
     """A report as plain data.
 
     >>> data(VerifyReport("run", arrays=2, files=3, nbytes=400, seconds=0.5))
-    {'path': 'run', 'arrays': 2, 'files': 3, 'file_nbytes': 400, 'seconds': 0.5}
+    {'path': 'run', 'arrays': 2, 'files': 3, 'file_nbytes': 400, 'seconds': 0.5, 'skipped': []}
     """
     raise TypeError(f"no JSON for a {type(report).__name__}")
 
 
 @data.register
 def _verified(r: VerifyReport) -> dict[str, Any]:
-    return {"path": r.path, "arrays": r.arrays, "files": r.files, "file_nbytes": r.nbytes, "seconds": r.seconds}
+    return {
+        "path": r.path,
+        "arrays": r.arrays,
+        "files": r.files,
+        "file_nbytes": r.nbytes,
+        "seconds": r.seconds,
+        "skipped": r.skipped,
+    }
 
 
 @data.register
@@ -43,6 +50,7 @@ def _compared(r: DiffReport) -> dict[str, Any]:
         "only_b": r.only_b,
         "differing": [dataclasses.asdict(d) for d in r.arrays],
         "values": r.values,
+        "skipped": r.skipped,
     }
 
 

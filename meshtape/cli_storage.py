@@ -236,6 +236,10 @@ def _lost(report: Any) -> str:
     return "".join(f"\n  {name}: {loss}" for name, loss in report.losses.items())
 
 
+def _left_out(report: Any) -> str:
+    return f"; left out: {', '.join(report.skipped)}" if report.skipped else ""
+
+
 def _tell(report: Any, as_json: bool, text: str) -> None:
     from .cli_reports import data
     from .tables import write_text
@@ -256,11 +260,13 @@ def verify(path: str, as_json: bool) -> None:
     """
     import meshtape as mt
 
+    from .storage.opened import unread
+
     report = mt.verify(path)
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.nbytes)} in {report.files} files are sound",
+        f"{report.path}: {report.arrays} arrays, {human_bytes(report.nbytes)} in {report.files} files are sound{unread(report.skipped)}",
     )
 
 
@@ -337,11 +343,10 @@ def merge(
         max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
         **target,
     )
-    skipped = f"; left out: {', '.join(report.skipped)}" if report.skipped else ""
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} in {', '.join(report.files)}{skipped}{_lost(report)}",
+        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} in {', '.join(report.files)}{_left_out(report)}{_lost(report)}",
     )
 
 
@@ -384,7 +389,11 @@ def convert(
         max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
         **target,
     )
-    _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)}{_lost(report)}")
+    _tell(
+        report,
+        as_json,
+        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)}{_left_out(report)}{_lost(report)}",
+    )
 
 
 @click.command(
@@ -416,7 +425,7 @@ def reshard(
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}{_lost(report)}",
+        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}{_left_out(report)}{_lost(report)}",
     )
 
 

@@ -166,6 +166,10 @@ class Rule:
     def __str__(self) -> str:
         return ruletext.format_line(self.sources, self.targets, self.steps, self.optional)
 
+    def reads(self, name: str) -> bool:
+        """Whether a key of that name would be one of its sources."""
+        return any(p.literal == name or p.match(name) is not None for p in map(_pattern, self.sources))
+
     @property
     def shown(self) -> str:
         """The rule in a message: with its line, where it has one."""

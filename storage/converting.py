@@ -20,7 +20,7 @@ from .contents import CHECKPOINTS
 from .derived import Converted
 from .documents import Documents, with_dtype
 from .finishing import Item
-from .fitting import prune, select
+from .fitting import prune, select, unread_of
 from .generations import Listed
 from .grid import choose_grid
 from .layouts import Choice, Chooser
@@ -60,7 +60,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place.
+    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place, and what the source holds and no reader here can give.
 
     ``losses`` counts, for each array, the values that its casts lost: those that ``allow_overflow`` accepted, and those that became zero.
     """
@@ -101,7 +101,8 @@ class Selection:
     arrays: dict[str, Any]  # tensors by name
     paths: dict[str, tuple[str | int, ...]]
     structure: Any
-    skipped: list[str]
+    skipped: list[str]  # values
+    unread: list[str]
     compression: Compression  # of what is read
     dtype: np.dtype | None = None  # that all floating arrays were converted to
 
@@ -136,7 +137,7 @@ class Selection:
         picked = select(ckpt, keys)
         if drop is not None:
             every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure)}
-            picked = (every if picked is None else picked) - (select(ckpt, drop) or set())
+            picked = (every if picked is None else picked) - (select(ckpt, drop, drop=True) or set())
         arrays = {n: a.tensor for n, a in ckpt.arrays.items() if picked is None or a.path in picked}
         with stores.listed_once():
             for n in arrays:
@@ -146,8 +147,11 @@ class Selection:
             _refuse_scaled(arrays, wanted)
             arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
+        unread = unread_of(ckpt, keys, drop)
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
-        return cls(ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped, compression, wanted)
+        return cls(
+            ckpt, arrays, {n: ckpt.arrays[n].path for n in arrays}, structure, skipped, unread, compression, wanted
+        )
 
 
 def _float(dtype: Any) -> np.dtype:
@@ -357,7 +361,7 @@ def convert(
             allow_overflow=allow_overflow,
         )
     files = list(sink.files)
-    skipped = held.skipped if isinstance(sink, HuggingFaceSink) else []
+    skipped = [*(held.skipped if isinstance(sink, HuggingFaceSink) else []), *held.unread]
     total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
     seconds = time.perf_counter() - started
     return ConvertReport(

@@ -38,6 +38,7 @@ class Derived:
 
     __slots__ = ()
     casts: ClassVar[bool] = False  # itself, not its sources
+    how: ClassVar[str] = "made of other arrays when it is read"
 
     def sources(self) -> tuple[Any, ...]:
         return (self.source,)  # type: ignore[attr-defined]
@@ -75,6 +76,7 @@ class Memory:
 
     name: str
     array: np.ndarray
+    how: ClassVar[str] = "an array in memory"
 
     @property
     def readers(self) -> int:

@@ -122,6 +122,16 @@ def by_name(name: Any) -> np.dtype:
     return row.dtype
 
 
+def of_reader(dtype: Any, where: str) -> np.dtype:
+    """The dtype of elements of others, in our order of bytes; `CheckpointDTypeError` naming ``where`` for texts, dates, records and objects."""
+    row = _BY_NAME.get(getattr(dtype, "name", ""))
+    if row is None or row.dtype is None:
+        raise CheckpointDTypeError(
+            f"{where}: elements of {dtype} have no form here; leave it out, or save it as numbers"
+        )
+    return row.dtype
+
+
 def check_storable(dtype: np.dtype, where: str) -> np.dtype:
     """``dtype`` as it will be stored; `CheckpointDTypeError` naming ``where`` when a checkpoint cannot hold it."""
     name = np.dtype(dtype).name

@@ -46,8 +46,8 @@ class Target:
         return t if t.dtype == self.dtype else Converted(t.name, t, self.dtype)
 
 
-def select(ckpt: Checkpoint, keys: Iterable[str] | None) -> set[Path] | None:
-    """Paths of the leaves that ``keys`` (names or patterns) pick, or None for all."""
+def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> set[Path] | None:
+    """Paths of the leaves that ``keys`` (names or patterns) pick, or None for all. To ``drop``, what cannot be read is as good as what can."""
     if keys is None:
         return None
     patterns = [keys] if isinstance(keys, str) else list(keys)
@@ -58,11 +58,22 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None) -> set[Path] | None:
     for pattern in patterns:
         hits = [known[pattern]] if pattern in known else [p for n, p in known.items() if fnmatchcase(n, pattern)]
         picked.update(hits)
-        if not hits:
+        if not hits and not drop:
+            ckpt.refuse_skipped([pattern])
+        if not hits and not any(n == pattern or fnmatchcase(n, pattern) for n in ckpt.skipped):
             unused.append(pattern)
     if unused:
         raise CheckpointKeyError(f"{ckpt.path}: nothing matches {unused}; it holds {some(list(known))}")
     return picked
+
+
+def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> list[str]:
+    """Names of what cannot be read, as far as ``keys`` take and ``drop`` leaves it."""
+
+    def fits(name: str, patterns: Iterable[str]) -> bool:
+        return any(name == p or fnmatchcase(name, p) for p in ([patterns] if isinstance(patterns, str) else patterns))
+
+    return [n for n in ckpt.skipped if (keys is None or fits(n, keys)) and not (drop is not None and fits(n, drop))]
 
 
 def some(keys: Sequence[Any]) -> str:
@@ -191,6 +202,8 @@ def match_like(
     kind = CheckpointKeyError if keys else CheckpointShapeError if shapes else CheckpointDTypeError
     lines = [f"{ckpt.path} does not fit like; nothing was read"]
     lines += listed("missing in the checkpoint", report.missing) + listed("unexpected, not in like", report.unexpected)
+    unread = [n for n in report.missing if n in ckpt.skipped]
+    lines += [f"  {n} is there and cannot be read: {ckpt.skipped[n]}" for n in unread[:_SHOWN]]
     lines += [f"  {report.mismatched[n]}" for n in kinds[:_SHOWN]]
     for what, names, hint in (("shapes", shapes, ""), ("dtypes", types, "; pass cast=True to convert")):
         if names:

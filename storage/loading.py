@@ -22,10 +22,22 @@ from ..arrays.tree import flatten, flatten_with_path, unflatten
 from .casting import CastLoss, Tally, tracked
 from .collector import no_collections
 from .derived import casts
-from .fitting import Ignored, Target, check_shardings, chosen, held, is_array, match_like, prune, resharded, select
+from .fitting import (
+    Ignored,
+    Target,
+    check_shardings,
+    chosen,
+    held,
+    is_array,
+    match_like,
+    prune,
+    resharded,
+    select,
+    unread_of,
+)
 from .generations import once_more
 from .names import leaf_name
-from .opened import fill
+from .opened import fill, unread
 from .opening import open_checkpoint
 from .reporting import LoadReport
 from .rules import Rules
@@ -244,6 +256,7 @@ def load(
         ckpt = Rules(rules).on(ckpt)
         kept.mapping = ckpt.mapping
     picked = select(ckpt, keys)
+    kept.skipped = unread_of(ckpt, keys)
     ignored = Ignored(ignore, kept)
     with no_collections(), listed_once():
         if like is None:
@@ -269,6 +282,9 @@ def load(
     kept.phases = {"open": opened - started, "plan": planned - opened, "read": ended - planned}
     if report is None and not kept.fits:
         warnings.warn(str(kept), stacklevel=3)
+    elif report is None and like is None and kept.skipped:
+        why = ckpt.skipped[kept.skipped[0]]
+        warnings.warn(f"{ckpt.path} is loaded without what cannot be read{unread(kept.skipped)} ({why})", stacklevel=3)
 
     if like is not None:
         scalars = held(ckpt, picked)[1]

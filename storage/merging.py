@@ -19,7 +19,8 @@ from .converting import Options, convert
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge wrote. ``skipped`` lists leaves that are values, not arrays: safetensors has no place for them.
+    """What a merge wrote. ``skipped`` lists leaves that are values, not arrays: safetensors has no place for them;
+    and what the source holds and no reader here can give.
 
     ``losses`` counts, for each array, the values that its casts lost (see `convert`).
     """

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..arrays.errors import (
+    CheckpointDTypeError,
     CheckpointError,
     CheckpointReplaced,
     CorruptCheckpoint,
@@ -276,7 +277,7 @@ class _LazyObjects:
         return ChunkedTensor(*held) if e.compression is None else CompressedTensor(*held, e.compression)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("check", "only", "planned", "jobs"):
+        if name in ("check", "how", "only", "planned", "jobs"):
             return getattr(self.whole(), name)
         raise AttributeError(name)
 
@@ -284,11 +285,17 @@ class _LazyObjects:
 # ----- others' --------------------------------------------------------------------------------------------------------
 
 
-def flat(path: str, kind: str, tensors: dict[str, StoredTensor], metadata: dict[str, Any]) -> Checkpoint:
+def flat(
+    path: str,
+    kind: str,
+    tensors: dict[str, StoredTensor],
+    metadata: dict[str, Any],
+    skipped: dict[str, str] | None = None,
+) -> Checkpoint:
     """A checkpoint that is one dict of arrays."""
     arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
     structure = {name: manifest.Leaf(i) for i, name in enumerate(arrays)}
-    return Checkpoint(path, kind, arrays, structure, None, metadata)
+    return Checkpoint(path, kind, arrays, structure, None, metadata, skipped=skipped or {})
 
 
 def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -401,15 +408,19 @@ def _open_zarr(root: str) -> Checkpoint:
             "Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs that its attributes name"
         )
     tensors: dict[str, StoredTensor] = {}
+    skipped: dict[str, str] = {}
     try:
         found = {"": node} if isinstance(node, zarr.Array) else dict(node.members(max_depth=None))
         for name, a in sorted(found.items()):
             if isinstance(a, zarr.Array):
-                tensors[name] = of_array(root, name, a)
+                try:
+                    tensors[name] = of_array(root, name, a)
+                except CheckpointDTypeError as e:
+                    skipped[name] = str(e)
         # What zarr itself has read; of an object store just the root, as each is a request.
         for name in {"", *([] if stores.is_url(root) else found)}:
             for file in _ZARR:
                 stores.at(root).tag(f"{name}/{file}" if name else file)
     except Exception as e:
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
-    return flat(root, "Zarr", tensors, attributes)
+    return flat(root, "Zarr", tensors, attributes, skipped)

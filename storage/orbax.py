@@ -10,12 +10,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from ..arrays.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from . import dtypes, stores, strict_json
 from .generations import NONE, Generation
 from .manifest import Leaf
@@ -32,6 +32,7 @@ _STRINGS = "_strings.json"
 class DatabaseTensor:
     """An array in a database of TensorStore."""
 
+    how: ClassVar[str] = "an array in a database of TensorStore"
     root: str
     name: str
     node: str
@@ -114,6 +115,8 @@ def _tensor(root: str, node: str, database: bool, driver: str) -> Any:
     try:
         held = _opened(root, node, driver)
         dtype = dtypes.by_name(held.dtype.name)
+    except CheckpointDTypeError:
+        raise
     except (ValueError, OSError, KeyError) as e:
         raise CorruptCheckpoint(f"{root}: tensorstore cannot open key {node!r}: {e}") from e
     chunk = tuple(min(c or n, n) for c, n in zip(held.chunk_layout.read_chunk.shape or (), held.shape, strict=True))
@@ -145,6 +148,7 @@ def open_orbax(root: str) -> Checkpoint:
     arrays: dict[str, StoredArray] = {}
     tree: dict[Any, Any] = {}
     texts: Any = None
+    skipped: dict[str, str] = {}
     for keys, kind in _leaves(where, top):
         node = ".".join(map(str, keys))
         leaf: Any = None
@@ -154,12 +158,16 @@ def open_orbax(root: str) -> Checkpoint:
         elif kind in ("Dict", "List", "None", "empty"):
             leaf = {"Dict": {}, "List": []}.get(kind)
         else:
-            arrays[node] = StoredArray(keys, _tensor(root, node, database, driver))
+            try:
+                arrays[node] = StoredArray(keys, _tensor(root, node, database, driver))
+            except CheckpointDTypeError as e:
+                skipped[node] = str(e)
+                continue
             leaf = Leaf(len(arrays) - 1)
         if not keys:
             raise CorruptCheckpoint(f"{where}: a leaf without a key")
         _insert(tree, keys, leaf, where)
-    return Checkpoint(root, "Orbax", arrays, _listed(tree))
+    return Checkpoint(root, "Orbax", arrays, _listed(tree), skipped=skipped)
 
 
 def _texts(store: stores.Store, where: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -33,13 +33,14 @@ _BATCH = 8 << 20  # bytes of one read
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was verified: arrays, files, bytes, seconds."""
+    """What was verified: arrays, files, bytes, seconds. ``skipped``: names of what cannot be read here, and was not verified."""
 
     path: str
     arrays: int
     files: int
     nbytes: int
     seconds: float
+    skipped: list[str] = field(default_factory=list)
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
@@ -75,7 +76,7 @@ def _verify(ckpt: Checkpoint, started: float) -> VerifyReport:
     held = ckpt.manifest
     if held is None:
         files, nbytes = verify_others(ckpt)
-        return VerifyReport(ckpt.path, len(ckpt), files, nbytes, time.perf_counter() - started)
+        return VerifyReport(ckpt.path, len(ckpt), files, nbytes, time.perf_counter() - started, list(ckpt.skipped))
     tensors = [a.tensor.whole() for a in ckpt.arrays.values()]
     with stores.listed_once():
         for t in tensors:

@@ -10,13 +10,13 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
-from . import names, stores, strict_json
+from ..arrays.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from . import dtypes, names, stores, strict_json
 from .dtypes import EXTENSIONS, by_name
 from .generations import NONE, Generation
 from .tensors import Job
@@ -43,7 +43,7 @@ def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
 
 
 def of_array(root: str, node: str, array: Any) -> ZarrTensor:
-    """The tensor of an array that zarr has opened."""
+    """The tensor of an array that zarr has opened. `CheckpointDTypeError` for elements that have no form here."""
     shape, chunk = tuple(map(int, array.shape)), tuple(map(int, array.shards or array.chunks))
     form = getattr(array.metadata, "chunk_key_encoding", None)
     old = getattr(array.metadata, "dimension_separator", ".")
@@ -57,7 +57,8 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
     if dtype.kind == "u" and isinstance(said, dict) and said.get("dtype") in EXTENSIONS:
         true = by_name(said["dtype"])  # bits, see ``array_metadata``
         dtype = true if true.itemsize == dtype.itemsize else dtype
-    return ZarrTensor(root, node, node, shape, dtype, chunk, encoding)
+    # Whatever the order of bytes there, zarr gives numbers: in memory they lie in ours.
+    return ZarrTensor(root, node, node, shape, dtypes.of_reader(dtype, f"{root}: key {node!r}"), chunk, encoding)
 
 
 def open_array(root: str, node: str) -> ZarrTensor:
@@ -73,6 +74,8 @@ def open_array(root: str, node: str) -> ZarrTensor:
         return of_array(root, node, zarr.open_array(store, path=place, mode="r"))
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{root}: the array {node!r} is missing") from None
+    except CheckpointDTypeError:
+        raise
     except Exception as e:
         raise CorruptCheckpoint(f"{root}: zarr cannot open key {node!r}: {e}") from e
 
@@ -85,6 +88,7 @@ class ZarrTensor:
     ``"fill"``. Writers leave such chunks out where all is the fill value, so a lost chunk and an empty one look alike.
     """
 
+    how: ClassVar[str] = "a Zarr array that another program wrote"
     root: str
     name: str
     node: str

@@ -64,6 +64,16 @@ def details(site: Site, at: str) -> Shown:
                 else "leaves of the tree that are not arrays",
             ),
             section(
+                "Not readable here",
+                table(
+                    ("Name", "Why"),
+                    [(visible(n, 200), visible(w, 400)) for n, w in list(ckpt.skipped.items())[:_VALUES]],
+                ),
+                note=f"{len(ckpt.skipped):,} in its files",
+            )
+            if ckpt.skipped
+            else None,
+            section(
                 "Meshes",
                 table(
                     ("Mesh", "Ranks"),
@@ -82,6 +92,7 @@ def details(site: Site, at: str) -> Shown:
         ]
     )
     data = facts_of(opened) | {"metadata": plain(ckpt.metadata), "values": {n: plain(v) for n, v in leaves[:_VALUES]}}
+    data["skipped"] = ckpt.skipped
     return Shown(
         f"{opened.place.label}: details",
         body,
