@@ -18,6 +18,7 @@ from ..arrays.errors import (
     ReshardError,
 )
 from ..arrays.tree import Path, flatten_with_path
+from . import dtypes
 from .derived import Converted, Joined, Memory
 from .manifest import scalar_leaves
 from .names import check_distinct, leaf_name
@@ -127,6 +128,12 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def _dtype(leaf: Any) -> np.dtype:
+    """The dtype of an array, those of PyTorch included, which NumPy does not know."""
+    text = str(leaf.dtype)
+    return dtypes.by_name(text.removeprefix("torch.")) if text.startswith("torch.") else np.dtype(leaf.dtype)
+
+
 def _grown(source: StoredArray, leaf: Any) -> StoredArray | None:
     """The stored rows with those of ``leaf`` behind them, or None unless it has more rows and is otherwise alike (a vocabulary that grew)."""
     shape, wanted = source.shape, tuple(leaf.shape)
@@ -177,7 +184,7 @@ def match_like(
             kinds.append(name)
             report.mismatched[name] = f"{name} is an array in the checkpoint, a {type(leaf).__name__} in like"
             continue
-        dtype = np.dtype(leaf.dtype)
+        dtype = _dtype(leaf)
         if tuple(leaf.shape) != source.shape:
             shapes.append(name)
             rule = f", made by the rule {source.rule}" if source.rule else ""

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays import asarray
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError
+from ..arrays.errors import CheckpointDTypeError, CheckpointError, DTypeError
 from ..arrays.tree import flatten, flatten_with_path, unflatten
 from .casting import CastLoss, Tally, tracked
 from .collector import no_collections
@@ -100,13 +100,16 @@ def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally
     report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
     report.bytes_needed += sum(t.source.nbytes for t in targets.values())
     with no_collections():
-        return {path: _as_wanted(buffers.pop(path), t.like) for path, t in targets.items()}
+        return {path: _as_wanted(path, buffers.pop(path), t.like) for path, t in targets.items()}
 
 
-def _as_wanted(buffer: np.ndarray, like: Any) -> Any:
+def _as_wanted(name: str, buffer: np.ndarray, like: Any) -> Any:
     if isinstance(like, np.ndarray):
         return buffer
-    array = asarray(buffer, copy=False)
+    try:
+        array = asarray(buffer, copy=False)
+    except DTypeError as e:
+        raise CheckpointDTypeError(f"key {name!r}: {e}; leave it out with keys=, or cast it by a rule") from None
     device = getattr(like, "device", None)
     return array if device is None or str(device) == "cpu" else array.to_device(device)
 

@@ -1,4 +1,4 @@
-"""zarr-python's store of local files, kept inside of the directory: a link that leads out of it is refused, as everywhere else."""
+"""zarr-python's stores, which here know the dtypes that TensorStore writes to Zarr v2. That of local files is kept inside of the directory: a link that leads out of it is refused, as everywhere else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 from typing import Any
 
 import numpy as np
-from zarr.storage import LocalStore
+from zarr import storage
 
 from ..arrays.errors import CorruptCheckpoint
 from . import dtypes, names
@@ -37,7 +37,17 @@ def _known(key: str, held: Any) -> Any:
     return held
 
 
-class InsideStore(LocalStore):
+class ObjectStore(storage.ObjectStore):
+    async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        return _known(key, await super().get(key, *args, **kwargs))
+
+
+class FsspecStore(storage.FsspecStore):
+    async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        return _known(key, await super().get(key, *args, **kwargs))
+
+
+class InsideStore(storage.LocalStore):
     """Reads what lies below ``root``. This module imports zarr, so it is loaded where a hierarchy is opened."""
 
     def __init__(self, root: str) -> None:

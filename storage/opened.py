@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -104,17 +105,23 @@ class StoredArray:
         return f"<StoredArray {self.name!r} {text}{f' {self.sharding_text}' if self.sharding_text else ''}>"
 
 
+def _is_integer(i: Any) -> bool:
+    if isinstance(i, (bool, np.bool_)) or getattr(i, "dtype", None) == np.bool_:
+        return False
+    try:
+        operator.index(i)  # arrays have the method, and refuse
+    except TypeError:
+        return False
+    return True
+
+
 def _plan_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[range, ...], tuple[Any, ...]]:
     """The places that an index takes along each dimension, ascending, and the index that makes its result of what lies there."""
     items = list(index) if isinstance(index, tuple) else [index]
     if sum(i is Ellipsis for i in items) > 1:
         raise ArrayIndexError("an index has at most one '...'")
     for i in items:
-        if (
-            i is not Ellipsis
-            and not isinstance(i, slice)
-            and (isinstance(i, (bool, np.bool_)) or not hasattr(i, "__index__"))
-        ):
+        if i is not Ellipsis and not isinstance(i, slice) and not _is_integer(i):
             raise ArrayIndexError(
                 f"a stored array takes integers, slices and '...', got {type(i).__name__}; read it with np.asarray first"
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..arrays.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     NotACheckpoint,
+    StoreError,
 )
 from . import (
     archives,
@@ -369,6 +371,12 @@ def read_index(
 def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     weight_map, metadata, sums = read_index(root, index, verify)
     files = sorted(set(weight_map.values()))
+    if index == HF_INDEX and HF_SINGLE not in files and stores.at(root).size(HF_SINGLE) is not None:
+        warnings.warn(
+            f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} files of {HF_INDEX}; remove one of them",
+            stacklevel=6,
+        )
+        return _open_single(root, HF_SINGLE, verify)
     lost = [f for f in files if stores.at(root).size(f) is None]
     if lost:
         keys = [k for k, f in weight_map.items() if f in lost]
@@ -422,5 +430,10 @@ def _open_zarr(root: str) -> Checkpoint:
             for file in _ZARR:
                 stores.at(root).tag(f"{name}/{file}" if name else file)
     except Exception as e:
+        if not stores.at(root).lists:
+            raise StoreError(
+                f"{root} is a Zarr group without consolidated metadata, and HTTP has no lists of files: have it written there by "
+                "zarr.consolidate_metadata, or open one array of it"
+            ) from None
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     return flat(root, "Zarr", tensors, attributes, skipped)

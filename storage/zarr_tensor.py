@@ -29,9 +29,8 @@ def zarr_place(root: str, node: str = "") -> tuple[Any, str]:
         from .local_zarr import InsideStore
 
         return InsideStore(root), node
-    from zarr.storage import FsspecStore, ObjectStore
-
     from .fsspec_store import address
+    from .local_zarr import FsspecStore, ObjectStore
     from .objects import client
 
     if root.partition("://")[0] not in stores.SCHEMES:
@@ -49,7 +48,7 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
     old = getattr(array.metadata, "dimension_separator", ".")
     encoding = ("v2", old) if form is None else (str(form.name), form.separator)
     dtype = np.dtype(array.dtype)
-    if form is None and dtype.kind == "u" and not stores.is_url(root):
+    if form is None and dtype.kind == "u":
         from .local_zarr import extension
 
         dtype = extension(strict_json.loads(stores.at(root).get(f"{node}/.zarray".lstrip("/")))) or dtype

@@ -32,8 +32,9 @@ def _pre(value: Any) -> Markup:
 def _document(ckpt: Checkpoint, name: str) -> Markup:
     """A document that lies beside the arrays: configuration, generation settings, …"""
     try:
-        return _pre(ckpt.documents[name])
-    except (CheckpointError, OSError, UnicodeDecodeError) as e:
+        held = ckpt.documents[name]
+        return _pre(f"{len(held):,} bytes" if isinstance(held, bytes) else held)
+    except (CheckpointError, OSError) as e:
         return notice("bad", "It cannot be read", tag("p", visible(f"{type(e).__name__}: {e}", 600)))
 
 
