@@ -96,16 +96,23 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
 def show(path: str, name: str, exact: bool, as_json: bool) -> None:
     """Show one array of a checkpoint.
 
-    Its facts, statistics, and first values.
+    Its facts, statistics, and first values; or the value of a leaf that is no array.
     """
     import numpy as np
 
     import meshtape as mt
 
     from .storage.browse.text import visible
+    from .storage.manifest import scalar_leaves
+    from .storage.names import leaf_name
     from .tables import Column, terminal_width, write, write_text
 
-    stored = mt.open_checkpoint(path)[name]
+    ckpt = mt.open_checkpoint(path)
+    values = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure)}
+    if name in values and name not in ckpt:
+        print_json({"name": name, "value": values[name]}) if as_json else write_text(visible(repr(values[name]), 10**6))
+        return
+    stored = ckpt[name]
     facts = _describe(stored, exact)
     if as_json:
         print_json({k: v for k, v in facts.items() if k != "how"})

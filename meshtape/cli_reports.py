@@ -86,6 +86,7 @@ def _written(r: MergeReport | ConvertReport) -> dict[str, Any]:
         "nbytes": r.total_size,
         "written": r.files,
         "skipped": r.skipped,
+        "left_behind": r.left_behind,
         "losses": {name: dataclasses.asdict(loss) for name, loss in r.losses.items()},
         "seconds": r.seconds,
     }

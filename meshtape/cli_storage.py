@@ -25,7 +25,10 @@ def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> d
         return None
     try:
         pairs = [part.split("=") for part in value.split(",")]
-        return {name.strip(): int(n) for name, n in pairs}
+        out = {name.strip(): int(n) for name, n in pairs}
+        if len(out) < len(pairs):
+            raise click.BadParameter(f"{value!r}: a name occurs twice")
+        return out
     except ValueError:
         raise click.BadParameter(f"{value!r}: write NAME=NUMBER,NAME=NUMBER") from None
 
@@ -237,7 +240,8 @@ def _lost(report: Any) -> str:
 
 
 def _left_out(report: Any) -> str:
-    return f"; left out: {', '.join(report.skipped)}" if report.skipped else ""
+    told = f"; left out: {', '.join(report.skipped)}" if report.skipped else ""
+    return told + (f"; left behind: {', '.join(report.left_behind)}" if report.left_behind else "")
 
 
 def _tell(report: Any, as_json: bool, text: str) -> None:

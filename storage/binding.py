@@ -280,6 +280,11 @@ class Program:
         return self._matches[pattern.text]
 
     def _no_match(self, rule: Rule, pattern: str) -> RuleMatchError:
+        if pattern in self.tensors:  # it is there, and was left out as it is not quantised
+            return RuleMatchError(
+                f"{pattern!r} is {self.tensors[pattern].dtype}, and only int8, uint8 and float8 are quantised, in the rule\n  {rule.shown}\n"
+                "name the quantised weights and their scales, or mark the rule optional()"
+            )
         near = get_close_matches(pattern, self.keys[:5000], 3, 0.0)
         return RuleMatchError(
             f"{pattern!r} matches no key, in the rule\n  {rule.shown}\n"

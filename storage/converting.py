@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from ..arrays.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
-from . import activity, commit, dtypes, manifest, names, packs, stores
+from . import activity, commit, dtypes, manifest, names, packs, stores, tensor_sums
 from .casting import CastLoss
 from .compression import Compression, Zstd, chosen
 from .contents import CHECKPOINTS
@@ -29,6 +29,7 @@ from .names import leaf_name
 from .opened import Checkpoint, fill
 from .opening import open_checkpoint
 from .rules import Rules
+from .safetensors import DCP_INFO
 from .sink_safetensors import HuggingFaceSink
 from .sink_zarr import ZarrSink
 from .sinks import Sink
@@ -63,6 +64,7 @@ class ConvertReport:
     """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place, and what the source holds and no reader here can give.
 
     ``losses`` counts, for each array, the values that its casts lost: those that ``allow_overflow`` accepted, and those that became zero.
+    ``left_behind`` lists files and folders beside a model that do not go along.
     """
 
     path: str
@@ -74,6 +76,7 @@ class ConvertReport:
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
     losses: dict[str, CastLoss] = field(default_factory=dict)
+    left_behind: list[str] = field(default_factory=list)
 
 
 def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
@@ -113,6 +116,16 @@ class Selection:
         if self.dtype is not None and "config.json" in found:
             found["config.json"] = with_dtype(found["config.json"], self.dtype.name)
         return found
+
+    def texts(self) -> dict[str, str]:
+        """The metadata that a header of safetensors has a place for, but for the keys that mean something there."""
+        said = self.ckpt.metadata
+        return {k: v for k, v in said.items() if isinstance(v, str) and k not in (tensor_sums.KEY, DCP_INFO, "format")}
+
+    def left_behind(self) -> list[str]:
+        """What lies beside a model of others and does not go along."""
+        held = self.ckpt.documents
+        return held.others() if isinstance(held, Documents) and self.ckpt.manifest is None else []
 
     @classmethod
     def of(
@@ -191,7 +204,9 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
     for n, t in held.arrays.items():
         dtypes.safetensors_name(t.dtype, f"key {n!r}")
     sizes = [(n, int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize) for n, t in held.arrays.items()]
-    return HuggingFaceSink(list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents())
+    return HuggingFaceSink(
+        list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents(), held.texts()
+    )
 
 
 def zarr_sink(held: Selection, choice: Choice, compression: Compression = None, pack: int = 0) -> ZarrSink:
@@ -364,8 +379,9 @@ def convert(
     skipped = [*(held.skipped if isinstance(sink, HuggingFaceSink) else []), *held.unread]
     total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
     seconds = time.perf_counter() - started
+    told = dict(sorted(losses.items()))
     return ConvertReport(
-        target, len(tensors), files, total, nbytes, resumed, skipped, seconds, dict(sorted(losses.items()))
+        target, len(tensors), files, total, nbytes, resumed, skipped, seconds, told, held.left_behind()
     )
 
 

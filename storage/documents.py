@@ -166,6 +166,13 @@ class Documents(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"<Documents {list(self._sums)}>"
 
+    def others(self) -> list[str]:
+        """What lies beside them in a directory of safetensors and is none of them, folders with a final ``/``."""
+        store = stores.at(self._root)
+        own = (".safetensors", ".safetensors.index.json")
+        held = [*store.files(), *(f"{f}/" for f in store.folders())] if store.lists else []
+        return sorted(n for n in held if n not in self._sums and not n.endswith(own) and not n.startswith("."))
+
     def every(self) -> dict[str, bytes]:
         """All of them."""
         return {file: self.raw(file) for file in self._sums}

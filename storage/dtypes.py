@@ -146,5 +146,6 @@ def safetensors_name(dtype: np.dtype, where: str = "tensor") -> str:
     """The safetensors name of ``dtype``; `CheckpointDTypeError` naming ``where`` when that format has none."""
     row = _BY_NAME.get(np.dtype(dtype).name)
     if row is None or row.safetensors is None:
-        raise CheckpointDTypeError(f"{where}: dtype {dtype} has no safetensors form; cast it, or keep the Zarr form")
+        cure = "cast it by a rule, or keep the Zarr form" if row is not None else "leave it out with drop="
+        raise CheckpointDTypeError(f"{where}: dtype {dtype} has no safetensors form; {cure}")
     return row.safetensors

@@ -22,7 +22,8 @@ class MergeReport:
     """What a merge wrote. ``skipped`` lists leaves that are values, not arrays: safetensors has no place for them;
     and what the source holds and no reader here can give.
 
-    ``losses`` counts, for each array, the values that its casts lost (see `convert`).
+    ``losses`` counts, for each array, the values that its casts lost (see `convert`). ``left_behind`` lists files and folders beside a model that do
+    not go along.
     """
 
     path: str
@@ -32,6 +33,7 @@ class MergeReport:
     skipped: list[str]
     seconds: float
     losses: dict[str, CastLoss] = field(default_factory=dict)
+    left_behind: list[str] = field(default_factory=list)
 
 
 def merge(
@@ -80,4 +82,4 @@ def merge(
     ['model.safetensors']
     """
     r = convert(src, dst, format="safetensors", max_shard_bytes=max_shard_bytes, **options)
-    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses)
+    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses, r.left_behind)

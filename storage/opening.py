@@ -163,7 +163,10 @@ def _open(given: str, verify: bool) -> Checkpoint:
     if store.size(orbax.FILE) is not None:
         return orbax.open_orbax(root)
     if store.lists and (item := orbax.item_of(store)) is not None:
-        return orbax.open_orbax(item)
+        ckpt = orbax.open_orbax(item)
+        number = stores.split(root)[1]
+        ckpt.step = int(number) if number.isdecimal() else None
+        return ckpt
     if store.size(documents.PROGRAM) is not None:
         raise NotACheckpoint(f"{root} is a program file, not a checkpoint; mt.load_program opens it")
     if store.lists and (shards := dcp_safetensors.open_shards(root, verify)) is not None:
@@ -201,6 +204,10 @@ def _refusal(store: stores.Store) -> CheckpointError:
     if steps:
         return NotACheckpoint(
             f"{root} is not a checkpoint; it holds checkpoints, such as {stores.join(root, steps[-1])}"
+        )
+    if orbax_steps := [f for f in folders if store.size(f"{f}/{orbax.STEP}") is not None]:
+        return NotACheckpoint(
+            f"{root} is not a checkpoint; it holds those of a manager of Orbax, such as {stores.join(root, orbax_steps[-1])}"
         )
     begun = commit.is_begun(root)
     if begun or any(store.size(f"{f}/zarr.json") is not None for f in folders) or ".tmp-" in stores.split(root)[1]:

@@ -25,6 +25,7 @@ from .zarr_tensor import open_array
 
 FILE = "_METADATA"
 DATABASE = "manifest.ocdbt"
+STEP = "_CHECKPOINT_METADATA"  # in each step of a manager
 _STRINGS = "_strings.json"
 
 
@@ -182,7 +183,7 @@ def _texts(store: stores.Store, where: str) -> dict[str, Any]:
 
 def item_of(store: stores.Store) -> str | None:
     """The one item of a step of Orbax's manager, which is the checkpoint; None where this is no such step."""
-    if store.size("_CHECKPOINT_METADATA") is None:
+    if store.size(STEP) is None:
         return None
     held = [f for f in store.folders() if store.size(f"{f}/{FILE}") is not None]
     return stores.join(store.root, held[0]) if len(held) == 1 else None

@@ -23,7 +23,7 @@ def verify_others(ckpt: Checkpoint) -> tuple[int, int]:
             replace(t, missing="error").check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
     if bare and len(bare) == len(tensors):
-        raise CheckpointError(f"{ckpt.path} is a {ckpt.kind} checkpoint, which has no checksums to verify")
+        raise CheckpointError(f"{ckpt.path} has no checksums to verify: it is of the kind {ckpt.kind}")
     faults: list[str] = []
 
     def check(tensor: Any) -> int:

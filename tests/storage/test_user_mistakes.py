@@ -121,7 +121,7 @@ def test_texts_are_read_as_they_were_saved(tmp_path: Path, name: str, file: str)
 
 def test_documents_that_could_not_be_read_are_not_saved(tmp_path: Path) -> None:
     for documents in ({"config.json": TEXT}, {"a": "\ud800"}):
-        with pytest.raises(errors.CheckpointError, match="no JSON|no text of Unicode"):
+        with pytest.raises(errors.CheckpointError, match=r"no JSON|no text of Unicode"):
             mt.save(tmp_path / "c", {"w": W}, documents=documents)
         assert not (tmp_path / "c").exists()
 
