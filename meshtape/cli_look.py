@@ -42,7 +42,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     from . import cli_runs
     from .arrays.display import human_bytes
     from .storage.browse.inventory import Inventory, Query
-    from .storage.browse.text import visible
+    from .storage.browse.text import count, visible
     from .tables import Column, write, write_text
 
     try:
@@ -75,7 +75,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
             for r in rows
         ],
         title=visible(f"{ckpt.path} ({ckpt.kind}{how}{step}{mesh})", 10**4),
-        footer=[f"{len(rows)} arrays", "", "", human_bytes(total), ""],
+        footer=[count(len(rows), "array"), "", "", human_bytes(total), ""],
     )
     if ckpt.skipped:
         write_text(visible(ckpt.unread()[2:], 10**4))

@@ -17,6 +17,7 @@ import click
 from .arrays.display import human_bytes
 from .cli_parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, print_json
 from .errors import CheckpointExists, Lossy
+from .storage.browse.text import count
 
 
 def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -270,7 +271,7 @@ def verify(path: str, as_json: bool) -> None:
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.nbytes)} in {report.files} files are sound{unread(report.skipped)}",
+        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.nbytes)} in {count(report.files, 'file')}: sound{unread(report.skipped)}",
     )
 
 
@@ -350,7 +351,7 @@ def merge(
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} in {', '.join(report.files)}{_left_out(report)}{_lost(report)}",
+        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)} in {', '.join(report.files)}{_left_out(report)}{_lost(report)}",
     )
 
 
@@ -396,7 +397,7 @@ def convert(
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)}{_left_out(report)}{_lost(report)}",
+        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)}{_left_out(report)}{_lost(report)}",
     )
 
 
@@ -429,7 +430,7 @@ def reshard(
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}{_left_out(report)}{_lost(report)}",
+        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)} for {mesh}{_left_out(report)}{_lost(report)}",
     )
 
 

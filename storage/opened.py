@@ -188,6 +188,9 @@ class Checkpoint(Mapping[str, StoredArray]):
                 if n == name or fnmatchcase(n, name):
                     raise CheckpointDTypeError(f"{self.path}: key {n!r} cannot be read: {why}")
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.arrays
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.arrays)
 
@@ -239,7 +242,7 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     def _title(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        return f"{self.kind} checkpoint {self.path}{step}: {len(self)} arrays, {_human(self.nbytes)}{self.unread()}"
+        return f"{self.kind} checkpoint {self.path}{step}: {len(self)} array{'' if len(self) == 1 else 's'}, {_human(self.nbytes)}{self.unread()}"
 
     def unread(self) -> str:
         """What cannot be read, as the end of a sentence; empty where all can."""

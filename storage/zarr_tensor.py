@@ -130,8 +130,9 @@ class ZarrTensor:
             return
         first, count = self.lost()
         if count:
+            what, are = ("chunk", "is") if count == 1 else ("chunks", "are")
             text = (
-                f"{self.root}: {count} chunks of key {self.name!r} are not there ({', '.join(first)}{', …' if count > len(first) else ''}): lost, or never "
+                f"{self.root}: {count} {what} of key {self.name!r} {are} not there ({', '.join(first)}{', …' if count > len(first) else ''}): lost, or never "
                 "written because all is the fill value, as which Zarr reads them"
             )
             if self.missing == "error":

@@ -127,6 +127,7 @@ def test_everything_that_reads_arrays_meets_every_kind(
         assert v.get("statistics", at="0", name=n).status in (200, 422)
         assert v.get("values", at="0", name=n).status in (200, 422)
     for n in lost:
+        assert n not in ckpt
         for ask in (lambda n=n: ckpt[n], lambda n=n: mt.load(path, keys=[n])):
             with pytest.raises(errors.CheckpointDTypeError, match=r"cannot be read"):
                 ask()
