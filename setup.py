@@ -15,6 +15,7 @@ from contextlib import chdir
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 # Module and folder; a .pxd beside the source names the fields that compiled code reads at a fixed place.
@@ -59,6 +60,14 @@ KERNELS = Extension(
     else ["/O2", "/std:c11"],
     libraries=["m"] if os.name == "posix" else [],
 )
+
+
+class Build(build):
+    """A build begins with nothing: what an earlier one left, of another version perhaps, would be packed with it."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
 
 
 class BuildCore(build_ext):
@@ -137,7 +146,7 @@ class BuildCore(build_ext):
 
 
 setup(
-    cmdclass={"build_ext": BuildCore},
+    cmdclass={"build": Build, "build_ext": BuildCore},
     ext_modules=[
         KERNELS,
         *(

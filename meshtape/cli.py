@@ -61,7 +61,9 @@ class _Commands(click.Group):
             sys.stdout.flush()  # what could not be written is an error here, and not after the exit code
             return found
         except MeshtapeError as e:
-            raise click.ClickException(f"{type(e).__name__}: {e}") from None
+            # Options have other names here than arguments of Python.
+            text = str(e).replace("overwrite=True", "--overwrite")
+            raise click.ClickException(f"{type(e).__name__}: {text}") from None
         except KeyboardInterrupt as e:
             write_text(f"\n{e if isinstance(e, Interrupted) else 'interrupted'}", console(stderr=True))
             raise click.exceptions.Exit(INTERRUPTED) from None

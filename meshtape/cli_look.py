@@ -42,8 +42,8 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     from . import cli_runs
     from .arrays.display import human_bytes
     from .storage.browse.inventory import Inventory, Query
-    from .storage.browse.text import visible
-    from .tables import Column, write
+    from .storage.browse.text import count, visible
+    from .tables import Column, write, write_text
 
     try:
         ckpt = mt.open_checkpoint(path)
@@ -75,8 +75,10 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
             for r in rows
         ],
         title=visible(f"{ckpt.path} ({ckpt.kind}{how}{step}{mesh})", 10**4),
-        footer=[f"{len(rows)} arrays", "", "", human_bytes(total), ""],
+        footer=[count(len(rows), "array"), "", "", human_bytes(total), ""],
     )
+    if ckpt.skipped:
+        write_text(visible(ckpt.unread()[2:], 10**4))
 
 
 @click.command(
@@ -94,16 +96,23 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
 def show(path: str, name: str, exact: bool, as_json: bool) -> None:
     """Show one array of a checkpoint.
 
-    Its facts, statistics, and first values.
+    Its facts, statistics, and first values; or the value of a leaf that is no array.
     """
     import numpy as np
 
     import meshtape as mt
 
     from .storage.browse.text import visible
+    from .storage.manifest import scalar_leaves
+    from .storage.names import leaf_name
     from .tables import Column, terminal_width, write, write_text
 
-    stored = mt.open_checkpoint(path)[name]
+    ckpt = mt.open_checkpoint(path)
+    values = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure)}
+    if name in values and name not in ckpt:
+        print_json({"name": name, "value": values[name]}) if as_json else write_text(visible(repr(values[name]), 10**6))
+        return
+    stored = ckpt[name]
     facts = _describe(stored, exact)
     if as_json:
         print_json({k: v for k, v in facts.items() if k != "how"})
@@ -159,6 +168,7 @@ def _facts(ckpt: Any, rows: list[Any], total: int) -> dict[str, Any]:
         "compression": None if ckpt.compression is None else str(ckpt.compression),
         "metadata": ckpt.metadata,
         "documents": list(ckpt.documents),
+        "skipped": list(ckpt.skipped),
         "arrays": len(rows),
         "nbytes": total,
         "rows": [row_data(r) for r in rows],

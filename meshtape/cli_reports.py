@@ -22,7 +22,7 @@ def data(report: Any) -> dict[str, Any]:
     """A report as plain data.
 
     >>> data(VerifyReport("run", arrays=2, files=3, nbytes=400, seconds=0.5))
-    {'path': 'run', 'arrays': 2, 'files': 3, 'file_nbytes': 400, 'seconds': 0.5, 'uncovered': []}
+    {'path': 'run', 'arrays': 2, 'files': 3, 'file_nbytes': 400, 'seconds': 0.5, 'uncovered': [], 'skipped': []}
     """
     raise TypeError(f"no JSON for a {type(report).__name__}")
 
@@ -30,7 +30,7 @@ def data(report: Any) -> dict[str, Any]:
 @data.register
 def _verified(r: VerifyReport) -> dict[str, Any]:
     said = {"path": r.path, "arrays": r.arrays, "files": r.files, "file_nbytes": r.nbytes, "seconds": r.seconds}
-    return said | {"uncovered": r.uncovered}
+    return said | {"uncovered": r.uncovered, "skipped": r.skipped}
 
 
 @data.register
@@ -44,6 +44,7 @@ def _compared(r: DiffReport) -> dict[str, Any]:
         "only_b": r.only_b,
         "differing": [dataclasses.asdict(d) for d in r.arrays],
         "values": r.values,
+        "skipped": r.skipped,
     }
 
 
@@ -80,6 +81,7 @@ def _written(r: MergeReport | ConvertReport) -> dict[str, Any]:
         "written": r.files,
         "skipped": r.skipped,
         "notes": r.notes,
+        "left_behind": r.left_behind,
         "losses": {name: dataclasses.asdict(loss) for name, loss in r.losses.items()},
         "seconds": r.seconds,
     }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
 from .arrays.display import human_bytes
-from .arrays.errors import CheckpointError
+from .arrays.errors import CheckpointError, NotACheckpoint
 from .cli_parts import CHECKPOINT, JSON, examples, print_json
 
 
@@ -132,6 +134,10 @@ def gc(path: str, dry_run: bool, older_than: float | None, parts: bool, as_json:
     from .storage import stores
 
     path = stores.location(path)
+    if older_than is not None and math.isnan(older_than):
+        raise click.BadParameter("write a number of hours", param_hint="--older-than")
+    if not stores.is_url(path) and not Path(path).is_dir():
+        raise NotACheckpoint(f"{path} is no directory")
     found = run(path, dry_run=dry_run, older_than=None if older_than is None else 3600 * older_than, parts=parts)
     if as_json:
         print_json({"path": path, "dry_run": dry_run, "leftovers": [_plain(x) for x in found]})

@@ -17,6 +17,7 @@ import click
 from .arrays.display import human_bytes
 from .cli_parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, packing, print_json
 from .errors import CheckpointExists, Lossy
+from .storage.browse.text import count
 
 
 def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -25,7 +26,10 @@ def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> d
         return None
     try:
         pairs = [part.split("=") for part in value.split(",")]
-        return {name.strip(): int(n) for name, n in pairs}
+        out = {name.strip(): int(n) for name, n in pairs}
+        if len(out) < len(pairs):
+            raise click.BadParameter(f"{value!r}: a name occurs twice")
+        return out
     except ValueError:
         raise click.BadParameter(f"{value!r}: write NAME=NUMBER,NAME=NUMBER") from None
 
@@ -250,6 +254,11 @@ def _lost(report: Any) -> str:
     return "".join(f"\n  {line}" for line in lines)
 
 
+def _left_out(report: Any) -> str:
+    told = {"left out": report.skipped, "left behind": report.left_behind}
+    return "".join(f"; {how}: {', '.join(names)}" for how, names in told.items() if names)
+
+
 def _tell(report: Any, as_json: bool, text: str) -> None:
     from .cli_reports import data
     from .tables import write_text
@@ -270,8 +279,7 @@ def verify(path: str, as_json: bool) -> None:
     """
     import meshtape as mt
 
-    report = mt.verify(path)
-    _tell(report, as_json, str(report))
+    _tell(report := mt.verify(path), as_json, str(report))
 
 
 @click.command(
@@ -347,11 +355,10 @@ def merge(
         max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
         **target,
     )
-    skipped = f"; left out: {', '.join(report.skipped)}" if report.skipped else ""
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} in {', '.join(report.files)}{skipped}{_lost(report)}",
+        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)} in {', '.join(report.files)}{_left_out(report)}{_lost(report)}",
     )
 
 
@@ -394,7 +401,11 @@ def convert(
         max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
         **target,
     )
-    _tell(report, as_json, f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)}{_lost(report)}")
+    _tell(
+        report,
+        as_json,
+        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)}{_left_out(report)}{_lost(report)}",
+    )
 
 
 @click.command(
@@ -426,7 +437,7 @@ def reshard(
     _tell(
         report,
         as_json,
-        f"{report.path}: {report.arrays} arrays, {human_bytes(report.total_size)} for {mesh}{_lost(report)}",
+        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)} for {mesh}{_left_out(report)}{_lost(report)}",
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .arrays.display import human_bytes
-from .storage.browse.text import visible
+from .storage.browse.text import count, visible
 
 _DEEPEST = 150  # levels; below, what is left of a name is one
 
@@ -63,7 +63,7 @@ def _runs(node: _Node) -> list[tuple[str, _Node, int]]:
 def as_text(ckpt: Any, depth: int | None = None) -> list[str]:
     """Lines for a terminal."""
     step = "" if ckpt.step is None else f", step {ckpt.step}"
-    lines = [f"{ckpt.path} ({ckpt.kind}{step}): {len(ckpt)} arrays, {human_bytes(ckpt.nbytes)}"]
+    lines = [f"{ckpt.path} ({ckpt.kind}{step}): {count(len(ckpt), 'array')}, {human_bytes(ckpt.nbytes)}"]
 
     def walk(node: _Node, indent: str, level: int) -> None:
         if depth is not None and level > depth:
@@ -78,7 +78,7 @@ def as_text(ckpt: Any, depth: int | None = None) -> list[str]:
                     f"  {a.sharding_text}" if a.sharding_text else ""
                 )
             else:
-                facts = f"  ({child.count} arrays, {human_bytes(child.nbytes)}{' each' if n > 1 else ''})"
+                facts = f"  ({count(child.count, 'array')}, {human_bytes(child.nbytes)}{' each' if n > 1 else ''})"
             lines.append(f"{indent}{'└── ' if end else '├── '}{text}{many}{facts}")
             walk(child, indent + ("    " if end else "│   "), level + 1)
 

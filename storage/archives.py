@@ -2,7 +2,7 @@
 
 An ``.npz`` is a zip archive of ``.npy``; one of ``torch.save`` has the elements of each storage as an entry, and a description that ``torch_values`` reads
 as plain data. Entries that are not compressed are byte ranges, so any box is read from its part; their CRC32 is compared by
-whole reads and by ``verify``. A compressed entry is unpacked whole. Arrays and objects that have no form here are named in the metadata under ``skipped``.
+whole reads and by ``verify``. A compressed entry is unpacked whole. Arrays and objects that have no form here are named as ``skipped``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,6 +43,7 @@ _STORAGES = {
 class PlacedTensor(DcpTensor):
     """A tensor whose place in its file is known."""
 
+    how: ClassVar[str] = "one run of bytes in a file of NumPy's or PyTorch's"
     held: Place = _NOWHERE
 
     def place(self, chunk: Chunk) -> Place:
@@ -53,6 +54,7 @@ class PlacedTensor(DcpTensor):
 class DeflatedTensor(PlacedTensor):
     """One whose entry is compressed: read whole, whatever is wanted. zipfile compares its CRC32, and unpacks no more than its length."""
 
+    how: ClassVar[str] = "a compressed entry of an archive, which is unpacked whole"
     entry: str = ""
 
     @property
@@ -149,7 +151,7 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
         if len(set(inside)) != len(inside):
             raise CorruptCheckpoint(f"{path}: an entry occurs twice")
         arrays: dict[str, StoredArray] = {}
-        skipped: list[str] = []
+        skipped: dict[str, str] = {}
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
             where = f"{path}, key {name!r}"
@@ -158,8 +160,8 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             with archive.open(info) as f:
                 try:
                     shape, fortran, dtype = _npy_header(f, where)
-                except CheckpointDTypeError:
-                    skipped.append(name)
+                except CheckpointDTypeError as e:
+                    skipped[name] = str(e)
                     continue
                 prefix = f.tell()
             nbytes = math.prod(shape) * dtype.itemsize
@@ -180,18 +182,15 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             place = Place(start + prefix, size, strides, (start + prefix, nbytes), info.CRC, zlib.crc32(head))
             arrays[name] = StoredArray((name,), PlacedTensor(*held, held=place))
     structure = {n: Leaf(i) for i, n in enumerate(arrays)}
-    return Checkpoint(path, "NumPy", arrays, structure, None, {"skipped": skipped} if skipped else {})
+    return Checkpoint(path, "NumPy", arrays, structure, skipped=skipped)
 
 
 def _open_torch(
     path: str, whole: Chunk, root: str, reader: stores.Reader, archive: zipfile.ZipFile, verify: bool
 ) -> Checkpoint:
-    top, folder = described(path, archive, _MAX_PICKLE)
-    order = f"{folder}byteorder"
-    if order in archive.namelist() and archive.getinfo(order).file_size < 16 and archive.read(order) != b"little":
-        raise CheckpointError(f"{path}: its elements are big-endian; save it anew on another machine")
+    top, folder = described(path, archive, _MAX_PICKLE, lenient=True)
     arrays: dict[str, StoredArray] = {}
-    skipped: list[str] = []
+    skipped: dict[str, str] = {}
 
     def tensor(made: Made, keys: tuple[str | int, ...]) -> Leaf:
         name = names.leaf_name(keys)
@@ -214,28 +213,60 @@ def _open_torch(
         place = Place(at, whole.nbytes, tuple(strides), (start, info.file_size), info.CRC)
         chunk = Chunk(Box.whole(tuple(shape)), whole.file, 0, whole.nbytes)
         held = PlacedTensor(root, name, tuple(shape), dtype, (chunk,), verify, held=place)
-        if name in arrays:
-            raise CorruptCheckpoint(f"{path}: two tensors are named {name!r}")
         arrays[name] = StoredArray(keys, held)
         return Leaf(len(arrays) - 1)
 
     def walk(node: Any, keys: tuple[str | int, ...]) -> Any:
+        """What stands in the tree for a value; raises `CheckpointDTypeError` where nothing can."""
         if len(keys) > 100:
             raise CorruptCheckpoint(f"{path}: nested deeper than 100 levels")
-        while isinstance(node, Made) and node.name == "torch._utils._rebuild_parameter":
-            node = node.args[0]
+        node = _unwrapped(node)
         if isinstance(node, Made) and node.name.startswith("torch._utils._rebuild_tensor_v"):
             return tensor(node, keys or ("tensor",))
-        if isinstance(node, dict) and all(isinstance(k, (str, int)) for k in node):
-            return {k: walk(v, (*keys, k)) for k, v in node.items()}
+        if isinstance(node, dict):
+            held = ((k, part(v, (*keys, k), isinstance(k, (str, int)))) for k, v in node.items())
+            return {k: v for k, v in held if v is not None or node[k] is None}
         if isinstance(node, (list, tuple)):
-            return type(node)(walk(v, (*keys, i)) for i, v in enumerate(node))
+            return type(node)(part(v, (*keys, i)) for i, v in enumerate(node))
+        if isinstance(node, (Made, Named)):
+            raise CheckpointDTypeError(
+                f"the file makes it by {node.name[:100]!r}, which is refused: nothing of a file is run"
+            )
+        encode_json(node, "it")
+        return node
+
+    def part(node: Any, keys: tuple[Any, ...], named: bool = True) -> Any:
+        """A value in a dict or list; None where it cannot be read, which is then told."""
+        name = names.leaf_name(keys)
         try:
-            return encode_json(node, "")
-        except CheckpointError:
-            skipped.append(names.leaf_name(keys))
+            if not named:
+                raise CheckpointDTypeError(
+                    f"its key {keys[-1]!r} is a {type(keys[-1]).__name__}; keys are texts and ints"
+                )
+            if not isinstance(node, (dict, list, tuple)) and seen.setdefault(name, keys) != keys:
+                name = ".".join(map(repr, keys))
+                raise CheckpointDTypeError("another key has the same name")
+            return walk(node, keys)
+        except CheckpointDTypeError as e:
+            skipped[name] = str(e)
             return None
 
-    tree = walk(top, ())
+    seen: dict[str, tuple[Any, ...]] = {}
+    try:
+        tree = walk(top, ())
+    except CheckpointDTypeError as e:
+        raise CorruptCheckpoint(f"{path}: not a description of tensors: {e}") from None
     structure = {"tensor": tree} if isinstance(tree, Leaf) else tree
-    return Checkpoint(path, "PyTorch", arrays, structure, None, {"skipped": skipped} if skipped else {})
+    return Checkpoint(path, "PyTorch", arrays, structure, skipped=skipped)
+
+
+def _unwrapped(node: Any) -> Any:
+    """The tensor of a parameter, a buffer, or of a class of its own."""
+    while isinstance(node, Made):
+        if node.name in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
+            node = node.args[0]
+        elif node.name == "torch._tensor._rebuild_from_type_v2" and isinstance(node.args[0], Named):
+            node = Made(node.args[0].name, node.args[2])
+        else:
+            break
+    return node

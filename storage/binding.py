@@ -163,6 +163,10 @@ class Rule:
     def __str__(self) -> str:
         return ruletext.format_line(self.sources, self.targets, self.steps, self.optional)
 
+    def reads(self, name: str) -> bool:
+        """Whether a key of that name would be one of its sources."""
+        return any(p.literal == name or p.match(name) is not None for p in map(_pattern, self.sources))
+
     @property
     def shown(self) -> str:
         """The rule in a message: with its line, where it has one."""
@@ -293,6 +297,11 @@ class Program:
         return found
 
     def _no_match(self, rule: Rule, pattern: str) -> RuleMatchError:
+        if pattern in self.tensors:  # it is there, and was left out as it is not quantised
+            return RuleMatchError(
+                f"{pattern!r} is {self.tensors[pattern].dtype}, and only int8, uint8 and float8 are quantised, in the rule\n  {rule.shown}\n"
+                "name the quantised weights and their scales, or mark the rule optional()"
+            )
         near = get_close_matches(pattern, self.keys[:5000], 3, 0.0)
         return RuleMatchError(
             f"{pattern!r} matches no key, in the rule\n  {rule.shown}\n"

@@ -18,6 +18,7 @@ from .converting import Selection
 from .grid import windows
 from .manifest import scalar_leaves
 from .names import leaf_name
+from .opened import unread
 from .threads import in_threads
 from .transfer import MEMORY_LIMIT
 
@@ -54,7 +55,7 @@ class ArrayDiff:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """Names on one side alone, arrays and values that differ, and how many arrays are equal to the bit."""
+    """Names on one side alone, arrays and values that differ, and how many arrays are equal to the bit. ``skipped``: what cannot be read on either side."""
 
     a: str
     b: str
@@ -63,14 +64,15 @@ class DiffReport:
     arrays: list[ArrayDiff]
     values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     equal: int = 0
+    skipped: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> bool:
-        """Whether there is no difference at all."""
-        return not (self.only_a or self.only_b or self.arrays or self.values)
+        """Whether there is no difference at all, and nothing that could not be compared."""
+        return not (self.only_a or self.only_b or self.arrays or self.values or self.skipped)
 
     def __str__(self) -> str:
-        lines = [f"{self.equal} arrays are equal, {len(self.arrays)} differ"]
+        lines = [f"{self.equal} arrays are equal, {len(self.arrays)} differ{unread(self.skipped)}"]
         for where, names in ((self.a, self.only_a), (self.b, self.only_b)):
             if names:
                 more = f" and {len(names) - 12} more" if len(names) > 12 else ""
@@ -148,6 +150,7 @@ def diff(
         [d for d in found if d is not None],
         leaves,
         sum(d is None for d in found),
+        list(filter(wanted, dict.fromkeys([*left.unread, *right.unread]))),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from ..arrays.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
-from . import activity, commit, dtypes, manifest, names, packs, stores
+from . import activity, commit, dtypes, manifest, names, packs, stores, tensor_sums
 from .casting import CastLoss
 from .compression import Compression, Zstd, chosen
 from .contents import CHECKPOINTS
@@ -21,7 +21,7 @@ from .dequantized import dequantizes, is_quantized
 from .derived import Converted
 from .documents import Documents, with_dtype, without_quantization
 from .finishing import Item
-from .fitting import prune, select
+from .fitting import prune, select, unread_of
 from .generations import Listed
 from .grid import choose_grid
 from .layouts import Choice, Chooser
@@ -31,6 +31,7 @@ from .opened import Checkpoint, fill
 from .opening import open_checkpoint
 from .read_ahead import reading_ahead
 from .rules import Rules
+from .safetensors import DCP_INFO
 from .sink_safetensors import HuggingFaceSink
 from .sink_zarr import ZarrSink
 from .sinks import Sink
@@ -64,10 +65,11 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place.
+    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place, and what the source holds and no reader here can give.
 
     ``losses`` counts, for each array, the values that its casts lost: those that ``allow_overflow`` accepted, and those that became zero.
     ``notes`` says which documents are not as in the source, and why.
+    ``left_behind`` lists files and folders beside a model that do not go along.
     """
 
     path: str
@@ -80,6 +82,7 @@ class ConvertReport:
     seconds: float = 0.0
     losses: dict[str, CastLoss] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    left_behind: list[str] = field(default_factory=list)
 
 
 def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
@@ -107,7 +110,8 @@ class Selection:
     arrays: dict[str, Any]  # tensors by name
     paths: dict[str, tuple[str | int, ...]]
     structure: Any
-    skipped: list[str]
+    skipped: list[str]  # values
+    unread: list[str]
     compression: Compression  # of what is read
     dtype: np.dtype | None = None  # that all floating arrays were converted to
     reserved: int = 0  # bytes of what is read ahead
@@ -129,6 +133,16 @@ class Selection:
                 config = plain if left is None else config
             found["config.json"] = config if self.dtype is None else with_dtype(config, self.dtype.name)
         return found
+
+    def texts(self) -> dict[str, str]:
+        """The metadata that a header of safetensors has a place for, but for the keys that mean something there."""
+        said = self.ckpt.metadata
+        return {k: v for k, v in said.items() if isinstance(v, str) and k not in (tensor_sums.KEY, DCP_INFO, "format")}
+
+    def left_behind(self) -> list[str]:
+        """What lies beside a model of others and does not go along."""
+        held = self.ckpt.documents
+        return held.others() if isinstance(held, Documents) and self.ckpt.manifest is None else []
 
     @classmethod
     def of(
@@ -155,7 +169,7 @@ class Selection:
         picked = select(ckpt, keys)
         if drop is not None:
             every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure)}
-            picked = (every if picked is None else picked) - (select(ckpt, drop) or set())
+            picked = (every if picked is None else picked) - (select(ckpt, drop, drop=True) or set())
         arrays = {n: a.tensor for n, a in ckpt.arrays.items() if picked is None or a.path in picked}
         with stores.listed_once():
             for n in arrays:
@@ -166,6 +180,7 @@ class Selection:
             _refuse_scaled(arrays, wanted)
             arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
+        unread = unread_of(ckpt, keys, drop)
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
         return cls(
             ckpt,
@@ -173,6 +188,7 @@ class Selection:
             {n: ckpt.arrays[n].path for n in arrays},
             structure,
             skipped,
+            unread,
             compression,
             wanted,
             ahead.reserved,
@@ -222,7 +238,9 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
     for n, t in held.arrays.items():
         dtypes.safetensors_name(t.dtype, f"key {n!r}")
     sizes = [(n, int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize) for n, t in held.arrays.items()]
-    return HuggingFaceSink(list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents())
+    return HuggingFaceSink(
+        list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents(), held.texts()
+    )
 
 
 def zarr_sink(
@@ -392,11 +410,12 @@ def convert(
             allow_overflow=allow_overflow,
         )
     files = list(sink.files)
-    skipped = held.skipped if isinstance(sink, HuggingFaceSink) else []
+    skipped = [*(held.skipped if isinstance(sink, HuggingFaceSink) else []), *held.unread]
     total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
     seconds = time.perf_counter() - started
+    told = dict(sorted(losses.items()))
     return ConvertReport(
-        target, len(tensors), files, total, nbytes, resumed, skipped, seconds, dict(sorted(losses.items())), held.notes
+        target, len(tensors), files, total, nbytes, resumed, skipped, seconds, told, held.notes, held.left_behind()
     )
 
 

@@ -2,7 +2,7 @@
 
 ``.metadata`` describes each tensor and where its chunks lie; a chunk is a zip archive inside a ``.distcp`` file, in which the elements are
 stored as they are. So a chunk is a byte range, and any box of a tensor is read from the parts of the chunks that it meets. Values that are
-not tensors (a step, a name) come along where they are plain; others are named in the checkpoint's metadata under ``dcp.skipped``. An
+not tensors (a step, a name) come along where they are plain; others are named as ``skipped``. An
 archive has a CRC32 of its elements: reads of a whole chunk, and `verify`, compare it. Of a part of a chunk only place and length are checked.
 """
 
@@ -16,16 +16,16 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointDTypeError, CorruptCheckpoint, IncompleteCheckpoint
+from ..arrays.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from . import dtypes, names, stores
 from .generations import NONE, Generation
 from .grid import tiled
-from .manifest import Leaf, encode_json
+from .manifest import Leaf, decode_json, encode_json
 from .opened import Checkpoint, StoredArray
 from .raw_tensor import RawTensor
 from .reading import Job, opened
@@ -54,6 +54,7 @@ class Chunk:
 class DcpTensor:
     """A tensor in chunks, each an archive in a file."""
 
+    how: ClassVar[str] = "parts in the archives of PyTorch's files, each with its CRC32"
     root: str
     name: str
     shape: tuple[int, ...]
@@ -106,11 +107,14 @@ class DcpTensor:
         local = common.within(chunk.box)
         order = sorted(range(len(chunk.box.shape)), key=lambda d: -strides[d])
         shape = tuple(chunk.box.shape[d] for d in order)
+        dense = _dense(chunk.box.shape, strides)
         # Elements may lie in another order of dimensions, as those of a transposed tensor do: read them in theirs.
         raw = RawTensor(path, self.name, shape, self.dtype, start, file_nbytes, generation=self.generation)
+        if not dense:
+            raw = replace(raw, strides=tuple(strides[d] for d in order))
         part = Box(tuple(local.offset[d] for d in order), tuple(local.shape[d] for d in order))
         out = out.transpose(order)
-        if not self.summed or common != chunk.box or place.stored != (start, out.nbytes):
+        if not dense or not self.summed or common != chunk.box or place.stored != (start, out.nbytes):
             return sum(job() for job in raw.jobs(part, out))
         held = out if out.flags.c_contiguous else np.empty(shape, self.dtype)
         total = sum(job() for job in raw.jobs(part, held))
@@ -176,14 +180,18 @@ class _Slice(io.RawIOBase):
         return got
 
 
-def described(where: str, archive: zipfile.ZipFile, limit: int = _MAX_VALUE) -> tuple[Any, str]:
+def described(where: str, archive: zipfile.ZipFile, limit: int = _MAX_VALUE, lenient: bool = False) -> tuple[Any, str]:
     """(what the archive describes, name of the folder in it)."""
     found = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
     if len(found) != 1 or archive.getinfo(found[0]).file_size > limit:
         raise CorruptCheckpoint(f"{where}: an archive without one small data.pkl")
     if archive.getinfo(found[0]).compress_type != zipfile.ZIP_STORED:  # what unpacks it would raise errors of its own
         raise CorruptCheckpoint(f"{where}: a compressed data.pkl")
-    return read_values(archive.read(found[0]), where), found[0].removesuffix("data.pkl")
+    folder = found[0].removesuffix("data.pkl")
+    order = f"{folder}byteorder"
+    if order in archive.namelist() and archive.getinfo(order).file_size < 16 and archive.read(order) != b"little":
+        raise CheckpointDTypeError(f"{where}: its elements are big-endian; save it anew on another machine")
+    return read_values(archive.read(found[0]), where, lenient), folder
 
 
 def archive_of(reader: stores.Reader, chunk: Chunk) -> zipfile.ZipFile:
@@ -206,7 +214,7 @@ def damage(where: str) -> Iterator[None]:
         EOFError,
         zlib.error,
     ) as e:
-        if isinstance(e, (CorruptCheckpoint, IncompleteCheckpoint)):
+        if isinstance(e, CheckpointError):
             raise
         raise CorruptCheckpoint(f"{where}: a damaged archive: {e}") from None
 
@@ -226,15 +234,20 @@ class Place(NamedTuple):
 
 
 def check_strides(where: str, shape: Sequence[int], strides: Sequence[int], first: int, count: int) -> None:
-    """Refuse a tensor that leads out of its storage of ``count`` elements, or has gaps between its own."""
+    """Refuse a tensor that leads out of its storage of ``count`` elements."""
     last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if min((first, *strides), default=0) < 0 or (last >= count and 0 not in shape):
         raise CorruptCheckpoint(f"{where}: elements beyond their storage")
+
+
+def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements of a tensor lie one after the other, each once: not those of a slice of columns, or of an expanded one."""
     expected = 1
     for n, s in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]) if 0 not in shape else ():
         if n > 1 and s != expected:
-            raise CorruptCheckpoint(f"{where}: elements with gaps between them; save a contiguous tensor")
+            return False
         expected *= n
+    return True
 
 
 def entry_start(reader: stores.Reader, info: zipfile.ZipInfo, base: int, where: str) -> int:
@@ -321,7 +334,7 @@ def _value(root: str, name: str, info: Made) -> Any:
         damage(where),
         archive_of(reader, chunk) as archive,
     ):
-        return encode_json(described(where, archive)[0], name)
+        return decode_json(encode_json(described(where, archive)[0], name))
 
 
 def is_dcp(root: str) -> bool:
@@ -335,20 +348,24 @@ def open_dcp(root: str, verify: bool = True) -> Checkpoint:
     top = read_values(stores.at(root).get(FILE), where)
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    skipped: list[str] = []
+    skipped: dict[str, str] = {}
     try:
         storage: dict[Any, Any] = {}
         for index, info in (top.field("storage_data") or {}).items():
             offset = index.field("offset") if "offset" in index.state else None
             storage[index.field("fqn"), None if offset is None else _sizes(offset)] = info
         for name, entry in top.field("state_dict_metadata").items():
-            if entry.name.endswith("TensorStorageMetadata"):
-                tensors[name] = _tensor(root, name, entry, storage, verify)
-                continue
             try:
-                values[name] = _value(root, name, storage[name, None])
-            except (CheckpointDTypeError, CorruptCheckpoint, KeyError):
-                skipped.append(name)
+                if entry.name.endswith("TensorStorageMetadata"):
+                    tensors[name] = _tensor(root, name, entry, storage, verify)
+                else:
+                    values[name] = _value(root, name, storage[name, None])
+            except CheckpointDTypeError as e:
+                skipped[name] = str(e)
+            except (CorruptCheckpoint, KeyError) as e:
+                if entry.name.endswith("TensorStorageMetadata"):
+                    raise
+                skipped[name] = str(e) if isinstance(e, CorruptCheckpoint) else "no file holds it"
     except CorruptCheckpoint:
         raise
     except (ValueError, TypeError, AttributeError, KeyError) as e:
@@ -357,4 +374,4 @@ def open_dcp(root: str, verify: bool = True) -> Checkpoint:
     in_threads(stores.at(root).tag, sorted({c.file for t in tensors.values() for c in t.chunks}), UPLOADS)
     arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
     structure: dict[str, Any] = {name: Leaf(i) for i, name in enumerate(arrays)} | values
-    return Checkpoint(root, "PyTorch DCP", arrays, structure, None, {"dcp.skipped": skipped} if skipped else {})
+    return Checkpoint(root, "PyTorch DCP", arrays, structure, skipped=skipped)

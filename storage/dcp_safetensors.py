@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ _NUMBERED = re.compile(r"\Ashard-(\d{1,9})-model-\d+-of-\d+\.safetensors\Z")
 class TiledTensor:
     """A tensor made of others that lie side by side in it, each at its box."""
 
+    how: ClassVar[str] = "blocks in safetensors files"
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -39,6 +39,7 @@ class Derived:
 
     __slots__ = ()
     casts: ClassVar[bool] = False  # itself, not its sources
+    how: ClassVar[str] = "made of other arrays when it is read"
 
     def sources(self) -> tuple[Any, ...]:
         return (self.source,)  # type: ignore[attr-defined]
@@ -76,6 +77,7 @@ class Memory:
 
     name: str
     array: np.ndarray
+    how: ClassVar[str] = "an array in memory"
 
     @property
     def readers(self) -> int:

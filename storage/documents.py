@@ -28,27 +28,46 @@ _OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json",
 def encode(given: Mapping[str, Any] | None) -> dict[str, bytes]:
     """File names and bytes of what a user gave: dicts and lists become JSON, texts and bytes stay as they are.
 
+    A name without a suffix gets ``.json``, or ``.txt`` where the text is no JSON.
+
     >>> encode({"config": {"layers": 2}})
     {'config.json': b'{\\n  "layers": 2\\n}\\n'}
     """
     out: dict[str, bytes] = {}
     for name, value in (given or {}).items():
+        file = name if name.endswith(_KEPT) or name in _KEPT_NAMES else f"{name}.json"
         if isinstance(value, (str, bytes)):
-            data = value.encode() if isinstance(value, str) else bytes(value)
+            try:
+                data = value.encode() if isinstance(value, str) else bytes(value)
+            except UnicodeEncodeError as e:
+                raise CheckpointError(f"document {name!r} is no text of Unicode: {e}; give bytes") from None
+            if file != name and not _is_json(data):
+                file = f"{name}.txt"
         else:
             try:
                 data = (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
             except (TypeError, ValueError) as e:
                 raise CheckpointError(f"document {name!r} is no JSON: {e}; give a text, or plain values") from None
-        file = name if name.endswith(SUFFIXES) else f"{name}.json"
         if len(data) > MAX_NBYTES:
             raise CheckpointError(f"document {file!r} has {len(data)} bytes, at most {MAX_NBYTES} are allowed")
         if file in out:
             raise CheckpointKeyError(f"two documents are named {file!r}")
         if file in _OURS or names.zarr_names([file]) != [file]:
             raise CheckpointKeyError(f"a document cannot be named {file!r}; choose a plain file name")
+        if file.endswith(".json") and not _is_json(data):
+            raise CheckpointError(
+                f"document {file!r} is no JSON; give it another name, such as {file.removesuffix('.json') + '.txt'!r}"
+            )
         out[file] = data
     return out
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def is_kept(name: str) -> bool:
@@ -117,7 +136,7 @@ def marked(file: str, suffix: str) -> str:
 
 
 class Documents(Mapping[str, Any]):
-    """Documents of an opened checkpoint: by file name, or without ``.json``; JSON is parsed, the rest is text."""
+    """Documents of an opened checkpoint: by file name, or without ``.json``; JSON is parsed, the rest is text, or bytes where it is none."""
 
     def __init__(
         self,
@@ -131,9 +150,12 @@ class Documents(Mapping[str, Any]):
         self._exported, self._index = dict(exported or {}), index
         self.generation = NONE
 
+    def _file(self, name: str) -> str:
+        return next((f for f in (name, f"{name}.json", f"{name}.txt") if f in self._sums), name)
+
     def raw(self, name: str) -> bytes:
         """The bytes of a document, checked."""
-        file = name if name in self._sums else f"{name}.json"
+        file = self._file(name)
         if file not in self._sums:
             raise CheckpointKeyError(f"{self._root} has no document {name!r}; it has {', '.join(self._sums) or 'none'}")
         wanted, stored = self._sums[file]
@@ -151,8 +173,11 @@ class Documents(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         data = self.raw(name)
-        if not (name if name in self._sums else f"{name}.json").endswith(".json"):
-            return data.decode()
+        if not self._file(name).endswith(".json"):
+            try:
+                return data.decode()
+            except UnicodeDecodeError:  # a tokenizer's model
+                return data
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as e:
@@ -187,19 +212,26 @@ class Documents(Mapping[str, Any]):
                     )
         return {*self._exported, *([self._index] if self._index else [])}, nbytes, faults
 
+    def others(self) -> list[str]:
+        """What lies beside them in a directory of safetensors and is none of them, folders with a final ``/``."""
+        store = stores.at(self._root)
+        own = (".safetensors", ".safetensors.index.json")
+        held = [*store.files(), *(f"{f}/" for f in store.folders())] if store.lists else []
+        return sorted(n for n in held if n not in self._sums and not n.endswith(own) and not n.startswith("."))
+
     def every(self) -> dict[str, bytes]:
         """All of them."""
         return {file: self.raw(file) for file in self._sums}
 
 
 def beside(root: str, exported: Mapping[str, str] | None = None, index: str = "") -> Documents:
-    """The documents in a directory without a manifest: its small files of a kind that readers of models know.
+    """The documents in a directory without a manifest: its small files that belong to a model, code and licence included.
 
     ``exported``: the checksums of such files in an ``index`` that has its own.
     """
     store = stores.at(root)
     files = store.files() if store.lists else ["config.json", "generation_config.json"]
-    likely = [n for n in files if n.endswith(SUFFIXES) and not n.startswith(".") and n not in _OURS]
+    likely = filter(is_kept, files)
     found = {n: size for n in likely if (size := store.size(n)) is not None}
     return Documents(
         root,

@@ -133,6 +133,16 @@ def _row_of(dtype: np.dtype) -> Row | None:
     return _BY_NAME.get(np.dtype(dtype).name)
 
 
+def of_reader(dtype: Any, where: str) -> np.dtype:
+    """The dtype of elements of others, in our order of bytes; `CheckpointDTypeError` naming ``where`` for texts, dates, records and objects."""
+    row = _BY_NAME.get(getattr(dtype, "name", ""))
+    if row is None or row.dtype is None:
+        raise CheckpointDTypeError(
+            f"{where}: elements of {dtype} have no form here; leave it out, or save it as numbers"
+        )
+    return row.dtype
+
+
 def check_storable(dtype: np.dtype, where: str) -> np.dtype:
     """``dtype`` as it will be stored; `CheckpointDTypeError` naming ``where`` when a checkpoint cannot hold it."""
     row = _row_of(dtype)
@@ -146,5 +156,6 @@ def safetensors_name(dtype: np.dtype, where: str = "tensor") -> str:
     """The safetensors name of ``dtype``; `CheckpointDTypeError` naming ``where`` when that format has none."""
     row = _row_of(dtype)
     if row is None or row.safetensors is None:
-        raise CheckpointDTypeError(f"{where}: dtype {dtype} has no safetensors form; cast it, or keep the Zarr form")
+        cure = "cast it by a rule, or keep the Zarr form" if row is not None else "leave it out with drop="
+        raise CheckpointDTypeError(f"{where}: dtype {dtype} has no safetensors form; {cure}")
     return row.safetensors

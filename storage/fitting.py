@@ -18,6 +18,7 @@ from ..arrays.errors import (
     ReshardError,
 )
 from ..arrays.tree import Path, flatten_with_path
+from . import dtypes
 from .derived import Converted, Joined, Memory
 from .manifest import scalar_leaves
 from .names import check_distinct, leaf_name
@@ -46,8 +47,8 @@ class Target:
         return t if t.dtype == self.dtype else Converted(t.name, t, self.dtype)
 
 
-def select(ckpt: Checkpoint, keys: Iterable[str] | None) -> set[Path] | None:
-    """Paths of the leaves that ``keys`` (names or patterns) pick, or None for all."""
+def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> set[Path] | None:
+    """Paths of the leaves that ``keys`` (names or patterns) pick, or None for all. To ``drop``, what cannot be read is as good as what can."""
     if keys is None:
         return None
     patterns = [keys] if isinstance(keys, str) else list(keys)
@@ -58,11 +59,22 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None) -> set[Path] | None:
     for pattern in patterns:
         hits = [known[pattern]] if pattern in known else [p for n, p in known.items() if fnmatchcase(n, pattern)]
         picked.update(hits)
-        if not hits:
+        if not hits and not drop:
+            ckpt.refuse_skipped([pattern])
+        if not hits and not any(n == pattern or fnmatchcase(n, pattern) for n in ckpt.skipped):
             unused.append(pattern)
     if unused:
         raise CheckpointKeyError(f"{ckpt.path}: nothing matches {unused}; it holds {some(list(known))}")
     return picked
+
+
+def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> list[str]:
+    """Names of what cannot be read, as far as ``keys`` take and ``drop`` leaves it."""
+
+    def fits(name: str, patterns: Iterable[str]) -> bool:
+        return any(name == p or fnmatchcase(name, p) for p in ([patterns] if isinstance(patterns, str) else patterns))
+
+    return [n for n in ckpt.skipped if (keys is None or fits(n, keys)) and not (drop is not None and fits(n, drop))]
 
 
 def some(keys: Sequence[Any]) -> str:
@@ -116,6 +128,12 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def _dtype(leaf: Any) -> np.dtype:
+    """The dtype of an array, those of PyTorch included, which NumPy does not know."""
+    text = str(leaf.dtype)
+    return dtypes.by_name(text.removeprefix("torch.")) if text.startswith("torch.") else np.dtype(leaf.dtype)
+
+
 def _grown(source: StoredArray, leaf: Any) -> StoredArray | None:
     """The stored rows with those of ``leaf`` behind them, or None unless it has more rows and is otherwise alike (a vocabulary that grew)."""
     shape, wanted = source.shape, tuple(leaf.shape)
@@ -166,7 +184,7 @@ def match_like(
             kinds.append(name)
             report.mismatched[name] = f"{name} is an array in the checkpoint, a {type(leaf).__name__} in like"
             continue
-        dtype = np.dtype(leaf.dtype)
+        dtype = _dtype(leaf)
         if tuple(leaf.shape) != source.shape:
             shapes.append(name)
             rule = f", made by the rule {source.rule}" if source.rule else ""
@@ -191,6 +209,8 @@ def match_like(
     kind = CheckpointKeyError if keys else CheckpointShapeError if shapes else CheckpointDTypeError
     lines = [f"{ckpt.path} does not fit like; nothing was read"]
     lines += listed("missing in the checkpoint", report.missing) + listed("unexpected, not in like", report.unexpected)
+    unread = [n for n in report.missing if n in ckpt.skipped]
+    lines += [f"  {n} is there and cannot be read: {ckpt.skipped[n]}" for n in unread[:_SHOWN]]
     lines += [f"  {report.mismatched[n]}" for n in kinds[:_SHOWN]]
     for what, names, hint in (("shapes", shapes, ""), ("dtypes", types, "; pass cast=True to convert")):
         if names:

@@ -12,6 +12,10 @@ from ..arrays.errors import CheckpointDTypeError
 
 def taken(leaf: Any, where: str) -> Any:
     """A leaf as NumPy's array, or as ours where it lies on a device; what is not of another library stays as it is."""
+    if np.ma.is_masked(leaf):
+        raise CheckpointDTypeError(
+            f"{where}: a masked array has no form here; save leaf.filled(…), and its mask as another array"
+        )
     if isinstance(leaf, (np.ndarray, np.generic, Array)) or not hasattr(leaf, "__dlpack__"):
         return leaf
     if hasattr(getattr(leaf, "sharding", None), "box"):  # of a mesh of ours

@@ -18,15 +18,27 @@ import numpy as np
 
 from ..arrays import asarray
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError
+from ..arrays.errors import CheckpointDTypeError, CheckpointError, DTypeError
 from ..arrays.tree import flatten, flatten_with_path, unflatten
 from .casting import CastLoss, Tally, tracked
 from .collector import no_collections
 from .derived import casts
-from .fitting import Ignored, Target, check_shardings, chosen, held, is_array, match_like, prune, resharded, select
+from .fitting import (
+    Ignored,
+    Target,
+    check_shardings,
+    chosen,
+    held,
+    is_array,
+    match_like,
+    prune,
+    resharded,
+    select,
+    unread_of,
+)
 from .generations import once_more
 from .names import leaf_name
-from .opened import fill
+from .opened import fill, unread
 from .opening import open_checkpoint
 from .reading import run
 from .reporting import LoadReport
@@ -90,13 +102,16 @@ def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally
     ]
     report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
     report.bytes_needed += sum(t.source.nbytes for t in targets.values())
-    return {path: _as_wanted(buffers.pop(path), t.like) for path, t in targets.items()}
+    return {path: _as_wanted(path, buffers.pop(path), t.like) for path, t in targets.items()}
 
 
-def _as_wanted(buffer: np.ndarray, like: Any) -> Any:
+def _as_wanted(name: str, buffer: np.ndarray, like: Any) -> Any:
     if isinstance(like, np.ndarray):
         return buffer
-    array = asarray(buffer, copy=False)
+    try:
+        array = asarray(buffer, copy=False)
+    except DTypeError as e:
+        raise CheckpointDTypeError(f"key {name!r}: {e}; leave it out with keys=, or cast it by a rule") from None
     device = getattr(like, "device", None)
     return array if device is None or str(device) == "cpu" else array.to_device(device)
 
@@ -268,6 +283,7 @@ def _load(
         ckpt = Rules(rules).on(ckpt)
         kept.mapping = ckpt.mapping
     picked = select(ckpt, keys)
+    kept.skipped = unread_of(ckpt, keys)
     ignored = Ignored(ignore, kept)
     with listed_once():
         if like is None:
@@ -295,6 +311,9 @@ def _load(
     kept.phases = {"open": opened - started, "plan": planned - opened, "read": ended - planned}
     if report is None and not kept.fits:
         warnings.warn(str(kept), stacklevel=4)
+    elif report is None and like is None and kept.skipped:
+        why = ckpt.skipped[kept.skipped[0]]
+        warnings.warn(f"{ckpt.path} is loaded without what cannot be read{unread(kept.skipped)} ({why})", stacklevel=4)
 
     if like is not None:
         scalars = held(ckpt, picked)[1]

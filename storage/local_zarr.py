@@ -1,4 +1,4 @@
-"""zarr-python's store of local files, kept inside of the directory: a link that leads out of it is refused, as everywhere else."""
+"""zarr-python's stores, which here know the dtypes that TensorStore writes to Zarr v2. That of local files is kept inside of the directory: a link that leads out of it is refused, as everywhere else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 from typing import Any
 
 import numpy as np
-from zarr.storage import LocalStore
+from zarr import storage
 
 from ..arrays.errors import CorruptCheckpoint
 from . import dtypes, names
@@ -21,7 +21,7 @@ def extension(metadata: Any) -> np.dtype | None:
     return dtypes.by_name(name) if isinstance(name, str) and name in dtypes.EXTENSIONS else None
 
 
-def _known(key: str, held: Any) -> Any:
+def known(key: str, held: Any) -> Any:
     """Metadata of Zarr v2 with such a dtype says the integers of the same width instead, as which `ZarrTensor` reads it."""
     if held is None or not key.endswith(".zarray"):
         return held
@@ -37,7 +37,12 @@ def _known(key: str, held: Any) -> Any:
     return held
 
 
-class InsideStore(LocalStore):
+class ObjectStore(storage.ObjectStore):
+    async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        return known(key, await super().get(key, *args, **kwargs))
+
+
+class InsideStore(storage.LocalStore):
     """Reads what lies below ``root``. This module imports zarr, so it is loaded where a hierarchy is opened."""
 
     def __init__(self, root: str) -> None:
@@ -52,11 +57,11 @@ class InsideStore(LocalStore):
 
     async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
         self._check(key)
-        return _known(key, await super().get(key, *args, **kwargs))
+        return known(key, await super().get(key, *args, **kwargs))
 
     def get_sync(self, key: str, *args: Any, **kwargs: Any) -> Any:
         self._check(key)
-        return _known(key, super().get_sync(key, *args, **kwargs))
+        return known(key, super().get_sync(key, *args, **kwargs))
 
     async def get_partial_values(self, prototype: Any, key_ranges: Any) -> Any:
         key_ranges = list(key_ranges)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import os
 import re
 import time
@@ -40,10 +41,28 @@ class _Complete:
     branch: Branch
 
 
+def _whole(what: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise CheckpointError(f"{what} is a whole number, got {value!r:.40}") from None
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise CheckpointError(f"{what} is a number, got {value!r:.40}") from None
+
+
 class CheckpointManager:
     """Saves under ``step-00000010`` and keeps the last ``keep`` complete checkpoints, and those that policies protect.
 
-    What counts as last is the step in the manifest, never a time of the file system. A directory without a manifest is not
+    What counts as last is the step in the manifest, never a time of the file system; the checkpoint that was just saved is kept whatever its step. A directory without a manifest is not
     a checkpoint: it is never returned, and never deleted. Rotation runs after a new checkpoint is complete, so there is
     always a complete one. Remains of processes that were killed are collected before each save; a manager that only reads changes nothing.
 
@@ -107,13 +126,12 @@ class CheckpointManager:
         pack: bool | int | None = None,
         dtype_fallback: Literal["raw"] | None = None,
     ) -> None:
-        for name, value in (("keep", keep), ("every_steps", every_steps), ("keep_every", keep_every)):
-            if value is not None and value < 1:
+        numbers = {"keep": keep, "every_steps": every_steps, "keep_every": keep_every, "keep_best": keep_best}
+        for name, value in numbers.items():
+            if (value is not None or name == "keep_best") and _whole(name, value) < 1:
                 raise CheckpointError(f"{name} must be at least 1, got {value}")
-        if every_minutes is not None and not every_minutes > 0:
+        if every_minutes is not None and not _number("every_minutes", every_minutes) > 0:
             raise CheckpointError(f"every_minutes must be positive, got {every_minutes}")
-        if keep_best < 1:
-            raise CheckpointError(f"keep_best must be at least 1, got {keep_best}")
         if best_is not in ("lowest", "highest"):
             raise CheckpointError(f"best_is must be 'lowest' or 'highest', got {best_is!r}")
         if when_busy not in ("wait", "skip"):
@@ -138,6 +156,7 @@ class CheckpointManager:
 
     def path(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
+        step = _whole("a step", step)
         if step < 0:
             raise CheckpointError(f"a step cannot be negative, got {step}")
         return stores.join(self.directory, f"step-{step:08d}")
@@ -177,7 +196,7 @@ class CheckpointManager:
             A handle when ``asynchronous``; None when the save was skipped. What a background save raised is raised by the
             next call, or by `wait`.
         """
-        step = int(step)
+        step = _whole("a step", step)
         target = self.path(step)
         if self._running is not None:
             if self.when_busy == "skip" and not self._running.done():
@@ -189,7 +208,7 @@ class CheckpointManager:
         kept = dict(metadata or {})
         kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
-            kept[METRICS] = {name: float(value) for name, value in metrics.items()}
+            kept[METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
         options: dict[str, Any] = {
             "step": step,
             "metadata": kept,
@@ -224,8 +243,13 @@ class CheckpointManager:
             self._begin(back[1].after(back[0], self._current()), back[0])
         elif newest is not None and step < newest:
             warnings.warn(
-                f"step {step} is saved below step {newest} of its branch, which stays the latest; where the run went back, call "
-                "rollback(step) before it saves",
+                f"step {step} is saved below step {newest} of its branch, which stays the latest"
+                + (
+                    ""
+                    if self.keep is None
+                    else f"; these two are kept, and of the others as many as keep={self.keep} leaves"
+                )
+                + "; where the run went back, call rollback(step) before it saves",
                 stacklevel=3,
             )
         return {**self._branch.plain(), "parent": self._newest}
@@ -280,7 +304,7 @@ class CheckpointManager:
         if step is None:
             self._begin(Branch().after(None, self._current()), None)
             return None
-        c = self._of_step(int(step))
+        c = self._of_step(step)
         found = self._complete()
         now = branches.current(self.directory, found)
         line = now.line(found)
@@ -306,7 +330,7 @@ class CheckpointManager:
         ([10], '10')
         """
         self.wait()
-        c, line = self._of_step(int(step)), self._line()
+        c, line = self._of_step(step), self._line()
         if [x.path for x in line] == [c.path]:
             raise CheckpointError(
                 f"step {c.step} is the only complete checkpoint of {self.directory}, or of its current branch; save or roll back to another first"
@@ -376,7 +400,7 @@ class CheckpointManager:
         if step is not None:
             tree = load(self.path(step), **load_arguments)
             with contextlib.suppress(NotACheckpoint):  # rotated away meanwhile
-                self._restored = int(step), self._of_step(step).branch
+                self._restored = _whole("a step", step), self._of_step(step).branch
             return tree
         self._branch = self._restored = None  # as it is now: another process may have rolled back
         target = self.latest()
@@ -440,7 +464,13 @@ class CheckpointManager:
                 metrics = metrics if isinstance(metrics, dict) else {}
                 branch = branches.of_plain(held.metadata.get(branches.KEY))
                 found.append(_Complete(number if held.step is None else held.step, target, metrics, branch))
-        return sorted(found, key=lambda c: (c.step, c.path))
+        own = {c.step for c in found if c.path == self.path(c.step)}
+        copies = [c for c in found if c.step in own and c.path != self.path(c.step)]
+        for c in copies if warn else ():
+            warnings.warn(
+                f"skipped {c.path}: its manifest says step {c.step}, which is there under its own name", stacklevel=3
+            )
+        return sorted((c for c in found if c not in copies), key=lambda c: (c.step, c.path))
 
     def _ranked(self, complete: list[_Complete]) -> list[_Complete]:
         """Those that have the metric, best first; of equals, the newest first."""

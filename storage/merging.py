@@ -19,10 +19,11 @@ from .converting import Options, convert
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge wrote. ``skipped`` lists leaves that are values, not arrays: safetensors has no place for them.
+    """What a merge wrote. ``skipped`` lists leaves that are values, not arrays: safetensors has no place for them;
+    and what the source holds and no reader here can give.
 
-    ``losses`` counts, for each array, the values that its casts lost (see `convert`), and ``notes`` says
-    which documents are not as in the source.
+    ``losses`` counts, for each array, the values that its casts lost (see `convert`), ``notes`` says which documents are not as in the source, and
+    ``left_behind`` lists files and folders beside a model that do not go along.
     """
 
     path: str
@@ -33,6 +34,7 @@ class MergeReport:
     seconds: float
     losses: dict[str, CastLoss] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    left_behind: list[str] = field(default_factory=list)
 
 
 def merge(
@@ -81,4 +83,4 @@ def merge(
     ['model.safetensors']
     """
     r = convert(src, dst, format="safetensors", max_shard_bytes=max_shard_bytes, **options)
-    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses, r.notes)
+    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses, r.notes, r.left_behind)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import ArrayIndexError, CheckpointKeyError, IncompleteCheckpoint
+from ..arrays.errors import ArrayIndexError, CheckpointDTypeError, CheckpointKeyError, IncompleteCheckpoint
 from ..arrays.tree import Path
 from . import manifest
 from .compression import Zstd, compression_of
@@ -101,17 +103,23 @@ class StoredArray:
         return f"<StoredArray {self.name!r} {text}{f' {self.sharding_text}' if self.sharding_text else ''}>"
 
 
+def _is_integer(i: Any) -> bool:
+    if isinstance(i, (bool, np.bool_)) or getattr(i, "dtype", None) == np.bool_:
+        return False
+    try:
+        operator.index(i)  # arrays have the method, and refuse
+    except TypeError:
+        return False
+    return True
+
+
 def _plan_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[range, ...], tuple[Any, ...]]:
     """The places that an index takes along each dimension, ascending, and the index that makes its result of what lies there."""
     items = list(index) if isinstance(index, tuple) else [index]
     if sum(i is Ellipsis for i in items) > 1:
         raise ArrayIndexError("an index has at most one '...'")
     for i in items:
-        if (
-            i is not Ellipsis
-            and not isinstance(i, slice)
-            and (isinstance(i, (bool, np.bool_)) or not hasattr(i, "__index__"))
-        ):
+        if i is not Ellipsis and not isinstance(i, slice) and not _is_integer(i):
             raise ArrayIndexError(
                 f"a stored array takes integers, slices and '...', got {type(i).__name__}; read it with np.asarray first"
             )
@@ -150,6 +158,9 @@ class Checkpoint(Mapping[str, StoredArray]):
     documents: Mapping[str, Any] = field(default_factory=dict)  # files beside the arrays: config, generation_config, …
     generation: Generation = NONE  # that was opened
     manifest: manifest.Manifest | None = None  # of a checkpoint of ours
+    skipped: dict[str, str] = field(
+        default_factory=dict
+    )  # names of what its files hold and no reader here can give, and why
 
     def belongs_to(self, generation: Generation) -> None:
         """Tie it, and all that is read of it later, to a generation of its place."""
@@ -162,10 +173,21 @@ class Checkpoint(Mapping[str, StoredArray]):
     def __getitem__(self, name: str) -> StoredArray:
         found = self.arrays.get(name)
         if found is None:
+            self.refuse_skipped([str(name)])
             close = get_close_matches(str(name), self.arrays, 3, 0.4)
             hint = f"; close are {', '.join(map(repr, close))}" if close else ""
             raise CheckpointKeyError(f"{self.path} has no array {name!r}{hint}")
         return found
+
+    def refuse_skipped(self, wanted: Iterable[str]) -> None:
+        """Raise `CheckpointDTypeError` where one of these names or patterns stands for what cannot be read."""
+        for name in wanted:
+            for n, why in self.skipped.items():
+                if n == name or fnmatchcase(n, name):
+                    raise CheckpointDTypeError(f"{self.path}: key {n!r} cannot be read: {why}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.arrays
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.arrays)
@@ -202,11 +224,13 @@ class Checkpoint(Mapping[str, StoredArray]):
         order = {i: n for n, i in enumerate(i for i, name in enumerate(self.arrays) if name in kept)}
         structure, some = _below(self.structure, start, order)
         if not some:
+            self.refuse_skipped([prefix, f"{prefix}.*"])
             raise CheckpointKeyError(
                 f"{self.path}: nothing lies below {prefix!r}; the first names are {', '.join(list(self.arrays)[:8])}"
             )
         arrays = {a.name: a for a in kept.values()}
-        return replace(self, arrays=arrays, structure=structure)
+        skipped = {n.removeprefix(start): why for n, why in self.skipped.items() if n.startswith(start)}
+        return replace(self, arrays=arrays, structure=structure, skipped=skipped)
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -216,7 +240,11 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     def _title(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        return f"{self.kind} checkpoint {self.path}{step}: {len(self)} arrays, {_human(self.nbytes)}"
+        return f"{self.kind} checkpoint {self.path}{step}: {len(self)} array{'' if len(self) == 1 else 's'}, {_human(self.nbytes)}{self.unread()}"
+
+    def unread(self) -> str:
+        """What cannot be read, as the end of a sentence; empty where all can."""
+        return unread(self.skipped)
 
     def __repr__(self) -> str:
         rows = self._rows()
@@ -241,6 +269,16 @@ class Checkpoint(Mapping[str, StoredArray]):
         from .browse import server
 
         return server.show(self.path)
+
+
+def unread(skipped: Iterable[str]) -> str:
+    """
+    >>> unread([]), unread(["a", "b"])
+    ('', '; not readable here (2): a, b')
+    """
+    names = list(skipped)
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"; not readable here ({len(names)}): {', '.join(names[:8])}{more}" if names else ""
 
 
 def _cut(path: Path, start: str) -> Path:

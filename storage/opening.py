@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,11 +19,13 @@ import numpy as np
 
 from ..arrays.blocks import Box
 from ..arrays.errors import (
+    CheckpointDTypeError,
     CheckpointError,
     CheckpointReplaced,
     CorruptCheckpoint,
     IncompleteCheckpoint,
     NotACheckpoint,
+    StoreError,
 )
 from . import (
     archives,
@@ -164,7 +167,10 @@ def _open(given: str, verify: bool) -> Checkpoint:
     if store.size(orbax.FILE) is not None:
         return orbax.open_orbax(root)
     if store.lists and (item := orbax.item_of(store)) is not None:
-        return orbax.open_orbax(item)
+        ckpt = orbax.open_orbax(item)
+        number = stores.split(root)[1]
+        ckpt.step = int(number) if number.isdecimal() else None
+        return ckpt
     if store.size(documents.PROGRAM) is not None:
         raise NotACheckpoint(f"{root} is a program file, not a checkpoint; mt.load_program opens it")
     if store.lists and (shards := dcp_safetensors.open_shards(root, verify)) is not None:
@@ -202,6 +208,10 @@ def _refusal(store: stores.Store) -> CheckpointError:
     if steps:
         return NotACheckpoint(
             f"{root} is not a checkpoint; it holds checkpoints, such as {stores.join(root, steps[-1])}"
+        )
+    if orbax_steps := [f for f in folders if store.size(f"{f}/{orbax.STEP}") is not None]:
+        return NotACheckpoint(
+            f"{root} is not a checkpoint; it holds those of a manager of Orbax, such as {stores.join(root, orbax_steps[-1])}"
         )
     begun = commit.is_begun(root)
     if begun or any(store.size(f"{f}/zarr.json") is not None for f in folders) or ".tmp-" in stores.split(root)[1]:
@@ -293,15 +303,25 @@ class _LazyObjects:
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         return self.whole().jobs(box, out)
 
+    @property
+    def how(self) -> str:
+        return self.whole().how
+
 
 # ----- others' --------------------------------------------------------------------------------------------------------
 
 
-def flat(path: str, kind: str, tensors: dict[str, StoredTensor], metadata: dict[str, Any]) -> Checkpoint:
+def flat(
+    path: str,
+    kind: str,
+    tensors: dict[str, StoredTensor],
+    metadata: dict[str, Any],
+    skipped: dict[str, str] | None = None,
+) -> Checkpoint:
     """A checkpoint that is one dict of arrays."""
     arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
     structure = {name: manifest.Leaf(i) for i, name in enumerate(arrays)}
-    return Checkpoint(path, kind, arrays, structure, None, metadata)
+    return Checkpoint(path, kind, arrays, structure, None, metadata, skipped=skipped or {})
 
 
 def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -375,6 +395,12 @@ def read_index(
 def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     weight_map, metadata, sums = read_index(root, index, verify)
     files = sorted(set(weight_map.values()))
+    if index == HF_INDEX and HF_SINGLE not in files and stores.at(root).size(HF_SINGLE) is not None:
+        warnings.warn(
+            f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} files of {HF_INDEX}; remove one of them",
+            stacklevel=6,
+        )
+        return _open_single(root, HF_SINGLE, verify)
     lost = [f for f in files if stores.at(root).size(f) is None]
     if lost:
         keys = [k for k, f in weight_map.items() if f in lost]
@@ -415,15 +441,24 @@ def _open_zarr(root: str) -> Checkpoint:
             "Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs that its attributes name"
         )
     tensors: dict[str, StoredTensor] = {}
+    skipped: dict[str, str] = {}
     try:
         found = {"": node} if isinstance(node, zarr.Array) else dict(node.members(max_depth=None))
         for name, a in sorted(found.items()):
             if isinstance(a, zarr.Array):
-                tensors[name] = of_array(root, name, a)
+                try:
+                    tensors[name] = of_array(root, name, a)
+                except CheckpointDTypeError as e:
+                    skipped[name] = str(e)
         # What zarr itself has read; of an object store just the root, as each is a request.
         for name in {"", *([] if stores.is_url(root) else found)}:
             for file in _ZARR:
                 stores.at(root).tag(f"{name}/{file}" if name else file)
     except Exception as e:
+        if not stores.at(root).lists:
+            raise StoreError(
+                f"{root} is a Zarr group without consolidated metadata, and HTTP has no lists of files: have it written there by "
+                "zarr.consolidate_metadata, or open one array of it"
+            ) from None
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
-    return flat(root, "Zarr", tensors, attributes)
+    return flat(root, "Zarr", tensors, attributes, skipped)

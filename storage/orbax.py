@@ -10,11 +10,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from ..arrays.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from . import dtypes, stores, strict_json
 from .generations import NONE, Generation
 from .manifest import Leaf
@@ -23,6 +23,7 @@ from .zarr_tensor import ByLibrary, open_array
 
 FILE = "_METADATA"
 DATABASE = "manifest.ocdbt"
+STEP = "_CHECKPOINT_METADATA"  # in each step of a manager
 _STRINGS = "_strings.json"
 
 
@@ -30,6 +31,7 @@ _STRINGS = "_strings.json"
 class DatabaseTensor(ByLibrary):
     """An array in a database of TensorStore."""
 
+    how: ClassVar[str] = "an array in a database of TensorStore"
     root: str
     name: str
     node: str
@@ -100,6 +102,8 @@ def _tensor(root: str, node: str, database: bool, driver: str) -> Any:
     try:
         held = _opened(root, node, driver)
         dtype = dtypes.by_name(held.dtype.name)
+    except CheckpointDTypeError:
+        raise
     except (ValueError, OSError, KeyError) as e:
         raise CorruptCheckpoint(f"{root}: tensorstore cannot open key {node!r}: {e}") from e
     chunk = tuple(min(c or n, n) for c, n in zip(held.chunk_layout.read_chunk.shape or (), held.shape, strict=True))
@@ -131,6 +135,7 @@ def open_orbax(root: str) -> Checkpoint:
     arrays: dict[str, StoredArray] = {}
     tree: dict[Any, Any] = {}
     texts: Any = None
+    skipped: dict[str, str] = {}
     for keys, kind in _leaves(where, top):
         node = ".".join(map(str, keys))
         leaf: Any = None
@@ -140,12 +145,16 @@ def open_orbax(root: str) -> Checkpoint:
         elif kind in ("Dict", "List", "None", "empty"):
             leaf = {"Dict": {}, "List": []}.get(kind)
         else:
-            arrays[node] = StoredArray(keys, _tensor(root, node, database, driver))
+            try:
+                arrays[node] = StoredArray(keys, _tensor(root, node, database, driver))
+            except CheckpointDTypeError as e:
+                skipped[node] = str(e)
+                continue
             leaf = Leaf(len(arrays) - 1)
         if not keys:
             raise CorruptCheckpoint(f"{where}: a leaf without a key")
         _insert(tree, keys, leaf, where)
-    return Checkpoint(root, "Orbax", arrays, _listed(tree))
+    return Checkpoint(root, "Orbax", arrays, _listed(tree), skipped=skipped)
 
 
 def _texts(store: stores.Store, where: str) -> dict[str, Any]:
@@ -160,7 +169,7 @@ def _texts(store: stores.Store, where: str) -> dict[str, Any]:
 
 def item_of(store: stores.Store) -> str | None:
     """The one item of a step of Orbax's manager, which is the checkpoint; None where this is no such step."""
-    if store.size("_CHECKPOINT_METADATA") is None:
+    if store.size(STEP) is None:
         return None
     held = [f for f in store.folders() if store.size(f"{f}/{FILE}") is not None]
     return stores.join(store.root, held[0]) if len(held) == 1 else None

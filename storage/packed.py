@@ -26,6 +26,10 @@ class PackedBlocks(ChunkedTensor):
     """An array whose blocks lie in packs. A block is read whole, with its neighbours in one request, and compared with the checksum of its place."""
 
     @property
+    def how(self) -> str:
+        return "blocks in safetensors files that it shares with other small arrays, each with its crc32c"
+
+    @property
     def directory(self) -> str:
         return ""
 

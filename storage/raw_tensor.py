@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class RawTensor:
     With a checksum, whole reads are compared with it; a part cannot be.
     """
 
+    how: ClassVar[str] = "one run of bytes in a file"
     path: str
     name: str
     shape: tuple[int, ...]
@@ -256,6 +257,7 @@ class RawTensor:
 class PackedTensor(RawTensor):
     """A tensor of 4- or 6-bit numbers, which is listed and checked, and whose values NumPy cannot hold as they are stored."""
 
+    how: ClassVar[str] = "one run of packed bits in a file"
     nbytes: int = 0
 
     @property

@@ -66,7 +66,7 @@ class LoadReport:
     ``bytes_read`` counts reads of every process, ``bytes_needed`` the elements. ``phases`` holds the seconds of opening, planning and
     reading. ``resharded`` names the arrays whose blocks are not stored as the ranks want them, so that some rank read from several
     blocks or a part of one. ``mismatched`` holds a line for each array of another shape or dtype, ``ignored`` the names that ``ignore``
-    excused, ``grown`` those that took more rows from ``like`` than are stored, ``mapping`` each rule with how often it was applied, ``losses`` the values that casts lost (see `convert`). ``print(report)`` shows it in at most 40 lines.
+    excused, ``grown`` those that took more rows from ``like`` than are stored, ``mapping`` each rule with how often it was applied, ``losses`` the values that casts lost (see `convert`), ``skipped`` what the files hold and cannot be read here. ``print(report)`` shows it in at most 40 lines.
     """
 
     path: str = ""
@@ -83,6 +83,7 @@ class LoadReport:
     mapping: list[tuple[str, int]] = field(default_factory=list)
     grown: dict[str, str] = field(default_factory=dict)
     losses: dict[str, CastLoss] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
 
     def reset(self) -> None:
@@ -113,6 +114,7 @@ class LoadReport:
             f"{self.bytes_read} bytes read for {self.bytes_needed} needed, {self.seconds:.3f} s"
         )
         lines = [head, *self.problems(), *listed("ignored", self.ignored, 4)]
+        lines += listed("not readable here", self.skipped, 4)
         lines += listed("cut in other blocks than stored", self.resharded, 4)
         lines += [f"  {name}: {loss}" for name, loss in self.losses.items()]
         lines += [f"  {rule}  ×{n}" for rule, n in self.mapping]

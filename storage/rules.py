@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.errors import RuleConflict, RuleSyntaxError
+from ..arrays.errors import RuleConflict, RuleMatchError, RuleSyntaxError
 from . import ruletext
 from .binding import Program, Rule
 from .collector import no_collections
@@ -141,8 +141,12 @@ class Rules:
             A step does not fit; shows the rule.
         """
         scalars = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure)}
-        program = Program(self.rules, self.follow, {n: a.tensor for n, a in ckpt.arrays.items()}, scalars)
-        outputs = program.outputs()
+        try:
+            program = Program(self.rules, self.follow, {n: a.tensor for n, a in ckpt.arrays.items()}, scalars)
+            outputs = program.outputs()
+        except RuleMatchError:
+            ckpt.refuse_skipped(n for n in ckpt.skipped if any(r.reads(n) for r in self.rules))
+            raise
         kept = program.untouched
         arrays = {
             n: StoredArray((n,), t, ckpt.arrays[n].sharding_text if n in kept else None) for n, t in outputs.items()

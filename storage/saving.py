@@ -81,11 +81,12 @@ def _item(leaf: Any, path: Path) -> Item:
     leaf = taken(leaf, where)
     if isinstance(leaf, np.generic):
         leaf = np.asarray(leaf)
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+    # Sparse matrices have a shape and a dtype, and are no arrays.
+    sharding = getattr(leaf, "sharding", None)
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype") and (sharding is not None or hasattr(leaf, "__array__"))):
         raise CheckpointDTypeError(
             f"{where}: a {type(leaf).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
         )
-    sharding = getattr(leaf, "sharding", None)
     shape = tuple(int(n) for n in leaf.shape)
     dtype = dtypes.check_storable(leaf.dtype, where)
     whole = sharding is None

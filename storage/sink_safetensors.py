@@ -36,6 +36,7 @@ class HuggingFaceSink:
         named: Sequence[tuple[str, Any]],
         groups: list[list[str]],
         documents: Mapping[str, bytes],
+        metadata: Mapping[str, str],
         format_: str = "pt",
     ) -> None:
         self.documents = dict(documents)
@@ -48,7 +49,7 @@ class HuggingFaceSink:
         )
         kinds = {name: dtypes.safetensors_name(t.dtype, f"key {name!r}") for name, t in named}
         rows = [[(n, kinds[n], tuple(named[self._number[n]][1].shape)) for n in group] for group in groups]
-        metadata = {"format": format_}
+        metadata = {**metadata, "format": format_}
         self.heads, self.places = [], []
         self._at: dict[int, tuple[int, int]] = {}  # number of the file, and place, of each array
         for number, row in enumerate(rows):

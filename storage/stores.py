@@ -62,7 +62,12 @@ def location(path: str | os.PathLike[str]) -> str:
     >>> location("s3://bucket/run//step-1/"), location("file:///tmp/x")
     ('s3://bucket/run/step-1', '/tmp/x')
     """
-    text = os.fspath(path)
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise CheckpointError(f"a location is a text or a path, not {path!r:.40}")
     found = _URL.match(text)
     if found is None:
         if re.match(r"[a-z0-9]+::([a-z0-9]+::)*[a-z0-9]+://", text):

@@ -61,6 +61,10 @@ class ChunkedTensor:
     generation: Generation = generations.NONE
 
     @property
+    def how(self) -> str:
+        return "a Zarr v3 array: shards of chunks, each chunk with its crc32c"
+
+    @property
     def readers(self) -> int:
         return stores.at(self.root).readers
 
@@ -293,6 +297,11 @@ class StoredTensor(Protocol):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+
+    @property
+    def how(self) -> str:
+        """How its elements lie in files, for people."""
+        ...
 
     @property
     def chunk(self) -> tuple[int, ...]: ...

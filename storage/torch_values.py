@@ -2,7 +2,8 @@
 
 ``torch.save`` and ``torch.distributed.checkpoint`` describe tensors in pickles. Loading a pickle calls whatever it names. This module never
 does: it walks the operations with the standard library's parser (``pickletools``), which executes nothing, builds plain values, and puts
-an inert `Made` in the place of every object. A name that is not in ``KNOWN`` is refused, so that a hostile file ends in an error.
+an inert `Made` in the place of every object. A name that is not in ``KNOWN`` is refused, so that a hostile file ends in an error; where the
+file holds many values (``lenient``), it is the name of an inert object like the others, which whoever asks for that value refuses.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ _ARGUMENT = frozenset(
 )
 
 
-def _named(name: str) -> Named:
-    if name not in KNOWN:
+def _named(name: str, lenient: bool) -> Named:
+    if name not in KNOWN and not lenient:
         raise ValueError(f"it names {name[:100]!r}, which is no part of a checkpoint; refused")
     return Named(name)
 
@@ -116,6 +117,8 @@ def _called(fn: Any, args: Any) -> Any:
         raise TypeError("it calls something that is not a name")
     if fn.name == "collections.OrderedDict":
         return dict(args[0]) if args else {}
+    if fn.name == "collections.defaultdict":
+        return {}
     if fn.name == "torch.Size":
         return tuple(args[0])
     return Made(fn.name, args)
@@ -131,7 +134,7 @@ def _built(target: Any, state: Any) -> None:
     target.state = state
 
 
-def _run(data: bytes) -> Any:
+def _run(data: bytes, lenient: bool) -> Any:
     stack: list[Any] = []
     memo: dict[int, Any] = {}
 
@@ -172,18 +175,21 @@ def _run(data: bytes) -> Any:
             if len(stack) < n:
                 raise ValueError("it takes more than there is")
             stack[-n:] = [tuple(stack[-n:])]
-        elif name == "APPEND":
-            value = stack.pop()
-            stack[-1].append(value)
-        elif name == "APPENDS":
-            items = marked()
-            stack[-1].extend(items)
-        elif name == "SETITEM":
-            value, key = stack.pop(), stack.pop()
-            stack[-1][_key(key)] = value
-        elif name == "SETITEMS":
-            items = marked()
-            stack[-1].update(pairs(items))
+        elif name in ("APPEND", "APPENDS"):
+            items = marked() if name == "APPENDS" else [stack.pop()]
+            if not isinstance(stack[-1], Made):  # a class of its own: an object like others, whatever lies in it
+                stack[-1].extend(items)
+        elif name in ("SETITEM", "SETITEMS"):
+            items = marked() if name == "SETITEMS" else [stack.pop() for _ in range(2)][::-1]
+            if not isinstance(stack[-1], Made):
+                stack[-1].update(pairs(items))
+        elif lenient and name in ("EMPTY_SET", "ADDITEMS", "FROZENSET", "NEWOBJ_EX"):
+            if name in ("ADDITEMS", "FROZENSET"):
+                marked()
+            if name == "NEWOBJ_EX":
+                stack[-3:] = [_called(stack[-3], stack[-2])]
+            elif name != "ADDITEMS":
+                stack.append(Made("builtins.set", ()))
         elif name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
         elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
@@ -191,10 +197,10 @@ def _run(data: bytes) -> Any:
         elif name in ("BINGET", "LONG_BINGET", "GET"):
             stack.append(memo[int(argument)])
         elif name == "GLOBAL":
-            stack.append(_named(str(argument).replace(" ", ".")))
+            stack.append(_named(str(argument).replace(" ", "."), lenient))
         elif name == "STACK_GLOBAL":
             attribute, module = stack.pop(), stack.pop()
-            stack.append(_named(f"{module}.{attribute}"))
+            stack.append(_named(f"{module}.{attribute}", lenient))
         elif name in ("REDUCE", "NEWOBJ"):
             args, fn = stack.pop(), stack.pop()
             stack.append(_called(fn, args))
@@ -212,17 +218,17 @@ def _run(data: bytes) -> Any:
 
 def _key(key: Any) -> Any:
     """A key of a dict: texts and numbers, and the objects that stand for one."""
-    if isinstance(key, (str, int, float, bool, bytes, tuple, Made)) or key is None:
+    if isinstance(key, (str, int, float, bool, bytes, tuple, Made, Named)) or key is None:
         return key
     raise ValueError(f"a {type(key).__name__} is the key of a dict")
 
 
-def read_values(data: bytes, where: str) -> Any:
+def read_values(data: bytes, where: str, lenient: bool = False) -> Any:
     """The value that a file describes; `CorruptCheckpoint` naming ``where`` for what is damaged or hostile."""
     if len(data) > MAX_NBYTES:
         raise CorruptCheckpoint(f"{where}: larger than {MAX_NBYTES} bytes")
     try:
-        return _run(data)
+        return _run(data, lenient)
     except CorruptCheckpoint:
         raise
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, UnicodeError, EOFError) as e:

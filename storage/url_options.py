@@ -30,6 +30,11 @@ KNOWN: dict[str, dict[str, str]] = {
     "http": {},
     "https": {},
 }
+_YES_NO = ("true", "false")
+_CHOICES = {  # of the options that take few values
+    "encryption": ("AES256", "aws:kms", "aws:kms:dsse"),
+    **dict.fromkeys(("anonymous", "bucket_key", "requester_pays", "virtual_hosted"), _YES_NO),
+}
 _SECRET = re.compile(r"secret|token|passw|passphrase|credential|sas|auth|key|pwd", re.I)
 _BEGIN = re.compile(r";(?=[a-z_]+=)")
 
@@ -63,6 +68,9 @@ def _checked(scheme: str, name: str, value: object) -> str:
     if not isinstance(value, (str, int)) or value == "":
         raise CheckpointError(f"{scheme}://: option {name} is a text, a whole number or a boolean, not {value!r:.40}")
     text = str(value)
+    allowed = _CHOICES.get(name)
+    if known is not None and allowed is not None and text not in allowed:
+        raise CheckpointError(f"{scheme}://: option {name} is one of {', '.join(allowed)}, not {text!r:.40}")
     if "@" in text.partition("://")[2] or (name == "endpoint" and not re.fullmatch(r"https?://[^/@?#;]+[^@?#]*", text)):
         # The text is not repeated: it may hold a password.
         raise CheckpointError(

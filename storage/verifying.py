@@ -17,10 +17,11 @@ import numpy as np
 from ..arrays.display import human_bytes
 from ..arrays.errors import CorruptCheckpoint
 from . import manifest, names, packed, stores
+from .browse.text import count
 from .checksums import combine, crc32c
 from .chunk_sums import StoredSums
 from .compressed import CompressedTensor, frames_in
-from .opened import Checkpoint
+from .opened import Checkpoint, unread
 from .opening import open_checkpoint
 from .reading import opened, run
 from .scratch import scratch
@@ -36,7 +37,8 @@ _BATCH = 8 << 20  # bytes of one read
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was verified: arrays, files, bytes, seconds. ``uncovered`` names what lies there and was not compared, as nothing has its checksum."""
+    """What was verified: arrays, files, bytes, seconds. ``uncovered`` names what lies there and was not compared, as nothing has its checksum;
+    ``skipped`` names what cannot be read here."""
 
     path: str
     arrays: int
@@ -44,9 +46,11 @@ class VerifyReport:
     nbytes: int
     seconds: float
     uncovered: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        text = f"{self.path}: {self.arrays} arrays, {human_bytes(self.nbytes)} in {self.files} files are sound"
+        arrays, files = count(self.arrays, "array"), count(self.files, "file")
+        text = f"{self.path}: {arrays}, {human_bytes(self.nbytes)} in {files}: sound{unread(self.skipped)}"
         if rest := self.uncovered:
             more = f" and {len(rest) - 12} more" if len(rest) > 12 else ""
             text += f"\n  not compared, as nothing has their checksums ({len(rest)}): {', '.join(rest[:12])}{more}"
@@ -89,7 +93,9 @@ def _verify(ckpt: Checkpoint, given: str, started: float) -> VerifyReport:
         root = stores.split(ckpt.path)[0] if ckpt.kind in _FILES else ckpt.path
         files, nbytes = verify_others(ckpt, root)
         rest = [] if ckpt.kind in _FILES and given == ckpt.path else _others(root, files)
-        return VerifyReport(ckpt.path, len(ckpt), len(files), nbytes, time.perf_counter() - started, rest)
+        return VerifyReport(
+            ckpt.path, len(ckpt), len(files), nbytes, time.perf_counter() - started, rest, list(ckpt.skipped)
+        )
     tensors = [a.tensor.whole() for a in ckpt.arrays.values()]
     with stores.listed_once():
         for t in tensors:

@@ -30,7 +30,7 @@ def verify_others(ckpt: Checkpoint, root: str) -> tuple[set[str], int]:
             replace(t, missing="error").check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
     if bare and len(bare) == len(tensors):
-        raise CheckpointError(f"{ckpt.path} is a {ckpt.kind} checkpoint, which has no checksums to verify")
+        raise CheckpointError(f"{ckpt.path} has no checksums to verify: it is of the kind {ckpt.kind}")
     files, extra, faults = ckpt.documents.compare() if isinstance(ckpt.documents, Documents) else (set(), 0, [])
 
     def check(tensor: Any) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store
 
 from . import stores
+from .local_zarr import known
 
 
 class PlaceStore(Store):
@@ -38,7 +39,7 @@ class PlaceStore(Store):
 
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
         data = await asyncio.to_thread(self._read, key, byte_range)
-        return None if data is None else prototype.buffer.from_bytes(data)
+        return None if data is None else known(key, prototype.buffer.from_bytes(data))
 
     def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
         store = stores.at(self._root)

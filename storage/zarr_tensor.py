@@ -10,13 +10,19 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StoreError
-from . import names, stores, strict_json
+from ..arrays.errors import (
+    CheckpointDTypeError,
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    StoreError,
+)
+from . import dtypes, names, stores, strict_json
 from .dtypes import EXTENSIONS, by_name
 from .generations import NONE, Generation
 from .reading import Job
@@ -37,8 +43,7 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
         from .zarr_store import PlaceStore
 
         return PlaceStore(root), node
-    from zarr.storage import ObjectStore
-
+    from .local_zarr import ObjectStore
     from .objects import client
 
     held, prefix = client(root)
@@ -46,13 +51,13 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
 
 
 def of_array(root: str, node: str, array: Any) -> ZarrTensor:
-    """The tensor of an array that zarr has opened."""
+    """The tensor of an array that zarr has opened. `CheckpointDTypeError` for elements that have no form here."""
     shape, chunk = tuple(map(int, array.shape)), tuple(map(int, array.shards or array.chunks))
     form = getattr(array.metadata, "chunk_key_encoding", None)
     old = getattr(array.metadata, "dimension_separator", ".")
     encoding = ("v2", old) if form is None else (str(form.name), form.separator)
     dtype = np.dtype(array.dtype)
-    if form is None and dtype.kind == "u" and not stores.is_url(root):
+    if form is None and dtype.kind == "u":
         from .local_zarr import extension
 
         dtype = extension(strict_json.loads(stores.at(root).get(f"{node}/.zarray".lstrip("/")))) or dtype
@@ -60,7 +65,8 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
     if dtype.kind == "u" and isinstance(said, dict) and said.get("dtype") in EXTENSIONS:
         true = by_name(said["dtype"])  # bits, see ``array_metadata``
         dtype = true if true.itemsize == dtype.itemsize else dtype
-    return ZarrTensor(root, node, node, shape, dtype, chunk, encoding)
+    # Whatever the order of bytes there, zarr gives numbers: in memory they lie in ours.
+    return ZarrTensor(root, node, node, shape, dtypes.of_reader(dtype, f"{root}: key {node!r}"), chunk, encoding)
 
 
 def open_array(root: str, node: str) -> ZarrTensor:
@@ -77,7 +83,7 @@ def open_array(root: str, node: str) -> ZarrTensor:
         return of_array(root, node, zarr.open_array(store, path=place, mode="r"))
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{root}: the array {node!r} is missing") from None
-    except StoreError:
+    except (StoreError, CheckpointDTypeError):
         raise
     except Exception as e:
         raise CorruptCheckpoint(f"{root}: zarr cannot open key {node!r}: {e}") from e
@@ -109,6 +115,7 @@ class ZarrTensor(ByLibrary):
     ``"fill"``. Writers leave such chunks out where all is the fill value, so a lost chunk and an empty one look alike.
     """
 
+    how: ClassVar[str] = "a Zarr array that another program wrote"
     root: str
     name: str
     node: str
@@ -152,8 +159,9 @@ class ZarrTensor(ByLibrary):
             return
         first, count = self.lost()
         if count:
+            what, are = ("chunk", "is") if count == 1 else ("chunks", "are")
             text = (
-                f"{self.root}: {count} chunks of key {self.name!r} are not there ({', '.join(first)}{', …' if count > len(first) else ''}): lost, or never "
+                f"{self.root}: {count} {what} of key {self.name!r} {are} not there ({', '.join(first)}{', …' if count > len(first) else ''}): lost, or never "
                 "written because all is the fill value, as which Zarr reads them"
             )
             if self.missing == "error":

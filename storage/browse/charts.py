@@ -40,7 +40,9 @@ def _ticks(low: float, high: float, n: int = 5) -> list[float]:
     if not 0 < span < math.inf:
         return [low]
     raw = span / n
-    unit = 10.0 ** math.floor(math.log10(raw))
+    unit = 10.0 ** math.floor(math.log10(raw)) if raw else 0.0
+    if not unit:  # no round number is as small
+        return [low, high]
     step = next((m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999), 10 * unit)
     first = math.ceil(low / step - 1e-9)
     return [round(k * step, 12) if abs(step) > 1e-9 else k * step for k in range(first, int(high / step + 1e-9) + 1)][
@@ -65,7 +67,7 @@ def histogram(
     total = sum(counts)
 
     def x(v: float) -> float:
-        return left + w * (v / 2 - low / 2) / (high / 2 - low / 2) if high > low else left
+        return left + w * (v / 2 - low / 2) / (high / 2 - low / 2) if high / 2 > low / 2 else left
 
     bars = [
         tag(

@@ -99,6 +99,8 @@ def scan(ckpt: Checkpoint, health: Health, progress: Callable[[int, int, str], N
         done += array.nbytes
         health.scanned += 1
         health.nbytes = done
+    for name, why in ckpt.skipped.items():
+        health.add(Finding("unreadable", "note", name, why))
     if verifies:
         tell(done, total, "index and length of every file")
         try:

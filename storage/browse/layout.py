@@ -16,11 +16,12 @@ from ...arrays.blocks import Box, ceil_blocks
 from ...arrays.errors import CheckpointError
 from ..compressed import CompressedTensor
 from ..compression import compression_of
+from ..derived import whole_of
 from ..layouts import Layout
 from ..opened import StoredArray
 from ..packed import PackedBlocks
 from ..raw_tensor import RawTensor
-from ..tensors import read_box
+from ..tensors import ChunkedTensor, read_box
 from ..zarr_tensor import ZarrTensor
 
 MAP = 40  # chunks shown along each side of the map
@@ -113,16 +114,15 @@ def stored(array: StoredArray) -> Stored:
     if isinstance(tensor, RawTensor):
         end = tensor.start + array.nbytes
         place = (os.path.basename(tensor.path), tensor.start, end, tensor.file_nbytes)
-        return Stored("one run of bytes in a safetensors file", 1, array.nbytes, array.shape, None, place)
+        return Stored(tensor.how, 1, array.nbytes, array.shape, None, place)
     if isinstance(tensor, ZarrTensor):
         n = math.prod(-(-s // c) for s, c in zip(array.shape, tensor.chunk, strict=True)) if array.shape else 1
-        return Stored("a Zarr array that another program wrote", n, None, tensor.chunk, None)
-    whole = tensor.whole() if hasattr(tensor, "whole") else tensor
-    grid = whole.grid
+        return Stored(tensor.how, n, None, tensor.chunk, None)
+    whole = whole_of(tensor)
+    if not isinstance(whole, ChunkedTensor):
+        return Stored(tensor.how, len(getattr(tensor, "files", ())) or 1, None, tensor.chunk, None)
+    grid, how = whole.grid, whole.how
     nbytes = sum(o.nbytes for o in whole.objects.values())
-    how = "a Zarr v3 array: shards of chunks, each chunk with its crc32c"
-    if isinstance(whole, PackedBlocks):
-        how = "blocks in safetensors files that it shares with other small arrays, each with its crc32c"
     if (codec := compression_of(whole)) is not None:
         how += f", compressed with {codec} to {nbytes / max(array.nbytes, 1):.0%} of the array's bytes"
     return Stored(
@@ -142,9 +142,9 @@ def chunk_map(
     With ``check``, chunks are read (at most `CHECK` bytes of them) and their checksums compared.
     """
     tensor = array.tensor
-    if isinstance(tensor, RawTensor) or 0 in array.shape:
+    whole = whole_of(tensor)
+    if not isinstance(whole, (ChunkedTensor, ZarrTensor)) or 0 in array.shape:
         return None
-    whole = tensor.whole() if hasattr(tensor, "whole") else tensor
     chunk = tuple(max(1, c) for c in whole.chunk)
     counts = [-(-n // c) for n, c in zip(array.shape, chunk, strict=True)]
     here = [min(a, n - 1) // c for a, n, c in zip(at, array.shape, chunk, strict=True)]

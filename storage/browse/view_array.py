@@ -305,7 +305,7 @@ def values(site: Site, at: str, name: str, view: dict[str, Any]) -> dict[str, An
 def _exactly(x: Any) -> str:
     """A value with the digits that tell it from its neighbours."""
     if isinstance(x, np.floating):
-        return np.format_float_positional(x, trim="-") if 1e-4 <= abs(x) < 1e6 or x == 0 else str(x)
+        return np.format_float_positional(x, trim="-") if 1e-4 <= abs(float(x)) < 1e6 or x == 0 else str(x)
     return str(x)
 
 

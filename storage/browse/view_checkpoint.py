@@ -54,6 +54,7 @@ def head(opened: Opened) -> Markup:
                 ("Step", None if ckpt.step is None else f"{ckpt.step:,}"),
                 ("Format", FORMATS.get(ckpt.kind, ckpt.kind)),
                 ("Saved from", meshes or None),
+                ("Not readable here", f"{len(ckpt.skipped):,}" if ckpt.skipped else None),
             ]
         ),
         tag(

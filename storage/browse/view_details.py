@@ -32,8 +32,9 @@ def _pre(value: Any) -> Markup:
 def _document(ckpt: Checkpoint, name: str) -> Markup:
     """A document that lies beside the arrays: configuration, generation settings, …"""
     try:
-        return _pre(ckpt.documents[name])
-    except (CheckpointError, OSError, UnicodeDecodeError) as e:
+        held = ckpt.documents[name]
+        return _pre(f"{len(held):,} bytes" if isinstance(held, bytes) else held)
+    except (CheckpointError, OSError) as e:
         return notice("bad", "It cannot be read", tag("p", visible(f"{type(e).__name__}: {e}", 600)))
 
 
@@ -64,6 +65,16 @@ def details(site: Site, at: str) -> Shown:
                 else "leaves of the tree that are not arrays",
             ),
             section(
+                "Not readable here",
+                table(
+                    ("Name", "Why"),
+                    [(visible(n, 200), visible(w, 400)) for n, w in list(ckpt.skipped.items())[:_VALUES]],
+                ),
+                note=f"{len(ckpt.skipped):,} in its files",
+            )
+            if ckpt.skipped
+            else None,
+            section(
                 "Meshes",
                 table(
                     ("Mesh", "Ranks"),
@@ -82,6 +93,7 @@ def details(site: Site, at: str) -> Shown:
         ]
     )
     data = facts_of(opened) | {"metadata": plain(ckpt.metadata), "values": {n: plain(v) for n, v in leaves[:_VALUES]}}
+    data["skipped"] = ckpt.skipped
     return Shown(
         f"{opened.place.label}: details",
         body,

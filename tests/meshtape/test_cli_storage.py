@@ -154,7 +154,7 @@ def test_tree(deep: Path) -> None:
     assert lines[1].startswith("├── layers  (7 arrays")
     assert lines[2].startswith("│   ├── 0…2 × 3  (2 arrays")
     assert "w  float32[4, 4]  64 B" in lines[3]
-    assert lines[5].startswith("│   └── 3  (1 arrays")
+    assert lines[5].startswith("│   └── 3  (1 array,")
     assert "\x1b" not in "".join(lines)
     assert len(call("tree", str(deep), "--depth", "1").output.splitlines()) == 4
     data = json.loads(call("tree", str(deep), "--json").output)

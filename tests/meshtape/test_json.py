@@ -157,7 +157,9 @@ def test_looking(home: Path) -> None:
     check("ls", listed, call("ls", str(home / "packed")), call("ls", str(home / "hf")), call("ls", str(home / "run")))
     check("gc", call("gc", str(home / "run"), "--older-than", "0", "--dry-run"))
     left.rmdir()
-    check("show", *(call("show", first, f"params.{n}") for n in ("w", "n", "none", "empty")))
+    check(
+        "show", *(call("show", first, f"params.{n}") for n in ("w", "n", "none", "empty")), call("show", first, "name")
+    )
     check("tree", call("tree", first), call("tree", str(home / "hf")))
     check("browse", call("browse", first, str(home / "run"), str(home)))
 

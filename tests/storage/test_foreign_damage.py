@@ -64,13 +64,13 @@ def test_lost_chunks_of_foreign_zarr_are_no_zeros(tmp_path, version, name):
     file = {("w", 2): "w/1.0", ("w", 3): "w/c/1/0", ("s", 2): "s/0", ("s", 3): "s/c"}[name, version]
     (where / file).unlink()
     for use in (merge, reshard, lambda a, b: convert(a, b, format="zarr")):
-        with pytest.raises(errors.IncompleteCheckpoint, match=f"1 chunks of key '{name}'.*missing=\"fill\""):
+        with pytest.raises(errors.IncompleteCheckpoint, match=f"1 chunk of key '{name}'.*missing=\"fill\""):
             use(where, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         merge(where, tmp_path / "kept", keys=["s" if name == "w" else "w"], overwrite=True)  # the other one is whole
-    with pytest.raises(errors.IncompleteCheckpoint, match="1 chunks"):
+    with pytest.raises(errors.IncompleteCheckpoint, match="1 chunk"):
         verify(where)
-    with pytest.warns(UserWarning, match=f"1 chunks of key '{name}' are not there"):
+    with pytest.warns(UserWarning, match=f"1 chunk of key '{name}' is not there"):
         load(where)
     merge(where, tmp_path / "out", missing="fill")
     got = np.asarray(load(tmp_path / "out")["w"])

@@ -75,7 +75,7 @@ def test_lost_chunks_and_arrays(tmp_path, layout):
     where = Path(shutil.copytree(GOLDEN / layout, tmp_path / "c"))
     chunk = where / "params.dense.kernel" / ("0.0" if layout.endswith("2") else "c/0/0")
     chunk.unlink()
-    with pytest.raises(errors.IncompleteCheckpoint, match="1 chunks"):
+    with pytest.raises(errors.IncompleteCheckpoint, match="1 chunk"):
         merge(where, tmp_path / "out")
     shutil.rmtree(where / "params.dense.kernel")
     with pytest.raises(errors.CheckpointError, match=r"params\.dense\.kernel"):

@@ -1,0 +1,248 @@
+"""Arguments and files that users get wrong: a typed error that names them, and never a raw one or a wrong result."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import meshtape as mt
+from meshtape import errors, storage
+from meshtape.storage import CheckpointManager, stores
+
+W = np.ones((2, 3), "f4")
+
+
+# ----- trees, indices, places -----------------------------------------------------------------------------------------
+
+
+class Sparse:
+    """As a matrix of SciPy is: a shape and a dtype, and no array."""
+
+    shape, dtype = (2, 2), np.dtype("f8")
+
+    def __len__(self) -> int:
+        raise TypeError("sparse array length is ambiguous")
+
+
+@pytest.mark.parametrize("leaf", [Sparse(), np.ma.array([1.0, 2.0], mask=[True, False])])
+def test_what_is_no_array_is_refused_by_name(tmp_path: Path, leaf: Any) -> None:
+    with pytest.raises(errors.CheckpointDTypeError, match=r"'a\.w'"):
+        mt.save(tmp_path / "c", {"a": {"w": leaf}})
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_mask_that_hides_nothing_is_no_loss(tmp_path: Path) -> None:
+    mt.save(tmp_path / "c", {"w": np.ma.array([1.0, 2.0])})
+    assert np.asarray(mt.load(tmp_path / "c")["w"]).tolist() == [1, 2]
+
+
+def test_masks_are_refused_in_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(errors.CheckpointDTypeError, match="masked"):
+        storage.save_safetensors(tmp_path / "x.safetensors", {"w": np.ma.array([1.0], mask=[True])})
+
+
+@pytest.mark.parametrize("index", [np.array([0, 1]), [0, 1], np.array([True, False]), True, np.True_, 1.0, None])
+def test_indices_of_another_kind(tmp_path: Path, index: Any) -> None:
+    mt.save(tmp_path / "c", {"w": W})
+    with pytest.raises(errors.ArrayIndexError, match="integers, slices"):
+        mt.open_checkpoint(tmp_path / "c")["w"][index]
+
+
+def test_an_index_of_numpy(tmp_path: Path) -> None:
+    mt.save(tmp_path / "c", {"w": W})
+    assert mt.open_checkpoint(tmp_path / "c")["w"][np.int64(1), np.array(2)] == 1
+
+
+@pytest.mark.parametrize("place", [b"dir", 3, None])
+@pytest.mark.parametrize("call", [lambda p: mt.save(p, {"w": W}), mt.load, mt.open_checkpoint, CheckpointManager])
+def test_places_that_are_no_texts(call: Any, place: Any) -> None:
+    with pytest.raises(errors.CheckpointError, match="a text or a path"):
+        call(place)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e8m0fnu, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz])
+def test_dtypes_without_an_array_name_their_key(tmp_path: Path, dtype: Any) -> None:
+    storage.save_safetensors(tmp_path / "x.safetensors", {"odd": np.ones(2, dtype)})
+    with pytest.raises(errors.CheckpointDTypeError, match="'odd'"):
+        mt.load(tmp_path / "x.safetensors")
+
+
+class Tensor:
+    """The face that load sees of a tensor of PyTorch."""
+
+    device = "cpu"
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape, self.dtype = shape, type("dtype", (), {"__repr__": lambda self: f"torch.{dtype}"})()
+
+
+def test_like_tensors_of_torch(tmp_path: Path) -> None:
+    mt.save(tmp_path / "c", {"w": W, "b": W.astype(ml_dtypes.bfloat16)})
+    got = mt.load(tmp_path / "c", like={"w": Tensor((2, 3), "float32"), "b": Tensor((2, 3), "bfloat16")})
+    assert np.asarray(got["w"]).tolist() == W.tolist()
+    assert str(got["b"].dtype) == "bfloat16"
+    with pytest.raises(errors.CheckpointDTypeError, match="wanted float16"):
+        mt.load(tmp_path / "c", keys=["w"], like={"w": Tensor((2, 3), "float16")})
+
+
+# ----- documents ------------------------------------------------------------------------------------------------------
+
+TEXT = "# a text, and no JSON\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("README.md", "README.md"),
+        ("notes", "notes.txt"),
+        ("README", "README"),
+        ("run.yaml", "run.yaml"),
+        ("m.py", "m.py"),
+    ],
+)
+def test_texts_are_read_as_they_were_saved(tmp_path: Path, name: str, file: str) -> None:
+    mt.save(tmp_path / "c", {"w": W}, documents={name: TEXT, "config": {"a": 1}, "more": '{"b": 2}'})
+    for where in ("c", "hf"):
+        if where == "hf":
+            mt.merge(tmp_path / "c", tmp_path / "hf")
+        held = mt.open_checkpoint(tmp_path / where).documents
+        assert (held[name], held["config"], held["more"]) == (TEXT, {"a": 1}, {"b": 2})
+        assert (tmp_path / where / file).read_text() == TEXT
+    mt.verify(tmp_path / "c")
+
+
+def test_documents_that_could_not_be_read_are_not_saved(tmp_path: Path) -> None:
+    for documents in ({"config.json": TEXT}, {"a": "\ud800"}):
+        with pytest.raises(errors.CheckpointError, match=r"no JSON|no text of Unicode"):
+            mt.save(tmp_path / "c", {"w": W}, documents=documents)
+        assert not (tmp_path / "c").exists()
+
+
+def test_files_of_a_model_go_along(tmp_path: Path) -> None:
+    here = tmp_path / "hf"
+    here.mkdir()
+    save_file({"w": W}, here / "model.safetensors")
+    files = {"tokenizer.model": b"\xff\x00", "modeling_x.py": b"x = 1\n", "README.md": b"# x", "LICENSE": b"free"}
+    for name, data in files.items():
+        (here / name).write_bytes(data)
+    assert mt.open_checkpoint(here).documents["tokenizer.model"] == b"\xff\x00"
+    mt.merge(here, tmp_path / "out")
+    mt.convert(here, tmp_path / "z", format="zarr")
+    for made in ("out", "z"):
+        assert {n: (tmp_path / made / n).read_bytes() for n in files} == files
+
+
+def test_two_models_in_one_directory(tmp_path: Path) -> None:
+    mt.save(tmp_path / "c", {"w": W, "b": W})
+    mt.merge(tmp_path / "c", tmp_path / "hf", max_shard_bytes=24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert set(mt.load(tmp_path / "hf")) == {"w", "b"}
+    save_file({"new": W}, tmp_path / "hf" / "model.safetensors")
+    with pytest.warns(UserWarning, match="two models"):
+        assert set(mt.load(tmp_path / "hf")) == {"new"}
+
+
+# ----- the manager ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1.9, "3", True, None, np.float64(2)])
+def test_steps_are_whole_numbers(tmp_path: Path, step: Any) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"w": W})
+    calls = [
+        manager.path,
+        manager.rollback,
+        manager.delete,
+        manager.restore,
+        lambda s: manager.save(s, {}, overwrite=True),
+    ]
+    for call in calls if step is not None else (calls[0], calls[4]):
+        with pytest.raises(errors.CheckpointError, match="a step is a whole number"):
+            call(step)
+    assert np.asarray(manager.restore()["w"]).tolist() == W.tolist()
+    manager.save(np.int64(2), {"w": W})
+    assert manager.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["keep", "every_steps", "keep_every", "keep_best", "every_minutes"])
+@pytest.mark.parametrize("value", [1.5, True, "2"])
+def test_policies_are_numbers(tmp_path: Path, name: str, value: Any) -> None:
+    if name == "every_minutes" and value != "2":
+        CheckpointManager(tmp_path, every_minutes=value)
+        return
+    with pytest.raises(errors.CheckpointError, match=name):
+        CheckpointManager(tmp_path, **{name: value})
+
+
+def test_metrics_are_numbers(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, best="loss")
+    for value in ("low", None, "1"):
+        with pytest.raises(errors.CheckpointError, match="metric 'loss'"):
+            manager.save(1, {"w": W}, metrics={"loss": value})
+    assert manager.steps() == []
+
+
+def test_a_copy_under_another_step_is_no_step(tmp_path: Path) -> None:
+    import shutil
+
+    manager = CheckpointManager(tmp_path, keep=2)
+    manager.save(5, {"w": W})
+    shutil.copytree(manager.path(5), manager.path(50))
+    manager.save(6, {"w": W})
+    assert manager.steps() == [5, 6]
+    with pytest.warns(UserWarning, match="its manifest says step 5"):
+        assert manager.latest() == manager.path(6)
+    assert os.path.isdir(manager.path(50))
+
+
+def test_a_save_below_the_latest_says_what_stays(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        manager.save(step, {"w": W})
+    with pytest.warns(UserWarning, match=r"step 15 .* these two are kept, and of the others as many as keep=2 leaves"):
+        manager.save(15, {"w": W})
+    assert manager.steps() == [15, 30]
+
+
+# ----- Zarr in stores -------------------------------------------------------------------------------------------------
+
+
+def test_the_dtypes_of_tensorstore_in_a_bucket() -> None:
+    golden = Path(__file__).parent / "golden" / "orbax-0.12" / "files-zarr2"
+    where = "memory://orbax-in-a-bucket"
+    for file in sorted(golden.rglob("*")):
+        if file.is_file():
+            stores.at(where).put(str(file.relative_to(golden)), file.read_bytes())
+    there, here = mt.open_checkpoint(where), mt.open_checkpoint(golden)
+    assert {n: (a.dtype, a.read().tobytes()) for n, a in there.items()} == {
+        n: (a.dtype, a.read().tobytes()) for n, a in here.items()
+    }
+
+
+def test_a_build_packs_nothing_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled modules of another version in ``build/`` would be imported in place of the sources."""
+    from setuptools import Distribution
+
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    held: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **options: held.update(options))
+    monkeypatch.setattr(sys, "argv", ["setup.py"])
+    exec(compile((root / "setup.py").read_text(), "setup.py", "exec"), {"__name__": "setup"})
+    stale = tmp_path / "lib" / "meshtape" / "autodiff" / "captures.so"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"old")
+    command = held["cmdclass"]["build"](Distribution({"name": "x", "packages": []}))
+    command.build_base, command.build_lib = str(tmp_path), str(tmp_path / "lib")
+    command.ensure_finalized()
+    command.run()
+    assert not stale.exists()
