@@ -188,7 +188,7 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
 def _open_torch(
     path: str, whole: Chunk, root: str, reader: stores.Reader, archive: zipfile.ZipFile, verify: bool
 ) -> Checkpoint:
-    top, folder = described(path, archive, _MAX_PICKLE)
+    top, folder = described(path, archive, whole.nbytes, _MAX_PICKLE)
     order = f"{folder}byteorder"
     if order in archive.namelist() and archive.getinfo(order).file_size < 16 and archive.read(order) != b"little":
         raise CheckpointError(f"{path}: its elements are big-endian; save it anew on another machine")

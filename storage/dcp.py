@@ -188,14 +188,25 @@ class _Slice(io.RawIOBase):
         return got
 
 
-def described(where: str, archive: zipfile.ZipFile, limit: int = _MAX_VALUE) -> tuple[Any, str]:
-    """(what the archive describes, name of the folder in it)."""
+def _description(where: str, archive: zipfile.ZipFile, limit: int, most: int) -> tuple[bytes, str]:
+    """(the text that describes what an archive of ``most`` bytes holds, name of the folder in it); the text fits its CRC32."""
     found = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
-    if len(found) != 1 or archive.getinfo(found[0]).file_size > limit:
-        raise CorruptCheckpoint(f"{where}: an archive without one small data.pkl")
-    if archive.getinfo(found[0]).compress_type != zipfile.ZIP_STORED:  # what unpacks it would raise errors of its own
+    if len(found) != 1:
+        raise CorruptCheckpoint(f"{where}: an archive without one data.pkl")
+    info = archive.getinfo(found[0])
+    if info.compress_type != zipfile.ZIP_STORED:  # what unpacks it would raise errors of its own
         raise CorruptCheckpoint(f"{where}: a compressed data.pkl")
-    return read_values(archive.read(found[0]), where), found[0].removesuffix("data.pkl")
+    if not info.file_size == info.compress_size < most:
+        raise CorruptCheckpoint(f"{where}: data.pkl is longer than its archive")
+    if info.file_size > limit:
+        raise CheckpointDTypeError(f"{where}: data.pkl has {info.file_size} bytes, more than {limit}")
+    return archive.read(found[0]), found[0].removesuffix("data.pkl")
+
+
+def described(where: str, archive: zipfile.ZipFile, most: int, limit: int = _MAX_VALUE) -> tuple[Any, str]:
+    """(what the archive describes, name of the folder in it)."""
+    text, folder = _description(where, archive, limit, most)
+    return read_values(text, where), folder
 
 
 def archive_of(reader: stores.Reader, chunk: Chunk) -> zipfile.ZipFile:
@@ -307,7 +318,7 @@ def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype, tag: str | None)
                 f"{where}: its part ends at byte {chunk.offset + chunk.nbytes}, the file has {size}"
             )
         with archive_of(reader, chunk) as archive:
-            made, folder = described(where, archive)
+            made, folder = described(where, archive, chunk.nbytes)
             entry, first, shape, strides, held, turns = described_tensor(made, where)
             if (shape, held) != (chunk.box.shape, dtype):
                 raise CorruptCheckpoint(f"{where}: {held}{list(shape)} is not its part, {dtype}{list(chunk.box.shape)}")
@@ -359,7 +370,7 @@ def _stored(root: str, info: Made) -> tuple[str, int, int]:
 
 
 def _value(root: str, name: str, info: Made) -> Any:
-    """A value that is no tensor; raises where it is not plain."""
+    """A value that is no tensor; `CheckpointDTypeError` where it is whole and not plain, `CorruptCheckpoint` where it is damaged."""
     file, offset, nbytes = _stored(root, info)
     where = f"{root}/{file}, key {name!r}"
     chunk = Chunk(Box((), ()), file, offset, nbytes)
@@ -368,7 +379,11 @@ def _value(root: str, name: str, info: Made) -> Any:
         damage(where),
         archive_of(reader, chunk) as archive,
     ):
-        return encode_json(described(where, archive)[0], name)
+        text, _ = _description(where, archive, _MAX_VALUE, nbytes)
+        try:
+            return encode_json(read_values(text, where), name)
+        except CheckpointError as e:  # its CRC32 fits: PyTorch wrote it so
+            raise CheckpointDTypeError(str(e)) from None
 
 
 def is_dcp(root: str) -> bool:
@@ -394,7 +409,11 @@ def open_dcp(root: str, verify: bool = True) -> Checkpoint:
                 continue
             try:
                 values[name] = _value(root, name, storage[name, None])
-            except (CheckpointDTypeError, CorruptCheckpoint, KeyError):
+            except CheckpointDTypeError:
+                skipped.append(name)
+            except (CorruptCheckpoint, IncompleteCheckpoint):
+                if verify:
+                    raise
                 skipped.append(name)
     except CorruptCheckpoint:
         raise
