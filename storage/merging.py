@@ -31,6 +31,7 @@ class MergeReport:
     skipped: list[str]
     seconds: float
     losses: dict[str, CastLoss] = field(default_factory=dict)
+    resumed: int = 0  # bytes that an interrupted run had written
 
 
 def merge(
@@ -79,4 +80,4 @@ def merge(
     ['model.safetensors']
     """
     r = convert(src, dst, format="safetensors", max_shard_bytes=max_shard_bytes, **options)
-    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses)
+    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses, resumed=r.resumed)

@@ -28,7 +28,7 @@ from .files import IOV_MAX, active
 from .grid import runs, windows
 from .opening import HF_INDEX
 from .scratch import scratch
-from .sinks import Stream, Unit, clear, read, read_file, sums, touch
+from .sinks import Stream, Unit, clear, cut, read, read_file, sums, touch
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,7 @@ class HuggingFaceSink:
             fd = fs.open(os.path.join(root, file))
             try:
                 fs.write(fd, [self.heads[number]], 0)
+                cut(fd, len(self.heads[number]) + sum(t.nbytes for t in place.values()))
                 fs.fsync(fd)
             finally:
                 fs.close(fd)
