@@ -20,23 +20,26 @@ import numpy as np
 from ..arrays.blocks import Box
 from ..arrays.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from . import dtypes, names, stores
-from .dcp import Chunk, DcpTensor, Place, archive_of, check_strides, damage, described, entry_start
+from .dcp import (
+    Chunk,
+    DcpTensor,
+    Place,
+    archive_of,
+    check_strides,
+    damage,
+    described,
+    described_tensor,
+    entry_start,
+)
 from .manifest import Leaf, encode_json
 from .opened import Checkpoint, StoredArray
 from .reading import Job, opened
 from .tensors import bytes_of
-from .torch_values import Made, Named, Persistent
+from .torch_values import Made, Named
 
 SINGLE = "arr_0"  # the name that NumPy gives an array without one
 _MAX_PICKLE = 64 << 20
 _NOWHERE = Place(0, 0, (), (0, 0), 0)
-_STORAGES = {
-    **{f"torch.{k}Storage": v for k, v in (("Float", "float32"), ("Double", "float64"), ("Half", "float16"))},
-    **{f"torch.{k}Storage": v for k, v in (("BFloat16", "bfloat16"), ("Long", "int64"), ("Int", "int32"))},
-    **{f"torch.{k}Storage": v for k, v in (("Short", "int16"), ("Char", "int8"), ("Byte", "uint8"), ("Bool", "bool"))},
-    "torch.ComplexFloatStorage": "complex64",
-    "torch.ComplexDoubleStorage": "complex128",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,21 +191,15 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
 def _open_torch(
     path: str, whole: Chunk, root: str, reader: stores.Reader, archive: zipfile.ZipFile, verify: bool
 ) -> Checkpoint:
-    top, folder = described(path, archive, _MAX_PICKLE, lenient=True)
+    top, folder = described(path, archive, whole.nbytes, _MAX_PICKLE, lenient=True)
     arrays: dict[str, StoredArray] = {}
     skipped: dict[str, str] = {}
 
     def tensor(made: Made, keys: tuple[str | int, ...]) -> Leaf:
         name = names.leaf_name(keys)
         where = f"{path}, key {name!r}"
-        storage, first, shape, strides = made.args[:4]
-        if not isinstance(storage, Persistent) or len(shape) != len(strides):
-            raise CorruptCheckpoint(f"{where}: not a tensor")
-        kind = made.args[6] if made.name.endswith("_v3") else storage.id[1]
-        if not isinstance(kind, Named):
-            raise CorruptCheckpoint(f"{where}: no dtype")
-        dtype = dtypes.by_name(_STORAGES.get(kind.name, kind.name.removeprefix("torch.")))
-        info = archive.getinfo(f"{folder}data/{storage.id[2]}")
+        entry, first, shape, strides, dtype, turns = described_tensor(made, where)
+        info = archive.getinfo(f"{folder}data/{entry}")
         if info.compress_type != zipfile.ZIP_STORED:
             raise CorruptCheckpoint(f"{where}: compressed elements")
         check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
@@ -210,9 +207,9 @@ def _open_torch(
         if start + info.file_size > whole.nbytes:
             raise CorruptCheckpoint(f"{where}: elements beyond the file")
         at = start + first * dtype.itemsize
-        place = Place(at, whole.nbytes, tuple(strides), (start, info.file_size), info.CRC)
-        chunk = Chunk(Box.whole(tuple(shape)), whole.file, 0, whole.nbytes)
-        held = PlacedTensor(root, name, tuple(shape), dtype, (chunk,), verify, held=place)
+        place = Place(at, whole.nbytes, strides, (start, info.file_size), info.CRC, turns=turns)
+        chunk = Chunk(Box.whole(shape), whole.file, 0, whole.nbytes)
+        held = PlacedTensor(root, name, shape, dtype, (chunk,), verify, held=place)
         arrays[name] = StoredArray(keys, held)
         return Leaf(len(arrays) - 1)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from ..arrays.errors import CheckpointError, MeshtapeError, RuleConflict, RuleMatchError, RuleSyntaxError
@@ -70,7 +70,12 @@ def _natural(values: Iterable[str]) -> tuple[tuple[int, int, str], ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _order(v: str) -> tuple[int, int, str]:
-    return (0, int(v), v) if v.isascii() and v.isdigit() else (1, 0, v)
+    n = _number(v)
+    return (1, 0, v) if n is None else (0, n, v)
+
+
+def _number(v: str) -> int | None:
+    return int(v) if len(v) < 19 and v.isascii() and v.isdigit() else None
 
 
 # ----- rules ----------------------------------------------------------------------------------------------------------
@@ -103,23 +108,36 @@ def _counted(rule: Rule) -> str | None:
 def _check_gaps(
     rule: Rule, names: Sequence[str], groups: Sequence[tuple[Mapping[str, str], Iterable[tuple[str, ...]]]]
 ) -> None:
-    """Refuse gaps in the numbers that a rule collects: behind a lost expert, all others would shift."""
+    """Refuse gaps in what a rule collects: behind a lost expert all others would shift, and without the last an array would be short."""
     for i, name in enumerate(names):
-        runs: dict[tuple[int, tuple[str, ...]], set[int]] = {}
+        runs: dict[tuple[int, tuple[str, ...]], set[str]] = {}
         for number, (_, rows) in enumerate(groups):
             for row in rows:
-                runs.setdefault((number, row[:i]), set()).add(
-                    int(row[i]) if row[i].isascii() and row[i].isdigit() else -1
-                )
-        first = min((min(held) for held in runs.values()), default=-1)
-        for (number, before), held in runs.items() if first >= 0 else ():
-            if len(held) <= max(held) - first:
-                at = {**groups[number][0], **dict(zip(names, before, strict=False))}
-                where = "".join(f" for {k}={v}" for k, v in at.items())
-                raise RuleMatchError(
-                    f"{name}={ranges(set(range(first, max(held))) - held)} is missing{where}: the keys that the rule collects have "
-                    f"{name}={ranges(held)}. Restore it, or name each source where it is left out on purpose; in the rule\n  {rule.shown}"
-                )
+                runs.setdefault((number, row[:i]), set()).add(row[i])
+        values = set().union(*runs.values())
+        numbers = {n for n in map(_number, values) if n is not None}
+        # Where each key is alone, a name that stands there is passed over, not collected.
+        texts = {v for v in values if _number(v) is None} if any(len(held) > 1 for held in runs.values()) else set()
+        first, last = min(numbers, default=0), max(numbers, default=-1)
+        for (number, before), held in runs.items():
+            at = {**groups[number][0], **dict(zip(names, before, strict=False))}
+            where = "".join(f" for {k}={v}" for k, v in at.items())
+            known: dict[int, str] = {}
+            for v in held:
+                if (n := _number(v)) is not None and known.setdefault(n, v) != v:
+                    both = " and ".join(sorted((v, known[n])))
+                    raise RuleConflict(
+                        f"{name}={both} are one number{where}: name each source, in the rule\n  {rule.shown}"
+                    )
+            if len(known) == last - first + 1 and texts <= held:
+                continue
+            gaps = set(islice((n for n in range(first, last + 1) if n not in known), 1000))
+            lost = ", ".join([*([ranges(gaps)] if gaps else []), *sorted(texts - held)[:8]])
+            there = ", ".join([*([ranges(known)] if known else []), *sorted(held - set(known.values()))[:8]])
+            raise RuleMatchError(
+                f"{name}={lost} is missing{where}: the keys that the rule collects have {name}={there}. Restore it; where it is left out on "
+                f"purpose, name each source, or write a rule for each array that has fewer; in the rule\n  {rule.shown}"
+            )
 
 
 def _names(names: str | Iterable[str]) -> tuple[str, ...]:

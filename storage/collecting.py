@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import commit, owners, stores
-from .files import active, try_lock
+from .files import try_lock
 
 PART, JOURNAL = ".part", ".meshtape-transfer"
 
@@ -53,14 +53,16 @@ def _size(path: str) -> int:
     return total
 
 
-def _idle(part: str) -> bool:
-    """Whether nobody works on an unfinished transfer."""
+@contextlib.contextmanager
+def _idle(part: str) -> Iterator[bool]:
+    """Whether nobody works on an unfinished transfer; nobody begins to in the block."""
     try:
         fd = os.open(os.path.join(part, JOURNAL), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError:
-        return False
+        yield False
+        return
     try:
-        return try_lock(fd) is True
+        yield try_lock(fd) is True
     finally:
         os.close(fd)
 
@@ -82,7 +84,8 @@ def _local(parent: str, only: str | None, silence: float | None) -> Iterator[Lef
             if m:
                 kind, why = m["kind"], owners.why_gone(path, m["owner"], int(m["pid"]), silence)
             else:
-                kind, why = "part", "no process works on it" if _idle(path) else None
+                with _idle(path) as idle:
+                    kind, why = "part", "no process works on it" if idle else None
             yield Leftover(path, kind, _size(path), max(0.0, time.time() - owners.last_write(path)), why or "")
 
 
@@ -149,14 +152,21 @@ def gc(
     found = [x for x in leftovers(directory, older_than=older_than) if x.dead and (parts or x.kind != "part")]
     if dry_run:
         return found
-    for x in found:
-        with contextlib.suppress(FileNotFoundError), commit.writing(x.path):
-            if x.kind == "claim":
-                from . import object_commit
+    return [x for x in found if _collected(x, older_than)]
 
-                object_commit.recover(x.path.rpartition("/")[0], older_than)
-            elif x.kind == "part":
-                active().remove_tree(x.path)
-            else:
-                commit.collect(x.path)
-    return found
+
+def _collected(x: Leftover, older_than: float | None) -> bool:
+    """Whether it is gone; somebody may have taken it, or have come back to it, since it was listed."""
+    with commit.writing(x.path), contextlib.suppress(FileNotFoundError):  # whoever comes second finds it gone
+        if x.kind == "claim":
+            from . import object_commit
+
+            object_commit.recover(x.path.rpartition("/")[0], older_than)
+        elif x.kind == "part":
+            with _idle(x.path) as idle:
+                if idle:
+                    commit.discard(x.path)
+                return idle
+        else:
+            return commit.collect(x.path)
+    return True

@@ -142,23 +142,32 @@ def recover(parent: str) -> list[str]:
         path = os.path.join(parent, entry)
         # Another process may be collecting the same: whoever comes second finds it gone. What cannot be deleted is no error of a save.
         with contextlib.suppress(OSError):
-            if m and owners.why_gone(path, m["owner"], int(m["pid"])):
-                collect(path)
+            if m and owners.why_gone(path, m["owner"], int(m["pid"])) and collect(path):
                 done.append(path)
     return done
 
 
-def collect(path: str) -> None:
-    """End what the dead owner of a temporary name had begun: put back what has no successor, and delete the rest."""
-    fs = active()
-    parent, entry = os.path.split(path)
-    m = KINDS.match(entry)
-    target = os.path.join(parent, m["name"]) if m else path
-    if m and m["kind"] == "old" and not os.path.lexists(target):
-        fs.rename(path, target)
-        fs.fsync_dir(parent)
-    else:
-        discard(path)
+def collect(path: str) -> bool:
+    """End what the dead owner of a temporary name had begun: put back what has no successor, and delete the rest.
+
+    False where somebody has it after all: a writer of another namespace, which had not locked it yet when it was looked at.
+    """
+    held = owners.Hold(path).lock()
+    try:
+        if held.locked is False:
+            return False
+        fs = active()
+        parent, entry = os.path.split(path)
+        m = KINDS.match(entry)
+        target = os.path.join(parent, m["name"]) if m else path
+        if m and m["kind"] == "old" and not os.path.lexists(target):
+            fs.rename(path, target)
+            fs.fsync_dir(parent)
+        else:
+            discard(path)
+        return True
+    finally:
+        held.release()
 
 
 def discard(path: str) -> None:

@@ -38,6 +38,16 @@ from .torch_values import Made, Named, Persistent, read_values
 FILE = ".metadata"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _MAX_VALUE = 1 << 20  # bytes of a value that is no tensor
+# Functions by which PyTorch makes tensors, and which argument of each says how the elements are turned: by a function, for some kinds of dtypes.
+_REBUILDS = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
+_TURNS: dict[str, tuple[str, Any]] = {"conj": ("c", np.conjugate), "neg": ("iufcV", np.negative)}
+_STORAGES = {
+    **{f"torch.{k}Storage": v for k, v in (("Float", "float32"), ("Double", "float64"), ("Half", "float16"))},
+    **{f"torch.{k}Storage": v for k, v in (("BFloat16", "bfloat16"), ("Long", "int64"), ("Int", "int32"))},
+    **{f"torch.{k}Storage": v for k, v in (("Short", "int16"), ("Char", "int8"), ("Byte", "uint8"), ("Bool", "bool"))},
+    "torch.ComplexFloatStorage": "complex64",
+    "torch.ComplexDoubleStorage": "complex128",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +125,16 @@ class DcpTensor:
         part = Box(tuple(local.offset[d] for d in order), tuple(local.shape[d] for d in order))
         out = out.transpose(order)
         if not dense or not self.summed or common != chunk.box or place.stored != (start, out.nbytes):
-            return sum(job() for job in raw.jobs(part, out))
+            total = sum(job() for job in raw.jobs(part, out))
+            place.turn(out)
+            return total
         held = out if out.flags.c_contiguous else np.empty(shape, self.dtype)
         total = sum(job() for job in raw.jobs(part, held))
         if zlib.crc32(bytes_of(held), place.seed) != place.crc32:
             raise self._damaged(path, chunk)
         if held is not out:
             out[...] = held
+        place.turn(out)
         return total
 
     def place(self, chunk: Chunk) -> Place:
@@ -180,18 +193,31 @@ class _Slice(io.RawIOBase):
         return got
 
 
-def described(where: str, archive: zipfile.ZipFile, limit: int = _MAX_VALUE, lenient: bool = False) -> tuple[Any, str]:
-    """(what the archive describes, name of the folder in it)."""
+def _description(where: str, archive: zipfile.ZipFile, limit: int, most: int) -> tuple[bytes, str]:
+    """(the text that describes what an archive of ``most`` bytes holds, name of the folder in it); the text fits its CRC32."""
     found = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
-    if len(found) != 1 or archive.getinfo(found[0]).file_size > limit:
-        raise CorruptCheckpoint(f"{where}: an archive without one small data.pkl")
-    if archive.getinfo(found[0]).compress_type != zipfile.ZIP_STORED:  # what unpacks it would raise errors of its own
+    if len(found) != 1:
+        raise CorruptCheckpoint(f"{where}: an archive without one data.pkl")
+    info = archive.getinfo(found[0])
+    if info.compress_type != zipfile.ZIP_STORED:  # what unpacks it would raise errors of its own
         raise CorruptCheckpoint(f"{where}: a compressed data.pkl")
     folder = found[0].removesuffix("data.pkl")
     order = f"{folder}byteorder"
     if order in archive.namelist() and archive.getinfo(order).file_size < 16 and archive.read(order) != b"little":
         raise CheckpointDTypeError(f"{where}: its elements are big-endian; save it anew on another machine")
-    return read_values(archive.read(found[0]), where, lenient), folder
+    if not info.file_size == info.compress_size < most:
+        raise CorruptCheckpoint(f"{where}: data.pkl is longer than its archive")
+    if info.file_size > limit:
+        raise CheckpointDTypeError(f"{where}: data.pkl has {info.file_size} bytes, more than {limit}")
+    return archive.read(found[0]), folder
+
+
+def described(
+    where: str, archive: zipfile.ZipFile, most: int, limit: int = _MAX_VALUE, lenient: bool = False
+) -> tuple[Any, str]:
+    """(what the archive describes, name of the folder in it)."""
+    text, folder = _description(where, archive, limit, most)
+    return read_values(text, where, lenient), folder
 
 
 def archive_of(reader: stores.Reader, chunk: Chunk) -> zipfile.ZipFile:
@@ -222,7 +248,7 @@ def damage(where: str) -> Iterator[None]:
 class Place(NamedTuple):
     """Where a chunk lies: its first element, its strides in elements, and the (start, length) and CRC32 of all that is stored with it.
 
-    ``seed`` is the CRC32 of what its entry holds before that.
+    ``seed`` is the CRC32 of what its entry holds before that. PyTorch stores the conjugate, or the negative, of ``turns``.
     """
 
     start: int
@@ -231,6 +257,43 @@ class Place(NamedTuple):
     stored: tuple[int, int]
     crc32: int
     seed: int = 0
+    turns: frozenset[str] = frozenset()
+
+    def turn(self, out: np.ndarray) -> None:
+        """Make the values of the elements that were read."""
+        for name in self.turns:
+            _TURNS[name][1](out, out=out)
+
+
+class Described(NamedTuple):
+    """A tensor as its description has it: the entry of its storage, its first element and strides there, and how it is turned."""
+
+    entry: str
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+    turns: frozenset[str]
+
+
+def described_tensor(made: Any, where: str) -> Described:
+    """The arguments of the function that PyTorch makes a tensor by, checked."""
+    place = _REBUILDS.get(made.name) if isinstance(made, Made) else None
+    if place is None or not isinstance(made.args[0], Persistent):
+        raise CorruptCheckpoint(f"{where}: not a tensor")
+    storage, first, shape, strides = made.args[:4]
+    kind = made.args[6] if made.name.endswith("_v3") else storage.id[1]
+    if not isinstance(kind, Named) or len(shape) != len(strides):
+        raise CorruptCheckpoint(f"{where}: not a tensor")
+    dtype = dtypes.by_name(_STORAGES.get(kind.name, kind.name.removeprefix("torch.")))
+    turns = (made.args[place] if len(made.args) > place else None) or {}
+    if not isinstance(turns, dict) or any(dtype.kind not in _TURNS.get(k, ("", None))[0] for k in turns):
+        raise CheckpointDTypeError(
+            f"{where}: a {dtype} tensor with {str(turns)[:80]} has no form here; save its clone()"
+        )
+    return Described(
+        str(storage.id[2]), first, tuple(shape), tuple(strides), dtype, frozenset(k for k in turns if turns[k])
+    )
 
 
 def check_strides(where: str, shape: Sequence[int], strides: Sequence[int], first: int, count: int) -> None:
@@ -271,20 +334,18 @@ def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype, tag: str | None)
                 f"{where}: its part ends at byte {chunk.offset + chunk.nbytes}, the file has {size}"
             )
         with archive_of(reader, chunk) as archive:
-            made, folder = described(where, archive)
-            if not isinstance(made, Made) or not made.name.startswith("torch._utils._rebuild_tensor_v"):
-                raise CorruptCheckpoint(f"{where}: not a tensor")
-            storage, first, shape, strides = made.args[:4]
-            if not isinstance(storage, Persistent) or tuple(shape) != chunk.box.shape or len(strides) != len(shape):
-                raise CorruptCheckpoint(f"{where}: shape {shape} is not that of its part, {chunk.box.shape}")
-            info = archive.getinfo(f"{folder}data/{storage.id[2]}")
+            made, folder = described(where, archive, chunk.nbytes)
+            entry, first, shape, strides, held, turns = described_tensor(made, where)
+            if (shape, held) != (chunk.box.shape, dtype):
+                raise CorruptCheckpoint(f"{where}: {held}{list(shape)} is not its part, {dtype}{list(chunk.box.shape)}")
+            info = archive.getinfo(f"{folder}data/{entry}")
         if info.compress_type != zipfile.ZIP_STORED:
             raise CorruptCheckpoint(f"{where}: compressed elements")
         check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
         start = chunk.offset + entry_start(reader, info, chunk.offset, where)
         if start + info.file_size > chunk.offset + chunk.nbytes:
             raise CorruptCheckpoint(f"{where}: elements beyond their archive")
-    return Place(start + first * dtype.itemsize, size, tuple(strides), (start, info.file_size), info.CRC)
+    return Place(start + first * dtype.itemsize, size, strides, (start, info.file_size), info.CRC, turns=turns)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -325,7 +386,7 @@ def _stored(root: str, info: Made) -> tuple[str, int, int]:
 
 
 def _value(root: str, name: str, info: Made) -> Any:
-    """A value that is no tensor; raises where it is not plain."""
+    """A value that is no tensor; `CheckpointDTypeError` where it is whole and not plain, `CorruptCheckpoint` where it is damaged."""
     file, offset, nbytes = _stored(root, info)
     where = f"{root}/{file}, key {name!r}"
     chunk = Chunk(Box((), ()), file, offset, nbytes)
@@ -334,7 +395,11 @@ def _value(root: str, name: str, info: Made) -> Any:
         damage(where),
         archive_of(reader, chunk) as archive,
     ):
-        return decode_json(encode_json(described(where, archive)[0], name))
+        text, _ = _description(where, archive, _MAX_VALUE, nbytes)
+        try:
+            return decode_json(encode_json(read_values(text, where), name))
+        except CheckpointError as e:  # its CRC32 fits: PyTorch wrote it so
+            raise CheckpointDTypeError(str(e)) from None
 
 
 def is_dcp(root: str) -> bool:
@@ -362,10 +427,10 @@ def open_dcp(root: str, verify: bool = True) -> Checkpoint:
                     values[name] = _value(root, name, storage[name, None])
             except CheckpointDTypeError as e:
                 skipped[name] = str(e)
-            except (CorruptCheckpoint, KeyError) as e:
-                if entry.name.endswith("TensorStorageMetadata"):
+            except (CorruptCheckpoint, IncompleteCheckpoint) as e:
+                if verify or entry.name.endswith("TensorStorageMetadata"):
                     raise
-                skipped[name] = str(e) if isinstance(e, CorruptCheckpoint) else "no file holds it"
+                skipped[name] = str(e)
     except CorruptCheckpoint:
         raise
     except (ValueError, TypeError, AttributeError, KeyError) as e:

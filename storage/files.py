@@ -140,18 +140,15 @@ class Files:
 
     def remove_tree(self, path: str) -> None:
         """Delete a file or a directory with all below it. Symbolic links are removed, never followed."""
-        try:
-            mode = os.lstat(path).st_mode
-        except FileNotFoundError:
-            return
-        if not stat.S_ISDIR(mode):
-            self.unlink(path)
-            return
-        with os.scandir(path) as entries:
-            children = sorted(e.path for e in entries)
-        for child in children:
-            self.remove_tree(child)
-        self.rmdir(path)
+        with contextlib.suppress(FileNotFoundError):  # another process may be deleting the same
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                self.unlink(path)
+                return
+            with os.scandir(path) as entries:
+                children = sorted(e.path for e in entries)
+            for child in children:
+                self.remove_tree(child)
+            self.rmdir(path)
 
     def free_bytes(self, path: str) -> int:
         """Bytes that this user may still write to the file system of ``path``."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"\Astep-(\d{8,})\Z")
 METRICS = "meshtape.metrics"
+_LOOKS = 100  # at a directory, while another process rotates it
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,33 +438,41 @@ class CheckpointManager:
 
         return server.show(self.directory, metric=self.best_metric, best=self.best_is)
 
-    def _complete(self, warn: bool = False) -> list[_Complete]:
-        found: list[_Complete] = []
+    def _listed(self) -> dict[str, None]:
+        """Names of checkpoints that are there, or are being replaced, in order."""
         folders = stores.at(self.directory).folders()
-        names = {e for e in folders if _NAME.match(e)}
         # One that is just being replaced has only its set-aside name for a moment; a reader finds it under its own.
-        for entry in folders:
-            head, kind, _ = entry.partition(".old-")
-            if kind and _NAME.match(head):
-                names.add(head)
-        for name in sorted(names):
+        heads = (e.partition(".old-")[0] for e in folders)
+        return dict.fromkeys(sorted(e for e in heads if _NAME.match(e)))
+
+    def _manifest(self, name: str) -> manifest.Manifest | CheckpointError | None:
+        """That of a checkpoint, or why it cannot be read; None where it has none."""
+        try:
+            return manifest.read(commit.resolve(stores.join(self.directory, name)))
+        except CheckpointError as e:
+            return e
+
+    def _complete(self, warn: bool = False) -> list[_Complete]:
+        listed = self._listed()
+        held: dict[str, manifest.Manifest | CheckpointError | None] = {}
+        for _ in range(_LOOKS):
+            held = {name: held.get(name) or self._manifest(name) for name in listed}
+            absent = {name for name, m in held.items() if m is None}
+            # What another process rotated away meanwhile made way for one that was not listed yet: look again. The others are incomplete.
+            if not absent or absent <= (listed := self._listed()).keys():
+                break
+        found: list[_Complete] = []
+        for name, m in held.items():
             target = stores.join(self.directory, name)
-            try:
-                held = manifest.read(commit.resolve(target))
-            except CheckpointError as e:
-                held = None
-                if warn:
-                    warnings.warn(f"skipped {target}: {e}", stacklevel=3)
-            else:
-                # (One that a rotation just took away is not incomplete.)
-                if held is None and warn and self._is_there(target):
-                    warnings.warn(f"skipped {target}: it has no {manifest.FILE}, so it is incomplete", stacklevel=3)
-            if held is not None:
+            if isinstance(m, manifest.Manifest):
                 number = int(name.partition("-")[2])
-                metrics = held.metadata.get(METRICS)
+                metrics = m.metadata.get(METRICS)
                 metrics = metrics if isinstance(metrics, dict) else {}
-                branch = branches.of_plain(held.metadata.get(branches.KEY))
-                found.append(_Complete(number if held.step is None else held.step, target, metrics, branch))
+                branch = branches.of_plain(m.metadata.get(branches.KEY))
+                found.append(_Complete(number if m.step is None else m.step, target, metrics, branch))
+            elif warn and name in listed:
+                why = m or f"it has no {manifest.FILE}, so it is incomplete"
+                warnings.warn(f"skipped {target}: {why}", stacklevel=3)
         own = {c.step for c in found if c.path == self.path(c.step)}
         copies = [c for c in found if c.step in own and c.path != self.path(c.step)]
         for c in copies if warn else ():

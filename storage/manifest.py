@@ -263,6 +263,8 @@ def _check_tree(root: Any, arrays: list[ArrayEntry], source: str) -> None:
             stack += [(v, (*path, i)) for i, v in enumerate(content)]
         elif kind != "value":
             raise bad(f"unknown kind {kind!r} at {path}")
+        elif isinstance(decode_json(content), (dict, list)):
+            raise bad(f"{str(content)[:40]} at {path} is no value")
     if len(seen) != len(arrays):
         raise bad(f"{len(arrays) - len(seen)} arrays have no place in it")
 
@@ -276,8 +278,13 @@ def _sizes(x: Any, least: int) -> tuple[int, ...]:
     return tuple(x)
 
 
-def _crc(text: Any) -> int | None:
-    return None if text is None else int(text, 16)
+_SUM = re.compile(r"[0-9a-f]{8}\Z")
+
+
+def _crc(text: Any) -> int:
+    if not isinstance(text, str) or not _SUM.match(text):
+        raise ValueError(f"{str(text)[:40]!r} is not a crc32c")
+    return int(text, 16)
 
 
 def _section(x: Any, grid: Grid) -> Section | None:
@@ -286,7 +293,7 @@ def _section(x: Any, grid: Grid) -> Section | None:
     first, crc = x
     if type(first) is not int or not 0 <= first < 1 << 60 or not has_section(grid):
         raise ValueError(f"{str(x)[:80]} is not a place in the table of checksums")
-    return first, int(crc, 16)
+    return first, _crc(crc)
 
 
 def _form(e: Any) -> tuple[Grid, np.dtype, int]:
@@ -317,7 +324,7 @@ def _array(
         compression = of_plain(e.get("compression"))
         if compression is not None and not grid.shape:
             raise ValueError("a 0-d array is not compressed")
-        sums, zarr = _section(e.get("sums"), grid), _crc(e.get("zarr"))
+        sums, zarr = _section(e.get("sums"), grid), _crc(e["zarr"]) if "zarr" in e else None
         if not isinstance(e["objects"], list) or len(e["objects"]) != count:
             raise ValueError(f"{count} objects are needed")
         mesh, sharding = e["mesh"], e["sharding"]
@@ -325,6 +332,10 @@ def _array(
             raise ValueError(f"no mesh {mesh!r}")
         if sharding is not None and not (isinstance(sharding, list) and all(isinstance(t, str) for t in sharding)):
             raise ValueError("sharding is not a list of texts")
+        if sharding is not None and mesh is None:
+            raise ValueError("it has a sharding and no mesh")
+        if type(e.get("nbytes", 0)) is not int:
+            raise ValueError(f"nbytes is {str(e['nbytes'])[:40]}")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
         packed = e.get("packed", False)
         if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression or sums or "dir" in e)):
@@ -400,8 +411,8 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
             raise ValueError("an axis is a name and a positive length")
     except (TypeError, ValueError):
         raise CorruptCheckpoint(f"{source}: malformed meshes") from None
-    if not isinstance(top.get("packs", []), list):
-        raise CorruptCheckpoint(f"{source}: packs are not a list")
+    if not isinstance(top.get("packs", []), list) or type(top.get("nbytes", 0)) is not int:
+        raise CorruptCheckpoint(f"{source}: packs are not a list, or nbytes is not a number")
     packs = [pack_of(row, source) for row in top.get("packs", [])]
     if len({p.file for p in packs}) != len(packs):
         raise CorruptCheckpoint(f"{source}: a pack is listed twice")
@@ -413,8 +424,8 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
         raise CorruptCheckpoint(f"{source}: two arrays share a directory")
     _check_tree(top.get("tree"), entries, source)
     try:
-        documents = {str(n): (int(crc, 16), str(file)) for n, (crc, file) in (top.get("documents") or {}).items()}
-        sums, zarr = top.get("sums"), _crc(top.get("zarr"))
+        documents = {n: (_crc(crc), str(file)) for n, (crc, file) in top.get("documents", {}).items()}
+        sums, zarr = top.get("sums"), _crc(top["zarr"]) if "zarr" in top else None
         for file in [*(file for _, file in documents.values()), *([] if sums is None else [sums])]:
             if len(names.plain(file, source)) > 1:
                 raise ValueError(f"{file!r} is not one name")

@@ -35,6 +35,7 @@ class MergeReport:
     losses: dict[str, CastLoss] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
+    resumed: int = 0  # bytes that an interrupted run had written
 
 
 def merge(
@@ -83,4 +84,6 @@ def merge(
     ['model.safetensors']
     """
     r = convert(src, dst, format="safetensors", max_shard_bytes=max_shard_bytes, **options)
-    return MergeReport(r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses, r.notes, r.left_behind)
+    return MergeReport(
+        r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses, r.notes, r.left_behind, r.resumed
+    )

@@ -17,7 +17,7 @@ from .checksums import crc32c
 from .files import IOV_MAX, active, preadv
 from .grid import runs
 from .scratch import scratch
-from .sinks import read, touch
+from .sinks import cut, read, touch
 
 
 def begin(root: str, heads: Mapping[str, bytes]) -> None:
@@ -33,12 +33,13 @@ def begin(root: str, heads: Mapping[str, bytes]) -> None:
             fs.close(fd)
 
 
-def seal(root: str, file: str, head: bytes, sums: Sequence[int]) -> bytes:
-    """Write the header of a file anew, with the checksums of its tensors, and make the file durable; returns the header."""
+def seal(root: str, file: str, head: bytes, sums: Sequence[int], nbytes: int) -> bytes:
+    """Write the header of a file of ``nbytes`` anew, with the checksums of its tensors, and make the file durable; returns the header."""
     fs, head = active(), tensor_sums.sealed(head, sums)
     fd = fs.open(os.path.join(root, file))
     try:
         fs.write(fd, [head], 0)
+        cut(fd, nbytes)
         fs.fsync(fd)
     finally:
         fs.close(fd)

@@ -102,7 +102,7 @@ class ShardWriter:
                 value, bad, found = digest(reader, self.grid, coord, sums[0], self.dtype.itemsize)
             except ValueError:
                 return False
-        return not bad and [value, *found] == sums[1:]
+        return not bad and [value, *found] == sums[1:] and os.path.getsize(path) == sums[0]
 
     def sync(self, root: str, window: Box, sums: list[int]) -> Record:
         """Make a shard durable."""

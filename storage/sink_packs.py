@@ -122,7 +122,8 @@ class PackFiles:
         def write(file: str) -> list[Record]:
             tasks, head, places = self._placed[file]
             found = {t.name: of(t) for t in tasks}
-            head = seal(root, file, head, [found[name] for name in places])
+            nbytes = len(head) + sum(p.nbytes for p in places.values())
+            head = seal(root, file, head, [found[name] for name in places], nbytes)
             return packs.records_of(tasks, head, places, found)
 
         return [r for held in in_threads(write, list(self._placed), SYNCS) for r in held]

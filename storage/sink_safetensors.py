@@ -91,7 +91,8 @@ class HuggingFaceSink:
         for number, (file, place) in enumerate(zip(self.files, self.places, strict=True)):
             held = [self._sum(root, self._number[n], parts.get(self._number[n], [])) for n in place]
             self._sums.append(held)
-            self.heads[number] = seal(root, file, self.heads[number], held)
+            nbytes = len(self.heads[number]) + sum(t.nbytes for t in place.values())
+            self.heads[number] = seal(root, file, self.heads[number], held, nbytes)
 
     def _sum(self, root: str, array: int, parts: list[tuple[Unit, int]]) -> int:
         """The crc32c of a tensor that was written, from those of its windows; it is read where they are not stretches of the file."""

@@ -26,7 +26,7 @@ from .grid import Grid, ravel, windows
 from .scratch import scratch
 from .shard_streams import ShardWriter, pieces_of, shard_of
 from .sink_packs import BlockWriter, PackFiles
-from .sinks import BATCH, CHECKED, Stream, Unit, clear, read, sums, touch
+from .sinks import BATCH, CHECKED, Stream, Unit, clear, cut, read, sums, touch
 from .tensors import consecutive
 from .threads import SYNCS, compressors, in_threads, writers
 from .writing import Record
@@ -238,6 +238,7 @@ class ZarrSink:
         try:
             if grid.shape:
                 total += fs.write(fd, [shard_index(grid, coord, n + 4)], total)
+            cut(fd, total)
             fs.fsync(fd)
         finally:
             fs.close(fd)

@@ -135,6 +135,12 @@ def clear(root: str, late: Sequence[str]) -> None:
             active().unlink(path)
 
 
+def cut(fd: int, nbytes: int) -> None:
+    """Take away what lies behind the end of a file: somebody may have added to one that an interrupted run left."""
+    if os.fstat(fd).st_size > nbytes:
+        os.ftruncate(fd, nbytes)
+
+
 def touch(fs: Files, path: str) -> None:
     if not os.path.lexists(path):
         fs.close(fs.create(path))

@@ -57,11 +57,14 @@ def _journal(part: str) -> Iterator[int]:
     fs = active()
     path = os.path.join(part, JOURNAL)
     for _ in range(10):
-        if not os.path.isdir(part):
-            fs.mkdir(part)
-        elif not os.path.exists(path) and os.listdir(part):
-            raise CheckpointExists(f"{part} is in the way: it is no unfinished transfer; move it elsewhere")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            if not os.path.isdir(part):
+                fs.mkdir(part)
+            elif not os.path.exists(path) and os.listdir(part):
+                raise CheckpointExists(f"{part} is in the way: it is no unfinished transfer; move it elsewhere")
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except (FileExistsError, FileNotFoundError):  # another process has just made it, or removed it
+            continue
         try:
             if try_lock(fd) is False:  # (without locks, two runs on one target are their user's care)
                 raise CheckpointError(f"another process is working on {part}; wait for it to end")

@@ -150,7 +150,7 @@ def _check_metadata(root: str, held: manifest.Manifest, faults: list[str]) -> It
             continue
         file = f"{entry.directory}/zarr.json"
         text = texts[entry.directory] = _text(root, file, faults)
-        if text and entry.zarr is not None and crc32c(text) != entry.zarr:
+        if text and entry.zarr not in (None, crc32c(text)):
             faults.append(f"{stores.join(root, file)} (key {entry.name!r}) does not fit its crc32c")
         yield len(text)
     group = _text(root, "zarr.json", faults)
@@ -163,10 +163,12 @@ def _check_metadata(root: str, held: manifest.Manifest, faults: list[str]) -> It
 
 def _text(root: str, file: str, faults: list[str]) -> bytes:
     try:
-        return stores.at(root).get(file)
+        text = stores.at(root).get(file)
     except FileNotFoundError:
-        faults.append(f"{stores.join(root, file)} is missing")
-        return b""
+        text = b""
+    if not text:
+        faults.append(f"{stores.join(root, file)} is missing or empty")
+    return text
 
 
 def _batched(items: Iterable[T], n: int) -> Iterator[list[T]]:

@@ -104,6 +104,53 @@ def test_torch(kit, tmp_path):
     assert load(tmp_path / "z")["epoch"] == 3
 
 
+X, M, T = np.array([1 + 2j, 3 - 4j, 5 + 6j], "c8"), (np.arange(6).reshape(2, 3) * (1 + 1j)).astype("c8"), np.arange(6.0)
+SIGNS = {
+    "conj": X.conj(),
+    "mH": M.conj().T,
+    "neg": -T.reshape(2, 3).astype("f4"),
+    "both": -M.conj(),
+    "view": M.conj()[1:],
+    "int": -np.arange(3),
+    "half": -np.arange(3).astype(ml_dtypes.bfloat16),
+    "scalar": np.float32(-2.5),
+    "param": X.conj(),
+    "plain": X,
+}
+
+
+@pytest.mark.parametrize("where", [GOLDEN.with_name("torch-2.13-signs.pt"), GOLDEN.with_name("torch-2.13-signs")])
+def test_conjugated_and_negated_tensors_of_torch(kit, tmp_path, where):
+    """PyTorch stores their elements unturned, and says so beside them; both of torch.save and of DCP."""
+    ckpt, tree = open_checkpoint(where), load(where)
+    merge(where, tmp_path / "out", drop=[])
+    merged = load(tmp_path / "out")
+    assert set(ckpt) == set(SIGNS)
+    for name, wanted in SIGNS.items():
+        whole = np.ascontiguousarray(wanted).reshape(np.shape(wanted))
+        assert kit.same(ckpt[name].read(), whole), name
+        assert kit.same(np.asarray(tree[name]), whole), name
+        assert kit.same(np.asarray(merged[name]), whole), name
+        if whole.ndim:
+            np.testing.assert_array_equal(ckpt[name][..., 1:], whole[..., 1:])
+    assert verify(where).arrays == len(SIGNS)
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"conjq", b"oddlq"), (b"negq", b"oddq")])
+def test_what_a_tensor_says_of_itself_and_is_not_known_is_refused(tmp_path, old, new):
+    with (
+        zipfile.ZipFile(GOLDEN.with_name("torch-2.13-signs.pt")) as a,
+        zipfile.ZipFile(tmp_path / "x.pt", "w") as b,
+    ):
+        for n in a.namelist():
+            length = len(old) - 1
+            text = bytes([88, length, 0, 0, 0])  # BINUNICODE
+            assert not n.endswith("data.pkl") or text + old in a.read(n)
+            b.writestr(n, a.read(n).replace(text + old, text + new))
+    with pytest.raises(errors.CheckpointDTypeError, match="clone"):
+        open_checkpoint(tmp_path / "x.pt")
+
+
 @pytest.mark.parametrize("kind", ["npz", "compressed", "torch"])
 def test_flips_are_found(tmp_path, kind):
     """Wherever a byte is changed, a load gives the right values or a typed error, and verify finds what is changed in elements."""

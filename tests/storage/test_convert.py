@@ -286,6 +286,30 @@ def test_what_was_damaged_meanwhile_is_done_again(kit, source, tmp_path):
     assert content(tmp_path / "a") == content(tmp_path / "b")
 
 
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"format": "safetensors"}], ids=str)
+def test_files_that_grew_meanwhile_have_their_lengths_again(source, tmp_path, options):
+    options = {"format": "zarr", **SMALL, **options}
+    convert(source, tmp_path / "expected", **options)
+    with using(Failing(9, errno.ENOSPC)), pytest.raises(errors.StorageFull):
+        convert(source, tmp_path / "c", **options)
+    grown = [p for p in (tmp_path / "c.part").rglob("*") if p.is_file() and p.name != transfer.JOURNAL]
+    for path in grown:
+        with path.open("ab") as f:
+            f.write(bytes(100))
+    report = convert(source, tmp_path / "c", **options)
+    assert report.resumed > 0 or "compression" in options  # a compressed shard that grew is made anew
+    assert grown
+    assert content(tmp_path / "c") == content(tmp_path / "expected")
+    verify(tmp_path / "c")
+
+
+def test_a_merge_tells_what_it_went_on_from(source, tmp_path):
+    with using(Failing(9, errno.ENOSPC)), pytest.raises(errors.StorageFull):
+        merge(source, tmp_path / "c", **SMALL)
+    assert merge(source, tmp_path / "c", **SMALL).resumed > 0
+    assert merge(source, tmp_path / "d", **SMALL).resumed == 0
+
+
 def test_another_plan_or_a_changed_source_starts_anew(kit, tmp_path):
     src = tmp_path / "src"
     save(src, {"w": kit.random(np.dtype("f8"), (300, 300))})

@@ -252,6 +252,20 @@ ATTACKS = [
     (["documents"], {"config.json": ["00000000", "w/zarr.json"]}),
     (["documents"], {"config.json": ["00000000", "../config.json"]}),
     (["documents"], {"config.json": "config.json"}),
+    (["documents"], {"config.json": ["0", "config.json"]}),
+    (["documents"], []),
+    (["documents"], None),
+    (["zarr"], "a"),
+    (["zarr"], None),
+    (["arrays", 0, "zarr"], "a"),
+    (["arrays", 0, "zarr"], "0x12_456"),
+    (["arrays", 0, "zarr"], None),
+    (["arrays", 0, "nbytes"], []),
+    (["arrays", 0, "mesh"], None),
+    (["arrays", 1, "sharding"], ["R"]),
+    (["nbytes"], "8"),
+    (["tree"], {"dict": [["w", {"array": 0}], ["s", {"array": 1}], ["v", {"value": {}}]]}),
+    (["tree"], {"dict": [["w", {"array": 0}], ["s", {"array": 1}], ["v", {"value": [1]}]]}),
     (["version"], 0),
     (["version"], "1"),
     (["format"], "other"),
@@ -349,3 +363,15 @@ def test_without_verification_damage_goes_unnoticed_and_lengths_do_not(tmp_path)
     file.write_bytes(held[:-1])
     with pytest.raises(errors.CorruptCheckpoint, match="bytes"):
         load(where, verify=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"pack": True}], ids=str)
+@pytest.mark.parametrize("file", ["zarr.json", "w/zarr.json"])
+def test_metadata_of_zarr_that_are_empty_are_found(tmp_path, options, file):
+    save(tmp_path / "c", {"w": np.arange(600.0), "v": np.ones(3)}, **options)
+    assert verify(tmp_path / "c").arrays == 2
+    if not (tmp_path / "c" / file).exists():
+        pytest.skip("it lies in a pack")
+    (tmp_path / "c" / file).write_bytes(b"")
+    with pytest.raises(errors.CorruptCheckpoint, match=r"zarr\.json is missing or empty"):
+        verify(tmp_path / "c")

@@ -15,6 +15,7 @@ from numcodecs.zstd import compress
 from meshtape import errors
 from meshtape.storage import convert, load, merge, open_checkpoint, reshard, verify
 from meshtape.storage.dcp import _place
+from meshtape.storage.torch_values import read_values
 from meshtape.storage.zarr_bounds import _NBYTES
 
 GOLDEN = Path(__file__).parent / "golden" / "torch-2.13-dcp"
@@ -42,6 +43,40 @@ def test_elements_of_dcp_are_compared_with_their_crc32(tmp_path):
             assert np.asarray(got[name]).tobytes() != wanted[name].tobytes()
             found += 1
     assert found == 10
+
+
+def test_damaged_values_of_dcp_do_not_vanish(tmp_path):
+    """Wherever a byte of a value that is no tensor is changed, the value is read as it was, or an error names it."""
+    where = Path(shutil.copytree(GOLDEN, tmp_path / "d"))
+    names, rng, found = ("step", "lr", "name", "list.1"), np.random.default_rng(0), 0
+    right = {n: load(where)[n] for n in names}
+    places = read_values((where / ".metadata").read_bytes(), "x").field("storage_data")
+    for name in names:
+        file, start, length = next(
+            [i.field(k) for k in ("relative_path", "offset", "length")]
+            for x, i in places.items()
+            if x.field("fqn") == name
+        )
+        good = (where / file).read_bytes()
+        for at in rng.choice(length, 100, replace=False).tolist():
+            bad = bytearray(good)
+            bad[start + at] ^= 1 << int(rng.integers(8))
+            (where / file).write_bytes(bad)
+            try:
+                got = load(where)
+            except errors.CorruptCheckpoint as e:
+                assert name in str(e)  # noqa: PT017
+                with pytest.raises(errors.CorruptCheckpoint):
+                    verify(where)
+                with pytest.raises(errors.CorruptCheckpoint):
+                    merge(where, tmp_path / "out", overwrite=True)
+                found += 1
+            else:
+                assert {n: got.get(n) for n in names} == right
+        (where / file).write_bytes(bad)
+        assert set(open_checkpoint(where, verify=False)) == set(open_checkpoint(GOLDEN))
+        (where / file).write_bytes(good)
+    assert found > 40
 
 
 def group(where, version, **kw):

@@ -177,3 +177,37 @@ def test_several_processes_save_rotate_and_read_one_directory(tmp_path):
     manager = CheckpointManager(tmp_path, keep=2)
     assert manager.steps()[-1] == 15
     assert sorted(e.name for e in tmp_path.iterdir()) == [f"step-{n:08d}" for n in manager.steps()]
+
+
+@pytest.mark.parametrize("saves", [1, 7])
+@pytest.mark.parametrize(
+    ("use", "wanted"),
+    [
+        (lambda m: m.steps(), lambda n: [n]),
+        (lambda m: m.branch(), lambda n: [n]),
+        (lambda m: int(m.latest()[-8:]), lambda n: n),
+        (lambda m: int(m.best()[-8:]), lambda n: n),
+        (lambda m: np.asarray(m.restore()["w"]).tolist(), lambda n: [n, n]),
+    ],
+    ids=["steps", "branch", "latest", "best", "restore"],
+)
+@pytest.mark.filterwarnings("error")
+def test_rotations_between_a_list_and_its_manifests(tmp_path, monkeypatch, use, wanted, saves):
+    """All that was listed is gone when it is read: another process has saved meanwhile, once or again and again."""
+    other = CheckpointManager(tmp_path, keep=1, best="loss", best_is="highest")
+    other.save(10, {"w": np.full(2, 10)}, metrics={"loss": 10})
+    reads, saved, read = 0, 10, manifest.read
+
+    def rotated(root):
+        nonlocal reads, saved
+        if reads < saves:
+            reads += 1
+            monkeypatch.setattr(manifest, "read", read)
+            saved += 10
+            other.save(saved, {"w": np.full(2, saved)}, metrics={"loss": saved})
+            monkeypatch.setattr(manifest, "read", rotated)
+        return read(root)
+
+    monkeypatch.setattr(manifest, "read", rotated)
+    manager = CheckpointManager(tmp_path, keep=1, best="loss", best_is="highest")
+    assert use(manager) == wanted(10 + 10 * saves)

@@ -1,6 +1,7 @@
 """Who may clean up: a temporary name is its writer's for as long as the writer lives, in whatever container; no longer, and nobody else's."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,7 +9,20 @@ import sys
 import numpy as np
 import pytest
 
-from meshtape.storage import CheckpointManager, gc, leftovers, load, merge, owners, save, stores
+from meshtape.storage import (
+    CheckpointManager,
+    SaveReport,
+    collecting,
+    commit,
+    gc,
+    leftovers,
+    load,
+    merge,
+    owners,
+    save,
+    stores,
+)
+from meshtape.storage.files import Files, try_lock, using
 
 # Fills a directory, says so at the N-th operation, and waits to be told to go on.
 WRITER = """
@@ -306,3 +320,132 @@ def test_the_commands(tmp_path):
     assert leftovers(tmp_path) == []
     assert "nothing" in call("gc")
     assert manager.steps() == [10, 15, 20, 30]
+
+
+def elsewheres(home, name="c", kind="tmp"):
+    """What a writer of another namespace of this machine has begun, which nobody has locked."""
+    left = home / f"{name}.{kind}-{owners.boot()}-01234567-7-01234567"
+    (left / "w").mkdir(parents=True)
+    (left / "w" / "c.0").write_bytes(b"x")
+    return left
+
+
+@pytest.mark.parametrize(
+    "use",
+    [gc, lambda home: save(home / "other", {"w": np.ones(2)}), lambda home: commit.recover(os.fspath(home))],
+    ids=["gc", "save", "recover"],
+)
+@pytest.mark.parametrize("kind", ["tmp", "trash", "old"])
+def test_a_writer_that_locks_after_a_collector_has_looked_keeps_its_folder(tmp_path, monkeypatch, use, kind):
+    left, why, held = elsewheres(tmp_path, kind=kind), owners.why_gone, []
+
+    def looked(path, *args):
+        found = why(path, *args)
+        if found and not held:
+            held.append(os.open(path, os.O_RDONLY))
+            assert try_lock(held[0])
+        return found
+
+    monkeypatch.setattr(owners, "why_gone", looked)
+    try:
+        done = use(tmp_path)
+        assert (left / "w" / "c.0").exists()
+        assert done == [] or isinstance(done, SaveReport)
+    finally:
+        os.close(held[0])
+    monkeypatch.undo()
+    assert len(gc(tmp_path)) == 1
+    assert not left.exists()
+
+
+def test_a_collector_holds_the_lock_until_all_is_gone(tmp_path):
+    left, seen = elsewheres(tmp_path), []
+
+    class Looking(Files):
+        def remove_tree(self, path):
+            fd = os.open(path, os.O_RDONLY)
+            seen.append(try_lock(fd))
+            os.close(fd)
+            super().remove_tree(path)
+
+        def rename(self, a, b):
+            fd = os.open(a, os.O_RDONLY)
+            seen.append(try_lock(fd))
+            super().rename(a, b)
+            os.close(fd)
+
+    with using(Looking()):
+        commit.recover(os.fspath(tmp_path))
+    assert not left.exists()
+    assert seen[:2] == [False, False]
+
+
+def test_an_unfinished_transfer_that_somebody_takes_up_stays(tmp_path, kit, monkeypatch):
+    save(tmp_path / "a", {"w": np.ones(10000)})
+    assert kit.die_at(6, lambda: merge(tmp_path / "a", tmp_path / "hf"))
+    found = leftovers(tmp_path)
+    fd = os.open(tmp_path / "hf.part" / ".meshtape-transfer", os.O_RDONLY)
+    monkeypatch.setattr(collecting, "leftovers", lambda *a, **kw: found)
+    assert try_lock(fd)
+    assert gc(tmp_path, parts=True) == []
+    os.close(fd)
+    assert (tmp_path / "hf.part" / ".meshtape-transfer").exists()
+    assert len(gc(tmp_path, parts=True)) == 1
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["tmp", "trash", "old", "part"])
+def test_what_another_collector_has_taken_stops_nobody(tmp_path, kit, monkeypatch, kind):
+    if kind == "part":
+        save(tmp_path / "a", {"w": np.ones(10000)})
+        assert kit.die_at(6, lambda: merge(tmp_path / "a", tmp_path / "hf"))
+        first = tmp_path / "hf.part"
+    else:
+        first = elsewheres(tmp_path, "b", kind)
+    second = elsewheres(tmp_path, "z")
+    found = leftovers(tmp_path)
+    assert len(found) == 2
+    shutil.rmtree(first)
+    monkeypatch.setattr(collecting, "leftovers", lambda *a, **kw: found)
+    gc(tmp_path, parts=True)
+    assert not second.exists()
+
+
+def test_two_that_delete_one_folder(tmp_path):
+    where = tmp_path / "x"
+    for k in range(3):
+        (where / f"d{k}").mkdir(parents=True)
+        (where / f"d{k}" / "f").write_bytes(b"x")
+
+    class Late(Files):
+        def unlink(self, path):
+            super().unlink(path)
+            raise FileNotFoundError(path)
+
+        def rmdir(self, path):
+            super().rmdir(path)
+            raise FileNotFoundError(path)
+
+    Late().remove_tree(os.fspath(where))
+    assert not where.exists()
+
+
+@pytest.mark.parametrize("when", ["mkdir", "gone"])
+def test_transfers_that_begin_at_once(tmp_path, monkeypatch, when):
+    """The part directory is made by another process, or removed by one, between the look and the deed."""
+    save(tmp_path / "a", {"w": np.ones(10)})
+    part, isdir, once = os.fspath(tmp_path / "hf.part"), os.path.isdir, [when]
+
+    def looked(path):
+        if path == part and once and not isdir(path):
+            once.pop()
+            if when == "mkdir":
+                os.mkdir(part)
+                return False
+            return True
+        return isdir(path)
+
+    monkeypatch.setattr(os.path, "isdir", looked)
+    merge(tmp_path / "a", tmp_path / "hf")
+    assert not once
+    assert names(tmp_path) == ["a", "hf"]

@@ -1,6 +1,7 @@
 """Mistakes in key rules that once gave a wrong checkpoint, or an error that told too little."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -83,7 +84,43 @@ def test_a_lost_expert_of_one_layer_or_of_a_pair():
         Rules("e.{x}.g, e.{x}.u -> all, concat()").on_arrays(pairs)
 
 
+LOST = {  # rule: keys that are there, those that are not, and what is told
+    "the last of a layer": ("l.{i}.e.{x}.w -> l.{i}.w", [f"l.{i}.e.{x}.w" for i in range(3) for x in range(4)], "l.1.e.3.w", "x=3 is missing for i=1"),
+    "all but one of a layer": ("l.{i}.e.{x}.w -> l.{i}.w", [f"l.{i}.e.{x}.w" for i in range(2) for x in range(2)], "l.1.e.1.w", "x=1 is missing for i=1"),
+    "the last of the last": ("e.{i}.{x}.w -> w", [f"e.{i}.{x}.w" for i in range(2) for x in range(3)], "e.1.2.w", "x=2 is missing for i=1"),
+    "the last of two names": ("l.{i}.{x}.g, l.{i}.{x}.u -> l.{i}.w", [f"l.{i}.{x}.{n}" for i in range(2) for x in range(3) for n in "gu"], "l.0.2.[gu]", "x=2 is missing for i=0"),
+    "a text": ("l.{i}.{x}.w -> l.{i}.w", [f"l.{i}.{x}.w" for i in range(2) for x in "qkv"], "l.1.k.w", "x=k is missing for i=1"),
+    "one beside a text": ("e.{x}.w -> w", ["e.0.w", "e.1.w", "e.2.w", "e.3.w", "e.shared.w"], "e.[12].w", "x=1-2 is missing"),
+    "a text beside numbers": ("l.{i}.{x}.w -> l.{i}.w", [f"l.{i}.{x}.w" for i in range(2) for x in (0, 1, "shared")], "l.0.shared.w", "x=shared is missing for i=0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", ["concat(axis=0)", "interleave(parts=2)"])
+@pytest.mark.parametrize("case", LOST)
+def test_whatever_is_lost_is_named(case, step):
+    rule, there, lost, told = LOST[case]
+    assert Rules(f"{rule}, {step}").on_arrays(numbered(*there))
+    left = [n for n in there if not re.fullmatch(lost, n)]
+    assert len(left) < len(there)
+    with pytest.raises(errors.RuleMatchError, match=told):
+        Rules(f"{rule}, {step}").on_arrays(numbered(*left))
+
+
+@pytest.mark.parametrize("names", [["e.1", "e.01"], ["e.0", "e.1", "e.001", "e.2"], ["e.00", "e.0"]])
+def test_two_texts_of_one_number(names):
+    with pytest.raises(errors.RuleConflict, match="are one number"):
+        Rules("e.{x} -> all, concat()").on_arrays(numbered(*names))
+
+
+def test_numbers_that_are_far_apart_or_endless_are_told_briefly():
+    with pytest.raises(errors.RuleMatchError, match="x=1-1000 is missing"):
+        Rules("e.{x} -> all, concat()").on_arrays(numbered("e.0", f"e.{10**15}"))
+    assert list(Rules("e.{x} -> all, concat()").on_arrays(numbered("e." + "9" * 5000))) == ["all"]
+
+
 def test_what_is_no_gap():
+    held = numbered("enc.0.w", "enc.1.w", "dec.2.w")  # a name that is passed over, not collected
+    assert list(Rules("{side}.{i}.w -> l.{i}.w").on_arrays(held)) == ["l.0.w", "l.1.w", "l.2.w"]
     for names in (["e.3", "e.4"], ["e.a", "e.c"], ["e.0"], ["e.9"], ["e.00", "e.01"]):
         assert list(Rules("e.{x} -> all, concat()").on_arrays(numbered(*names))) == ["all"]
     assert Rules("e.0, e.2 -> all, concat()").on_arrays(numbered("e.0", "e.2"))["all"].shape == (4, 3)

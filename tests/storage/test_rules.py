@@ -39,9 +39,11 @@ def test_a_pattern_without_a_match_is_an_error_that_names_the_nearest():
     assert list(Rules("q.{i}.w -> f, optional()").on_arrays(numbered("a"))) == ["a"]
 
 
-def test_ragged_experts_expand_over_those_that_exist():
+def test_layers_of_different_numbers_of_experts_have_rules_of_their_own():
     held = {f"l.{i}.e.{x}.w": np.full((1, 2), x) for i, n in ((0, 2), (1, 3), (2, 0)) for x in range(n)}
-    got = Rules("l.{i}.e.{x}.w -> l.{i}.w, concat(axis=0)").on_arrays(held)
+    with pytest.raises(errors.RuleMatchError, match=r"x=2 is missing for i=0.*a rule for each array that has fewer"):
+        Rules("l.{i}.e.{x}.w -> l.{i}.w, concat(axis=0)").on_arrays(held)
+    got = Rules("l.0.e.{x}.w -> l.0.w, concat(axis=0)\nl.1.e.{x}.w -> l.1.w, concat(axis=0)").on_arrays(held)
     assert {n: a.shape for n, a in got.items()} == {"l.0.w": (2, 2), "l.1.w": (3, 2)}
 
 
