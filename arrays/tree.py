@@ -48,7 +48,7 @@ class TreeDef:
         kind: str,
         keys: tuple[str | int, ...] = (),
         children: tuple[TreeDef, ...] = (),
-        type: type | None = None,
+        type: Any = None,  # whatever its metaclass: compiled code takes annotations at their word
         rest: Rest | None = None,
     ) -> None:
         self.kind, self.keys, self.children, self.type, self.rest = kind, keys, children, type, rest
@@ -111,6 +111,7 @@ _NONE = TreeDef("none")
 _LEAF_TYPES: set[type] = set()  # found to be no containers, which takes longer to find out than to look up
 _FLAT: dict[tuple[Any, ...], TreeDef] = {}  # structures of containers of leaves alone, by kind, names and class
 _MOST_KEPT = 1024
+_DEEPEST = 400  # compiled code would end the process where Python's own has an error
 
 Children = tuple[str, tuple[Any, ...], list[Any], type | None, "Rest | None"]
 """Kind, keys, children, class and the rest of a container."""
@@ -180,7 +181,7 @@ def children_of(x: Any) -> Children | None:
     return reader(x)
 
 
-def _reader_of(t: type) -> Callable[[Any], Children] | None:
+def _reader_of(t: Any) -> Callable[[Any], Children] | None:
     """The function that reads containers of a class; None where these are leaves."""
     if not getattr(t, "__is_tree__", True):
         return None
@@ -260,7 +261,7 @@ def _rest(x: Any, keys: tuple[Any, ...] = (), children: Any = (), without: tuple
 
 
 def register(
-    cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any] | None = None
+    cls: Any, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any] | None = None
 ) -> None:
     """Make objects of exactly this class containers, such as those of ``types.SimpleNamespace`` or of an ``attrs`` class.
 
@@ -341,6 +342,8 @@ def _walk(x: Any, path: Path, is_leaf: Callable[[Any], bool] | None, out: list[t
     if found is None:
         out.append((path, x))
         return
+    if len(path) > _DEEPEST:
+        raise RecursionError
     for key, child in zip(found[1], found[2], strict=True):
         _walk(child, (*path, key), is_leaf, out)
 
@@ -354,7 +357,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         raise _too_deep() from None
 
 
-def _structure(x: Any, is_leaf: Callable[[Any], bool] | None, leaves: list[Any]) -> TreeDef:
+def _structure(x: Any, is_leaf: Callable[[Any], bool] | None, leaves: list[Any], depth: int = 0) -> TreeDef:
     if is_leaf is None:
         if type(x) in _LEAF_TYPES:
             leaves.append(x)
@@ -380,7 +383,9 @@ def _structure(x: Any, is_leaf: Callable[[Any], bool] | None, leaves: list[Any])
                     _FLAT.clear()
                 _FLAT[kind, keys, cls] = flat
         return flat
-    return TreeDef(kind, keys, tuple([_structure(c, is_leaf, leaves) for c in children]), cls, rest)
+    if depth > _DEEPEST:
+        raise RecursionError
+    return TreeDef(kind, keys, tuple([_structure(c, is_leaf, leaves, depth + 1) for c in children]), cls, rest)
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Any:

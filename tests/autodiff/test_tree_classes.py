@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 import functools
@@ -152,6 +153,10 @@ class Later:
     note: str = dataclasses.field(default="", init=False)
 
 
+class Abstract(abc.ABC, dict):
+    """A class with a metaclass."""
+
+
 @dataclasses.dataclass
 class Derived:
     w: Any
@@ -186,6 +191,7 @@ TREES = {
     "model output": lambda w, b: Output(w=w, b=b),
     "attributes": lambda w, b: with_(Tagged(w=w, b=b), tag="t", size=3),
     "slots": lambda w, b: with_(Slots(w=w, b=b), tag="t"),
+    "metaclass": lambda w, b: Abstract(w=w, b=b),
     "frozen dict": lambda w, b: Frozen(w=w, b=b),
     "constructor": lambda w, b: Needs(w, b),
     "list": lambda w, b: Row(w, b, "label"),
