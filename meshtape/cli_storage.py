@@ -263,10 +263,7 @@ def _tell(report: Any, as_json: bool, text: str) -> None:
     from .cli_reports import data
     from .tables import write_text
 
-    if as_json:
-        print_json(data(report))
-    else:
-        write_text(text)
+    print_json(data(report)) if as_json else write_text(text)
 
 
 @click.command(epilog=examples("meshtape verify run/checkpoints/step-00000264"))

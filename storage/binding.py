@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,68 +14,11 @@ from ..arrays.errors import CheckpointError, MeshtapeError, RuleConflict, RuleMa
 from . import ruletext
 from .dequantized import is_quantized, not_followed
 from .derived import Agreed, Sliced
+from .key_patterns import Pattern, natural, number_of, pattern_of
 from .reporting import ranges
 from .step import NotInvertible, Step
 from .steps import Concat, Deinterleave, FuseFFN, FuseQKV, Interleave, Split, SplitFFN, SplitQKV
 from .value_steps import Cast, Dequantize, Pad
-
-# ----- patterns -------------------------------------------------------------------------------------------------------
-
-_HOLE = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)(\*?)\}")
-
-
-@dataclass(frozen=True)
-class _Pattern:
-    """A name with captures: ``regex`` is None for a plain key, which is ``literal``."""
-
-    text: str
-    captures: tuple[str, ...]
-    literal: str
-    regex: re.Pattern[str] | None
-
-    def filled(self, names: Sequence[str]) -> Callable[..., str]:
-        """What makes a name of the texts of captures, given in the order of ``names``."""
-        return _HOLE.sub(lambda m: m[0] if m[1] is None else f"{{{names.index(m[1])}}}", self.text).format
-
-
-@lru_cache(maxsize=4096)
-def _pattern(text: str) -> _Pattern:
-    regex, literal, captures, at = "", "", [], 0
-    for m in _HOLE.finditer(text):
-        regex += re.escape(text[at : m.start()])
-        literal += text[at : m.start()]
-        at = m.end()
-        if m[1] is None:
-            regex += re.escape(m[0][0])
-            literal += m[0][0]
-        elif m[1] in captures:
-            regex += f"(?P={m[1]})"
-        else:
-            captures.append(m[1])
-            regex += f"(?P<{m[1]}>{'.+' if m[2] else '[^.]+'})"
-    regex += re.escape(text[at:])
-    compiled = re.compile(regex, re.S) if captures else None
-    return _Pattern(text, tuple(captures), literal + text[at:], compiled)
-
-
-def _natural(values: Iterable[str]) -> tuple[tuple[int, int, str], ...]:
-    """Numbers by value, before other texts.
-
-    >>> sorted(["10", "2", "a"], key=lambda v: _natural([v]))
-    ['2', '10', 'a']
-    """
-    return tuple(map(_order, values))
-
-
-@lru_cache(maxsize=1 << 16)
-def _order(v: str) -> tuple[int, int, str]:
-    n = _number(v)
-    return (1, 0, v) if n is None else (0, n, v)
-
-
-def _number(v: str) -> int | None:
-    return int(v) if len(v) < 19 and v.isascii() and v.isdigit() else None
-
 
 # ----- rules ----------------------------------------------------------------------------------------------------------
 
@@ -86,8 +28,8 @@ _JOINS, _SPLITS = (Concat, Interleave, FuseQKV, FuseFFN), (Split, Deinterleave, 
 
 def _counted(rule: Rule) -> str | None:
     """The capture that only targets have, which numbers the parts of a split; any other such capture is a mistake."""
-    known = dict.fromkeys(c for s in rule.sources for c in _pattern(s).captures)
-    used = dict.fromkeys(c for t in rule.targets for c in _pattern(t).captures)
+    known = dict.fromkeys(c for s in rule.sources for c in pattern_of(s).captures)
+    used = dict.fromkeys(c for t in rule.targets for c in pattern_of(t).captures)
     new = [c for c in used if c not in known]
     if not new:
         return None
@@ -115,16 +57,16 @@ def _check_gaps(
             for row in rows:
                 runs.setdefault((number, row[:i]), set()).add(row[i])
         values = set().union(*runs.values())
-        numbers = {n for n in map(_number, values) if n is not None}
+        numbers = {n for n in map(number_of, values) if n is not None}
         # Where each key is alone, a name that stands there is passed over, not collected.
-        texts = {v for v in values if _number(v) is None} if any(len(held) > 1 for held in runs.values()) else set()
+        texts = {v for v in values if number_of(v) is None} if any(len(held) > 1 for held in runs.values()) else set()
         first, last = min(numbers, default=0), max(numbers, default=-1)
         for (number, before), held in runs.items():
             at = {**groups[number][0], **dict(zip(names, before, strict=False))}
             where = "".join(f" for {k}={v}" for k, v in at.items())
             known: dict[int, str] = {}
             for v in held:
-                if (n := _number(v)) is not None and known.setdefault(n, v) != v:
+                if (n := number_of(v)) is not None and known.setdefault(n, v) != v:
                     both = " and ".join(sorted((v, known[n])))
                     raise RuleConflict(
                         f"{name}={both} are one number{where}: name each source, in the rule\n  {rule.shown}"
@@ -183,7 +125,7 @@ class Rule:
 
     def reads(self, name: str) -> bool:
         """Whether a key of that name would be one of its sources."""
-        return any(p.literal == name or p.match(name) is not None for p in map(_pattern, self.sources))
+        return any(p.matches(name) for p in map(pattern_of, self.sources))
 
     @property
     def shown(self) -> str:
@@ -209,7 +151,7 @@ class Applied:
 
 
 def _by_values(
-    pattern: _Pattern, hits: Iterable[tuple[str, tuple[str, ...]]], names: Sequence[str]
+    pattern: Pattern, hits: Iterable[tuple[str, tuple[str, ...]]], names: Sequence[str]
 ) -> dict[tuple[str, ...], str]:
     """Keys by the texts of their captures, in the order of ``names``."""
     if list(pattern.captures) == list(names):
@@ -300,7 +242,7 @@ class Program:
 
     # ----- matching ---------------------------------------------------------------------------------------------------
 
-    def _found(self, pattern: _Pattern) -> list[tuple[str, tuple[str, ...]]]:
+    def _found(self, pattern: Pattern) -> list[tuple[str, tuple[str, ...]]]:
         """(key, captured texts) of all keys that match."""
         ours = pattern.text.startswith("$")
         if pattern.regex is None:
@@ -329,7 +271,7 @@ class Program:
 
     def _combinations(self, rule: Rule) -> tuple[Sequence[str], list[tuple[tuple[str, ...], list[str]]]]:
         """The captures that the targets use; and for each application their values, and the source keys in order."""
-        patterns = [_pattern(s) for s in rule.sources]
+        patterns = [pattern_of(s) for s in rule.sources]
         found = [self._found(p) for p in patterns]
         if (how := next((s for s in rule.steps if isinstance(s, Dequantize)), None)) is not None:
             for k, _ in chain.from_iterable(found):
@@ -346,7 +288,7 @@ class Program:
                 if rule.optional:
                     return (), []
                 raise self._no_match(rule, p.text)
-        wanted = {c for t in rule.targets for c in _pattern(t).captures}
+        wanted = {c for t in rule.targets for c in pattern_of(t).captures}
         shared = [c for c in dict.fromkeys(c for p in patterns for c in p.captures) if c in wanted]
         if not rule.targets:
             return (), [((), [k for hits in found for k, _ in hits])]
@@ -354,7 +296,7 @@ class Program:
             # The common case, one key of each pattern, without the tables that follow.
             by_values = [_by_values(p, hits, shared) for p, hits in zip(patterns, found, strict=True)]
             if all(table.keys() == by_values[0].keys() for table in by_values):
-                return shared, [(v, [table[v] for table in by_values]) for v in sorted(by_values[0], key=_natural)]
+                return shared, [(v, [table[v] for table in by_values]) for v in sorted(by_values[0], key=natural)]
         # Per pattern: keys by the values of those captures that targets use.
         tables: list[dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]]] = []
         outer = [[c for c in p.captures if c in shared] for p in patterns]
@@ -384,7 +326,7 @@ class Program:
                     row = dict(zip(o, values, strict=True))
                     combos.append(row)
         out, groups = [], []
-        for values in sorted(combos, key=lambda c: _natural(c.get(k, "") for k in shared)):
+        for values in sorted(combos, key=lambda c: natural(c.get(k, "") for k in shared)):
             keys: list[tuple[Any, str]] = []
             same = all(e == extra[0] for e in extra)
             rows: list[set[tuple[str, ...]]] = []
@@ -394,9 +336,9 @@ class Program:
                     told = ", ".join(f"{k}={v}" for k, v in values.items())
                     raise RuleMatchError(f"for {told} there is no key {rule.sources[i]!r}, in the rule\n  {rule.shown}")
                 rows.append({e for e, _ in hits})
-                keys += [((_natural(e), i) if same else (i, _natural(e)), k) for e, k in hits]
+                keys += [((natural(e), i) if same else (i, natural(e)), k) for e, k in hits]
             if same and any(r != rows[0] for r in rows):
-                odd = sorted(set.union(*rows) - set.intersection(*rows), key=_natural)[0]
+                odd = sorted(set.union(*rows) - set.intersection(*rows), key=natural)[0]
                 raise RuleMatchError(
                     f"for {dict(zip(extra[0], odd, strict=True))} some keys are missing, in the rule\n  {rule.shown}"
                 )
@@ -413,7 +355,7 @@ class Program:
         counted = _counted(rule)
         shared, found = self._combinations(rule) if rule.sources else ((), [((), [])])
         names = (*shared, *([] if counted is None else [counted]))
-        makers = [_pattern(t).filled(names) for t in rule.targets] if found else []
+        makers = [pattern_of(t).filled(names) for t in rule.targets] if found else []
         for values, keys in found:
             self._apply(rule, makers, counted is not None, values, keys, follows)
 

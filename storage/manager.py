@@ -471,14 +471,12 @@ class CheckpointManager:
                 branch = branches.of_plain(m.metadata.get(branches.KEY))
                 found.append(_Complete(number if m.step is None else m.step, target, metrics, branch))
             elif warn and name in listed:
-                why = m or f"it has no {manifest.FILE}, so it is incomplete"
-                warnings.warn(f"skipped {target}: {why}", stacklevel=3)
+                incomplete = f"it has no {manifest.FILE}, so it is incomplete"
+                warnings.warn(f"skipped {target}: {m or incomplete}", stacklevel=3)
         own = {c.step for c in found if c.path == self.path(c.step)}
         copies = [c for c in found if c.step in own and c.path != self.path(c.step)]
         for c in copies if warn else ():
-            warnings.warn(
-                f"skipped {c.path}: its manifest says step {c.step}, which is there under its own name", stacklevel=3
-            )
+            warnings.warn(f"skipped {c.path}: its manifest says step {c.step}, which has its own folder", stacklevel=3)
         return sorted((c for c in found if c not in copies), key=lambda c: (c.step, c.path))
 
     def _ranked(self, complete: list[_Complete]) -> list[_Complete]:
