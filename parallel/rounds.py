@@ -152,13 +152,18 @@ def _hosted(homes: tuple[int, ...]) -> dict[int, list[int]]:
 
 @functools.lru_cache(maxsize=8)
 def _processes(plan: Plan, homes: tuple[int, ...], process: int) -> dict[int, _Process]:
-    """A process, and those with which it may have to do."""
-    ranks, looked_at = _hosted(homes), set[int]()
-    for r in ranks[process]:
-        if r not in looked_at:  # partners have the same partners
-            looked_at.update(plan.partners(r))
-    first = {homes[q]: ranks[homes[q]][0] for q in looked_at}
-    return {h: _Process(plan, ranks[h]) for h in sorted(first, key=first.__getitem__)}
+    """A process, and all with which it may have to do, or those with whom these have."""
+    # What processes do together is decided by all whom it concerns alike, so by those of partners, too.
+    ranks, looked_at, found, left = _hosted(homes), set[int](), {process}, [process]
+    while left:
+        for r in ranks[left.pop()]:
+            if r not in looked_at:  # partners have the same partners
+                partners = plan.partners(r)
+                looked_at.update(partners)
+                new = {homes[q] for q in partners} - found
+                found |= new
+                left += new
+    return {h: _Process(plan, ranks[h]) for h in sorted(found, key=lambda h: ranks[h][0])}
 
 
 def plan_rounds(

@@ -155,7 +155,7 @@ def test_messages_on_workers_are_those_of_the_forecast(processes: Client):
 
         def exchange(self: Any, step: int, what: str, sends: Any, receives: Any) -> None:
             sent = [sum(a.nbytes for b in x for a in (b if isinstance(b, tuple) else (b,))) for x in sends.values()]
-            group.COUNTED.append((self._process, len(sent), sum(sent)))
+            group.COUNTED.append((self.process, len(sent), sum(sent)))
             true(self, step, what, sends, receives)
 
         group.Group.exchange, group.TRUE = exchange, true
