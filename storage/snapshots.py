@@ -141,10 +141,9 @@ class Snapshots:
             target = attempt.copies.get(path)
             if target is None:
                 old = self._buffers.pop(path, None)
-                fits = old is not None and old.shape == source.shape and old.dtype == source.dtype
-                target = attempt.copies[path] = (
-                    old if fits and old is not None else np.empty(source.shape, source.dtype)
-                )
+                dtype = source.dtype.newbyteorder("=")  # an array of ours has no other
+                fits = old is not None and old.shape == source.shape and old.dtype == dtype
+                target = attempt.copies[path] = old if fits and old is not None else np.empty(source.shape, dtype)
             n = min(budget, source.nbytes - attempt.at)
             done = _copy(source, target, attempt.at, n)
             budget -= done

@@ -208,3 +208,15 @@ def test_a_certificate_that_nobody_vouches_for(odd, tmp_path):
     with pytest.raises(errors.StoreError, match=rf"https://localhost:{port}/c/meshtape\.json"):
         mt.open_checkpoint(f"https://localhost:{port}/c")
     assert odd.log == []
+
+
+def test_a_zarr_group_that_cannot_be_listed(odd):
+    """It is not damaged: what is missing is the list of its arrays."""
+    import zarr
+
+    group = zarr.open_group(f"{odd.root}/z", mode="w", zarr_format=2)
+    group.create_array("x", shape=(6,), dtype=">f8", chunks=(4,))[...] = np.arange(6.0)
+    with pytest.raises(errors.StoreError, match=r"without consolidated metadata.*zarr\.consolidate_metadata"):
+        mt.load(f"{odd.url}/z")
+    zarr.consolidate_metadata(f"{odd.root}/z")
+    assert np.asarray(mt.load(f"{odd.url}/z")["x"]).tolist() == list(range(6))

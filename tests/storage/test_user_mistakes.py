@@ -93,6 +93,25 @@ def test_like_tensors_of_torch(tmp_path: Path) -> None:
         mt.load(tmp_path / "c", keys=["w"], like={"w": Tensor((2, 3), "float16")})
 
 
+def test_arrays_in_another_order_of_bytes(tmp_path: Path) -> None:
+    """Every way to save takes them, and what is read is in order."""
+    w = np.arange(6, dtype=">f8")
+    for name, options in {"plain": {}, "packed": {"pack": True}, "compressed": {"compression": "zstd"}}.items():
+        mt.save(tmp_path / name, {"w": w}, **options)
+    storage.save_safetensors(tmp_path / "file.safetensors", {"w": w})
+    snapshots = storage.Snapshots(str(tmp_path / "snap-{step}"))
+    snapshots.begin(1, {"w": w})
+    snapshots.must_finish()
+    snapshots.finalize()
+    with open(tmp_path / "stream", "wb") as f:
+        mt.save(f, {"w": w})
+    for name in ("plain", "packed", "compressed", "file.safetensors", "snap-1", "stream"):
+        got = np.asarray(mt.load(tmp_path / name)["w"])
+        assert (got.tolist(), got.dtype.isnative) == ([0, 1, 2, 3, 4, 5], True), name
+    like = mt.load(tmp_path / "plain", like={"w": w}, cast=True)["w"]
+    assert like.tolist() == w.tolist()
+
+
 # ----- documents ------------------------------------------------------------------------------------------------------
 
 TEXT = "# a text, and no JSON\n"
