@@ -31,7 +31,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
 
-from ..arrays.errors import CheckpointError, CheckpointReplaced, CorruptCheckpoint, StoreError
+from ..arrays.errors import CheckpointError, CheckpointExists, CheckpointReplaced, CorruptCheckpoint, StoreError
 from . import url_options
 from .files import active, preadv
 
@@ -345,6 +345,12 @@ def failed(error: OSError, what: str) -> StoreError:
     return out
 
 
+def _kind(mode: int) -> str:
+    """In words, what is no file."""
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
 def _tag_of(s: os.stat_result) -> str:
     return _tag_text(s.st_size, s.st_mtime_ns, s.st_ino)
 
@@ -411,8 +417,7 @@ class LocalStore(Store):
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             os.close(fd)
-            kind = "a directory" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device"
-            raise CorruptCheckpoint(f"{path} is {kind}, where a file belongs")
+            raise CorruptCheckpoint(f"{path} is {_kind(mode)}, where a file belongs")
         return recorded(path, _LocalReader(fd, path))
 
     def size(self, name: str) -> int | None:
@@ -422,6 +427,9 @@ class LocalStore(Store):
         from .commit import make_parents, temporary
 
         fs, path = active(), self._path(name)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if not stat.S_ISREG(mode := os.stat(path).st_mode):
+                raise CheckpointExists(f"{path} is {_kind(mode)}; only files are replaced, write to another name")
         make_parents(path)
         total = 0
         with temporary(path) as (beside, fd):

@@ -19,6 +19,7 @@ from meshtape.storage import (
     read_header,
     save,
     save_safetensors,
+    stores,
     verify,
 )
 
@@ -97,6 +98,22 @@ def test_odd_things_named_themselves(tmp_path, what):
     for use in (load, open_checkpoint, read_header, load_safetensors, verify):
         with pytest.raises(errors.CheckpointError):
             use(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("what", ["pipe", "directory", "socket", "device"])
+def test_only_files_are_replaced_by_a_file(tmp_path, what):
+    """A device is reached through a link here: none is at risk in a test."""
+    path = tmp_path / "x.safetensors"
+    odd(what, path)
+    before = os.lstat(path)
+    for overwrite in (False, True):
+        with pytest.raises(errors.CheckpointError):
+            save_safetensors(path, {"w": np.ones(3)}, overwrite=overwrite)
+    with pytest.raises(errors.CheckpointExists, match="only files are replaced"):
+        stores.at(str(tmp_path)).put("x.safetensors", b"x")
+    after = os.lstat(path)
+    assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
+    assert [e.name for e in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 def blob(header, data=b""):
