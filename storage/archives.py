@@ -33,6 +33,7 @@ from .dcp import (
 )
 from .manifest import Leaf, encode_json
 from .opened import Checkpoint, StoredArray
+from .scratch import room
 from .tensors import Job, bytes_of, opened
 from .torch_values import Made
 
@@ -68,7 +69,7 @@ class DeflatedTensor(PlacedTensor):
         (chunk,) = self.chunks
         where = f"{stores.join(self.root, chunk.file)}, key {self.name!r}"
         order = sorted(range(len(self.shape)), key=lambda d: -self.held.strides[d])
-        held = np.empty([self.shape[d] for d in order], self.dtype)
+        held = room(self.name, tuple(self.shape[d] for d in order), self.dtype)
         with (
             opened(stores.join(self.root, chunk.file), f"key {self.name!r}", self.generation) as reader,
             damage(where),

@@ -29,6 +29,7 @@ from .opened import fill
 from .opening import open_checkpoint
 from .reporting import LoadReport
 from .rules import Rules
+from .scratch import room
 from .stores import listed_once
 from .tensors import StoredTensor, run
 
@@ -52,7 +53,7 @@ def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box]]
     for rank, (token, wanted) in payloads.items():  # noqa: B007
         for tensor, box in wanted:
             readers = max(readers, tensor.readers)
-            block = np.empty(box.shape, tensor.dtype)
+            block = room(tensor.name, box.shape, tensor.dtype)
             source = first.setdefault((tensor.name, box), block)
             if source is block:
                 jobs += tracked(losses, (tensor.name, box), tensor.jobs(box, block))
@@ -78,7 +79,7 @@ def counts(
 
 
 def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally) -> dict[str, Any]:
-    buffers = {path: np.empty(t.source.shape, t.dtype) for path, t in targets.items()}
+    buffers = {path: room(path, t.source.shape, t.dtype) for path, t in targets.items()}
     with no_collections():
         jobs = [
             job

@@ -38,6 +38,7 @@ from .files import active, preadv
 Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
 
 _URL = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.S)
+_LONGEST = 4095  # characters: no system opens a longer path
 SCHEMES = ("s3", "gs", "az", "memory", "http", "https")
 READ_ONLY = ("http", "https")
 _ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
@@ -63,6 +64,10 @@ def location(path: str | os.PathLike[str]) -> str:
     ('s3://bucket/run/step-1', '/tmp/x')
     """
     text = os.fspath(path)
+    if "\0" in text:
+        raise CheckpointError(f"{text[:80]!r} has a NUL byte, which no name of a file has")
+    if len(text) > _LONGEST:
+        raise CheckpointError(f"{text[:80]}… has {len(text)} characters, more than the {_LONGEST} of a path or URL")
     found = _URL.match(text)
     if found is None:
         if re.match(r"[a-z0-9]+::([a-z0-9]+::)*[a-z0-9]+://", text):

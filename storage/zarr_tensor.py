@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.blocks import Box
-from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from ..arrays.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, OutOfMemory
 from . import names, stores, strict_json
 from .dtypes import EXTENSIONS, by_name
 from .generations import NONE, Generation
@@ -57,6 +57,8 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
     if dtype.kind == "u" and isinstance(said, dict) and said.get("dtype") in EXTENSIONS:
         true = by_name(said["dtype"])  # bits, see ``array_metadata``
         dtype = true if true.itemsize == dtype.itemsize else dtype
+    if any(c < 1 <= n for n, c in zip(shape, chunk, strict=True)):
+        raise ValueError(f"key {node!r} of shape {shape} has chunks of {chunk}")
     return ZarrTensor(root, node, node, shape, dtype, chunk, encoding)
 
 
@@ -165,8 +167,8 @@ class ZarrTensor:
             store, node = zarr_place(self.root, self.node)
             found = bound(zarr.open_array(store, path=node, mode="r"))[index]
             out[...] = found if self.dtype.name not in EXTENSIONS else np.asarray(found).view(self.dtype)
-        except MemoryError:  # nothing is wrong with the file
-            raise
+        except MemoryError as e:  # nothing is wrong with the file
+            raise OutOfMemory(f"{self.root}: key {self.name!r}: {e}; read slices of it") from None
         except Exception as e:
             # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
             self.generation.check()
