@@ -34,6 +34,7 @@ from .dcp import (
 from .manifest import Leaf, encode_json
 from .opened import Checkpoint, StoredArray
 from .reading import Job, opened
+from .scratch import room
 from .tensors import bytes_of
 from .torch_values import Made, Named
 
@@ -71,7 +72,7 @@ class DeflatedTensor(PlacedTensor):
         (chunk,) = self.chunks
         where = f"{stores.join(self.root, chunk.file)}, key {self.name!r}"
         order = sorted(range(len(self.shape)), key=lambda d: -self.held.strides[d])
-        held = np.empty([self.shape[d] for d in order], self.dtype)
+        held = room(self.name, tuple(self.shape[d] for d in order), self.dtype)
         with (
             opened(stores.join(self.root, chunk.file), f"key {self.name!r}", self.generation) as reader,
             damage(where),

@@ -72,6 +72,8 @@ def _local(parent: str, only: str | None, silence: float | None) -> Iterator[Lef
         listed = sorted(os.listdir(parent))
     except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as e:
+        raise stores.failed(e, f"{parent[:200]} cannot be listed") from e
     for entry in listed:
         path = os.path.join(parent, entry)
         m = commit.KINDS.match(entry)

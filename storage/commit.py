@@ -194,12 +194,14 @@ def make_parents(target: str) -> None:
     """Create the directories above a target that are missing."""
     if stores.is_url(target):
         return
-    parent = os.path.dirname(os.path.abspath(target))
-    if not os.path.isdir(parent):
-        make_parents(parent)
+    parent, lost = os.path.dirname(os.path.abspath(target)), []
+    while not os.path.isdir(parent):
+        lost.append(parent)
+        parent = os.path.dirname(parent)
+    for folder in reversed(lost):
         with contextlib.suppress(FileExistsError):
-            active().mkdir(parent)
-        active().fsync_dir(os.path.dirname(parent))  # a checkpoint is as durable as the folders on the way to it
+            active().mkdir(folder)
+        active().fsync_dir(os.path.dirname(folder))  # a checkpoint is as durable as the folders on the way to it
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -72,6 +73,18 @@ class Generation:
         """The part that speaks of one file."""
         return Generation({where: self.tags[where]} if where in self.tags else {})
 
+    def changes(self) -> dict[str, int]:
+        """When each local file was last written or renamed (its ctime): unlike the time of a tag, nobody sets it back."""
+        out = {}
+        for file in self.tags:
+            with contextlib.suppress(OSError):
+                if not stores.is_url(where := self._path(file)):
+                    out[file] = os.stat(where).st_ctime_ns
+        return out
+
+    def _path(self, file: str) -> str:
+        return file
+
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """Damage and missing files that come from a replacement are told as one."""
@@ -96,6 +109,9 @@ class Listed(Generation):
         """The generation that lies there."""
         store = stores.at(root)
         return cls({e.name: e.tag for e in store.entries()}, root) if store.lists else NONE
+
+    def _path(self, file: str) -> str:
+        return stores.join(self.root, file)
 
     def check(self) -> None:
         now = Listed.now(self.root).tags

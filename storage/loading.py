@@ -43,6 +43,7 @@ from .opening import open_checkpoint
 from .reading import run
 from .reporting import LoadReport
 from .rules import Rules
+from .scratch import room
 from .stores import listed_once
 from .tensors import StoredTensor
 
@@ -68,7 +69,7 @@ def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box]]
     for rank, (token, wanted) in payloads.items():  # noqa: B007
         for tensor, box in wanted:
             readers = max(readers, tensor.readers)
-            block = np.empty(box.shape, tensor.dtype)
+            block = room(tensor.name, box.shape, tensor.dtype)
             source = first.setdefault((tensor.name, box), block)
             if source is block:
                 jobs += tracked(losses, (tensor.name, box), tensor.jobs(box, block))
@@ -94,7 +95,7 @@ def counts(
 
 
 def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally) -> dict[str, Any]:
-    buffers = {path: np.empty(t.source.shape, t.dtype) for path, t in targets.items()}
+    buffers = {path: room(path, t.source.shape, t.dtype) for path, t in targets.items()}
     jobs = [
         job
         for path, t in targets.items()

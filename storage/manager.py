@@ -260,7 +260,8 @@ class CheckpointManager:
         self._newest = step if self._newest is None else max(step, self._newest)
 
     def _begin(self, branch: Branch, step: int | None) -> None:
-        branches.begin(self.directory, branch)
+        with commit.writing(stores.join(self.directory, branches.FILE)):
+            branches.begin(self.directory, branch)
         self._branch, self._newest, self._restored = branch, step, None
 
     def _current(self) -> Branch:

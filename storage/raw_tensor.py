@@ -18,7 +18,7 @@ from . import generations, stores
 from .checksums import combine, crc32c
 from .generations import Generation
 from .reading import SMALL, Job, RangeJob, opened
-from .scratch import scratch
+from .scratch import room, scratch
 from .tensor_sums import of_range
 from .tensors import bytes_of, view
 
@@ -192,7 +192,7 @@ class RawTensor:
         return out.size
 
     def _copied(self, out: np.ndarray) -> int:
-        held = np.empty(self.shape, self.dtype)
+        held = room(self.name, self.shape, self.dtype)
         total = sum(job() for job in self._checked(bytes_of(held)))
         out[...] = held
         return total

@@ -41,6 +41,7 @@ from . import commit, dtypes, stores, tensor_sums
 from .checksums import crc32c
 from .collector import no_collections
 from .leaves import taken
+from .scratch import room
 
 DCP_INFO = "DCP_SHARDING_INFO"  # metadata in which a file of `torch.distributed` says where its blocks lie
 MAX_HEADER = 100_000_000
@@ -306,7 +307,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     out = {}
     with contextlib.closing(store.reader(file)) as reader:
         for name, t in header.tensors.items():
-            a = np.empty(t.shape, t.numpy_dtype(f"{where}: {name!r}"))
+            a = room(name, t.shape, t.numpy_dtype(f"{where}: {name!r}"))
             if reader.readv([a.reshape(-1).view(np.uint8)], header.data_start + t.begin) != a.nbytes:
                 raise CorruptCheckpoint(f"{where}: {name!r} ends early; the file changed while it was read")
             if header.sums is not None and crc32c(a) != header.sums[name]:

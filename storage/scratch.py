@@ -6,6 +6,8 @@ import threading
 
 import numpy as np
 
+from ..arrays.errors import CheckpointError, OutOfMemory
+
 KEPT = 16 << 20  # bytes that a thread keeps for each use
 
 _own = threading.local()
@@ -29,3 +31,13 @@ def scratch(use: str, nbytes: int) -> np.ndarray:
 def release() -> None:
     """Give this thread's memory back. What ends with a thread goes by itself."""
     _own.__dict__.clear()
+
+
+def room(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A new array for what is read of a key; `OutOfMemory` where there is no memory for it."""
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as e:
+        raise OutOfMemory(f"key {name!r}: {e}; read slices of it, or load it onto a mesh of more processes") from None
+    except ValueError as e:  # lengths beside a zero whose product NumPy cannot hold
+        raise CheckpointError(f"key {name!r}: no array has the shape {shape}: {e}; read smaller slices") from None

@@ -31,13 +31,14 @@ from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
 
-from ..arrays.errors import CheckpointError, CheckpointReplaced, CorruptCheckpoint, StoreError
+from ..arrays.errors import CheckpointError, CheckpointExists, CheckpointReplaced, CorruptCheckpoint, StoreError
 from . import url_options
 from .files import active, preadv
 
 Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
 
 _URL = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.S)
+_LONGEST = 4095  # characters: no system opens a longer path
 SCHEMES = ("s3", "gs", "az", "memory", "http", "https")
 READ_ONLY = ("http", "https")
 _ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
@@ -68,6 +69,10 @@ def location(path: str | os.PathLike[str]) -> str:
         text = None
     if not isinstance(text, str):
         raise CheckpointError(f"a location is a text or a path, not {path!r:.40}")
+    if "\0" in text:
+        raise CheckpointError(f"{text[:80]!r} has a NUL byte, which no name of a file has")
+    if len(text) > _LONGEST:
+        raise CheckpointError(f"{text[:80]}… has {len(text)} characters, more than the {_LONGEST} of a path or URL")
     found = _URL.match(text)
     if found is None:
         if re.match(r"[a-z0-9]+::([a-z0-9]+::)*[a-z0-9]+://", text):
@@ -353,6 +358,12 @@ def failed(error: OSError, what: str) -> StoreError:
     return out
 
 
+def _kind(mode: int) -> str:
+    """In words, what is no file."""
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
 def _tag_of(s: os.stat_result) -> str:
     return _tag_text(s.st_size, s.st_mtime_ns, s.st_ino)
 
@@ -419,8 +430,7 @@ class LocalStore(Store):
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             os.close(fd)
-            kind = "a directory" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device"
-            raise CorruptCheckpoint(f"{path} is {kind}, where a file belongs")
+            raise CorruptCheckpoint(f"{path} is {_kind(mode)}, where a file belongs")
         return recorded(path, _LocalReader(fd, path))
 
     def size(self, name: str) -> int | None:
@@ -430,6 +440,9 @@ class LocalStore(Store):
         from .commit import make_parents, temporary
 
         fs, path = active(), self._path(name)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if not stat.S_ISREG(mode := os.stat(path).st_mode):
+                raise CheckpointExists(f"{path} is {_kind(mode)}; only files are replaced, write to another name")
         make_parents(path)
         total = 0
         with temporary(path) as (beside, fd):

@@ -27,7 +27,7 @@ from .files import IOV_MAX
 from .generations import Generation
 from .grid import Grid, only_shard, place_of, ravel
 from .reading import SMALL, Job, RangeJob, opened, run
-from .scratch import scratch
+from .scratch import room, scratch
 from .stored_objects import StoredObject
 
 
@@ -328,7 +328,7 @@ def read_box(tensor: StoredTensor, box: Box | None = None) -> tuple[np.ndarray, 
 def _room(tensor: StoredTensor, shape: tuple[int, ...]) -> np.ndarray:
     if math.prod(shape) * tensor.dtype.itemsize >= 1 << 62:
         raise CheckpointError(f"key {tensor.name!r}: {shape} elements are more than any memory; read smaller slices")
-    return np.empty(shape, tensor.dtype)
+    return room(tensor.name, shape, tensor.dtype)
 
 
 # ----- places with steps between them ---------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ def fingerprint(
     """What is the same for two runs that would write the same windows of the same bytes."""
     made = Recipes()
     held = [made.of(t) for t in tensors]
-    plan = json.dumps([2, dict(source.tags), held, sink.describe(), windows, memory_limit, threads], sort_keys=True)
+    plan = json.dumps(
+        [3, dict(source.tags), source.changes(), held, sink.describe(), windows, memory_limit, threads], sort_keys=True
+    )
     return hashlib.sha256(plan.encode()).hexdigest()
 
 

@@ -20,6 +20,7 @@ from ..arrays.errors import (
     CheckpointError,
     CorruptCheckpoint,
     IncompleteCheckpoint,
+    OutOfMemory,
     StoreError,
 )
 from . import dtypes, names, stores, strict_json
@@ -65,6 +66,8 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
     if dtype.kind == "u" and isinstance(said, dict) and said.get("dtype") in EXTENSIONS:
         true = by_name(said["dtype"])  # bits, see ``array_metadata``
         dtype = true if true.itemsize == dtype.itemsize else dtype
+    if any(c < 1 <= n for n, c in zip(shape, chunk, strict=True)):
+        raise ValueError(f"key {node!r} of shape {shape} has chunks of {chunk}")
     # Whatever the order of bytes there, zarr gives numbers: in memory they lie in ours.
     return ZarrTensor(root, node, node, shape, dtypes.of_reader(dtype, f"{root}: key {node!r}"), chunk, encoding)
 
@@ -193,8 +196,10 @@ class ZarrTensor(ByLibrary):
         try:
             found = (self._opened() if self.held is None else self.held)[index]
             out[...] = found if self.dtype.name not in EXTENSIONS else np.asarray(found).view(self.dtype)
-        except (MemoryError, StoreError):  # nothing is wrong with the file
+        except StoreError:  # nothing is wrong with the file
             raise
+        except MemoryError as e:  # nor here
+            raise OutOfMemory(f"{self.root}: key {self.name!r}: {e}; read slices of it") from None
         except Exception as e:
             # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
             self.generation.check()

@@ -400,3 +400,33 @@ def test_memory_is_bounded_through_a_transpose_a_cast_and_a_reshard(kit, tmp_pat
     )
     assert int(done.stdout) < (16 + 60) << 10  # kB; the array has 125 MB
     assert np.array_equal(open_checkpoint(tmp_path / "z")["w"][2000:2100].astype("f4"), w.T[2000:2100])
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "npy", "zarr"])
+def test_a_source_without_checksums_that_is_written_in_place_with_its_old_time_starts_anew(tmp_path, kind):
+    src, old, new = tmp_path / f"s.{kind}", np.zeros(90_000), np.ones(90_000)
+    if kind == "safetensors":
+        save_safetensors(src, {"w": old}, checksums=False)
+        file = src
+    elif kind == "npy":
+        np.save(src, old)
+        file = src
+    else:
+        zarr.create_array(src, shape=old.shape, dtype="f8", chunks=old.shape, compressors=None, fill_value=5)[...] = old
+        file = src / "c" / "0"
+    with using(Failing(4, errno.ENOSPC)), pytest.raises(errors.StorageFull):
+        convert(src, tmp_path / "c", format="zarr", **SMALL)
+    then, data = file.stat(), file.read_bytes()
+    assert data[-new.nbytes :] == old.tobytes()
+    with file.open("r+b") as f:
+        f.seek(len(data) - new.nbytes)
+        f.write(new.tobytes())
+    os.utime(file, ns=(then.st_atime_ns, then.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns, file.stat().st_ino) == (
+        then.st_size,
+        then.st_mtime_ns,
+        then.st_ino,
+    )
+    assert convert(src, tmp_path / "c", format="zarr", **SMALL).resumed == 0
+    (got,) = load(tmp_path / "c").values()
+    np.testing.assert_array_equal(np.asarray(got), new)

@@ -1,6 +1,7 @@
 """Input that means harm, or is of an odd kind: a typed error in bounded memory, never an endless wait."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -12,6 +13,9 @@ import zarr
 
 from meshtape import errors
 from meshtape.storage import (
+    CheckpointManager,
+    gc,
+    leftovers,
     load,
     load_safetensors,
     merge,
@@ -19,6 +23,7 @@ from meshtape.storage import (
     read_header,
     save,
     save_safetensors,
+    stores,
     verify,
 )
 
@@ -97,6 +102,101 @@ def test_odd_things_named_themselves(tmp_path, what):
     for use in (load, open_checkpoint, read_header, load_safetensors, verify):
         with pytest.raises(errors.CheckpointError):
             use(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("what", ["pipe", "directory", "socket", "device"])
+def test_only_files_are_replaced_by_a_file(tmp_path, what):
+    """A device is reached through a link here: none is at risk in a test."""
+    path = tmp_path / "x.safetensors"
+    odd(what, path)
+    before = os.lstat(path)
+    for overwrite in (False, True):
+        with pytest.raises(errors.CheckpointError):
+            save_safetensors(path, {"w": np.ones(3)}, overwrite=overwrite)
+    with pytest.raises(errors.CheckpointExists, match="only files are replaced"):
+        stores.at(str(tmp_path)).put("x.safetensors", b"x")
+    after = os.lstat(path)
+    assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
+    assert [e.name for e in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def sized(path, shape):
+    """A file of one array whose elements are a hole."""
+    nbytes = math.prod(shape) * 8
+    if path.suffix == ".npy":
+        with path.open("wb") as f:
+            np.lib.format.write_array_header_1_0(f, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    elif path.suffix == ".zarr":
+        zarr.create_array(path, shape=shape, chunks=tuple(max(1, n // 8) for n in shape), dtype="f8")
+        return path
+    else:
+        path.write_bytes(blob({"w": {"dtype": "F64", "shape": list(shape), "data_offsets": [0, nbytes]}}))
+    os.truncate(path, path.stat().st_size + nbytes)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:.*chunks of key")
+@pytest.mark.parametrize("suffix", ["npy", "safetensors", "zarr"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        load,
+        lambda p: next(iter(open_checkpoint(p).values()))[:],
+        lambda p: next(iter(open_checkpoint(p).values()))[::2],
+        lambda p: load_safetensors(p) if p.suffix == ".safetensors" else load(p, keys="*"),
+    ],
+    ids=["load", "slice", "steps", "load_safetensors"],
+)
+def test_more_than_there_is_memory_for(tmp_path, monkeypatch, suffix, use):
+    path, empty = sized(tmp_path / f"x.{suffix}", (1 << 20,)), np.empty
+
+    def small(shape, *args, **kw):
+        if math.prod(np.atleast_1d(shape).tolist()) >= 1 << 19:
+            raise MemoryError("Unable to allocate it")
+        return empty(shape, *args, **kw)
+
+    monkeypatch.setattr(np, "empty", small)
+    with pytest.raises(errors.OutOfMemory, match=r"key .*read slices"):
+        use(path)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "safetensors"])
+@pytest.mark.parametrize("index", [None, (slice(None), slice(None, None, 3)), slice(None)], ids=str)
+def test_lengths_beside_a_zero_that_no_array_has(tmp_path, suffix, index):
+    path = sized(tmp_path / f"x.{suffix}", (0, 1 << 40, 1 << 40))
+    with pytest.raises(errors.CheckpointError, match=r"no array has the shape \(0, "):
+        load(path) if index is None else next(iter(open_checkpoint(path).values()))[index]
+
+
+@pytest.mark.parametrize("use", [load, verify, lambda p: merge(p, p / "out"), lambda p: open_checkpoint(p)[""][:]])
+def test_chunks_without_a_length(tmp_path, use):
+    zarr.create_array(tmp_path / "z", shape=(4,), chunks=(4,), dtype="f8")[...] = 1
+    text = json.loads((tmp_path / "z" / "zarr.json").read_text())
+    text["chunk_grid"]["configuration"]["chunk_shape"] = [0]
+    (tmp_path / "z" / "zarr.json").write_text(json.dumps(text))
+    with pytest.raises(errors.CorruptCheckpoint, match=r"chunks of \(0,\)"):
+        use(tmp_path / "z")
+
+
+USES = {
+    "save": lambda p: save(p, {"w": np.ones(2)}),
+    "save_safetensors": lambda p: save_safetensors(p, {"w": np.ones(2)}),
+    "merge": lambda p: merge(p, "out"),
+    "load": load,
+    "verify": verify,
+    "gc": gc,
+    "leftovers": leftovers,
+    "manager": lambda p: CheckpointManager(p).save(1, {"w": np.ones(2)}),
+    "latest": lambda p: CheckpointManager(p).latest(),
+}
+
+
+@pytest.mark.parametrize("name", ["a\0b", "p/" * 3000, "p" * 1000], ids=["NUL", "deep", "long"])
+@pytest.mark.parametrize("use", USES)
+def test_names_that_no_file_has(tmp_path, name, use):
+    with pytest.raises(errors.MeshtapeError):
+        USES[use](f"{tmp_path}/{name}")
+    assert list(tmp_path.iterdir()) == []
 
 
 def blob(header, data=b""):

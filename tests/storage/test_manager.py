@@ -1,5 +1,6 @@
 """The manager: rotation by step, and never without a complete checkpoint."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from meshtape import errors
 from meshtape.storage import CheckpointManager, manifest, save
+from meshtape.storage.files import Files, using
 
 
 def filled(directory, steps, **kw):
@@ -211,3 +213,16 @@ def test_rotations_between_a_list_and_its_manifests(tmp_path, monkeypatch, use, 
     monkeypatch.setattr(manifest, "read", rotated)
     manager = CheckpointManager(tmp_path, keep=1, best="loss", best_is="highest")
     assert use(manager) == wanted(10 + 10 * saves)
+
+
+@pytest.mark.parametrize(("code", "error"), [(errno.ENOSPC, errors.StorageFull), (errno.EIO, errors.StoreError)])
+@pytest.mark.parametrize("step", [10, None])
+def test_a_rollback_that_cannot_be_written(tmp_path, code, error, step):
+    class Failing(Files):
+        def write(self, fd, buffers, offset):
+            raise OSError(code, os.strerror(code))
+
+    manager = filled(tmp_path, [10, 20], keep=None)
+    with using(Failing()), pytest.raises(error, match=r"meshtape-branch\.json"):
+        manager.rollback(step)
+    assert manager.latest().endswith("20")
