@@ -140,10 +140,15 @@ def refuse_strangers(root: str, strangers: list[str], why: str) -> None:
 def check(root: str, tables: frozenset[str], held: Iterable[str] | None = None) -> list[str]:
     """Raise `CheckpointExists` unless all that is at a place may be replaced by what has one of these ``tables``; returns the documents that stay."""
     found, strangers, documents = look(root, held)
-    if not found.tables & tables:
-        if strangers or documents or found.tables:
-            what = f": {', '.join([*sorted(found.tables), *strangers, *documents][:_SHOWN])}"
-            raise CheckpointExists(f"{root} holds something that is not a checkpoint{what}; refused to replace it")
+    if found.tables and not found.tables & tables:
+        kinds = ", ".join(sorted(found.tables))
+        raise CheckpointExists(
+            f"{root} holds {kinds}, not a checkpoint of the kind that is written: remove it, or choose another place"
+        )
+    if not found.tables:
+        if strangers or documents:
+            what = ", ".join([*strangers, *documents][:_SHOWN])
+            raise CheckpointExists(f"{root} holds something that is not a checkpoint: {what}; refused to replace it")
         return []
     strangers += sorted(found.tables - tables)
     refuse_strangers(root, strangers, "overwrite=True replaces a checkpoint alone")

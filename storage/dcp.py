@@ -37,6 +37,7 @@ from .torch_values import Made, Named, Persistent, read_values
 
 FILE = ".metadata"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_END = struct.Struct("<4s6xH10x")  # of an archive: its mark, and how many entries it has
 _MAX_VALUE = 1 << 20  # bytes of a value that is no tensor
 # Functions by which PyTorch makes tensors, and which argument of each says how the elements are turned: by a function, for some kinds of dtypes.
 _REBUILDS = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
@@ -221,7 +222,18 @@ def described(
 
 
 def archive_of(reader: stores.Reader, chunk: Chunk) -> zipfile.ZipFile:
-    return zipfile.ZipFile(io.BufferedReader(_Slice(reader, chunk.offset, chunk.nbytes), 64 << 10))
+    """The archive in a part of a file. zipfile does not count its entries: one of a wrong length would swallow those behind it."""
+    archive = zipfile.ZipFile(io.BufferedReader(_Slice(reader, chunk.offset, chunk.nbytes), 64 << 10))
+    end = bytearray(_END.size)
+    reader.readv([end], chunk.offset + chunk.nbytes - _END.size - len(archive.comment))
+    mark, count = _END.unpack(end)
+    if mark != b"PK\x05\x06" or count not in (
+        0xFFFF,
+        len(archive.infolist()),
+    ):  # the former: more than a short number holds
+        archive.close()
+        raise zipfile.BadZipFile(f"its end counts {count} entries, its table has {len(archive.infolist())}")
+    return archive
 
 
 @contextlib.contextmanager

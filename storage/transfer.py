@@ -65,6 +65,8 @@ def _journal(part: str) -> Iterator[int]:
             elif not os.path.exists(path) and os.listdir(part):
                 raise CheckpointExists(f"{part} is in the way: it is no unfinished transfer; move it elsewhere")
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except CheckpointExists:
+            raise
         except (FileExistsError, FileNotFoundError):  # another process has just made it, or removed it
             continue
         try:

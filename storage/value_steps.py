@@ -43,6 +43,8 @@ class Cast(Step):
 
     ``allow_overflow``: values that the dtype cannot hold are accepted too; otherwise they raise `Lossy` when they are read.
 
+    float64 becomes bfloat16 or float8 through float32, as in ml_dtypes and PyTorch: a value next to a tie may be rounded to its other neighbour.
+
     >>> from meshtape.storage import Rules
     >>> Rules("w -> w, cast(float16, allow_overflow=true)").on_arrays({"w": np.float32([1, 7e4])})["w"]
     array([ 1., inf], dtype=float16)

@@ -189,6 +189,31 @@ def test_flips_are_found(tmp_path, kind):
                 verify(path)
 
 
+@pytest.mark.parametrize("kind", ["npz", "compressed", "torch"])
+def test_no_entry_vanishes_from_a_table_of_contents(tmp_path, kind):
+    """Every bit of the table and its end: all is read as it was, or there is an error."""
+    path = tmp_path / "x.npz"
+    if kind == "torch":
+        shutil.copy(GOLDEN.with_name("torch-2.13-signs.pt"), path)
+    else:
+        (np.savez if kind == "npz" else np.savez_compressed)(path, w=np.arange(6.0), b=np.ones(2), name=np.zeros(3))
+    good = path.read_bytes()
+    right = {n: a.read().tobytes() for n, a in open_checkpoint(path).items()}
+    start = good.find(b"PK\x01\x02")
+    lengths = [i + k for i in range(start, len(good)) if good[i : i + 4] == b"PK\x01\x02" for k in range(28, 34)]
+    for at in lengths if kind == "torch" else range(start, len(good)):
+        for bit in range(8):
+            bad = bytearray(good)
+            bad[at] ^= 1 << bit
+            path.write_bytes(bad)
+            try:
+                got = {n: a.read().tobytes() for n, a in open_checkpoint(path).items()}
+                verify(path)
+            except errors.CheckpointError:
+                continue
+            assert got == right, (at - start, bit)
+
+
 def test_an_archive_that_unpacks_to_more_than_its_arrays(tmp_path):
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (4,)})

@@ -233,3 +233,14 @@ def test_the_command_names_the_strangers_too(tmp_path):
     done = CliRunner().invoke(main, ["merge", str(tmp_path / "a"), str(tmp_path / "hf"), "--overwrite"])
     assert done.exit_code == 1
     assert "mine.bin" in done.output
+
+
+def test_a_checkpoint_of_another_kind_is_told_for_one(tmp_path):
+    save(tmp_path / "a", {"w": np.ones(3)})
+    merge(tmp_path / "a", tmp_path / "hf")
+    with pytest.raises(
+        errors.CheckpointExists,
+        match=r"holds model\.safetensors.*not a checkpoint of the kind that is written: remove it",
+    ):
+        save(tmp_path / "hf", {"w": np.ones(3)}, overwrite=True)
+    assert np.asarray(load(tmp_path / "hf")["w"]).tolist() == [1, 1, 1]
