@@ -104,4 +104,5 @@ def add_keywords() -> None:
             if getattr(fn, "__module__", "").startswith(ours.__name__) and callable(fn) and not isinstance(fn, type):
                 if fn not in known:
                     known[fn] = guarded(name, fn, getattr(theirs, name, None))
+                    known[fn].__module__ = own.__name__  # where pickle finds it: the defining module has the plain one
                 setattr(own, name, known[fn])
