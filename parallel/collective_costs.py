@@ -1,8 +1,9 @@
 """What a collective is expected to take, by each algorithm: the constants, and the formulas that choose between them.
 
 Seconds of a round, of a message and of a byte (Hockney: The communication challenge for MPP, 1994; with a term for what one process
-does for each message, as in Culler et al.: LogP, 1993). The constants were measured between processes of one host that share memory,
-and between hosts over 10 Gbit Ethernet. They decide which algorithm is taken and never which result there is.
+does for each message, as in Culler et al.: LogP, 1993). The constants of one host were fitted to two processes that share
+memory; those between hosts are figures of 10 Gbit Ethernet that were not measured here. They decide which algorithm is taken and never which
+result there is.
 """
 
 from __future__ import annotations
