@@ -24,6 +24,7 @@ from distributed.core import clean_exception, connect
 from ..arrays.errors import ClusterError, RankLost
 from . import settings
 from .resident import Ref, answered, packed
+from .workers import scheduler_answer
 
 T = TypeVar("T")
 log = logging.getLogger("meshtape")
@@ -373,10 +374,20 @@ class WorkerStreams:
             self._watch = asyncio.ensure_future(self._look())
 
     async def _look(self) -> None:
+        asking: asyncio.Task[Any] | None = None
         while True:
             busy = [s for s in self._streams.values() if s.lost is None and (s.pending or s.waiting)]
             if not busy:
                 return
+            # What is a task of Dask's waits for the scheduler, too.
+            followed = [f for s in busy for f in s.pending.values() if f.task is not None]
+            if asking is not None and asking.done():
+                for future in followed if asking.exception() is not None else ():
+                    future.finish("failed", asking.exception())
+                asking = None
+            client = self._client()
+            if followed and asking is None and client is not None and client.status == "running":
+                asking = asyncio.ensure_future(scheduler_answer(client, "identity", n_workers=0))
             timeout = settings.number("timeout")
             tick = max(0.05, min(2.0, timeout / 8))
             for s in busy:
