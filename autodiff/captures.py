@@ -246,6 +246,8 @@ class _Walk(Places):
             names = value.__reduce__()[1]
             self.names.update(n for name in names if isinstance(name, str) for n in name.split("."))
             self.key.append(repr(value))
+        elif isinstance(value, type(np.sum)):  # NumPy's functions that ask their arguments first
+            self.visit(getattr(value, "__wrapped__", None), path)
         elif isinstance(value, BuiltinFunctionType):
             self._library_function(value)
         elif not isinstance(value, _SKIPPED):

@@ -6,9 +6,10 @@ the high-water mark of each process over what it held before, beside its blocks 
 
 from __future__ import annotations
 
-import timing  # noqa: F401  # first: it sets the number of threads
+import timing  # first: it sets the number of threads  # noqa: F401
 
 # isort: split
+import argparse
 from typing import Any
 
 import dask
@@ -103,6 +104,7 @@ def measured(name: str, axes: dict[str, int], width: int = 512, vocab: int = 409
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print("| plan | mesh | messages of a rank | bytes sent | peak by the forecast, MB | measured, MB | off by |")
     print("|---|---|---|---|---|---|---|")
     for name, axes in PLANS.items():

@@ -270,4 +270,4 @@ def refuse_existing(path: str) -> None:
 
 
 def _read_blocks(payloads: Mapping[int, Any]) -> dict[int, list[np.ndarray]]:
-    return {r: [open_array(path)[box.slices]] for r, (path, box) in payloads.items()}
+    return {r: [np.asarray(open_array(path)[box.slices])] for r, (path, box) in payloads.items()}

@@ -7,6 +7,7 @@ other tools find them where they look (``config.json``, ``generation_config.json
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -133,6 +134,15 @@ def marked(file: str, suffix: str) -> str:
     """
     stem, dot, kind = file.rpartition(".")
     return f"{stem}{suffix}{dot}{kind}"
+
+
+def is_marked(file: str) -> bool:
+    """Whether a name has such a suffix.
+
+    >>> is_marked("model~g01234567.safetensors"), is_marked("model.safetensors")
+    (True, False)
+    """
+    return re.search(r"~g[0-9a-f]{8}(\Z|\.)", file) is not None
 
 
 class Documents(Mapping[str, Any]):

