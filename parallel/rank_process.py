@@ -7,6 +7,7 @@ that started the process, which then ends too: no rank outlives its worker.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import traceback
@@ -41,7 +42,9 @@ def leave_block(path: Path, block: np.ndarray) -> SharedBlock:
 
 def main(folder: Path) -> int:
     """Call what the folder says; 0 where it gave a value."""
-    threading.Thread(target=_end_with_the_worker, name="meshtape-worker-watch", daemon=True).start()
+    threading.Thread(
+        target=_end_with_the_worker, args=(folder.parent,), name="meshtape-worker-watch", daemon=True
+    ).start()
     try:
         fn, args, kwargs = loads((folder / "call").read_bytes())
         args = [a.array() if isinstance(a, SharedBlock) else a for a in args]
@@ -60,9 +63,10 @@ def main(folder: Path) -> int:
     return code
 
 
-def _end_with_the_worker() -> None:
+def _end_with_the_worker(folder: Path) -> None:
     while sys.stdin.buffer.read(1 << 16):
         pass
+    shutil.rmtree(folder, ignore_errors=True)  # one that was killed could not
     os._exit(1)
 
 

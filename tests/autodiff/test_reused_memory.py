@@ -135,7 +135,9 @@ try:
 except MemoryError:
     print("and then it is an error")
 """
-    usual = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}  # a cluster of this process may set them
+    usual = {
+        k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")
+    }  # a cluster of this process may set them
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=usual)
     assert done.stdout == "and then it is an error\n", done.stderr
