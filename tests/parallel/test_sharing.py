@@ -235,7 +235,10 @@ def test_a_client_that_stands_still_loses_the_lease_and_one_that_is_killed_leave
         p.kill()
         p.wait()
         works(processes)
-    eventually(lambda: left_behind(processes) == before)
+    # (A mesh that was closed is forgotten a moment later: fewer may be left than at first.)
+    eventually(
+        lambda: all(a <= b for w, now in left_behind(processes).items() for a, b in zip(now, before[w], strict=True))
+    )
 
 
 def test_a_client_that_is_killed_at_work_leaves_nothing(processes, eventually):
@@ -245,7 +248,10 @@ def test_a_client_that_is_killed_at_work_leaves_nothing(processes, eventually):
         p.kill()
         p.wait()
         works(processes)
-    eventually(lambda: left_behind(processes) == before)
+    # (A mesh that was closed is forgotten a moment later: fewer may be left than at first.)
+    eventually(
+        lambda: all(a <= b for w, now in left_behind(processes).items() for a, b in zip(now, before[w], strict=True))
+    )
 
 
 def test_an_error_of_one_mesh_does_not_reach_another(processes):
