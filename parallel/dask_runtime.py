@@ -37,8 +37,8 @@ from .rank_program import RankProgram
 from .resident import answered, packed
 from .room import Value, check_room
 from .runtime import HostValue, Turns
-from .worker_streams import WorkerFuture, streams_of
-from .workers import ask, call_scheduler, known_workers, silent
+from .worker_streams import WorkerFuture
+from .workers import ask, call_scheduler, known_workers, silent, workers_with
 
 settings.register()
 
@@ -76,13 +76,8 @@ class DaskRuntime:
         if client.status != "running":
             raise ClusterError(f"the Dask client is {client.status}, not connected to a running scheduler")
         self.client = client
-        there = known_workers(client)
-        self._resources = {a: dict(w.get("resources") or {}) for a, w in there.items()}
-        known = sorted(there)
-        if workers is None and (resources := dask.get_annotations().get("resources")):
-            known = [w for w in known if self._has(w, resources)]
-            if not known:
-                raise ClusterError(f"no worker of the Dask cluster has the resources {resources}: start one that has")
+        annotated = dask.get_annotations().get("resources") or {}
+        known = workers_with(known_workers(client), annotated if workers is None else {})
         quiet = silent(client, known if workers is None else [w for w in workers if w in known])
         if workers is not None:
             missing = sorted(set(workers) - set(known))
@@ -103,15 +98,9 @@ class DaskRuntime:
         self._check_versions()
         self.mesh_id, secret = uuid.uuid4().bytes, secrets.token_bytes(32)
         self.transport = settings.transport()
-        problem = set_up(client)
+        # First: where a stream is opened anew, what its client had there is forgotten.
+        self._streams, problem = set_up(client, self.addresses)
         pool = int(settings.number("pool"))
-        self._streams = streams_of(client)
-        try:
-            self._streams.open(
-                self.addresses
-            )  # first: where a stream is opened anew, what its client had there is forgotten
-        except ClusterError as e:
-            raise e from problem
         planes = ask(
             client,
             mesh_worker.open_plane,
@@ -163,10 +152,6 @@ class DaskRuntime:
         hosts = {a.partition("://")[2].rpartition(":")[0] for a in self.addresses}
         seen = {a: found[a] for a in self.addresses}
         return choose(device, seen, plain=not encrypted or len(hosts) == 1, ports=self.transport != "comms")
-
-    def _has(self, address: str, resources: Mapping[str, float]) -> bool:
-        """Whether a worker was started with these resources of Dask, as far as an annotation names them."""
-        return all(self._resources.get(address, {}).get(k, 0) >= n for k, n in resources.items())
 
     def _check_versions(self) -> None:
         """Every worker has this meshtape and this NumPy. Asked with a function of the standard library, which any worker has."""
@@ -366,21 +351,24 @@ class DaskRuntime:
     def call(self, fn: Any, handles: Sequence[Any], payloads: Mapping[int, Any]) -> list[Any]:
         self._check_open()
         resolved = self._resolve(handles)
-        gangs = list({h.gang.number: h.gang for h in resolved if not isinstance(h, HostValue)}.values())
-        for g in gangs:
-            self._flight.settle(g)
         args: dict[int, list[Any]] = {}
         for p in sorted({self.homes[r] for r in payloads}):
             mine = {r: payloads[r] for r in payloads if self.homes[r] == p}
-            slots = [
-                (-1, {r: self._block(h, r) for r in mine})
-                if isinstance(h, HostValue)
-                else (gangs.index(h.gang), h.slot)
-                for h in resolved
-            ]
-            args[p] = [fn, mine, slots, *(g.futures[p] for g in gangs)]
+            args[p] = [fn, mine, *self.reads(resolved, p, list(mine))]
         name = getattr(fn, "__name__", "call").strip("_")
         return self._flight.gather(Gang(name, list(self.submit(mesh_worker.call_on_blocks, name, args).values())))
+
+    def reads(self, handles: Sequence[Any], process: int, ranks: Sequence[int]) -> list[Any]:
+        """For a function that a process is to call: the slots of arrays, as :func:`.mesh_worker.blocks_of` takes them, and the futures of
+        the bundles. Waits until these are there."""
+        gangs = list({h.gang.number: h.gang for h in handles if not isinstance(h, HostValue)}.values())
+        for g in gangs:
+            self._flight.settle(g)
+        slots = [
+            (-1, {r: self._block(h, r) for r in ranks}) if isinstance(h, HostValue) else (gangs.index(h.gang), h.slot)
+            for h in handles
+        ]
+        return [slots, *(g.futures[process] for g in gangs)]
 
     def create(self, fn: Any, payloads: Mapping[int, Any], count: int) -> list[Any]:
         self._check_open()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import threading
@@ -16,7 +15,8 @@ from distributed import Client
 from ..arrays.errors import ClusterError, CollectiveTimeout, MeshtapeError, RankLost
 from . import settings
 from .lease import Lease
-from .worker_streams import WorkerFuture, WorkerStream, WorkerStreams, iter_popped, result
+from .resident import popped
+from .worker_streams import WorkerFuture, WorkerStream, WorkerStreams
 from .workers import LOOK
 
 IN_FLIGHT = 4
@@ -37,7 +37,7 @@ class Slots:
             self._streams[0].streams.flush_later(self._told)
 
     def _told(self) -> Sequence[WorkerStream]:
-        slots = tuple(iter_popped(self._dead))
+        slots = tuple(popped(self._dead))
         if slots:
             for s in self._streams:
                 s.send({"op": "drop_slots", "n": self.number, "slots": slots})
@@ -184,11 +184,7 @@ class Flight:
     def gather(self, this: Gang) -> list[Any]:
         """The results of a gang, brought here."""
         self.settle(this)
-
-        async def all_of_them() -> list[Any]:
-            return list(await asyncio.gather(*map(result, this.futures)))
-
         try:
-            return self.client.sync(all_of_them)
+            return self._streams.results(this.futures)
         except RankLost as e:
             raise RankLost(f"a worker left the cluster before the answer of {this.what} was here: {e}") from e

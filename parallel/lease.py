@@ -14,7 +14,7 @@ from distributed import Client
 
 from . import settings
 from .scheduler import YIELD
-from .workers import call_scheduler, scheduler_answer
+from .workers import PerClient, call_scheduler, scheduler_answer
 
 NOTICE = 10.0
 """Seconds after which a client that waits for workers says for whom; again when it has waited twice as long."""
@@ -141,14 +141,5 @@ class Lease:
             call_scheduler(client, op, **kwargs)
 
 
-_leases: weakref.WeakKeyDictionary[Client, Lease] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def lease_of(client: Client) -> Lease:
-    """The lease of a client: one for all its meshes."""
-    with _lock:
-        found = _leases.get(client)
-        if found is None:
-            found = _leases[client] = Lease(client)
-        return found
+lease_of = PerClient(Lease)
+"""The lease of a client: one for all its meshes."""

@@ -30,6 +30,7 @@ from .scheduler import MeshtapeScheduler
 from .transports.group import Group, Transport
 from .transports.nccl import NcclGroup
 from .transports.staged import Staged
+from .worker_streams import WorkerStreams, streams_of
 from .workers import give_plugin
 
 TOPIC = "meshtape"
@@ -172,20 +173,22 @@ async def _taken(resident: Resident, session: str, number: int, slot: int, ranks
         blocks = {r: bundle.slots[slot][r] for r in ranks}
         if not all(map(is_on_host, blocks.values())):
             # The device may still compute them: nobody else is to wait for that.
-            blocks = await resident.apart(lambda: {r: on_host(b) for r, b in blocks.items()})
+            blocks = await asyncio.to_thread(lambda: {r: on_host(b) for r, b in blocks.items()})
         return {"value": to_serialize({r: np.asarray(b, order="C") for r, b in blocks.items()})}
     except Exception as e:
         return error_message(e)
 
 
-def set_up(client: Client) -> Exception | None:
-    """Give the scheduler and the workers what they need. Returns what went wrong on any of the workers, which may not be one that
-    matters.
+def set_up(client: Client, addresses: Sequence[str]) -> tuple[WorkerStreams, Exception | None]:
+    """Give the scheduler and the workers what they need, and open streams to some workers. Returns the streams and what went wrong with
+    the plugin on any of the workers, which may not be one that matters.
 
     Raises
     ------
     WorkerMismatch
         Where the scheduler cannot import meshtape.
+    ClusterError
+        Where a worker cannot be reached.
     """
     try:
         client.register_plugin(MeshtapeScheduler())
@@ -194,7 +197,12 @@ def set_up(client: Client) -> Exception | None:
             f"the scheduler at {client.scheduler.address} cannot import meshtape: install meshtape "
             f"{importlib.metadata.version('meshtape')} in its environment, restart it"
         ) from e
-    return give_plugin(client, MeshtapeWorker())
+    problem, streams = give_plugin(client, MeshtapeWorker()), streams_of(client)
+    try:
+        streams.open(addresses)
+    except ClusterError as e:
+        raise e from problem
+    return streams, problem
 
 
 def close_state(address: str) -> None:
@@ -479,12 +487,17 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
 # ----- functions of blocks --------------------------------------------------------------------------------------------
 
 
+def blocks_of(slots: Sequence[tuple[int, Any]], bundles: Sequence[Bundle]) -> list[Mapping[int, Any]]:
+    """The blocks of some arrays, by rank. ``slots`` gives the bundle of each and the slot in it; in place of the slot of bundle -1 stand
+    blocks that come with the call."""
+    return [slot if i < 0 else bundles[i].slots[slot] for i, slot in slots]
+
+
 def call_on_blocks(
     seat: Seat, fn: Callable[..., Any], payloads: Mapping[int, Any], slots: Sequence[tuple[int, int]], *bundles: Bundle
 ) -> Any:
-    """``BlockHost.run_on_blocks``, for one process. ``slots`` gives, for each array, the bundle and the slot in it; the bundle -1 is a
-    block that comes with the call, by rank."""
-    inputs = [slot if i < 0 else bundles[i].slots[slot] for i, slot in slots]
+    """``BlockHost.run_on_blocks``, for one process. ``slots`` and ``bundles`` are those of :func:`blocks_of`."""
+    inputs = blocks_of(slots, bundles)
     with serving(seat.memory):
         return fn(dict(payloads), {r: [on_host(b[r]) for b in inputs] for r in payloads})
 

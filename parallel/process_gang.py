@@ -8,8 +8,10 @@ can be ended whatever it does, with the environment that ``torchrun`` would give
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,10 +30,10 @@ from ..arrays.errors import ClusterError, MeshError, RankLost
 from .block_memory import on_host
 from .dataplane import interface_of
 from .lease import lease_of
-from .mesh_worker import Seat, set_up
+from .mesh_worker import Seat, blocks_of, set_up
 from .rank_process import leave_block
-from .worker_streams import WorkerFuture, WorkerStreams, result, streams_of
-from .workers import known_workers
+from .worker_streams import WorkerFuture, WorkerStreams
+from .workers import known_workers, workers_with
 
 _LOG = 1 << 20  # bytes of a rank's output that are brought, the last ones
 _SHOWN = 12  # lines of it in an error
@@ -118,11 +120,7 @@ def gang(
             raise MeshError(f"a gang has at least one rank, got ranks={ranks!r}")
         addresses = addresses[: min(len(addresses), size)]
         homes = tuple(r * len(addresses) // size for r in range(size))
-    problem, streams = set_up(client), streams_of(client)
-    try:
-        streams.open(addresses)
-    except ClusterError as e:
-        raise e from problem
+    streams, _ = set_up(client, addresses)
     given = dumps((fn, [_Block(number[id(a)]) if id(a) in number else a for a in args], kwargs))
     return GangRun(client, streams, addresses, homes, given, arrays, dict(env or {}), getattr(fn, "__name__", "gang"))
 
@@ -146,15 +144,10 @@ def _chosen(client: Client, workers: Sequence[str] | None, resources: Mapping[st
         raise ClusterError(
             f"the scheduler does not know worker(s) {', '.join(unknown)}; it has {', '.join(sorted(there))}"
         )
-    found = [
-        a
-        for a in (sorted(there) if workers is None else workers)
-        if all((there[a].get("resources") or {}).get(k, 0) >= n for k, n in (resources or {}).items())
-    ]
+    found = workers_with({a: w for a, w in there.items() if workers is None or a in workers}, resources or {})
     if not found:
-        wanted = f" with the resources {dict(resources)}" if resources else ""
-        raise ClusterError(f"the Dask cluster has no workers{wanted}: start some")
-    return found
+        raise ClusterError("the Dask cluster has no workers: start some")
+    return found if workers is None else [a for a in workers if a in found]
 
 
 class _RanksFailed(Exception):
@@ -187,15 +180,8 @@ class GangRun:
         self._thread.start()
 
     def __repr__(self) -> str:
-        state = (
-            "running"
-            if not self.done()
-            else "cancelled"
-            if self._cancelled.is_set()
-            else "failed"
-            if self._error
-            else "done"
-        )
+        ended = "cancelled" if self._cancelled.is_set() else "failed" if self._error else "done"
+        state = ended if self.done() else "running"
         return f"<GangRun {self.name}: {self.ranks} rank(s) on {len(self._addresses)} worker(s), {state}>"
 
     def done(self) -> bool:
@@ -232,31 +218,14 @@ class GangRun:
     # ----- in a thread ------------------------------------------------------------------------------------------------
 
     def _run(self, given: bytes, arrays: Sequence[Array], env: Mapping[str, str]) -> None:
-        lease, ended = lease_of(self.client), threading.Event()
+        lease = lease_of(self.client)
         try:
-            handles = _handles(arrays)
+            mesh = arrays[0].sharding.mesh if arrays else None  # type: ignore[union-attr]
+            handles = [a._buf.handle for a in mesh.settle(arrays)] if mesh is not None else []
             lease.enter(self._addresses, lambda: None)
             try:
-                host, port = self._waited(
-                    self._streams.call(_free_port, "gang", {self._addresses[0]: (self._addresses[0],)})
-                )[0]
-                world = {**env, "WORLD_SIZE": str(self.ranks), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-                args = {
-                    a: (given, [(r, i) for i, r in enumerate(self._of(p))], world, *handles(p))
-                    for p, a in enumerate(self._addresses)
-                }
-                self._futures = self._streams.call(_run_ranks, self.name, args, stoppable=True)
-                for f in self._futures.values():
-                    f.add_done_callback(lambda _: ended.set())
-                if self._cancelled.is_set():
-                    self._stop()
-                while not all(f.done() for f in self._futures.values()):
-                    ended.wait(1.0)
-                    ended.clear()
-                    if any(f.failed for f in self._futures.values()):
-                        self._stop()
-                    if self.client.status != "running":
-                        raise ClusterError(f"the Dask client is {self.client.status}: the cluster of this gang is gone")
+                self._start(given, handles, None if mesh is None else mesh.runtime, env)
+                self._wait()
                 self._collect()
             finally:
                 lease.leave()
@@ -266,14 +235,38 @@ class GangRun:
             self._futures.clear()
             self._over.set()
 
+    def _start(self, given: bytes, handles: Sequence[Any], runtime: Any, env: Mapping[str, str]) -> None:
+        first = self._addresses[0]
+        ((host, port),) = self._streams.results(self._streams.call(_free_port, "gang", {first: (first,)}).values())
+        world = {**env, "WORLD_SIZE": str(self.ranks), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        args = {
+            a: (
+                given,
+                [(r, i) for i, r in enumerate(self._of(p))],
+                world,
+                *(runtime.reads(handles, p, self._of(p)) if handles else [[]]),
+            )
+            for p, a in enumerate(self._addresses)
+        }
+        self._futures = self._streams.call(_run_ranks, self.name, args, stoppable=True)
+
+    def _wait(self) -> None:
+        """Until all ranks have ended: where one fails, or the gang is cancelled, the rest are ended."""
+        ended = threading.Event()
+        for f in self._futures.values():
+            f.add_done_callback(lambda _: ended.set())
+        if self._cancelled.is_set():
+            self._stop()
+        while not all(f.done() for f in self._futures.values()):
+            ended.wait(1.0)
+            ended.clear()
+            if any(f.failed for f in self._futures.values()):
+                self._stop()
+            if self.client.status != "running":
+                raise ClusterError(f"the Dask client is {self.client.status}: the cluster of this gang is gone")
+
     def _of(self, process: int) -> list[int]:
         return [r for r, p in enumerate(self._homes) if p == process]
-
-    def _waited(self, futures: Mapping[str, WorkerFuture]) -> list[Any]:
-        async def all_of_them() -> list[Any]:
-            return [await result(f) for f in futures.values()]
-
-        return self.client.sync(all_of_them)
 
     def _stop(self) -> None:
         with self._streams.order:
@@ -292,7 +285,7 @@ class GangRun:
                 lost.append(f"{names} left the cluster: {future.error}")
                 continue
             try:
-                (found,) = self._waited({address: future})
+                (found,) = self._streams.results([future])
             except _RanksFailed as e:
                 (found,) = e.args
             except Exception as e:
@@ -318,31 +311,6 @@ class GangRun:
     def _tail(self, rank: int | None) -> str:
         lines = self._ended[rank].log.rstrip().splitlines()[-_SHOWN:] if rank in self._ended else []
         return "".join(f"\n  rank {rank} | {line}" for line in lines)
-
-
-def _handles(arrays: Sequence[Array]) -> Callable[[int], list[Any]]:
-    """The blocks of split arrays for each process: futures of their bundles, and where the blocks are in them."""
-    bufs = [a._buf.computed() or a._buf for a in map(_settled, arrays)]
-
-    def of(process: int) -> list[Any]:
-        slots: list[tuple[int, Any]] = []
-        gangs: list[Any] = []
-        for buf in bufs:
-            handle = buf.handle
-            if not hasattr(handle, "gang"):  # it is still in this process
-                slots.append((-1, {r: np.asarray(handle.block(r)) for r in buf.mesh.runtime.hosted(process)}))
-                continue
-            if handle.gang not in gangs:
-                gangs.append(handle.gang)
-            slots.append((gangs.index(handle.gang), handle.slot))
-        return [slots, *(g.futures[process] for g in gangs)]
-
-    return of
-
-
-def _settled(x: Array) -> Array:
-    (found,) = x.sharding.mesh.settle([x])  # type: ignore[union-attr]
-    return found
 
 
 # ----- on the workers -------------------------------------------------------------------------------------------------
@@ -376,7 +344,7 @@ def _run_ranks(
         for rank, local in ranks:
             mine = folder / str(rank)
             mine.mkdir()
-            blocks = [slot if i < 0 else bundles[i].slots[slot] for i, slot in slots]
+            blocks = blocks_of(slots, bundles)
             left = [leave_block(mine / f"block{i}", np.asarray(on_host(b[rank]))) for i, b in enumerate(blocks)]
             own = [left[a.number] if isinstance(a, _Block) else a for a in args]
             (mine / "call").write_bytes(dumps((fn, own, kwargs)))
@@ -408,11 +376,8 @@ def _run_ranks(
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
     """End processes and what they have started."""
-    import signal
-    from contextlib import suppress
-
     for c in children:
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(c.pid, signal.SIGKILL)
         c.wait()
 

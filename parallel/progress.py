@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import weakref
 from typing import Any
 
 from ..storage import activity
 from .scheduler import MeshtapeScheduler
+from .workers import PerClient
 
 EVERY = 0.5  # seconds between two messages
 _PATIENCE = 5.0  # seconds that the last word may take
-
-_lock = threading.Lock()
-_reporters: weakref.WeakKeyDictionary[Any, Reporter] = weakref.WeakKeyDictionary()
 
 
 class Reporter:
@@ -72,12 +69,12 @@ class Reporter:
         return True
 
 
+_reporter = PerClient(Reporter)
+
+
 def follow(client: Any) -> None:
     """Have the scheduler of ``client`` told of what this process does."""
-    with _lock:
-        reporter = _reporters.get(client)
-        if reporter is None:
-            reporter = _reporters[client] = Reporter(client)
+    reporter = _reporter(client)
     activity.observe(reporter.wake)
     if activity.busy():
         reporter.wake()
@@ -85,8 +82,7 @@ def follow(client: Any) -> None:
 
 def last_word(client: Any) -> None:
     """Send how everything ended, before the client goes."""
-    with _lock:
-        reporter = _reporters.get(client)
+    reporter = _reporter.made.get(client)
     if reporter is not None and activity.news() and client.status == "running":
         with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError):
             client.sync(reporter.send, callback_timeout=_PATIENCE)

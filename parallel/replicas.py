@@ -15,7 +15,6 @@ Array([0, 1, 2, 3], sharding=Sharding(data=Replicate()))
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -39,7 +38,6 @@ from .mesh import Mesh
 from .placement import Sharding, block_box
 from .runtime import HostValue, LocalRuntime
 from .sharded import sharded_array
-from .worker_streams import result
 from .workers import known_workers
 
 log = logging.getLogger("meshtape")
@@ -334,12 +332,8 @@ class Replica:
                 if w in there:
                     asked.setdefault(w, []).append(key)
         futures = {w: self._submit(changed, w, "verify", keys, self._kept[w]) for w, keys in asked.items()}
-
-        async def answers() -> list[Any]:
-            return await asyncio.gather(*map(result, futures.values()), return_exceptions=True)
-
         bad: list[tuple[str, Key]] = []
-        for w, found in zip(futures, self._streams.client().sync(answers), strict=True):
+        for w, found in zip(futures, self._streams.results(futures.values(), errors=True), strict=True):
             # A worker that does not answer has nothing.
             bad += [(w, key) for key in (asked[w] if isinstance(found, BaseException) else found)]
             if isinstance(found, list) and found:

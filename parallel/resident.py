@@ -17,18 +17,19 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from distributed import Worker
-from distributed.core import Status, error_message
+from distributed.core import Status, clean_exception, error_message
 from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps, loads
 
 from ..arrays.errors import RankLost
 
+T = TypeVar("T")
 PREFIX = "meshtape."
 """Of the keys under which a worker keeps our values."""
 
@@ -54,6 +55,38 @@ def packed(value: Any) -> list[Any]:
 def unpacked(message: Sequence[Any]) -> Any:
     """See :func:`packed`."""
     return loads(message[0], buffers=message[1:])
+
+
+def popped(queue: deque[T]) -> Iterator[T]:
+    """What is in a queue, taken out; others may put more in meanwhile."""
+    while queue:
+        yield queue.popleft()
+
+
+class Outbox:
+    """Messages that go to the other end of a stream, those that have gathered in one piece. :meth:`put` is for any thread; the rest is used
+    on the event loop."""
+
+    def __init__(self) -> None:
+        self._messages: deque[dict[str, Any]] = deque()
+        self._some = asyncio.Event()
+
+    def put(self, message: dict[str, Any]) -> None:
+        """Add a message. It takes no lock, and wakes nobody."""
+        self._messages.append(message)
+
+    def wake(self) -> None:
+        """Write what is there."""
+        if self._messages:
+            self._some.set()
+
+    async def write_to(self, comm: Any) -> None:
+        """Write what comes, until the stream ends."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            while self._messages:
+                await comm.write(list(popped(self._messages)))
 
 
 @dataclass(slots=True)
@@ -98,7 +131,7 @@ class Desk:
 
     def __post_init__(self) -> None:
         self._now: Item | None = None
-        self._come, self._answers, self._said = asyncio.Event(), deque[dict[str, Any]](), asyncio.Event()
+        self._come, self._answers = asyncio.Event(), Outbox()
         self._tasks = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._answer())]
 
     # ----- what comes -------------------------------------------------------------------------------------------------
@@ -212,18 +245,12 @@ class Desk:
 
     def say(self, message: dict[str, Any]) -> None:
         """Tell the client."""
-        self._answers.append(message)
-        self._said.set()
+        self._answers.put(message)
+        self._answers.wake()
 
     async def _answer(self) -> None:
         with contextlib.suppress(OSError):  # the client is gone: the stream ends, too
-            while True:
-                await self._said.wait()
-                self._said.clear()
-                while self._answers:
-                    messages = list(self._answers)
-                    self._answers.clear()
-                    await self.comm.write(messages)
+            await self._answers.write_to(self.comm)
 
     def end(self) -> None:
         """The client is gone."""
@@ -241,8 +268,6 @@ class Desk:
 def answered(found: Any) -> Any:
     """The value in an answer to ``meshtape_value``; raises the error that is there instead."""
     if not isinstance(found, Mapping) or "value" not in found:
-        from distributed.core import clean_exception
-
         if not isinstance(found, Mapping) or "exception" not in found:
             raise RankLost(f"a worker has no answer: {found!r}")
         _, error, _ = clean_exception(**found)
@@ -342,10 +367,6 @@ class Resident:
         if desk is None:
             raise RankLost(f"worker {self.worker.address} knows no session {session}: it was started anew, or cut off")
         return desk
-
-    async def apart(self, fn: Callable[[], Any]) -> Any:
-        """The same as ``fn()``, without keeping the event loop."""
-        return await asyncio.to_thread(fn)
 
     # ----- what the scheduler is told ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import threading
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distributed import Client
@@ -23,8 +23,8 @@ from distributed.core import clean_exception, connect
 
 from ..arrays.errors import ClusterError, RankLost
 from . import settings
-from .resident import Ref, answered, packed
-from .workers import scheduler_answer
+from .resident import Outbox, Ref, answered, packed, popped
+from .workers import PerClient, scheduler_answer
 
 T = TypeVar("T")
 log = logging.getLogger("meshtape")
@@ -38,7 +38,7 @@ _PAUSED = (
 class WorkerFuture:
     """What one worker does for this client, and gives. It is released there when nobody here has it any more."""
 
-    __slots__ = ("__weakref__", "_callbacks", "_lock", "error", "name", "number", "state", "stream", "task")
+    __slots__ = ("__weakref__", "_callbacks", "_lock", "_needs", "error", "name", "number", "state", "stream", "task")
 
     def __init__(self, stream: WorkerStream, number: int, name: str) -> None:
         self.stream, self.number, self.name = stream, number, name
@@ -48,6 +48,7 @@ class WorkerFuture:
         self.task: Any = None
         """The future of Dask's that it follows, if any."""
         self._callbacks: list[Callable[[WorkerFuture], None]] = []
+        self._needs: Sequence[WorkerFuture] = ()
         self._lock = threading.Lock()
         weakref.finalize(self, stream.drop, number).atexit = False
 
@@ -78,9 +79,15 @@ class WorkerFuture:
             if self.state != "pending":
                 return
             self.state, self.error = state, error
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self._callbacks, self._needs = self._callbacks, [], ()
         for fn in callbacks:
             fn(self)
+
+    def hold(self, needs: Sequence[WorkerFuture]) -> None:
+        """Keep these until it has ended: another worker reads what they give when it comes to that."""
+        with self._lock:
+            if self.state == "pending":
+                self._needs = needs
 
     def follow(self, task: Any) -> None:
         """It has ended when a future of Dask's has, which sees to it that the worker has its value."""
@@ -119,19 +126,18 @@ class WorkerStream:
         self.paused, self.paused_for = False, 0.0
         self.lost: str | None = None
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._outbox: deque[dict[str, Any]] = deque()
-        self._some = asyncio.Event()
+        self._outbox = Outbox()
         self._tasks: list[asyncio.Task[None]] = []
 
     # ----- any thread ---------------------------------------------------------------------------------------------------
 
     def send(self, message: dict[str, Any]) -> None:
         """Put a message in the queue; :meth:`WorkerStreams.flush` sends it."""
-        self._outbox.append(message)
+        self._outbox.put(message)
 
     def drop(self, number: int) -> None:
         """Nobody asks for this value any more. Called by finalizers, in any thread, at any moment: it takes no lock."""
-        self._outbox.append({"op": "drop", "numbers": (number,)})
+        self._outbox.put({"op": "drop", "numbers": (number,)})
         self.streams.flush_later(lambda: (self,))
 
     # ----- the client's event loop --------------------------------------------------------------------------------------
@@ -164,17 +170,12 @@ class WorkerStream:
         raise ClusterError(f"worker {self.address} cannot be reached: {type(problem).__name__}: {problem}")
 
     def wake(self) -> None:
-        """There is something to send."""
-        if self._outbox:
-            self._some.set()
+        """There may be something to send."""
+        self._outbox.wake()
 
     async def _write(self) -> None:
         try:
-            while True:
-                await self._some.wait()
-                self._some.clear()
-                while self._outbox:
-                    await self.comm.write(list(iter_popped(self._outbox)))
+            await self._outbox.write_to(self.comm)
         except OSError as e:
             self.lose(f"its connection ended: {e}")
         except Exception as e:  # what cannot be sent, or an error of ours: never an endless wait
@@ -219,6 +220,10 @@ class WorkerStream:
             self.comm.abort()
         if not self.gone.done():
             self.gone.set_result(None)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Nothing is waited for any more from a worker that is lost."""
         pending, self.pending = list(self.pending.values()), {}
         for future in pending:
             future.finish("lost", self.error())
@@ -323,7 +328,10 @@ class WorkerStreams:
             messages[address] = {"op": "call", "mesh": mesh, "work": packed((fn, args_there)), "needs": needs}
             messages[address]["stoppable"] = stoppable
         with self.order:
-            return self.submit(self.number(), name, messages)
+            futures = self.submit(self.number(), name, messages)
+        for address, given in args.items():
+            futures[address].hold([a for a in given if isinstance(a, WorkerFuture)])
+        return futures
 
     def submit(self, number: int, name: str, messages: Mapping[str, dict[str, Any]]) -> dict[str, WorkerFuture]:
         """Send an item to each of some workers, by address. Under :attr:`order`."""
@@ -336,6 +344,17 @@ class WorkerStreams:
         self.flush(messages)
         return futures
 
+    def results(self, futures: Iterable[WorkerFuture], errors: bool = False) -> list[Any]:
+        """The values of items, brought here; with ``errors``, those of items that failed stand in their places."""
+
+        async def one(future: WorkerFuture) -> Any:
+            return answered(await future.stream.call("meshtape_value", number=future.number))
+
+        async def all_of_them() -> list[Any]:
+            return list(await asyncio.gather(*map(one, futures), return_exceptions=errors))
+
+        return self.client().sync(all_of_them)
+
     def flush(self, addresses: Iterable[str]) -> None:
         """Let what was put in the queues of these workers go."""
         streams = [self._streams[a] for a in addresses]
@@ -344,9 +363,7 @@ class WorkerStreams:
             for s in streams:
                 s.wake()
                 if s.lost is not None:
-                    for future in list(s.pending.values()):
-                        future.finish("lost", s.error())
-                    s.pending.clear()
+                    s.give_up()
             self.watch()
 
         with contextlib.suppress(RuntimeError):  # the loop is closed: so is the client
@@ -362,7 +379,7 @@ class WorkerStreams:
 
     def _flush_late(self) -> None:
         self._flushing = False
-        streams = {id(s): s for put in iter_popped(self._late) for s in put()}
+        streams = {id(s): s for put in popped(self._late) for s in put()}
         for s in streams.values():
             s.wake()
 
@@ -406,23 +423,8 @@ class WorkerStreams:
                         future.finish("failed", ClusterError(f"worker {s.address} is {_PAUSED}, for {timeout:.0f} s"))
 
 
-def iter_popped(queue: deque[T]) -> Iterator[T]:
-    """What is in a queue, taken out; others may put more in meanwhile."""
-    while queue:
-        yield queue.popleft()
-
-
-_streams: weakref.WeakKeyDictionary[Client, WorkerStreams] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def streams_of(client: Client) -> WorkerStreams:
-    """The streams of a client: one set for all its meshes."""
-    with _lock:
-        found = _streams.get(client)
-        if found is None:
-            found = _streams[client] = WorkerStreams(client)
-        return found
+streams_of = PerClient(WorkerStreams)
+"""The streams of a client: one set for all its meshes."""
 
 
 def _said(answer: Any) -> str:
@@ -433,13 +435,3 @@ def _said(answer: Any) -> str:
 async def send_recv_to(client: Client, address: str, message: dict[str, Any]) -> Any:
     """The answer of a worker to a message."""
     return await getattr(client.rpc(address), message.pop("op"))(**message)
-
-
-def result(future: WorkerFuture) -> Coroutine[Any, Any, Any]:
-    """What an item gave, brought here. On the client's event loop."""
-
-    async def bring() -> Any:
-        stream = future.stream
-        return answered(await stream.call("meshtape_value", number=future.number))
-
-    return bring()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..arrays.errors import ClusterError
 from . import settings
@@ -16,6 +18,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOOK = 2.0
 """Seconds of waiting for a worker after which the scheduler is asked whether it is still there."""
+
+
+class PerClient(Generic[T]):
+    """One object for each client of this process, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[Client], T]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self.made: weakref.WeakKeyDictionary[Client, T] = weakref.WeakKeyDictionary()
+
+    def __call__(self, client: Client) -> T:
+        with self._lock:
+            found = self.made.get(client)
+            if found is None:
+                found = self.made[client] = self._make(client)
+            return found
+
+
+def workers_with(there: Mapping[str, Any], resources: Mapping[str, float]) -> list[str]:
+    """Addresses of the workers that were started with these resources of Dask, of :func:`known_workers`. Raises :class:`ClusterError`
+    where there are none."""
+    has = {a: w.get("resources") or {} for a, w in sorted(there.items())}
+    found = [a for a in has if all(has[a].get(k, 0) >= n for k, n in resources.items())]
+    if not found and resources:
+        raise ClusterError(f"no worker of the Dask cluster has the resources {dict(resources)}: start one that has")
+    return found
 
 
 def known_workers(client: Client) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from .tensor_sums import values
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
 MAX_NBYTES = 64 << 20
 PROGRAM = "program.json"  # what makes a directory a program file (see ``programs``)
+MARK = re.compile(r"~g[0-9a-f]{8}(?=\Z|\.[a-z]+\Z)")
+"""The mark of a writer in a name, see :func:`marked`."""
 _KEPT = (*SUFFIXES, ".md", ".rst", ".py", ".yaml", ".yml")
 _KEPT_NAMES = frozenset(["LICENSE", "LICENCE", "NOTICE", "README", ".gitattributes"])
 _QUANTIZATION = ("quantization_config", "compression_config")
@@ -142,7 +144,7 @@ def is_marked(file: str) -> bool:
     >>> is_marked("model~g01234567.safetensors"), is_marked("model.safetensors")
     (True, False)
     """
-    return re.search(r"~g[0-9a-f]{8}(\Z|\.)", file) is not None
+    return MARK.search(file) is not None
 
 
 class Documents(Mapping[str, Any]):

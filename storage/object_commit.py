@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -32,7 +31,7 @@ from typing import Any
 from ..arrays.errors import CheckpointError, CheckpointExists, StoreError
 from . import chunk_sums, contents, manifest, owners, strict_json
 from .commit import Folder
-from .documents import PROGRAM, is_kept
+from .documents import MARK, PROGRAM, is_kept
 from .opening import HF_INDEX, HF_SINGLE
 from .owners import host
 from .stores import Entry, Store, at, split
@@ -44,14 +43,13 @@ TRASH = ".meshtape-trash"
 JOURNAL = ".meshtape-transfer"  # of an upload that can go on (see ``uploading``)
 _GROUP = "zarr.json"
 _LAST = (manifest.FILE, HF_INDEX, PROGRAM)
-_MARK = re.compile(r"~g[0-9a-f]{8}(?=\Z|\.[a-z]+\Z)")
 
 _mine: set[str] = set()  # claims that this process, in any thread, holds now
 
 
 def _mark_of(name: str) -> str:
     """The mark in a name below the target, or "" for plain ones."""
-    found = _MARK.search(name.partition("/")[0])
+    found = MARK.search(name.partition("/")[0])
     return found[0] if found else ""
 
 

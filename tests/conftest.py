@@ -27,7 +27,7 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
-from distributed import Client, SchedulerPlugin
+from distributed import Client
 from hypothesis import HealthCheck, settings
 
 for _forced in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -53,17 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(skip)
-
-
-class Log(SchedulerPlugin):
-    """Keys of the tasks that the scheduler has seen finish."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        if start == "processing" and finish == "memory":
-            self.done.append(str(key))
 
 
 @contextmanager

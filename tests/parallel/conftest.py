@@ -16,6 +16,23 @@ import pytest
 from distributed import Client
 
 from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.dataplane import DataPlane
+
+MESH, SECRET = b"m" * 16, b"s" * 32
+"""Of the mesh that the ``planes`` admit."""
+
+
+@pytest.fixture
+def planes() -> Iterator[list[DataPlane]]:
+    """The data planes of three processes of one mesh, in this process."""
+    made = [DataPlane("127.0.0.1") for _ in range(3)]
+    for p in made:
+        p.admit(MESH, SECRET)
+    yield made
+    for p in made:
+        p.close()
+    for p in made:
+        assert p._listener.join(60)
 
 
 @pytest.fixture(scope="session")

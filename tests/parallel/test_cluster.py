@@ -178,7 +178,7 @@ def test_workers_that_the_client_cannot_reach_are_reached_through_the_scheduler(
 
     monkeypatch.setattr(worker_streams, "connect", connect)
     monkeypatch.setattr(worker_streams, "send_recv_to", None)
-    monkeypatch.setitem(worker_streams._streams, mortal, worker_streams.WorkerStreams(mortal))
+    monkeypatch.setitem(worker_streams.streams_of.made, mortal, worker_streams.WorkerStreams(mortal))
     with mt.Mesh({"a": 2}, client=mortal) as mesh:
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         assert all(mesh.runtime._streams[a].far for a in mesh.runtime.addresses)

@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,22 +18,11 @@ from meshtape.parallel.dataplane import DataPlane, interface_of
 from meshtape.parallel.transports import frames, listener
 from meshtape.parallel.transports.group import Group
 
-MESH, SECRET = b"m" * 16, b"s" * 32
+from .conftest import MESH, SECRET
+
 RANKS = {0: "rank 0", 1: "rank 1", 2: "rank 2"}
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def planes() -> Iterator[list[DataPlane]]:
-    made = [DataPlane("127.0.0.1") for _ in range(3)]
-    for p in made:
-        p.admit(MESH, SECRET)
-    yield made
-    for p in made:
-        p.close()
-    for p in made:
-        assert p._listener.join(60)
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

@@ -8,7 +8,6 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,25 +15,14 @@ import pytest
 
 from meshtape.errors import CollectiveTimeout, RankLost
 from meshtape.parallel import dataplane
-from meshtape.parallel.dataplane import DataPlane
 from meshtape.parallel.transports import listener
 from meshtape.parallel.transports.group import Group
 from meshtape.parallel.transports.streams import SocketStream
 
-from .test_dataplane import MESH, RANKS, SECRET, closed, connected, greeting, read, stranger, together
+from .conftest import MESH
+from .test_dataplane import RANKS, closed, connected, greeting, read, stranger, together
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def planes() -> Iterator[list[DataPlane]]:
-    made = [DataPlane("127.0.0.1") for _ in range(3)]
-    for p in made:
-        p.admit(MESH, SECRET)
-    yield made
-    for p in made:
-        p.close()
-    assert all(p._listener.join(60) for p in made)
 
 
 def talks(one: Group, two: Group) -> None:

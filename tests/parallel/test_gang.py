@@ -90,7 +90,6 @@ def test_blocks_come_by_dlpack(processes, nothing_left):
 def test_a_rank_that_raises_ends_the_others(processes, nothing_left):
     def work() -> None:
         import os
-        import time
 
         if os.environ["RANK"] == "3":
             print("about to fail")
@@ -109,7 +108,6 @@ def test_a_rank_that_is_killed_ends_the_others(processes, nothing_left):
     def work() -> None:
         import os
         import signal
-        import time
 
         if os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +120,6 @@ def test_a_rank_that_is_killed_ends_the_others(processes, nothing_left):
 def test_a_worker_that_dies_ends_the_others(mortal, tmp_path, eventually, nothing_left):
     def work(folder: str) -> None:
         import os
-        import time
         from pathlib import Path
 
         Path(folder, os.environ["RANK"]).touch()
@@ -139,7 +136,6 @@ def test_a_worker_that_dies_ends_the_others(mortal, tmp_path, eventually, nothin
 def test_cancel_and_a_client_that_goes_end_all_ranks(processes, tmp_path, eventually, nothing_left):
     def work(folder: str) -> None:
         import os
-        import time
         from pathlib import Path
 
         Path(folder, os.environ["RANK"]).touch()
@@ -209,7 +205,7 @@ def test_bad_input(processes):
         mt.gang(processes, int, ranks=0)
     with pytest.raises(mt.errors.ClusterError, match="does not know worker"):
         mt.gang(processes, int, workers=["tcp://nowhere:1"])
-    with pytest.raises(mt.errors.ClusterError, match=r"no workers with the resources \{'GPU': 1\}"):
+    with pytest.raises(mt.errors.ClusterError, match=r"no worker of the Dask cluster has the resources \{'GPU': 1\}"):
         mt.gang(processes, int, resources={"GPU": 1})
     here = mt.distribute(np.ones(4), mt.Mesh({"a": 2}), a=mt.Shard(0))
     with pytest.raises(mt.errors.MeshError, match="of one mesh of its client"):
@@ -228,4 +224,3 @@ def test_the_example_of_pytorch(processes, nothing_left):
     with dask.config.set({"meshtape.timeout": 60}):
         losses = example["train"](processes)
     assert losses[0] == losses[1]
-    time.sleep(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,20 +15,11 @@ from meshtape.parallel.executor import Beside
 from meshtape.parallel.transports.nccl import NcclGroup
 
 from . import emulated_gpu
-from .test_dataplane import MESH, RANKS, SECRET, together
+from .conftest import MESH
+from .test_dataplane import RANKS, together
 
 pytestmark = pytest.mark.timeout(300)
 _epochs = itertools.count()
-
-
-@pytest.fixture
-def planes() -> Iterator[list[DataPlane]]:
-    made = [DataPlane("127.0.0.1") for _ in range(2)]
-    for p in made:
-        p.admit(MESH, SECRET)
-    yield made
-    for p in made:
-        p.close()
 
 
 def groups(planes: list[DataPlane], xp: Any) -> list[NcclGroup]:
