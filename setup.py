@@ -18,33 +18,33 @@ from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
-# Module and folder; a .pxd beside the source names the fields that compiled code reads at a fixed place.
+FOLDERS = {
+    "meshtape": "front",
+    "meshtape.arrays": "arrays",
+    "meshtape.autodiff": "autodiff",
+    "meshtape.parallel": "parallel",
+    "meshtape.storage": "storage",
+}
+
+# Folders and their modules; a .pxd beside the source names the fields that compiled code reads at a fixed place.
 COMPILED = {
-    "meshtape.arrays": (
-        "arrays",
-        (
-            "_core",
-            "_dispatch",
-            "_direct",
-            "_op",
-            "_operators",
-            "losses",
-            "products",
-            "reductions",
-            "tree",
-            "elementwise",
-            "cross_entropy",
-            "writing",
-        ),
-    ),
-    "meshtape.arrays.native": ("arrays/native", ("broadcasts", "calls", "ops")),
-    "meshtape.autodiff": (
-        "autodiff",
-        ("recipe", "recording", "backward", "executable", "gradients", "guards", "signature", "tape"),
-    ),
-    "meshtape.autodiff.rules": ("autodiff/rules", ("_registry", "structure", "softmax", "reductions", "elementwise")),
-    "meshtape.parallel": ("parallel", ("executor", "reshard_execution", "rounds")),
-    "meshtape.parallel.transports": ("parallel/transports", ("frames", "group", "links", "pieces", "slots", "waiting")),
+    "arrays/array": ("operators", "writing"),
+    "arrays/core": ("dispatch", "op", "short_ways", "tree", "value"),
+    "arrays/native": ("broadcasts", "calls", "ops"),
+    "arrays/nn": ("cross_entropy", "losses"),
+    "arrays/ops": ("elementwise", "matmul", "reductions"),
+    "autodiff/captures": ("guards",),
+    "autodiff/compiler": ("executable", "signature"),
+    "autodiff/rules": ("elementwise", "reductions", "registry", "softmax", "structure"),
+    "autodiff/tape": ("backward", "gradients", "record", "tape", "vjp_plan"),
+    "parallel/execution": ("executor",),
+    "parallel/resharding": ("execution", "schedule"),
+    "parallel/transports": ("frames", "group", "links", "pieces", "shared_memory_link", "spin_poller"),
+}
+MODULES = {
+    f"meshtape.{folder.replace('/', '.')}.{name}": f"{folder}/{name}.py"
+    for folder, names in COMPILED.items()
+    for name in names
 }
 
 KERNELS = Extension(
@@ -124,13 +124,12 @@ class BuildCore(build_ext):
 
         stage = Path(self.build_temp).absolute() / "core"
         shutil.rmtree(stage, ignore_errors=True)
-        for package, (folder, names) in COMPILED.items():
-            place = stage.joinpath(*package.split("."))
-            place.mkdir(parents=True)
-            for name in names:
-                shutil.copy(Path(folder, f"{name}.py"), place)
-                if (pxd := Path(folder, f"{name}.pxd")).exists():
-                    shutil.copy(pxd, place)
+        for module, source in MODULES.items():
+            place = stage.joinpath(*module.split(".")[:-1])
+            place.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, place)
+            if (pxd := Path(source).with_suffix(".pxd")).exists():
+                shutil.copy(pxd, place)
         for place in {d for d in stage.rglob("*") if d.is_dir()}:
             place.joinpath("__init__.py").touch()
         # Relative names are what tracebacks show, and are found beside the package wherever it is installed.
@@ -145,14 +144,18 @@ class BuildCore(build_ext):
             ext.extra_compile_args = ["-g0"] if os.name == "posix" else []
 
 
+def packages() -> list[str]:
+    """Every folder of ours that has an ``__init__.py``, by its name in the package."""
+    return sorted(
+        ".".join([package, *init.parent.relative_to(folder).parts])
+        for package, folder in FOLDERS.items()
+        for init in Path(folder).rglob("__init__.py")
+    )
+
+
 setup(
     cmdclass={"build": Build, "build_ext": BuildCore},
-    ext_modules=[
-        KERNELS,
-        *(
-            Extension(f"{package}.{name}", [f"{folder}/{name}.py"])
-            for package, (folder, names) in COMPILED.items()
-            for name in names
-        ),
-    ],
+    packages=packages(),
+    package_dir=FOLDERS,
+    ext_modules=[KERNELS, *(Extension(module, [source]) for module, source in MODULES.items())],
 )

@@ -9,35 +9,15 @@ from __future__ import annotations
 
 import numpy as _np
 
-from . import errors, fft, linalg, nn, numpy_keywords, numpy_protocol, random, tree
-from ._array import Array
-from ._op import OPS, Op
-from .batch_norms import batch_norm
-from .channel_norms import group_norm, instance_norm
-from .contraction import einsum
-from .creation import (
-    arange,
-    asarray,
-    empty,
-    empty_like,
-    eye,
-    from_dlpack,
-    full,
-    full_like,
-    linspace,
-    meshgrid,
-    ones,
-    ones_like,
-    tril,
-    triu,
-    zeros,
-    zeros_like,
-)
-from .cumulative import cumulative_prod, cumulative_sum, diff
-from .curves import convolve, diag, gradient, interp, kron
-from .determinism import is_deterministic, use_deterministic
-from .devices import Device, default_device, device, devices, use_device
-from .dtype_objects import (
+from . import random
+from .array import numpy_keywords, numpy_protocol
+from .array.array import Array
+from .array.info import __array_namespace_info__
+from .backends.determinism import is_deterministic, use_deterministic
+from .backends.host_sync import host_waits, index_checks
+from .core import errors, tree
+from .core.devices import Device, default_device, device, devices, use_device
+from .core.dtype_objects import (
     DType,
     bfloat16,
     bool,
@@ -57,8 +37,38 @@ from .dtype_objects import (
     uint32,
     uint64,
 )
-from .dtypes import can_cast, finfo, iinfo, isdtype, result_type
-from .elementwise import (
+from .core.dtypes import can_cast, finfo, iinfo, isdtype, result_type
+from .core.op import OPS, Op
+from .core.program import Const, Entry, Program, ShapeDtype
+from .core.tree import tree_map
+from .linalg import linalg
+from .nn import nn
+from .nn.norms.batch_norm import batch_norm
+from .nn.norms.group_norm import group_norm, instance_norm
+from .nn.norms.layer_norm import layer_norm, rms_norm
+from .numpy_compat import *  # noqa: F403
+from .ops import fft
+from .ops.creation import (
+    arange,
+    asarray,
+    empty,
+    empty_like,
+    eye,
+    from_dlpack,
+    full,
+    full_like,
+    linspace,
+    meshgrid,
+    ones,
+    ones_like,
+    tril,
+    triu,
+    zeros,
+    zeros_like,
+)
+from .ops.cumulative import cumulative_prod, cumulative_sum, diff
+from .ops.einsum import einsum
+from .ops.elementwise import (
     abs,
     acos,
     acosh,
@@ -138,8 +148,7 @@ from .elementwise import (
     trunc,
     where,
 )
-from .info import __array_namespace_info__
-from .manipulation import (
+from .ops.manipulation import (
     astype,
     broadcast_arrays,
     broadcast_shapes,
@@ -158,30 +167,16 @@ from .manipulation import (
     tile,
     unstack,
 )
-from .norms import layer_norm, rms_norm
-from .numpy_names import *  # noqa: F403
-from .padding import pad
+from .ops.matmul import matmul, tensordot, vecdot
+from .ops.padding import pad
+from .ops.reductions import all, any, argmax, argmin, max, mean, min, prod, std, sum, var
+from .ops.searching import count_nonzero, nonzero, searchsorted, take, take_along_axis
+from .ops.sorting import argsort, sort, topk
 from .prefetch import Prefetcher, prefetch
-from .products import matmul, tensordot, vecdot
-from .program import Const, Entry, Program, ShapeDtype
-from .quantiles import median, percentile, quantile
-from .reductions import all, any, argmax, argmin, max, mean, min, prod, std, sum, var
-from .searching import count_nonzero, nonzero, searchsorted, take, take_along_axis
-from .sets import isin, unique_all, unique_counts, unique_inverse, unique_values
-from .sorting import argsort, sort, topk
-from .statistics import (
-    bincount,
-    histogram,
-    nanmax,
-    nanmean,
-    nanmin,
-    nanprod,
-    nanstd,
-    nansum,
-    nanvar,
-)
-from .tree import tree_map
-from .waits import host_waits, index_checks
+from .statistics.interpolation import convolve, diag, gradient, interp, kron
+from .statistics.quantiles import median, percentile, quantile
+from .statistics.sets import isin, unique_all, unique_counts, unique_inverse, unique_values
+from .statistics.statistics import bincount, histogram, nanmax, nanmean, nanmin, nanprod, nanstd, nansum, nanvar
 
 numpy_protocol.add_methods()
 numpy_keywords.add_keywords()

@@ -21,15 +21,15 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from . import tree as trees
-from ._array import Array
-from ._backends import backend_for
-from ._dispatch import Deferred, wrap
-from ._op import Op, state
-from .creation import asarray
-from .devices import CPU, Device, default_device, device
-from .dtypes import as_dtype
-from .errors import GradientError
+from .array.array import Array
+from .backends.backend import backend_for
+from .core import tree as trees
+from .core.devices import CPU, Device, default_device, device
+from .core.dispatch import Deferred, wrap
+from .core.dtypes import as_dtype
+from .core.errors import GradientError
+from .core.op import Op, state
+from .ops.creation import asarray
 
 T = TypeVar("T")
 

@@ -1,13 +1,13 @@
 """The tape, gradients to any order, compiled programs and optimizers."""
 
-from . import optim
-from .anomaly import detect_anomaly
-from .calls import checkpoint, gradient_hook
-from .compile import compile
-from .custom_calls import custom_vjp
+from .compiler.compile import compile
 from .jacobians import hessian, jacobian, jacobian_blocks
-from .sparse import SparseGradient, gradient_rows, sparse_gradient
-from .tape import Tape
+from .optim import optimizers as optim
+from .tape.anomaly import detect_anomaly
+from .tape.custom_calls import checkpoint, gradient_hook
+from .tape.custom_vjp import custom_vjp
+from .tape.sparse import SparseGradient, gradient_rows, sparse_gradient
+from .tape.tape import Tape
 from .transforms import check_grads, grad, hvp, jvp, no_grad, value_and_grad, vjp
 
 __all__ = [

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import tree as trees
-from ..arrays._array import Array
-from ..arrays._dispatch import wrap
-from ..arrays._op import not_recording, state
-from ..arrays.creation import asarray, ones_like, zeros, zeros_like
-from ..arrays.elementwise import conj
-from ..arrays.errors import GradientError, TracedValueError
-from ..arrays.functions import check_function
-from ..arrays.manipulation import concat, reshape, stack
-from .gradients import chosen_arguments, refuse_underivable
+from ..arrays.array.array import Array
+from ..arrays.core import tree as trees
+from ..arrays.core.dispatch import wrap
+from ..arrays.core.errors import GradientError, TracedValueError
+from ..arrays.core.functions import check_function
+from ..arrays.core.op import not_recording, state
+from ..arrays.ops.creation import asarray, ones_like, zeros, zeros_like
+from ..arrays.ops.elementwise import conj
+from ..arrays.ops.manipulation import concat, reshape, stack
+from .tape.gradients import chosen_arguments, refuse_underivable
 from .transforms import argument_positions, vjp
 
 BLOCK_SIZE = 64

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import tree as trees
-from ..arrays._array import Array
-from ..arrays._op import not_recording
-from ..arrays.creation import asarray, zeros_like
-from ..arrays.errors import DTypeError, GradientError
-from ..arrays.functions import check_function
-from .backward import same_value
-from .gradients import (
+from ..arrays.array.array import Array
+from ..arrays.core import tree as trees
+from ..arrays.core.errors import DTypeError, GradientError
+from ..arrays.core.functions import check_function
+from ..arrays.core.op import not_recording
+from ..arrays.ops.creation import asarray, zeros_like
+from .tape.backward import same_value
+from .tape.gradients import (
     chosen_arguments,
     gradient_or_zeros,
     loss_and_aux,
@@ -30,8 +30,8 @@ from .gradients import (
     watched,
     without_derivatives,
 )
-from .hidden import refuse_hidden
-from .tape import Tape, is_differentiable, noted
+from .tape.hidden import refuse_hidden
+from .tape.tape import Tape, is_differentiable, noted
 
 
 def no_grad() -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ import bytes_job
 import numpy as np
 
 import meshtape as mt
-from meshtape.parallel.training.metrics import read_lines
+from meshtape.parallel.training.logging.metrics import read_lines
 
 FORMS = {"dp": {"data": 2}, "tp": {"model": 2}, "pp": {"pipe": 2}}
 PICTURE = "bytes.png"
@@ -45,7 +45,7 @@ def mesh_of(axes: dict[str, int], workers: bool) -> Iterator[mt.Mesh]:
     if not workers:
         yield mt.Mesh(axes)
         return
-    from meshtape.parallel.cluster import local_cluster
+    from meshtape.parallel.dask.cluster import local_cluster
 
     with local_cluster(2) as client, mt.Mesh(axes, client=client) as mesh:
         yield mesh

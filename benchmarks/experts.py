@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import meshtape as mt
-from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.dask.cluster import local_cluster
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 256, 512, 8, 2
 

@@ -16,7 +16,7 @@ import dask
 import numpy as np
 
 import meshtape as mt
-from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.dask.cluster import local_cluster
 
 PLANS = {
     "dp": {"data": 4},

@@ -333,7 +333,7 @@ def image_rows(m: Maker, t: Torch | None, shape: tuple[int, ...], d: np.dtype, l
 
 
 def index_rows(m: Maker, t: Torch | None, rows: int, table: int, width: int, d: np.dtype) -> Iterator[Row]:
-    from meshtape.arrays.index_keys import Slot, Span
+    from meshtape.arrays.indexing.keys import Slot, Span
 
     template = (Slot(0), Span(None, None, None))
     nbytes = (rows + table) * width * d.itemsize
@@ -369,16 +369,16 @@ def index_rows(m: Maker, t: Torch | None, rows: int, table: int, width: int, d: 
 
 
 def random_rows(m: Maker, t: Torch | None, n: int, d: np.dtype) -> Iterator[Row]:
-    from meshtape.arrays import _philox, _recipes
+    from meshtape.arrays.random import bit_transforms, philox
 
     xp, key = m.xp, m.xp.asarray(np.array([1, 2], np.uint64))
-    recipe = _recipes.uniform(d, 0.0, 1.0)
+    recipe = bit_transforms.uniform(d, 0.0, 1.0)
     like = {} if t is None else {"torch": t.wrap(lambda x: t.torch.rand_like(x))}
     yield Row(
         f"uniform, {n} {d.name}",
         n * d.itemsize,
         lambda: (m.normal((n,), d),),
-        lambda x: _philox.draw(xp, key, recipe, d, (n,), (0,), (n,)),
+        lambda x: philox.draw(xp, key, recipe, d, (n,), (0,), (n,)),
         like,
     )
     params = {"rate": 0.1, "offset": (0,), "global_shape": (n,)}

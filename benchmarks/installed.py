@@ -19,13 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("arrays", "autodiff", "meshtape", "parallel", "storage")
+FOLDERS = ("arrays", "autodiff", "front", "parallel", "storage")
 FILES = ("LICENSE", "README.md", "pyproject.toml", "setup.py")
 
 
 def core() -> str:
     """Which core runs, and whether the kernels in C do, for the title of a table."""
-    from meshtape.arrays._core import COMPILED
+    from meshtape.arrays.core.value import COMPILED
     from meshtape.arrays.native import AVAILABLE
 
     return ("compiled core" if COMPILED else "core in Python") + (", native kernels" if AVAILABLE else "")
@@ -50,7 +50,7 @@ def options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def _run_on_wheel() -> None:
     """Start the program again on the wheel of this checkout; return where one is installed, or none can be built."""
     found = find_spec("meshtape")  # the root is not on the path of a program in this folder
-    if found is not None and not Path(found.origin or ROOT).resolve().is_relative_to(ROOT / "meshtape"):
+    if found is not None and not Path(found.origin or ROOT).resolve().is_relative_to(ROOT / "front"):
         return
     if not (find_spec("Cython") and find_spec("setuptools")):
         print(

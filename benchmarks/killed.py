@@ -23,7 +23,7 @@ from typing import Any
 import bytes_job
 
 import meshtape as mt
-from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.dask.cluster import local_cluster
 
 STEPS = 40
 

@@ -19,7 +19,7 @@ import numpy as np
 import page
 
 import meshtape as mt
-from meshtape.arrays.pool import POOL
+from meshtape.arrays.backends.memory_pool import POOL
 
 de = mt.models.decoder
 Row = tuple[str, str, float, float]

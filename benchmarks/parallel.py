@@ -19,9 +19,9 @@ import numpy as np
 from gloo import Gloo, gloo
 
 import meshtape as mt
-from meshtape.parallel.cluster import local_cluster
-from meshtape.parallel.executor import Prepared
-from meshtape.parallel.partition import partition
+from meshtape.parallel.dask.cluster import local_cluster
+from meshtape.parallel.execution.executor import Prepared
+from meshtape.parallel.partition.partition import partition
 
 
 def chain(x: Any) -> Any:

@@ -18,9 +18,9 @@ import numpy as np
 import page
 
 import meshtape as mt
-from meshtape.arrays.pool import POOL
-from meshtape.parallel.cluster import local_cluster
-from meshtape.parallel.workers import known_workers
+from meshtape.arrays.backends.memory_pool import POOL
+from meshtape.parallel.dask.cluster import local_cluster
+from meshtape.parallel.dask.workers import known_workers
 
 Moved = Callable[[], mt.Array]
 Case = tuple[str, Moved]
@@ -104,7 +104,7 @@ def reset() -> int:
     import gc
     from pathlib import Path
 
-    from meshtape.arrays.pool import POOL
+    from meshtape.arrays.backends.memory_pool import POOL
 
     gc.collect()
     POOL.clear()

@@ -19,15 +19,15 @@ import numpy as np
 import simulated
 
 import meshtape as mt
-from meshtape.parallel import rounds
-from meshtape.parallel.collective_plans import plan_collective
-from meshtape.parallel.executor import Prepared
+from meshtape.parallel.execution.executor import Prepared
 from meshtape.parallel.forecasting.specs import Spec
 from meshtape.parallel.forecasting.specs import planned as outlined
 from meshtape.parallel.forecasting.traffic import Traffic
-from meshtape.parallel.partition import partition
-from meshtape.parallel.rank_program import Moves
-from meshtape.parallel.reshard import plan_reshard
+from meshtape.parallel.partition.partition import partition
+from meshtape.parallel.partition.rank_program import Moves
+from meshtape.parallel.resharding import schedule
+from meshtape.parallel.resharding.collective_plans import plan_collective
+from meshtape.parallel.resharding.plan import plan_reshard
 
 LAYERS = 25
 
@@ -65,10 +65,10 @@ def forget() -> None:
     for cache in (
         plan_reshard,
         plan_collective,
-        rounds._plan_rounds,
-        rounds._processes,
-        rounds._shared,
-        rounds._relayed,
+        schedule._plan_rounds,
+        schedule._processes,
+        schedule._shared,
+        schedule._relayed,
     ):
         cache.cache_clear()
 

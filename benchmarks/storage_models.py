@@ -130,7 +130,7 @@ def models(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
 
 def workers(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
     """A save by four worker processes, each of which holds a quarter of every matrix, against one process that holds all."""
-    from meshtape.parallel.cluster import local_cluster
+    from meshtape.parallel.dask.cluster import local_cluster
 
     out, template = home / "out", home / "template"
     if not template.exists():

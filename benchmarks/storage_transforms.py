@@ -75,9 +75,9 @@ print(peak() - before)
 def contents(bench: Bench, home: Path, tree: dict[str, np.ndarray], ranks: int = 1000) -> None:
     """The table of contents of a checkpoint that a thousand ranks have written: listed, and planned for one of them."""
     chunks = bench.chunks
-    from meshtape.arrays.blocks import Box
-    from meshtape.storage import manifest
-    from meshtape.storage.grid import Grid
+    from meshtape.arrays.core.blocks import Box
+    from meshtape.storage.format import manifest
+    from meshtape.storage.format.chunk_grid import Grid
 
     grid = Grid((64 * ranks, 512), (64, 512), (64, 512))
     nbytes = grid.object_nbytes((0, 0), 4)

@@ -186,7 +186,7 @@ def loading(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
     )
     ckpt = storage.open_checkpoint(ours)
     box = [(ckpt[n].tensor, ckpt[n].shape) for n in names]
-    from meshtape.arrays.blocks import Box
+    from meshtape.arrays.core.blocks import Box
 
     read = sum(t.planned(Box((0, 640), (s[0], 640))) for t, s in box)
     needed = sum(s[0] * 640 * 4 for _, s in box)

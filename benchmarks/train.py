@@ -233,7 +233,7 @@ def main(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         mesh = None
         if not options.one:
-            from meshtape.parallel.cluster import local_cluster
+            from meshtape.parallel.dask.cluster import local_cluster
 
             client = stack.enter_context(local_cluster(2))
             mesh = stack.enter_context(mt.Mesh({"data": 2}, client=client))

@@ -12,8 +12,15 @@ Local arrays of up to 1 MiB that meet sharded ones (labels, scalars, masks) are 
 distributed by name, but for those of one repeated value (zeros, ones), of which each rank makes its part.
 """
 
-from .api import compute, distribute, explain, reshard
-from .collectives import (
+from .forecasting import abstract, forecast
+from .gangs.gang import GangRun, gang
+from .mesh.api import compute, distribute, explain, reshard
+from .mesh.dask_interop import from_dask
+from .mesh.mesh import Mesh
+from .mesh.visualize import visualize
+from .partition.explicit import explicit_sharding
+from .sharding.placement import Partial, Placement, Replicate, Shard, Sharding, parse_placement
+from .spmd.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -23,18 +30,11 @@ from .collectives import (
     permute,
     reduce_scatter,
 )
-from .dask_collections import from_dask
-from .explicit import explicit_sharding
-from .forecasting import abstract, forecast
-from .loops import scan
-from .mesh import Mesh
-from .out_of_core import stream
-from .pipeline import pipeline
-from .placement import Partial, Placement, Replicate, Shard, Sharding, parse_placement
-from .process_gang import GangRun, gang
-from .shard_map import shard_map
-from .stored import Stored, from_zarr
-from .visualize import visualize
+from .transforms.pipeline import pipeline
+from .transforms.scan import scan
+from .transforms.shard_map import shard_map
+from .transforms.stream import stream
+from .transforms.stream_store import Stored, from_zarr
 
 __all__ = [
     "GangRun",

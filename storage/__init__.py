@@ -14,27 +14,27 @@ array([3., 4., 5.])
 
 import sys as _sys
 
-from .casting import CastLoss
-from .collecting import Leftover, gc, leftovers
-from .comparing import ArrayDiff, DiffReport, diff
-from .compression import Zstd
-from .converting import ConvertReport, convert, reshard
-from .estimating import Estimate, estimate
-from .inflight import SaveHandle
-from .loading import load
-from .manager import CheckpointManager
-from .merging import MergeReport, merge
-from .opened import Checkpoint, StoredArray
-from .opening import open_checkpoint
-from .programs import LoadedProgram, load_program, program_document, save_program
-from .quantizing import dequantize, quantize
-from .reporting import LoadReport
-from .rules import Rule, Rules
-from .safetensors import load_safetensors, read_header, save_safetensors
-from .saving import SaveReport, save, save_async
-from .snapshots import Snapshots
-from .stores import options
-from .verifying import VerifyReport, verify
+from .checkpoint.checkpoint import Checkpoint, StoredArray
+from .checkpoint.leftovers import Leftover, gc, leftovers
+from .checkpoint.open import open_checkpoint
+from .format.compression import Zstd
+from .loading.load import load
+from .loading.report import LoadReport
+from .loading.verify import VerifyReport, verify
+from .programs.program_file import LoadedProgram, load_program, program_document, save_program
+from .readers.safetensors import load_safetensors, read_header, save_safetensors
+from .rules.casting import CastLoss
+from .rules.rules import Rule, Rules
+from .saving.background import SaveHandle
+from .saving.manager import CheckpointManager
+from .saving.quantize import dequantize, quantize
+from .saving.save import SaveReport, save, save_async
+from .saving.snapshots import Snapshots
+from .stores.store import options
+from .transform.convert import ConvertReport, convert, reshard
+from .transform.diff import ArrayDiff, DiffReport, diff
+from .transform.estimate import Estimate, estimate
+from .transform.merge import MergeReport, merge
 
 __all__ = [
     "ArrayDiff",
@@ -87,7 +87,7 @@ def register_zarr_dtypes() -> None:
     It is done by itself when zarr was imported before this package, and by every function here that uses zarr. The other
     way round, a program that imports zarr afterwards calls this once.
     """
-    from .zarr_dtypes import register
+    from .format.zarr_dtypes import register
 
     register()
 

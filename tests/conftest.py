@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @contextmanager
 def _runs(client: Client) -> Iterator[list[str]]:
     def counts(dask_worker: Any) -> dict[str, int]:
-        from meshtape.parallel import mesh_worker
+        from meshtape.parallel.dask import worker as mesh_worker
 
         state = mesh_worker._STATES.get(dask_worker.address)
         return {} if state is None else {n: c.done + c.failed for n, c in state.resident.counts.items()}
@@ -110,7 +110,7 @@ def _peak_of(fn: Callable[[], Any]) -> int:
     Other threads of the process (a scheduler's, say) and what is imported or cached once can only add to what is counted, so of three
     calls the least counts. Sizes that are compared should still be of megabytes. Nothing comes from the pool meanwhile, nor stays in it.
     """
-    from meshtape.arrays.pool import POOL
+    from meshtape.arrays.backends.memory_pool import POOL
 
     kept, POOL.limit = POOL.limit, 0
     POOL.clear()

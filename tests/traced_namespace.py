@@ -12,8 +12,10 @@ from typing import Any
 
 import meshtape.arrays as _xp
 from meshtape.arrays import *  # noqa: F403
-from meshtape.arrays import __array_api_version__, __array_namespace_info__, fft, linalg
-from meshtape.arrays._array import Array
+from meshtape.arrays import __array_api_version__, __array_namespace_info__
+from meshtape.arrays.array.array import Array
+from meshtape.arrays.linalg import linalg
+from meshtape.arrays.ops import fft
 from meshtape.autodiff import Tape
 
 CREATION = [

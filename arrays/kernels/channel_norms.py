@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._cuda import for_floats
+from ..backends.cuda_rules import for_floats
 from .geometry import MAX_GRID, ceil_div, vector_length
 from .launch import FLOATS, contiguous, i64, named, runner, wide
 from .row_norms import dtypes_of, pairs, sum_parts
@@ -83,7 +83,7 @@ def _group_numbers(x: Any, lay: Layout, num_groups: int, eps: float) -> tuple[An
 
 @for_floats
 def group_norm(x: Any, weight: Any, bias: Any, *, num_groups: int, axis: int, eps: float) -> Any:
-    """See :data:`meshtape.arrays.channel_norms.GROUP_NORM`."""
+    """See :data:`meshtape.arrays.nn.norms.group_norm.GROUP_NORM`."""
     r = runner()
     out_dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     d, o = dtypes_of(x.dtype, weight.dtype, bias.dtype)
@@ -100,7 +100,7 @@ def group_norm(x: Any, weight: Any, bias: Any, *, num_groups: int, axis: int, ep
 
 @for_floats
 def group_norm_backward(g: Any, x: Any, weight: Any, *, num_groups: int, axis: int, eps: float) -> tuple[Any, Any, Any]:
-    """See :data:`meshtape.arrays.channel_norms.GROUP_NORM_BACKWARD`."""
+    """See :data:`meshtape.arrays.nn.norms.group_norm.GROUP_NORM_BACKWARD`."""
     r = runner()
     d, o = dtypes_of(x.dtype, g.dtype, weight.dtype)
     (xs,), (gs, w) = _as(d, x), _as(o, g, weight)
@@ -170,7 +170,7 @@ def _normalized(x: Any, mean: Any, var: Any, weight: Any, bias: Any, lay: Layout
 
 @for_floats
 def batch_norm(x: Any, weight: Any, bias: Any, *, axis: int, eps: float) -> tuple[Any, Any, Any]:
-    """See :data:`meshtape.arrays.batch_norms.BATCH_NORM`."""
+    """See :data:`meshtape.arrays.nn.norms.batch_norm.BATCH_NORM`."""
     r, lay = runner(), layout(x.shape, axis)
     out_dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     d, o = dtypes_of(x.dtype, weight.dtype, bias.dtype)
@@ -185,7 +185,7 @@ def batch_norm(x: Any, weight: Any, bias: Any, *, axis: int, eps: float) -> tupl
 
 @for_floats
 def batch_norm_inference(x: Any, mean: Any, var: Any, weight: Any, bias: Any, *, axis: int, eps: float) -> Any:
-    """See :data:`meshtape.arrays.batch_norms.BATCH_NORM_INFERENCE`."""
+    """See :data:`meshtape.arrays.nn.norms.batch_norm.BATCH_NORM_INFERENCE`."""
     out_dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     d, o = dtypes_of(x.dtype, weight.dtype, bias.dtype)
     (xs,) = _as(d, x)
@@ -199,7 +199,7 @@ def batch_norm_inference(x: Any, mean: Any, var: Any, weight: Any, bias: Any, *,
 def batch_norm_backward(
     g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, *, axis: int, eps: float
 ) -> tuple[Any, Any, Any]:
-    """See :data:`meshtape.arrays.batch_norms.BATCH_NORM_BACKWARD`."""
+    """See :data:`meshtape.arrays.nn.norms.batch_norm.BATCH_NORM_BACKWARD`."""
     r, lay = runner(), layout(x.shape, axis)
     d, o = dtypes_of(x.dtype, g.dtype)
     a = wide(d)

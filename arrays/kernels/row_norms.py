@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._cuda import for_floats
+from ..backends.cuda_rules import for_floats
 from .geometry import MAX_GRID, RowPlan, ceil_div, ladder, persistent_grid, row_plan
 from .launch import FLOATS, contiguous, i64, named, runner, wide
 
@@ -126,25 +126,25 @@ def _shared(plan: RowPlan, kinds: int, a: np.dtype) -> int:
 
 @for_floats
 def layer_norm(x: Any, weight: Any, bias: Any, *, naxes: int, eps: float) -> Any:
-    """See :data:`meshtape.arrays.norms.LAYER_NORM`."""
+    """See :data:`meshtape.arrays.nn.norms.layer_norm.LAYER_NORM`."""
     return _forward(True, x, weight, bias, naxes, eps)
 
 
 @for_floats
 def layer_norm_backward(g: Any, x: Any, weight: Any, *, naxes: int, eps: float) -> tuple[Any, Any, Any]:
-    """See :data:`meshtape.arrays.norms.LAYER_NORM_BACKWARD`."""
+    """See :data:`meshtape.arrays.nn.norms.layer_norm.LAYER_NORM_BACKWARD`."""
     dx, dw, db = _backward(True, g, x, weight, naxes, eps)
     return dx, dw, db
 
 
 @for_floats
 def rms_norm(x: Any, weight: Any, *, naxes: int, eps: float) -> Any:
-    """See :data:`meshtape.arrays.norms.RMS_NORM`."""
+    """See :data:`meshtape.arrays.nn.norms.layer_norm.RMS_NORM`."""
     return _forward(False, x, weight, None, naxes, eps)
 
 
 @for_floats
 def rms_norm_backward(g: Any, x: Any, weight: Any, *, naxes: int, eps: float) -> tuple[Any, Any]:
-    """See :data:`meshtape.arrays.norms.RMS_NORM_BACKWARD`."""
+    """See :data:`meshtape.arrays.nn.norms.layer_norm.RMS_NORM_BACKWARD`."""
     dx, dw = _backward(False, g, x, weight, naxes, eps)
     return dx, dw

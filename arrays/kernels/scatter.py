@@ -1,7 +1,7 @@
 """Writing at index arrays on CUDA: gradients of reading, ``at[...].add`` and ``at[...].set``.
 
 A key is made two numbers: the place of each row that is written, and how many elements a row has. Sums are added by atomic
-operations, in whatever order the threads come, or (:func:`~meshtape.arrays.determinism.use_deterministic`, the default) in the
+operations, in whatever order the threads come, or (:func:`~meshtape.arrays.backends.determinism.use_deterministic`, the default) in the
 order of the rows: sorted by place, and added up chunk by chunk. Of several rows written to one place the last one stays.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..determinism import is_deterministic
+from ..backends.determinism import is_deterministic
 from .geometry import ceil_div
 from .launch import FLOATS, contiguous, i64, named, runner, wide
 
@@ -59,7 +59,7 @@ def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tup
 
     Dimensions at the end that the key takes whole make up the rows; the places are those among all rows.
     """
-    from ..index_keys import Slot, Span, numpy_key
+    from ..indexing.keys import Slot, Span, numpy_key
 
     xp = runner().xp
     lead, inner = list(template), 1
@@ -83,8 +83,8 @@ def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tup
 
 def _values(v: Any, places: Any, inner: int, template: Any, arrays: Sequence[Any], x: Any) -> tuple[Any, bool]:
     """The written value in rows, and whether it is one number for all of them."""
-    from ..index_keys import result_shape
-    from ..indexing import _fit
+    from ..indexing.indexing import _fit
+    from ..indexing.keys import result_shape
 
     xp = runner().xp
     v = xp.asarray(v).astype(x.dtype, copy=False)
@@ -156,8 +156,8 @@ def _add_in_order(out: Any, places: Any, values: Any, inner: int, one: bool) -> 
 
 
 def scatter(g: Any, *arrays: Any, template: Any, shape: tuple[int, ...]) -> Any:
-    """See :data:`meshtape.arrays.indexing.SCATTER`."""
-    from ..index_keys import is_basic, numpy_key
+    """See :data:`meshtape.arrays.indexing.indexing.SCATTER`."""
+    from ..indexing.keys import is_basic, numpy_key
 
     xp = runner().xp
     out = xp.zeros(shape, g.dtype)
@@ -169,9 +169,9 @@ def scatter(g: Any, *arrays: Any, template: Any, shape: tuple[int, ...]) -> Any:
 
 
 def index_add(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
-    """See :data:`meshtape.arrays.indexing.INDEX_ADD`."""
-    from ..index_keys import is_basic, numpy_key
-    from ..indexing import _fit
+    """See :data:`meshtape.arrays.indexing.indexing.INDEX_ADD`."""
+    from ..indexing.indexing import _fit
+    from ..indexing.keys import is_basic, numpy_key
 
     out = runner().xp.array(x, order="C")
     if is_basic(template):
@@ -232,9 +232,9 @@ def _put(out: Any, places: Any, values: Any, inner: int, one: bool) -> None:
 
 
 def index_set(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
-    """See :data:`meshtape.arrays.indexing.INDEX_SET`."""
-    from ..index_keys import is_basic, numpy_key
-    from ..indexing import _fit
+    """See :data:`meshtape.arrays.indexing.indexing.INDEX_SET`."""
+    from ..indexing.indexing import _fit
+    from ..indexing.keys import is_basic, numpy_key
 
     out = runner().xp.array(x, order="C")
     if is_basic(template):
@@ -245,8 +245,8 @@ def index_set(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
 
 
 def last_writes(g: Any, *arrays: Any, template: Any) -> Any:
-    """See :data:`meshtape.arrays.indexing.LAST_WRITES`."""
-    from ..index_keys import is_basic, numpy_key, result_shape
+    """See :data:`meshtape.arrays.indexing.indexing.LAST_WRITES`."""
+    from ..indexing.keys import is_basic, numpy_key, result_shape
 
     r = runner()
     if is_basic(template):
@@ -268,15 +268,15 @@ def last_writes(g: Any, *arrays: Any, template: Any) -> Any:
 
 
 def index_extremum(name: str) -> Callable[..., Any]:
-    """See :data:`meshtape.arrays.indexing.INDEX_MAX`.
+    """See :data:`meshtape.arrays.indexing.indexing.INDEX_MAX`.
 
     CuPy's atomic forms lack short numbers, truths and complex ones, lose NaN, and compare float64 as float32. Here the writes are sorted
     by place, and each meets its neighbours at growing distances.
     """
 
     def impl(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
-        from ..index_keys import is_basic, numpy_key
-        from ..indexing import _fit
+        from ..indexing.indexing import _fit
+        from ..indexing.keys import is_basic, numpy_key
 
         xp = runner().xp
         meet = getattr(xp, name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .._cuda import for_floats
+from ..backends.cuda_rules import for_floats
 from .geometry import MAX_GRID, ladder, row_plan
 from .launch import FLOATS, contiguous, i64, named, runner, wide
 
@@ -85,25 +85,25 @@ def _backward(log: bool, g: Any, y: Any, axis: int) -> Any:
 
 @for_floats
 def softmax(x: Any, *, axis: int, masked: bool) -> Any:
-    """See :data:`meshtape.arrays.softmax.SOFTMAX`."""
+    """See :data:`meshtape.arrays.nn.softmax.SOFTMAX`."""
     return _forward(False, x, axis, masked)
 
 
 @for_floats
 def softmax_backward(g: Any, y: Any, *, axis: int) -> Any:
-    """See :data:`meshtape.arrays.softmax.SOFTMAX_BACKWARD`."""
+    """See :data:`meshtape.arrays.nn.softmax.SOFTMAX_BACKWARD`."""
     return _backward(False, g, y, axis)
 
 
 @for_floats
 def log_softmax(x: Any, *, axis: int, masked: bool) -> Any:
-    """See :data:`meshtape.arrays.softmax.LOG_SOFTMAX`."""
+    """See :data:`meshtape.arrays.nn.softmax.LOG_SOFTMAX`."""
     return _forward(True, x, axis, masked)
 
 
 @for_floats
 def log_softmax_backward(g: Any, y: Any, *, axis: int) -> Any:
-    """See :data:`meshtape.arrays.softmax.LOG_SOFTMAX_BACKWARD`."""
+    """See :data:`meshtape.arrays.nn.softmax.LOG_SOFTMAX_BACKWARD`."""
     return _backward(True, g, y, axis)
 
 
@@ -117,7 +117,7 @@ def _labels(labels: Any, ignore_index: int | None) -> tuple[Any, bool, int]:
 
 @for_floats
 def cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None, label_smoothing: float) -> Any:
-    """See :data:`meshtape.arrays.cross_entropy.CROSS_ENTROPY`."""
+    """See :data:`meshtape.arrays.nn.cross_entropy.CROSS_ENTROPY`."""
     xp, x = runner().xp, contiguous(logits)
     flat, has_ignored, ignored = _labels(labels, ignore_index)
     losses = xp.empty(labels.shape, wide(x.dtype))
@@ -134,7 +134,7 @@ def cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None, label_s
 def cross_entropy_backward(
     g: Any, logits: Any, labels: Any, *, ignore_index: int | None, label_smoothing: float
 ) -> Any:
-    """See :data:`meshtape.arrays.cross_entropy.CROSS_ENTROPY_BACKWARD`."""
+    """See :data:`meshtape.arrays.nn.cross_entropy.CROSS_ENTROPY_BACKWARD`."""
     xp, x = runner().xp, contiguous(logits)
     flat, has_ignored, ignored = _labels(labels, ignore_index)
     scale = contiguous(g.astype(wide(x.dtype), copy=False))

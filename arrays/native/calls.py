@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..pool import LARGE, fresh
-from ..threads import SMALLEST_SHARED, share
+from ..backends.memory_pool import LARGE, fresh
+from ..backends.threads import SMALLEST_SHARED, share
 from . import AVAILABLE, _kernels
 
 CHUNK = 64

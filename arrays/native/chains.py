@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._core import FLOAT32, FLOAT64, number
-from .._op import OPS, Op
-from ..program import Entry, Program
+from ..core.op import OPS, Op
+from ..core.program import Entry, Program
+from ..core.value import FLOAT32, FLOAT64, number
 from . import AVAILABLE, _kernels
 from .calls import STEPS
 

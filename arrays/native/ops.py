@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..pool import fresh
-from ..threads import share, threads
+from ..backends.memory_pool import fresh
+from ..backends.threads import share, threads
 from . import AVAILABLE, _kernels
 from .calls import CHUNK, is_taken, memory, result_like, run
 

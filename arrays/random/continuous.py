@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import _recipes as recipes
-from ._draw import Request, distribution, floating, not_negative, number
+from . import bit_transforms as recipes
+from .draw import Request, distribution, floating, not_negative, number
 
 
 @distribution(recipes.uniform)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import _recipes as recipes
-from .._infer import as_shape
-from .._op import composite
-from ..dtypes import as_dtype
-from ..errors import DTypeError, ShapeError
-from ._draw import Request, distribution, drawn, floating, number, op_of
+from ..core.dtypes import as_dtype
+from ..core.errors import DTypeError, ShapeError
+from ..core.op import composite
+from ..core.shape_rules import as_shape
+from . import bit_transforms as recipes
 from .continuous import gumbel, uniform
+from .draw import Request, distribution, drawn, floating, number, op_of
 
 if TYPE_CHECKING:
-    from .._array import Array
+    from ..array.array import Array
 
 BERNOULLI = op_of("bernoulli", recipes.bernoulli, takes_dtype=False)
 
@@ -97,9 +97,9 @@ def bernoulli(key: Any, p: Any = 0.5, shape: int | Sequence[int] | None = None) 
     >>> round(float(mt.mean(keep)), 2)
     0.9
     """
-    from .._array import Array
-    from ..creation import asarray
-    from ..manipulation import broadcast_to
+    from ..array.array import Array
+    from ..ops.creation import asarray
+    from ..ops.manipulation import broadcast_to
 
     if isinstance(p, Array | np.ndarray):
         chance = asarray(p)
@@ -123,8 +123,8 @@ def categorical(key: Any, logits: Any, axis: int = -1) -> Array:
     >>> mt.random.categorical(mt.random.key(0), logits)
     Array([0, 1])
     """
-    from ..creation import asarray
-    from ..reductions import argmax
+    from ..ops.creation import asarray
+    from ..ops.reductions import argmax
 
     x = asarray(logits)
     wanted = floating("categorical", x.dtype)

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import _recipes as recipes
-from .._dispatch import apply
-from .._op import Op
-from .._philox import philox4x64, words
-from ..devices import Device
-from ..errors import DTypeError, ShapeError
-from ..program import ShapeDtype
-from ._draw import RANDOM_BITS, as_key, check_key, drawn, op_of
+from ..core.devices import Device
+from ..core.dispatch import apply
+from ..core.errors import DTypeError, ShapeError
+from ..core.op import Op
+from ..core.program import ShapeDtype
+from . import bit_transforms as recipes
+from .draw import RANDOM_BITS, as_key, check_key, drawn, op_of
+from .philox import philox4x64, words
 
 if TYPE_CHECKING:
-    from .._array import Array
+    from ..array.array import Array
 
 # The counter's last word keeps draws (0) apart from the words that new keys are made of.
 _SPLITS, _FOLDS, _NAMES = 1, 2, 3
@@ -75,7 +75,7 @@ def key(seed: int, *, device: Device | str | None = None) -> Array:
     >>> mt.random.key(7)
     Array([7, 0], dtype=uint64)
     """
-    from ..creation import asarray
+    from ..ops.creation import asarray
 
     try:
         number = operator.index(seed)
@@ -101,7 +101,7 @@ def split(key: Any, num: int = 2) -> Array:
     if count < 0:
         raise ValueError(f"[split] the number of keys must not be negative, got {count}")
     if getattr(key, "ndim", 1) == 3:  # the keys of n samples: num times as many
-        from ..manipulation import permute_dims
+        from ..ops.manipulation import permute_dims
 
         return permute_dims(drawn(SPLIT, key, (len(key), 1, count, 2), recipes.U64), (2, 0, 1, 3))
     return drawn(SPLIT, key, (count, 2), recipes.U64)
@@ -127,7 +127,7 @@ def fold_in(key: Any, data: Any) -> Array:
     True
     >>> dropout = mt.random.fold_in(key, "dropout")
     """
-    from .._array import Array
+    from ..array.array import Array
 
     k = as_key("fold_in", key)
     stream = _FOLDS

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import _recipes as recipes
-from .._infer import as_shape
-from .._op import Op, composite
-from .._philox import draw
-from ..errors import DTypeError, ShapeError
-from ._draw import RANDOM_BITS, box_of, drawn, infer
+from ..core.errors import DTypeError, ShapeError
+from ..core.op import Op, composite
+from ..core.shape_rules import as_shape
+from . import bit_transforms as recipes
 from .discrete import integers
+from .draw import RANDOM_BITS, box_of, drawn, infer
+from .philox import draw
 
 if TYPE_CHECKING:
-    from .._array import Array
+    from ..array.array import Array
 
 
 def _permutation_impl(
@@ -86,8 +86,8 @@ def permutation(key: Any, x: Any, axis: int = 0) -> Array:
     >>> mt.random.permutation(mt.random.key(0), mt.ones((4, 2))).shape
     (4, 2)
     """
-    from .._array import Array
-    from ..creation import asarray
+    from ..array.array import Array
+    from ..ops.creation import asarray
 
     if isinstance(x, Array | np.ndarray) and x.ndim:
         values = asarray(x)
@@ -136,8 +136,8 @@ def choice(
     >>> mt.random.choice(mt.random.key(0), mt.asarray([10, 20, 30]), (4,), p=[0.0, 1.0, 0.0])
     Array([20, 20, 20, 20])
     """
-    from .._array import Array
-    from ..creation import asarray
+    from ..array.array import Array
+    from ..ops.creation import asarray
 
     full = as_shape("choice", shape)
     values = asarray(a) if isinstance(a, Array | np.ndarray) and a.ndim else None
@@ -166,7 +166,7 @@ def choice(
 
 
 def _weights(key: Any, p: Any, n: int, full: tuple[int, ...], replace: bool) -> Array:
-    from ..creation import asarray
+    from ..ops.creation import asarray
 
     weights = asarray(p)
     if weights.shape != (n,):

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import _recipes as recipes
-from .._infer import as_shape
-from .._op import composite
-from ..errors import DTypeError, ShapeError
-from ._draw import floating
+from ..core.errors import DTypeError, ShapeError
+from ..core.op import composite
+from ..core.shape_rules import as_shape
+from . import bit_transforms as recipes
 from .continuous import exponential, gumbel, normal, uniform
 from .discrete import bernoulli
+from .draw import floating
 from .keys import split
 
 if TYPE_CHECKING:
-    from .._array import Array
+    from ..array.array import Array
 
 Shape = int | Sequence[int] | None
 
 
 def _drawn(name: str, shape: Shape, dtype: Any, *parameters: Any) -> tuple[tuple[int, ...], np.dtype, np.dtype]:
     """The shape of the result (that of the parameters together, by default), the dtype to compute in, and that of the result."""
-    from ..creation import asarray
-    from ..manipulation import broadcast_shapes
+    from ..ops.creation import asarray
+    from ..ops.manipulation import broadcast_shapes
 
     wanted = floating(name, dtype)
     own = broadcast_shapes(*(asarray(p).shape for p in parameters))
@@ -39,10 +39,10 @@ def _drawn(name: str, shape: Shape, dtype: Any, *parameters: Any) -> tuple[tuple
 
 
 def _positive(name: str, what: str, value: Any, wide: np.dtype) -> Array:
-    from .._dispatch import Deferred
-    from ..creation import asarray
-    from ..manipulation import astype
-    from ..reductions import all
+    from ..core.dispatch import Deferred
+    from ..ops.creation import asarray
+    from ..ops.manipulation import astype
+    from ..ops.reductions import all
 
     found = asarray(value)
     if found.dtype.kind not in "biuf" and found.dtype != recipes.BF16:
@@ -53,8 +53,8 @@ def _positive(name: str, what: str, value: Any, wide: np.dtype) -> Array:
 
 
 def _real(value: Any, wide: np.dtype) -> Array:
-    from ..creation import asarray
-    from ..manipulation import astype
+    from ..ops.creation import asarray
+    from ..ops.manipulation import astype
 
     return astype(asarray(value), wide)
 
@@ -68,7 +68,7 @@ def laplace(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0
     >>> round(float(mt.median(x)), 1)
     3.0
     """
-    from ..elementwise import where
+    from ..ops.elementwise import where
 
     found, wide, out = _drawn("laplace", shape, dtype, loc, scale)
     sizes, signs = split(key)
@@ -101,7 +101,7 @@ def cauchy(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0.
     >>> round(float(mt.median(x)), 1)
     3.0
     """
-    from ..elementwise import tan
+    from ..ops.elementwise import tan
 
     found, wide, out = _drawn("cauchy", shape, dtype, loc, scale)
     draws = tan(np.pi * (uniform(key, found, recipes.F64) - 0.5)).astype(wide)
@@ -116,7 +116,7 @@ def lognormal(key: Any, shape: Shape = None, dtype: Any = np.float64, mean: Any 
     >>> bool(mt.all(mt.random.lognormal(mt.random.key(0), (100,)) > 0))
     True
     """
-    from ..elementwise import exp
+    from ..ops.elementwise import exp
 
     found, wide, out = _drawn("lognormal", shape, dtype, mean, sigma)
     draws = _positive("lognormal", "sigma", sigma, wide) * normal(key, found, wide)
@@ -131,7 +131,7 @@ def rayleigh(key: Any, shape: Shape = None, dtype: Any = np.float64, scale: Any 
     >>> bool(mt.all(mt.random.rayleigh(mt.random.key(0), (100,)) > 0))
     True
     """
-    from ..elementwise import sqrt
+    from ..ops.elementwise import sqrt
 
     found, wide, out = _drawn("rayleigh", shape, dtype, scale)
     draws = sqrt(2.0 * exponential(key, found, wide))
@@ -161,7 +161,7 @@ def pareto(key: Any, a: Any, shape: Shape = None, dtype: Any = np.float64, scale
     >>> bool(mt.all(mt.random.pareto(mt.random.key(0), 3.0, (100,)) >= 1))
     True
     """
-    from ..elementwise import exp
+    from ..ops.elementwise import exp
 
     found, wide, out = _drawn("pareto", shape, dtype, a, scale)
     draws = exp(exponential(key, found, wide) / _positive("pareto", "a", a, wide))
@@ -177,11 +177,11 @@ def geometric(key: Any, p: Any, shape: Shape = None, dtype: Any = np.int64) -> A
     >>> round(float(mt.mean(x)))
     4
     """
-    from .._dispatch import Deferred
-    from ..creation import asarray
-    from ..dtypes import as_dtype
-    from ..elementwise import floor, log1p, where
-    from ..reductions import all
+    from ..core.dispatch import Deferred
+    from ..core.dtypes import as_dtype
+    from ..ops.creation import asarray
+    from ..ops.elementwise import floor, log1p, where
+    from ..ops.reductions import all
 
     wanted = as_dtype(dtype, "geometric")
     if wanted.kind not in "iu":
@@ -205,9 +205,9 @@ def triangular(key: Any, left: Any, mode: Any, right: Any, shape: Shape = None, 
     >>> bool(mt.all(mt.abs(x) <= 1))
     True
     """
-    from .._dispatch import Deferred
-    from ..elementwise import sqrt, where
-    from ..reductions import all
+    from ..core.dispatch import Deferred
+    from ..ops.elementwise import sqrt, where
+    from ..ops.reductions import all
 
     found, wide, out = _drawn("triangular", shape, dtype, left, mode, right)
     a, c, b = (_real(v, wide) for v in (left, mode, right))
@@ -242,9 +242,9 @@ def multivariate_normal(
     Array([[2., 1.],
            [1., 2.]], dtype=float64)
     """
-    from ..creation import asarray
-    from ..linalg import cholesky
-    from ..products import matmul
+    from ..linalg.linalg import cholesky
+    from ..ops.creation import asarray
+    from ..ops.matmul import matmul
 
     wanted = floating("multivariate_normal", dtype)
     wide = wanted if wanted == recipes.F64 else recipes.F32

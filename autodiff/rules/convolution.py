@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...arrays import convolution as c
-from ._registry import call, conj, defvjp
+from ...arrays.nn import convolution as c
+from .registry import call, conj, defvjp
 
 
 def _conv_x(xp, g, w, x_like, stride, dilation, groups):

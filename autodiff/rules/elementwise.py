@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import elementwise as ew
-from ...arrays import gelu
 from ...arrays.native import AVAILABLE
 from ...arrays.native import ops as native
-from ._registry import call, conj, defvjp, same
+from ...arrays.nn import gelu
+from ...arrays.ops import elementwise as ew
+from .registry import call, conj, defvjp, same
 
 
 def in_c(kernel: Callable[[Any, Any], Any], rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...arrays import experts as e
-from ._registry import call, defvjp_all
+from ...arrays.nn import mixture_of_experts as e
+from .registry import call, defvjp_all
 
 
 def _experts(xp, g, x, chosen, weights, gate, up, down, numbers):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arrays import fft as f
-from ._registry import call, defvjp
+from ...arrays.ops import fft as f
+from .registry import call, defvjp
 
 
 def _fft(xp, g, axes, norm, inverse):

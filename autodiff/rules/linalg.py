@@ -7,9 +7,9 @@ difference of two equal values are left out, which is right for every function t
 
 from __future__ import annotations
 
-from ...arrays import lapack as la
-from ...arrays.errors import GradientError
-from ._registry import call, conj, defvjp, defvjp_all
+from ...arrays.core.errors import GradientError
+from ...arrays.linalg import lapack as la
+from .registry import call, conj, defvjp, defvjp_all
 
 
 def _h(xp, a):

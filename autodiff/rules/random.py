@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...arrays import dropout
-from ._registry import call, defvjp, same
+from ...arrays.nn import dropout
+from .registry import call, defvjp, same
 
 
 def _dropped(xp, g, key, rate, offset, global_shape):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arrays import reductions as r
-from ._registry import conj, defvjp
+from ...arrays.ops import reductions as r
+from .registry import conj, defvjp
 
 
 def _spread(xp, g, like, axis, keepdims):

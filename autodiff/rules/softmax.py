@@ -5,9 +5,9 @@ The backward ops have no rules of their own: the engine differentiates their dec
 
 from __future__ import annotations
 
-from ...arrays import cross_entropy as ce
-from ...arrays import softmax as s
-from ._registry import call, defvjp
+from ...arrays.nn import cross_entropy as ce
+from ...arrays.nn import softmax as s
+from .registry import call, defvjp
 
 defvjp(s.SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.SOFTMAX_BACKWARD, g, ans, axis=axis))
 defvjp(s.LOG_SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.LOG_SOFTMAX_BACKWARD, g, ans, axis=axis))

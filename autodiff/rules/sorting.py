@@ -5,8 +5,8 @@ Running products are differentiated through their decomposition, which has no di
 
 from __future__ import annotations
 
-from ...arrays import cumulative, sorting
-from ._registry import call, defvjp
+from ...arrays.ops import cumulative, sorting
+from .registry import call, defvjp
 
 
 def _sort(xp, g, x, axis, descending, stable):

@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 
-from ...arrays import batch_norms, channel_norms, norms, products
-from ...arrays import indexing as ix
-from ...arrays import manipulation as m
-from ._registry import call, conj, defvjp, defvjp_all, same
+from ...arrays.indexing import indexing as ix
+from ...arrays.nn.norms import batch_norm, group_norm, layer_norm
+from ...arrays.ops import manipulation as m
+from ...arrays.ops import matmul
+from .registry import call, conj, defvjp, defvjp_all, same
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------
 
@@ -41,10 +42,10 @@ def _matmul_x(xp, g, y, x_like):
     if len(y.shape) == 1:
         return xp.expand_dims(g, axis=-1) * conj(xp, y)
     if len(x_like.shape) == 1:
-        return call(xp, products.MATMUL, conj(xp, y), xp.expand_dims(g, axis=-1))[..., 0]
+        return call(xp, matmul.MATMUL, conj(xp, y), xp.expand_dims(g, axis=-1))[..., 0]
     if xp is np:
-        return products.times_transposed(g, y)
-    return call(xp, products.MATMUL, g, xp.matrix_transpose(conj(xp, y)))
+        return matmul.times_transposed(g, y)
+    return call(xp, matmul.MATMUL, g, xp.matrix_transpose(conj(xp, y)))
 
 
 def _matmul_y(xp, g, x, y_like):
@@ -59,11 +60,11 @@ def _matmul_y(xp, g, x, y_like):
         rows = math.prod(x.shape[:-1])
         x, g = xp.reshape(x, (rows, x.shape[-1])), xp.reshape(g, (rows, g.shape[-1]))
     if xp is np:
-        return products.transposed_times(x, g)
-    return call(xp, products.MATMUL, xp.matrix_transpose(conj(xp, x)), g)
+        return matmul.transposed_times(x, g)
+    return call(xp, matmul.MATMUL, xp.matrix_transpose(conj(xp, x)), g)
 
 
-defvjp(products.MATMUL, x=_matmul_x, y=_matmul_y)
+defvjp(matmul.MATMUL, x=_matmul_x, y=_matmul_y)
 
 # ----- indexing -------------------------------------------------------------------------------------------------------
 
@@ -122,23 +123,23 @@ defvjp(ix.LAST_WRITES, g=_last_writes)
 
 
 def _layer_norm(xp, g, x, weight, naxes, eps):
-    return call(xp, norms.LAYER_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
+    return call(xp, layer_norm.LAYER_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
 
 
 def _rms_norm(xp, g, x, weight, naxes, eps):
-    return call(xp, norms.RMS_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
+    return call(xp, layer_norm.RMS_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
 
 
 def _group_norm(xp, g, x, weight, num_groups, axis, eps):
-    return call(xp, channel_norms.GROUP_NORM_BACKWARD, g, x, weight, num_groups=num_groups, axis=axis, eps=eps)
+    return call(xp, group_norm.GROUP_NORM_BACKWARD, g, x, weight, num_groups=num_groups, axis=axis, eps=eps)
 
 
 def _batch_norm(xp, g, x, weight, axis, eps):
-    return call(xp, batch_norms.BATCH_NORM_BACKWARD, *g, x, weight, axis=axis, eps=eps)
+    return call(xp, batch_norm.BATCH_NORM_BACKWARD, *g, x, weight, axis=axis, eps=eps)
 
 
 # The backward ops have no rules of their own: the engine differentiates their decompositions, which are right at every order.
-defvjp_all(norms.LAYER_NORM, _layer_norm)
-defvjp_all(norms.RMS_NORM, _rms_norm)
-defvjp_all(channel_norms.GROUP_NORM, _group_norm)
-defvjp_all(batch_norms.BATCH_NORM, _batch_norm)
+defvjp_all(layer_norm.LAYER_NORM, _layer_norm)
+defvjp_all(layer_norm.RMS_NORM, _rms_norm)
+defvjp_all(group_norm.GROUP_NORM, _group_norm)
+defvjp_all(batch_norm.BATCH_NORM, _batch_norm)

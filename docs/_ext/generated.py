@@ -140,7 +140,7 @@ class CommandLine(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         import click
 
-        from meshtape.cli import main
+        from meshtape.cli.main import main
 
         out: list[nodes.Node] = []
         root = click.Context(main, info_name="meshtape", terminal_width=100)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests" / "autodiff"))
 import meshtape as mt  # noqa: E402
 import meshtape.parallel  # noqa: E402  it adds its ops to the table
 from meshtape.arrays import OPS  # noqa: E402
-from meshtape.arrays._op import Op, recording  # noqa: E402
+from meshtape.arrays.core.op import Op, recording  # noqa: E402
 from meshtape.autodiff.rules import RULES, Rule  # noqa: E402
 
 HEAD = """\

@@ -19,9 +19,9 @@ sys.path.insert(0, str(ROOT / "tests" / "parallel"))
 
 import meshtape as mt  # noqa: E402
 from meshtape.arrays import OPS  # noqa: E402
-from meshtape.arrays._op import Op  # noqa: E402
-from meshtape.arrays.program import ShapeDtype  # noqa: E402
-from meshtape.parallel.factors import FactorRule, rule_for  # noqa: E402
+from meshtape.arrays.core.op import Op  # noqa: E402
+from meshtape.arrays.core.program import ShapeDtype  # noqa: E402
+from meshtape.parallel.sharding.factors import FactorRule, rule_for  # noqa: E402
 
 HEAD = """\
 # How the ops are sharded

@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...arrays.errors import MeshError
+from ...arrays.core.errors import MeshError
 from ...autodiff.transforms import check_function
-from ..overlap import Buckets
+from ..partition.overlap import Buckets
 from .figures import DEVICES, DeviceFigures, LinkFigures, device_figures, link_figures
 from .replay import Order, RankForecast, Replay, forecast_rank
 from .report import Forecast

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...arrays.index_keys import is_basic
-from ...arrays.program import ShapeDtype
-from ...arrays.program_memory import VIEWS
-from ..rank_program import Local
+from ...arrays.core.program import ShapeDtype
+from ...arrays.indexing.keys import is_basic
+from ...storage.programs.memory import VIEWS
+from ..partition.rank_program import Local
 
 _VIEWS = VIEWS - {"astype", "ceil", "conj", "floor", "positions", "positive", "round", "trunc"}
 _PER_ELEMENT = {"exp": 8, "log": 8, "tanh": 12, "erf": 12, "gelu": 16, "gelu_backward": 24, "silu": 10, "softmax": 12}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.errors import DeviceError, MeshError
+from ...arrays.core.errors import DeviceError, MeshError
 
 
 @dataclass(frozen=True)

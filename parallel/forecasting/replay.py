@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.program import ShapeDtype
-from ..executor import thin_values
-from ..overlap import Buckets, Start, Wait, schedule
-from ..rank_fusion import Blocks, Chain, fused
-from ..rank_program import Local, Move, Moves, RankProgram
+from ...arrays.core.program import ShapeDtype
+from ..execution.executor import thin_values
+from ..execution.fusion import Blocks, Chain, fused
+from ..partition.overlap import Buckets, Start, Wait, schedule
+from ..partition.rank_program import Local, Move, Moves, RankProgram
 from .costs import flops, is_view, reorders, touched
 from .costs import held as held_bytes
 from .figures import DeviceFigures, LinkFigures

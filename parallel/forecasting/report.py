@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from ...arrays.display import human_bytes
-from ...arrays.errors import MeshError
-from ..block_grid import colour_of
+from ...arrays.array.display import human_bytes
+from ...arrays.core.errors import MeshError
+from ..mesh.block_grid import colour_of
 from .figures import DeviceFigures, LinkFigures
 from .replay import RankForecast
 

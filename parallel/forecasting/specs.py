@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays import tree as trees
-from ...arrays._array import Array
-from ...arrays.dtypes import as_dtype
-from ...arrays.errors import MeshError, TracedValueError
-from ...arrays.program import Program, ShapeDtype
-from ...autodiff.compile import outline
-from ..mesh import Mesh
-from ..partition import partition
-from ..placement import REPLICATED, Sharding
-from ..rank_program import RankProgram
-from ..sharded import IMPLICIT_LIMIT, ShardedBuffer, sharded_array
-from ..uniform import spread
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.dtypes import as_dtype
+from ...arrays.core.errors import MeshError, TracedValueError
+from ...arrays.core.program import Program, ShapeDtype
+from ...autodiff.compiler.compile import outline
+from ..mesh.mesh import Mesh
+from ..mesh.sharded_array import IMPLICIT_LIMIT, ShardedBuffer, sharded_array
+from ..partition.partition import partition
+from ..partition.rank_program import RankProgram
+from ..sharding.placement import REPLICATED, Sharding
+from ..sharding.splat import spread
 
 Place = Callable[[trees.Path, Any, Mesh], Sharding | None]
 

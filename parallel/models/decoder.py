@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays import nn
-from ...arrays._array import Array
-from ...arrays.creation import asarray, ones
-from ...arrays.errors import ShapeError
-from ...arrays.manipulation import astype, matrix_transpose
-from ...arrays.reductions import sum as sum_
+from ...arrays.array.array import Array
+from ...arrays.core.errors import ShapeError
+from ...arrays.nn import nn
+from ...arrays.ops.creation import asarray, ones
+from ...arrays.ops.manipulation import astype, matrix_transpose
+from ...arrays.ops.reductions import sum as sum_
 from ...autodiff import checkpoint
 from . import huggingface, moe
 from .decoder_families import FAMILIES, rules
@@ -333,7 +333,7 @@ def _attention(
     v = split_heads(linear(h, p["v"]), c.kv_heads)
     here = q.sharding
     if plan is not None and "cp" in plan.parts and here is not None and AXES["cp"] in here.mesh.names:
-        from ..attention import ring_attention
+        from ..transforms.ring_attention import ring_attention
 
         out = ring_attention(q, k, v, axis=AXES["cp"], is_causal=True)
     else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...arrays.errors import UnsupportedModel
+from ...arrays.core.errors import UnsupportedModel
 from .layers import RopeScaling
 
 IGNORED = frozenset(

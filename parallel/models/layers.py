@@ -9,14 +9,15 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ...arrays import nn, random
-from ...arrays import tree as trees
-from ...arrays._array import Array
-from ...arrays.creation import asarray
-from ...arrays.errors import ShapeError
-from ...arrays.manipulation import astype, flip, permute_dims, reshape
-from ..mesh import Mesh
-from ..placement import Sharding
+from ...arrays import random
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.errors import ShapeError
+from ...arrays.nn import nn
+from ...arrays.ops.creation import asarray
+from ...arrays.ops.manipulation import astype, flip, permute_dims, reshape
+from ..mesh.mesh import Mesh
+from ..sharding.placement import Sharding
 from .plans import Plan
 
 

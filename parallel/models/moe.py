@@ -8,7 +8,7 @@ buffer from split batches to split experts is the all-to-all, and moving it back
 
 Without one (drop-less) no token is lost and no place is padded: each expert computes the rows that were sent to it, however many
 (:func:`meshtape.nn.experts`; Gale et al., 2023). On an ``expert`` axis the ranks first tell each other how many tokens go where, and then
-send just those (:mod:`meshtape.parallel.dispatch`): a token goes once to each other rank that has one of its experts, to at most
+send just those (:mod:`meshtape.parallel.resharding.expert_all_to_all`): a token goes once to each other rank that has one of its experts, to at most
 ``top_k`` of them, and its sum comes back. Nothing is padded and nothing lost, but a rank may be sent all tokens, if the router sends
 them there: the capacity form bounds the memory, this one does not.
 """
@@ -24,16 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import nn
-from ...arrays._array import Array
-from ...arrays.creation import arange
-from ...arrays.cumulative import cumulative_sum
-from ...arrays.elementwise import where
-from ...arrays.errors import ShapeError
-from ...arrays.manipulation import astype, expand_dims, matrix_transpose, reshape, stack
+from ...arrays.array.array import Array
+from ...arrays.core.errors import ShapeError
+from ...arrays.nn import nn
+from ...arrays.ops.creation import arange
+from ...arrays.ops.cumulative import cumulative_sum
+from ...arrays.ops.elementwise import where
+from ...arrays.ops.manipulation import astype, expand_dims, matrix_transpose, reshape, stack
+from ...arrays.ops.reductions import argmax, mean
+from ...arrays.ops.reductions import sum as sum_
 from ...arrays.random import normal
-from ...arrays.reductions import argmax, mean
-from ...arrays.reductions import sum as sum_
 from .layers import Keys, dense
 from .plans import Plan
 

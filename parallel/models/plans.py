@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...arrays import tree as trees
-from ...arrays._array import Array
-from ...arrays.errors import PlanError, ShapeError
-from ..api import distribute, reshard
-from ..mesh import Mesh
-from ..placement import Placement, Replicate, Shard, Sharding
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.errors import PlanError, ShapeError
+from ..mesh.api import distribute, reshard
+from ..mesh.mesh import Mesh
+from ..sharding.placement import Placement, Replicate, Shard, Sharding
 
 AXES = {"dp": "data", "fsdp": "data", "tp": "model", "sp": "model", "vocab": "model", "cp": "context"} | {
     "ep": "expert",

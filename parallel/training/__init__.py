@@ -5,17 +5,26 @@
 4
 """
 
-from . import lora
-from .batching import BatchSizes, batch_sizes
 from .callbacks import Callback, EarlyStop
-from .contrastive import contrastive_loss, grad_cache
+from .data.batching import BatchSizes, batch_sizes
+from .data.loader import Batch, Loader
+from .data.sampler import Sampler
+from .data.sources import (
+    ArraySource,
+    ArrowSource,
+    DaskSource,
+    MapSource,
+    ParquetSource,
+    Source,
+    TokenSource,
+    ZarrSource,
+)
 from .elastic import Elastic
-from .jobs import cluster_mesh
-from .loading import Batch, Loader
+from .job.jobs import cluster_mesh
+from .methods import lora
+from .methods.contrastive import contrastive_loss, grad_cache
 from .pipeline import Pipeline
 from .precision import Precision
-from .sampling import Sampler
-from .sources import ArraySource, ArrowSource, DaskSource, MapSource, ParquetSource, Source, TokenSource, ZarrSource
 from .trainer import Trainer, TrainResult
 
 __all__ = [

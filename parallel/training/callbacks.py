@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ...arrays.errors import TrainingError
+from ...arrays.core.errors import TrainingError
 
 if TYPE_CHECKING:
     from .trainer import Trainer

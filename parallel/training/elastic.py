@@ -15,11 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...arrays.errors import ClusterError, CollectiveTimeout, MeshtapeError, RankLost, TrainingError, WorkerMismatch
-from ..mesh import Mesh
+from ...arrays.core.errors import (
+    ClusterError,
+    CollectiveTimeout,
+    MeshtapeError,
+    RankLost,
+    TrainingError,
+    WorkerMismatch,
+)
+from ..dask.workers import known_workers
+from ..execution.runtime import LocalRuntime
+from ..mesh.mesh import Mesh
 from ..models.plans import AXES
-from ..runtime import LocalRuntime
-from ..workers import known_workers
 
 POLL = 0.2
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...arrays.errors import DirectoryInUse
-from ...storage.files import try_lock
+from ...arrays.core.errors import DirectoryInUse
+from ...storage.stores.filesystem import try_lock
 
 FILE = "run.lock"
 

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...arrays import tree as trees
-from ...arrays.elementwise import isfinite
-from ...arrays.errors import NonFiniteError
-from ...arrays.manipulation import stack
-from ...arrays.reductions import all as all_
+from ...arrays.core import tree as trees
+from ...arrays.core.errors import NonFiniteError
+from ...arrays.ops.elementwise import isfinite
+from ...arrays.ops.manipulation import stack
+from ...arrays.ops.reductions import all as all_
+from .logging.progress import Progress
 from .precision import LEAST
-from .records import Progress
 
 OnNonFinite = Literal["raise", "skip", "rollback"]
 

@@ -13,20 +13,20 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...arrays import tree as trees
-from ...arrays._array import Array
-from ...arrays.creation import asarray
-from ...arrays.errors import MeshError, TrainingError
-from ...arrays.manipulation import astype
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.errors import MeshError, TrainingError
+from ...arrays.ops.creation import asarray
+from ...arrays.ops.manipulation import astype
 from ...autodiff import compile, value_and_grad, vjp
-from ...autodiff.optim import Optimizer
-from ...autodiff.parameters import wide
-from ..api import distribute, reshard
-from ..mesh import Mesh
+from ...autodiff.optim.optimizers import Optimizer
+from ...autodiff.optim.parameters import wide
+from ..mesh.api import distribute, reshard
+from ..mesh.mesh import Mesh
 from ..models.plans import Plan, of_any_model
-from ..placement import Sharding
-from ..schedules import Action, Schedule, schedule
-from .loading import fitted
+from ..sharding.placement import Sharding
+from ..transforms.pipeline_schedules import Action, Schedule, schedule
+from .data.loader import fitted
 from .step import merged, weighted
 
 Stage = Callable[[Any, Any, Any, Any], Any]
@@ -43,7 +43,7 @@ class Pipeline:
     mesh
         A mesh with the axis; its other axes are those of every stage's part.
     kind
-        ``"fthenb"``, ``"1f1b"``, ``"interleaved"`` or ``"zerobubble"``; see ``meshtape.parallel.schedules``.
+        ``"fthenb"``, ``"1f1b"``, ``"interleaved"`` or ``"zerobubble"``; see ``meshtape.parallel.transforms.pipeline_schedules``.
     axis
         Name of the axis.
     chunks

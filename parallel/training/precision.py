@@ -9,13 +9,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ...arrays import tree as trees
-from ...arrays._array import Array
-from ...arrays.creation import asarray
-from ...arrays.dtypes import as_dtype
-from ...arrays.elementwise import maximum, minimum, where
-from ...arrays.errors import TrainingError
-from ...arrays.manipulation import astype
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.dtypes import as_dtype
+from ...arrays.core.errors import TrainingError
+from ...arrays.ops.creation import asarray
+from ...arrays.ops.elementwise import maximum, minimum, where
+from ...arrays.ops.manipulation import astype
 
 DTYPES = {
     "float64": np.dtype(np.float64),

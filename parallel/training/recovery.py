@@ -6,14 +6,14 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from ...arrays.errors import BatchSizeError, ClusterError, MeshtapeError, NonFiniteError, RestartsExhausted
-from ..mesh import Mesh
+from ...arrays.core.errors import BatchSizeError, ClusterError, MeshtapeError, NonFiniteError, RestartsExhausted
+from ..mesh.mesh import Mesh
+from ..mesh.replicas import Replica
 from ..models.plans import AXES
-from ..replicas import Replica
-from .batching import batch_sizes
+from .data.batching import batch_sizes
 from .elastic import Elastic, alive, client_of, is_loss, rebuild, workers_of
+from .logging.progress import Progress
 from .nonfinite import ROLLBACKS, NonFiniteStep
-from .records import Progress
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...storage import SaveHandle
+from .logging.progress import METADATA_KEY
 from .nonfinite import NonFiniteStep
-from .records import METADATA_KEY
 
 if TYPE_CHECKING:
     from ...storage import CheckpointManager
-    from .reporting import Reporting
+    from .logging.reporting import Reporting
 
 
 class RunCheckpoints:

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 
 from ...arrays import random
-from ...arrays import tree as trees
-from ...arrays._array import Array
-from ...arrays.creation import asarray
-from ...arrays.errors import MeshError, TrainingError
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.errors import MeshError, TrainingError
+from ...arrays.ops.creation import asarray
 from ...autodiff import compile
-from ..mesh import Mesh
-from ..placement import Sharding
-from ..replicas import Replica
-from .batching import BatchSizes, batch_sizes
-from .loading import Batch, Loader
+from ..mesh.mesh import Mesh
+from ..mesh.replicas import Replica
+from ..sharding.placement import Sharding
+from .data.batching import BatchSizes, batch_sizes
+from .data.loader import Batch, Loader
+from .data.sampler import Sampler
+from .data.sources import Source
 from .nonfinite import are_finite
-from .sampling import Sampler
-from .sources import Source
 from .step import Recipe, weighted
 
 

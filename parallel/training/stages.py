@@ -16,22 +16,22 @@ from typing import Any
 import numpy as np
 
 from ...arrays import random
-from ...arrays import tree as trees
-from ...arrays._array import Array
-from ...arrays.creation import asarray
-from ...arrays.elementwise import sqrt, square
-from ...arrays.errors import PlanError, TrainingError
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.errors import PlanError, TrainingError
+from ...arrays.ops.creation import asarray
+from ...arrays.ops.elementwise import sqrt, square
 from ...autodiff import compile
-from ...autodiff.parameters import wide
-from ..mesh import Mesh
+from ...autodiff.optim.parameters import wide
+from ..mesh.mesh import Mesh
 from ..models.plans import AXES, Stages
-from ..placement import Sharding
-from ..schedules import schedule
-from .loading import Batch
+from ..sharding.placement import Sharding
+from ..transforms.pipeline_schedules import schedule
+from .data.loader import Batch
+from .data.sampler import Sampler
+from .data.sources import Source
 from .pipeline import Pipeline, Stage
-from .sampling import Sampler
 from .session import Session, check_meshes
-from .sources import Source
 from .step import Recipe, sample_keys
 
 

@@ -22,20 +22,20 @@ from typing import Any, get_args
 import numpy as np
 
 from ...arrays import random
-from ...arrays import tree as trees
-from ...arrays._array import Array
-from ...arrays.creation import arange, asarray
-from ...arrays.elementwise import isfinite, where
-from ...arrays.errors import TrainingError
-from ...arrays.manipulation import astype
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.errors import TrainingError
+from ...arrays.ops.creation import arange, asarray
+from ...arrays.ops.elementwise import isfinite, where
+from ...arrays.ops.manipulation import astype
 from ...autodiff import value_and_grad
-from ...autodiff.clipping import clip_scale, scaled
-from ...autodiff.optim import Average, Optimizer, global_norm, masters
-from ...autodiff.parameters import trains, wide
-from ..api import distribute, reshard
-from ..mesh import Mesh
+from ...autodiff.optim.clipping import clip_scale, scaled
+from ...autodiff.optim.optimizers import Average, Optimizer, global_norm, masters
+from ...autodiff.optim.parameters import trains, wide
+from ..mesh.api import distribute, reshard
+from ..mesh.mesh import Mesh
 from ..models.plans import AXES, Plan, widen
-from ..placement import Sharding
+from ..sharding.placement import Sharding
 from .nonfinite import OnNonFinite
 from .precision import Precision
 

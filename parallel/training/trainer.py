@@ -12,28 +12,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...arrays import tree as trees
-from ...arrays.errors import NonFiniteError, TrainingError
-from ...autodiff.optim import Average, Optimizer
+from ...arrays.core import tree as trees
+from ...arrays.core.errors import NonFiniteError, TrainingError
+from ...autodiff.optim.optimizers import Average, Optimizer
 from ...storage import CheckpointManager, SaveHandle, load, open_checkpoint
-from ..mesh import Mesh
+from ..mesh.mesh import Mesh
 from ..models.plans import Plan, Stages, of_any_model
 from .callbacks import Callback
+from .data.loader import Batch
+from .data.sampler import Sampler
+from .data.sources import as_source
 from .elastic import Elastic
-from .jobs import current_job
-from .loading import Batch
+from .job.jobs import current_job
+from .job.signals import StopSignals, interrupted
 from .lock import held
-from .measuring import Meter
+from .logging.meter import Meter
+from .logging.progress import METADATA_KEY, Progress, TrainResult
+from .logging.reporting import Reporting
 from .nonfinite import OnNonFinite, Watch
 from .precision import Precision
-from .records import METADATA_KEY, Progress, TrainResult
 from .recovery import Recovery
-from .reporting import Reporting
 from .run_checkpoints import RunCheckpoints
-from .sampling import Sampler
 from .session import Session
-from .signals import StopSignals, interrupted
-from .sources import as_source
 from .stages import Pipelining, session_of
 from .step import Loss, Recipe
 

@@ -14,13 +14,13 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from ...arrays.errors import CollectiveMismatch, CollectiveTimeout, RankLost
+from ...arrays.core.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from . import frames
 from .frames import Place
 from .links import Link
 from .pieces import Batch, Sink, Target, expected, nbytes
+from .spin_poller import Waiter
 from .streams import say_abort
-from .waiting import Waiter
 
 SMALL = 32 << 10
 """Messages up to this many bytes travel with their head."""

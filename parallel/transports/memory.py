@@ -68,7 +68,7 @@ class Budget:
 
     def take(self) -> int:
         """Bytes for a segment: 0 where there are none left."""
-        from ..settings import number
+        from ..base.settings import number
 
         with self._lock:
             left = int(number("shared-memory")) // self.processes - self._used

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.errors import BackendError, CollectiveTimeout, RankLost
+from ...arrays.core.errors import BackendError, CollectiveTimeout, RankLost
 from .group import Group, Receives, Sends
 from .pieces import Sink, Target, chunks
 

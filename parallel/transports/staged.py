@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..block_memory import BlockMemory, on_host
+from ..base.device_memory import BlockMemory, on_host
 from .group import Receives, Sends, Transport
 from .pieces import Sink, Target
 

@@ -16,7 +16,7 @@ __all__ = ["Page", "Server", "close", "show"]
 def __getattr__(name: str) -> Any:
     # Tornado and the views are imported when the first page is asked for.
     if name in __all__:
-        from . import server
+        from .server import app
 
-        return getattr(server, name)
+        return getattr(app, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ import pytest
 
 import meshtape
 from meshtape import arrays as mt
-from meshtape.arrays.errors import ShapeError
+from meshtape.arrays.core.errors import ShapeError
 
 rng = np.random.default_rng(8)
 CASES = {

@@ -10,7 +10,7 @@ from scipy import signal
 
 import meshtape
 from meshtape import arrays as mt
-from meshtape.arrays.errors import DTypeError, ShapeError
+from meshtape.arrays.core.errors import DTypeError, ShapeError
 
 rng = np.random.default_rng(11)
 

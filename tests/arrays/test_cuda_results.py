@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from meshtape import arrays as mt
-from meshtape.arrays import errors, index_keys
-from meshtape.arrays._op import OPS
-from meshtape.arrays.program import ShapeDtype
+from meshtape.arrays.core import errors
+from meshtape.arrays.core.op import OPS
+from meshtape.arrays.core.program import ShapeDtype
+from meshtape.arrays.indexing import keys
 from meshtape.autodiff.rules import elementwise as elementwise_rules
 from meshtape.autodiff.rules import structure
 
@@ -355,7 +356,7 @@ class OnDevice:
 
 @pytest.mark.parametrize("dtype", "bBhHiIlL")
 def test_short_indices_do_not_overflow_on_a_device(dtype):
-    (key,) = index_keys.numpy_key((index_keys.Slot(0),), [OnDevice(np.array([1, 2], dtype))])
+    (key,) = keys.numpy_key((keys.Slot(0),), [OnDevice(np.array([1, 2], dtype))])
     assert key.dtype == np.int64
     index = types.SimpleNamespace(_buf=np.array([1, 2], dtype), size=2)
-    assert index_keys._wrapped(index, 0, 100000).tolist() == [1, 2]
+    assert keys._wrapped(index, 0, 100000).tolist() == [1, 2]

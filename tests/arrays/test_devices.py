@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from meshtape import arrays as mt
-from meshtape.arrays.devices import Device
-from meshtape.arrays.errors import BackendError, DeviceError
+from meshtape.arrays.core.devices import Device
+from meshtape.arrays.core.errors import BackendError, DeviceError
 
 NO_CUPY = importlib.util.find_spec("cupy") is None
 
@@ -87,8 +87,8 @@ class _Far(np.ndarray):
 
 
 def test_arrays_of_two_devices_in_one_op_are_refused(monkeypatch):
-    from meshtape.arrays._backends import NumPyBackend
-    from meshtape.arrays._dispatch import wrap
+    from meshtape.arrays.backends.backend import NumPyBackend
+    from meshtape.arrays.core.dispatch import wrap
 
     there = mt.device("cuda:0")
     monkeypatch.setattr(NumPyBackend, "device_of", lambda self, b: there if isinstance(b, _Far) else mt.device("cpu"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshtape import arrays as mt
-from meshtape.arrays import dtypes
+from meshtape.arrays.core import dtypes
 
 NAMES = list(dtypes.DTYPES)
 

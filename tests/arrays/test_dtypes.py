@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from meshtape import arrays as mt
-from meshtape.arrays import dtypes
-from meshtape.arrays.errors import DTypeError
+from meshtape.arrays.core import dtypes
+from meshtape.arrays.core.errors import DTypeError
 
 FLOAT8 = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from meshtape import arrays as mt
-from meshtape.arrays._op import OPS
-from meshtape.arrays.errors import DTypeError, ShapeError
+from meshtape.arrays.core.errors import DTypeError, ShapeError
+from meshtape.arrays.core.op import OPS
 
 BOUNDED = settings(max_examples=15, deadline=None)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from meshtape import arrays as mt
-from meshtape.arrays._dispatch import wrap
-from meshtape.arrays._dlpack import contents
+from meshtape.arrays.backends.dlpack import contents
+from meshtape.arrays.core.dispatch import wrap
 
 
 def test_export_is_the_memory_itself_but_read_only():

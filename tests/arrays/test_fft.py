@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtape import arrays as mt
-from meshtape.arrays.errors import DTypeError
+from meshtape.arrays.core.errors import DTypeError
 
 rng = np.random.default_rng(6)
 NORMS = ["backward", "ortho", "forward"]

@@ -10,8 +10,8 @@ import pytest
 from scipy.special import erf as scipy_erf
 
 import meshtape as mt
-from meshtape.arrays import _erf
-from meshtape.arrays._op import OPS
+from meshtape.arrays.backends import erf as _erf
+from meshtape.arrays.core.op import OPS
 
 GRID = np.concatenate(
     [np.linspace(-6, 6, 1_000_001), np.geomspace(1e-38, 1, 100_000), -np.geomspace(1e-38, 1, 1000)]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtape import arrays as mt
-from meshtape.arrays import indexing
-from meshtape.arrays._op import recording
-from meshtape.arrays.errors import ArrayIndexError, ShapeError
+from meshtape.arrays.core.errors import ArrayIndexError, ShapeError
+from meshtape.arrays.core.op import recording
+from meshtape.arrays.indexing import indexing
 
 BOUNDED = settings(max_examples=150, deadline=None)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import pieces
+from meshtape.arrays.backends import pieces
 
 MIB = 2**20
 BEYOND = 16 * MIB
@@ -111,7 +111,7 @@ def test_in_pieces_they_give_what_they_give_at_once(dtype, order, monkeypatch):
                     plain = fn(given, axis=axis, keepdims=keepdims)
                     with monkeypatch.context() as m:
                         m.setattr(pieces, "LARGE", 1)
-                        m.setattr("meshtape.arrays.reductions.LARGE", 1)
+                        m.setattr("meshtape.arrays.ops.reductions.LARGE", 1)
                         m.setattr(pieces, "PIECE", 900)
                         parts = fn(given, axis=axis, keepdims=keepdims)
                 assert (parts.shape, parts.dtype) == (plain.shape, plain.dtype), name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshtape import arrays as mt
-from meshtape.arrays.errors import DTypeError, ShapeError
+from meshtape.arrays.core.errors import DTypeError, ShapeError
 
 rng = np.random.default_rng(5)
 SHAPES = [(3, 3), (2, 4, 4), (0, 2, 2), (2, 0, 3, 3)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from meshtape import arrays as mt
-from meshtape.arrays.errors import DTypeError, ShapeError
+from meshtape.arrays.core.errors import DTypeError, ShapeError
 
 BOUNDED = settings(max_examples=60, deadline=None)
 

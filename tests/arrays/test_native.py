@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.arrays import native, threads
-from meshtape.arrays._op import OPS, Op
+from meshtape.arrays import native
+from meshtape.arrays.backends import threads
+from meshtape.arrays.core.op import OPS, Op
 from meshtape.arrays.native import copies, ops
 
 pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason="the kernels in C are not built here")

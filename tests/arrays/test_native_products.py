@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import native, threads
-from meshtape.arrays.errors import ShapeError
+from meshtape.arrays import native
+from meshtape.arrays.backends import threads
+from meshtape.arrays.core.errors import ShapeError
 from meshtape.arrays.native import ops
-from meshtape.arrays.products import product
+from meshtape.arrays.ops.matmul import product
 
 in_c = pytest.mark.skipif(
     not native.AVAILABLE or native._kernels.product(np.ones((64, 64)), np.ones((64, 64)), np.empty((64, 64))) is None,

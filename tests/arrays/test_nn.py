@@ -9,7 +9,7 @@ import pytest
 
 import meshtape
 from meshtape import arrays as mt
-from meshtape.arrays.errors import DTypeError, ShapeError
+from meshtape.arrays.core.errors import DTypeError, ShapeError
 from meshtape.errors import ArrayIndexError
 
 rng = np.random.default_rng(12)
@@ -306,7 +306,7 @@ def test_attention_in_short_floats_and_with_dropout():
 
 
 def test_entries_carry_the_name_that_was_called():
-    from meshtape.arrays._op import recording
+    from meshtape.arrays.core.op import recording
 
     class Origins:
         def __init__(self):

@@ -172,7 +172,7 @@ def test_memory_comes_back_when_nobody_else_holds_it() -> None:
 
 def test_an_array_made_of_lent_memory_holds_it() -> None:
     lent = Lent(sys.getrefcount)
-    x = mt.arrays._dispatch.wrap(lent.hand_out(lambda: np.zeros(3)))
+    x = mt.arrays.core.dispatch.wrap(lent.hand_out(lambda: np.zeros(3)))
     y = x[1:]
     assert lent.come_back() == []
     x[0] = 5.0  # on memory of its own from here on

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from meshtape import arrays as mt
-from meshtape.arrays import _philox, _recipes, random
-from meshtape.arrays._op import OPS
-from meshtape.arrays.errors import DTypeError, ShapeError
+from meshtape.arrays import random
+from meshtape.arrays.core.errors import DTypeError, ShapeError
+from meshtape.arrays.core.op import OPS
+from meshtape.arrays.random import bit_transforms, philox
 
 BOUNDED = settings(max_examples=30, deadline=None)
 
@@ -95,7 +96,7 @@ def boxes(draw, longest=40):
 )
 def test_philox_known_answers(counter, key, expected):
     one = [np.array([v], np.uint64) for v in (*counter, *key)]
-    got = _philox.philox4x64(np, tuple(one[:4]), tuple(one[4:]))
+    got = philox.philox4x64(np, tuple(one[:4]), tuple(one[4:]))
     assert tuple(int(v[0]) for v in got) == expected
 
 
@@ -111,14 +112,14 @@ def test_the_first_words_of_key_zero_are_the_known_answer():
 @BOUNDED
 @given(KEYS, st.integers(0, 2**50), st.integers(1, 50), st.integers(0, 3))
 def test_c_generator_equals_the_cipher_on_arrays(key, start, count, stream):
-    same_bits(_philox.words(np, key, start, count, stream), _philox.words(PURE, key, start, count, stream))
+    same_bits(philox.words(np, key, start, count, stream), philox.words(PURE, key, start, count, stream))
 
 
 @BOUNDED
 @given(KEYS, st.lists(st.integers(0, 2**40), min_size=1, max_size=20), st.sampled_from([1, 2, 4]))
 def test_words_of_scattered_groups(key, groups, size):
-    got = _philox.words_of_groups(np, key, np.array(groups), size)
-    expected = np.stack([_philox.words(np, key, g * size, size) for g in groups])
+    got = philox.words_of_groups(np, key, np.array(groups), size)
+    expected = np.stack([philox.words(np, key, g * size, size) for g in groups])
     same_bits(got, expected)
 
 
@@ -166,7 +167,7 @@ def test_every_way_of_making_a_block(shape, offset, block, xp, case):
 def test_a_dropout_mask_is_the_same_on_every_mesh(parts):
     key = mt.random.key(3)
     mask = np.asarray(mt.random.bernoulli(key, 0.7, (8, 6)))
-    from meshtape.arrays.blocks import ceil_blocks
+    from meshtape.arrays.core.blocks import ceil_blocks
 
     out = np.empty((8, 6), bool)
     for r, n in ceil_blocks(8, parts[0]):
@@ -408,7 +409,7 @@ def test_integers_are_even_and_stay_inside():
 def test_integers_are_the_high_half_of_a_product(key, span, data):
     low = data.draw(st.integers(-(2**63), 2**63 - span)) if span <= 2**64 - 1 else -(2**63)
     x = random.INTEGERS.numpy(key, shape=(9,), offset=(0,), global_shape=(9,), dtype=mt.int64, low=low, span=span)
-    w = _philox.words(np, key, 0, 9)
+    w = philox.words(np, key, 0, 9)
     assert x.tolist() == [low + (int(v) * span >> 64) for v in w]
 
 
@@ -494,11 +495,11 @@ def test_choice():
 def test_uniform_never_reaches_its_end():
     for dtype in (F64, F32, F16, BF16):
         high = 1.05 if dtype == BF16 else 1.0 + 2.0**-8
-        recipe = _recipes.uniform(dtype, 1.0, high)
+        recipe = bit_transforms.uniform(dtype, 1.0, high)
         ones = np.full((2, recipe.words), 2**64 - 1, np.uint64)
         top = recipe.transform(np, ones.copy())
         assert (top.astype(np.float64) < high).all()
-        unit = _recipes.uniform(dtype, 0.0, 1.0)
+        unit = bit_transforms.uniform(dtype, 0.0, 1.0)
         assert (unit.transform(np, ones.copy()).astype(np.float64) < 1).all()
         assert (unit.transform(np, 0 * ones) == 0).all()
 
@@ -509,11 +510,11 @@ def test_extreme_words_give_finite_numbers(word):
         if dtype.kind in "iub":
             continue
         how = {
-            random.UNIFORM: _recipes.uniform,
-            random.NORMAL: _recipes.normal,
-            random.TRUNCATED_NORMAL: _recipes.truncated,
-            random.EXPONENTIAL: _recipes.exponential,
-            random.GUMBEL: _recipes.gumbel,
+            random.UNIFORM: bit_transforms.uniform,
+            random.NORMAL: bit_transforms.normal,
+            random.TRUNCATED_NORMAL: bit_transforms.truncated,
+            random.EXPONENTIAL: bit_transforms.exponential,
+            random.GUMBEL: bit_transforms.gumbel,
         }[op](dtype, **own)
         with np.errstate(all="raise", under="ignore"):
             x = how.transform(np, np.full((1, how.words), word, np.uint64))
@@ -599,7 +600,7 @@ def test_shapes_and_dtypes(dtype, shape):
 
 
 def test_a_draw_is_one_op_with_its_block_in_the_parameters():
-    from meshtape.arrays._op import recording
+    from meshtape.arrays.core.op import recording
 
     class Recorder:
         def __init__(self):

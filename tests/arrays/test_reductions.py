@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from meshtape import arrays as mt
-from meshtape.arrays.errors import ShapeError
+from meshtape.arrays.core.errors import ShapeError
 
 BOUNDED = settings(max_examples=60, deadline=None)
 

@@ -10,10 +10,10 @@ import pytest
 
 import meshtape.parallel  # noqa: F401  # it has ops of its own
 from meshtape import arrays as mt
-from meshtape.arrays import indexing
-from meshtape.arrays._op import OPS, Op, op_named
-from meshtape.arrays.errors import ShapeError
-from meshtape.arrays.program import ShapeDtype
+from meshtape.arrays.core.errors import ShapeError
+from meshtape.arrays.core.op import OPS, Op, op_named
+from meshtape.arrays.core.program import ShapeDtype
+from meshtape.arrays.indexing import indexing
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 

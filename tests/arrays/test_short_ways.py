@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays._op import recording
+from meshtape.arrays.core.op import recording
 from meshtape.arrays.native import ops as native
 
 DTYPES = ["bool", "int8", "uint64", "int64", "float16", "bfloat16", "float8_e4m3fn", "float32", "float64", "complex64"]

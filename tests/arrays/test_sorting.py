@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 import meshtape
 from meshtape import arrays as mt
-from meshtape.arrays.errors import DTypeError, ShapeError, TracedValueError
+from meshtape.arrays.core.errors import DTypeError, ShapeError, TracedValueError
 
 BOUNDED = settings(max_examples=40, deadline=None)
 few = hnp.arrays(

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 import meshtape
 from meshtape import arrays as mt
-from meshtape.arrays.errors import DTypeError, ShapeError
+from meshtape.arrays.core.errors import DTypeError, ShapeError
 
 BOUNDED = settings(max_examples=40, deadline=None)
 rng = np.random.default_rng(9)

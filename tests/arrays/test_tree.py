@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtape.arrays.tree import flatten, flatten_with_path, is_container, path_name, tree_map, unflatten
+from meshtape.arrays.core.tree import flatten, flatten_with_path, is_container, path_name, tree_map, unflatten
 
 BOUNDED = settings(max_examples=100, deadline=None)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtape import arrays as mt
-from meshtape.arrays.errors import DTypeError, ShapeError
+from meshtape.arrays.core.errors import DTypeError, ShapeError
 
 START = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 

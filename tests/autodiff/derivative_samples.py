@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 import meshtape as mt
-from meshtape.arrays import OPS, cumulative, fft, linalg, sorting
-from meshtape.arrays._dispatch import apply
+from meshtape.arrays import OPS
+from meshtape.arrays.core.dispatch import apply
+from meshtape.arrays.linalg import linalg
+from meshtape.arrays.ops import cumulative, fft, sorting
 
 rng = np.random.default_rng(7)
 
@@ -268,12 +270,12 @@ SAMPLES: dict[str, list[Sample]] = {
     "index_min": writing("min"),
     "index_max": writing("max"),
     "scatter": [
-        (call("scatter", template=(mt.arrays.index_keys.Slot(0),), shape=(4,)), (real(3), I([0, 0, 2]))),
-        (call("scatter", template=(mt.arrays.index_keys.Span(0, 2, None), 1), shape=(3, 2)), (real(2),)),
+        (call("scatter", template=(mt.arrays.indexing.keys.Slot(0),), shape=(4,)), (real(3), I([0, 0, 2]))),
+        (call("scatter", template=(mt.arrays.indexing.keys.Span(0, 2, None), 1), shape=(3, 2)), (real(2),)),
     ],
     "last_writes": [
-        (call("last_writes", template=(mt.arrays.index_keys.Slot(0),)), (real(4), I([0, 0, 2]))),
-        (call("last_writes", template=(mt.arrays.index_keys.Span(0, 2, None), 1)), (real(3, 2),)),
+        (call("last_writes", template=(mt.arrays.indexing.keys.Slot(0),)), (real(4), I([0, 0, 2]))),
+        (call("last_writes", template=(mt.arrays.indexing.keys.Span(0, 2, None), 1)), (real(3, 2),)),
     ],
     "matmul": matmul(),
     "reshape": [

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays._op import state
-from meshtape.autodiff.anomaly import mode
+from meshtape.arrays.core.op import state
+from meshtape.autodiff.tape.anomaly import mode
 
 
 @pytest.fixture(autouse=True)

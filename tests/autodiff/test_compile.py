@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays._op import state
+from meshtape.arrays.core.op import state
 
 TracedValueError = mt.errors.TracedValueError
 

@@ -213,7 +213,7 @@ def test_a_number_of_a_call_that_is_out_of_the_range_of_a_choice(dtype, k):
 
 
 def test_numbers_that_no_double_holds_reach_the_op():
-    op = importlib.import_module("meshtape.arrays.elementwise").FULL_LIKE
+    op = importlib.import_module("meshtape.arrays.ops.elementwise").FULL_LIKE
     x = np.zeros(2, np.int64)
     assert op.numpy(x, value=2**63 - 1, dtype=x.dtype).tolist() == [2**63 - 1] * 2
     assert mt.compile(lambda x: mt.full_like(x, 2**53 + 1))(mt.asarray([1, 2])).tolist() == [2**53 + 1] * 2

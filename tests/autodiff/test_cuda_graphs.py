@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.program import Program
-from meshtape.autodiff.cuda_graphs import CaptureRefused, GraphedProgram, graphed
-from meshtape.autodiff.fusion import Group, executable, fuse
+from meshtape.arrays.core.program import Program
+from meshtape.autodiff.compiler.cuda_graphs import CaptureRefused, GraphedProgram, graphed
+from meshtape.autodiff.compiler.fusion import Group, executable, fuse
 
 RNG = np.random.default_rng(3)
 

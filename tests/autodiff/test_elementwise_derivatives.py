@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import OPS, _infer
-from meshtape.arrays._op import recording
+from meshtape.arrays import OPS
+from meshtape.arrays.core import shape_rules
+from meshtape.arrays.core.op import recording
 from meshtape.autodiff.rules import RULES
 
 nn = mt.nn
@@ -156,7 +157,7 @@ def test_every_elementwise_op_with_a_rule_is_here() -> None:
     with recording(seen), np.errstate(all="ignore"):
         for fn, _, _ in TABLE.values():
             fn(mt.asarray([0.5, 2.0]))
-    wanted = {n for n, op in OPS.items() if op in RULES and op.infer is _infer.elementwise}
+    wanted = {n for n, op in OPS.items() if op in RULES and op.infer is shape_rules.elementwise}
     assert wanted - OTHERS <= seen.names
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import indexing
-from meshtape.autodiff import backward
+from meshtape.arrays.indexing import indexing
+from meshtape.autodiff.tape import backward
 
 ROWS, WIDTH = 40, 8
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.arrays import threads as shared
-from meshtape.autodiff import fusion
-from meshtape.autodiff.fusion import Group, executable, fuse
+from meshtape.arrays.backends import threads as shared
+from meshtape.autodiff.compiler import fusion
+from meshtape.autodiff.compiler.fusion import Group, executable, fuse
 
 UNARY = (
     mt.exp,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import norms
+from meshtape.arrays.nn.norms import layer_norm
 
 
 def plain(x, weight=None, bias=None, eps=1e-5):
@@ -47,10 +47,10 @@ def test_the_decompositions_are_the_ops():
     rng = np.random.default_rng(5)
     x, g, w, b = (mt.asarray(rng.standard_normal(s)) for s in ((4, 2, 3), (4, 2, 3), (2, 3), (2, 3)))
     p = {"naxes": 2, "eps": 1e-3}
-    whole = norms.LAYER_NORM.numpy(x._buf, w._buf, b._buf, **p)
-    np.testing.assert_allclose(whole, np.asarray(norms.LAYER_NORM.decompose(x, w, b, **p)), rtol=1e-12)
-    fused = norms.LAYER_NORM_BACKWARD.numpy(g._buf, x._buf, w._buf, **p)
-    for a, e in zip(fused, norms.LAYER_NORM_BACKWARD.decompose(g, x, w, **p), strict=True):
+    whole = layer_norm.LAYER_NORM.numpy(x._buf, w._buf, b._buf, **p)
+    np.testing.assert_allclose(whole, np.asarray(layer_norm.LAYER_NORM.decompose(x, w, b, **p)), rtol=1e-12)
+    fused = layer_norm.LAYER_NORM_BACKWARD.numpy(g._buf, x._buf, w._buf, **p)
+    for a, e in zip(fused, layer_norm.LAYER_NORM_BACKWARD.decompose(g, x, w, **p), strict=True):
         np.testing.assert_allclose(a, np.asarray(e), rtol=1e-12, atol=1e-14)
 
 

@@ -54,7 +54,7 @@ def test_to_fourth_order_along_a_line(name: str, derivatives_along) -> None:
 
 
 def test_statistics_of_the_op_have_derivatives_too() -> None:
-    from meshtape.arrays._dispatch import apply
+    from meshtape.arrays.core.dispatch import apply
 
     x, w = np.random.default_rng(0).normal(size=(3, 2, 2)), mt.ones(2)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.autodiff import executable
+from meshtape.autodiff.compiler import executable
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.pool import LINE, POOL, fresh
+from meshtape.arrays.backends.memory_pool import LINE, POOL, fresh
 
 N = 400  # 1.28 MB of float64, 640 kB of float32, 320 kB of 16 bits: all of them are large
 
@@ -118,7 +118,7 @@ def test_what_is_kept_is_given_back_where_the_system_has_no_more() -> None:
     code = """
 import resource
 import numpy as np
-from meshtape.arrays.pool import POOL
+from meshtape.arrays.backends.memory_pool import POOL
 
 MB = 1 << 20
 blocks = [POOL.empty((300 * MB,), np.dtype(np.uint8)) for _ in range(2)]

@@ -10,8 +10,10 @@ import pytest
 from derivative_samples import SAMPLES, I
 
 import meshtape as mt
-from meshtape.arrays import OPS, linalg, sorting
-from meshtape.arrays._op import recording
+from meshtape.arrays import OPS
+from meshtape.arrays.core.op import recording
+from meshtape.arrays.linalg import linalg
+from meshtape.arrays.ops import sorting
 from meshtape.autodiff.rules import RULES
 
 
@@ -73,7 +75,7 @@ def test_all_samples_agree_with_the_shape_rule():
 
     class Check(_Names):
         def record(self, op, args, outs, params, origin, site):
-            from meshtape.arrays._dispatch import argument_avals
+            from meshtape.arrays.core.dispatch import argument_avals
 
             found = op.avals(argument_avals(args), params)
             assert [(tuple(o.shape), o.dtype) for o in outs] == [tuple(a) for a in found], op.name

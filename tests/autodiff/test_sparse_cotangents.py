@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.arrays import index_keys, indexsum
-from meshtape.arrays.indexsum import SMALLEST, IndexSum
-from meshtape.arrays.places import refined
-from meshtape.arrays.program import ShapeDtype
+from meshtape.arrays.core.program import ShapeDtype
+from meshtape.arrays.indexing import keys as index_keys
+from meshtape.arrays.indexing import sparse_cotangent
+from meshtape.arrays.indexing.rows import refined
+from meshtape.arrays.indexing.sparse_cotangent import SMALLEST, IndexSum
 from meshtape.autodiff.rules.structure import _read
 
 SHAPE = (40, 30, 20)
@@ -162,7 +163,7 @@ def test_functions_that_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_second_order_against_differences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexsum, "SMALLEST", 1)
+    monkeypatch.setattr(sparse_cotangent, "SMALLEST", 1)
     key, _ = KINDS[name]
     small = np.random.default_rng(4).standard_normal((40, 30, 20))
     fixed = mt.asarray(small)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.indexsum import IndexSum
+from meshtape.arrays.indexing.sparse_cotangent import IndexSum
 
 RNG = np.random.default_rng(0)
 SHAPE = (6000, 3)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.arrays import indexsum
-from meshtape.arrays.indexsum import IndexSum
+from meshtape.arrays.indexing import sparse_cotangent
+from meshtape.arrays.indexing.sparse_cotangent import IndexSum
 
 I = np.asarray
 SHAPE = (12, 10, 8)
@@ -46,7 +46,7 @@ SECOND: dict[str, Callable[[int], Any]] = {
 
 @pytest.fixture
 def always_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexsum, "SMALLEST", 1)
+    monkeypatch.setattr(sparse_cotangent, "SMALLEST", 1)
 
 
 @pytest.mark.usefixtures("always_sparse")
@@ -179,7 +179,7 @@ def test_gradients_leave_and_enter_compiled_functions_as_they_are() -> None:
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.sampled_from(sorted(FIRST)), min_size=1, max_size=3), st.integers(0, 99))
 def test_second_order(reads: list[str], seed: int) -> None:
-    before, indexsum.SMALLEST = indexsum.SMALLEST, 1
+    before, sparse_cotangent.SMALLEST = sparse_cotangent.SMALLEST, 1
     try:
         rng = np.random.default_rng(seed)
         x, v = (rng.standard_normal(SHAPE) for _ in range(2))
@@ -206,7 +206,7 @@ def test_second_order(reads: list[str], seed: int) -> None:
         for n, way in enumerate(ways):
             np.testing.assert_allclose(np.asarray(way()), expected, rtol=1e-9, atol=1e-9, err_msg=f"way {n}")
     finally:
-        indexsum.SMALLEST = before
+        sparse_cotangent.SMALLEST = before
 
 
 def test_a_product_with_a_vector_on_a_large_table_makes_no_dense_gradient(peak_of: Any) -> None:

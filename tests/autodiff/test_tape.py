@@ -13,9 +13,9 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays import OPS
-from meshtape.arrays._dispatch import apply
-from meshtape.arrays._op import state
-from meshtape.arrays.norms import layer_norm
+from meshtape.arrays.core.dispatch import apply
+from meshtape.arrays.core.op import state
+from meshtape.arrays.nn.norms.layer_norm import layer_norm
 from meshtape.autodiff.rules import RULES
 
 GradientError = mt.errors.GradientError
@@ -461,10 +461,11 @@ def test_the_origin_is_reset_after_an_exception():
 @pytest.fixture
 def broken_op():
     """An op whose derivative raises, and one that has none; both are taken out again."""
-    from meshtape.arrays import Op, _infer
+    from meshtape.arrays import Op
+    from meshtape.arrays.core import shape_rules
 
-    bad = Op("broken_for_test", ("x",), lambda xp, x: x * 1.0, _infer.same)
-    none = Op("ruleless_for_test", ("x",), lambda xp, x: x * 1.0, _infer.same)
+    bad = Op("broken_for_test", ("x",), lambda xp, x: x * 1.0, shape_rules.same)
+    none = Op("ruleless_for_test", ("x",), lambda xp, x: x * 1.0, shape_rules.same)
 
     def vjp(xp, g, x):
         raise ZeroDivisionError("the rule failed")

@@ -10,7 +10,7 @@ CODE = """
 import numpy as np
 import traced_namespace as xp
 from meshtape import arrays as plain
-from meshtape.arrays._op import state
+from meshtape.arrays.core.op import state
 
 assert state.recorders == (xp.TAPE,)
 for name in xp.CREATION:

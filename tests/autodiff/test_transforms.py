@@ -378,7 +378,7 @@ def test_an_exception_in_the_function_leaves_the_engine_usable():
         with pytest.raises(RuntimeError, match="boom"):
             transform(bad)(arr(1, 2))
         assert mt.grad(lambda x: (x * x).sum())(arr(1, 2)).tolist() == [2, 4]
-        from meshtape.arrays._op import state
+        from meshtape.arrays.core.op import state
 
         assert state.recorders == ()
         assert state.origin is None

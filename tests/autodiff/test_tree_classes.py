@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.tree import TreeDef, flatten, flatten_with_path, register, tree_map, unflatten
+from meshtape.arrays.core.tree import TreeDef, flatten, flatten_with_path, register, tree_map, unflatten
 from meshtape.errors import GradientError, MeshtapeError, ProgramError, TracedValueError, TreeError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import meshtape as mt
-from meshtape.cli import main
+from meshtape.cli.main import main
 
 DOCS = Path(mt.__file__).resolve().parents[1] / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts and "development" not in p.parts)
@@ -24,7 +24,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 # What most pages import; the processes of all pages are forked from one that has imported it once.
-_PRELOADED = ["meshtape.storage.browse.server", "meshtape.parallel.training", "zarr", "dask.array", "numpy"]
+_PRELOADED = ["meshtape.storage.browse.server.app", "meshtape.parallel.training", "zarr", "dask.array", "numpy"]
 
 _PROGRAM = """
 import os, sys

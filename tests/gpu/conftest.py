@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 
 import meshtape as mt
-from meshtape.arrays._backends import cupy_backend
+from meshtape.arrays.backends.backend import cupy_backend
 
 HERE = Path(__file__).parent
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays._dispatch import apply
+from meshtape.arrays.core.dispatch import apply
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "autodiff"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "arrays"))

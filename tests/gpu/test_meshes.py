@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays._backends import cupy_backend
-from meshtape.parallel.cluster import local_cluster
-from meshtape.parallel.gpus import visible
+from meshtape.arrays.backends.backend import cupy_backend
+from meshtape.parallel.dask.cluster import local_cluster
+from meshtape.parallel.execution.devices import visible
 
 
 @pytest.fixture

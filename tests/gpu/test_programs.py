@@ -36,7 +36,7 @@ def chain(x: Any, y: Any) -> Any:
     ("shape", "other"), [((1000, 37), (1000, 37)), ((64, 33), (33,)), ((64, 33), (64, 1)), ((7,), ())]
 )
 def test_fused_chains_agree_with_the_cpu(dtype: str, shape: tuple[int, ...], other: tuple[int, ...]) -> None:
-    d = mt.arrays.dtypes.parse(dtype)
+    d = mt.arrays.core.dtypes.parse(dtype)
     x, y = RNG.standard_normal(shape).astype(d), RNG.standard_normal(other).astype(d)
     check(mt.compile(chain), x, y, rtol={8: 1e-12, 4: 1e-5, 2: 2e-2}[d.itemsize])
 

@@ -59,7 +59,7 @@ def main() -> None:
     import matplotlib_inline.backend_inline  # noqa: F401
     import sklearn.datasets  # noqa: F401
 
-    import meshtape.storage.browse.server  # noqa: F401
+    import meshtape.storage.browse.server.app  # noqa: F401
 
     for line in sys.stdin:
         if not (process := os.fork()):

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import meshtape as mt
-from meshtape.cli import main
+from meshtape.cli.main import main
 
 
 def call(*args: str) -> Result:

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import meshtape as mt
-from meshtape.cli import main
+from meshtape.cli.main import main
 
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
 ODD = "a b ü 日本/it's $HOME; #1"

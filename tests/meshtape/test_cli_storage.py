@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from safetensors.numpy import load_file
 
 import meshtape as mt
-from meshtape.cli import main
+from meshtape.cli.main import main
 
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
 

@@ -17,7 +17,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays import native
-from meshtape.arrays._core import COMPILED
+from meshtape.arrays.core.value import COMPILED
 
 ROOT = Path(mt.__file__).resolve().parents[1]
 
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.skipif(COMPILED or not (ROOT / "setup.py").exists(), re
 FACTS = """
 import inspect, json, pickle, traceback
 import meshtape as mt
-from meshtape.arrays import _core, _dispatch
-from meshtape.autodiff import backward, recording
+from meshtape.arrays.core import value as _core, dispatch as _dispatch
+from meshtape.autodiff.tape import backward, record as recording
 from meshtape.info import collect
-from meshtape.parallel import executor
+from meshtape.parallel.execution import executor
 from meshtape.parallel.transports import group
 
 def failing(x):
@@ -73,7 +73,7 @@ print(json.dumps({
 def build(folder: Path, hook: str, **environment: str) -> Path:
     """Call a hook of the standard's build interface on a copy of the checkout; the wheel, unpacked."""
     source, out, site = folder / "source", folder / "out", folder / "site"
-    for name in ("arrays", "autodiff", "meshtape", "parallel", "storage"):
+    for name in ("arrays", "autodiff", "front", "parallel", "storage"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, source)
@@ -137,7 +137,8 @@ def test_compiled_core_shows_what_the_sources_show(site: Path, tmp_path: Path) -
 # The checkout itself, where pytest runs, must not come before the wheel.
 RUN = """
 import sys, pytest
-from meshtape.arrays import _core, native
+from meshtape.arrays.core import value as _core
+from meshtape.arrays import native
 assert _core.COMPILED and native.AVAILABLE, (_core.__file__, native.__file__)
 sys.exit(pytest.main(sys.argv[1:]))
 """

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from meshtape.cli import main
+from meshtape.cli.main import main
 from meshtape.storage import save_safetensors
 
 

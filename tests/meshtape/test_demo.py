@@ -12,7 +12,7 @@ import pytest
 
 import meshtape as mt
 from meshtape import demo
-from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.dask.cluster import local_cluster
 
 
 @pytest.fixture(scope="module")

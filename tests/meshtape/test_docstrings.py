@@ -68,7 +68,7 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of(name: str) -> None:
-    # By import, not by attribute: `meshtape.autodiff.compile` is the function, and hides the module of that name.
+    # By import, not by attribute: `meshtape.autodiff.compiler.compile` is the function, and hides the module of that name.
     out: list[str] = []
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

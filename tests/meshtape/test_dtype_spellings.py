@@ -11,8 +11,8 @@ import pytest
 import meshtape as mt
 from meshtape.parallel.training.precision import Precision
 from meshtape.storage import Rule, Rules, estimate
-from meshtape.storage.casting import exact
-from meshtape.storage.value_steps import Cast, Init
+from meshtape.storage.rules.casting import exact
+from meshtape.storage.rules.value_steps import Cast, Init
 
 SPELLINGS = [mt.bfloat16, mt.bfloat16.dtype, mt.bfloat16.type, "bfloat16"]
 SHAPES = {"w": ((4, 2), mt.float32), "n": ((2,), mt.int64)}

@@ -18,8 +18,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from meshtape.cli import main
-from meshtape.parallel.cluster import local_cluster
+from meshtape.cli.main import main
+from meshtape.parallel.dask.cluster import local_cluster
 
 JOB = """
 import sys

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import meshtape as mt
-from meshtape.cli import main
+from meshtape.cli.main import main
 
 PAGE = Path(mt.__file__).resolve().parents[1] / "docs" / "reference" / "json.md"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import meshtape as mt
-from meshtape.cli import main
+from meshtape.cli.main import main
 
 ROOT = Path(mt.__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.autodiff.rules import RULES as VJP_RULES
-from meshtape.parallel.factors import RULES as SHARDING_RULES
+from meshtape.parallel.sharding.factors import RULES as SHARDING_RULES
 
 ROOT = Path(mt.__file__).resolve().parents[1]
 
@@ -53,7 +53,7 @@ def test_import_check_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "arrays" / "ops").mkdir(parents=True)
     file = tmp_path / "arrays" / "ops" / "x.py"
-    for text in ("from ...parallel import Mesh", "from ... import parallel", "import meshtape.parallel.mesh"):
+    for text in ("from ...parallel import Mesh", "from ... import parallel", "import meshtape.parallel.mesh.mesh"):
         file.write_text(text)
         assert imports_of(file, "arrays") == {"parallel"}, text
 
@@ -93,4 +93,4 @@ def test_op_has_its_facets_or_says_why_not(op: mt.Op) -> None:
     if op not in SHARDING_RULES:
         assert op.replicate_only, f"{op.name} has no sharding rule and does not say why"
     assert op.infer is not None
-    assert mt.arrays._op.op_named(op.name) is op
+    assert mt.arrays.core.op.op_named(op.name) is op

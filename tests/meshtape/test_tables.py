@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshtape.cli import main
+from meshtape.cli.main import main
+from meshtape.cli.tables import Column, cells, console, shorten, wrapped, write
 from meshtape.storage import save, save_safetensors
-from meshtape.tables import Column, cells, console, shorten, wrapped, write
 
 NAMES = st.lists(st.text("ab.1é漢", min_size=0, max_size=40), max_size=12, unique=True)
 
@@ -80,7 +80,7 @@ def test_no_row_of_a_real_listing_is_wrapped(width: int, tmp_path: Path, monkeyp
     for command in ("ls", "tree"):
         out = io.StringIO()
         shown = Console(file=out, width=width, force_terminal=True, color_system=None)
-        monkeypatch.setattr("meshtape.tables.console", lambda shown=shown: shown)
+        monkeypatch.setattr("meshtape.cli.tables.console", lambda shown=shown: shown)
         done = CliRunner().invoke(main, [command, str(tmp_path / "c")])
         assert done.exit_code == 0, done.output
         lines = out.getvalue().splitlines()
@@ -130,7 +130,7 @@ def test_every_command_fits_a_narrow_terminal(width: int, tmp_path: Path, monkey
     calls += [["estimate", a, "--mesh", "m=3", "--optimizer", "adam"], ["merge", a, str(tmp_path / "out")]]
     calls += [["merge", a, str(tmp_path / "out")], ["ls", str(tmp_path / "damaged")], ["status", str(tmp_path / "run")]]
     calls += [["convert", a, str(tmp_path / "z"), "--format", "zarr"], ["reshard", a, str(tmp_path / "r")]]
-    monkeypatch.setattr("meshtape.tables.terminal_width", lambda stream: width)
+    monkeypatch.setattr("meshtape.cli.tables.terminal_width", lambda stream: width)
     for args in calls:
         done = CliRunner().invoke(main, args, env={"COLUMNS": str(width), "TERM": "xterm"})
         assert "Traceback" not in done.output

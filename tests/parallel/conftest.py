@@ -15,8 +15,8 @@ from types import ModuleType
 import pytest
 from distributed import Client
 
-from meshtape.parallel.cluster import local_cluster
-from meshtape.parallel.dataplane import DataPlane
+from meshtape.parallel.dask.cluster import local_cluster
+from meshtape.parallel.transports.rendezvous import DataPlane
 
 MESH, SECRET = b"m" * 16, b"s" * 32
 """Of the mesh that the ``planes`` admit."""

@@ -419,9 +419,9 @@ def installed(count: int = 2) -> Iterator[Namespace]:
     """CuPy's place is taken, in this process, by the emulation with this many devices."""
     global XP
     from meshtape.arrays import OPS
-    from meshtape.arrays._backends import cupy_backend
-    from meshtape.autodiff import fusion_cuda
-    from meshtape.parallel import gpus
+    from meshtape.arrays.backends.backend import cupy_backend
+    from meshtape.autodiff.compiler import cuda_fusion
+    from meshtape.parallel.execution import devices as gpus
 
     _cupy()
     xp = make(count)
@@ -438,11 +438,11 @@ def installed(count: int = 2) -> Iterator[Namespace]:
     for op in by_kernels:
         op._bound[xp.__name__] = functools.partial(called, op.numpy)
     cupy_backend.cache_clear()
-    chain, fusion_cuda.executable = fusion_cuda.executable, call_by_call
+    chain, cuda_fusion.executable = cuda_fusion.executable, call_by_call
     try:
         yield xp
     finally:
-        XP, gpus._no_driver, fusion_cuda.executable = before, driver, chain
+        XP, gpus._no_driver, cuda_fusion.executable = before, driver, chain
         cupy_backend.cache_clear()
         for op in by_kernels:
             del op._bound[xp.__name__]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.parallel.collective_costs import Ways
+from meshtape.parallel.collectives.costs import Ways
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,9 +36,9 @@ def computed(mesh: mt.Mesh) -> list[np.ndarray]:
 def test_worker_processes_have_the_bits_of_the_virtual_mesh_by_every_algorithm(processes):
 
     def take_only(algorithm: str | None) -> None:
-        from meshtape.parallel import rounds
+        from meshtape.parallel.resharding import schedule
 
-        rounds.COSTS = rounds.COSTS._replace(only=algorithm)
+        schedule.COSTS = schedule.COSTS._replace(only=algorithm)
 
     want = computed(mt.Mesh({"a": 5}))
     try:

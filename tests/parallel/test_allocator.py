@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from meshtape.parallel.allocator import ENVIRONMENT, MEGABYTES, Allocator, allocators, told_to_nannies
-from meshtape.parallel.workers import known_workers
+from meshtape.parallel.dask.malloc import ENVIRONMENT, MEGABYTES, Allocator, allocators, told_to_nannies
+from meshtape.parallel.dask.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,7 +26,7 @@ def test_workers_of_local_cluster_keep_memory(processes):
 
 def test_a_process_that_gives_memory_back_is_found_out():
     """One whose allocator is told what Dask's nannies tell by default."""
-    code = "from meshtape.parallel.allocator import _measured; print(_measured())"
+    code = "from meshtape.parallel.dask.malloc import _measured; print(_measured())"
     without = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
     done = subprocess.run(
         [sys.executable, "-c", code],

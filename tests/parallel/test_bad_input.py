@@ -14,10 +14,10 @@ from distributed import Client, LocalCluster
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.arrays.program import ShapeDtype
-from meshtape.parallel.mesh import MOST_RANKS
-from meshtape.parallel.placement import Layout
-from meshtape.parallel.room import check_room
+from meshtape.arrays.core.program import ShapeDtype
+from meshtape.parallel.execution.memory_limits import check_room
+from meshtape.parallel.mesh.mesh import MOST_RANKS
+from meshtape.parallel.sharding.placement import Layout
 
 MESH, OTHER = mt.Mesh({"a": 2, "b": 2}), mt.Mesh({"a": 2, "b": 2})
 

@@ -19,8 +19,8 @@ import pytest
 from distributed import Client
 
 import meshtape as mt
-from meshtape.parallel import mesh_worker, worker_streams
-from meshtape.parallel.workers import known_workers
+from meshtape.parallel.dask import streams, worker
+from meshtape.parallel.dask.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
 BRIEF = {"meshtape.timeout": 2.0, "meshtape.timeouts.abort": 1.0, "meshtape.timeouts.silence": 1.0}
@@ -118,7 +118,7 @@ def test_a_paused_worker_runs_programs_and_says_so_to_what_is_dasks(mortal, monk
         dask_worker.status = Status.paused if on else Status.running
 
     said: list[str] = []
-    monkeypatch.setattr(worker_streams.log, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(streams.log, "warning", lambda text, *args: said.append(text % args))
     with mt.Mesh({"a": 2}, client=mortal) as mesh:
         x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
         mortal.run(pause, True, workers=mesh.runtime.addresses)
@@ -192,7 +192,7 @@ def test_a_step_of_many_arrays_is_a_small_message(processes, monkeypatch):
     from distributed.protocol import dumps
 
     sent: list[int] = []
-    goes = worker_streams.WorkerStreams.submit
+    goes = streams.WorkerStreams.submit
 
     def seen(self: Any, number: int, name: str, messages: Any) -> Any:
         sent.extend(sum(map(len, dumps([m]))) for m in messages.values() if m["op"] == "run")
@@ -202,7 +202,7 @@ def test_a_step_of_many_arrays_is_a_small_message(processes, monkeypatch):
         step = mt.compile(lambda xs: [x + 1 for x in xs])
         xs = step([mt.distribute(np.ones(4), mesh, a=mt.Shard(0)) for _ in range(300)])
         xs = step(xs)
-        monkeypatch.setattr(worker_streams.WorkerStreams, "submit", seen)
+        monkeypatch.setattr(streams.WorkerStreams, "submit", seen)
         for _ in range(3):
             xs = step(xs)
         np.testing.assert_array_equal(xs[7], np.full(4, 6.0))
@@ -252,7 +252,7 @@ def _give(payloads: Any, blocks: Any) -> Any:
 
 def test_a_mesh_of_a_client_that_is_gone_leaves_nothing(processes, eventually):
     def left(dask_worker: Any) -> int:
-        state = mesh_worker._STATES[dask_worker.address]
+        state = worker._STATES[dask_worker.address]
         return sum(d.client.startswith("Client-") and d.client != mine for d in state.resident.desks.values()) + len(
             state.owners
         )

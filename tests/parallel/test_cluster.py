@@ -22,9 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.parallel import dask_runtime, mesh_worker
-from meshtape.parallel.cluster import connect, local_cluster
-from meshtape.parallel.workers import known_workers
+from meshtape.parallel.dask import runtime
+from meshtape.parallel.dask import worker as mesh_worker
+from meshtape.parallel.dask.cluster import connect, local_cluster
+from meshtape.parallel.dask.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT = 250.0
@@ -94,7 +95,7 @@ def test_ragged_and_empty_blocks(client):
 
 @pytest.mark.parametrize("dtype", ["?", "i2", "c16", "bfloat16", "float8_e4m3fn"])
 def test_dtypes_cross_between_processes(processes, dtype):
-    from meshtape.arrays import dtypes  # noqa: F401  # registers the names of ml_dtypes
+    from meshtape.arrays.core import dtypes  # noqa: F401  # registers the names of ml_dtypes
 
     value = np.arange(14).reshape(7, 2).astype(dtype)
     with mt.Mesh({"a": 4}, client=processes) as mesh:
@@ -156,7 +157,7 @@ def test_blocks_stay_on_their_workers(processes):
     with mt.Mesh({"a": 4}, client=processes) as mesh:
         y = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
         handle = y._buf.handle
-        assert isinstance(handle, dask_runtime.RemoteBlocks)
+        assert isinstance(handle, runtime.RemoteBlocks)
         assert [f.stream.address for f in handle.gang.futures] == mesh.runtime.addresses
         keys = [f"-{f.stream.session}-{f.number}" for f in handle.gang.futures]
         found = processes.run(lambda dask_worker: [k for k in dask_worker.data if k.startswith("meshtape.eager-")])
@@ -165,9 +166,9 @@ def test_blocks_stay_on_their_workers(processes):
 
 
 def test_workers_that_the_client_cannot_reach_are_reached_through_the_scheduler(mortal, monkeypatch):
-    from meshtape.parallel import worker_streams
+    from meshtape.parallel.dask import streams
 
-    goes = worker_streams.connect
+    goes = streams.connect
     with mt.Mesh({"a": 2}, client=mortal) as mesh:
         workers = set(mesh.runtime.addresses)
 
@@ -176,14 +177,14 @@ def test_workers_that_the_client_cannot_reach_are_reached_through_the_scheduler(
             raise OSError("no way there")
         return await goes(address, **kwargs)
 
-    monkeypatch.setattr(worker_streams, "connect", connect)
-    monkeypatch.setattr(worker_streams, "send_recv_to", None)
-    monkeypatch.setitem(worker_streams.streams_of.made, mortal, worker_streams.WorkerStreams(mortal))
+    monkeypatch.setattr(streams, "connect", connect)
+    monkeypatch.setattr(streams, "send_recv_to", None)
+    monkeypatch.setitem(streams.streams_of.made, mortal, streams.WorkerStreams(mortal))
     with mt.Mesh({"a": 2}, client=mortal) as mesh:
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         assert all(mesh.runtime._streams[a].far for a in mesh.runtime.addresses)
         np.testing.assert_array_equal(np.asarray(mt.compute(x + 1)), [1, 2, 3, 4])
-        big = np.arange(float(dask_runtime.SHIP_WITH_RUN // 4))
+        big = np.arange(float(runtime.SHIP_WITH_RUN // 4))
         assert float(mt.sum(mt.distribute(big, mesh, a=mt.Shard(0)))) == big.sum()
         os.kill(mortal.run(os.getpid)[mesh.runtime.addresses[1]], signal.SIGKILL)
         with pytest.raises(mt.errors.MeshtapeError, match="rank 1"):
@@ -202,7 +203,7 @@ def test_inputs_travel_once(processes):
 
 
 def test_large_inputs_bypass_the_scheduler(processes):
-    value = np.arange(float(dask_runtime.SHIP_WITH_RUN // 4))
+    value = np.arange(float(runtime.SHIP_WITH_RUN // 4))
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(value, mesh, a=mt.Shard(0))
         np.testing.assert_array_equal(mt.sum(x), value.sum())
@@ -252,7 +253,7 @@ def test_many_runs_are_in_flight_and_errors_do_not_get_lost(processes):
         x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
         for _ in range(40):
             x = double(x)
-        assert len(mesh.runtime._flight.gangs) <= dask_runtime.IN_FLIGHT
+        assert len(mesh.runtime._flight.gangs) <= runtime.IN_FLIGHT
         np.testing.assert_array_equal(x, np.full(4, 2.0**40))
 
 

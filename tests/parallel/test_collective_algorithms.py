@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from meshtape.parallel import rounds
-from meshtape.parallel.collective_costs import COSTS, Ways, depth
-from meshtape.parallel.collective_plans import Collective, CollectivePlan
-from meshtape.parallel.part_sizes import PartSizes
-from meshtape.parallel.placement import REDUCERS, Layout, block_box, make_layout
-from meshtape.parallel.reshard import Plan, plan_reshard
+from meshtape.parallel.collectives.costs import COSTS, Ways, depth
+from meshtape.parallel.resharding import schedule
+from meshtape.parallel.resharding.collective_plans import Collective, CollectivePlan
+from meshtape.parallel.resharding.plan import Plan, plan_reshard
+from meshtape.parallel.resharding.split_sizes import PartSizes
+from meshtape.parallel.sharding.placement import REDUCERS, Layout, block_box, make_layout
 
 from .simulated import Traffic, simulate
 
@@ -133,7 +133,7 @@ CASES = [all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, gather, 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 def test_every_number_of_processes_by_every_algorithm(case, only, monkeypatch):
     """The same bits on all ranks, whatever carries it out, in whatever order messages come."""
-    monkeypatch.setattr(rounds, "COSTS", COSTS._replace(only=only))
+    monkeypatch.setattr(schedule, "COSTS", COSTS._replace(only=only))
     for n in COUNTS if only is None else (3, 4, 7, 13, 33):
         plan, x, want = case(n)
         got, _ = simulate(plan, range(n), x, seed=n)
@@ -153,7 +153,7 @@ def test_few_bytes_take_a_number_of_messages_that_grows_with_the_digits(case, n)
 
 def planned(plan: Plan, n: int, process: int) -> int:
     """Messages that a process sends."""
-    found = rounds.plan_rounds(plan, tuple(range(n)), process, np.dtype("f4"), False)
+    found = schedule.plan_rounds(plan, tuple(range(n)), process, np.dtype("f4"), False)
     relayed = sum(bool(r.sent) for r in found.relayed.rounds) if found.relayed else 0
     combined = sum(len(level.sends) for c in found.combined for level in c.share.levels)
     return relayed + combined + len({s.process for s in found.sends})
@@ -211,7 +211,7 @@ def test_every_reduction_of_every_dtype(op, dtype, monkeypatch):
         terms = [b.astype("f4") if wide else b for b in x.values()]
         want = in_order(terms, REDUCERS[op]).astype(x[0].dtype)
         for only in (None, *Ways._fields):
-            monkeypatch.setattr(rounds, "COSTS", COSTS._replace(only=only))
+            monkeypatch.setattr(schedule, "COSTS", COSTS._replace(only=only))
             got, _ = simulate(collective("all_reduce", n, (4, 5), (4, 5), op=op), range(n), x)
             for r in range(n):
                 same(got[r], want)
@@ -228,7 +228,7 @@ def test_infinities_nans_and_negative_zeros(op, monkeypatch):
         with np.errstate(all="ignore"):
             want = in_order(list(x.values()), REDUCERS[op])
             for only in (None, *Ways._fields):
-                monkeypatch.setattr(rounds, "COSTS", COSTS._replace(only=only))
+                monkeypatch.setattr(schedule, "COSTS", COSTS._replace(only=only))
                 got, _ = simulate(collective("all_reduce", n, (300,), (300,), op=op), range(n), x)
                 for r in range(n):
                     np.testing.assert_array_equal(got[r], want)
@@ -276,9 +276,9 @@ def test_reshards_of_any_placement_of_ranks_have_the_bits_of_one_process(sizes, 
             whole = np.random.default_rng([1, *term]).normal(size=shape)
             x[r] = np.ascontiguousarray(whole[block_box(a, sizes, shape, r).slices])
         plan = plan_reshard(shape, sizes, a, b)
-        monkeypatch.setattr(rounds, "COSTS", COSTS)
+        monkeypatch.setattr(schedule, "COSTS", COSTS)
         want, _ = simulate(plan, [0] * n, x)
-        monkeypatch.setattr(rounds, "COSTS", COSTS._replace(only=only))
+        monkeypatch.setattr(schedule, "COSTS", COSTS._replace(only=only))
         got, _ = simulate(plan, homes, x)
         for r in range(n):
             same(got[r], want[r])
@@ -288,7 +288,7 @@ def test_what_crosses_hosts_is_a_small_part():
     """Eight processes a host, four hosts: of a halved block an eighth leaves the host for each process."""
     n, size = 32, 1 << 15
     plan, x = collective("all_reduce", n, (size,), (size,), op="sum"), values(32, (1 << 15,))
-    found = rounds.plan_rounds(plan, tuple(range(n)), 5, np.dtype("f4"), False, hosts=4)
+    found = schedule.plan_rounds(plan, tuple(range(n)), 5, np.dtype("f4"), False, hosts=4)
     (c,) = found.combined
     away = sum(b - a for level in c.share.levels for q, _, runs in level.sends if q // 8 != 5 // 8 for a, b in runs)
     assert c.share.back

@@ -19,8 +19,8 @@ import pytest
 from distributed import Client, LocalCluster
 
 import meshtape as mt
-from meshtape.parallel import dashboard
-from meshtape.parallel.workers import known_workers
+from meshtape.parallel.dashboard import pages
+from meshtape.parallel.dask.workers import known_workers
 
 ROUTES = "distributed.scheduler.http.routes"
 
@@ -30,9 +30,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One cluster for all; the last test takes a worker from it."""
     tmp_path = tmp_path_factory.mktemp("dashboard")
     mt.save(tmp_path / "runs" / "ckpt", {"w": np.arange(12.0).reshape(3, 4)})
-    dashboard.access.cache_clear()
+    pages.access.cache_clear()
     settings = {
-        ROUTES: [*dask.config.get(ROUTES), "meshtape.parallel.dashboard"],
+        ROUTES: [*dask.config.get(ROUTES), "meshtape.parallel.dashboard.pages"],
         "meshtape.browse.roots": [str(tmp_path / "runs")],
         "meshtape.browse.hosts": ["127.0.0.1", "localhost"],
         "distributed.worker.memory.terminate": False,
@@ -44,8 +44,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ):
         client.wait_for_workers(2)
         yield client
-    dashboard.access().close()
-    dashboard.access.cache_clear()
+    pages.access().close()
+    pages.access.cache_clear()
 
 
 def ask(client: Client, path: str, host: str | None = None) -> tuple[int, str, dict[str, str]]:

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from meshtape.errors import ClusterError, CollectiveMismatch, CollectiveTimeout, RankLost
-from meshtape.parallel import dataplane
-from meshtape.parallel.dataplane import DataPlane, interface_of
-from meshtape.parallel.transports import frames, listener
+from meshtape.parallel.transports import frames, listener, rendezvous
 from meshtape.parallel.transports.group import Group
+from meshtape.parallel.transports.rendezvous import DataPlane, interface_of
 
 from .conftest import MESH, SECRET
 
@@ -121,7 +120,7 @@ def test_a_dismissed_mesh_is_forgotten(planes):
 
 
 def greeting(mesh: bytes) -> bytes:
-    return dataplane._HELLO.pack(dataplane._MAGIC, mesh, 0, 1, os.urandom(32), bytes(32), bytes(16), False, 1)
+    return rendezvous._HELLO.pack(rendezvous._MAGIC, mesh, 0, 1, os.urandom(32), bytes(32), bytes(16), False, 1)
 
 
 def read(sock: socket.socket, n: int) -> bytes:
@@ -158,18 +157,18 @@ def test_strangers_are_closed_and_do_not_disturb(planes):
     hello = greeting(MESH)
     wrong = stranger(planes[0])
     nonce = read(wrong, 32)
-    wrong.sendall(hello + dataplane._proof(b"x" * 32, b"connect", nonce, hello))
+    wrong.sendall(hello + rendezvous._proof(b"x" * 32, b"connect", nonce, hello))
     assert closed(wrong)
     other_mesh = stranger(planes[0])
     nonce = read(other_mesh, 32)
     foreign = greeting(b"z" * 16)
-    other_mesh.sendall(foreign + dataplane._proof(SECRET, b"connect", nonce, foreign))
+    other_mesh.sendall(foreign + rendezvous._proof(SECRET, b"connect", nonce, foreign))
     assert closed(other_mesh)
     replayed = stranger(planes[0])  # a proof is good for one nonce only
-    replayed.sendall(hello + dataplane._proof(SECRET, b"connect", nonce, hello))
+    replayed.sendall(hello + rendezvous._proof(SECRET, b"connect", nonce, hello))
     assert closed(replayed)
     turned = stranger(planes[0])  # and for one side: what the other one answers is none
-    turned.sendall(hello + dataplane._proof(SECRET, b"accept", read(turned, 32), hello))
+    turned.sendall(hello + rendezvous._proof(SECRET, b"accept", read(turned, 32), hello))
     assert closed(turned)
     assert planes[0]._arrived == {}
     one, two = connected(planes)
@@ -195,7 +194,7 @@ def test_a_server_that_does_not_know_the_secret_is_refused(planes):
             sock, _ = listener.accept()
             with sock:
                 sock.sendall(os.urandom(32))
-                read(sock, dataplane._HELLO.size + 32)
+                read(sock, rendezvous._HELLO.size + 32)
                 sock.sendall(os.urandom(32))
                 sock.recv(1)
 

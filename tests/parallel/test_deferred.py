@@ -10,8 +10,8 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays import OPS
-from meshtape.parallel import sharded
-from meshtape.parallel.rank_program import Local
+from meshtape.parallel.mesh import sharded_array
+from meshtape.parallel.partition.rank_program import Local
 
 
 class Runs:
@@ -125,7 +125,7 @@ def test_the_same_call_twice_is_one(mesh, runs):
 
 
 def test_endless_loops_are_run_in_pieces(mesh, runs, monkeypatch):
-    monkeypatch.setattr(sharded, "PENDING_LIMIT", 50)
+    monkeypatch.setattr(sharded_array, "PENDING_LIMIT", 50)
     x = put(mesh, 4)
     for _ in range(120):
         x = x + 1

@@ -12,10 +12,10 @@ import zarr
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.arrays._backends import cupy_backend
-from meshtape.parallel.block_memory import memory_of
-from meshtape.parallel.gpus import Choice, Gpus, choose, visible
-from meshtape.parallel.mesh_worker import _STATES, Bundle
+from meshtape.arrays.backends.backend import cupy_backend
+from meshtape.parallel.base.device_memory import memory_of
+from meshtape.parallel.dask.worker import _STATES, Bundle
+from meshtape.parallel.execution.devices import Choice, Gpus, choose, visible
 
 # ----- which device ------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import pytest
 from distributed import Client
 
 import meshtape as mt
-from meshtape.parallel.block_memory import HOST
-from meshtape.parallel.dispatch import Ragged
+from meshtape.parallel.base.device_memory import HOST
+from meshtape.parallel.resharding.expert_all_to_all import Ragged
 
 rng = np.random.default_rng(0)
 ROWS = {"expert": mt.Shard(0)}

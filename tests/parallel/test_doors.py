@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from meshtape.errors import CollectiveTimeout, RankLost
-from meshtape.parallel import dataplane
-from meshtape.parallel.transports import listener
+from meshtape.parallel.transports import listener, rendezvous
 from meshtape.parallel.transports.group import Group
 from meshtape.parallel.transports.streams import SocketStream
 
@@ -194,7 +193,7 @@ def test_a_recorded_handshake_is_good_for_nothing(planes, repeats):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SocketStream, "write", recorded)
         connected(planes)
-    (hello,) = [d for d in taken if len(d) == dataplane._HELLO.size + 32]
+    (hello,) = [d for d in taken if len(d) == rendezvous._HELLO.size + 32]
     for _ in range(repeats):
         with stranger(planes[0]) as sock:
             read(sock, 32)

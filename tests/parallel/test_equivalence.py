@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 import meshtape as mt
 import meshtape.parallel
 from meshtape.arrays import OPS
-from meshtape.arrays._dispatch import apply
-from meshtape.arrays.index_keys import Slot, Span
-from meshtape.autodiff.tape import is_differentiable
-from meshtape.parallel.factors import RULES
+from meshtape.arrays.core.dispatch import apply
+from meshtape.arrays.indexing.keys import Slot, Span
+from meshtape.autodiff.tape.tape import is_differentiable
+from meshtape.parallel.sharding.factors import RULES
 
 MESHES = [(n,) for n in range(1, 9)] + [(2, 2), (2, 3), (3, 2), (1, 4), (4, 2), (2, 1, 2), (2, 2, 2), (1, 3, 2)]
 NAMES = ("a", "b", "c")

@@ -21,9 +21,9 @@ from distributed import Client, LocalCluster
 
 import meshtape as mt
 from meshtape.arrays import OPS
-from meshtape.parallel import mesh_worker
-from meshtape.parallel.cluster import connect, local_cluster
-from meshtape.parallel.workers import known_workers
+from meshtape.parallel.dask import worker as mesh_worker
+from meshtape.parallel.dask.cluster import connect, local_cluster
+from meshtape.parallel.dask.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -221,7 +221,7 @@ def test_a_worker_that_goes_while_a_mesh_is_opened(mortal, sign):
     victim = sorted(known_workers(mortal))[1]
 
     def goes_at_the_next(sign: int) -> None:
-        from meshtape.parallel import mesh_worker
+        from meshtape.parallel.dask import worker as mesh_worker
 
         def goes(*args: Any, **kwargs: Any) -> None:
             os.kill(os.getpid(), sign)
@@ -229,7 +229,7 @@ def test_a_worker_that_goes_while_a_mesh_is_opened(mortal, sign):
         goes.true, mesh_worker.open_plane = mesh_worker.open_plane, goes
 
     def as_before() -> None:
-        from meshtape.parallel import mesh_worker
+        from meshtape.parallel.dask import worker as mesh_worker
 
         mesh_worker.open_plane = getattr(mesh_worker.open_plane, "true", mesh_worker.open_plane)
 

@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.arrays._dispatch import wrap
-from meshtape.arrays.pool import POOL
+from meshtape.arrays.backends.memory_pool import POOL
+from meshtape.arrays.core.dispatch import wrap
 from meshtape.errors import DeviceError, DTypeError, MeshError, ShardingConflict, TracedValueError
-from meshtape.parallel import rounds
-from meshtape.parallel.executor import Prepared
+from meshtape.parallel.execution.executor import Prepared
 from meshtape.parallel.forecasting.replay import Link
 from meshtape.parallel.forecasting.specs import Spec, Step, planned
 from meshtape.parallel.forecasting.traffic import CountingTransport
-from meshtape.parallel.placement import Layout, make_layout
-from meshtape.parallel.reshard import Reshard, plan_reshard
+from meshtape.parallel.resharding import schedule as rounds
+from meshtape.parallel.resharding.plan import Reshard, plan_reshard
+from meshtape.parallel.sharding.placement import Layout, make_layout
 from meshtape.parallel.transports.pieces import Target
 
 ONE_HOST = {"ranks_per_host": 4}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.parallel import iterating
-from meshtape.parallel.runtime import HostValue
+from meshtape.parallel.execution.runtime import HostValue
+from meshtape.parallel.mesh import iterating
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.errors import MeshError, RankLost, ShapeError
-from meshtape.parallel import loops
+from meshtape.parallel.transforms import scan
 
 rng = np.random.default_rng(4)
 
@@ -87,7 +87,7 @@ def test_the_state_keeps_its_sharding(processes):
 def test_data_of_the_turns_that_is_large_or_computed(processes, monkeypatch):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         big = [np.full((300, 1000), float(i)) for i in range(5)]  # 2.4 MB each: goes to the workers directly
-        monkeypatch.setattr(loops, "SEGMENT_BYTES", 6_000_000)  # two a task
+        monkeypatch.setattr(scan, "SEGMENT_BYTES", 6_000_000)  # two a task
         data = (mt.distribute(b, mesh, a=mt.Shard(0)) for b in big)
         total, last = mt.scan(lambda s, x: (s + mt.sum(x), x[0]), 0.0, data)
         assert float(total) == 300_000.0 * 10

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.parallel import collective_plans, executor, rounds
-from meshtape.parallel.executor import Prepared
-from meshtape.parallel.part_sizes import PartSizes
+from meshtape.parallel.execution import executor
+from meshtape.parallel.execution.executor import Prepared
+from meshtape.parallel.resharding import collective_plans, schedule
+from meshtape.parallel.resharding.split_sizes import PartSizes
 
 ROWS, COLS = {"a": mt.Shard(0)}, {"a": mt.Shard(1)}
 
@@ -66,7 +67,7 @@ def test_what_a_process_looks_at_grows_with_the_ranks(monkeypatch, name):
         return true(self, source, rank)
 
     monkeypatch.setattr(collective_plans.CollectivePlan, "piece", counted)
-    rounds._plan_rounds.cache_clear()
+    schedule._plan_rounds.cache_clear()
     Prepared(program, (3,), tuple(range(ranks)), ("a",))
     assert 0 < calls <= 2 * ranks * ranks.bit_length()  # small parts go by way of others
     calls = 0

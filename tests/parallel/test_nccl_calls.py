@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshtape.parallel.block_memory import memory_of
-from meshtape.parallel.dataplane import DataPlane
-from meshtape.parallel.executor import Beside
+from meshtape.parallel.base.device_memory import memory_of
+from meshtape.parallel.execution.executor import Beside
 from meshtape.parallel.transports.nccl import NcclGroup
+from meshtape.parallel.transports.rendezvous import DataPlane
 
 from . import emulated_gpu
 from .conftest import MESH

@@ -9,7 +9,7 @@ import zarr
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.parallel import out_of_core
+from meshtape.parallel.transforms import stream
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def test_there_are_as_many_passes_as_reductions_that_follow_one_another(monkeypa
     _, path = stored
     fn, passes = PASSES[name]
     runs = []
-    run = out_of_core._run_pass
-    monkeypatch.setattr(out_of_core, "_run_pass", lambda *args: runs.append(args) or run(*args))
+    run = stream._run_pass
+    monkeypatch.setattr(stream, "_run_pass", lambda *args: runs.append(args) or run(*args))
     x = mt.from_zarr(path, mt.Mesh({"a": 2}), a=mt.Shard(0))
     mt.stream(fn, x, to=where(tmp_path))
     assert len(runs) == passes
@@ -161,7 +161,7 @@ def test_sums_of_rows_of_small_numbers_are_rounded_once(tmp_path):
 def test_the_store_between_blocks_is_emptied_after_an_error_too(tmp_path, stored, monkeypatch):
     _, path = stored
     x = mt.from_zarr(path, mt.Mesh({"a": 2, "b": 2}), a=mt.Shard(0), b=mt.Shard(1))
-    run, calls = out_of_core._run_pass, []
+    run, calls = stream._run_pass, []
 
     def fail_at_the_second(*args):
         calls.append(args)
@@ -169,7 +169,7 @@ def test_the_store_between_blocks_is_emptied_after_an_error_too(tmp_path, stored
             raise OSError("the disk is full")
         return run(*args)
 
-    monkeypatch.setattr(out_of_core, "_run_pass", fail_at_the_second)
+    monkeypatch.setattr(stream, "_run_pass", fail_at_the_second)
     room = tmp_path / "room"
     with pytest.raises(OSError, match="the disk is full"):
         mt.stream(lambda x: mt.sum(x, axis=1), x, to=where(tmp_path), scratch=room)

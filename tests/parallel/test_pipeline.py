@@ -7,7 +7,7 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.parallel.schedules import schedule
+from meshtape.parallel.transforms.pipeline_schedules import schedule
 
 WIDTH, BATCH = 3, 12
 

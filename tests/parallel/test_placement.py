@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.blocks import ceil_blocks
+from meshtape.arrays.core.blocks import ceil_blocks
 from meshtape.parallel import parse_placement
-from meshtape.parallel.placement import Layout, make_layout
+from meshtape.parallel.sharding.placement import Layout, make_layout
 
 
 @pytest.mark.parametrize(

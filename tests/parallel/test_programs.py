@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import tree as trees
-from meshtape.parallel.placement import block_box
-from meshtape.parallel.rank_program import Moves, RankProgram
-from meshtape.parallel.reshard import plan_reshard
+from meshtape.arrays.core import tree as trees
+from meshtape.parallel.partition.rank_program import Moves, RankProgram
+from meshtape.parallel.resharding.plan import plan_reshard
+from meshtape.parallel.sharding.placement import block_box
 
 rng = np.random.default_rng(5)
 

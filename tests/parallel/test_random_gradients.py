@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.arrays import indexsum
+from meshtape.arrays.indexing import sparse_cotangent
 
 MESH = mt.Mesh({"a": 2})
 LARGEST = 240
@@ -20,9 +20,9 @@ LARGEST = 240
 @pytest.fixture(autouse=True, scope="module")
 def sparse_cotangents():
     """Cotangents of reads are kept sparse however small the array is."""
-    before, indexsum.SMALLEST = indexsum.SMALLEST, 1
+    before, sparse_cotangent.SMALLEST = sparse_cotangent.SMALLEST, 1
     yield
-    indexsum.SMALLEST = before
+    sparse_cotangent.SMALLEST = before
 
 
 def _axis(x: Any, k: int) -> int:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.arrays import tree as trees
-from meshtape.arrays.pool import POOL
-from meshtape.autodiff import fusion
-from meshtape.parallel import executor
-from meshtape.parallel.rank_fusion import Chain, PreparedChain, fused
-from meshtape.parallel.rank_program import Local, Moves, RankProgram
+from meshtape.arrays.backends.memory_pool import POOL
+from meshtape.arrays.core import tree as trees
+from meshtape.autodiff.compiler import fusion
+from meshtape.parallel.execution import executor
+from meshtape.parallel.execution.fusion import Chain, PreparedChain, fused
+from meshtape.parallel.partition.rank_program import Local, Moves, RankProgram
 
 RNG = np.random.default_rng(3)
 

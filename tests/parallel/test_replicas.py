@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.arrays.blocks import Box
-from meshtape.parallel.cluster import local_cluster
-from meshtape.parallel.replicas import COPIES, Key, Replica, plan_copies
-from meshtape.parallel.workers import known_workers
+from meshtape.arrays.core.blocks import Box
+from meshtape.parallel.dask.cluster import local_cluster
+from meshtape.parallel.dask.workers import known_workers
+from meshtape.parallel.mesh.replicas import COPIES, Key, Replica, plan_copies
 
 LIMIT = 250.0
 X = np.arange(30.0).reshape(6, 5)
@@ -113,7 +113,7 @@ def test_with_one_worker_the_copy_is_in_this_process():
 def test_a_bit_that_flips_in_a_copy_is_never_used(processes):
     def flip(dask_worker):
         """Of each block that is kept, one bit."""
-        from meshtape.parallel.replicas import Kept
+        from meshtape.parallel.mesh.replicas import Kept
 
         changed = 0
         for value in [v for v in dask_worker.data.values() if isinstance(v, Kept)]:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.blocks import Box
-from meshtape.parallel.executor import Prepared
-from meshtape.parallel.placement import Layout, block_box, make_layout
-from meshtape.parallel.reshard import plan_reshard
+from meshtape.arrays.core.blocks import Box
+from meshtape.parallel.execution.executor import Prepared
+from meshtape.parallel.resharding.plan import plan_reshard
+from meshtape.parallel.sharding.placement import Layout, block_box, make_layout
 
 NAMES = ("a", "b")
 SHAPES = [(), (0,), (1,), (5,), (6, 4), (3, 5, 2)]

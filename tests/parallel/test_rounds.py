@@ -17,21 +17,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.arrays import dtypes  # noqa: F401  # registers the names of ml_dtypes
-from meshtape.arrays.pool import POOL, Pool
-from meshtape.arrays.program import ShapeDtype
+from meshtape.arrays.backends.memory_pool import POOL, Pool
+from meshtape.arrays.core import dtypes  # noqa: F401  # registers the names of ml_dtypes
+from meshtape.arrays.core.program import ShapeDtype
 from meshtape.errors import RankLost
-from meshtape.parallel import rounds
-from meshtape.parallel.collective_costs import Ways
-from meshtape.parallel.dataplane import DataPlane
-from meshtape.parallel.executor import Prepared
-from meshtape.parallel.overlap import Buckets, Start, Wait, schedule, variables
-from meshtape.parallel.partition import with_frees
-from meshtape.parallel.placement import Layout, block_box, make_layout
-from meshtape.parallel.rank_program import Local, Move, Moves, RankProgram
-from meshtape.parallel.reshard import Reshard
-from meshtape.parallel.workers import known_workers
-from meshtape.parallel.writer import AS_IT_IS
+from meshtape.parallel.collectives.costs import Ways
+from meshtape.parallel.dask.workers import known_workers
+from meshtape.parallel.execution.executor import Prepared
+from meshtape.parallel.partition.builder import AS_IT_IS
+from meshtape.parallel.partition.overlap import Buckets, Start, Wait, schedule, variables
+from meshtape.parallel.partition.partition import with_frees
+from meshtape.parallel.partition.rank_program import Local, Move, Moves, RankProgram
+from meshtape.parallel.resharding import schedule as rounds
+from meshtape.parallel.resharding.plan import Reshard
+from meshtape.parallel.sharding.placement import Layout, block_box, make_layout
+from meshtape.parallel.transports.rendezvous import DataPlane
 
 MESH, SECRET = b"r" * 16, b"s" * 32
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.parallel import propagate
+from meshtape.parallel.sharding import propagate
 
 AXES = ("x", "y", "z")
 R = ()

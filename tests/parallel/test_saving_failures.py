@@ -14,9 +14,10 @@ import pytest
 from distributed import Client
 
 import meshtape as mt
-from meshtape.parallel import worker_streams
-from meshtape.parallel.workers import known_workers
-from meshtape.storage import files, load, open_checkpoint, save, save_async
+from meshtape.parallel.dask import streams
+from meshtape.parallel.dask.workers import known_workers
+from meshtape.storage import load, open_checkpoint, save, save_async
+from meshtape.storage.stores import filesystem
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -25,7 +26,7 @@ def at_a_write(end: str) -> Callable[[], None]:
     """What makes a worker fail when it has written a part. A function within a function travels by value: workers cannot import this file."""
 
     def install() -> None:
-        class Failing(files.Files):
+        class Failing(filesystem.Files):
             def write(self, fd: int, buffers: Any, offset: int) -> int:
                 if os.fstat(fd).st_size or offset:
                     return super().write(fd, buffers, offset)
@@ -34,7 +35,7 @@ def at_a_write(end: str) -> Callable[[], None]:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        files._active = Failing()
+        filesystem._active = Failing()
 
     return install
 
@@ -43,7 +44,7 @@ def restoring() -> Callable[[], None]:
     """What makes it work again."""
 
     def restore() -> None:
-        files._active = files.Files()
+        filesystem._active = filesystem.Files()
 
     return restore
 
@@ -77,7 +78,7 @@ def test_one_of_two_writers_fails(mortal: Client, tmp_path: Path, end: str, how:
 def test_a_writer_dies_when_its_part_is_done_and_its_answer_is_not_yet_here(
     mortal: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshtape.parallel.flight import Flight
+    from meshtape.parallel.dask.in_flight import Flight
 
     mortal.wait_for_workers(2, timeout=200)
     with mt.Mesh({"a": 2}, client=mortal) as mesh:
@@ -115,7 +116,7 @@ def test_an_answer_that_is_lost_on_its_way(
                 raise answer
             return answer
 
-        monkeypatch.setattr(worker_streams, "send_recv_to", lost)
+        monkeypatch.setattr(streams, "send_recv_to", lost)
         with pytest.raises(mt.errors.RankLost, match="write_blocks"):
             save(tmp_path / "c", {"x": x})
         monkeypatch.undo()

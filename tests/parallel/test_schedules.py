@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtape.parallel.schedules import KINDS, Action, Schedule, schedule, warm_up
+from meshtape.parallel.transforms.pipeline_schedules import KINDS, Action, Schedule, schedule, warm_up
 
 
 def words(row) -> str:

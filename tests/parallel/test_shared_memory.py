@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from meshtape.errors import CollectiveTimeout
-from meshtape.parallel import dataplane
-from meshtape.parallel.dataplane import DataPlane
-from meshtape.parallel.transports import memory
-from meshtape.parallel.transports.doors import Door, enter
+from meshtape.parallel.transports import memory, rendezvous
 from meshtape.parallel.transports.links import StreamLink
 from meshtape.parallel.transports.pieces import QUANTUM
-from meshtape.parallel.transports.slots import SlotLink
+from meshtape.parallel.transports.rendezvous import DataPlane
+from meshtape.parallel.transports.shared_memory_link import SlotLink
+from meshtape.parallel.transports.unix_socket import Door, enter
 
 from .test_transports import MESH, RANKS, Contract, opened, segments, together
 
@@ -114,7 +113,7 @@ class TestSharedMemory(Contract):
             enter(f"meshtape-{os.getpid()}-test")
 
     def test_a_stranger_behind_a_door_is_not_taken_for_the_peer(self, planes, monkeypatch):
-        monkeypatch.setattr(dataplane, "enter", lambda name: stranger(enter(name)))
+        monkeypatch.setattr(rendezvous, "enter", lambda name: stranger(enter(name)))
 
         def stranger(sock: socket.socket) -> socket.socket:
             sock.sendall(b"x" * 16)  # before what the peer says

@@ -19,13 +19,14 @@ import pytest
 from distributed import Client, LocalCluster, Security, Worker
 
 import meshtape as mt
-from meshtape.parallel import lease, mesh_worker
-from meshtape.parallel.cluster import local_cluster
-from meshtape.parallel.dashboard import programs_of
-from meshtape.parallel.lease import lease_of
-from meshtape.parallel.scheduler import MeshtapeScheduler
+from meshtape.parallel.dashboard.pages import programs_of
+from meshtape.parallel.dask import lease
+from meshtape.parallel.dask import worker as mesh_worker
+from meshtape.parallel.dask.cluster import local_cluster
+from meshtape.parallel.dask.lease import lease_of
+from meshtape.parallel.dask.scheduler_plugin import MeshtapeScheduler
+from meshtape.parallel.dask.workers import known_workers
 from meshtape.parallel.transports import memory
-from meshtape.parallel.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -393,7 +394,7 @@ def test_peak_memory_of_a_reshard(processes):
         import ctypes
         import gc
 
-        from meshtape.arrays.pool import POOL
+        from meshtape.arrays.backends.memory_pool import POOL
 
         gc.collect()
         POOL.clear()

@@ -10,7 +10,7 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.parallel.windows import Window
+from meshtape.parallel.sharding.halos import Window
 
 
 def program(fn: Callable[..., Any], *args: mt.Array) -> Any:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.parallel.placement import block_box, make_layout
-from meshtape.parallel.transfer import plan_transfer
-from meshtape.parallel.workers import known_workers
+from meshtape.parallel.dask.workers import known_workers
+from meshtape.parallel.mesh.mesh_transfer import plan_transfer
+from meshtape.parallel.sharding.placement import block_box, make_layout
 
 bounded = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
 

@@ -13,8 +13,8 @@ from distributed import Client
 
 import meshtape as mt
 from meshtape.arrays import OPS
-from meshtape.parallel.flight import Gang
-from meshtape.parallel.lease import lease_of
+from meshtape.parallel.dask.in_flight import Gang
+from meshtape.parallel.dask.lease import lease_of
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT = 200.0
@@ -107,9 +107,9 @@ def test_a_run_comes_after_the_one_before_it_on_each_worker(processes, held, eve
 
 def _names_source() -> Callable[..., list[str]]:
     def names(client: str, dask_worker: Any) -> list[str]:
-        from meshtape.parallel import mesh_worker
+        from meshtape.parallel.dask import worker
 
-        desks = mesh_worker._STATES[dask_worker.address].resident.desks.values()
+        desks = worker._STATES[dask_worker.address].resident.desks.values()
         return [n for d in desks if d.client == client for n in d.names()]
 
     return names

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import triangles
-from meshtape.parallel import mesh, sharded
-from meshtape.parallel.uniform import repeated_element
+from meshtape.arrays.ops import triangles
+from meshtape.parallel.mesh import mesh, sharded_array
+from meshtape.parallel.sharding.splat import repeated_element
 
 
 def large(*shape: int) -> np.ndarray:
     """More than is copied to every rank by itself."""
     x = np.random.default_rng(0).normal(size=shape)
-    assert x.nbytes > sharded.IMPLICIT_LIMIT
+    assert x.nbytes > sharded_array.IMPLICIT_LIMIT
     return x
 
 
@@ -76,7 +76,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_that_make_large_arrays(monkeypatch, name):
-    monkeypatch.setattr(sharded, "IMPLICIT_LIMIT", 512)
+    monkeypatch.setattr(sharded_array, "IMPLICIT_LIMIT", 512)
     monkeypatch.setattr(mesh, "IMPLICIT_LIMIT", 512)
     monkeypatch.setattr(triangles, "LARGE", 512)
     fn, value = FUNCTIONS[name], np.random.default_rng(1).normal(size=(37, 41))

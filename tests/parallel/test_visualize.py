@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import meshtape as mt
-from meshtape.parallel.block_grid import colour_of, grid_of
+from meshtape.parallel.mesh.block_grid import colour_of, grid_of
 
 
 def drawn(x: mt.Array) -> list[str]:

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshtape.parallel.transports import waiting
-from meshtape.parallel.transports.waiting import Waiter
+from meshtape.parallel.transports import spin_poller
+from meshtape.parallel.transports.spin_poller import Waiter
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -69,8 +69,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.offered, self.taken_for, self.comes = 1000.0, 0, 1e-6, float("inf")
-        monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(waiting, "os", SimpleNamespace(sched_yield=self.offer))
+        monkeypatch.setattr(spin_poller, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(spin_poller, "os", SimpleNamespace(sched_yield=self.offer))
 
     def offer(self) -> None:
         self.offered += 1
@@ -128,7 +128,7 @@ def test_no_wait_outlasts_its_limit(clock, waiter):
 
 
 def test_where_others_need_the_core_the_next_waits_sleep_at_once(clock, waiter):
-    clock.taken_for = 2 * waiting.CROWDED
+    clock.taken_for = 2 * spin_poller.CROWDED
     assert clock.wait(waiter, 0.01)[1] == 1
     assert [clock.wait(waiter, 0.001)[1] for _ in range(8)] == [0] * 8
     assert clock.wait(waiter, 0.01)[1] == 1  # looks whether it is still so
@@ -139,8 +139,8 @@ def test_where_others_need_the_core_the_next_waits_sleep_at_once(clock, waiter):
 
 
 def test_other_threads_run_while_one_waits_awake(ends, monkeypatch):
-    monkeypatch.setattr(waiting, "LONGEST", 30.0)
-    monkeypatch.setattr(waiting, "CROWDED", 30.0)
+    monkeypatch.setattr(spin_poller, "LONGEST", 30.0)
+    monkeypatch.setattr(spin_poller, "CROWDED", 30.0)
     a, b = ends
     waiter = Waiter()
     waiter.watch({a.fileno(): select.POLLIN})

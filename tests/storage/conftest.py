@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from serving import S3
 
-from meshtape.arrays.blocks import Box, ceil_blocks
-from meshtape.storage.files import Files, using
+from meshtape.arrays.core.blocks import Box, ceil_blocks
+from meshtape.storage.stores.filesystem import Files, using
 
 DTYPES = [
     *(np.dtype(t) for t in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")),
@@ -222,9 +222,9 @@ def kit():
 @pytest.fixture(scope="session")
 def op_programs():
     """``op_programs(name)``: for each sample call of an op, a program of that call alone, its document, the operands and the parameters."""
-    from meshtape.arrays._op import OPS
-    from meshtape.arrays.program import Const, Entry, Program, ShapeDtype
-    from meshtape.arrays.program_json import to_json
+    from meshtape.arrays.core.op import OPS
+    from meshtape.arrays.core.program import Const, Entry, Program, ShapeDtype
+    from meshtape.storage.programs.encode import to_json
 
     table = Path(__file__).parent.parent / "arrays" / "test_shape_rules.py"
     spec = importlib.util.spec_from_file_location("shape_rules", table)

@@ -169,10 +169,10 @@ class S3:
 
     def publish(self, url):
         """Let everybody read what lies below; returns where it is for a browser."""
-        from meshtape.storage import stores
+        from meshtape.storage.stores import store
 
         bucket_path = url.removeprefix("s3:/")
-        for e in stores.at(url).entries():
+        for e in store.at(url).entries():
             self.request("PUT", f"{bucket_path}/{e.name}?acl", **{"x-amz-acl": "public-read"})
         return f"http://127.0.0.1:{self.proxy.port}{bucket_path}"
 

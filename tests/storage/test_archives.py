@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import archives, convert, load, merge, open_checkpoint, reshard, stores, verify
+from meshtape.storage import convert, load, merge, open_checkpoint, reshard, verify
+from meshtape.storage.foreign import archives
+from meshtape.storage.stores import store
 
 GOLDEN = Path(__file__).parent / "golden" / "torch-2.15.pt"
 TORCH = {
@@ -252,7 +254,7 @@ def test_an_archive_in_a_bucket(kit):
     where = "memory://archives"
     held = io.BytesIO()
     np.savez(held, **ARRAYS)
-    stores.at(where).put("x.npz", held.getvalue())
-    stores.at(where).put("x.pt", GOLDEN.read_bytes())
+    store.at(where).put("x.npz", held.getvalue())
+    store.at(where).put("x.pt", GOLDEN.read_bytes())
     assert kit.same(np.asarray(load(f"{where}/x.npz")["w"]), ARRAYS["w"])
     assert verify(f"{where}/x.pt").arrays == len(archives.open_archive(str(GOLDEN), True))

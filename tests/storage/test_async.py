@@ -13,7 +13,7 @@ import pytest
 import meshtape as mt
 from meshtape import errors
 from meshtape.storage import CheckpointManager, load, open_checkpoint, save, save_async
-from meshtape.storage.files import Files, using
+from meshtape.storage.stores.filesystem import Files, using
 
 
 class Gate(Files):
@@ -143,8 +143,8 @@ EXIT = """
 import sys, time
 import numpy as np
 from meshtape.storage import save_async
-from meshtape.storage.files import Files, using
-import meshtape.storage.files as files
+from meshtape.storage.stores.filesystem import Files, using
+import meshtape.storage.stores.filesystem as files
 class Slow(Files):
     def create(self, path):
         time.sleep(0.05)
@@ -188,9 +188,9 @@ def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path):
                 gate.opened.set()
                 save(tmp_path / "child", {"w": np.ones(3)})
                 # Would wait for ever if the parent's thread were remembered.
-                from meshtape.storage import inflight
+                from meshtape.storage.saving import background
 
-                inflight.finish_earlier(str(tmp_path / "c"))
+                background.finish_earlier(str(tmp_path / "c"))
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -296,7 +296,7 @@ def test_the_best_is_known_after_a_restart_and_equals_go_to_the_newest(tmp_path)
 
 
 def test_when_it_is_time(tmp_path, monkeypatch):
-    from meshtape.storage import manager as module
+    from meshtape.storage.saving import manager as module
 
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
@@ -328,17 +328,18 @@ def test_wrong_policies_are_refused(tmp_path):
 
 def test_a_save_in_the_background_leaves_the_training_a_processor(tmp_path, monkeypatch):
     """Its threads are one fewer than the processors, and behind the others in the queue; the caller's stay as they are."""
-    from meshtape.storage import threads, writing
+    from meshtape.storage.base import threads
+    from meshtape.storage.saving import write_shards
 
-    monkeypatch.setattr(writing.os, "cpu_count", lambda: 2)
-    real, seen = writing.in_threads, []
+    monkeypatch.setattr(write_shards.os, "cpu_count", lambda: 2)
+    real, seen = write_shards.in_threads, []
 
     def look(work, items, threads=None):
         if threads is None:
-            seen.append((writing.writers(), _priority()))
+            seen.append((write_shards.writers(), _priority()))
         return real(work, items, threads)
 
-    monkeypatch.setattr(writing, "in_threads", look)
+    monkeypatch.setattr(write_shards, "in_threads", look)
     tree = {f"w{i}": np.ones(100) for i in range(4)}
     mine = _priority()
     save(tmp_path / "a", tree)

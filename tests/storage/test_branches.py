@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import CheckpointManager, branches, load, open_checkpoint, stores
-from meshtape.storage.browse.runs import history
+from meshtape.storage import CheckpointManager, load, open_checkpoint
+from meshtape.storage.browse.model.runs import history
+from meshtape.storage.checkpoint import branches
+from meshtape.storage.stores import store
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -71,9 +73,9 @@ def test_rollback_again_and_forth(place):
     manager.save(16, tree(16))
     assert manager.branch() == [10, 15, 16]
     assert manager.steps() == [10, 15, 16, 20, 30, 40]
-    before = stores.at(place).get(branches.FILE)
+    before = store.at(place).get(branches.FILE)
     manager.rollback(16)  # there already
-    assert stores.at(place).get(branches.FILE) == before
+    assert store.at(place).get(branches.FILE) == before
     manager.rollback(None)
     assert manager.latest() is None
     with pytest.raises(errors.NotACheckpoint):

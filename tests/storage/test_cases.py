@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.arrays.blocks import Box, ceil_blocks
+from meshtape.arrays.core.blocks import Box, ceil_blocks
 from meshtape.storage import LoadReport, Rules, load, merge, open_checkpoint, save, save_safetensors
-from meshtape.storage.derived import rectangles
-from meshtape.storage.dtypes import ROWS
-from meshtape.storage.saving import assign
+from meshtape.storage.format.dtypes import ROWS
+from meshtape.storage.rules.lazy_tensors import rectangles
+from meshtape.storage.saving.save import assign
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,17 @@ from meshtape.storage import (
     CastLoss,
     LoadReport,
     Rules,
-    casting,
     convert,
-    dtypes,
     load,
     merge,
     open_checkpoint,
     reshard,
     save,
     save_safetensors,
-    transfer,
 )
+from meshtape.storage.format import dtypes
+from meshtape.storage.rules import casting
+from meshtape.storage.transform import transfer
 
 NAMES = [row.name for row in dtypes.ROWS if row.name]
 LOSSY = {"w": np.asarray([[1.0, 7e4, -7e4], [1e-9, 2.0, np.inf]], np.float32), "b": np.ones(3, np.float32)}

@@ -15,14 +15,9 @@ from meshtape import errors, storage
 from meshtape.storage import (
     CheckpointManager,
     Zstd,
-    chunk_sums,
-    compressed,
-    compression,
     convert,
     estimate,
-    grid,
     load,
-    manifest,
     merge,
     open_checkpoint,
     reshard,
@@ -30,9 +25,11 @@ from meshtape.storage import (
     save_async,
     verify,
 )
-from meshtape.storage.checksums import crc32c
-from meshtape.storage.compression import content_nbytes
-from meshtape.storage.files import Files, using
+from meshtape.storage.base.checksums import crc32c
+from meshtape.storage.format import chunk_grid, chunk_sums, compression, manifest
+from meshtape.storage.format.compression import content_nbytes
+from meshtape.storage.readers import compressed
+from meshtape.storage.stores.filesystem import Files, using
 
 SPLIT = {"mesh": {"m": 2}, "shardings": {"w": {"m": 1}, "*": {}}}
 
@@ -40,8 +37,8 @@ SPLIT = {"mesh": {"m": 2}, "shardings": {"w": {"m": 1}, "*": {}}}
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks of some hundred bytes, so that small arrays have many."""
-    monkeypatch.setattr(grid, "TARGET", 1 << 10)
-    monkeypatch.setattr(grid, "SHORTEST_ROW", 64)
+    monkeypatch.setattr(chunk_grid, "TARGET", 1 << 10)
+    monkeypatch.setattr(chunk_grid, "SHORTEST_ROW", 64)
 
 
 @pytest.fixture
@@ -108,7 +105,7 @@ def test_slices_are_those_of_numpy(data, tmp_path_factory):
     )
     stored = open_checkpoint(home / "c")["a"]
     assert np.array_equal(stored[index], a[index])
-    assert stored.tensor.whole().planned(mt.arrays.blocks.Box.whole(shape)) <= sum(
+    assert stored.tensor.whole().planned(mt.arrays.core.blocks.Box.whole(shape)) <= sum(
         p.stat().st_size for p in (home / "c" / "a").glob("c*")
     )
 
@@ -155,7 +152,7 @@ def test_estimate_is_an_upper_bound(kit, tmp_path, level):
     files = sum(len(v) for k, v in content(tmp_path / "c").items() if "/c." in k)
     found = estimate(noise, compression=Zstd(level))
     assert files <= found.zarr <= 1.2 * files + 100
-    assert f"at most {mt.arrays.display.human_bytes(found.zarr)} as Zarr (zstd:{level})" in str(found)
+    assert f"at most {mt.arrays.array.display.human_bytes(found.zarr)} as Zarr (zstd:{level})" in str(found)
 
 
 # ----- cut anew, copied as they are -----------------------------------------------------------------------------------
@@ -282,11 +279,11 @@ def test_a_conversion_killed_at_any_operation(kit, quick, every):
 
 
 def test_an_upload_that_was_cut_goes_on(kit, s3, monkeypatch, tmp_path):
-    from meshtape.storage import objects
+    from meshtape.storage.stores import object_store
 
-    monkeypatch.setattr(objects, "RETRIES", 1)
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(objects, "_clients", {})
+    monkeypatch.setattr(object_store, "RETRIES", 1)
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(object_store, "_clients", {})
     t = {f"w{i}": kit.random(np.dtype("f4"), (40, 48), i) for i in range(6)}
     save(tmp_path / "a", t, compression="zstd:1")
     s3.proxy.reset(lambda n, method, path: "500" if "w4/c" in path and method == "PUT" else None)
@@ -463,8 +460,8 @@ def copy_of(top, a, changes):
 def test_pages_and_commands_show_it(tree, tmp_path):
     from click.testing import CliRunner
 
-    from meshtape.cli import main
-    from meshtape.storage.browse.layout import chunk_map, stored
+    from meshtape.cli.main import main
+    from meshtape.storage.browse.model.layout import chunk_map, stored
 
     save(tmp_path / "a", tree)
     run = lambda *a: CliRunner().invoke(main, list(map(str, a)))  # noqa: E731

@@ -11,8 +11,9 @@ import pytest
 import zarr
 
 from meshtape import errors
-from meshtape.storage import convert, load, merge, open_checkpoint, reshard, save, save_safetensors, transfer, verify
-from meshtape.storage.files import Files, using
+from meshtape.storage import convert, load, merge, open_checkpoint, reshard, save, save_safetensors, verify
+from meshtape.storage.stores.filesystem import Files, using
+from meshtape.storage.transform import transfer
 
 
 def content(root):
@@ -373,7 +374,7 @@ SCRIPT = """
 import sys
 import numpy as np, google_crc32c, zarr
 from meshtape.storage import convert, save, open_checkpoint
-from meshtape.storage.zarr_dtypes import register
+from meshtape.storage.format.zarr_dtypes import register
 import tempfile
 home = tempfile.mkdtemp()
 save(home + "/warm", {"w": np.ones((2, 2), "f4")})

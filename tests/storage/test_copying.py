@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtape import errors
-from meshtape.storage import copying, grid, load, open_checkpoint, reshard, save, sink_zarr, verify
-from meshtape.storage.copying import moves
-from meshtape.storage.grid import Grid
+from meshtape.storage import load, open_checkpoint, reshard, save, verify
+from meshtape.storage.format import chunk_grid as grid
+from meshtape.storage.format.chunk_grid import Grid
+from meshtape.storage.transform import copy_chunks, sink_zarr
+from meshtape.storage.transform.copy_chunks import moves
 
 CUTS = [
     ({"d": 1, "m": 1}, {}),
@@ -34,7 +36,7 @@ def small_chunks(monkeypatch):
 def counted(monkeypatch):
     """Chunks that were copied as they are."""
     seen = []
-    real = copying.copy_chunks
+    real = copy_chunks.copy_chunks
 
     def count(tensor, grid, chunks, path_of):
         seen.extend(chunks)
@@ -84,7 +86,7 @@ def test_the_files_are_those_that_reading_and_writing_gives(kit, small_chunks, c
 
 def test_equal_layers_on_other_meshes_have_equal_chunks():
     """What tensor-parallel meshes of usual lengths share, whichever dimension they split."""
-    from meshtape.arrays.blocks import Box
+    from meshtape.arrays.core.blocks import Box
 
     for shape in [(4096, 4096), (11008, 4096), (2048, 2560), (32000, 4096)]:
         found = set()

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import load, manifest, merge, open_checkpoint, save, save_safetensors, verify
-from meshtape.storage.checksums import crc32c
+from meshtape.storage import load, merge, open_checkpoint, save, save_safetensors, verify
+from meshtape.storage.base.checksums import crc32c
+from meshtape.storage.format import manifest
 
 HOSTILE = [
     "../x",

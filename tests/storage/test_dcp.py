@@ -16,7 +16,7 @@ import pytest
 
 from meshtape import errors
 from meshtape.storage import convert, diff, load, merge, open_checkpoint, reshard, verify
-from meshtape.storage.torch_values import read_values
+from meshtape.storage.foreign.torch_pickle import read_values
 
 GOLDEN = Path(__file__).parent / "golden" / "torch-2.13-dcp"
 WANTED = {

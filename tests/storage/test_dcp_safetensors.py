@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from meshtape import errors
-from meshtape.arrays.blocks import Box
+from meshtape.arrays.core.blocks import Box
 from meshtape.storage import load, merge, open_checkpoint, reshard, save_safetensors
-from meshtape.storage.grid import tiled
+from meshtape.storage.format.chunk_grid import tiled
 
 GOLDEN = Path(__file__).parent / "golden" / "torch-2.13-dcp-safetensors"
 WANTED = {

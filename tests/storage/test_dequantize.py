@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from meshtape import cli, errors
-from meshtape.arrays.blocks import Box
+from meshtape import errors
+from meshtape.arrays.core.blocks import Box
+from meshtape.cli import main
 from meshtape.storage import Rules, convert, load, merge, open_checkpoint, save_safetensors, verify
-from meshtape.storage import rules as r
+from meshtape.storage.rules import rules as r
 
 RULE = "{p*}.weight, {p*}.weight_scale_inv -> {p*}.weight, dequantize(block=[128, 128], dtype=bfloat16)"
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "int8": np.int8, "uint8": np.uint8}
@@ -182,7 +183,9 @@ def test_the_configuration_stays_where_weights_stay_quantised(tmp_path):
     for out, wanted in (("a", config), ("b", config), ("c", CONFIGS["plain"][1])):
         assert json.loads((tmp_path / out / "config.json").read_text()) == wanted
     assert len(every.notes) == 1
-    done = CliRunner().invoke(cli.main, ["merge", str(tmp_path / "m"), str(tmp_path / "d"), "--rules", _file(tmp_path)])
+    done = CliRunner().invoke(
+        main.main, ["merge", str(tmp_path / "m"), str(tmp_path / "d"), "--rules", _file(tmp_path)]
+    )
     assert "config.json: without its quantization" in done.output
     # What was quantised is left out: the rest is whole.
     drop = merge(source, tmp_path / "e", rules=RULE.replace("{p*}", "l"), drop=["k.*"])

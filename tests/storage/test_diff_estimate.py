@@ -6,7 +6,7 @@ import pytest
 
 from meshtape import errors
 from meshtape.storage import convert, diff, estimate, merge, reshard, save, save_safetensors
-from meshtape.storage.comparing import differences
+from meshtape.storage.transform.diff import differences
 
 INF = float("inf")
 

@@ -9,7 +9,7 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.arrays.tree import flatten_with_path, tree_map
+from meshtape.arrays.core.tree import flatten_with_path, tree_map
 from meshtape.storage import CheckpointManager, convert, load, merge, open_checkpoint, reshard, save, verify
 
 CONFIG = {"architectures": ["TinyLM"], "layers": 2, "rope": {"theta": 1e6}, "name": "Übung"}

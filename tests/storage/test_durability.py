@@ -11,7 +11,7 @@ import numpy as np
 
 import meshtape as mt
 from meshtape import storage
-from meshtape.storage.files import Files, using
+from meshtape.storage.stores.filesystem import Files, using
 
 LAST = {"meshtape.json", "model.safetensors.index.json"}
 

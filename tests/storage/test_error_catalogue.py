@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import Rules, load, manifest, merge, open_checkpoint, save, verify
-from meshtape.storage.checksums import crc32c
+from meshtape.storage import Rules, load, merge, open_checkpoint, save, verify
+from meshtape.storage.base.checksums import crc32c
+from meshtape.storage.format import manifest
 
 
 def _signed(path, change):

@@ -14,9 +14,9 @@ from numcodecs.zstd import compress
 
 from meshtape import errors
 from meshtape.storage import convert, load, merge, open_checkpoint, reshard, verify
-from meshtape.storage.dcp import _place
-from meshtape.storage.torch_values import read_values
-from meshtape.storage.zarr_bounds import _NBYTES
+from meshtape.storage.foreign.dcp import _place
+from meshtape.storage.foreign.torch_pickle import read_values
+from meshtape.storage.readers.zarr_bounds import _NBYTES
 
 GOLDEN = Path(__file__).parent / "golden" / "torch-2.13-dcp"
 

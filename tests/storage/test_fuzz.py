@@ -17,9 +17,11 @@ import zarr
 
 import meshtape.parallel  # noqa: F401  # it has ops of its own
 from meshtape import errors
-from meshtape.arrays._op import OPS
-from meshtape.storage import dtypes, grid, load, load_program, manifest, merge, open_checkpoint, safetensors, save
-from meshtape.storage.checksums import crc32c
+from meshtape.arrays.core.op import OPS
+from meshtape.storage import load, load_program, merge, open_checkpoint, save
+from meshtape.storage.base.checksums import crc32c
+from meshtape.storage.format import chunk_grid, dtypes, manifest
+from meshtape.storage.readers import safetensors
 
 SCALE = [pytest.param(1, id="sample"), pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(3000)], id="all")]
 ODD = [
@@ -335,8 +337,8 @@ def signed_shard(rng, frames, twist):
 @pytest.mark.parametrize("scale", SCALE)
 def test_compressed_shards(scale, tmp_path, monkeypatch):
     """Frames and indexes that somebody changed and signed again: an error, or an array of the shape and dtype that the manifest says."""
-    monkeypatch.setattr(grid, "TARGET", 1 << 9)
-    monkeypatch.setattr(grid, "SHORTEST_ROW", 64)
+    monkeypatch.setattr(chunk_grid, "TARGET", 1 << 9)
+    monkeypatch.setattr(chunk_grid, "SHORTEST_ROW", 64)
     values = {"w": (np.arange(640) // 7).astype("f4").reshape(20, 32), "n": np.zeros((40, 16), "i8")}
     save(tmp_path / "c", values, compression="zstd")
     text = (tmp_path / "c" / manifest.FILE).read_bytes()

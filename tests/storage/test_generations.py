@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from meshtape import errors, storage
-from meshtape.storage import load, merge, open_checkpoint, reshard, save, save_safetensors, stores, verify
+from meshtape.storage import load, merge, open_checkpoint, reshard, save, save_safetensors, verify
+from meshtape.storage.stores import store as stores
 
 NAMES = [f"w{i}" for i in range(5)]
 
@@ -124,12 +125,14 @@ def test_what_was_opened_before_tells_of_the_replacement(layout, checked, tmp_pa
     path = str(tmp_path / ("c.safetensors" if layout == "file" else "c"))
     write(layout, path, 0)
     ckpt = open_checkpoint(path, verify=checked)
-    travelled = pickle.loads(pickle.dumps([a.tensor.only(storage.tensors.Box.whole(a.shape)) for a in ckpt.values()]))
+    travelled = pickle.loads(
+        pickle.dumps([a.tensor.only(storage.readers.tensor.Box.whole(a.shape)) for a in ckpt.values()])
+    )
     write(layout, path, 1)
     for read in (
         lambda: ckpt["w0"][:],
         lambda: np.asarray(ckpt["w4"]),
-        lambda: storage.tensors.read_box(travelled[2]),
+        lambda: storage.readers.tensor.read_box(travelled[2]),
     ):
         with pytest.raises(errors.CheckpointReplaced, match=r"was replaced.*it had .* bytes.*now it has .* bytes"):
             read()
@@ -150,7 +153,7 @@ def test_a_load_begins_anew(tmp_path, monkeypatch):
             write("zarr", path, len(opened))
         return ckpt
 
-    monkeypatch.setattr(storage.loading, "open_checkpoint", replace_twice)
+    monkeypatch.setattr(storage.loading.load, "open_checkpoint", replace_twice)
     assert values(load(path).values()) == {2.0}
     assert opened == [0, 1, 2]
 
@@ -164,7 +167,7 @@ def test_a_load_ends_though_writers_do_not(tmp_path, monkeypatch):
         write("zarr", path, ckpt.step + 1)
         return ckpt
 
-    monkeypatch.setattr(storage.loading, "open_checkpoint", replaced)
+    monkeypatch.setattr(storage.loading.load, "open_checkpoint", replaced)
     with pytest.raises(errors.CheckpointReplaced):
         load(path)
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.arrays.blocks import Box
-from meshtape.storage import Rules, convert, dtypes, load, merge, open_checkpoint, reshard, save
-from meshtape.storage.growing import Grown
-from meshtape.storage.tensors import read_box
+from meshtape.arrays.core.blocks import Box
+from meshtape.storage import Rules, convert, load, merge, open_checkpoint, reshard, save
+from meshtape.storage.format import dtypes
+from meshtape.storage.readers.tensor import read_box
+from meshtape.storage.rules.growing import Grown
 
 
 def embedding(shape=(300, 40), dtype="float32", seed=0):
@@ -78,8 +79,8 @@ def test_windows_workers_and_order_change_nothing(kit, tmp_path, fill, axis):
 
 
 def test_one_column_or_many_have_the_same_statistics(kit, monkeypatch):
-    monkeypatch.setattr("meshtape.storage.growing._TILE", 1 << 12)  # several tiles
-    from meshtape.storage.derived import Memory
+    monkeypatch.setattr("meshtape.storage.rules.growing._TILE", 1 << 12)  # several tiles
+    from meshtape.storage.rules.lazy_tensors import Memory
 
     e = embedding((20011, 9), "float64")
     grown = Grown("e", Memory("e", e), 0, 3, False, 0)

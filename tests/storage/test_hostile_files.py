@@ -23,9 +23,9 @@ from meshtape.storage import (
     read_header,
     save,
     save_safetensors,
-    stores,
     verify,
 )
+from meshtape.storage.stores import store
 
 PLACES = {  # what is replaced, below the directory of each kind
     "meshtape": ["meshtape.json", "w/c.0", "config.json"],
@@ -114,7 +114,7 @@ def test_only_files_are_replaced_by_a_file(tmp_path, what):
         with pytest.raises(errors.CheckpointError):
             save_safetensors(path, {"w": np.ones(3)}, overwrite=overwrite)
     with pytest.raises(errors.CheckpointExists, match="only files are replaced"):
-        stores.at(str(tmp_path)).put("x.safetensors", b"x")
+        store.at(str(tmp_path)).put("x.safetensors", b"x")
     after = os.lstat(path)
     assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
     assert [e.name for e in tmp_path.iterdir()] == ["x.safetensors"]

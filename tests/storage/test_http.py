@@ -16,7 +16,7 @@ from serving import Handler, Served
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.storage import objects
+from meshtape.storage.stores import object_store
 
 pytest.importorskip("obstore")
 
@@ -101,10 +101,10 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def odd(files, monkeypatch):
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(objects, "RETRIES", 1)
-    monkeypatch.setattr(objects, "_clients", {})
-    monkeypatch.setattr(objects, "_rangeless", set())
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(object_store, "RETRIES", 1)
+    monkeypatch.setattr(object_store, "_clients", {})
+    monkeypatch.setattr(object_store, "_rangeless", set())
     server = Odd(str(files))
     yield server
     server.close()
@@ -135,9 +135,9 @@ def test_a_server_without_ranges(odd, kind, monkeypatch):
         assert np.array_equal(mt.open_checkpoint(place)["w"][99, 990:], W[99, 990:])
     asked = [a for a in odd.log if a[0] == "GET" and a[2]]
     assert len(asked) == 1  # nor is it asked for ranges again
-    monkeypatch.setattr(objects, "_STREAMED", 1000)
+    monkeypatch.setattr(object_store, "_STREAMED", 1000)
     file = "c/w/c.0.0" if kind == "c" else "hf/model.safetensors"
-    store, name = storage.stores.holding(f"{odd.url}/{file}")
+    store, name = storage.stores.store.holding(f"{odd.url}/{file}")
     odd.sent = 0
     with contextlib.closing(store.reader(name)) as reader, pytest.raises(errors.StoreError, match="too long"):
         reader.readv([bytearray(10)], 200_000)
@@ -176,7 +176,7 @@ def test_servers_that_answer_something_else(odd, how, match, kind):
     assert re.search(match, str(told)), told
     assert place in str(told)
     odd.how = "right"
-    objects._rangeless.clear()
+    object_store._rangeless.clear()
     ckpt = mt.open_checkpoint(place)
     odd.how = how
     with pytest.raises(errors.CheckpointError):

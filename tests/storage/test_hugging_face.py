@@ -11,8 +11,9 @@ from click.testing import CliRunner
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.cli import main
-from meshtape.storage import load, merge, open_checkpoint, save_safetensors, stores
+from meshtape.cli.main import main
+from meshtape.storage import load, merge, open_checkpoint, save_safetensors
+from meshtape.storage.stores import store
 
 PT = {"format": "pt"}
 
@@ -207,7 +208,7 @@ def terabytes(tmp_path_factory):
         for i in range(1, 4):
             file = f"model-0000{i}-of-00003.safetensors"
             entries = [(f"layers.{i}.{k}.weight", dtype, (1 << 20, 1 << 16)) for k in range(8)]
-            head, place = storage.safetensors.build_header(entries, PT)
+            head, place = storage.readers.safetensors.build_header(entries, PT)
             (root / file).write_bytes(head)
             try:
                 os.truncate(root / file, len(head) + sum(t.nbytes for t in place.values()))
@@ -220,7 +221,7 @@ def terabytes(tmp_path_factory):
 
 def test_terabytes_are_looked_at_without_being_read(terabytes, monkeypatch):
     read = 0
-    original = stores.preadv
+    original = store.preadv
 
     def counted(fd, buffers, offset):
         nonlocal read
@@ -228,7 +229,7 @@ def test_terabytes_are_looked_at_without_being_read(terabytes, monkeypatch):
         read += n
         return n
 
-    monkeypatch.setattr(stores, "preadv", counted)
+    monkeypatch.setattr(store, "preadv", counted)
     a, b = str(terabytes / "a"), str(terabytes / "b")
 
     def call(*args):

@@ -8,7 +8,7 @@ import pytest
 
 from meshtape import errors
 from meshtape.storage import CheckpointManager, gc, load, merge, open_checkpoint, save, save_safetensors
-from meshtape.storage.files import Files, using
+from meshtape.storage.stores.filesystem import Files, using
 
 
 def tree(generation):
@@ -171,11 +171,11 @@ def test_a_rank_that_fails_fails_the_save_and_leaves_nothing(kit, quick):
 
 
 def test_a_worker_that_does_not_see_the_directory_says_so(kit, quick, monkeypatch):
-    from meshtape.storage import writing
+    from meshtape.storage.saving import write_shards
 
-    monkeypatch.setattr(writing.time, "sleep", lambda s: None)
+    monkeypatch.setattr(write_shards.time, "sleep", lambda s: None)
     with pytest.raises(errors.CheckpointError, match=r"rank 3 does not see .*gone.*share"):
-        writing.write_blocks({3: (str(quick / "gone"), [])}, {3: []})
+        write_shards.write_blocks({3: (str(quick / "gone"), [])}, {3: []})
 
 
 def test_a_rank_that_forgets_a_shard_is_found_out(kit, quick):

@@ -8,9 +8,9 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.arrays.blocks import Box
+from meshtape.arrays.core.blocks import Box
 from meshtape.storage import LoadReport, load, open_checkpoint, save, save_safetensors
-from meshtape.storage.grid import choose_grid, windows
+from meshtape.storage.format.chunk_grid import choose_grid, windows
 
 CHUNK_SLACK = 5 << 20
 
@@ -43,7 +43,7 @@ def test_a_quarter_reads_a_quarter(kit, big, tmp_path, source, axis):
     ckpt = open_checkpoint(where)
     quarter = (slice(None), slice(2048, 4096)) if axis else slice(512, 1024)
     tensor = ckpt["w"].tensor
-    from meshtape.storage.opened import _plan_index
+    from meshtape.storage.checkpoint.checkpoint import _plan_index
 
     picks, _ = _plan_index(quarter, w.shape)
     box = Box(tuple(r.start for r in picks), tuple(map(len, picks)))
@@ -219,8 +219,8 @@ def test_checkpoint_is_a_mapping_that_shows_itself(kit, tmp_path):
 
 
 def test_a_manifest_of_many_chunks_stays_small_and_opens_quickly():
-    from meshtape.arrays.blocks import Box
-    from meshtape.storage import manifest
+    from meshtape.arrays.core.blocks import Box
+    from meshtape.storage.format import manifest
 
     n = 20_000
     grid = choose_grid((n, 64), 2, [Box((i, 0), (1, 64)) for i in range(n)])

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import CheckpointManager, manifest, save
-from meshtape.storage.files import Files, using
+from meshtape.storage import CheckpointManager, save
+from meshtape.storage.format import manifest
+from meshtape.storage.stores.filesystem import Files, using
 
 
 def filled(directory, steps, **kw):
@@ -93,7 +94,7 @@ def test_remains_of_dead_processes_are_collected_by_the_next_save(tmp_path):
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    from meshtape.storage.owners import host as _host
+    from meshtape.storage.stores.owners import host as _host
 
     tail = f"{_host()}-{pid}-01234567"
     (tmp_path / f"step-00000030.tmp-{tail}" / "w").mkdir(parents=True)

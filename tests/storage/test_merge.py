@@ -22,10 +22,10 @@ from meshtape.storage import (
     save,
     save_async,
     save_safetensors,
-    saving,
     verify,
 )
-from meshtape.storage.converting import Options
+from meshtape.storage.saving import save as saving
+from meshtape.storage.transform.convert import Options
 
 
 def test_layout_index_and_values(kit, tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.blocks import BlockHost, BlockSharding
+from meshtape.arrays.core.blocks import BlockHost, BlockSharding
 from meshtape.storage import CheckpointManager, LoadReport, load, open_checkpoint, save, verify
 
 

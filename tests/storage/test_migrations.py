@@ -5,8 +5,8 @@ import copy
 import pytest
 
 from meshtape import errors
-from meshtape.storage import manifest
-from meshtape.storage.migrations import Migrations
+from meshtape.storage.format import manifest
+from meshtape.storage.format.migrations import Migrations
 
 
 def chain_of(last):

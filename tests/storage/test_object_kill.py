@@ -11,19 +11,10 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import (
-    CheckpointManager,
-    gc,
-    load,
-    merge,
-    object_commit,
-    open_checkpoint,
-    owners,
-    save,
-    save_safetensors,
-    stores,
-    verify,
-)
+from meshtape.storage import CheckpointManager, gc, load, merge, open_checkpoint, save, save_safetensors, verify
+from meshtape.storage.saving import object_commit
+from meshtape.storage.stores import owners
+from meshtape.storage.stores import store as stores
 
 pytest.importorskip("obstore")
 

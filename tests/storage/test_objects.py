@@ -13,18 +13,10 @@ from serving import one_in_three
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.cli import main
-from meshtape.storage import (
-    CheckpointManager,
-    LoadReport,
-    load,
-    multipart,
-    object_commit,
-    objects,
-    open_checkpoint,
-    save,
-    stores,
-)
+from meshtape.cli.main import main
+from meshtape.storage import CheckpointManager, LoadReport, load, open_checkpoint, save
+from meshtape.storage.saving import object_commit
+from meshtape.storage.stores import multipart, object_store, store
 
 pytest.importorskip("obstore")
 
@@ -46,7 +38,7 @@ def tree(kit, seed=0, rows=300):
 
 
 def names(url):
-    return [e.name for e in stores.at(url).entries()]
+    return [e.name for e in store.at(url).entries()]
 
 
 def equal(kit, got, wanted):
@@ -103,7 +95,7 @@ def test_replacing_is_one_step_and_leaves_nothing_old(kit, place):
     assert not any(n.startswith("w/") or n.startswith(object_commit.CLAIM) for n in names(url))
     # Who opened the old one is told, and does not read a mixture.
     with pytest.raises(errors.CheckpointReplaced):
-        storage.tensors.read_box(pickle.loads(before))
+        storage.readers.tensor.read_box(pickle.loads(before))
     save(url, {"other": np.ones(2)}, overwrite=True)
     assert list(open_checkpoint(url)) == ["other"]
 
@@ -114,14 +106,14 @@ def test_other_readers(kit, s3):
 
     t = tree(kit)
     save(f"{s3.url}/c", t, pack=False)
-    held, prefix = objects.client(f"{s3.url}/c")
+    held, prefix = object_store.client(f"{s3.url}/c")
     for generation in (t, tree(kit, 3)):
         group = zarr.open_group(ObjectStore(held, read_only=True), path=prefix, mode="r")
         (name,) = [n for n in group if n.partition("~")[0] == "w"]
         assert kit.same(group[name][...], generation["w"])
         save(f"{s3.url}/c", tree(kit, 3), overwrite=True, pack=False)
     # A group that zarr wrote there is read.
-    held, prefix = objects.client(f"{s3.url}/foreign")
+    held, prefix = object_store.client(f"{s3.url}/foreign")
     group = zarr.create_group(ObjectStore(held), path=prefix)
     group.create_array("a/b", data=t["w"], chunks=(100, 100))
     ckpt = open_checkpoint(f"{s3.url}/foreign")
@@ -140,7 +132,7 @@ def test_merge_convert_reshard_diff_and_estimate(kit, place, tmp_path):
     assert sum(n.startswith("w/c") for n in names(f"{place}/tp3")) == 3
     for n in names(f"{place}/tp3"):
         if "/c" in n:
-            assert stores.at(f"{place}/tp3").get(n) == (tmp_path / "tp3" / n).read_bytes()
+            assert store.at(f"{place}/tp3").get(n) == (tmp_path / "tp3" / n).read_bytes()
     assert storage.verify(f"{place}/tp3").arrays == 4
     assert storage.estimate(f"{place}/tp3").nbytes == open_checkpoint(tmp_path / "local").nbytes
     # Another format in the same place, and back.
@@ -171,7 +163,7 @@ def test_the_manager(kit, place):
     assert manager.steps() == [2, 10]
     assert manager.best() == f"{place}/run/step-00000002"
     assert np.asarray(manager.restore()["w"]).tolist() == [10] * 3
-    assert stores.at(f"{place}/run").folders() == ["step-00000002", "step-00000010"]
+    assert store.at(f"{place}/run").folders() == ["step-00000002", "step-00000010"]
     background = CheckpointManager(f"{place}/run", keep=1, asynchronous=True)
     background.save(11, {"w": np.ones(3)})
     background.wait()
@@ -181,7 +173,7 @@ def test_the_manager(kit, place):
 
 
 def test_nothing_that_is_not_ours_is_replaced(place):
-    stores.at(f"{place}/home").put("thesis.tex", b"x")
+    store.at(f"{place}/home").put("thesis.tex", b"x")
     with pytest.raises(errors.CheckpointExists, match="not a checkpoint"):
         save(f"{place}/home", {"w": np.ones(2)}, overwrite=True)
     assert names(f"{place}/home") == ["thesis.tex"]
@@ -193,8 +185,8 @@ def test_nothing_that_is_not_ours_is_replaced(place):
 def test_a_damaged_checkpoint_can_be_replaced(place):
     url = f"{place}/c"
     save(url, {"w": np.ones(2)})
-    stores.at(url).put("meshtape.json", b"{}")
-    stores.at(url).put(f"{object_commit.CLAIM}~g01234567", b"{}")  # of nobody: what it named cannot be told now
+    store.at(url).put("meshtape.json", b"{}")
+    store.at(url).put(f"{object_commit.CLAIM}~g01234567", b"{}")  # of nobody: what it named cannot be told now
     assert object_commit.recover(url) == []
     with pytest.raises(errors.CorruptCheckpoint):
         open_checkpoint(url)
@@ -245,9 +237,9 @@ def test_two_savers_of_one_place(kit, place, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["500", "cut", "lost", "slow"])
 def test_a_request_in_three_goes_wrong_and_nobody_notices(kit, s3, fault, monkeypatch):
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(multipart, "PART", 5 << 20)  # two parts, of which the server takes no smaller ones
-    monkeypatch.setattr(objects, "_clients", {})
+    monkeypatch.setattr(object_store, "_clients", {})
     t, url = tree(kit, rows=3000), f"{s3.url}/c"
     s3.proxy.reset(one_in_three(fault))
     save(url, t)
@@ -270,16 +262,16 @@ def test_a_request_in_three_goes_wrong_and_nobody_notices(kit, s3, fault, monkey
 def test_a_server_that_stalls_is_asked_again(kit, s3, monkeypatch):
     t, url = tree(kit), f"{s3.url}/c"
     save(url, t)
-    monkeypatch.setattr(objects, "STALL_TIMEOUT", datetime.timedelta(seconds=1))
-    monkeypatch.setattr(objects, "_clients", {})
+    monkeypatch.setattr(object_store, "STALL_TIMEOUT", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(object_store, "_clients", {})
     s3.proxy.reset(lambda n, method, path: "stall" if n in (2, 4) and method == "GET" else None)
     assert equal(kit, load(url), t)
 
 
 def test_a_server_that_only_fails_is_an_error(kit, s3, monkeypatch):
-    monkeypatch.setattr(objects, "RETRIES", 2)
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(objects, "_clients", {})
+    monkeypatch.setattr(object_store, "RETRIES", 2)
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(object_store, "_clients", {})
     save(f"{s3.url}/c", tree(kit))
     s3.proxy.reset(lambda n, method, path: "500")
     for act in (
@@ -299,8 +291,8 @@ def test_nobody_listens(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
-    monkeypatch.setattr(objects, "RETRIES", 1)
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(object_store, "RETRIES", 1)
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
     with pytest.raises(errors.StoreError, match="s3://bucket/x"):
         open_checkpoint("s3://bucket/x")
 
@@ -311,18 +303,18 @@ def test_without_credentials_it_ends_soon(s3, monkeypatch, tmp_path):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", s3.environment["AWS_ENDPOINT_URL"])
-    monkeypatch.setattr(objects, "RETRIES", 1)
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(object_store, "RETRIES", 1)
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
     s3.proxy.reset(lambda n, method, path: "500")
     with pytest.raises(errors.StoreError, match="no credentials in the environment"):
         open_checkpoint("s3://bucket/x")
-    assert s3.proxy.count < objects.ATTEMPTS
+    assert s3.proxy.count < object_store.ATTEMPTS
 
 
 def test_damage_is_found(kit, s3):
     url = f"{s3.url}/c"
     save(url, tree(kit), pack=False)
-    there = stores.at(url)
+    there = store.at(url)
     data = bytearray(there.get("w/c.0.0"))
     data[100] ^= 1
     there.put("w/c.0.0", bytes(data))
@@ -354,7 +346,7 @@ def test_what_is_read_is_what_is_needed(kit, s3):
     s3.proxy.reset()
     assert kit.same(opened["w"][100:110, 5:9], w[100:110, 5:9])
     assert len(s3.proxy.log) <= 2
-    assert ckpt["w"].tensor.planned(mt.arrays.blocks.Box((100, 5), (10, 4))) < w.nbytes // 4
+    assert ckpt["w"].tensor.planned(mt.arrays.core.blocks.Box((100, 5), (10, 4))) < w.nbytes // 4
 
 
 def test_over_http(kit, s3):
@@ -380,8 +372,8 @@ def test_over_http(kit, s3):
 def test_no_secret_is_in_any_message_repr_plan_or_log(kit, s3, monkeypatch, caplog, capfd, tmp_path):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token-hush")
-    monkeypatch.setattr(objects, "RETRIES", 1)
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(object_store, "RETRIES", 1)
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
     url = f"{s3.url}/c"
     save(url, tree(kit))
     ckpt = open_checkpoint(url)
@@ -389,13 +381,13 @@ def test_no_secret_is_in_any_message_repr_plan_or_log(kit, s3, monkeypatch, capl
         repr(ckpt),
         ckpt._repr_html_(),
         repr(ckpt["w"].tensor.whole()),
-        repr(stores.at(url)),
-        repr(objects.client(url)),
-        repr(objects._clients),
+        repr(store.at(url)),
+        repr(object_store.client(url)),
+        repr(object_store._clients),
     ]
     told.append(pickle.dumps(ckpt["w"].tensor.whole()).decode("latin-1"))
-    told.append(json.dumps([e.name for e in stores.at(url).entries()]))
-    told += [stores.at(url).get(n).decode("latin-1") for n in names(url)]
+    told.append(json.dumps([e.name for e in store.at(url).entries()]))
+    told += [store.at(url).get(n).decode("latin-1") for n in names(url)]
 
     def fail(act):
         with pytest.raises(errors.MeshtapeError) as e:

@@ -7,7 +7,8 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.storage import CheckpointManager, load, merge, save, save_safetensors, stores
+from meshtape.storage import CheckpointManager, load, merge, save, save_safetensors
+from meshtape.storage.stores import store
 
 OLD, NEW = {"w": np.full((4, 4), 1.0, "f4")}, {"w": np.full((4, 4), 2.0, "f4")}
 
@@ -21,7 +22,7 @@ def place(request, tmp_path):
 
 
 def source(place):
-    if not stores.at(f"{place}/source").files():
+    if not store.at(f"{place}/source").files():
         save(f"{place}/source", NEW)
     return f"{place}/source"
 
@@ -93,7 +94,7 @@ STRANGERS = {
 
 
 def everything(at):
-    return {e.name: stores.at(at).get(e.name) for e in stores.at(at).entries()}
+    return {e.name: store.at(at).get(e.name) for e in store.at(at).entries()}
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -103,12 +104,12 @@ def test_documents_stay_and_the_checkpoint_is_replaced(place, writer):
     first(at, place)
     documents = {"README.md": b"# mine", "tokenizer.json": b"{}", "vocab.txt": b"a b", "LICENSE": b"MIT"}
     for name, data in documents.items():
-        stores.at(at).put(name, data)
+        store.at(at).put(name, data)
     assert value(at) == 1
     again(at, place)
     assert value(at) == 2
     for name, data in documents.items():
-        assert stores.at(at).get(name) == data
+        assert store.at(at).get(name) == data
     again(at, place)  # and once more, over what has them now
     assert {n: d for n, d in everything(at).items() if n in documents} == documents
 
@@ -124,16 +125,16 @@ def test_strangers_are_named_and_nothing_is_written(place, writer, strangers):
     at = f"{place}/at"
     first(at, place)
     for name in STRANGERS[strangers]:
-        stores.at(at).put(name, b"mine")
+        store.at(at).put(name, b"mine")
     source(place)
     before = everything(at)
-    around = sorted(stores.at(place).folders())
+    around = sorted(store.at(place).folders())
     with pytest.raises(errors.CheckpointExists) as caught:
         again(at, place)
     assert STRANGERS[strangers][0].partition("/")[0] in str(caught.value)
     assert len(str(caught.value)) < 800
     assert everything(at) == before
-    assert sorted(stores.at(place).folders()) == around
+    assert sorted(store.at(place).folders()) == around
     assert value(at) == 1
 
 
@@ -141,10 +142,10 @@ def test_what_is_no_checkpoint_is_never_replaced(place):
     import zarr
 
     held = {"group": "zarr", "home": "thesis.tex"}
-    stores.at(f"{place}/home").put("thesis.tex", b"x")
+    store.at(f"{place}/home").put("thesis.tex", b"x")
     if "://" in place:
-        stores.at(f"{place}/group").put("zarr.json", b"{}")
-        stores.at(f"{place}/group").put("a/zarr.json", b"{}")
+        store.at(f"{place}/group").put("zarr.json", b"{}")
+        store.at(f"{place}/group").put("a/zarr.json", b"{}")
     else:
         zarr.open_group(f"{place}/group", mode="w")["a"] = np.ones(3)
     for name in held:
@@ -163,10 +164,10 @@ def test_what_is_no_checkpoint_is_never_replaced(place):
 def test_new_documents_replace_old_ones(place):
     at = f"{place}/at"
     merge(save(f"{place}/first", OLD, documents={"config": {"layers": 1}}).path, at)
-    stores.at(at).put("README.md", b"mine")
+    store.at(at).put("README.md", b"mine")
     merge(save(f"{place}/second", NEW, documents={"config": {"layers": 2}}).path, at, overwrite=True)
     assert storage.open_checkpoint(at).documents["config"] == {"layers": 2}
-    assert stores.at(at).get("README.md") == b"mine"
+    assert store.at(at).get("README.md") == b"mine"
 
 
 def test_a_damaged_checkpoint_can_be_replaced_and_strangers_in_it_cannot(tmp_path):
@@ -196,7 +197,7 @@ def test_a_link_to_a_folder_is_a_stranger_and_a_linked_document_stays(tmp_path):
 
 
 def test_what_comes_while_a_save_writes_is_not_lost(tmp_path, kit):
-    from meshtape.storage.files import using
+    from meshtape.storage.stores.filesystem import using
 
     save(tmp_path / "c", OLD)
     late = kit.Counting(8, lambda: (tmp_path / "c" / "mine.bin").write_text("x"))
@@ -210,23 +211,23 @@ def test_what_comes_while_a_save_writes_is_not_lost(tmp_path, kit):
 def test_rotation_and_delete_keep_what_is_not_theirs(place):
     manager = CheckpointManager(f"{place}/run", keep=1)
     manager.save(1, OLD)
-    stores.at(manager.path(1)).put("notes.md", b"why this one diverged")
+    store.at(manager.path(1)).put("notes.md", b"why this one diverged")
     with pytest.warns(UserWarning, match=r"kept .*step-00000001.*notes\.md"):
         manager.save(2, NEW)
     assert manager.steps() == [1, 2]
     with pytest.raises(errors.CheckpointExists, match=r"notes\.md"):
         manager.delete(1)
     assert manager.steps() == [1, 2]
-    stores.at(manager.path(1)).delete(["notes.md"])
+    store.at(manager.path(1)).delete(["notes.md"])
     manager.delete(1)
     assert manager.steps() == [2]
-    assert stores.at(f"{place}/run").folders() == ["step-00000002"]
+    assert store.at(f"{place}/run").folders() == ["step-00000002"]
 
 
 def test_the_command_names_the_strangers_too(tmp_path):
     from click.testing import CliRunner
 
-    from meshtape.cli import main
+    from meshtape.cli.main import main
 
     merge(save(tmp_path / "a", OLD).path, tmp_path / "hf")
     (tmp_path / "hf" / "mine.bin").write_text("x")

@@ -9,27 +9,17 @@ import sys
 import numpy as np
 import pytest
 
-from meshtape.storage import (
-    CheckpointManager,
-    SaveReport,
-    collecting,
-    commit,
-    gc,
-    leftovers,
-    load,
-    merge,
-    owners,
-    save,
-    stores,
-)
-from meshtape.storage.files import Files, try_lock, using
+from meshtape.storage import CheckpointManager, SaveReport, gc, leftovers, load, merge, save
+from meshtape.storage.checkpoint import leftovers as collecting
+from meshtape.storage.stores import atomic_directory, owners, store
+from meshtape.storage.stores.filesystem import Files, try_lock, using
 
 # Fills a directory, says so at the N-th operation, and waits to be told to go on.
 WRITER = """
 import os, sys
 import numpy as np
 from meshtape.storage import save, save_safetensors, CheckpointManager
-from meshtape.storage.files import Files, using
+from meshtape.storage.stores.filesystem import Files, using
 
 what, where, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
@@ -184,7 +174,7 @@ def test_a_fork_does_not_keep_its_parents_locks(tmp_path):
     reader, writer = os.pipe()
     parent = os.fork()
     if parent == 0:
-        from meshtape.storage.commit import replacing
+        from meshtape.storage.stores.atomic_directory import replacing
 
         with replacing(os.fspath(tmp_path / "c"), overwrite=False, tables=frozenset()):
             if os.fork() == 0:
@@ -281,7 +271,7 @@ def test_in_an_object_store_another_container_is_not_asked_by_its_process_number
     import json
 
     url = f"{s3.url}/run/step-00000001"
-    there = stores.at(url)
+    there = store.at(url)
     there.put("w/c.0", b"half")
     for owner, pid in ((f"{owners.boot()}-01234567", 1), (owners.host(), 1), ("01234567", 2**22 + 1)):
         there.put(".meshtape-writing", json.dumps({"host": owner, "pid": pid}).encode())
@@ -296,7 +286,7 @@ def test_in_an_object_store_another_container_is_not_asked_by_its_process_number
 def test_the_commands(tmp_path):
     from click.testing import CliRunner
 
-    from meshtape.cli import main
+    from meshtape.cli.main import main
 
     def call(*args):
         done = CliRunner().invoke(main, [*args, str(tmp_path)], env={"COLUMNS": "160"})
@@ -332,7 +322,7 @@ def elsewheres(home, name="c", kind="tmp"):
 
 @pytest.mark.parametrize(
     "use",
-    [gc, lambda home: save(home / "other", {"w": np.ones(2)}), lambda home: commit.recover(os.fspath(home))],
+    [gc, lambda home: save(home / "other", {"w": np.ones(2)}), lambda home: atomic_directory.recover(os.fspath(home))],
     ids=["gc", "save", "recover"],
 )
 @pytest.mark.parametrize("kind", ["tmp", "trash", "old"])
@@ -375,7 +365,7 @@ def test_a_collector_holds_the_lock_until_all_is_gone(tmp_path):
             os.close(fd)
 
     with using(Looking()):
-        commit.recover(os.fspath(tmp_path))
+        atomic_directory.recover(os.fspath(tmp_path))
     assert not left.exists()
     assert seen[:2] == [False, False]
 

@@ -20,7 +20,6 @@ from meshtape.storage import (
     convert,
     diff,
     load,
-    manifest,
     merge,
     open_checkpoint,
     reshard,
@@ -29,7 +28,8 @@ from meshtape.storage import (
     save_safetensors,
     verify,
 )
-from meshtape.storage.checksums import crc32c
+from meshtape.storage.base.checksums import crc32c
+from meshtape.storage.format import manifest
 
 GOLDEN = Path(__file__).parent / "golden" / "v2"
 
@@ -225,7 +225,7 @@ def test_little_memory_reads_ahead_less_and_the_same(kit, s3, tmp_path, memory):
 def test_a_pack_that_is_damaged_or_replaced_on_the_way_is_told(kit, s3, tmp_path):
     values = {f"w{i}": np.arange(8.0) + i for i in range(20)}
     save(f"{s3.url}/c", values)
-    from meshtape.storage import stores
+    from meshtape.storage.stores import store as stores
 
     store, name = stores.at(f"{s3.url}/c"), "pack-local-00000.safetensors"
     data = store.get(name)
@@ -432,7 +432,7 @@ def test_names_that_no_header_can_hold_stay_arrays_of_their_own(tmp_path):
 
 
 def test_packs_of_a_limited_size(kit, tmp_path, monkeypatch):
-    from meshtape.storage import packs
+    from meshtape.storage.format import packs
 
     monkeypatch.setattr(packs, "LIMIT", 100)
     tree = {f"w{i}": np.full(5, i, np.float64) for i in range(7)}
@@ -518,7 +518,7 @@ def test_convert_writes_the_packs_of_a_save(kit, tmp_path, limit):
 
 
 def test_reshard_writes_the_packs_of_ranks(kit, tmp_path, monkeypatch):
-    from meshtape.storage import packs
+    from meshtape.storage.format import packs
 
     a, b = np.arange(63.0).reshape(7, 9), np.arange(5, dtype="f4")
     host = kit.Host({"x": 3})
@@ -576,7 +576,7 @@ def test_a_conversion_into_packs_killed_at_every_operation(kit, quick):
 
 def test_a_pack_of_a_conversion_that_changes_is_never_committed(kit, tmp_path, monkeypatch):
     """Windows are read back: a disk that stores other bytes than it was given is found."""
-    from meshtape.storage import raw_writer
+    from meshtape.storage.saving import raw_writer
 
     save(tmp_path / "plain", _tree(1))
     real = raw_writer.RawWriter.put
@@ -597,7 +597,7 @@ def test_a_pack_of_a_conversion_that_changes_is_never_committed(kit, tmp_path, m
 
 @pytest.mark.parametrize("where", ["memory", "s3"])
 def test_overwriting_in_an_object_store(request, where):
-    from meshtape.storage import stores
+    from meshtape.storage.stores import store as stores
 
     pytest.importorskip("obstore")
     place = f"memory://packs-{os.getpid()}/c" if where == "memory" else f"{request.getfixturevalue('s3').url}/c"
@@ -671,7 +671,7 @@ def test_a_mesh_of_the_library(tmp_path):
 
 
 def test_show_and_browse(tmp_path):
-    from meshtape.storage.browse.layout import chunk_map, stored
+    from meshtape.storage.browse.model.layout import chunk_map, stored
 
     save(tmp_path / "c", {"a": np.ones((4, 4))}, pack=True)
     array = open_checkpoint(tmp_path / "c")["a"]

@@ -9,9 +9,10 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.storage import chunk_sums, load, manifest, open_checkpoint, reshard, save, verify
-from meshtape.storage.checksums import crc32c
-from meshtape.storage.grid import Grid
+from meshtape.storage import load, open_checkpoint, reshard, save, verify
+from meshtape.storage.base.checksums import crc32c
+from meshtape.storage.format import chunk_sums, manifest
+from meshtape.storage.format.chunk_grid import Grid
 
 SHAPE = (48, 4096)  # two shards of float64, each of more than one chunk
 

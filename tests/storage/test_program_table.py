@@ -10,12 +10,12 @@ import pytest
 
 import meshtape as mt
 import meshtape.parallel  # it has ops of its own
-from meshtape.arrays import program_json as pj
-from meshtape.arrays._dispatch import apply
-from meshtape.arrays._op import OPS
-from meshtape.arrays.program_checks import AGREEMENTS, PARAMETERS
-from meshtape.arrays.program_memory import VIEWS, most_held
+from meshtape.arrays.core.dispatch import apply
+from meshtape.arrays.core.op import OPS
 from meshtape.storage import load_program, program_document
+from meshtape.storage.programs import encode as pj
+from meshtape.storage.programs.memory import VIEWS, most_held
+from meshtape.storage.programs.validate import AGREEMENTS, PARAMETERS
 
 
 def bits(arrays):

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import program_json as pj
-from meshtape.arrays.program import ShapeDtype
-from meshtape.storage import objects, stores
+from meshtape.arrays.core.program import ShapeDtype
+from meshtape.storage.programs import encode as pj
+from meshtape.storage.stores import object_store
+from meshtape.storage.stores import store as stores
 
 
 def arr(*values, dtype=mt.float64):
@@ -288,9 +289,9 @@ def test_over_http_and_where_nothing_may_be_written(s3):
 
 def test_a_writer_that_fails_leaves_the_old_program(s3, monkeypatch):
     """The server stops to answer at the N-th request of a save that replaces."""
-    monkeypatch.setattr(objects, "RETRIES", 0)
-    monkeypatch.setattr(objects, "ATTEMPTS", 1)
-    monkeypatch.setattr(objects, "_clients", {})
+    monkeypatch.setattr(object_store, "RETRIES", 0)
+    monkeypatch.setattr(object_store, "ATTEMPTS", 1)
+    monkeypatch.setattr(object_store, "_clients", {})
     url = f"{s3.url}/p"
     for n in range(1, 100, 5):
         mt.save_program(url, lambda x: x + ODD, mt.zeros(5), overwrite=True)

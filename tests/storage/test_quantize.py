@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape import errors
 from meshtape.storage import load, merge, open_checkpoint, save
-from meshtape.storage.quantizing import _pack, _unpack, dequantize, quantize
+from meshtape.storage.saving.quantize import _pack, _unpack, dequantize, quantize
 
 
 @settings(max_examples=60, deadline=None)

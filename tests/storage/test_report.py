@@ -15,7 +15,7 @@ from meshtape.storage import (
     save,
     save_safetensors,
 )
-from meshtape.storage.reporting import MAX_LINES, grouped
+from meshtape.storage.loading.report import MAX_LINES, grouped
 
 
 def test_what_does_not_fit_is_in_the_report_and_stays_as_it_was(tmp_path):

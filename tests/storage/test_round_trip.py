@@ -234,7 +234,7 @@ def test_replicas_are_written_once_and_the_work_is_balanced(kit, tmp_path):
 
 
 def test_blocks_without_a_common_step_still_round_trip(kit, tmp_path):
-    from meshtape.arrays.blocks import Box
+    from meshtape.arrays.core.blocks import Box
 
     class Odd(kit.Sharding):
         def box(self, shape, rank):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import LoadReport, Rules, convert, dtypes, load, merge, open_checkpoint, save, save_safetensors
-from meshtape.storage import rules as r
+from meshtape.storage import LoadReport, Rules, convert, load, merge, open_checkpoint, save, save_safetensors
+from meshtape.storage.format import dtypes
+from meshtape.storage.rules import rules as r
 
 
 def numbered(*names, shape=(2, 3)):

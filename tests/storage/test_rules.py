@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtape import errors
-from meshtape.arrays.blocks import Box
+from meshtape.arrays.core.blocks import Box
 from meshtape.storage import LoadReport, Rule, Rules, load, open_checkpoint, save
-from meshtape.storage import rules as r
+from meshtape.storage.rules import rules as r
 
 
 def arange(*shape):
@@ -123,7 +123,7 @@ def test_odd_names(kit):
 def test_casts_to_every_dtype_and_never_unasked(kit, dtype):
     a = np.array([[0.0, 1.0, 1.0]], "f4")
     got = Rules(f"a -> b, cast({dtype})").on_arrays({"a": a})["b"]
-    from meshtape.storage.dtypes import by_name
+    from meshtape.storage.format.dtypes import by_name
 
     assert kit.same(got, a.astype(by_name(dtype)))
     with pytest.raises(errors.CheckpointDTypeError, match=r"put cast\(\.\.\.\) before"):
@@ -295,8 +295,8 @@ def test_the_state_of_an_optimizer_follows(kit):
 def test_many_keys():
     held = {f"layers.{i}.e.{x}.w": np.zeros((), "f4") for i in range(20) for x in range(1000)}
     rules = Rules("layers.{i}.e.{x}.w -> blocks.{i}.{x}\nlayers.{i}.f.{x}.w -> f.{i}.{x}, optional()")
-    from meshtape.storage.binding import Program
-    from meshtape.storage.derived import Memory
+    from meshtape.storage.rules.lazy_tensors import Memory
+    from meshtape.storage.rules.match import Program
 
     out = Program(rules.rules, (), {n: Memory(n, a) for n, a in held.items()}, {}).outputs()
     assert len(out) == 20_000
@@ -366,9 +366,9 @@ def test_apply_then_shard_is_shard_aware_apply_and_the_inverse_leads_back(progra
     back = rules.inverse(held).on_arrays(whole)
     assert set(back) == set(held)
     assert all(back[n].tobytes() == a.tobytes() for n, a in held.items())
-    from meshtape.storage.binding import Program
-    from meshtape.storage.derived import Memory
-    from meshtape.storage.tensors import read_box
+    from meshtape.storage.readers.tensor import read_box
+    from meshtape.storage.rules.lazy_tensors import Memory
+    from meshtape.storage.rules.match import Program
 
     for name, t in Program(rules.rules, (), {n: Memory(n, a) for n, a in held.items()}, {}).outputs().items():
         for _ in range(6):

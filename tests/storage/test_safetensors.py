@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from meshtape import errors
 from meshtape.storage import load_safetensors, read_header, save_safetensors
-from meshtape.storage.files import Files, using
-from meshtape.storage.safetensors import MAX_HEADER, build_header, parse_header
+from meshtape.storage.readers.safetensors import MAX_HEADER, build_header, parse_header
+from meshtape.storage.stores.filesystem import Files, using
 
 
 def blob(header, data=b""):

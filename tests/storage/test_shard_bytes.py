@@ -7,10 +7,12 @@ from threading import Lock
 import numpy as np
 import pytest
 
-from meshtape.storage import convert, load, save, writing, zarr_format
-from meshtape.storage.compression import Zstd
-from meshtape.storage.grid import Grid
-from meshtape.storage.zarr_format import ShardBytes
+from meshtape.storage import convert, load, save
+from meshtape.storage.format import zarr_format
+from meshtape.storage.format.chunk_grid import Grid
+from meshtape.storage.format.compression import Zstd
+from meshtape.storage.format.zarr_format import ShardBytes
+from meshtape.storage.saving import write_shards
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +84,8 @@ def test_saves_and_transfers_write_the_same_files_on_any_machine(tmp_path, monke
     tree = {"one": np.arange(3 << 18, dtype=np.int64).reshape(-1, 512) % 1000}
     written = []
     for processors in (1, 4):
-        monkeypatch.setattr(writing.os, "cpu_count", lambda n=processors: n)
-        assert writing.compressors(1, 2) == processors
+        monkeypatch.setattr(write_shards.os, "cpu_count", lambda n=processors: n)
+        assert write_shards.compressors(1, 2) == processors
         home = tmp_path / str(processors)
         save(home / "saved", tree, compression="zstd")
         save(home / "plain", tree)

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.arrays.blocks import Box
-from meshtape.storage import load, names, open_checkpoint, reading, save, save_safetensors, stores, writing
-from meshtape.storage.grid import choose_grid
-from meshtape.storage.safetensors import joined
-from meshtape.storage.zarr_format import array_metadata, group_metadata
+from meshtape.arrays.core.blocks import Box
+from meshtape.storage import load, open_checkpoint, save, save_safetensors
+from meshtape.storage.base import names
+from meshtape.storage.format.chunk_grid import choose_grid
+from meshtape.storage.format.zarr_format import array_metadata, group_metadata
+from meshtape.storage.readers import reading
+from meshtape.storage.readers.safetensors import joined
+from meshtape.storage.saving import write_shards
+from meshtape.storage.stores import store as stores
 
 COUNT = 300
 FORMS = ["a directory each", "packed", "safetensors"]
@@ -231,7 +235,7 @@ def test_plain_names_stay_as_the_rule_for_all_names_leaves_them(monkeypatch):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_work_in_threads_keeps_its_order_and_stops_at_an_error(threads):
-    assert writing.in_threads(lambda i: i * i, range(100), threads) == [i * i for i in range(100)]
+    assert write_shards.in_threads(lambda i: i * i, range(100), threads) == [i * i for i in range(100)]
     begun, gate = [], threading.Event()
 
     def work(i):
@@ -244,5 +248,5 @@ def test_work_in_threads_keeps_its_order_and_stops_at_an_error(threads):
         return i
 
     with pytest.raises(ValueError, match="the error of 1"):
-        writing.in_threads(work, range(1000), threads)
+        write_shards.in_threads(work, range(1000), threads)
     assert len(begun) < 500

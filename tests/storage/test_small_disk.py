@@ -20,7 +20,7 @@ import pytest
 import meshtape as mt
 from meshtape import errors, storage
 from meshtape.storage import CheckpointManager, load, save
-from meshtape.storage.files import Files, using
+from meshtape.storage.stores.filesystem import Files, using
 
 PAGE = 4096
 _NEWNS, _NEWUSER = 0x20000, 0x10000000
@@ -236,7 +236,7 @@ def test_a_disk_that_fills_up_on_the_way(disk, source, name):
             assert read(d.where) == {2}
             assert left(d.where) == set()
             if name == "the manager":
-                storage.commit.discard(os.fspath(d.where / "run" / "step-00000002"))
+                storage.stores.atomic_directory.discard(os.fspath(d.where / "run" / "step-00000002"))
             if False not in failed or True not in failed:
                 continue
             return
@@ -347,18 +347,18 @@ def test_a_limit_on_the_length_of_files(kit, tmp_path, source):
 
 def test_a_disk_that_cannot_be_read(tmp_path, source, monkeypatch):
     """Each file that is read is named, and a transfer keeps what it has for when the disk is mended."""
-    from meshtape.storage import stores
+    from meshtape.storage.stores import store
 
     def broken(fd, buffers, offset):
         if "/c." in os.readlink(f"/proc/self/fd/{fd}"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return original(fd, buffers, offset)
 
-    original = stores.preadv
+    original = store.preadv
     if not os.path.exists("/proc/self/fd"):
         pytest.skip("needs /proc")
     with monkeypatch.context() as m:
-        m.setattr(stores, "preadv", broken)
+        m.setattr(store, "preadv", broken)
         for act in (
             lambda: load(source / "1"),
             lambda: mt.open_checkpoint(source / "1")["a"][2:5],
@@ -395,7 +395,7 @@ def test_everything_that_reads_works_on_a_disk_that_may_only_be_read(disk, sourc
     def work(d):
         with CheckpointManager(d.where / "run") as manager:
             manager.save(1, value(1))
-        gone = d.where / "run" / f"step-00000002.tmp-{storage.owners.host()}-{2**22 + 1}-00000000"
+        gone = d.where / "run" / f"step-00000002.tmp-{storage.stores.owners.host()}-{2**22 + 1}-00000000"
         gone.mkdir()  # what a killed writer left; nobody can collect it now
         storage.merge(manager.path(1), d.where / "hf")
         d.read_only()
@@ -428,7 +428,7 @@ def test_a_place_below_a_file(tmp_path):
 def test_an_error_keeps_its_number_on_the_way_from_a_worker():
     import pickle
 
-    from meshtape.storage.stores import failed
+    from meshtape.storage.stores.store import failed
 
     e = pickle.loads(pickle.dumps(failed(OSError(errno.EIO, "Input/output error"), "x cannot be read")))
     assert (type(e), e.errno, str(e)) == (errors.StoreError, errno.EIO, "x cannot be read: Input/output error")

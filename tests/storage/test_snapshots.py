@@ -9,8 +9,8 @@ import pytest
 import meshtape as mt
 from meshtape import errors
 from meshtape.storage import load, open_checkpoint
-from meshtape.storage.files import Files, using
-from meshtape.storage.snapshots import Snapshots
+from meshtape.storage.saving.snapshots import Snapshots
+from meshtape.storage.stores.filesystem import Files, using
 
 
 class Slow(Files):

@@ -10,8 +10,8 @@ from distributed import Client, LocalCluster
 
 from meshtape import errors
 from meshtape.storage import convert, load, merge, reshard, save, verify
-from meshtape.storage.files import Files, using
-from meshtape.storage.spreading import Spread
+from meshtape.storage.stores.filesystem import Files, using
+from meshtape.storage.transform.workers import Spread
 
 LAYOUT = {"mesh": {"m": 3}, "shardings": {"w": {"m": 1}, "*": {}}}
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import objects, stores
+from meshtape.storage.stores import object_store
+from meshtape.storage.stores import store as stores
 
 
 class Reading:
@@ -251,7 +252,7 @@ def test_locations_that_are_none(given, message):
 
 def test_gs_and_az_are_made_without_asking_the_network(monkeypatch):
     pytest.importorskip("obstore")
-    from meshtape.storage.objects import client
+    from meshtape.storage.stores.object_store import client
 
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "acct")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "aHVzaA==")
@@ -289,11 +290,11 @@ def test_a_client_that_tells_secrets_is_not_quoted(monkeypatch):
                 f"{start}: https://host/c?sig=other-hush&key={value}",
             ):
                 for kind in (OSError, FileNotFoundError, ValueError):
-                    shown = str(objects._explained(kind(text), "s3://bucket/c"))
+                    shown = str(object_store._explained(kind(text), "s3://bucket/c"))
                     assert "hush" not in shown, (text, shown)
                     assert "s3://bucket/c" in shown
     for name in hush:
         monkeypatch.delenv(name)
     # Not in the environment, but in an address: by whom it was signed is nobody's business either.
     for address in ("https://user:hush@host/c", "https://host/c?X-Amz-Signature=hush"):
-        assert "hush" not in str(objects._explained(OSError(f"cannot reach {address}"), "s3://bucket/c"))
+        assert "hush" not in str(object_store._explained(OSError(f"cannot reach {address}"), "s3://bucket/c"))

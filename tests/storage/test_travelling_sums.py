@@ -20,7 +20,7 @@ from meshtape.storage import (
     save_safetensors,
     verify,
 )
-from meshtape.storage.tensor_sums import KEY
+from meshtape.storage.format.tensor_sums import KEY
 
 RNG = np.random.default_rng(0)
 ARRAYS = {
@@ -192,10 +192,10 @@ def test_uploads_keep_the_sums_in_the_index(tmp_path):
 
 
 def test_large_reads_are_compared_in_pieces(tmp_path, monkeypatch):
-    from meshtape.storage import stores
+    from meshtape.storage.stores import store
 
-    monkeypatch.setattr(stores.LocalStore, "job", 1000)
-    monkeypatch.setattr(stores.LocalStore, "batch", 300)
+    monkeypatch.setattr(store.LocalStore, "job", 1000)
+    monkeypatch.setattr(store.LocalStore, "batch", 300)
     path = single(tmp_path)
     np.testing.assert_array_equal(np.asarray(load(path)["a.w"]), ARRAYS["a.w"])
     bad = bytearray(path.read_bytes())

@@ -19,8 +19,9 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.storage import objects, stores
-from meshtape.storage.fsspec_store import FsspecStore
+from meshtape.storage.stores import object_store
+from meshtape.storage.stores import store as stores
+from meshtape.storage.stores.fsspec_store import FsspecStore
 
 fsspec = pytest.importorskip("fsspec")
 fsspec_registry = importlib.import_module("fsspec.registry")
@@ -168,7 +169,7 @@ def test_writers_are_told_where_to_write(writer, held, shelf, tmp_path):
 
 
 def test_what_passes_is_asked_again_and_what_does_not_is_told(shelf, tmp_path, monkeypatch):
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.0)
     mt.save(tmp_path / "a", TREE)
     _copied(tmp_path / "a", shelf)
     Shelf.failures = [OSError("busy"), EOFError("cut")]
@@ -194,7 +195,7 @@ def test_a_replaced_object_is_noticed(shelf):
 
 
 def test_options_of_a_file_system(shelf):
-    from meshtape.storage.fsspec_store import filesystem
+    from meshtape.storage.stores.fsspec_store import filesystem
 
     where = storage.options(shelf, region="there")
     fs, path = filesystem(where)
@@ -419,11 +420,11 @@ def test_each_option_is_one_that_its_client_knows(url, given, kind, config, monk
         monkeypatch.delenv(name)
     where = storage.options(url, **given)
     assert stores.location(where) == where
-    held, prefix = objects.client(where)
+    held, prefix = object_store.client(where)
     assert (type(held).__name__, prefix) == (kind, "x")
     for name, value in config.items():
         assert held.config[name] == value
-    assert objects.client(url)[0] is not held if kind != "AzureStore" else True
+    assert object_store.client(url)[0] is not held if kind != "AzureStore" else True
 
 
 # ----- arrays of Zarr stores ------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.storage import CheckpointManager, stores
+from meshtape.storage import CheckpointManager
+from meshtape.storage.stores import store
 
 W = np.ones((2, 3), "f4")
 
@@ -240,7 +241,7 @@ def test_the_dtypes_of_tensorstore_in_a_bucket() -> None:
     where = "memory://orbax-in-a-bucket"
     for file in sorted(golden.rglob("*")):
         if file.is_file():
-            stores.at(where).put(str(file.relative_to(golden)), file.read_bytes())
+            store.at(where).put(str(file.relative_to(golden)), file.read_bytes())
     there, here = mt.open_checkpoint(where), mt.open_checkpoint(golden)
     assert {n: (a.dtype, a.read().tobytes()) for n, a in there.items()} == {
         n: (a.dtype, a.read().tobytes()) for n, a in here.items()

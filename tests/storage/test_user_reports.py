@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.cli import main
-from meshtape.storage import dtypes
+from meshtape.cli.main import main
+from meshtape.storage.format import dtypes
 
 W = np.ones((2, 3), "f4")
 ORBAX = Path(__file__).parent / "golden" / "orbax-0.12" / "files-zarr3"

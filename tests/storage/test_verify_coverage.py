@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from meshtape import cli, errors
-from meshtape.storage import convert, load, merge, open_checkpoint, reshard, save, save_safetensors, stores, verify
+from meshtape import errors
+from meshtape.cli import main
+from meshtape.storage import convert, load, merge, open_checkpoint, reshard, save, save_safetensors, verify
+from meshtape.storage.stores import store as stores
 
 GIVEN = {"config": {"hidden_size": 8}, "tokenizer.model": "tokens", "chat_template.jinja": "{{ m }}\n"}
 TREE = {"w": np.arange(6.0, dtype="f4").reshape(2, 3), "b": np.ones(3, "f4")}
@@ -88,7 +90,7 @@ def _edit_index(out, change):
 
 def test_an_export_of_before_names_its_documents(tmp_path, source):
     """Its index has sums of files alone."""
-    from meshtape.storage import tensor_sums
+    from meshtape.storage.format import tensor_sums
 
     merge(source, tmp_path / "out")
     index = json.loads((tmp_path / "out" / INDEX).read_bytes())
@@ -104,7 +106,7 @@ def test_an_export_of_before_names_its_documents(tmp_path, source):
 @pytest.mark.parametrize("name", ["../x.json", "/etc/hostname", "a\0b", "."])
 @pytest.mark.parametrize("value", ["crc32c:00000000", "crc32c:00", 3, None, ["x"]])
 def test_hostile_rows_of_an_index(tmp_path, source, name, value):
-    from meshtape.storage import tensor_sums
+    from meshtape.storage.format import tensor_sums
 
     merge(source, tmp_path / "out")
     index = json.loads((tmp_path / "out" / INDEX).read_bytes())
@@ -160,8 +162,8 @@ def test_what_torch_distributed_keeps_beside_its_archives(tmp_path):
 def test_the_command_says_it(tmp_path, source):
     merge(source, tmp_path / "out")
     (tmp_path / "out" / "README.md").write_text("mine")
-    done = CliRunner().invoke(cli.main, ["verify", str(tmp_path / "out")])
+    done = CliRunner().invoke(main.main, ["verify", str(tmp_path / "out")])
     assert done.exit_code == 0
     assert "not compared, as nothing has their checksums (1): README.md" in " ".join(done.output.split())
-    done = CliRunner().invoke(cli.main, ["verify", str(tmp_path / "out"), "--json"])
+    done = CliRunner().invoke(main.main, ["verify", str(tmp_path / "out"), "--json"])
     assert json.loads(done.output)["uncovered"] == ["README.md"]

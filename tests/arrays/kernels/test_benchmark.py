@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshtape.arrays._backends import cupy_backend
-from meshtape.arrays.errors import BackendError
+from meshtape.arrays.backends.backend import cupy_backend
+from meshtape.arrays.core.errors import BackendError
 
 FILE = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
 

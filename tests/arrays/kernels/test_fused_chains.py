@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.arrays.core.program import Program
 from meshtape.arrays.kernels import launch
-from meshtape.arrays.program import Program
-from meshtape.autodiff import cuda_text, fusion_cuda
-from meshtape.autodiff.executable import local_executable
-from meshtape.autodiff.fusion import Group
+from meshtape.autodiff.compiler import cuda_codegen, cuda_fusion
+from meshtape.autodiff.compiler.executable import local_executable
+from meshtape.autodiff.compiler.fusion import Group
 
 RNG = np.random.default_rng(5)
 FLOATS = ["float32", "float64", "float16", "bfloat16"]
@@ -25,7 +25,7 @@ MORE_INTS = ["uint8", "int16", "uint32", "int64"]
 
 def group_of(program: Program) -> Group:
     """The whole program as one chain, as the executor would make it."""
-    assert all(cuda_text.expressible(e, program) for e in program.entries), program
+    assert all(cuda_codegen.expressible(e, program) for e in program.entries), program
     made = {v for e in program.entries for v in e.outputs}
     inputs = dict.fromkeys(v for e in program.entries for v in e.inputs if isinstance(v, int) and v not in made)
     outputs = tuple(dict.fromkeys(v for v in program.outputs if v in made))
@@ -39,7 +39,7 @@ def check(fn: Callable[..., Any], hosts: list[np.ndarray], place: Any, *, rtol: 
     group = group_of(program)
     of = dict(zip(program.inputs, hosts, strict=True)) | dict(program.constants)
     placed = [of[v] if not of[v].flags.c_contiguous else place(of[v]) for v in group.inputs]
-    got = dict(zip(group.outputs, fusion_cuda.executable(group, program)(*placed), strict=True))
+    got = dict(zip(group.outputs, cuda_fusion.executable(group, program)(*placed), strict=True))
     with np.errstate(all="ignore"):
         want = fn(*arrays)
     want = want if isinstance(want, tuple) else (want,)
@@ -51,7 +51,7 @@ def check(fn: Callable[..., Any], hosts: list[np.ndarray], place: Any, *, rtol: 
 
 
 def values(dtype: str, shape: Any) -> np.ndarray:
-    d = mt.arrays.dtypes.parse(dtype)
+    d = mt.arrays.core.dtypes.parse(dtype)
     if d.kind in "iu":
         limits = np.iinfo(d)
         x = RNG.integers(0 if d.kind == "u" else -100, 100, shape)
@@ -116,7 +116,7 @@ UNARY = {
 def test_functions(dtype: str, place: Any) -> None:
     """All of one variable in one kernel each; the mathematical libraries differ in the last places."""
     rtol = {"float32": 5e-6, "float64": 1e-13, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
-    d = mt.arrays.dtypes.parse(dtype)
+    d = mt.arrays.core.dtypes.parse(dtype)
     hosts = [np.linspace(lo, hi, 64).astype(np.float32 if d.itemsize < 8 else d).astype(d) for lo, hi in UNARY.values()]
 
     def f(*xs: Any) -> Any:
@@ -179,7 +179,7 @@ def test_numbers_become_the_dtype_that_they_meet(place: Any) -> None:
 def test_one_source_serves_all_calls_with_one_layout(place: Any, emulator: Any) -> None:
     x = RNG.standard_normal(64)
     program = mt.compile(lambda a: a * 2.0 + 1.0).program(mt.asarray(x))
-    run = fusion_cuda.executable(group_of(program), program)
+    run = cuda_fusion.executable(group_of(program), program)
     before = len(launch.GENERATED)
     for _ in range(3):
         np.testing.assert_array_equal(run(place(x))[0], x * 2.0 + 1.0)
@@ -191,7 +191,7 @@ def test_one_source_serves_all_calls_with_one_layout(place: Any, emulator: Any) 
 def test_vectors_are_read_only_where_addresses_allow(place: Any, emulator: Any) -> None:
     x = RNG.standard_normal(64).astype(np.float32)
     program = mt.compile(lambda a: a * 2.0 + 1.0).program(mt.asarray(x))
-    run = fusion_cuda.executable(group_of(program), program)
+    run = cuda_fusion.executable(group_of(program), program)
     for array in (place(x), place(np.concatenate([x, x[:1]]))[1:]):
         out = run(array)[0]
         np.testing.assert_array_equal(out, array * np.float32(2) + np.float32(1))
@@ -242,7 +242,7 @@ def test_random_chains(seed: int, place: Any) -> None:
 def test_what_no_kernel_can_say_stays_alone() -> None:
     def expressible(fn: Any, *arrays: mt.Array) -> bool:
         program = mt.compile(fn).program(*arrays)
-        return all(cuda_text.expressible(e, program) for e in program.entries)
+        return all(cuda_codegen.expressible(e, program) for e in program.entries)
 
     f, i, u, c = mt.ones(3), mt.ones(3, dtype=mt.int64), mt.ones(3, dtype=mt.uint64), mt.ones(3, dtype=mt.complex64)
     assert expressible(lambda a: a * 2.0 + 1.0, f)
@@ -274,7 +274,7 @@ def test_generated_sources_compile_for_every_architecture(architecture: int, mac
         group = group_of(program)
         second = ("full", "one", "strided")[(k + architecture) % 3]
         layouts = ["full", second, *["one"] * (len(group.inputs) - 2)]  # the others are numbers
-        text = fusion_cuda.source(group, program, layouts)
+        text = cuda_fusion.source(group, program, layouts)
         file = f"test_{zlib.crc32(text.encode())}.cu"
         launch.GENERATED[file] = text
         vectors = "strided" not in layouts
@@ -305,7 +305,7 @@ def test_a_kernel_takes_no_more_parameters_than_cuda_allows(place: Any, emulator
         return total, total * 2.0
 
     program = mt.compile(f).program(*map(mt.asarray, hosts))
-    parts = fusion_cuda.chains(program)
+    parts = cuda_fusion.chains(program)
     assert len(parts) > 1
     assert all(8 * (2 + len(p.outputs) + 3 * len(p.inputs)) <= 4096 for p in parts)
     got = local_executable(program, emulator.xp)(hosts)

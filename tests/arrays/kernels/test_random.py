@@ -8,8 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from meshtape.arrays import OPS, _philox, _recipes
+from meshtape.arrays import OPS
 from meshtape.arrays.kernels import compact, philox
+from meshtape.arrays.random import bit_transforms
+from meshtape.arrays.random import philox as _philox
 
 FLOATS = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 KEY = np.array([0x0123456789ABCDEF, 0xFEDCBA9876543210], np.uint64)
@@ -24,12 +26,12 @@ def test_words(emulator: Any, place: Any, start: int, count: int, stream: int) -
 
 
 def recipes() -> dict[str, tuple[Any, np.dtype]]:
-    found = {f"bits {d}": (_recipes.bits(np.dtype(d)), np.dtype(d)) for d in ("uint32", "uint64")}
+    found = {f"bits {d}": (bit_transforms.bits(np.dtype(d)), np.dtype(d)) for d in ("uint32", "uint64")}
     for d in FLOATS:
         for low, high in ((0.0, 1.0), (-3.0, 1e-3), (1.0, 1.0 + 2**-6), (0.1, 0.3)):
-            found[f"uniform {d.name} {low} {high}"] = _recipes.uniform(d, low, high), d
+            found[f"uniform {d.name} {low} {high}"] = bit_transforms.uniform(d, low, high), d
     for threshold in (0, 1, 2**31 + 17, 2**32 - 1, 2**32):
-        found[f"bernoulli {threshold}"] = _recipes.bernoulli(threshold), np.dtype(bool)
+        found[f"bernoulli {threshold}"] = bit_transforms.bernoulli(threshold), np.dtype(bool)
     return found
 
 
@@ -47,7 +49,7 @@ def test_fills_have_the_bits_of_the_cpu(emulator: Any, place: Any, name: str) ->
 
 
 def test_blocks_of_a_matrix(emulator: Any, place: Any) -> None:
-    recipe, dtype = _recipes.uniform(FLOATS[0], -1.0, 1.0), FLOATS[0]
+    recipe, dtype = bit_transforms.uniform(FLOATS[0], -1.0, 1.0), FLOATS[0]
     for shape, offset, whole in (
         ((3, 5), (2, 1), (9, 7)),
         ((4, 300), (0, 300), (8, 600)),
@@ -64,7 +66,7 @@ def test_dropout_is_its_composition(emulator: Any, place: Any, dtype: np.dtype, 
     x, y = (place(rng.normal(size=501), dtype) for _ in range(2))
     keep, start = 1.0 - rate, 13
     threshold = round(keep * 2**32)
-    mask = _philox.draw(np, KEY, _recipes.bernoulli(threshold), np.dtype(bool), (501,), (start,), (600,), 0)
+    mask = _philox.draw(np, KEY, bit_transforms.bernoulli(threshold), np.dtype(bool), (501,), (start,), (600,), 0)
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
     with np.errstate(all="ignore"):
         kept = np.where(mask, x.astype(wide) / wide.type(keep), wide.type(0))

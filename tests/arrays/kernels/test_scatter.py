@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtape import arrays as mt
-from meshtape.arrays import OPS, indexing
+from meshtape.arrays import OPS
+from meshtape.arrays.indexing import indexing
 from meshtape.arrays.kernels import scatter
 
 FLOATS = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.parallel.attention import ring_attention
+from meshtape.parallel.transforms.ring_attention import ring_attention
 
 de = mt.models.decoder
 

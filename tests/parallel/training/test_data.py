@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.parallel.training.batching import batch_sizes
-from meshtape.parallel.training.sources import as_source
+from meshtape.parallel.training.data.batching import batch_sizes
+from meshtape.parallel.training.data.sources import as_source
 
 tr = mt.training
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.dask.cluster import local_cluster
 from meshtape.parallel.training.elastic import Elastic
-from meshtape.parallel.training.metrics import read_lines
+from meshtape.parallel.training.logging.metrics import read_lines
 
 tr = mt.training
 LIMIT = 250.0

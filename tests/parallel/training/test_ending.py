@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.parallel.training.job.status import read_status
 from meshtape.parallel.training.lock import FILE, held
-from meshtape.parallel.training.status import read_status
-from meshtape.storage import saving
+from meshtape.storage.saving import save as saving
 
 tr = mt.training
 X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
@@ -242,7 +242,7 @@ def test_a_kill_while_one_is_written_leaves_the_one_before(tmp_path):
     command = script(tmp_path, event)
     text = (tmp_path / "job.py").read_text()
     hang = """
-    from meshtape.storage import saving
+    from meshtape.storage.saving import save as saving
     whole = saving.finish_directory
     def finish(*args, **kwargs):
         if "step-00000004" in str(args) + str(kwargs):

@@ -19,10 +19,10 @@ import pytest
 from click.testing import CliRunner
 
 import meshtape as mt
-from meshtape.cli import main
-from meshtape.parallel.training.metrics import read_lines
-from meshtape.parallel.training.ranklogs import collected
-from meshtape.parallel.training.records import METADATA_KEY
+from meshtape.cli.main import main
+from meshtape.parallel.training.job.rank_logs import collected
+from meshtape.parallel.training.logging.metrics import read_lines
+from meshtape.parallel.training.logging.progress import METADATA_KEY
 
 LIMIT = 250.0
 
@@ -180,8 +180,8 @@ with Path("runs.txt").open("a") as f:
     print(os.getpid(), file=f)
 
 import neighbour
-from meshtape.parallel.training.jobs import current_job
-from meshtape.parallel.workers import known_workers
+from meshtape.parallel.training.job.jobs import current_job
+from meshtape.parallel.dask.workers import known_workers
 
 def found():
     import neighbour

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.parallel.training.logging.progress import METADATA_KEY
 from meshtape.parallel.training.nonfinite import IN_A_ROW, ROLLBACKS
-from meshtape.parallel.training.records import METADATA_KEY
 
 tr = mt.training
 NON_FINITE = mt.errors.NonFiniteError

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.parallel.training.metrics import EventFile, JsonLines, read_lines
-from meshtape.parallel.training.status import read_status, with_life
+from meshtape.parallel.training.job.status import read_status, with_life
+from meshtape.parallel.training.logging.metrics import EventFile, JsonLines, read_lines
 
 from .conftest import losses
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import indexsum, sparse_calls
+from meshtape.arrays.indexing import sparse_cotangent, sparse_ops
 
 from .conftest import losses
 
 ROWS, WIDTH = 2048, 8
-assert ROWS * WIDTH >= indexsum.SMALLEST
+assert ROWS * WIDTH >= sparse_cotangent.SMALLEST
 RNG = np.random.default_rng(0)
 DATA = {"ids": RNG.integers(0, ROWS, (44, 3)), "y": RNG.standard_normal(44).astype(np.float32)}
 
@@ -46,17 +46,17 @@ def trainer(optimizer: Any, axes: Any = None, **options: Any) -> Any:
 
 @contextmanager
 def dense() -> Iterator[None]:
-    before, indexsum.SMALLEST = indexsum.SMALLEST, 1 << 60
+    before, sparse_cotangent.SMALLEST = sparse_cotangent.SMALLEST, 1 << 60
     try:
         yield
     finally:
-        indexsum.SMALLEST = before
+        sparse_cotangent.SMALLEST = before
 
 
 @pytest.fixture
 def sparse_calls_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
-    call = sparse_calls.sparse_call
+    call = sparse_ops.sparse_call
 
     def seeing(op: Any, *args: Any) -> Any:
         found = call(op, *args)
@@ -64,7 +64,7 @@ def sparse_calls_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seen.append(op.name)
         return found
 
-    monkeypatch.setattr(sparse_calls, "sparse_call", seeing)
+    monkeypatch.setattr(sparse_ops, "sparse_call", seeing)
     return seen
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.parallel.training.jobs import Job, parse_axes, resolve_axes, running
-from meshtape.parallel.training.metrics import read_lines
-from meshtape.parallel.training.records import METADATA_KEY
-from meshtape.parallel.training.status import read_status
+from meshtape.parallel.training.job.jobs import Job, parse_axes, resolve_axes, running
+from meshtape.parallel.training.job.status import read_status
+from meshtape.parallel.training.logging.metrics import read_lines
+from meshtape.parallel.training.logging.progress import METADATA_KEY
 
 from .conftest import losses
 

@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 import meshtape as mt
-from meshtape.cli import main
+from meshtape.cli.main import main
 from meshtape.errors import CorruptCheckpoint, MeshtapeError
 from meshtape.storage import save
-from meshtape.storage.browse.text import key
+from meshtape.storage.browse.model.text import key
 
 VIEWS = ("checkpoint", "map", "details", "health", "compare")
 NAMES = {

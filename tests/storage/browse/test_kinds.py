@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.cli import main
-from meshtape.storage.browse.health import Health, scan
+from meshtape.cli.main import main
+from meshtape.storage.browse.model.health import Health, scan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 W = np.arange(24.0, dtype="f4").reshape(4, 6)

@@ -16,18 +16,18 @@ from safetensors.numpy import save_file
 
 import meshtape as mt
 from meshtape.storage import open_checkpoint, save
-from meshtape.storage.browse import charts, png
-from meshtape.storage.browse.compare import compare, names
-from meshtape.storage.browse.health import Health, scan
-from meshtape.storage.browse.inventory import PAGE, Inventory, Query
-from meshtape.storage.browse.jobs import Job, Jobs, Stopped
-from meshtape.storage.browse.layout import blocks, chunk_map, stored
-from meshtape.storage.browse.pieces import Pieces
-from meshtape.storage.browse.runs import history
-from meshtape.storage.browse.slices import CELLS, View, window
-from meshtape.storage.browse.statistics import QUANTILES, statistics
-from meshtape.storage.browse.text import key, natural
-from meshtape.storage.browse.treemap import Rectangle, squarify, treemap
+from meshtape.storage.browse.model.compare import compare, names
+from meshtape.storage.browse.model.health import Health, scan
+from meshtape.storage.browse.model.inventory import PAGE, Inventory, Query
+from meshtape.storage.browse.model.jobs import Job, Jobs, Stopped
+from meshtape.storage.browse.model.layout import blocks, chunk_map, stored
+from meshtape.storage.browse.model.pieces import Pieces
+from meshtape.storage.browse.model.runs import history
+from meshtape.storage.browse.model.slices import CELLS, View, window
+from meshtape.storage.browse.model.statistics import QUANTILES, statistics
+from meshtape.storage.browse.model.text import key, natural
+from meshtape.storage.browse.views import charts, png
+from meshtape.storage.browse.views.treemap import Rectangle, squarify, treemap
 
 shapes = st.lists(st.integers(1, 90), min_size=0, max_size=4).filter(lambda s: math.prod(s) <= 20_000).map(tuple)
 

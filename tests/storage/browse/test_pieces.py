@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 import meshtape as mt
 from meshtape.errors import CheckpointError
 from meshtape.storage import open_checkpoint
-from meshtape.storage.browse.compare import compare, names
-from meshtape.storage.browse.health import Health, scan
-from meshtape.storage.browse.pieces import Pieces
-from meshtape.storage.browse.slices import View, window
-from meshtape.storage.browse.statistics import statistics
+from meshtape.storage.browse.model.compare import compare, names
+from meshtape.storage.browse.model.health import Health, scan
+from meshtape.storage.browse.model.pieces import Pieces
+from meshtape.storage.browse.model.slices import View, window
+from meshtape.storage.browse.model.statistics import statistics
 
 ROWS, COLUMNS = 512, 1024  # of float32: two pieces of 1 MiB, which share every row
 

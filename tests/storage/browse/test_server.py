@@ -23,7 +23,7 @@ import meshtape as mt
 from meshtape.errors import CheckpointError
 from meshtape.storage import save
 from meshtape.storage.browse import Server
-from meshtape.storage.browse.text import key
+from meshtape.storage.browse.model.text import key
 
 VIEWS = ("checkpoint", "map", "details", "health", "compare")
 

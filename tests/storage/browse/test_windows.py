@@ -10,7 +10,7 @@ import pytest
 import meshtape as mt
 from meshtape.errors import CorruptCheckpoint
 from meshtape.storage import open_checkpoint
-from meshtape.storage.browse.slices import CELLS, View, window
+from meshtape.storage.browse.model.slices import CELLS, View, window
 
 
 @pytest.mark.parametrize("step", [1, 3])

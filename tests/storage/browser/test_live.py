@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.parallel import dashboard
-from meshtape.parallel.cluster import local_cluster
+from meshtape.parallel.dashboard import pages
+from meshtape.parallel.dask.cluster import local_cluster
 
 from .conftest import Browser
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.timeout(600)
 def test_bytes_of_checkpoints_move_while_they_are_written(
     chromium: Any, screenshots: Path, tmp_path: Path, held_merge: Any
 ) -> None:
-    with dashboard.mounted(str(tmp_path)), local_cluster(1) as client:
+    with pages.mounted(str(tmp_path)), local_cluster(1) as client:
         mesh = mt.Mesh({"data": 2}, client=client)
         x = mt.distribute(np.ones((512, 512)), mesh, data=mt.Shard(0))
         mt.save(tmp_path / "run", {"x": x})
-        b = Browser(chromium, dashboard.address(client), screenshots)
+        b = Browser(chromium, pages.address(client), screenshots)
         b.requested()
         with held_merge(tmp_path / "run", tmp_path / "hf") as go:
             b.go()

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 import meshtape as mt
-from meshtape.cli import main
+from meshtape.cli.main import main
 from meshtape.storage.browse import Server
 
 pytestmark = pytest.mark.timeout(600)

@@ -276,12 +276,12 @@ def cloud(request, monkeypatch):
     """A server with an empty bucket, and the environment that leads to it; ``cloud.place`` is in the bucket."""
     pytest.importorskip("obstore")
     pytest.importorskip("cryptography")
-    from meshtape.storage import objects
+    from meshtape.storage.stores import object_store
 
     for name in [n for n in os.environ if n.startswith(("GOOGLE_", "AZURE_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(objects, "_clients", {})
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(object_store, "_clients", {})
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
     server = request.param()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)

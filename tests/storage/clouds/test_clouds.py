@@ -6,7 +6,10 @@ from serving import one_in_three
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.storage import CheckpointManager, load, multipart, object_commit, objects, save, stores
+from meshtape.storage import CheckpointManager, load, save
+from meshtape.storage.saving import object_commit
+from meshtape.storage.stores import multipart, object_store
+from meshtape.storage.stores import store as stores
 
 
 def names(url):
@@ -108,7 +111,7 @@ def test_a_server_that_fails_now_and_then(cloud, status):
 
 def test_refusals_name_the_place_and_no_secret(cloud, monkeypatch):
     save(f"{cloud.place}/c", {"w": np.ones(2)})
-    monkeypatch.setattr(objects, "_clients", {})
+    monkeypatch.setattr(object_store, "_clients", {})
     with pytest.raises(errors.StoreError, match=r"nosuch.*: the bucket does not exist"):
         stores.at(f"{cloud.scheme}://nosuch/x").put("a", b"1")
     cloud.fault = lambda n, method, path: 403
@@ -117,7 +120,7 @@ def test_refusals_name_the_place_and_no_secret(cloud, monkeypatch):
             act()
         assert cloud.place in str(told.value)
         assert cloud.secret[5:] not in str(told.value)
-    held, _ = objects.client(cloud.place)
+    held, _ = object_store.client(cloud.place)
     assert cloud.secret[5:25] not in repr(held)
 
 

@@ -1,1 +1,0 @@
-from meshtape.arrays._core cimport Now, Value

@@ -1,0 +1,233 @@
+"""Functional writes: ``x.at[key].set(v)`` and its kin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core.dispatch import apply
+from ..core.dtypes import result_type
+from ..core.op import Op
+from ..indexing.indexing import (
+    INDEX_ADD,
+    INDEX_MAX,
+    INDEX_MIN,
+    INDEX_SET,
+    check_fits,
+    check_value_dtype,
+    check_value_shape,
+)
+from ..indexing.keys import is_basic, mask_alone, numpy_key, parse, result_shape
+from ..nn.norms.row_blocks import wide
+from ..ops.elementwise import ADD, MAXIMUM, MINIMUM, MULTIPLY
+
+if TYPE_CHECKING:
+    from .array import Array
+
+
+_NO_KEY = object()
+
+
+class AtIndex:
+    """``x.at[key]``: functional writes, which return a new array and leave ``x`` as it is.
+
+    >>> import meshtape as mt
+    >>> mt.zeros(3).at[[0, 0, 2]].add(1.0)
+    Array([2., 0., 1.], dtype=float64)
+    """
+
+    __slots__ = ("_key", "_x")
+    __iter__ = None  # else Python would index without end
+    __contains__ = None
+
+    def __init__(self, x: Array, key: Any = _NO_KEY) -> None:
+        self._x, self._key = x, key
+
+    def __getitem__(self, key: Any) -> AtIndex:
+        return AtIndex(self._x, key)
+
+    def __repr__(self) -> str:
+        return f"<x.at[{self._key!r}] of an array of shape {self._x.shape}>"
+
+    def _write(self, op: Op, v: Any) -> Array:
+        from ..ops.creation import asarray
+        from .array import Array
+
+        if self._key is _NO_KEY:
+            raise TypeError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
+        value = v if isinstance(v, Array | int | float | complex) else asarray(v)
+        masked = masked_write(op.name, op, self._x, self._key, value)
+        if masked is not None:
+            return masked
+        template, arrays = parse(self._x, self._key)
+        shape = value.shape if isinstance(value, Array) else ()
+        check_value_shape(op.name, shape, result_shape(template, self._x.shape, [a.shape for a in arrays]))
+        check_value_dtype(op.name, value, self._x.dtype)
+        if op is not INDEX_SET:
+            check_fits(op.name, result_type(self._x.dtype, value), self._x.dtype)
+        return apply(op, (self._x, value, *arrays), {"template": template})
+
+    def _value(self, name: str, v: Any, target: tuple[int, ...]) -> Array:
+        """A factor as an array: a Python number takes the dtype that it has beside ``x``."""
+        from ..ops.creation import asarray, beside
+
+        if isinstance(v, int | float | complex):
+            v = asarray(v, dtype=result_type(self._x.dtype, v), device=beside(self._x))
+        value = asarray(v)
+        check_value_shape(name, value.shape, target)
+        check_value_dtype(name, value, self._x.dtype)
+        return value
+
+    def set(self, v: Any) -> Array:
+        """A copy with ``v`` at the index; of repeated places the last write in C order wins."""
+        return self._write(INDEX_SET, v)
+
+    def add(self, v: Any) -> Array:
+        """A copy with ``v`` added at the index; repeated places add up."""
+        return self._write(INDEX_ADD, v)
+
+    def min(self, v: Any) -> Array:
+        """A copy with the smaller of the element and ``v`` at the index. Whatever ties shares the gradient evenly."""
+        return self._write(INDEX_MIN, v)
+
+    def max(self, v: Any) -> Array:
+        """A copy with the larger of the element and ``v`` at the index. Whatever ties shares the gradient evenly."""
+        return self._write(INDEX_MAX, v)
+
+    def multiply(self, v: Any) -> Array:
+        """A copy multiplied by ``v`` at the index; of repeated places by all of theirs.
+
+        Which places repeat must be known: inside ``mt.compile`` the index arrays cannot be traced. (A mask with one number can.)
+
+        >>> import meshtape as mt
+        >>> mt.ones(3).at[[0, 0, 2]].multiply(mt.asarray([2.0, 5.0, 3.0]))
+        Array([10.,  1.,  3.], dtype=float64)
+        """
+        from ..ops.manipulation import astype, broadcast_to, reshape
+
+        if self._key is _NO_KEY:
+            raise TypeError("[index_multiply] x.at needs an index before it writes: x.at[...]")
+        if isinstance(v, int | float | complex) or getattr(v, "ndim", 1) == 0:
+            masked = masked_write("index_multiply", MULTIPLY, self._x, self._key, v)
+            if masked is not None:
+                return masked
+        template, arrays = parse(self._x, self._key)
+        target = result_shape(template, self._x.shape, [a.shape for a in arrays])
+        value = self._value("index_multiply", v, target)
+        if is_basic(template):
+            return self._written("index_multiply", self._x[self._key], value, lambda new: self.set(new))
+        places = _places(self._x.shape, numpy_key(template, [a._concrete() for a in arrays]))
+        lead = value.ndim - len(target)
+        spread = broadcast_to(reshape(value, value.shape[lead:]) if lead > 0 else value, target)
+        # As if each were multiplied into the element, in the dtype of both; and products of many short floats are rounded once.
+        spread = astype(spread, wide(result_type(self._x.dtype, spread)), copy=False)
+        where, factors = _joined(reshape(spread, (-1,)), places)
+        flat = reshape(self._x, (-1,))
+        return self._written(
+            "index_multiply",
+            flat[where],
+            factors,
+            lambda new: reshape(AtIndex(flat, where).set(new), self._x.shape),
+        )
+
+    def subtract(self, v: Any) -> Array:
+        """A copy with ``v`` subtracted at the index; repeated places lose all of theirs."""
+        from ..ops.creation import asarray, beside
+
+        where = None if hasattr(v, "device") else beside(self._x)
+        return self.add(-asarray(v, dtype=result_type(self._x.dtype, v), device=where))
+
+    def divide(self, v: Any) -> Array:
+        """A copy divided by ``v`` at the index; of repeated places by all of theirs."""
+        return self._fitted("index_divide", self._x / self._factors(v))
+
+    def power(self, v: Any) -> Array:
+        """A copy raised to the power ``v`` at the index; of repeated places to all of theirs."""
+        return self._fitted("index_power", self._x ** self._factors(v))
+
+    def _factors(self, v: Any) -> Array:
+        """Ones, with ``v`` at the index."""
+        from ..ops.creation import ones_like
+
+        return AtIndex(ones_like(self._x, dtype=result_type(self._x.dtype, v)), self._key).multiply(v)
+
+    def _fitted(self, name: str, new: Array) -> Array:
+        from ..ops.manipulation import astype
+
+        check_fits(name, new.dtype, self._x.dtype)
+        return astype(new, self._x.dtype, copy=False)
+
+    def _written(self, name: str, old: Array, factor: Array, put: Callable[[Array], Array]) -> Array:
+        from ..ops.manipulation import astype
+
+        new = old * factor
+        check_value_dtype(name, new, self._x.dtype)
+        check_fits(name, new.dtype, self._x.dtype)
+        return put(astype(new, self._x.dtype, copy=False))
+
+
+def masked_write(name: str, op: Op, x: Array, key: Any, value: Any) -> Array | None:
+    """``x`` written with one number under a mask, as a selection: no place is counted, so that no host waits for a GPU, the mask
+    may be traced or split, and NaN under it reaches no gradient. None where it is no such write."""
+    from ..ops.creation import asarray, beside
+    from ..ops.elementwise import where
+    from ..ops.manipulation import astype, reshape
+    from .array import Array
+
+    if isinstance(value, Array) and value.ndim:
+        return None
+    mask = mask_alone(x, key)
+    if mask is None:
+        return None
+    mask = reshape(mask, (*mask.shape, *(1,) * (x.ndim - mask.ndim)))
+    value = value if isinstance(value, Array | int | float | complex) else asarray(value)
+    check_value_dtype(name, value, x.dtype)
+    if op is INDEX_SET:
+        if not isinstance(value, Array):
+            # In the dtype of x, by the rules (and with the errors) of NumPy's assignment.
+            value = asarray(
+                np.array(value).astype(x.dtype) if x.dtype.num >= 256 else np.array(value, x.dtype), device=beside(x)
+            )
+        return where(mask, astype(value, x.dtype, copy=False), x)
+    check_fits(name, result_type(x.dtype, value), x.dtype)
+    return where(mask, astype(apply(_WITH[op], (x, value)), x.dtype, copy=False), x)
+
+
+_WITH = {INDEX_ADD: ADD, INDEX_MIN: MINIMUM, INDEX_MAX: MAXIMUM, MULTIPLY: MULTIPLY}
+
+
+def _places(shape: tuple[int, ...], key: tuple[Any, ...]) -> np.ndarray:
+    """Position in the flattened array of each element that the index selects, in C order."""
+    return np.arange(math.prod(shape)).reshape(shape)[key].reshape(-1)
+
+
+def _joined(values: Array, places: np.ndarray) -> tuple[np.ndarray, Array]:
+    """The distinct places, and for each the product of its values.
+
+    Neighbours are multiplied pair by pair, in as many rounds as the longest run needs: no division, so that the derivative is
+    right where factors are zero.
+    """
+    from ..ops.manipulation import concat
+
+    order = np.argsort(places, kind="stable")
+    values, places = values[order], places[order]
+    while True:
+        starts = np.flatnonzero(np.r_[True, places[1:] != places[:-1]]) if places.size else np.zeros(0, np.intp)
+        if starts.size == places.size:
+            return places, values
+        rank = np.arange(places.size) - np.repeat(starts, np.diff(np.r_[starts, places.size]))
+        firsts = np.flatnonzero(rank % 2 == 0)
+        # What has no partner is multiplied by the one at the end.
+        partner = np.where(np.isin(firsts + 1, np.flatnonzero(rank % 2)), firsts + 1, places.size)
+        padded = concat([values, ones_beside(values)], axis=0)
+        values, places = values[firsts] * padded[partner], places[firsts]
+
+
+def ones_beside(x: Array) -> Array:
+    """A single one, of the dtype and on the device of ``x``."""
+    from ..ops.creation import beside, ones
+
+    return ones(1, dtype=x.dtype, device=beside(x))

@@ -1,0 +1,170 @@
+"""The functions that people expect as methods of ``Array``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core.dtypes import as_dtype
+from ..core.errors import DTypeError, NumPyAttributeError
+from ..ops import elementwise as ew
+from ..ops import manipulation, reductions
+
+if TYPE_CHECKING:
+    from .array import Array
+
+
+class Methods:
+    """Base of ``Array``: what is not the function of the same name in the namespace alone (see :data:`FUNCTIONS`)."""
+
+    __slots__ = ()
+
+    # ----- elements -----------------------------------------------------------------------------------------------------
+
+    @property
+    def real(self) -> Array:
+        """See :func:`meshtape.real`."""
+        return ew.real(self)
+
+    @property
+    def imag(self) -> Array:
+        """See :func:`meshtape.imag`."""
+        return ew.imag(self)
+
+    def __divmod__(self, other: Any) -> tuple[Array, Array]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Array, Array]:
+        return other // self, other % self
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(reductions.any(ew.equal(self, value)))
+
+    # ----- rearranging --------------------------------------------------------------------------------------------------
+
+    def astype(
+        self, dtype: Any, order: str = "K", casting: Any = "unsafe", subok: bool = True, copy: bool = True
+    ) -> Array:
+        """See :func:`meshtape.astype`. ``casting`` is as NumPy's; an ``order`` of memory is not seen in a value."""
+        if casting != "unsafe" and not np.can_cast(self.dtype, as_dtype(dtype, "astype"), casting):
+            raise DTypeError(f"[astype] {self.dtype.name} to {dtype} is no cast of the kind {casting!r}")
+        return manipulation.astype(self, dtype, copy=copy)
+
+    def copy(self, order: str = "C") -> Array:
+        """An Array of the same value; memory is shared until one side is written. (An ``order`` of it is not seen in a value.)"""
+        from ..ops.creation import own_copy
+
+        return own_copy(self)
+
+    def reshape(self, *shape: Any, order: str = "C") -> Array:
+        """See :func:`meshtape.reshape`; takes a tuple or the lengths one by one."""
+        if len(shape) == 1 and type(shape[0]) is not int and not isinstance(shape[0], int | np.integer):
+            (shape,) = shape
+        return manipulation.reshape(self, shape, order=order)
+
+    def flatten(self, order: str = "C") -> Array:
+        """The elements in C order, in one dimension; with ``order="F"`` the first index runs fastest."""
+        return manipulation.reshape(self, (-1,), order=order)
+
+    ravel = flatten
+
+    def transpose(self, *axes: Any) -> Array:
+        """See :func:`meshtape.permute_dims`; takes a tuple or the axes one by one, and reverses all of them without any."""
+        order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int | np.integer) else axes
+        return manipulation.permute_dims(self, order or tuple(range(self.ndim))[::-1])
+
+    def compress(self, condition: Any, axis: int | None = None) -> Array:
+        """See :func:`meshtape.compress`."""
+        from ..numpy_compat import compress
+
+        return compress(condition, self, axis)
+
+    def tobytes(self) -> bytes:
+        """The elements in C order, as they lie in memory."""
+        return np.asarray(self).tobytes()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+    @property
+    def flat(self) -> Array:
+        """The elements in C order, in one dimension, to read."""
+        return self.flatten()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise NumPyAttributeError(f"[{name}] {_INSTEAD.get(name, f'is of NumPy arrays alone: np.asarray(x).{name}')}")
+
+
+_WRITE = "arrays are values: write x[i] = v"
+_INSTEAD = {
+    **dict.fromkeys(("fill", "itemset", "put", "setfield"), _WRITE),
+    "choose": "write mt.select(conditions, choices)",
+    "partition": "writes in place, and arrays are values: write x = mt.partition(x, kth)",
+    "resize": "writes in place, and arrays are values: write x = mt.reshape(x, shape), or mt.pad",
+    "view": "x.astype(dtype) converts the numbers; np.asarray(x).view(dtype) reads their bytes anew",
+}
+
+# The methods that are functions of the namespace, with NumPy's arguments.
+FUNCTIONS = [
+    "all",
+    "any",
+    "argmax",
+    "argmin",
+    "argpartition",
+    "argsort",
+    "clip",
+    "conj",
+    "conjugate",
+    "cumprod",
+    "cumsum",
+    "diagonal",
+    "dot",
+    "max",
+    "mean",
+    "min",
+    "nonzero",
+    "prod",
+    "ptp",
+    "repeat",
+    "round",
+    "searchsorted",
+    "sort",
+    "squeeze",
+    "std",
+    "sum",
+    "swapaxes",
+    "take",
+    "trace",
+    "var",
+]
+
+
+def method(name: str, fn: Callable[..., Any], numpys: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as a method. Arguments that it lacks, or takes at another place, are read as those of NumPy's function."""
+
+    def call(self: Array, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(self, *args, **kwargs)
+        except TypeError:
+            try:
+                _signature(fn).bind(self, *args, **kwargs)
+            except TypeError:
+                pass
+            else:
+                raise
+        return numpys(self, *args, **kwargs)
+
+    call.__name__, call.__qualname__, call.__doc__ = name, f"Array.{name}", fn.__doc__
+    call.__signature__ = _signature(fn)  # type: ignore[attr-defined]
+    return call
+
+
+_signature = functools.cache(inspect.signature)

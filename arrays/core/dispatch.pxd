@@ -1,0 +1,1 @@
+from meshtape.arrays.core.value cimport Now, Value

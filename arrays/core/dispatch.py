@@ -1,0 +1,442 @@
+"""The one point through which every op call goes.
+
+``apply`` looks at the kind of the buffers, has the call computed (or noted, where a buffer only stands for a value), wraps the
+results, and shows the call to the recorders of this thread. It is the hot path of eager work: the common case, NumPy arrays
+and Python scalars with nothing recording, is one loop and one call.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .errors import (
+    ConcurrentWriteError,
+    DeviceError,
+    DTypeError,
+    GradientError,
+    LinAlgError,
+    MeshtapeError,
+    OutOfMemory,
+    TracedValueError,
+)
+from .op import NO_PARAMS, Op, state
+from .program import Const, Program, ShapeDtype, Site
+from .value import COMPILED, FIRST_USER_DTYPE, Now, Value
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+ndarray = np.ndarray
+_getframe = sys._getframe
+_CALLER = 0 if COMPILED else 2  # frames from :func:`record` to the caller of the function that shows it a call
+SCALARS = frozenset({bool, int, float, complex})
+_REAL_SCALARS = frozenset({bool, int, float})
+
+
+class NotNumbers(DTypeError):
+    """An operand is None, a text or an object: nothing that an array holds."""
+
+
+class ProgramHost(Protocol):
+    """Who runs programs on values that are not in one place: a mesh. What ``mt.compile`` knows of it."""
+
+    def place(
+        self, op: Op, avals: Sequence[Any], shardings: Sequence[Any], params: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Shardings of the results of a call on arguments with these avals (or scalars) and shardings (None: replicated)."""
+
+    def prepare(
+        self, program: Program, shardings: Sequence[Any], name: str = "compiled"
+    ) -> Callable[[Sequence[Any]], list[Any]]:
+        """The program made ready for inputs of these shardings: a function from input buffers to output buffers. ``name`` is that
+        of the function it came from, for those who watch."""
+
+    def replicate(self, value: Any) -> Any:
+        """An Array on every rank with the value of a local one."""
+
+
+class Deferred:
+    """A buffer whose value is not here: traced by ``mt.compile``, or split over a mesh.
+
+    Subclasses have ``shape``, ``dtype``, ``device``, ``sharding`` (None when not split) and ``host`` (the
+    :class:`ProgramHost` that it is split over, or None). The array methods that need a value call :meth:`concrete`. Where deferred buffers of several kinds meet in a call, the one with the highest
+    ``priority`` takes it.
+    """
+
+    __slots__ = ("part",)  # true of what basic indexing gave, which in NumPy is a view
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    host: ProgramHost | None
+    priority = 0
+    traced = False  # whether it only stands for a value that is not known yet
+    passing = False
+    """Whether this stands in for a buffer while another thread writes to it; ``value`` waits for what comes of it."""
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def aval(self) -> ShapeDtype:
+        return ShapeDtype(self.shape, self.dtype)
+
+    def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The operands as the call is to see them, and as recorders are shown them; itself calls ops where they need preparing."""
+        return args
+
+    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Note a call and return the buffers that stand for its results. ``args`` are Arrays and Python scalars."""
+        raise TypeError(f"{type(self).__name__} cannot take part in {op.name}")
+
+    def concrete(self) -> np.ndarray:
+        """The value as a NumPy array, computed now if need be."""
+        raise TypeError(f"{type(self).__name__} has no value")
+
+    def elements(self, x: Array) -> Iterator[Array]:
+        """What ``for v in x`` gives, where this is the buffer of ``x``, which has a dimension."""
+        return (x[i] for i in range(self.shape[0]))
+
+
+class Symbol:
+    """Stands for a Python number whose value a program is to be told at each call."""
+
+    __slots__ = ()
+
+    def operand(self, op: Op, args: tuple[Any, ...]) -> Any:
+        """What takes its place among these arguments of a call: an Array, or the number."""
+        raise TypeError(f"{type(self).__name__} cannot take part in {op.name}")
+
+    def _read(self) -> Any:
+        """The number itself."""
+        raise TypeError(f"{type(self).__name__} has no value")
+
+
+def number(value: Any) -> Any:
+    """A number that NumPy is to see as such: of what stands for one it takes the value for that of an array, which it casts in silence."""
+    return value._read() if isinstance(value, Symbol) else value
+
+
+_array_type: type[Array]
+
+
+def register_array_type(cls: type[Array]) -> None:
+    """Called once by the module of ``Array``, which itself needs ``apply``."""
+    global _array_type
+    _array_type = cls
+
+
+def wrap(buf: Any) -> Array:
+    """An ``Array`` around a buffer, without copy or check."""
+    cls: type = _array_type
+    x: Value = cls.__new__(cls)
+    x._buf = buf
+    x._id = 0
+    return x
+
+
+def made(x: Array, of: Any = None) -> Array:
+    """``x``, after telling those who record that it was made here, of a NumPy array or of nothing."""
+    for r in state.now.recorders:
+        if hasattr(r, "note_made"):
+            r.note_made(x, of)
+    return x
+
+
+def as_array(x: Any) -> Array:
+    """``asarray(x)`` for the functions of this package: an Array is handed on without the call, and without an import of its module."""
+    if type(x) is _array_type:
+        return x
+    from ..ops.creation import asarray
+
+    return asarray(x)
+
+
+def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) -> Any:
+    """Call ``op``: an ``Array``, or a tuple of them where the op has several results.
+
+    ``args`` are Arrays, Python scalars or whatever :func:`coerce` accepts; ``params`` must not be changed afterwards.
+    """
+    bufs = []
+    scalars = arrays = False
+    for a in args:
+        t = type(a)
+        if t is _array_type:
+            x: Value = a
+            b = x._buf
+            if type(b) is not ndarray:
+                return _apply_general(op, args, params)
+            bufs.append(b)
+            arrays = True
+        elif t in SCALARS:
+            bufs.append(a)
+            scalars = True
+        else:
+            return _apply_general(op, args, params)
+    if scalars:
+        if not arrays:
+            return apply(op, tuple([as_array(a) for a in args]), params)
+        for b in bufs:
+            if type(b) is ndarray and b.dtype.num >= FIRST_USER_DTYPE and (strong := _strong_scalars(args)) is not None:
+                return apply(op, strong, params)
+    try:
+        # The empty mapping is a proxy, which NumPy's calls would first have to copy.
+        out = op.numpy(*bufs) if params is NO_PARAMS else op.numpy(*bufs, **params)
+    except (ValueError, TypeError, OverflowError, MemoryError) as e:
+        _explain(op, args, params, e)
+        raise
+    if type(out) is ndarray:
+        result = wrap(out)
+    elif op.nout == 1:
+        result = wrap(out if isinstance(out, Deferred) else np.asarray(out))
+    else:
+        result = tuple(wrap(np.asarray(o)) for o in out)
+    now: Now = state.now
+    if now.recorders:
+        record(op, args, bufs, result, params)
+    return result
+
+
+def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
+    from ..backends.backend import backend_of
+
+    args = _coerced(op, args)
+    args = _strong_scalars(args) or args
+    bufs = tuple([a._buf if type(a) is _array_type else a for a in args])
+    deferred = [b for b in bufs if isinstance(b, Deferred)]
+    if deferred:
+        taker = max(deferred, key=lambda b: b.priority)
+        if taker.passing:
+            pairs = zip(args, bufs, strict=True)
+            return apply(op, tuple([b.value() if getattr(b, "passing", False) else a for a, b in pairs]), params)
+        args = taker.admit(op, args)
+        bufs = ()
+        outs = taker.emit(op, args, params)
+    else:
+        devices = {a.device for a in args if type(a) is _array_type}
+        if len(devices) > 1:
+            raise DeviceError(
+                f"[{op.name}] the arrays are on different devices: {', '.join(sorted(map(str, devices)))}; "
+                f"move them to one with x.to_device(...)"
+            )
+        first = next((b for a, b in zip(args, bufs, strict=True) if type(a) is _array_type), None)
+        try:
+            outs = backend_of(first).run(op, bufs, params)
+        except (ValueError, TypeError, OverflowError, MemoryError) as e:
+            _explain(op, args, params, e)
+            raise
+    wrapped = tuple(wrap(o) for o in outs)
+    result = wrapped[0] if op.nout == 1 else wrapped
+    if state.recorders:
+        record(op, args, bufs, result, params)
+    return result
+
+
+def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The arguments with real Python scalars as arrays, where the dtype they meet is one of ml_dtypes; else None.
+
+    NumPy's rule that a Python scalar never widens an array does not reach dtypes that others register: ``bfloat16 * 2.0`` would be
+    float32, and ``where(c, bfloat16, 0.0)`` float64.
+    """
+    for a in args:
+        if type(a) is _array_type and a._buf.dtype.num >= FIRST_USER_DTYPE:
+            break
+    else:
+        return None
+    floats = {b.dtype for b in args if type(b) is _array_type and b.dtype.kind not in "biu"}
+    if len(floats) > 1 or not any(type(b) in _REAL_SCALARS for b in args):
+        return None
+    from ..ops.creation import asarray
+    from .devices import Device
+
+    where = a.device if isinstance(a.device, Device) else None
+    return tuple(asarray(np.asarray(b, a.dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)
+
+
+def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Exception) -> None:
+    """Raise what the op's own rule has to say of arguments that a backend refused: one text and type on every backend.
+
+    What depends on the values the rule cannot know: it keeps its text, and gets the op and the arguments.
+    """
+    if isinstance(error, MeshtapeError) and not isinstance(error, MemoryError):
+        return
+    if isinstance(error, MemoryError) or "array is too big" in str(error):
+        raise OutOfMemory(f"[{op.name}] {error} (of {', '.join(map(str, argument_avals(args)))})") from None
+    avals = argument_avals(args)
+    try:
+        op.avals(avals, params)
+    except MeshtapeError as ours:
+        raise ours from None
+    except (ValueError, TypeError, OverflowError):
+        pass  # the rule asks the backend for the dtype, which answers with the same error
+    if isinstance(error, np.exceptions.DTypePromotionError):
+        names = " and ".join(dict.fromkeys(a.dtype.name for a in avals if hasattr(a, "dtype")))
+        raise DTypeError(f"[{op.name}] {names} give no dtype together: cast one of them with astype") from None
+    text = f"[{op.name}] {error} (of {', '.join(map(str, avals))})"
+    if isinstance(error, np.linalg.LinAlgError):
+        raise LinAlgError(text) from None
+    if type(error) in (ValueError, TypeError, OverflowError) and not str(error).startswith("["):
+        raise type(error)(text) from None
+
+
+def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands, NumPy's scalars beside the arrays that they meet."""
+    for a in args:
+        if isinstance(a, Symbol):
+            args = tuple(a.operand(op, args) if isinstance(a, Symbol) else a for a in args)
+            break
+    where = next((a._buf for a in args if type(a) is _array_type), None)
+    if where is not None and type(where) is not ndarray and not isinstance(where, Deferred):
+        from ..backends.backend import backend_of
+
+        backend = backend_of(where)
+        device = backend.device_of(where)
+        args = tuple(wrap(backend.from_host(np.asarray(a), device)) if isinstance(a, np.generic) else a for a in args)
+        if any(isinstance(a, list | tuple) for a in args):
+            from ..ops.creation import asarray
+
+            args = tuple(asarray(a, device=device) if isinstance(a, list | tuple) else a for a in args)
+    return tuple(coerce(op, a) for a in args)
+
+
+def coerce(op: Op, a: Any) -> Any:
+    """An operand as an ``Array`` or a Python scalar; a list is an array. Raises :class:`DTypeError` for anything else."""
+    t = type(a)
+    if t is _array_type or t in SCALARS:
+        return a
+    if isinstance(a, np.ndarray | np.generic):
+        from ..ops.creation import asarray
+
+        return asarray(a, device="cpu")
+    if isinstance(a, list | tuple):
+        return as_array(a)
+    for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
+        if isinstance(a, base):
+            return base(a)
+    raise NotNumbers(f"[{op.name}] cannot take {t.__module__}.{t.__qualname__}: pass an Array or a Python number")
+
+
+def is_watched(x: Array) -> bool:
+    """Whether a tape of this thread would record a call on ``x``."""
+    return any(r.watches(x) for r in state.recorders)
+
+
+def has_history(x: Any) -> bool:
+    """Whether reading the numbers of ``x`` would lose what it was computed from: a recorder watches it, or it is traced.
+
+    While a function is traced that holds for every array: one of the closure is a value of the program too.
+    """
+    if type(x) is not _array_type:
+        return False
+    if isinstance(x._buf, Deferred) and x._buf.traced:
+        return True
+    return any(r.watches(x) or getattr(r, "lifts", False) for r in state.now.recorders)
+
+
+def refuse_watched(what: str, x: Array, instead: str = "pass mt.stop_gradient(x) if it is to be a constant") -> None:
+    """Raise where a tape watches ``x`` and ``what`` would cut its gradient off in silence."""
+    if is_watched(x):
+        raise GradientError(
+            f"[{what}] a tape watches this array (shape {tuple(x.shape)}), and what comes out would have no gradient: {instead}"
+        )
+
+
+def refuse_history(what: str, x: Array, instead: str = "use a function of meshtape") -> None:
+    """:func:`refuse_watched`, of traced arrays too."""
+    if has_history(x):
+        refuse_watched(what, x, f"{instead}, or pass mt.stop_gradient(x) if it is to be a constant")
+        raise TracedValueError(
+            f"[{what}] takes values, and this array (shape {tuple(x.shape)}) only stands for one while the function is traced: "
+            f"{instead}, or call it outside of the function"
+        )
+
+
+def as_number(name: str, what: str, value: Any) -> float:
+    """A parameter that is one number. Raises where it is an array whose history would be lost: the op has no derivative by it."""
+    if type(value) is _array_type:
+        refuse_history(name, value, f"{what} is a number without a derivative")
+    return float(value)
+
+
+def call_site(depth: int = 2) -> Site | None:
+    """The innermost line outside this package: what an error of the backward pass should name.
+
+    ``depth`` is the number of frames, this one included, that are known to be ours: each frame that is looked at has to be made first.
+    (The compiled core has no frames of its own, and looks from where it was called.)
+
+    A derivative, or a call that is made again, has the line of the call that it stands for.
+    """
+    now: Now = state.now
+    if now.site is not None:
+        return now.site
+    f = sys._getframe(0 if COMPILED else depth)
+    while f is not None:
+        names = f.f_globals
+        ours = _OURS.get(id(names))
+        if ours is None:
+            # Modules are asked for their name once: this runs for every recorded call.
+            ours = _OURS[id(names)] = names.get("__name__", "").startswith("meshtape.")
+        if not ours:
+            return f.f_code, f.f_lasti
+        f = f.f_back
+    return None
+
+
+_OURS: dict[int, bool] = {}
+"""Whether the module with the globals of this id is one of this package."""
+
+
+def record(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], result: Any, params: Mapping[str, Any]) -> None:
+    """Show a call to the recorders. ``bufs`` are what the arguments had when it was computed, if they have values."""
+    outs = (result,) if op.nout == 1 else result
+    now: Now = state.now
+    site = now.site
+    if site is None:
+        frame = _getframe(_CALLER)
+        site = (frame.f_code, frame.f_lasti) if _OURS.get(id(frame.f_globals)) is False else call_site(3)
+    origin = now.origin
+    for r in now.recorders:
+        r.record(op, args, outs, params, origin, site)
+    for k in range(len(bufs)):  # none where the values are not here
+        a = args[k]
+        if type(a) is _array_type:
+            x: Value = a
+            if x._buf is not bufs[k]:
+                raise written_to(op)
+
+
+def written_to(op: Op) -> ConcurrentWriteError:
+    """The error of a call whose operand has another value by the time that it is recorded."""
+    return ConcurrentWriteError(
+        f"[{op.name}] another thread wrote to an operand in place while a tape recorded the call: let one thread write while no "
+        "other reads (with a lock), or give each a copy of its own"
+    )
+
+
+def program_inputs(args: tuple[Any, ...], var_of: Any) -> tuple[int | Const, ...]:
+    """Inputs of an entry: ``var_of(array)`` for arrays, :class:`Const` for Python scalars."""
+    return tuple(var_of(a) if type(a) is _array_type else Const(a) for a in args)
+
+
+def argument_avals(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a shape rule is shown of each argument: :class:`ShapeDtype`, or the scalar itself."""
+    return tuple([_aval((tuple(a._buf.shape), a._buf.dtype)) if type(a) is _array_type else a for a in args])
+
+
+# A third of the time of the named tuple's own constructor.
+_aval = functools.partial(tuple.__new__, ShapeDtype)

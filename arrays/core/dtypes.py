@@ -1,0 +1,236 @@
+"""Dtypes: the objects, their kinds and limits, and the rules by which they combine.
+
+The standard's dtypes are NumPy's; ``float16``, ``bfloat16`` and the two ``float8`` come beside them (ml_dtypes). One table,
+``DTYPES``, names all of them; whatever asks "which dtypes are there" reads it. Inside the package a dtype is a ``numpy.dtype``;
+the names that users write are :class:`~meshtape.arrays.core.dtype_objects.DType` objects, which :func:`as_dtype` turns into these.
+"""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from .dtype_objects import BY_NAME, DType
+from .errors import DTypeError
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+bool = np.dtype(np.bool_)
+int8 = np.dtype(np.int8)
+int16 = np.dtype(np.int16)
+int32 = np.dtype(np.int32)
+int64 = np.dtype(np.int64)
+uint8 = np.dtype(np.uint8)
+uint16 = np.dtype(np.uint16)
+uint32 = np.dtype(np.uint32)
+uint64 = np.dtype(np.uint64)
+float16 = np.dtype(np.float16)
+float32 = np.dtype(np.float32)
+float64 = np.dtype(np.float64)
+complex64 = np.dtype(np.complex64)
+complex128 = np.dtype(np.complex128)
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
+float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
+
+_SIGNED = (int8, int16, int32, int64)
+_UNSIGNED = (uint8, uint16, uint32, uint64)
+_FLOATS = (float8_e4m3fn, float8_e5m2, bfloat16, float16, float32, float64)
+_COMPLEX = (complex64, complex128)
+
+DTYPES: dict[str, np.dtype] = {d.name: d for d in (bool, *_SIGNED, *_UNSIGNED, *_FLOATS, *_COMPLEX)}
+"""Every dtype by name."""
+
+KINDS: dict[str, tuple[np.dtype, ...]] = {
+    "bool": (bool,),
+    "signed integer": _SIGNED,
+    "unsigned integer": _UNSIGNED,
+    "integral": (*_SIGNED, *_UNSIGNED),
+    "real floating": _FLOATS,
+    "complex floating": _COMPLEX,
+    "numeric": (*_SIGNED, *_UNSIGNED, *_FLOATS, *_COMPLEX),
+}
+"""The standard's kinds; ours of one and two bytes count as real floating."""
+
+EXTENSIONS = frozenset({float16, bfloat16, float8_e4m3fn, float8_e5m2})
+"""Dtypes that the standard does not know."""
+
+
+def parse(name: str) -> DType:
+    """The dtype called ``name``, as users write it. Raises ``ValueError`` that lists the names there are.
+
+    >>> import meshtape as mt
+    >>> parse("bfloat16") is mt.bfloat16, parse(str(mt.int8)) is mt.int8
+    (True, True)
+    """
+    try:
+        return BY_NAME[name]
+    except (KeyError, TypeError):
+        raise ValueError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}") from None
+
+
+OWN: dict[np.dtype, np.dtype] = {d: d for d in DTYPES.values()}
+"""NumPy's one object for each dtype, by any that is equal: compiled code compares objects, and readers of buffers what they are called."""
+
+
+def as_dtype(dtype: Any, name: str = "dtype") -> np.dtype:
+    """The dtype that ``dtype`` means: one of ours, its name, or a type of Python or NumPy. ``name`` is who asks.
+
+    Other byte orders and other spellings of one type (``longlong``) give the one dtype of the table.
+
+    Raises
+    ------
+    DTypeError
+        For what is none of ours (``object``, text, ``longdouble``, …): an Array holds numbers that every backend and file
+        format knows.
+
+    Examples
+    --------
+    >>> as_dtype(float), as_dtype("bfloat16"), as_dtype(">i4")
+    (dtype('float64'), dtype(bfloat16), dtype('int32'))
+    """
+    if type(dtype) is DType:
+        return dtype.dtype
+    if dtype is not None:
+        try:
+            found = np.dtype(dtype)
+        except (TypeError, ValueError):
+            pass
+        else:
+            known = OWN.get(found) or OWN.get(found.newbyteorder("="))
+            if known is not None:
+                return known
+    text = dtype.name if isinstance(dtype, np.dtype) else getattr(dtype, "__name__", None) or repr(dtype)
+    raise DTypeError(f"[{name}] {text} is no dtype of an array: choose one of {', '.join(DTYPES)}")
+
+
+def check_cast(name: str, source: np.dtype, target: np.dtype) -> None:
+    """Raise :class:`DTypeError` where a cast would drop the imaginary part of complex numbers in silence."""
+    if source.kind == "c" and target.kind not in "cb":
+        raise DTypeError(f"[{name}] {source.name} to {target.name} would drop the imaginary part: take real(x) first")
+
+
+def isdtype(dtype: np.dtype, kind: np.dtype | str | tuple[np.dtype | str, ...]) -> builtins.bool:
+    """Whether a dtype is ``kind``: a dtype, the name of a kind (``"integral"``, …), or any of a tuple of these.
+
+    >>> import meshtape as mt
+    >>> mt.isdtype(mt.bfloat16, "real floating"), mt.isdtype(mt.int8, ("bool", mt.int16))
+    (True, False)
+    """
+    dtype = as_dtype(dtype, "isdtype")
+    if isinstance(kind, tuple):
+        return any(isdtype(dtype, k) for k in kind)
+    if isinstance(kind, str):
+        if kind not in KINDS:
+            raise ValueError(f"[isdtype] unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
+        return dtype in KINDS[kind]
+    return dtype == as_dtype(kind, "isdtype")
+
+
+def _dtype_of(name: str, x: Any) -> np.dtype:
+    dtype = getattr(x, "dtype", None)
+    return as_dtype(dtype if isinstance(dtype, np.dtype) else x, name)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatInfo:
+    """Limits of a floating dtype, as Python floats; of a complex dtype those of its parts."""
+
+    bits: int
+    eps: float
+    max: float
+    min: float
+    smallest_normal: float
+    dtype: np.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class IntInfo:
+    """Limits of an integer dtype."""
+
+    bits: int
+    max: int
+    min: int
+    dtype: np.dtype
+
+
+def finfo(type: np.dtype | Array, /) -> FloatInfo:
+    """Limits of a floating dtype (or of that of an array).
+
+    >>> import meshtape as mt
+    >>> mt.finfo(mt.float8_e4m3fn).max
+    448.0
+    """
+    dtype = _dtype_of("finfo", type)
+    if dtype not in _FLOATS and dtype not in _COMPLEX:
+        raise DTypeError(f"[finfo] {dtype.name} is no floating dtype")
+    found = ml_dtypes.finfo(dtype) if dtype.num >= 256 else np.finfo(dtype)
+    return FloatInfo(
+        int(found.bits),
+        float(found.eps),
+        float(found.max),
+        float(found.min),
+        float(found.smallest_normal),
+        np.dtype(found.dtype),
+    )
+
+
+def iinfo(type: np.dtype | Array, /) -> IntInfo:
+    """Limits of an integer dtype (or of that of an array).
+
+    >>> import meshtape as mt
+    >>> mt.iinfo(mt.int8).max
+    127
+    """
+    dtype = _dtype_of("iinfo", type)
+    if dtype.kind not in "iu":
+        raise DTypeError(f"[iinfo] {dtype.name} is no integer dtype")
+    found = np.iinfo(dtype)
+    return IntInfo(int(found.bits), int(found.max), int(found.min), dtype)
+
+
+def can_cast(from_: np.dtype | Array, to: np.dtype, /) -> builtins.bool:
+    """Whether every value of ``from_`` has an equal one in ``to``, by type promotion.
+
+    >>> import meshtape as mt
+    >>> mt.can_cast(mt.int32, mt.int64), mt.can_cast(mt.float64, mt.bfloat16)
+    (True, False)
+    """
+    return builtins.bool(np.can_cast(_dtype_of("can_cast", from_), as_dtype(to, "can_cast"), casting="safe"))
+
+
+def result_type(*arrays_and_dtypes: Any) -> np.dtype:
+    """The dtype that arrays, dtypes and Python numbers give together. A number counts only by its kind.
+
+    >>> import meshtape as mt
+    >>> mt.result_type(mt.bfloat16, 2.0), mt.result_type(mt.int8, mt.uint8).name
+    (dtype(bfloat16), 'int16')
+    """
+    if not arrays_and_dtypes:
+        raise ValueError("[result_type] needs at least one array, dtype or number")
+    numbers = [a for a in arrays_and_dtypes if isinstance(a, builtins.bool | int | float | complex)]
+    strong = [
+        _dtype_of("result_type", a)
+        for a in arrays_and_dtypes
+        if not isinstance(a, builtins.bool | int | float | complex)
+    ]
+    if not strong:
+        return np.result_type(*numbers)
+    try:
+        joined = np.result_type(*strong)
+    except TypeError:
+        names = " and ".join(dict.fromkeys(d.name for d in strong))
+        raise DTypeError(f"[result_type] {names} give no dtype together: cast one of them with astype") from None
+    if joined.num >= 256:  # NumPy's weak numbers do not reach dtypes that others register
+        return np.result_type(joined, np.complex64) if any(isinstance(n, complex) for n in numbers) else joined
+    return np.result_type(joined, *numbers)
+
+
+def real_of(dtype: np.dtype) -> np.dtype:
+    """The dtype of the real part."""
+    return np.dtype(dtype.type(0).real.dtype) if dtype.kind == "c" else dtype

@@ -1,0 +1,206 @@
+"""Ops: the units that everything else is written in, and the state of the current thread.
+
+An op has four facets, and each lives in the package that reads it: the implementation and the shape rule here, the VJP rule
+in ``autodiff.rules``, the sharding rule in ``parallel.rules``, the stored name in ``storage``. A facet that an op lacks for a
+reason is declared here (``nondifferentiable``, ``replicate_only``), and a test walks the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from ..backends import cuda_rules
+from .program import ShapeDtype
+from .value import Now
+
+NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
+
+Infer = Callable[..., ShapeDtype | tuple[ShapeDtype, ...]]
+
+
+class Op:
+    """One operation on arrays.
+
+    Parameters
+    ----------
+    name
+        Unique; it is the name in printed programs, in messages and on disk.
+    operands
+        Names of the array arguments, in order; VJP rules refer to them. A last name that starts with ``*`` takes any number.
+    impl
+        ``impl(xp, *buffers, **params)`` computes the value with the functions of ``xp`` (NumPy or CuPy), or the name of the
+        function of ``xp`` that does. It never changes its arguments. It is called by the dispatcher and by executors.
+    infer
+        ``infer(op, args, params)`` gives the :class:`ShapeDtype` of the result without computing it (a tuple of them where
+        ``nout > 1``); ``args`` are :class:`ShapeDtype` or Python scalars. It raises the same errors as ``impl`` would.
+    nondifferentiable
+        Why the op has no derivative (``"integer result"``), or None. Its inputs then get no cotangent.
+    replicate_only
+        Why the op cannot run on blocks, or None.
+    decompose
+        The same computation in terms of public functions of ``Array``s: ``decompose(*arrays, **params)``. It serves the
+        derivative of an op that has no rule of its own, and sharded dimensions that the op itself needs whole.
+    overrides
+        Implementations for one backend only, by the name of ``xp`` (``{"cupy": fn}``).
+    takes_out
+        Whether the NumPy form takes ``out=``, memory for its one result. NumPy's ufuncs do.
+    """
+
+    __slots__ = (
+        "_bound",
+        "decompose",
+        "impl",
+        "infer",
+        "name",
+        "nondifferentiable",
+        "nout",
+        "numpy",
+        "operands",
+        "overrides",
+        "replicate_only",
+        "takes_out",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        operands: tuple[str, ...],
+        impl: str | Callable[..., Any],
+        infer: Infer,
+        *,
+        nout: int = 1,
+        nondifferentiable: str | None = None,
+        replicate_only: str | None = None,
+        decompose: Callable[..., Any] | None = None,
+        overrides: Mapping[str, Callable[..., Any]] = NO_PARAMS,
+        takes_out: bool = False,
+    ) -> None:
+        if name in OPS:
+            raise ValueError(f"an op named {name!r} exists already")
+        self.name = name
+        self.operands = operands
+        self.impl = impl
+        self.infer = infer
+        self.nout = nout
+        self.nondifferentiable = nondifferentiable
+        self.replicate_only = replicate_only
+        self.decompose = decompose
+        self.overrides = overrides
+        self._bound: dict[str, Callable[..., Any]] = {}
+        # NumPy's own function where there is one: the eager path then costs no Python frame of ours.
+        self.numpy = self.bind(np)
+        self.takes_out = takes_out or (isinstance(self.numpy, np.ufunc) and self.numpy.nout == 1)
+        OPS[name] = self
+
+    def bind(self, xp: Any) -> Callable[..., Any]:
+        """The implementation for one backend: a function of buffers and parameters."""
+        key = xp.__name__
+        fn = self._bound.get(key)
+        if fn is None:
+            special = self.overrides.get(key)
+            if special is not None and not cuda_rules.is_partial(special):
+                fn = special
+            else:
+                fn = getattr(xp, self.impl) if isinstance(self.impl, str) else functools.partial(self.impl, xp)
+                if special is not None:
+                    fn = cuda_rules.chosen(special, fn)
+            if key != "numpy":
+                fn = cuda_rules.by_the_rule(self, fn)
+            self._bound[key] = fn
+        return fn
+
+    def avals(self, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShapeDtype, ...]:
+        """Shapes and dtypes of the results, always as a tuple."""
+        out = self.infer(self, args, params)
+        return (out,) if isinstance(out, ShapeDtype) else tuple(out)
+
+    def __repr__(self) -> str:
+        return f"Op({self.name})"
+
+    def __reduce__(self) -> Any:
+        # An op is its name: it comes back as the same object in another process.
+        return op_named, (self.name,)
+
+
+OPS: dict[str, Op] = {}
+"""Every op by name."""
+
+
+def op_named(name: str) -> Op:
+    """The op called ``name``. Raises ``KeyError`` that says the name."""
+    try:
+        return OPS[name]
+    except KeyError:
+        raise KeyError(f"unknown op {name!r}") from None
+
+
+def _of_now(name: str) -> property:
+    return property(lambda self: getattr(self.now, name), lambda self, value: setattr(self.now, name, value))
+
+
+class _State(threading.local):
+    """What the current thread is doing. Hot code reads ``state.now`` once: each look into a thread's storage has its price."""
+
+    def __init__(self) -> None:
+        self.now = Now()
+
+    recorders, origin, site, device = map(_of_now, ("recorders", "origin", "site", "device"))
+
+
+state = _State()
+
+
+@contextmanager
+def recording(recorder: Any) -> Iterator[None]:
+    """Every op of this thread is shown to ``recorder.record(op, args, outs, params)`` while the context is open."""
+    before = state.recorders
+    state.recorders = (*before, recorder)
+    try:
+        yield
+    finally:
+        state.recorders = before
+
+
+@contextmanager
+def not_recording(*only: Any) -> Iterator[None]:
+    """No recorder (or none of ``only``) sees the ops of this thread while the context is open."""
+    before = state.recorders
+    state.recorders = tuple(r for r in before if r not in only) if only else ()
+    try:
+        yield
+    finally:
+        state.recorders = before
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a public function written in terms of other ops: its entries carry ``origin=name``.
+
+    The outermost name stays, so that profiles and errors speak the word that the user wrote.
+    """
+
+    def wrap(fn: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fn)
+        def inner(*args: P.args, **kwargs: P.kwargs) -> R:
+            now = state.now
+            if now.origin is not None:
+                return fn(*args, **kwargs)
+            now.origin = name
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                now.origin = None
+
+        return inner
+
+    return wrap

@@ -1,0 +1,312 @@
+"""Keys of ``x[key]``: parsed once into a template, which is static and hashable, and the index arrays.
+
+The arrays are operands like any other: they can be traced or split over a mesh. What a key means is what NumPy means by it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..backends import host_sync
+from ..core.dispatch import Deferred, wrap
+from ..core.errors import ArrayIndexError
+from ..kernels import compact
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+
+class Slot(NamedTuple):
+    """Place of the ``n``-th index array in a template."""
+
+    n: int
+
+
+class Span(NamedTuple):
+    """A slice in a template (``slice`` itself cannot be hashed before Python 3.12)."""
+
+    start: int | None
+    stop: int | None
+    step: int | None
+
+    def places(self, n: int) -> range:
+        """The places that it takes of a dimension of ``n``: the one answer for reads, writes and their parts."""
+        return range(n)[slice(*self)]
+
+
+class Truth(NamedTuple):
+    """A single boolean in a template: an index array of length one (or zero) that consumes no axis."""
+
+    value: bool
+
+
+class Gap(NamedTuple):
+    """An ellipsis that stands for no dimension, yet separates the index arrays on its two sides."""
+
+
+Template = tuple[int | Span | Slot | Truth | Gap | None, ...]
+"""A parsed index without ellipsis: every dimension of the array is named; ``None`` is a new axis."""
+
+
+def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
+    """Template and index arrays (as ``Array``s of integers) of ``x[key]``.
+
+    Boolean arrays become the integer arrays of their true places. Raises what NumPy raises, always with the axis, the index
+    and the length in the message.
+    """
+    items: list[Any] = []
+    used = 0
+    for item in key if isinstance(key, tuple) else (key,):
+        if item is None or item is Ellipsis:
+            items.append(item)
+            continue
+        if not isinstance(item, slice) and (not isinstance(item, int | np.integer) or isinstance(item, bool | np.bool)):
+            item = _index_array(item, used)
+            used += item.ndim if item.dtype == np.bool_ else 1
+        else:
+            used += 1
+        items.append(item)
+    if used > x.ndim:
+        raise ArrayIndexError(
+            f"too many indices for array: array is {x.ndim}-dimensional, but {used} were indexed (shape {x.shape})"
+        )
+    if sum(item is Ellipsis for item in items) > 1:
+        raise ArrayIndexError("an index can only have a single ellipsis ('...')")
+    if not any(item is Ellipsis for item in items):
+        items.append(Ellipsis)
+
+    arrays: list[Any] = []
+    unchecked: list[tuple[Any, int, int]] = []
+    parsed: list[Any] = []
+    axis = 0
+    for item in items:
+        if item is None:
+            parsed.append(None)
+        elif item is Ellipsis:
+            parsed += [Span(None, None, None)] * (x.ndim - used) or [Gap()]
+            axis += x.ndim - used
+        elif isinstance(item, slice):
+            parsed.append(Span(*(_bound(b) for b in (item.start, item.stop, item.step))))
+            if parsed[-1].step == 0:
+                raise ValueError("slice step cannot be zero")
+            axis += 1
+        elif isinstance(item, int | np.integer):
+            n = x.shape[axis]
+            if not -n <= item < n:
+                raise ArrayIndexError(f"index {item} is out of bounds for axis {axis} with size {n}")
+            parsed.append(int(item) % n)
+            axis += 1
+        elif item.dtype == np.bool_ and item.ndim == 0:
+            parsed.append(Truth(bool(item)))
+        else:
+            masks = item.dtype == np.bool_
+            for a in _true_places(item, x, axis) if masks else [item]:
+                if not masks and not isinstance(a._buf, Deferred | np.ndarray) and not host_sync.checks_indices():
+                    a = _wrapped(a, axis, x.shape[axis])
+                elif not masks:
+                    unchecked.append((a._buf, axis, x.shape[axis]))
+                parsed.append(Slot(len(arrays)))
+                arrays.append(a)
+                axis += 1
+    _check_ranges(unchecked)
+    return tuple(p for p in parsed if not isinstance(p, Gap) or _separates(parsed)), tuple(arrays)
+
+
+def _separates(parsed: Sequence[Any]) -> bool:
+    """Whether the ellipsis of no dimensions has index arrays, or an array and an int, on its two sides."""
+    at = next(i for i, p in enumerate(parsed) if isinstance(p, Gap))
+    left, right = parsed[:at], parsed[at + 1 :]
+    return not is_basic(tuple(parsed)) and all(any(isinstance(p, Slot | Truth | int) for p in s) for s in (left, right))
+
+
+def _bound(b: Any) -> int | None:
+    if b is None:
+        return None
+    try:
+        return operator.index(b)
+    except TypeError:
+        raise TypeError(
+            f"slice indices must be integers or None or have an __index__ method, got {type(b).__name__} {b!r}"
+        ) from None
+
+
+def _index_array(item: Any, axis: int) -> Array:
+    """One array-like item of a key as an array of integers or booleans."""
+    from ..array.array import Array
+    from ..ops.creation import asarray
+
+    if isinstance(item, str | bytes | float | complex) or not (
+        isinstance(item, Array | np.ndarray | np.generic | bool | Sequence)
+    ):
+        raise ArrayIndexError(
+            "only integers, slices (`:`), ellipsis (`...`), None and integer or boolean arrays are valid indices, "
+            f"got {type(item).__name__} {item!r} at axis {axis}"
+        )
+    array = item if isinstance(item, Array) else asarray(np.asarray(item, dtype=np.intp if _is_empty(item) else None))
+    if array.dtype != np.bool_:
+        if array.dtype.kind not in "iu":
+            raise ArrayIndexError(
+                f"arrays used as indices must be of integer (or boolean) type, got {array.dtype.name}"
+            )
+    elif isinstance(array._buf, Deferred):
+        raise ArrayIndexError(
+            f"a boolean mask of shape {array.shape} selects a number of elements that is known only when it is computed: "
+            "use mt.where(mask, x, 0), or compute the mask first"
+        )
+    return array
+
+
+def _true_places(mask: Array, x: Array, axis: int) -> list[Array]:
+    """The index arrays of the true elements of a mask of one or more dimensions, from ``axis`` of ``x`` on."""
+    from ..ops.creation import asarray
+
+    for i, (m, n) in enumerate(zip(mask.shape, x.shape[axis:], strict=False)):
+        if m not in (n, 0):  # as in NumPy, an axis of no length selects nothing, whatever the length of the array
+            raise ArrayIndexError(
+                f"boolean index did not match indexed array along axis {axis + i}; size of axis is {n} but size "
+                f"of corresponding boolean axis is {m}"
+            )
+    host_sync.note("the true elements of a mask are counted")
+    buf = mask._buf
+    return [asarray(a, copy=False) for a in (buf.nonzero() if type(buf) is np.ndarray else compact.true_places(buf))]
+
+
+def _is_empty(item: Any) -> bool:
+    return isinstance(item, Sequence) and all(_is_empty(part) for part in item)
+
+
+def _check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:
+    """An out-of-range entry raises before anything is read: on every backend, never garbage. ``indices`` are buffers, with the
+    axis that each of them indexes and its length. All of them on a GPU take one wait."""
+    far = []
+    for buf, axis, n in indices:
+        if isinstance(buf, Deferred) or buf.size == 0:
+            continue
+        if isinstance(buf, np.ndarray):
+            _check_range(buf, axis, n)
+        far.append((buf, axis, n))
+    if not far:
+        return
+    host_sync.note("index arrays are checked")
+    far = [(buf, axis, n) for buf, axis, n in far if not isinstance(buf, np.ndarray)]
+    wrong = None
+    for buf, _, n in far:
+        here = ((buf < -n) | (buf >= n)).any()
+        wrong = here if wrong is None else wrong | here
+    if wrong is not None and bool(wrong):
+        for buf, axis, n in far:
+            _check_range(buf, axis, n)
+
+
+def _wrapped(index: Array, axis: int, n: int) -> Array:
+    """Indices that need no check, since they wrap around: no place outside of the array is touched."""
+    if n == 0 and index.size:
+        raise ArrayIndexError(f"an index is out of bounds for axis {axis} with size 0")
+    return wrap(index._buf.astype(np.int64, copy=False) % max(n, 1))  # a short index may not hold n
+
+
+def _check_range(buf: Any, axis: int, n: int) -> None:
+    low, high = int(buf.min()), int(buf.max())
+    if low < -n or high >= n:
+        bad = low if low < -n else high
+        raise ArrayIndexError(f"index {bad} is out of bounds for axis {axis} with size {n}")
+
+
+def mask_alone(x: Array, key: Any) -> Array | None:
+    """The mask where ``key`` is nothing but one boolean array over the first dimensions of ``x``; else None."""
+    from ..array.array import Array
+
+    if isinstance(key, tuple) and len(key) == 1:
+        (key,) = key
+    if isinstance(key, list | np.ndarray):
+        from ..ops.creation import asarray
+
+        host = np.asarray(key)
+        key = asarray(host) if host.dtype == np.bool_ else key
+    if not isinstance(key, Array) or key.dtype != np.bool_ or not key.ndim or key.shape != x.shape[: key.ndim]:
+        return None
+    return key
+
+
+def numpy_key(template: Template, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The template with its arrays put in, as NumPy and CuPy take it."""
+    key: list[Any] = []
+    for p in template:
+        if isinstance(p, Span):
+            key.append(slice(*p))
+        elif isinstance(p, Slot):
+            a = arrays[p.n]
+            # CuPy computes places in the dtype of the index, which a short one cannot hold.
+            key.append(a if isinstance(a, np.ndarray) or a.dtype.kind == "b" else a.astype(np.int64, copy=False))
+        else:
+            key.append(p.value if isinstance(p, Truth) else Ellipsis if isinstance(p, Gap) else p)
+    return tuple(key)
+
+
+def slots(template: Template) -> int:
+    """How many index arrays a template has places for."""
+    return sum(isinstance(p, Slot) for p in template)
+
+
+def key_text(template: Template, arrays: Sequence[str]) -> str:
+    """What stands between the brackets, as Python writes it; ``arrays`` names the index arrays.
+
+    >>> key_text((Span(2, 5, None), Span(None, None, -2), None, 3, Slot(0)), ["ids"])
+    '2:5, ::-2, None, 3, ids'
+    """
+    parts = []
+    for p in template:
+        if isinstance(p, Span):
+            start, stop, step = ("" if n is None else str(n) for n in p)
+            parts.append(f"{start}:{stop}" + (f":{step}" if step else ""))
+        elif isinstance(p, Slot):
+            parts.append(arrays[p.n])
+        else:
+            parts.append("..." if isinstance(p, Gap) else str(p.value) if isinstance(p, Truth) else str(p))
+    return ", ".join(parts) or "()"
+
+
+def is_basic(template: Template) -> bool:
+    """Whether no index array is in it: the result is a view, and no element is read twice."""
+    return not any(isinstance(p, Slot | Truth) for p in template)
+
+
+def result_shape(
+    template: Template, shape: tuple[int, ...], index_shapes: Sequence[tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Shape of ``x[key]`` by NumPy's rules: index arrays broadcast together, ints beside them count as arrays, and their
+    dimensions come first unless all of them stand side by side."""
+    index_shapes = [*index_shapes, *((int(p.value),) for p in template if isinstance(p, Truth))]
+    advanced = not is_basic(template)
+    if advanced:
+        joined = [i for i, p in enumerate(template) if isinstance(p, Slot | Truth | int)]
+        try:
+            common = np.broadcast_shapes(*index_shapes)
+        except ValueError:
+            raise ArrayIndexError(
+                f"shape mismatch: indexing arrays could not be broadcast together with shapes "
+                f"{' '.join(map(str, index_shapes))}"
+            ) from None
+        together = joined == list(range(joined[0], joined[-1] + 1))
+    out: list[int] = []
+    front: int | None = None
+    axis = 0
+    for p in template:
+        if p is None:
+            out.append(1)
+            continue
+        if isinstance(p, Gap):
+            continue
+        if isinstance(p, Span):
+            out.append(len(p.places(shape[axis])))
+        elif advanced and front is None:
+            front = len(out)
+        axis += not isinstance(p, Truth)
+    if advanced:
+        at = front if together else 0
+        out[at:at] = common
+    return tuple(out)

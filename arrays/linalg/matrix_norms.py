@@ -1,0 +1,145 @@
+"""Norms of vectors and of matrices: the norms of ``mt.linalg``."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..backends.pieces import reduced
+from ..core import shape_rules
+from ..core.dispatch import apply, as_array
+from ..core.dtypes import real_of
+from ..core.op import composite
+from ..core.short_ways import buffer, result
+from ..ops.creation import asarray, beside
+from ..ops.elementwise import (
+    abs,
+    floor,
+    imag,
+    isfinite,
+    log2,
+    logical_and,
+    maximum,
+    minimum,
+    real,
+    sqrt,
+    square,
+    stop_gradient,
+    where,
+)
+from ..ops.manipulation import astype, expand_dims, squeeze
+from ..ops.reductions import max, min, sum
+from .lapack import SVDVALS, back, matrices
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+
+@composite("vector_norm")
+def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: float = 2) -> Array:
+    """``sum(abs(x)**ord)**(1/ord)`` over axes (all by default).
+
+    ``ord`` may be any number: ``inf`` and ``-inf`` give the largest and smallest magnitude, ``0`` counts what is not zero. The
+    gradient at a zero vector is zero. Elements may be as large or small as numbers are: powers of them do not overflow or vanish (Blue: A
+    portable Fortran program to find the Euclidean norm of a vector, 1978).
+
+    >>> import meshtape as mt
+    >>> mt.linalg.vector_norm(mt.asarray([3.0, 4.0]))
+    Array(5., dtype=float64)
+    """
+    x = as_array(x)
+    if x.dtype.kind in "biu":
+        x = astype(x, np.float64)
+    elif x.dtype.itemsize <= 2:
+        low = x.dtype
+        return astype(vector_norm(astype(x, np.float32), axis=axis, keepdims=keepdims, ord=ord), low)
+    axes = shape_rules.normalize_axis("vector_norm", axis, x.ndim)
+    over = {"axis": axes, "keepdims": keepdims}
+    if ord == 0:
+        return astype(sum(astype(x != 0, np.int64), **over), real_of(x.dtype))
+    if ord == math.inf:
+        return max(abs(x), **over) if x.size else sum(abs(x), **over)
+    if ord == -math.inf:
+        return min(abs(x), **over)
+    if ord == 1:
+        return sum(abs(x), **over)
+    if ord == 2 and (found := _plainly(x, axes, keepdims)) is not None:
+        return found
+    scale, over = _scale(x, axes, ord), {"axis": axes, "keepdims": True}
+    if ord == 2:
+        # (Part by part: a complex number is divided by way of the square of what divides it.)
+        parts = (real(x), imag(x)) if x.dtype.kind == "c" else (x,)
+        total = functools.reduce(operator.add, (sum(square(part / scale), **over) for part in parts))
+        # The root has no slope at zero: there the branch that is not taken must not divide by it.
+        out = where(total == 0, 0.0, sqrt(where(total == 0, 1.0, total)))
+    elif ord < 0:
+        out = sum((abs(x) / scale) ** ord, **over) ** (1.0 / ord)
+    else:
+        size = abs(x) / scale
+        total = sum(where(size == 0, 0.0, where(size == 0, 1.0, size) ** ord), **over)
+        out = where(total == 0, 0.0, where(total == 0, 1.0, total) ** (1.0 / ord))
+    out = out * scale
+    return out if keepdims else squeeze(out, axis=axes)
+
+
+_SAFE = {np.dtype(np.float32).num: (1e-20, 1e38), np.dtype(np.float64).num: (1e-280, 1e308)}
+"""Sums of squares of which none went over the largest number, and none that counts came to nothing."""
+
+
+def _plainly(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array | None:
+    """The 2-norm from the squares as they are: two passes less, and the same bits. None where that may not do, or is not known yet."""
+    buf = buffer(x)
+    if buf is None or buf.dtype.num not in _SAFE or not buf.size:
+        return None
+    least, most = _SAFE[buf.dtype.num]
+    with np.errstate(over="ignore", under="ignore"):
+        total = reduced(lambda b: np.add.reduce(np.square(b), axis=axes, keepdims=True), np.add, axes, keepdims, buf)
+    return result(np.sqrt(total)) if np.all((total > least) & (total < most)) else None
+
+
+def _scale(x: Array, axes: tuple[int, ...], ord: float) -> Array:
+    """What elements are divided by, so that no power of them overflows, nor one that counts comes to nothing: the power of two at the
+    largest, or for negative powers the smallest, magnitude. It rounds nothing, and it is a constant: norms scale with their vectors."""
+    limits = np.finfo(x.dtype)
+    if not x.size:
+        return asarray(1.0, dtype=limits.dtype, device=beside(x))
+    size = maximum(abs(real(x)), abs(imag(x))) if x.dtype.kind == "c" and ord > 0 else abs(x)
+    at = stop_gradient((max if ord > 0 else min)(size, axis=axes, keepdims=True))
+    usable = logical_and(at > 0, isfinite(at))
+    exponent = floor(log2(where(usable, at, 1.0)))
+    # What is smaller would have an infinite inverse; and the logarithm of the largest number is rounded up.
+    return 2.0 ** minimum(maximum(exponent, float(limits.minexp + 2)), float(limits.maxexp - 1))
+
+
+@composite("matrix_norm")
+def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = "fro") -> Array:
+    """Norm of each matrix.
+
+    ``"fro"`` (Frobenius), ``"nuc"`` (sum of the singular values), ``2``/``-2`` (largest/smallest of them), ``1``/``-1`` (largest/
+    smallest sum of a column), ``inf``/``-inf`` (the same of a row).
+
+    >>> import meshtape as mt
+    >>> mt.linalg.matrix_norm(mt.asarray([[1.0, -2.0], [3.0, 4.0]]), ord=1)
+    Array(6., dtype=float64)
+    """
+    x, dtype = matrices("matrix_norm", x)
+    if ord in ("fro", None):
+        return back(vector_norm(x, axis=(-2, -1), keepdims=keepdims), dtype)
+    if ord in (1, 2, math.inf) and 0 in x.shape[-2:]:
+        return back(sum(abs(x), axis=(-2, -1), keepdims=keepdims), dtype)  # the norm of nothing is 0
+    if ord in (1, -1, math.inf, -math.inf):
+        lines = sum(abs(x), axis=-2 if ord in (1, -1) else -1)
+        out = (max if ord > 0 else min)(lines, axis=-1)
+    elif ord in (2, -2, "nuc"):
+        scale = _scale(x, (-2, -1), 2) if x.dtype.kind == "c" else None
+        s = apply(SVDVALS, (x if scale is None else x * (1 / scale),))
+        s = s if scale is None else s * scale[..., 0]
+        out = sum(s, axis=-1) if ord == "nuc" else (max if ord > 0 else min)(s, axis=-1)
+    else:
+        raise ValueError(f"[matrix_norm] ord must be 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, got {ord!r}")
+    return back(expand_dims(out, axis=(-2, -1)) if keepdims else out, dtype)

@@ -1,0 +1,195 @@
+"""Activation functions beyond the common few, each stable for large arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import ShapeError
+from ..core.op import composite
+from ..ops.creation import inexact, ordered
+from ..ops.elementwise import abs, clip, expm1, isinf, logaddexp, maximum, relu, sigmoid, sign, tanh, where
+from ..ops.manipulation import moveaxis
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+
+def straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:
+    """``gated(x)``, which is ``x`` above 40 and 0 below ``low``, in the digits of every dtype: also where ``x`` times a gate that is 0 is NaN."""
+    return where(x > 40.0, x, gated(clip(x, low, 40.0)))
+
+
+@composite("softplus")
+def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
+    """``log(1 + exp(beta * x)) / beta``, a smooth :func:`relu`.
+
+    >>> import meshtape as mt
+    >>> mt.nn.softplus(mt.asarray([-1000.0, 0.0, 1000.0]))
+    Array([0.00000000e+00, 6.93147181e-01, 1.00000000e+03], dtype=float64)
+    """
+    if not beta > 0:
+        raise ValueError(f"[softplus] beta must be positive, got {beta}")
+    x = inexact(ordered("softplus", x))
+    return logaddexp(x, 0.0) if beta == 1 else logaddexp(x * beta, 0.0) / beta
+
+
+@composite("log_sigmoid")
+def log_sigmoid(x: Any, /) -> Array:
+    """``log(sigmoid(x))``, finite wherever ``x`` is.
+
+    >>> import meshtape as mt
+    >>> mt.nn.log_sigmoid(mt.asarray([-1000.0, 1000.0]))
+    Array([-1000.,    -0.], dtype=float64)
+    """
+    return -softplus(-inexact(ordered("log_sigmoid", x)))
+
+
+@composite("elu")
+def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
+    """``x`` where it is positive, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al., 2016); its derivatives at 0 are those of the latter.
+
+    >>> import meshtape as mt
+    >>> mt.nn.elu(mt.asarray([-1.0, 2.0]))
+    Array([-0.63212056,  2.        ], dtype=float64)
+    """
+    x = inexact(ordered("elu", x))
+    # The branch that is not taken must not overflow: infinity times a zero cotangent is NaN.
+    return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x)))
+
+
+@composite("selu")
+def selu(x: Any, /) -> Array:
+    """A scaled :func:`elu` that keeps mean 0 and variance 1 from layer to layer (Klambauer et al., 2017).
+
+    >>> import meshtape as mt
+    >>> mt.nn.selu(mt.asarray([-1.0, 1.0]))
+    Array([-1.11133074,  1.05070099], dtype=float64)
+    """
+    return 1.0507009873554804934193349852946 * elu(x, alpha=1.6732632423543772848170429916717)
+
+
+@composite("celu")
+def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
+    """``x`` where it is positive, ``alpha * (exp(x / alpha) - 1)`` elsewhere: smooth for every ``alpha`` (Barron, 2017).
+
+    >>> import meshtape as mt
+    >>> mt.nn.celu(mt.asarray([-1.0, 2.0]), alpha=2.0)
+    Array([-0.78693868,  2.        ], dtype=float64)
+    """
+    x = inexact(ordered("celu", x))
+    return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x) / alpha))
+
+
+@composite("leaky_relu")
+def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
+    """``x`` where it is positive, ``negative_slope * x`` elsewhere (Maas et al., 2013).
+
+    >>> import meshtape as mt
+    >>> mt.nn.leaky_relu(mt.asarray([-1.0, 2.0]))
+    Array([-0.01,  2.  ], dtype=float64)
+    """
+    x = inexact(ordered("leaky_relu", x))
+    return where(x > 0, x, negative_slope * x)
+
+
+@composite("relu6")
+def relu6(x: Any, /) -> Array:
+    """``min(max(x, 0), 6)`` (Howard et al., 2017), with gradient 0 at 0 and 6, as :func:`relu` has at 0.
+
+    >>> import meshtape as mt
+    >>> mt.nn.relu6(mt.asarray([-1.0, 3.0, 9.0]))
+    Array([0., 3., 6.], dtype=float64)
+    """
+    x = ordered("relu6", x)
+    return where(x >= 6, 6, relu(x))
+
+
+@composite("hard_tanh")
+def hard_tanh(x: Any, /) -> Array:
+    """``x`` limited to -1 … 1, with gradient 0 at both ends.
+
+    >>> import meshtape as mt
+    >>> mt.nn.hard_tanh(mt.asarray([-3.0, 0.5]))
+    Array([-1. ,  0.5], dtype=float64)
+    """
+    x = ordered("hard_tanh", x)
+    return where(x >= 1, 1, where(x <= -1, -1, x))
+
+
+@composite("hard_sigmoid")
+def hard_sigmoid(x: Any, /) -> Array:
+    """``min(max(x + 3, 0), 6) / 6``: :func:`sigmoid` of three straight lines.
+
+    >>> import meshtape as mt
+    >>> mt.nn.hard_sigmoid(mt.asarray([-4.0, 0.0]))
+    Array([0. , 0.5], dtype=float64)
+    """
+    return relu6(inexact(ordered("hard_sigmoid", x)) + 3.0) / 6.0
+
+
+@composite("hard_silu")
+def hard_silu(x: Any, /) -> Array:
+    """``x * hard_sigmoid(x)``, also called hard swish (Howard et al., 2019).
+
+    >>> import meshtape as mt
+    >>> mt.nn.hard_silu(mt.asarray([-4.0, 3.0]))
+    Array([-0.,  3.], dtype=float64)
+    """
+    x = inexact(ordered("hard_silu", x))
+    return maximum(x, -3.0) * hard_sigmoid(x)
+
+
+@composite("mish")
+def mish(x: Any, /) -> Array:
+    """``x * tanh(softplus(x))`` (Misra, 2019).
+
+    >>> import meshtape as mt
+    >>> mt.nn.mish(mt.asarray([0.0, 1.0]))
+    Array([0.        , 0.86509839], dtype=float64)
+    """
+    x = inexact(ordered("mish", x))
+    return straight_above(x, lambda x: x * tanh(softplus(x)), low=-1e4)
+
+
+@composite("softsign")
+def softsign(x: Any, /) -> Array:
+    """``x / (1 + |x|)``.
+
+    >>> import meshtape as mt
+    >>> mt.nn.softsign(mt.asarray([-1.0, 3.0]))
+    Array([-0.5 ,  0.75], dtype=float64)
+    """
+    x = inexact(x)
+    if x.dtype.kind == "c":
+        return x / (1.0 + abs(x))
+    far = isinf(x)
+    near = where(far, 0.0, x)
+    return where(far, sign(x), near / (1.0 + abs(near)))
+
+
+@composite("glu")
+def glu(x: Any, /, *, axis: int = -1) -> Array:
+    """The first half along ``axis`` times :func:`sigmoid` of the second (Dauphin et al., 2017).
+
+    >>> import meshtape as mt
+    >>> mt.nn.glu(mt.asarray([2.0, 0.0]))
+    Array([1.], dtype=float64)
+    """
+    x = moveaxis(inexact(x), axis, -1)
+    half, odd = divmod(x.shape[-1], 2)
+    if odd:
+        raise ShapeError(f"[glu] axis {axis} is cut in halves, and its length {x.shape[-1]} is odd")
+    return moveaxis(x[..., :half] * sigmoid(x[..., half:]), -1, axis)
+
+
+@composite("squared_relu")
+def squared_relu(x: Any, /) -> Array:
+    """``relu(x)**2`` (So et al., 2021).
+
+    >>> import meshtape as mt
+    >>> mt.nn.squared_relu(mt.asarray([-1.0, 3.0]))
+    Array([0., 9.], dtype=float64)
+    """
+    y = relu(ordered("squared_relu", x))
+    return y * y

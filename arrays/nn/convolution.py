@@ -1,0 +1,304 @@
+"""Convolution and pooling over the last dimensions.
+
+Convolution is linear in the image and in the kernel. Its three forms, the convolution itself and its adjoints in either operand,
+are one op each, and each is the derivative of the others: derivatives of every order are closed among them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..backends.wide_floats import in_float32
+from ..core.dispatch import apply
+from ..core.dtypes import result_type
+from ..core.errors import DTypeError, ShapeError
+from ..core.op import Op, composite
+from ..core.program import ShapeDtype
+from ..ops.reductions import _is_low_precision
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+Ints = tuple[int, ...]
+
+# ----- ops ------------------------------------------------------------------------------------------------------------
+# x: (N, groups * I, *image), already padded; w: (groups * O, I, *kernel); result: (N, groups * O, *out).
+
+
+def _out_shape(image: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> Ints:
+    return tuple((n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(image, kernel, stride, dilation, strict=True))
+
+
+def _wide(xp: Any, *arrays: Any) -> tuple[np.dtype, tuple[Any, ...]]:
+    """Dtype of the result, and the operands in the dtype that sums are kept in."""
+    dtype = xp.result_type(*arrays)
+    inner = np.dtype(np.float32) if _is_low_precision(dtype) else dtype
+    return dtype, tuple(a.astype(inner, copy=False) for a in arrays)
+
+
+def _taps(kernel: Ints, out: Ints, stride: Ints, dilation: Ints) -> Any:
+    """For each place of the kernel, the part of the image that it meets."""
+    for place in itertools.product(*map(range, kernel)):
+        yield (
+            place,
+            tuple(
+                slice(p * d, p * d + s * (n - 1) + 1, s)
+                for p, d, s, n in zip(place, dilation, stride, out, strict=True)
+            ),
+        )
+
+
+def _columns(xp: Any, x: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
+    """What each place of the result sees: (N, groups, I * kernel, out), one copy of the image for each tap."""
+    n, c, *image = x.shape
+    out = _out_shape(tuple(image), kernel, stride, dilation)
+    cols = xp.empty((n, c, *kernel, *out), x.dtype)
+    for place, part in _taps(kernel, out, stride, dilation):
+        cols[(slice(None), slice(None), *place)] = x[(slice(None), slice(None), *part)]
+    return cols.reshape(n, groups, c // groups * math.prod(kernel), math.prod(out))
+
+
+def _conv(xp: Any, x: Any, w: Any, stride: Ints, dilation: Ints, groups: int) -> Any:
+    dtype, (x, w) = _wide(xp, x, w)
+    kernel = w.shape[2:]
+    out = _out_shape(x.shape[2:], kernel, stride, dilation)
+    cols = _columns(xp, x, kernel, stride, dilation, groups)
+    y = xp.matmul(w.reshape(groups, w.shape[0] // groups, cols.shape[2]), cols)
+    return y.reshape(x.shape[0], w.shape[0], *out).astype(dtype, copy=False)
+
+
+def _conv_image(xp: Any, g: Any, w: Any, image: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
+    """Adjoint in the image (a transposed convolution): what each place of the result saw gets its share back."""
+    dtype, (g, w) = _wide(xp, g, w)
+    n, out, kernel = g.shape[0], g.shape[2:], w.shape[2:]
+    flat = w.reshape(groups, w.shape[0] // groups, math.prod(w.shape[1:]))
+    cols = xp.matmul(flat.swapaxes(1, 2), g.reshape(n, groups, w.shape[0] // groups, math.prod(out)))
+    cols = cols.reshape(n, groups * w.shape[1], *kernel, *out)
+    x = xp.zeros((n, groups * w.shape[1], *image), cols.dtype)
+    for place, part in _taps(kernel, out, stride, dilation):
+        x[(slice(None), slice(None), *part)] += cols[(slice(None), slice(None), *place)]
+    return x.astype(dtype, copy=False)
+
+
+def _conv_kernel(xp: Any, g: Any, x: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
+    """Adjoint in the kernel."""
+    dtype, (g, x) = _wide(xp, g, x)
+    n, channels = g.shape[:2]
+    # Places beyond the last one that a stride reaches have no part in the result.
+    cols = _columns(xp, x, kernel, stride, dilation, groups)
+    rows = g.reshape(n, groups, channels // groups, cols.shape[3])
+    w = xp.matmul(rows, cols.swapaxes(2, 3)).sum(axis=0)
+    return w.reshape(channels, x.shape[1] // groups, *kernel).astype(dtype, copy=False)
+
+
+def _infer_conv(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    x, w = args
+    out = _out_shape(x.shape[2:], w.shape[2:], params["stride"], params["dilation"])
+    return ShapeDtype((x.shape[0], w.shape[0], *out), result_type(x.dtype, w.dtype))
+
+
+def _infer_image(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    g, w = args
+    shape = (g.shape[0], params["groups"] * w.shape[1], *params["image"])
+    return ShapeDtype(shape, result_type(g.dtype, w.dtype))
+
+
+def _infer_kernel(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    g, x = args
+    shape = (g.shape[1], x.shape[1] // params["groups"], *params["kernel"])
+    return ShapeDtype(shape, result_type(g.dtype, x.dtype))
+
+
+CONV = Op("conv", ("x", "w"), _conv, _infer_conv)
+CONV_IMAGE = Op("conv_image", ("y", "w"), _conv_image, _infer_image)
+CONV_KERNEL = Op("conv_kernel", ("y", "x"), _conv_kernel, _infer_kernel)
+
+# ----- functions ------------------------------------------------------------------------------------------------------
+
+
+def _each(name: str, what: str, value: int | Sequence[int], n: int, least: int) -> Ints:
+    full = (value,) * n if isinstance(value, int | np.integer) else tuple(value)
+    if len(full) != n or any(not isinstance(v, int | np.integer) or v < least for v in full):
+        raise ValueError(f"[{name}] {what} must be an integer of at least {least}, or {n} of them, got {value!r}")
+    return tuple(map(int, full))
+
+
+def _paddings(
+    name: str, padding: Any, image: Ints, kernel: Ints, stride: Ints, dilation: Ints
+) -> list[tuple[int, int]]:
+    if isinstance(padding, str) and padding not in ("valid", "same"):
+        raise ValueError(f"[{name}] padding must be 'valid', 'same' or integers, got {padding!r}")
+    if padding == "valid":
+        return [(0, 0)] * len(image)
+    if padding == "same":
+        totals = [
+            max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
+            for n, k, s, d in zip(image, kernel, stride, dilation, strict=True)
+        ]
+        return [(t // 2, t - t // 2) for t in totals]
+    return [(p, p) for p in _each(name, "padding", padding, len(image), 0)]
+
+
+def _convolution(
+    name: str, n: int, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Array:
+    from ..ops.creation import asarray
+    from ..ops.manipulation import reshape
+    from ..ops.padding import pad
+
+    x, w = asarray(x), asarray(weight)
+    if x.ndim != n + 2 or w.ndim != n + 2:
+        raise ShapeError(f"[{name}] x and weight have {n + 2} dimensions, got {x.shape} and {w.shape}")
+    if x.dtype.kind in "biu" or w.dtype.kind in "biu":
+        raise DTypeError(f"[{name}] x and weight must be floating, got {x.dtype.name} and {w.dtype.name}")
+    if groups < 1 or x.shape[1] != groups * w.shape[1] or w.shape[0] % groups:
+        raise ShapeError(
+            f"[{name}] {groups} group(s): x {x.shape} must have groups * {w.shape[1]} channels, and the "
+            f"{w.shape[0]} kernels of weight {w.shape} must divide evenly"
+        )
+    stride, dilation = _each(name, "stride", stride, n, 1), _each(name, "dilation", dilation, n, 1)
+    kernel = w.shape[2:]
+    around = _paddings(name, padding, x.shape[2:], kernel, stride, dilation)
+    if any(p != (0, 0) for p in around):
+        x = pad(x, ((0, 0), (0, 0), *around))
+    if any(k == 0 or m < 1 for k, m in zip(kernel, _out_shape(x.shape[2:], kernel, stride, dilation), strict=True)):
+        raise ShapeError(f"[{name}] a kernel of shape {kernel} does not fit an image of shape {x.shape[2:]} (padded)")
+    out = apply(CONV, (x, w), {"stride": stride, "dilation": dilation, "groups": groups})
+    if bias is None:
+        return out
+    b = asarray(bias)
+    if b.shape != (w.shape[0],):
+        raise ShapeError(f"[{name}] bias has shape {b.shape}, expected {(w.shape[0],)}")
+    return out + reshape(b, (-1, *[1] * n))
+
+
+@composite("conv1d")
+def conv1d(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    /,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Array:
+    """Each kernel slid along a signal: see :func:`conv2d`, with one dimension instead of two.
+
+    >>> import meshtape as mt
+    >>> x = mt.asarray([[[1.0, 2.0, 4.0]]])
+    >>> mt.nn.conv1d(x, mt.asarray([[[-1.0, 1.0]]])).tolist()
+    [[[1.0, 2.0]]]
+    """
+    return _convolution("conv1d", 1, x, weight, bias, stride, padding, dilation, groups)
+
+
+@composite("conv2d")
+def conv2d(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    /,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Array:
+    """Each kernel slid over an image (a cross-correlation, as everywhere in machine learning).
+
+    Parameters
+    ----------
+    x
+        Shape ``(N, channels, height, width)``.
+    weight
+        Shape ``(kernels, channels / groups, kernel height, kernel width)``.
+    bias
+        One number a kernel.
+    stride, dilation
+        Steps between the places of the kernel, and between its elements; one number or one for each dimension.
+    padding
+        Zeros around the image: one number, one for each dimension, ``"valid"`` (none) or ``"same"`` (as many results as
+        elements, divided by the stride and rounded up; an odd one goes to the end).
+    groups
+        Channels and kernels are dealt out to groups that do not see each other.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.nn.conv2d(mt.ones((1, 3, 5, 5)), mt.ones((8, 3, 3, 3)), padding="same").shape
+    (1, 8, 5, 5)
+    """
+    return _convolution("conv2d", 2, x, weight, bias, stride, padding, dilation, groups)
+
+
+@composite("pool")
+@in_float32
+def pool(
+    x: Any,
+    window: int | Sequence[int],
+    /,
+    *,
+    kind: str = "max",
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] | str = 0,
+) -> Array:
+    """The largest element, or the mean, of each window of an image.
+
+    Parameters
+    ----------
+    x
+        Shape ``(N, channels, *image)``.
+    window
+        Lengths of the window; one number for all dimensions of the image.
+    kind
+        ``"max"`` or ``"mean"``. What is padded belongs to no window: it is never the largest, and is not counted.
+    stride
+        Steps between windows; those of the window by default.
+    padding
+        As in :func:`conv2d`.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.nn.pool(mt.asarray([[[1.0, 5.0, 2.0, 3.0]]]), 2).tolist()
+    [[[5.0, 3.0]]]
+    """
+    from ..ops.creation import asarray, beside
+    from ..ops.manipulation import stack
+    from ..ops.padding import pad
+    from ..ops.reductions import max, sum
+
+    x = asarray(x)
+    n = x.ndim - 2
+    if n < 1:
+        raise ShapeError(f"[pool] x has the shape (N, channels, *image), got {x.shape}")
+    if kind not in ("max", "mean"):
+        raise ValueError(f"[pool] kind must be 'max' or 'mean', got {kind!r}")
+    if x.dtype.kind in "biuc":
+        raise DTypeError(f"[pool] x must be real floating, got {x.dtype.name}")
+    size = _each("pool", "window", window, n, 1)
+    steps = size if stride is None else _each("pool", "stride", stride, n, 1)
+    ones = (1,) * n
+    image = x.shape[2:]
+    around = _paddings("pool", padding, image, size, steps, ones)
+    if any(p >= k for pair, k in zip(around, size, strict=True) for p in pair):
+        raise ValueError(f"[pool] padding {around} would make windows {size} of nothing but padding")
+    padded = any(p != (0, 0) for p in around)
+    widths = ((0, 0), (0, 0), *around)
+    y = pad(x, widths, constant_values=-np.inf if kind == "max" else 0) if padded else x
+    out = _out_shape(y.shape[2:], size, steps, ones)
+    if any(m < 1 for m in out):
+        raise ShapeError(f"[pool] a window of {size} does not fit an image of shape {image}")
+    parts = stack([y[(..., *part)] for _, part in _taps(size, out, steps, ones)])
+    if kind == "max":
+        return max(parts, axis=0)
+    inside = np.pad(np.ones(image), around)
+    counts = np.sum([inside[part] for _, part in _taps(size, out, steps, ones)], axis=0)
+    return sum(parts, axis=0) / asarray(counts.astype(x.dtype), device=beside(x))

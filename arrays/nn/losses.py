@@ -1,0 +1,170 @@
+# cython: annotation_typing=False
+"""Losses of classification and of contrastive learning. They are computed in float32 at least."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core.dispatch import Deferred, apply, as_array, as_number
+from ..core.dtypes import result_type
+from ..core.errors import ArrayIndexError, DTypeError, ShapeError
+from ..core.op import composite
+from ..core.value import FLOAT64
+from ..linalg.linalg import vector_norm
+from ..ops.creation import arange, asarray, beside
+from ..ops.elementwise import where
+from ..ops.manipulation import astype
+from ..ops.matmul import matmul
+from ..ops.reductions import mean, sum
+from .cross_entropy import CROSS_ENTROPY, all_classes
+from .norms.layer_norm import _wide
+from .regression_losses import check_reduction
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+
+@composite("cross_entropy")
+def cross_entropy(
+    logits: Any,
+    labels: Any,
+    /,
+    *,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Array:
+    """Negative log-likelihood of integer labels under ``softmax(logits)``.
+
+    Parameters
+    ----------
+    logits
+        Shape ``(*batch, classes)``.
+    labels
+        Integers of shape ``(*batch,)``.
+    reduction
+        ``"mean"`` (over the samples that are not ignored; 0 where all are), ``"sum"`` or ``"none"`` (one value a sample).
+    ignore_index
+        A label that marks samples without a class (often -100): their loss is 0, and so is its gradient. By default there are
+        none, and the mean needs no count of them over the mesh.
+    label_smoothing
+        This part of each label is spread evenly over all classes (Szegedy et al., 2016).
+
+    Raises
+    ------
+    ArrayIndexError
+        For a label that is neither a class nor ``ignore_index``. Traced labels and labels on a mesh are not looked at; there
+        such a sample has the loss NaN.
+    ShapeError
+        When the labels have another shape than the batch.
+    DTypeError
+        For labels that are no integers, and logits that are not real.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.nn.cross_entropy(mt.asarray([[0.0, 0.0], [0.0, 9.0]]), mt.asarray([1, -100]), ignore_index=-100)
+    Array(0.69314718, dtype=float64)
+    """
+    logits, labels = as_array(logits), as_array(labels)
+    shape, dtype, integer = logits.shape, logits.dtype, labels.dtype
+    if not shape or shape[:-1] != labels.shape:
+        raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {shape}")
+    if integer.kind not in "iu":
+        raise DTypeError(f"[cross_entropy] labels must be integers, got {integer.name}")
+    if reduction != "mean":
+        check_reduction("cross_entropy", reduction)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"[cross_entropy] label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if dtype.kind == "c":
+        raise DTypeError(f"[cross_entropy] logits must be real, got {dtype.name}")
+    if dtype.kind in "biu":
+        logits, dtype = astype(logits, np.float64), FLOAT64
+    classes = shape[-1]
+    _check_labels(labels, classes, ignore_index)
+    if ignore_index is not None and integer.kind == "u" and ignore_index < 0:
+        ignore_index = None  # no label can be it
+    # One a sample, in the wide dtype: NaN for a label that is no class, 0 for one that is ignored.
+    losses = apply(
+        CROSS_ENTROPY,
+        (logits, labels),
+        {
+            "ignore_index": ignore_index,
+            "label_smoothing": as_number("cross_entropy", "label_smoothing", label_smoothing),
+        },
+    )
+    if reduction == "none":
+        out = losses
+    elif reduction == "sum":
+        out = sum(losses)
+    elif ignore_index is None:
+        out = mean(losses)
+    else:
+        n = astype(sum(astype(labels != ignore_index, np.int64)), losses.dtype)
+        out = sum(losses) / where(n == 0, 1.0, n)
+    return out if out.dtype is dtype else astype(out, dtype, copy=False)
+
+
+def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None:
+    if isinstance(labels._buf, Deferred) or labels.size == 0:
+        return
+    buf = labels._buf
+    if all_classes(buf, classes):
+        return
+    wrong = (buf < 0) | (buf >= classes)
+    if ignore_index is not None and not (labels.dtype.kind == "u" and ignore_index < 0):
+        wrong &= buf != ignore_index
+    if wrong.any():
+        raise ArrayIndexError(
+            f"[cross_entropy] label {int(buf[wrong][0])} is none of the {classes} classes (nor ignore_index {ignore_index})"
+        )
+
+
+@composite("info_nce")
+def info_nce(
+    queries: Any,
+    keys: Any,
+    /,
+    *,
+    temperature: float = 0.05,
+    group_size: int = 1,
+    normalize: bool = False,
+    reduction: str = "mean",
+) -> Array:
+    """Contrastive loss: each query against all keys, with its own key as the right one (van den Oord et al., 2018).
+
+    Query ``i`` belongs to key ``i * group_size``; the other keys of a group are hard negatives, as are those of all other
+    groups. ``scores = queries @ keys.T / temperature`` go to :func:`cross_entropy`.
+
+    Parameters
+    ----------
+    queries, keys
+        Shapes ``(n, d)`` and ``(n * group_size, d)``.
+    temperature
+        Positive.
+    normalize
+        Scale all vectors to length one first; a zero vector stays zero.
+    reduction
+        As in :func:`cross_entropy`.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> mt.nn.info_nce(mt.eye(2), mt.eye(2), temperature=1.0)
+    Array(0.31326169, dtype=float64)
+    """
+    q, k = asarray(queries), asarray(keys)
+    if q.ndim != 2 or k.ndim != 2 or q.shape[1] != k.shape[1] or k.shape[0] != q.shape[0] * group_size:
+        raise ShapeError(f"[info_nce] queries {q.shape} and keys {k.shape} do not fit groups of {group_size}")
+    if not temperature > 0:
+        raise ValueError(f"[info_nce] temperature must be positive, got {temperature}")
+    dtype = result_type(q.dtype, k.dtype)
+    q, k = (astype(x, _wide(x.dtype), copy=False) for x in (q, k))
+    if normalize:
+        lengths = [vector_norm(x, axis=1, keepdims=True) for x in (q, k)]
+        q, k = (x / where(n == 0, 1.0, n) for x, n in zip((q, k), lengths, strict=True))
+    scores = matmul(q, k.T) * (1.0 / temperature)
+    labels = arange(q.shape[0], device=beside(scores)) * group_size
+    return astype(cross_entropy(scores, labels, reduction=reduction, ignore_index=None), dtype, copy=False)

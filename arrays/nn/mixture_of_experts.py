@@ -1,0 +1,216 @@
+"""Feed-forward networks of experts on the rows that were sent to them, as an op and its backward op.
+
+Rows of an expert are put together, go through its three matrices as products of matrices, and come back: no row is computed by an expert
+that it was not sent to, no place is padded, and hidden units exist for the rows of one expert at a time (the backward op makes them
+again). How many rows an expert gets is known only when the op runs; the shapes of operands and result do not depend on it.
+
+``numbers`` says which experts the matrices are. A rank that holds some of them gives the part of the sum that is theirs, and zero for a row
+that went to others alone, so that experts may be split over ranks like any dimension. The decompositions, with all experts for all rows,
+serve derivatives of higher order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..core.dispatch import apply
+from ..core.errors import DTypeError, ShapeError
+from ..core.op import Op, composite
+from ..core.program import ShapeDtype
+from ..ops.creation import arange, asarray, beside
+from ..ops.elementwise import sigmoid
+from ..ops.manipulation import astype, expand_dims, matrix_transpose, moveaxis, reshape
+from ..ops.reductions import sum as sum_
+from .norms.row_blocks import wide
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+
+class _Share(NamedTuple):
+    """What one expert has to do."""
+
+    expert: int
+    rows: Any  # places
+    sent: Any  # (rows, k): which of the choices were this expert
+    x: Any
+    weight: Any  # (rows, 1)
+
+
+def _shares(xp: Any, x: Any, chosen: Any, weights: Any, numbers: Any, dtype: np.dtype) -> Iterator[_Share]:
+    for i in range(len(numbers)):
+        sent = chosen == numbers[i]
+        rows = xp.nonzero(sent.any(axis=1))[0]
+        if rows.size:
+            sent = sent[rows]
+            weight = (weights[rows] * sent).sum(axis=1, keepdims=True, dtype=dtype)
+            yield _Share(i, rows, sent, x[rows].astype(dtype, copy=False), weight)
+
+
+def _flat(x: Any, last: int) -> Any:
+    return x.reshape(math.prod(x.shape[:-1]), last)
+
+
+def _hidden(xp: Any, x: Any, gate: Any, up: Any) -> tuple[Any, Any, Any]:
+    """``a``, ``sigmoid(a)`` and ``b`` of ``a * sigmoid(a) * b``."""
+    a = x @ gate
+    with np.errstate(over="ignore"):
+        s = 1 / (1 + xp.exp(-a))
+    return a, s, x @ up
+
+
+def _experts(xp: Any, x: Any, chosen: Any, weights: Any, gate: Any, up: Any, down: Any, numbers: Any) -> Any:
+    work, width, k = wide(x.dtype), x.shape[-1], chosen.shape[-1]
+    out = xp.zeros((math.prod(x.shape[:-1]), width), work)
+    for share in _shares(xp, _flat(x, width), _flat(chosen, k), _flat(weights, k), numbers, work):
+        g, u, d = (w[share.expert].astype(work, copy=False) for w in (gate, up, down))
+        a, s, b = _hidden(xp, share.x, g, u)
+        a *= s
+        a *= b
+        out[share.rows] += (a @ d) * share.weight
+    return out.reshape(x.shape).astype(x.dtype, copy=False)
+
+
+def _experts_backward(
+    xp: Any, g: Any, x: Any, chosen: Any, weights: Any, gate: Any, up: Any, down: Any, numbers: Any
+) -> tuple[Any, ...]:
+    work, width, k = wide(x.dtype), x.shape[-1], chosen.shape[-1]
+    flat = _flat(g, width)
+    dx, dweights = xp.zeros(flat.shape, work), xp.zeros((len(flat), k), work)
+    dgate, dup, ddown = (xp.zeros(w.shape, work) for w in (gate, up, down))
+    for share in _shares(xp, _flat(x, width), _flat(chosen, k), _flat(weights, k), numbers, work):
+        i, rows = share.expert, share.rows
+        wg, wu, wd = (w[i].astype(work, copy=False) for w in (gate, up, down))
+        a, s, b = _hidden(xp, share.x, wg, wu)
+        swish = a * s
+        h = swish * b
+        gy = flat[rows].astype(work, copy=False)
+        gh = gy @ wd.T
+        dweights[rows] += (gh * h).sum(axis=1, keepdims=True) * share.sent
+        ddown[i] = h.T @ (gy * share.weight)
+        gh *= share.weight
+        gb = gh * swish
+        ga = gh * b * (s + swish * (1 - s))
+        dgate[i], dup[i] = share.x.T @ ga, share.x.T @ gb
+        dx[rows] += ga @ wg.T + gb @ wu.T
+    return (
+        dx.reshape(x.shape).astype(x.dtype, copy=False),
+        dweights.reshape(weights.shape).astype(weights.dtype, copy=False),
+        *(d.astype(w.dtype, copy=False) for d, w in ((dgate, gate), (dup, up), (ddown, down))),
+    )
+
+
+# ----- the same in plain functions: every expert for every row -------------------------------------------------------------
+
+
+def _dense(x: Array, chosen: Array, weights: Array, gate: Array, up: Array, numbers: Array) -> tuple[Any, ...]:
+    """Rows ``(n, width)``, choices ``(n, k, experts)``, weight of each expert ``(experts, n, 1)``, and its ``a, s, b``."""
+    width, k = x.shape[-1], chosen.shape[-1]
+    n = math.prod(x.shape[:-1])
+    work = wide(x.dtype)
+    rows, ws = astype(reshape(x, (n, width)), work, copy=False), astype(reshape(weights, (n, k)), work, copy=False)
+    sent = astype(expand_dims(reshape(chosen, (n, k)), axis=2) == numbers, work)
+    weight = expand_dims(moveaxis(sum_(sent * expand_dims(ws, axis=2), axis=1), 1, 0), axis=2)
+    a = rows @ astype(gate, work, copy=False)
+    return rows, sent, weight, a, sigmoid(a), rows @ astype(up, work, copy=False)
+
+
+def _decompose(x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array, numbers: Array) -> Array:
+    _, _, weight, a, s, b = _dense(x, chosen, weights, gate, up, numbers)
+    out = sum_(((a * s * b) @ astype(down, a.dtype, copy=False)) * weight, axis=0)
+    return astype(reshape(out, x.shape), x.dtype, copy=False)
+
+
+def _decompose_backward(
+    g: Array, x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array, numbers: Array
+) -> tuple[Array, ...]:
+    rows, sent, weight, a, s, b = _dense(x, chosen, weights, gate, up, numbers)
+    wg, wu, wd = (astype(w, a.dtype, copy=False) for w in (gate, up, down))
+    gy = astype(reshape(g, rows.shape), a.dtype, copy=False)
+    h = a * s * b
+    gh = gy @ matrix_transpose(wd)  # (experts, n, hidden)
+    dweights = sum_(sent * expand_dims(matrix_transpose(sum_(gh * h, axis=2)), axis=1), axis=2)
+    gh = gh * weight
+    gb = gh * a * s
+    ga = gh * b * (s + a * s * (1 - s))
+    turned = matrix_transpose(rows)
+    dx = sum_(ga @ matrix_transpose(wg) + gb @ matrix_transpose(wu), axis=0)
+    return (
+        astype(reshape(dx, x.shape), x.dtype, copy=False),
+        astype(reshape(dweights, weights.shape), weights.dtype, copy=False),
+        astype(turned @ ga, gate.dtype, copy=False),
+        astype(turned @ gb, up.dtype, copy=False),
+        astype(matrix_transpose(h) @ (gy * weight), down.dtype, copy=False),
+    )
+
+
+def _infer_backward(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
+    return tuple(ShapeDtype(args[i].shape, args[i].dtype) for i in (1, 3, 4, 5, 6))
+
+
+OPERANDS = ("x", "chosen", "weights", "gate", "up", "down", "numbers")
+EXPERTS = Op(
+    "experts",
+    OPERANDS,
+    _experts,
+    lambda op, args, params: ShapeDtype(args[0].shape, args[0].dtype),
+    decompose=_decompose,
+)
+EXPERTS_BACKWARD = Op(
+    "experts_backward", ("g", *OPERANDS), _experts_backward, _infer_backward, nout=5, decompose=_decompose_backward
+)
+
+
+@composite("experts")
+def experts(x: Any, chosen: Any, weights: Any, /, gate: Any, up: Any, down: Any) -> Array:
+    """Each row through the SwiGLU networks that it is sent to: the sum of ``(silu(x @ gate) * (x @ up)) @ down``, weighted.
+
+    Parameters
+    ----------
+    x
+        Rows, ``(..., width)``, real floating.
+    chosen
+        Numbers of the experts that a row goes to, integers ``(..., k)``. One that is no expert's number counts as none.
+    weights
+        What each of their outputs is multiplied by, ``(..., k)``.
+    gate, up
+        Stacks of matrices ``(experts, width, hidden)``.
+    down
+        ``(experts, hidden, width)``.
+
+    Returns
+    -------
+    Array
+        Like ``x``. Sums of float16 and bfloat16 are made in float32.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        Where the operands do not fit together.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> x, w = mt.asarray([[1.0], [2.0]]), mt.asarray([1.0, 10.0]).reshape((2, 1, 1))
+    >>> y = mt.nn.experts(x, mt.asarray([[0], [1]]), mt.ones((2, 1)), gate=w, up=w, down=w)
+    >>> [round(float(v), 3) for v in y[:, 0]]
+    [0.731, 4000.0]
+    """
+    x, chosen, weights, gate, up, down = map(asarray, (x, chosen, weights, gate, up, down))
+    if any(a.dtype.kind in "biuc" for a in (x, weights, gate, up, down)) or chosen.dtype.kind not in "iu":
+        raise DTypeError("[experts] x, weights and matrices must be real floating, and chosen integers")
+    stack = gate.shape
+    if x.ndim < 1 or len(stack) != 3 or up.shape != stack or down.shape != (stack[0], stack[2], stack[1]):
+        raise ShapeError(
+            f"[experts] gate {gate.shape}, up {up.shape} and down {down.shape} must be (e, w, f) twice and (e, f, w)"
+        )
+    if x.shape[-1] != stack[1] or chosen.shape != weights.shape or chosen.shape[:-1] != x.shape[:-1]:
+        raise ShapeError(
+            f"[experts] x {x.shape} must be (..., {stack[1]}), chosen {chosen.shape} and weights {weights.shape} (..., k) beside it"
+        )
+    numbers = arange(stack[0], dtype=chosen.dtype, device=beside(x))
+    return apply(EXPERTS, (x, chosen, weights, gate, up, down, numbers), {})

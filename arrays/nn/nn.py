@@ -1,0 +1,174 @@
+"""Functions that models need and the array-API standard lacks (``mt.nn``)."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core.dispatch import apply
+from ..core.dtypes import as_dtype, iinfo
+from ..core.errors import ArgumentError, DTypeError
+from ..core.op import composite
+from ..ops.creation import arange, asarray, beside, inexact
+from ..ops.elementwise import SILU, relu, sigmoid, stop_gradient, tanh
+from ..ops.elementwise import where as where_
+from ..ops.manipulation import astype, expand_dims
+from .activations import (
+    celu,
+    elu,
+    glu,
+    hard_sigmoid,
+    hard_silu,
+    hard_tanh,
+    leaky_relu,
+    log_sigmoid,
+    mish,
+    relu6,
+    selu,
+    softplus,
+    softsign,
+    squared_relu,
+    straight_above,
+)
+from .attention import scaled_dot_product_attention
+from .convolution import conv1d, conv2d, pool
+from .dropout import dropout, dropout_add
+from .gelu import GELU
+from .losses import cross_entropy, info_nce
+from .mixture_of_experts import experts
+from .norms.batch_norm import batch_norm
+from .norms.group_norm import group_norm, instance_norm
+from .norms.layer_norm import layer_norm, rms_norm
+from .regression_losses import binary_cross_entropy, cosine_similarity, huber_loss, l1_loss, mse_loss
+from .softmax import log_softmax, logsumexp, softmax
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+__all__ = [
+    "batch_norm",
+    "binary_cross_entropy",
+    "celu",
+    "conv1d",
+    "conv2d",
+    "cosine_similarity",
+    "cross_entropy",
+    "dropout",
+    "dropout_add",
+    "elu",
+    "embedding",
+    "experts",
+    "gelu",
+    "glu",
+    "group_norm",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_tanh",
+    "huber_loss",
+    "info_nce",
+    "instance_norm",
+    "l1_loss",
+    "layer_norm",
+    "leaky_relu",
+    "log_sigmoid",
+    "log_softmax",
+    "logsumexp",
+    "mish",
+    "mse_loss",
+    "one_hot",
+    "pool",
+    "relu",
+    "relu6",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "selu",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "softplus",
+    "softsign",
+    "squared_relu",
+]
+
+
+@composite("gelu")
+def gelu(x: Any, /, *, approximate: bool = False) -> Array:
+    """``x * Phi(x)`` with the normal distribution function ``Phi`` (Hendrycks and Gimpel, 2016).
+
+    ``approximate=True`` uses their tanh form.
+
+    >>> import meshtape as mt
+    >>> round(float(mt.nn.gelu(mt.asarray(1.0))), 6)
+    0.841345
+    """
+    x = inexact(x)
+    if not approximate:
+        return apply(GELU, (x,))
+
+    def gated(x: Array) -> Array:
+        return 0.5 * x * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+    return gated(x) if x.dtype.kind == "c" else straight_above(x, gated)
+
+
+@composite("silu")
+def silu(x: Any, /) -> Array:
+    """``x * sigmoid(x)``, also called swish (Ramachandran et al., 2017).
+
+    >>> import meshtape as mt
+    >>> round(float(mt.nn.silu(mt.asarray(1.0))), 6)
+    0.731059
+    """
+    return apply(SILU, (inexact(x),))
+
+
+@composite("one_hot")
+def one_hot(labels: Any, num_classes: int, /, *, dtype: Any = np.float32) -> Array:
+    """1 at the label and 0 elsewhere along a new last dimension; labels outside ``0 … num_classes-1`` give zeros only.
+
+    >>> import meshtape as mt
+    >>> mt.nn.one_hot(mt.asarray([1, -1]), 3, dtype=mt.int8)
+    Array([[0, 1, 0],
+           [0, 0, 0]], dtype=int8)
+    """
+    labels = asarray(labels)
+    if labels.dtype.kind not in "iu":
+        raise DTypeError(f"[one_hot] labels must be integers, got {labels.dtype.name}")
+    try:
+        num_classes = operator.index(num_classes)
+    except TypeError:
+        raise ArgumentError(f"[one_hot] the number of classes is an integer, got {num_classes!r}") from None
+    if num_classes < 0:
+        raise ValueError(f"[one_hot] the number of classes must not be negative, got {num_classes}")
+    # In the dtype of the labels where it can count that far; classes beyond it have no label.
+    wide = labels.dtype if num_classes <= iinfo(labels.dtype).max else np.int64
+    classes = arange(num_classes, dtype=wide, device=beside(labels))
+    return astype(expand_dims(labels, axis=labels.ndim) == classes, as_dtype(dtype, "one_hot"))
+
+
+# ----- looking up -----------------------------------------------------------------------------------------------------
+
+
+@composite("embedding")
+def embedding(ids: Any, table: Any, /, *, padding_idx: int | None = None) -> Array:
+    """The rows of ``table`` at ``ids``: shape ``(*ids.shape, *table.shape[1:])``. Row ``padding_idx`` gets no gradient.
+
+    >>> import meshtape as mt
+    >>> mt.nn.embedding(mt.asarray([1, 1]), mt.asarray([[1.0, 2.0], [3.0, 4.0]]))
+    Array([[3., 4.],
+           [3., 4.]], dtype=float64)
+    """
+    ids, table = asarray(ids), asarray(table)
+    if ids.dtype.kind not in "iu":
+        raise DTypeError(f"[embedding] ids must be integers, got {ids.dtype.name}")
+    rows = table[ids]
+    if padding_idx is None:
+        return rows
+    n = table.shape[0]
+    if not -n <= padding_idx < n:
+        raise ValueError(f"[embedding] padding_idx {padding_idx} is no row of a table of {n}")
+    padding = (ids == padding_idx % n) | (ids == padding_idx % n - n)
+    return where_(expand_dims(padding, axis=tuple(range(ids.ndim, rows.ndim))), stop_gradient(rows), rows)

@@ -1,0 +1,280 @@
+"""``batch_norm``: each channel of a whole batch, by its own statistics or by those of earlier batches.
+
+Training is an op with its own backward op, inference is another; all are computed in blocks that stay in cache, and by fused
+kernels on a GPU. Each knows how to decompose into plain functions: that form serves higher derivatives, and a batch that is
+split, whose sums then become collectives: its statistics are those of the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...core.dispatch import apply, as_number
+from ...core.op import Op, composite
+from ...core.program import ShapeDtype
+from ...kernels import channel_norms as kernels
+from .group_norm import image, infer_affine, parameter, spread
+from .layer_norm import FAR, _wide, infer_affine_backward
+from .row_blocks import BLOCK
+
+if TYPE_CHECKING:
+    from ...array.array import Array
+
+
+def _rest(ndim: int, axis: int) -> tuple[int, ...]:
+    return tuple(i for i in range(ndim) if i != axis)
+
+
+def _shaped(p: Any, ndim: int, axis: int) -> Any:
+    return p.reshape(tuple(-1 if i == axis else 1 for i in range(ndim)))
+
+
+def _blocks(xp: Any, x: Any) -> list[slice]:
+    """Blocks of whole samples: on a CPU, of about as much as stays in cache."""
+    n = x.shape[0]
+    step = max(1, BLOCK // max(math.prod(x.shape[1:]), 1)) if xp is np else max(n, 1)
+    return [slice(i, i + step) for i in range(0, n, step)]
+
+
+def _moments(xp: Any, x: Any, axis: int) -> tuple[Any, Any, Any]:
+    """Mean and biased variance of each channel, in the wide dtype, and what the rounding of the mean left out; zeros of a batch of
+    nothing."""
+    wide, channels = _wide(x.dtype), x.shape[axis]
+    mean, var, rest = (xp.zeros(channels, wide) for _ in range(3))
+    count, axes = x.size // max(channels, 1), _rest(x.ndim, axis)
+    if count:
+        for b in _blocks(xp, x):
+            mean += x[b].sum(axis=axes, dtype=wide)
+        mean /= count
+        center = _shaped(mean, x.ndim, axis)
+        for b in _blocks(xp, x):
+            d = x[b] - center
+            d *= d
+            var += d.sum(axis=axes)
+        var /= count
+        # As with rows (norms.FAR): the mean of deviations from a mean far from zero is what that was wrong by.
+        far = xp.abs(mean) > FAR * xp.sqrt(var)
+        if far.any():
+            for b in _blocks(xp, x):
+                rest += (x[b] - center).sum(axis=axes)
+            rest = xp.where(far, rest / count, 0)
+            var = xp.maximum(var - rest * rest, 0)
+    return mean, var, rest
+
+
+def _linear(xp: Any, x: Any, mean: Any, scale: Any, shift: Any, axis: int, dtype: np.dtype) -> Any:
+    """``(x - mean) * scale + shift`` by channel."""
+    out = xp.empty(x.shape, dtype)
+    m, s, t = (_shaped(p, x.ndim, axis) for p in (mean, scale, shift))
+    for b in _blocks(xp, x):
+        d = x[b] - m
+        d *= s
+        xp.add(d, t, out=out[b], casting="same_kind")
+    return out
+
+
+def _batch_norm(xp: Any, x: Any, weight: Any, bias: Any, axis: int, eps: float) -> Any:
+    mean, var, rest = _moments(xp, x, axis)
+    return _normalized(xp, x, mean, var, rest, weight, bias, axis, eps), mean, var
+
+
+def _inference(xp: Any, x: Any, mean: Any, var: Any, weight: Any, bias: Any, axis: int, eps: float) -> Any:
+    return _normalized(xp, x, mean, var, None, weight, bias, axis, eps)
+
+
+def _normalized(xp: Any, x: Any, mean: Any, var: Any, rest: Any, weight: Any, bias: Any, axis: int, eps: float) -> Any:
+    """With the mean ``mean + rest``, where there is a rest."""
+    wide = _wide(x.dtype)
+    m, v, w = (p.astype(wide, copy=False) for p in (mean, var, weight))
+    with np.errstate(all="ignore"):
+        scale = w / xp.sqrt(v + wide.type(eps))
+        shift = bias if rest is None else bias - rest * scale
+        return _linear(xp, x, m, scale, shift, axis, xp.result_type(x.dtype, weight.dtype, bias.dtype))
+
+
+def _backward(xp: Any, g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, axis: int, eps: float) -> Any:
+    """Cotangents of x, weight and bias; ``g_mean`` and ``g_var`` are those of the statistics."""
+    wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
+    mean, var, rest = _moments(xp, x, axis)
+    dw, db = xp.zeros(mean.shape, wide), xp.zeros(mean.shape, wide)
+    count = x.size // max(x.shape[axis], 1)
+    dx = xp.empty(x.shape, x.dtype)
+    with np.errstate(all="ignore"):
+        inverse = 1 / xp.sqrt(var + wide.type(eps))
+        center, n = (_shaped(p, x.ndim, axis) for p in (mean, inverse))
+        for b in _blocks(xp, x) if count else ():
+            gi = g[b].astype(wide, copy=False)
+            db += gi.sum(axis=axes)
+            d = x[b] - center
+            d *= n
+            d *= gi
+            dw += d.sum(axis=axes)
+        if count:
+            dw -= rest * inverse * db
+            scale = weight.astype(wide, copy=False) * inverse
+            slope = (2 * g_var.astype(wide, copy=False) - scale * inverse * dw) / count
+            level = (g_mean.astype(wide, copy=False) - scale * db) / count - slope * rest
+            s, t, scale = (_shaped(p, x.ndim, axis) for p in (slope, level, scale))
+            for b in _blocks(xp, x):
+                d = x[b] - center
+                d *= s
+                d += t
+                d += g[b].astype(wide, copy=False) * scale
+                dx[b] = d
+    return dx, dw.astype(weight.dtype), db.astype(weight.dtype)
+
+
+def _decompose(x: Array, weight: Array, bias: Array, axis: int, eps: float) -> tuple[Array, Array, Array]:
+    from ...ops.elementwise import sqrt, square
+    from ...ops.manipulation import astype, reshape
+    from ...ops.reductions import mean
+
+    dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
+    w, axes = astype(x, _wide(x.dtype), copy=False), _rest(x.ndim, axis)
+    center = mean(w, axis=axes, keepdims=True)
+    d = w - center
+    var = mean(square(d), axis=axes, keepdims=True)
+    y = d / sqrt(var + eps) * spread(weight, x, axis) + spread(bias, x, axis)
+    channels = (x.shape[axis],)
+    return astype(y, dtype, copy=False), reshape(center, channels), reshape(var, channels)
+
+
+def _decompose_backward(
+    g: Array, g_mean: Array, g_var: Array, x: Array, weight: Array, axis: int, eps: float
+) -> tuple[Array, Array, Array]:
+    from ...ops.elementwise import sqrt, square
+    from ...ops.manipulation import astype
+    from ...ops.reductions import mean, sum
+
+    wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
+    gi, w = (astype(a, wide, copy=False) for a in (g, x))
+    d = w - mean(w, axis=axes, keepdims=True)
+    inverse = 1.0 / sqrt(mean(square(d), axis=axes, keepdims=True) + eps)
+    n, scale, count = d * inverse, spread(weight, x, axis) * inverse, x.size // x.shape[axis]
+    dx = scale * (gi - mean(gi, axis=axes, keepdims=True) - n * mean(gi * n, axis=axes, keepdims=True))
+    dx = dx + (spread(g_mean, x, axis) + 2.0 * d * spread(g_var, x, axis)) * (1.0 / count)
+    return (
+        astype(dx, x.dtype, copy=False),
+        astype(sum(gi * n, axis=axes), weight.dtype, copy=False),
+        astype(sum(gi, axis=axes), weight.dtype, copy=False),
+    )
+
+
+def _decompose_inference(x: Array, mean: Array, var: Array, weight: Array, bias: Array, axis: int, eps: float) -> Array:
+    from ...ops.elementwise import sqrt
+    from ...ops.manipulation import astype
+
+    dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
+    m, v, w, b = (spread(p, x, axis) for p in (mean, var, weight, bias))
+    return astype((astype(x, _wide(x.dtype), copy=False) - m) * (w / sqrt(v + eps)) + b, dtype, copy=False)
+
+
+def _infer(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
+    x = args[0]
+    statistic = ShapeDtype((x.shape[params["axis"]],), _wide(x.dtype))
+    return infer_affine(op, args, params), statistic, statistic
+
+
+BATCH_NORM = Op(
+    "batch_norm",
+    ("x", "weight", "bias"),
+    _batch_norm,
+    _infer,
+    nout=3,
+    decompose=_decompose,
+    overrides={"cupy": kernels.batch_norm},
+)
+"""The normalised batch, and its mean and biased variance."""
+BATCH_NORM_BACKWARD = Op(
+    "batch_norm_backward",
+    ("g", "g_mean", "g_var", "x", "weight"),
+    _backward,
+    infer_affine_backward,
+    nout=3,
+    decompose=_decompose_backward,
+    overrides={"cupy": kernels.batch_norm_backward},
+)
+BATCH_NORM_INFERENCE = Op(
+    "batch_norm_inference",
+    ("x", "mean", "var", "weight", "bias"),
+    _inference,
+    infer_affine,
+    decompose=_decompose_inference,
+    overrides={"cupy": kernels.batch_norm_inference},
+)
+
+
+class BatchNorm(NamedTuple):
+    """The normalised array, and the statistics to keep for later."""
+
+    out: Array
+    running_mean: Array
+    running_var: Array
+
+
+@composite("batch_norm")
+def batch_norm(
+    x: Any,
+    running_mean: Any,
+    running_var: Any,
+    /,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    channel_axis: int = 1,
+) -> BatchNorm:
+    """Mean 0 and variance 1 over each channel of the whole batch (Ioffe and Szegedy, 2015).
+
+    Nothing is changed in place: the new running statistics are part of the result. They move by ``momentum`` towards those of
+    the batch, the variance without bias (divided by one less than the count), as in PyTorch; gradients do not flow through
+    them. On a split batch the statistics are those of the global batch. Statistics of float16 and bfloat16 are kept in float32.
+
+    Parameters
+    ----------
+    x
+        Shape ``(N, channels, ...)``, or ``(N, ..., channels)`` with ``channel_axis=-1``; floating.
+    running_mean, running_var
+        One number a channel.
+    weight, bias
+        One number a channel; ones and zeros by default.
+    training
+        Normalise by the statistics of the batch; else by the running ones, which then stay as they are.
+    momentum
+        Share of the batch in the new running statistics.
+    eps
+        Positive; added to the (biased) variance.
+    channel_axis
+        The dimension of the channels: 1, or the last one.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> out, mean, var = mt.batch_norm(mt.asarray([[1.0], [3.0]]), mt.zeros(1), mt.ones(1), training=True, momentum=1.0)
+    >>> mean.tolist(), var.tolist()
+    ([2.0], [2.0])
+    """
+    from ...ops.elementwise import stop_gradient
+    from ...ops.manipulation import astype
+
+    x, axis = image("batch_norm", x, channel_axis, eps)
+    old_mean = parameter("batch_norm", "running_mean", running_mean, x, axis, 0.0)
+    old_var = parameter("batch_norm", "running_var", running_var, x, axis, 1.0)
+    w = parameter("batch_norm", "weight", weight, x, axis, 1.0)
+    b = parameter("batch_norm", "bias", bias, x, axis, 0.0)
+    params = {"axis": axis, "eps": as_number("batch_norm", "eps", eps)}
+    count = x.size // max(x.shape[axis], 1)
+    if not training or count == 0:  # of a batch of nothing nothing is learnt
+        return BatchNorm(apply(BATCH_NORM_INFERENCE, (x, old_mean, old_var, w, b), params), old_mean, old_var)
+    out, mean, var = apply(BATCH_NORM, (x, w, b), params)
+
+    def moved(old: Array, new: Array) -> Array:
+        return astype(stop_gradient(old) * (1 - momentum) + stop_gradient(new) * momentum, old.dtype, copy=False)
+
+    unbiased = var * (count / (count - 1)) if count > 1 else var
+    return BatchNorm(out, moved(old_mean, mean), moved(old_var, unbiased))

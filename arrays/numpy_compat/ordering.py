@@ -1,0 +1,141 @@
+"""Order, and sets of elements."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core.dtypes import result_type
+from ..core.errors import ArgumentError, ShapeError
+from ..core.op import composite
+from ..core.short_ways import buffers, result
+from ..core.value import FIRST_USER_DTYPE
+from ..ops.creation import asarray
+from ..ops.manipulation import concat
+from ..ops.sorting import _flat, argsort, sort
+from ..statistics import sets
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+
+def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
+    x, axis = _flat(x, axis)
+    for k in [kth] if np.ndim(kth) == 0 else kth:  # type: ignore[union-attr]
+        try:
+            k = operator.index(k)
+        except TypeError:
+            raise ArgumentError(f"[{name}] places are integers, got {k}") from None
+        if not -x.shape[axis] <= k < x.shape[axis]:
+            raise ShapeError(f"[{name}] there is no {k}-th element along an axis of length {x.shape[axis]}")
+    return x, axis
+
+
+def partition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Array:
+    """The ``kth`` elements where sorting would put them, smaller ones before and larger ones behind. All are sorted, in fact.
+
+    >>> import meshtape as mt
+    >>> mt.partition(mt.asarray([3, 1, 2]), 1)[1]
+    Array(2)
+    """
+    x, axis = _checked("partition", x, kth, axis)
+    return sort(x, axis=axis)
+
+
+def argpartition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Array:
+    """The places of what :func:`partition` gives.
+
+    >>> import meshtape as mt
+    >>> mt.argpartition(mt.asarray([3, 1, 2]), 1)[0]
+    Array(1)
+    """
+    x, axis = _checked("argpartition", x, kth, axis)
+    return argsort(x, axis=axis)
+
+
+@composite("lexsort")
+def lexsort(keys: Any, /, axis: int = -1) -> Array:
+    """The order by several keys, the last one first.
+
+    >>> import meshtape as mt
+    >>> mt.lexsort([mt.asarray([2, 1, 0]), mt.asarray([0, 1, 0])])
+    Array([2, 0, 1])
+    """
+    from ..ops.searching import take_along_axis
+
+    found = [asarray(k) for k in keys]
+    if not found:
+        raise ShapeError("[lexsort] needs at least one key")
+    if (plain := buffers(found)) is not None and max(b.dtype.num for b in plain) < FIRST_USER_DTYPE:
+        return result(np.lexsort(plain, axis))
+    order = argsort(found[0], axis=axis)
+    for key in found[1:]:
+        order = take_along_axis(order, argsort(take_along_axis(key, order, axis=axis), axis=axis), axis=axis)
+    return order
+
+
+def unique(
+    x: Any,
+    /,
+    return_index: bool = False,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    *,
+    equal_nan: bool = True,
+    sorted: bool = True,
+) -> Any:
+    """The different elements, ascending; and, where asked for, their first places, which of them each element is, how often each occurs.
+
+    All NaN are one, but with ``equal_nan=False``.
+
+    >>> import meshtape as mt
+    >>> mt.unique(mt.asarray([2, 1, 2]), return_counts=True)
+    (Array([1, 2]), Array([1, 2]))
+    """
+    found = sets.distinct(x, return_index, return_inverse, return_counts, equal_nan=equal_nan)
+    return found if len(found) > 1 else found[0]
+
+
+def union1d(x: Any, y: Any, /) -> Array:
+    """The different elements of both, ascending.
+
+    >>> import meshtape as mt
+    >>> mt.union1d([1, 2], [2, 3])
+    Array([1, 2, 3])
+    """
+    return unique(concat([asarray(x), asarray(y)], axis=None))
+
+
+def intersect1d(x: Any, y: Any, /) -> Array:
+    """The different elements that are in both, ascending.
+
+    >>> import meshtape as mt
+    >>> mt.intersect1d([1, 2], [2, 3])
+    Array([2])
+    """
+    found, y = unique(x), asarray(y)
+    return found[sets.isin(found, y)].astype(result_type(found.dtype, y.dtype))
+
+
+def setdiff1d(x: Any, y: Any, /) -> Array:
+    """The different elements of ``x`` that are not in ``y``, ascending.
+
+    >>> import meshtape as mt
+    >>> mt.setdiff1d([1, 2], [2, 3])
+    Array([1])
+    """
+    found = unique(x)
+    return found[sets.isin(found, asarray(y), invert=True)]
+
+
+def setxor1d(x: Any, y: Any, /) -> Array:
+    """The different elements that are in just one of both, ascending.
+
+    >>> import meshtape as mt
+    >>> mt.setxor1d([1, 2], [2, 3])
+    Array([1, 3])
+    """
+    return sort(concat([setdiff1d(x, y), setdiff1d(y, x)]))

@@ -1,0 +1,470 @@
+"""Functions that rearrange elements: shapes, axes, joining, casting."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core import shape_rules
+from ..core.dispatch import apply, as_array, wrap
+from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
+from ..core.errors import DTypeError, ShapeError
+from ..core.op import Op
+from ..core.program import ShapeDtype
+from ..core.short_ways import REFUSED, buffer, buffers, result
+from .elementwise import ASTYPE, clip
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+    from ..core.devices import Device
+
+# ----- ops ------------------------------------------------------------------------------------------------------------
+
+
+def _reshape(xp: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    return x.reshape(shape)
+
+
+def _permute_dims(xp: Any, x: Any, axes: tuple[int, ...]) -> Any:
+    return x.transpose(axes)
+
+
+def _broadcast_to(xp: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    return xp.broadcast_to(x, shape)
+
+
+def _flip(xp: Any, x: Any, axis: tuple[int, ...]) -> Any:
+    return xp.flip(x, axis)
+
+
+def _concat(xp: Any, *xs: Any, axis: int) -> Any:
+    return xp.concatenate(xs, axis=axis)
+
+
+def _with_shape(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    return ShapeDtype(params["shape"], args[0].dtype)
+
+
+def _infer_permute(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    return ShapeDtype(tuple(args[0].shape[a] for a in params["axes"]), args[0].dtype)
+
+
+def _infer_concat(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    axis = params["axis"]
+    first = args[0].shape
+    for a in args[1:]:
+        if len(a.shape) != len(first) or any(
+            m != n for i, (m, n) in enumerate(zip(a.shape, first, strict=True)) if i != axis
+        ):
+            raise ShapeError(
+                f"[concat] shapes may differ along axis {axis} only: {', '.join(str(x.shape) for x in args)}"
+            )
+    total = sum(a.shape[axis] for a in args)
+    return ShapeDtype((*first[:axis], total, *first[axis + 1 :]), result_type(*(a.dtype for a in args)))
+
+
+RESHAPE = Op("reshape", ("x",), _reshape, _with_shape)
+PERMUTE_DIMS = Op("permute_dims", ("x",), _permute_dims, _infer_permute)
+BROADCAST_TO = Op("broadcast_to", ("x",), _broadcast_to, _with_shape)
+FLIP = Op("flip", ("x",), _flip, shape_rules.same)
+CONCAT = Op("concat", ("*xs",), _concat, _infer_concat)
+
+# ----- functions ------------------------------------------------------------------------------------------------------
+
+
+def astype(
+    x: Any, dtype: Any, /, *, copy: bool = True, device: Device | str | None = None, saturate: bool = False
+) -> Array:
+    """``x`` in another dtype; the same array where it has that dtype already and ``copy`` is false.
+
+    Values have copy-on-write semantics, so that a "copy" costs nothing until one side is written. The imaginary part of
+    complex numbers is not dropped in silence: casting them to real ones raises.
+
+    Parameters
+    ----------
+    device
+        Where the result goes; it stays where ``x`` is by default.
+    saturate
+        What is beyond the range of a floating ``dtype`` becomes its largest number, infinities too, instead of infinity (or
+        NaN in ``float8_e4m3fn``, which has no infinity). NaN stays NaN.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> x = mt.asarray([464.0, 480.0, float("inf")])
+    >>> mt.astype(x, mt.float8_e4m3fn).tolist(), mt.astype(x, mt.float8_e4m3fn, saturate=True).tolist()
+    ([448.0, nan, nan], [448.0, 448.0, 448.0])
+    """
+    if not copy and device is None and getattr(getattr(x, "_buf", None), "dtype", None) is dtype:
+        return x
+    dtype = as_dtype(dtype, "astype")
+    if device is None and not saturate:
+        buf = buffer(x)
+        if buf is not None and buf.dtype.kind != "c" and (copy or buf.dtype != dtype):
+            return wrap(buf.astype(dtype))
+    x = as_array(x)
+    check_cast("astype", x.dtype, dtype)
+    if device is not None:
+        x = x.to_device(device)
+    if x.dtype == dtype and not copy:
+        return x
+    if saturate and x.dtype != dtype and isdtype(dtype, "real floating"):
+        limits = finfo(dtype)
+        x = astype(x, np.float32) if x.dtype == bfloat16 else x  # which rounds the largest float16 up
+        # The limits must be numbers of the dtype of x; where they are beyond it nothing can be out of range.
+        if isdtype(x.dtype, "real floating") and finfo(x.dtype).max > limits.max:
+            x = clip(x, limits.min, limits.max)
+        elif isdtype(x.dtype, "integral"):
+            x = clip(astype(x, np.float64), limits.min, limits.max)
+    return apply(ASTYPE, (x,), {"dtype": dtype})
+
+
+def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, order: str = "C") -> Array:
+    """The same elements, in C order, in another shape; one length may be -1. With ``order="F"`` the first index runs fastest.
+
+    >>> import meshtape as mt
+    >>> mt.reshape(mt.arange(6), (2, -1)).shape
+    (2, 3)
+    """
+    if order != "C":
+        if order != "F":
+            raise ValueError(
+                f"[reshape] order must be 'C' or 'F', got {order!r}: how the elements lie in memory is nobody's business"
+            )
+        full = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+        turned = permute_dims(x, tuple(range(as_array(x).ndim))[::-1])
+        return permute_dims(reshape(turned, full[::-1]), tuple(range(len(full)))[::-1])
+    buf = buffer(x)
+    if buf is not None and type(shape) is tuple:
+        try:
+            out = buf.reshape(shape)
+        except REFUSED:
+            pass
+        else:
+            # NumPy takes every negative length for an unknown one.
+            if out.shape == shape or (min(shape) == -1 and shape.count(-1) == 1):
+                return wrap(out)
+    x = as_array(x)
+    several = type(shape) is tuple or isinstance(shape, Sequence)
+    try:
+        wanted = tuple(map(operator.index, shape)) if several else (operator.index(shape),)
+    except TypeError:
+        raise ShapeError(f"[reshape] a shape is an integer or a tuple of them, got {shape!r}") from None
+    full, size = wanted, x.size
+    if -1 in wanted:
+        known = math.prod(n for n in wanted if n != -1)
+        if wanted.count(-1) == 1 and known > 0 and size % known == 0:
+            full = tuple(size // known if n == -1 else n for n in wanted)
+    if math.prod(full) != size or (full and min(full) < 0):
+        raise ShapeError(f"[reshape] cannot view shape {x.shape} ({size} elements) as {wanted}")
+    return apply(RESHAPE, (x,), {"shape": full})
+
+
+def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
+    """Dimensions in another order: dimension ``i`` of the result is ``axes[i]`` of ``x``.
+
+    >>> import meshtape as mt
+    >>> mt.permute_dims(mt.ones((2, 3, 4)), (2, 0, 1)).shape
+    (4, 2, 3)
+    """
+    buf = buffer(x)
+    if buf is not None and type(axes) is tuple and len(axes) == buf.ndim:
+        try:
+            return wrap(buf.transpose(axes))
+        except REFUSED:
+            pass
+    x = as_array(x)
+    ndim = x.ndim
+    if type(axes) is not tuple or sorted(axes) != list(range(ndim)):
+        if len(axes) != ndim or len(shape_rules.normalize_axis("permute_dims", axes, ndim)) != ndim:
+            raise ShapeError(f"[permute_dims] axes {tuple(axes)} are no order of the {ndim} dimensions of {x.shape}")
+        axes = tuple(int(a) % ndim for a in axes)
+    return apply(PERMUTE_DIMS, (x,), {"axes": axes})
+
+
+def matrix_transpose(x: Any, /) -> Array:
+    """The last two dimensions exchanged.
+
+    >>> import meshtape as mt
+    >>> mt.matrix_transpose(mt.asarray([[1, 2], [3, 4]]))
+    Array([[1, 3],
+           [2, 4]])
+    """
+    buf = buffer(x)
+    if buf is not None and buf.ndim > 1:
+        return wrap(buf.mT)
+    x = as_array(x)
+    if x.ndim < 2:
+        raise ShapeError(f"[matrix_transpose] needs at least two dimensions, got shape {x.shape}")
+    return permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+
+def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[int], /) -> Array:
+    """Dimensions ``source`` moved to ``destination``, the others in their order.
+
+    >>> import meshtape as mt
+    >>> mt.moveaxis(mt.ones((2, 3, 4)), 0, -1).shape
+    (3, 4, 2)
+    """
+    x = as_array(x)
+    src = [source] if isinstance(source, int) or not np.ndim(source) else list(source)
+    dst = [destination] if isinstance(destination, int) or not np.ndim(destination) else list(destination)
+    shape_rules.normalize_axis("moveaxis", src, x.ndim)
+    shape_rules.normalize_axis("moveaxis", dst, x.ndim)
+    if len(src) != len(dst):
+        raise ShapeError(f"[moveaxis] {len(src)} source axes for {len(dst)} destinations")
+    order = [i for i in range(x.ndim) if i not in [a % x.ndim for a in src]]
+    for d, s in sorted(zip([a % x.ndim for a in dst], [a % x.ndim for a in src], strict=True)):
+        order.insert(d, s)
+    return permute_dims(x, order)
+
+
+def broadcast_to(x: Any, /, shape: int | Sequence[int]) -> Array:
+    """``x`` repeated, without copying, along new and length-one dimensions.
+
+    >>> import meshtape as mt
+    >>> mt.broadcast_to(mt.asarray([1, 2]), (2, 2))
+    Array([[1, 2],
+           [1, 2]])
+    """
+    buf = buffer(x)
+    if buf is not None and type(shape) is tuple:
+        try:
+            return wrap(np.broadcast_to(buf, shape))
+        except REFUSED:
+            pass
+    x = as_array(x)
+    shape = shape_rules.as_shape("broadcast_to", shape)
+    if shape_rules.broadcast_shapes(BROADCAST_TO, [x.shape, shape]) != shape:
+        raise ShapeError(f"[broadcast_to] shape {x.shape} does not broadcast to {shape}")
+    # Never x itself: a write to the result must not be seen through x.
+    return apply(BROADCAST_TO, (x,), {"shape": shape})
+
+
+def broadcast_arrays(*arrays: Any) -> tuple[Array, ...]:
+    """The arrays, each broadcast to their common shape.
+
+    >>> import meshtape as mt
+    >>> [x.shape for x in mt.broadcast_arrays(mt.ones((3, 1)), mt.ones(4))]
+    [(3, 4), (3, 4)]
+    """
+    xs = [as_array(a) for a in arrays]
+    shape = shape_rules.broadcast_shapes(BROADCAST_TO, [x.shape for x in xs])
+    return tuple(broadcast_to(x, shape) for x in xs)
+
+
+def broadcast_shapes(*shapes: Sequence[int | None]) -> tuple[int | None, ...]:
+    """The shape that arrays of these shapes have together. A length of None is unknown, and stays so unless another tells it.
+
+    >>> import meshtape as mt
+    >>> mt.broadcast_shapes((3, 1), (1, 4))
+    (3, 4)
+    """
+    out: list[int | None] = []
+    known_lengths = [[n if n is None else operator.index(n) for n in s][::-1] for s in shapes]
+    for lengths in itertools.zip_longest(*known_lengths, fillvalue=1):
+        known = {n for n in lengths if n not in (1, None)}
+        if len(known) > 1:
+            raise ShapeError(f"[broadcast_shapes] shapes do not broadcast together: {', '.join(map(str, shapes))}")
+        out.append(known.pop() if known else None if None in lengths else 1)
+    return tuple(out[::-1])
+
+
+def expand_dims(x: Any, /, axis: int | Sequence[int] = 0) -> Array:
+    """New dimensions of length one at the places ``axis`` of the result.
+
+    >>> import meshtape as mt
+    >>> mt.expand_dims(mt.ones(3), axis=(0, -1)).shape
+    (1, 3, 1)
+    """
+    buf = buffer(x)
+    if buf is not None and type(axis) is int and -buf.ndim - 1 <= axis <= buf.ndim:
+        full = buf.shape
+        at = axis % (len(full) + 1)
+        return wrap(buf.reshape((*full[:at], 1, *full[at:])))
+    x = as_array(x)
+    ndim = x.ndim + (1 if isinstance(axis, int | np.integer) else len(axis))
+    axes = shape_rules.normalize_axis("expand_dims", axis, ndim)
+    lengths = iter(x.shape)
+    return reshape(x, tuple(1 if i in axes else next(lengths) for i in range(ndim)))
+
+
+def squeeze(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
+    """Without the dimensions ``axis``, which must have length one; all that have, by default.
+
+    >>> import meshtape as mt
+    >>> mt.squeeze(mt.ones((1, 3, 1)), axis=(0, 2)).shape
+    (3,)
+    """
+    buf = buffer(x)
+    if buf is not None and type(axis) is int and buf.ndim:
+        try:
+            return wrap(buf.squeeze(axis))
+        except REFUSED:
+            pass
+    x = as_array(x)
+    if axis is None:
+        axis = tuple(i for i, n in enumerate(x.shape) if n == 1)
+    axes = shape_rules.normalize_axis("squeeze", axis, x.ndim)
+    if any(x.shape[a] != 1 for a in axes):
+        raise ShapeError(f"[squeeze] axis {axis} of shape {x.shape} has not length 1")
+    return reshape(x, shape_rules.reduced_shape(x.shape, axes, False))
+
+
+def flip(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
+    """Elements in reverse order along the axes (all by default).
+
+    >>> import meshtape as mt
+    >>> mt.flip(mt.asarray([[1, 2], [3, 4]]), axis=1)
+    Array([[2, 1],
+           [4, 3]])
+    """
+    buf = buffer(x)
+    if buf is not None and (axis is None or (type(axis) is int and -buf.ndim <= axis < buf.ndim)):
+        back = slice(None, None, -1)
+        return result(buf[(back,) * buf.ndim if axis is None else (*(slice(None),) * (axis % buf.ndim), back)])
+    x = as_array(x)
+    return apply(FLIP, (x,), {"axis": shape_rules.normalize_axis("flip", axis, x.ndim)})
+
+
+def concat(arrays: Sequence[Any], /, axis: int | None = 0) -> Array:
+    """Arrays joined along an axis they have (flattened first when ``axis`` is None).
+
+    >>> import meshtape as mt
+    >>> mt.concat([mt.asarray([1, 2]), mt.asarray([3])])
+    Array([1, 2, 3])
+    """
+    bufs = buffers(arrays)
+    if bufs and (axis is None or type(axis) is int):
+        try:
+            return wrap(np.concatenate(bufs, axis))
+        except REFUSED:
+            pass
+    xs = [as_array(a) for a in arrays]
+    if not xs:
+        raise ShapeError("[concat] needs at least one array")
+    if axis is None:
+        xs, axis = [reshape(x, (-1,)) for x in xs], 0
+    axis = shape_rules.one_axis("concat", axis, xs[0].ndim)
+    _infer_concat(CONCAT, tuple(ShapeDtype(x.shape, x.dtype) for x in xs), {"axis": axis})
+    return apply(CONCAT, tuple(xs), {"axis": axis})
+
+
+def stack(arrays: Sequence[Any], /, axis: int = 0) -> Array:
+    """Arrays of one shape joined along a new axis.
+
+    >>> import meshtape as mt
+    >>> mt.stack([mt.asarray([1, 2]), mt.asarray([3, 4])], axis=1)
+    Array([[1, 3],
+           [2, 4]])
+    """
+    bufs = buffers(arrays)
+    if bufs and type(axis) is int and -bufs[0].ndim - 1 <= axis <= bufs[0].ndim:
+        at = axis % (bufs[0].ndim + 1)
+        key = (*(slice(None),) * at, None)
+        try:
+            return wrap(np.concatenate([b[key] for b in bufs], at))
+        except REFUSED:
+            pass
+    arrays = [as_array(a) for a in arrays]
+    shapes = {a.shape for a in arrays}
+    if len(shapes) > 1:
+        raise ShapeError(f"[stack] takes arrays of one shape, got {', '.join(map(str, (a.shape for a in arrays)))}")
+    return concat([expand_dims(a, axis=axis) for a in arrays], axis=axis)
+
+
+def unstack(x: Any, /, axis: int = 0) -> tuple[Array, ...]:
+    """The parts of ``x`` along an axis, without that axis: the inverse of :func:`stack`.
+
+    >>> import meshtape as mt
+    >>> [x.tolist() for x in mt.unstack(mt.asarray([[1, 2], [3, 4]]))]
+    [[1, 2], [3, 4]]
+    """
+    x = as_array(x)
+    axis = shape_rules.one_axis("unstack", axis, x.ndim)
+    lead = (slice(None),) * axis
+    return tuple(x[(*lead, i)] for i in range(x.shape[axis]))
+
+
+def roll(x: Any, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
+    """Elements moved along axes by ``shift`` places; what leaves at one end comes back at the other.
+
+    Without ``axis`` the array is rolled as if it were flat.
+
+    >>> import meshtape as mt
+    >>> mt.roll(mt.arange(4), 1)
+    Array([3, 0, 1, 2])
+    """
+    x = as_array(x)
+    if axis is None:
+        if not isinstance(shift, int | np.integer):
+            raise ShapeError("[roll] several shifts need as many axes")
+        return reshape(roll(reshape(x, (-1,)), shift, axis=0), x.shape)
+    axes = (axis,) if isinstance(axis, int | np.integer) else tuple(axis)
+    shifts = (shift,) * len(axes) if isinstance(shift, int | np.integer) else tuple(shift)
+    if len(shifts) != len(axes):
+        raise ShapeError(f"[roll] {len(shifts)} shifts for {len(axes)} axes")
+    out = x
+    for n, a in zip(shifts, axes, strict=True):
+        a = shape_rules.one_axis("roll", a, x.ndim)
+        length = x.shape[a]
+        cut = -operator.index(n) % length if length else 0
+        if cut:
+            lead = (slice(None),) * a
+            out = concat([out[(*lead, slice(cut, None))], out[(*lead, slice(None, cut))]], axis=a)
+    return astype(x, x.dtype) if out is x else out
+
+
+def tile(x: Any, repetitions: int | Sequence[int], /) -> Array:
+    """``x`` as a whole laid side by side, ``repetitions[i]`` times along axis ``i`` (counted from the last one).
+
+    >>> import meshtape as mt
+    >>> mt.tile(mt.arange(2), (2, 2))
+    Array([[0, 1, 0, 1],
+           [0, 1, 0, 1]])
+    """
+    x = as_array(x)
+    several = isinstance(repetitions, Sequence) or np.ndim(repetitions)
+    reps = tuple(map(operator.index, repetitions if several else (repetitions,)))
+    if any(n < 0 for n in reps):
+        raise ShapeError(f"[tile] repetitions must not be negative, got {reps}")
+    shape = (1,) * (len(reps) - x.ndim) + x.shape
+    reps = (1,) * (len(shape) - len(reps)) + reps
+    apart = reshape(x, tuple(k for n in shape for k in (1, n)))
+    full = broadcast_to(apart, tuple(k for r, n in zip(reps, shape, strict=True) for k in (r, n)))
+    return reshape(full, tuple(r * n for r, n in zip(reps, shape, strict=True)))
+
+
+def repeat(x: Any, repeats: Any, /, axis: int | None = None) -> Array:
+    """Each element (each slice along ``axis``) several times in a row; of the flattened array without ``axis``.
+
+    ``repeats`` is one number for all, or an array of one number each (whose values must be known: they make the shape).
+
+    >>> import meshtape as mt
+    >>> mt.repeat(mt.asarray([1, 2]), mt.asarray([1, 3]))
+    Array([1, 2, 2, 2])
+    """
+    x = as_array(x)
+    if axis is None:
+        x, axis = reshape(x, (-1,)), 0
+    axis = shape_rules.one_axis("repeat", axis, x.ndim)
+    n = x.shape[axis]
+    counts = np.asarray(repeats)
+    if counts.dtype.kind not in "iu":
+        raise DTypeError(f"[repeat] repeats must be integers, got {counts.dtype.name}")
+    if counts.ndim > 1 or (counts.ndim == 1 and counts.shape[0] not in (1, n)):
+        raise ShapeError(f"[repeat] repeats of shape {counts.shape} for axis {axis} of shape {x.shape}")
+    if counts.size and counts.min() < 0:
+        raise ValueError("[repeat] repeats must not be negative")
+    if counts.size == 1 and (n != 1 or counts.ndim == 0):
+        k = int(counts.reshape(-1)[0])
+        apart = reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
+        full = broadcast_to(apart, (*x.shape[: axis + 1], k, *x.shape[axis + 1 :]))
+        return reshape(full, (*x.shape[:axis], n * k, *x.shape[axis + 1 :]))
+    places = np.repeat(np.arange(n), counts)
+    return x[(*(slice(None),) * axis, places)]

@@ -1,0 +1,215 @@
+# cython: annotation_typing=False
+"""Products of vectors, matrices and tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..backends.memory_pool import fresh
+from ..core import shape_rules
+from ..core.dispatch import apply, as_array, wrap
+from ..core.dtypes import result_type
+from ..core.errors import ShapeError
+from ..core.op import Op, state
+from ..core.program import ShapeDtype
+from ..core.short_ways import REFUSED
+from ..core.value import FIRST_USER_DTYPE
+from ..native import ops as native
+from .reductions import _is_low_precision
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+
+def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    x, y = args
+    if not isinstance(x, ShapeDtype) or not isinstance(y, ShapeDtype) or not x.shape or not y.shape:
+        raise ShapeError("[matmul] takes arrays of at least one dimension; use * for scalars")
+    k1, k2 = x.shape[-1], y.shape[-2] if len(y.shape) > 1 else y.shape[0]
+    if k1 != k2:
+        raise ShapeError(f"[matmul] the contracted lengths differ: {x.shape} @ {y.shape}")
+    batch = shape_rules.broadcast_shapes(op, [x.shape[:-2], y.shape[:-2]])
+    rows = (x.shape[-2],) if len(x.shape) > 1 else ()
+    cols = (y.shape[-1],) if len(y.shape) > 1 else ()
+    return ShapeDtype((*batch, *rows, *cols), result_type(x.dtype, y.dtype))
+
+
+_OWN_PRODUCTS = frozenset(np.dtype(t).num for t in "fdFD")
+
+_WORTH_A_LOOK = 1 << 14
+"""Products of numbers below which NumPy has the result before it is known who would have it sooner."""
+
+
+def product(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """``np.matmul``, in less time for matrices that fit a processor's caches, and for stacks of rows times one matrix.
+
+    ``out``, where it is given, is memory without gaps that neither operand has.
+    """
+    left, right, dtype = x.shape, y.shape, x.dtype
+    nx, ny = len(left), len(right)
+    alike = dtype is y.dtype or dtype.num == y.dtype.num
+    if nx < 2 or ny < 2 or not alike or x.size * right[ny - 1] < _WORTH_A_LOOK:
+        return np.matmul(x, y) if out is None else np.matmul(x, y, out)
+    if ny == 2 < nx and x.flags.c_contiguous and left[nx - 1] == right[0]:
+        # One product over all rows. NumPy asks for one for each matrix of the stack, and each prepares the right operand anew.
+        lead = left[: nx - 1]
+        if out is None:
+            out = fresh((*lead, right[1]), dtype)
+        rows = math.prod(lead)
+        product(x.reshape(rows, right[0]), y, out.reshape(rows, right[1]))
+        return out
+    found = native.matmul(x, y, out)
+    if found is not NotImplemented:
+        return found
+    return np.matmul(x, y) if out is None else np.matmul(x, y, out)
+
+
+def times_transposed(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """``x @ y^H``."""
+    return product(x, (y.conj() if y.dtype.kind == "c" else y).mT)
+
+
+def transposed_times(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """``x^H @ y``."""
+    return product((x.conj() if x.dtype.kind == "c" else x).mT, y)
+
+
+def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
+    if xp is np and x.dtype == y.dtype and x.dtype.num in _OWN_PRODUCTS:
+        return product(x, y, out)
+    if out is not None:
+        out[...] = _matmul(xp, x, y)
+        return out
+    # NumPy has no product of its own for floats of one or two bytes; they are summed in float32 and rounded once.
+    dtype = xp.result_type(x.dtype, y.dtype)
+    if xp is np and _is_low_precision(dtype):
+        return xp.matmul(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
+    if (
+        xp is not np and dtype.num >= FIRST_USER_DTYPE and (x.ndim > 2 or y.ndim > 2)
+    ):  # CuPy has products of two matrices of these alone
+        if y.ndim == 2 and x.shape[-1]:
+            rows = _matmul(xp, x.reshape(-1, x.shape[-1]), y)
+            return rows.reshape(*x.shape[:-1], y.shape[-1])
+        return xp.matmul(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
+    return xp.matmul(x, y).astype(dtype, copy=False)
+
+
+MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul, takes_out=True)
+
+
+def matmul(x1: Any, x2: Any, /) -> Array:
+    """Matrix product over the last two dimensions; leading ones broadcast, vectors are rows or columns as in NumPy.
+
+    >>> import meshtape as mt
+    >>> mt.matmul(mt.ones((2, 3)), mt.ones((3, 4))).shape
+    (2, 4)
+
+    Raises
+    ------
+    ShapeError
+        When the contracted lengths differ, the leading dimensions do not broadcast, or an operand is 0-d.
+    """
+    x, y = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
+    if type(x) is np.ndarray and type(y) is np.ndarray and not state.now.recorders:
+        number = x.dtype.num
+        if number == y.dtype.num and number in _OWN_PRODUCTS:
+            try:
+                out = product(x, y)
+            except REFUSED:
+                pass
+            else:
+                return wrap(out if type(out) is np.ndarray else np.asarray(out))
+    return apply(MATMUL, (as_array(x1), as_array(x2)))
+
+
+def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:
+    """Sums of products along an axis, the first operand conjugated; the other dimensions broadcast.
+
+    >>> import meshtape as mt
+    >>> mt.vecdot(mt.asarray([1, 2]), mt.asarray([3, 4]))
+    Array(11)
+    """
+    from .creation import asarray
+    from .elementwise import conj
+    from .manipulation import moveaxis
+
+    x1, x2 = asarray(x1), asarray(x2)
+    if not x1.ndim or not x2.ndim or (not -min(x1.ndim, x2.ndim) <= axis < 0 and x1.ndim != x2.ndim):
+        raise ShapeError(f"[vecdot] shapes {x1.shape} and {x2.shape} have no common axis {axis}")
+    shape_rules.normalize_axis("vecdot", axis, min(x1.ndim, x2.ndim))
+    if x1.shape[axis] != x2.shape[axis]:
+        raise ShapeError(f"[vecdot] the lengths along axis {axis} differ: {x1.shape} and {x2.shape}")
+    x1, x2 = moveaxis(x1, axis, -1), moveaxis(x2, axis, -1)
+    return matmul(conj(x1)[..., None, :], x2[..., :, None])[..., 0, 0]
+
+
+def tensordot(x1: Any, x2: Any, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
+    """Products summed over several axes: the last ``axes`` of ``x1`` with the first of ``x2``, or two lists of axes.
+
+    >>> import meshtape as mt
+    >>> mt.tensordot(mt.ones((2, 3, 4)), mt.ones((4, 3)), axes=((1, 2), (1, 0))).shape
+    (2,)
+    """
+    from .creation import asarray
+    from .manipulation import permute_dims, reshape
+
+    x1, x2 = asarray(x1), asarray(x2)
+    if isinstance(axes, int):
+        if not 0 <= axes <= min(x1.ndim, x2.ndim):
+            raise ShapeError(f"[tensordot] cannot sum over {axes} axes of shapes {x1.shape} and {x2.shape}")
+        first, second = list(range(x1.ndim - axes, x1.ndim)), list(range(axes))
+    else:
+        first, second = (list(a) if isinstance(a, Sequence) else [a] for a in axes)
+        shape_rules.normalize_axis("tensordot", first, x1.ndim)
+        shape_rules.normalize_axis("tensordot", second, x2.ndim)
+        first, second = [a % x1.ndim for a in first], [a % x2.ndim for a in second]
+    if [x1.shape[a] for a in first] != [x2.shape[a] for a in second]:
+        raise ShapeError(f"[tensordot] the summed lengths differ: axes {first} of {x1.shape}, {second} of {x2.shape}")
+    rows = [i for i in range(x1.ndim) if i not in first]
+    cols = [i for i in range(x2.ndim) if i not in second]
+    k = math.prod(x1.shape[a] for a in first)
+    left, right = [x1.shape[a] for a in rows], [x2.shape[a] for a in cols]
+    a = reshape(permute_dims(x1, (*rows, *first)), (math.prod(left), k))
+    b = reshape(permute_dims(x2, (*second, *cols)), (k, math.prod(right)))
+    return reshape(matmul(a, b), (*left, *right))
+
+
+def outer(x1: Any, x2: Any, /) -> Array:
+    """All products of the elements of two vectors.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.outer(mt.asarray([1, 2]), mt.asarray([3, 4]))
+    Array([[3, 4],
+           [6, 8]])
+    """
+    from .creation import asarray
+
+    x1, x2 = asarray(x1), asarray(x2)
+    if x1.ndim != 1 or x2.ndim != 1:
+        raise ShapeError(f"[outer] takes two vectors, got shapes {x1.shape} and {x2.shape}")
+    return x1[:, None] * x2[None, :]
+
+
+def cross(x1: Any, x2: Any, /, axis: int = -1) -> Array:
+    """Cross product of vectors of three elements along an axis; the other dimensions broadcast.
+
+    >>> import meshtape as mt
+    >>> mt.linalg.cross(mt.asarray([1, 0, 0]), mt.asarray([0, 1, 0]))
+    Array([0, 0, 1])
+    """
+    from .creation import asarray
+    from .manipulation import broadcast_arrays, moveaxis, stack
+
+    x1, x2 = asarray(x1), asarray(x2)
+    shape_rules.normalize_axis("cross", axis, min(x1.ndim, x2.ndim))
+    if x1.shape[axis] != 3 or x2.shape[axis] != 3:
+        raise ShapeError(f"[cross] vectors have three elements along axis {axis}, got {x1.shape} and {x2.shape}")
+    x1, x2 = broadcast_arrays(x1, x2)
+    a, b = moveaxis(x1, axis, -1), moveaxis(x2, axis, -1)
+    i, j = [1, 2, 0], [2, 0, 1]
+    parts = [a[..., m] * b[..., n] - a[..., n] * b[..., m] for m, n in zip(i, j, strict=True)]
+    return moveaxis(stack(parts, axis=-1), -1, axis)

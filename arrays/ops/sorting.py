@@ -1,0 +1,135 @@
+"""Sorting. NaN goes last in ascending order and first in descending order, as if it were the largest number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..core import shape_rules
+from ..core.dispatch import apply, as_array
+from ..core.errors import ShapeError
+from ..core.op import Op, composite
+from ..core.program import ShapeDtype
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+
+def _ordered(xp: Any, x: Any) -> Any:
+    """Float8 and bfloat16 compare exactly as the float32 they widen to, and NumPy has no fast sort for them."""
+    return x.astype(np.float32) if x.dtype.num >= 256 else x
+
+
+def _has_negative_zeros(xp: Any, x: Any) -> bool:
+    """Whether equal elements can differ: the signs of zeros are all that a stable sort of values shows."""
+    if x.dtype.kind in "biu":
+        return False
+    zeros = x[x == 0]
+    parts = (zeros.real, zeros.imag) if x.dtype.kind == "c" else (zeros,)
+    return any(bool(xp.signbit(p).any()) for p in parts)
+
+
+def _restore_zeros(xp: Any, x: Any, ordered: Any) -> None:
+    """Zeros of both signs, which an unstable sort may mix, put back in their order. They stand together: no pass over all."""
+    zero = xp.asarray(0, ordered.dtype)  # of a number in another dtype a copy of the whole table would be made
+    low, high = int(ordered.searchsorted(zero)), int(ordered.searchsorted(zero, "right"))
+    zeros = ordered[low:high]
+    if zeros.size > 1 and bool(xp.signbit(zeros).any()):
+        ordered[low:high] = x[x == 0]
+
+
+def _sort(xp: Any, x: Any, axis: int, descending: bool, stable: bool) -> Any:
+    w = _ordered(xp, x)
+    # A stable descending sort is an ascending one of the reversed array, reversed: equals come back in their order.
+    w = xp.flip(w, axis) if descending else w
+    if xp is not np:
+        out = xp.sort(w, axis=axis)  # CuPy's sorts are stable, and take no word for it
+    elif stable and w.ndim == 1 and w.dtype.kind == "f":
+        out = w.copy()
+        out.sort()
+        _restore_zeros(xp, w, out)
+    else:
+        out = xp.sort(w, axis=axis, kind="stable" if stable and _has_negative_zeros(xp, w) else None)
+    return (xp.flip(out, axis) if descending else out).astype(x.dtype, copy=False)
+
+
+def _argsort(xp: Any, x: Any, axis: int, descending: bool, stable: bool) -> Any:
+    w = _ordered(xp, x)
+    kind = "stable" if stable and xp is np else None
+    if not descending:
+        return xp.argsort(w, axis=axis, kind=kind)
+    return x.shape[axis] - 1 - xp.flip(xp.argsort(xp.flip(w, axis), axis=axis, kind=kind), axis)
+
+
+def _infer_argsort(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    return ShapeDtype(args[0].shape, np.dtype(np.int64))
+
+
+SORT = Op("sort", ("x",), _sort, shape_rules.same)
+ARGSORT = Op("argsort", ("x",), _argsort, _infer_argsort, nondifferentiable="integer result")
+
+
+def _params(name: str, x: Array, axis: int, descending: bool, stable: bool) -> dict[str, Any]:
+    if x.ndim == 0:
+        raise ShapeError(f"[{name}] a 0-d array has no order")
+    axis = shape_rules.one_axis(name, axis, x.ndim)
+    return {"axis": axis, "descending": bool(descending), "stable": bool(stable)}
+
+
+def _flat(x: Any, axis: int | None) -> tuple[Array, int]:
+    """The array and the axis; flattened, as NumPy does, where there is none."""
+    x = as_array(x)
+    if axis is not None:
+        return x, axis
+    from .manipulation import reshape
+
+    return reshape(x, (-1,)), 0
+
+
+def sort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
+    """The elements in order along an axis; flattened where it is None.
+
+    >>> import meshtape as mt
+    >>> mt.sort(mt.asarray([2, 3, 1]), descending=True)
+    Array([3, 2, 1])
+    """
+    x, axis = _flat(x, axis)
+    return apply(SORT, (x,), _params("sort", x, axis, descending, stable))
+
+
+def argsort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
+    """The indices that sort ``x`` along an axis; with ``stable``, equal elements keep their order in both directions.
+
+    >>> import meshtape as mt
+    >>> mt.argsort(mt.asarray([2, 1, 2]), descending=True)
+    Array([0, 2, 1])
+    """
+    x, axis = _flat(x, axis)
+    return apply(ARGSORT, (x,), _params("argsort", x, axis, descending, stable))
+
+
+class TopK(NamedTuple):
+    """The ``k`` largest (or smallest) elements in order, and where they are."""
+
+    values: Array
+    indices: Array
+
+
+@composite("topk")
+def topk(x: Any, k: int, /, axis: int = -1, *, largest: bool = True) -> TopK:
+    """The ``k`` largest elements along an axis, largest first (or smallest, smallest first); of equals the first ones.
+
+    >>> import meshtape as mt
+    >>> mt.topk(mt.asarray([3.0, 1.0, 5.0]), 2)
+    TopK(values=Array([5., 3.], dtype=float64), indices=Array([2, 0]))
+    """
+    from .searching import take_along_axis
+
+    x = as_array(x)
+    axis = shape_rules.one_axis("topk", axis, x.ndim)
+    if not 0 <= k <= x.shape[axis]:
+        raise ShapeError(f"[topk] cannot take {k} of the {x.shape[axis]} elements along axis {axis} of shape {x.shape}")
+    order = argsort(x, axis=axis, descending=largest)
+    indices = order[(*(slice(None),) * axis, slice(None, k))]
+    return TopK(take_along_axis(x, indices, axis=axis), indices)

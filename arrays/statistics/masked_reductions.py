@@ -1,0 +1,76 @@
+"""Reductions of the elements that a mask selects, from an initial value on: NumPy's ``where=`` and ``initial=``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..backends import pieces
+from ..core import shape_rules
+from ..core.dispatch import as_array, wrap
+from ..core.dtypes import as_dtype
+from ..core.errors import DTypeError, ShapeError
+from ..core.op import Op
+from ..core.short_ways import buffer
+from ..ops import reductions
+from ..ops.creation import full
+from ..ops.elementwise import add, maximum, minimum, multiply, where
+from ..ops.manipulation import astype, broadcast_to
+
+if TYPE_CHECKING:
+    from ..array.array import Array
+
+_NEUTRAL = {reductions.SUM: 0, reductions.PROD: 1, reductions.ANY: 0, reductions.ALL: 1}
+_ROUNDING = (reductions.SUM, reductions.PROD)
+_JOIN = {reductions.SUM: add, reductions.PROD: multiply, reductions.MAX: maximum, reductions.MIN: minimum}
+
+
+def selection(name: str, mask: Any, x: Array) -> Array:
+    """A mask in the shape of the array that it is of."""
+    mask = as_array(mask)
+    if mask.dtype.kind != "b":
+        raise DTypeError(f"[{name}] where must be boolean, got {mask.dtype.name}: compare, x != 0")
+    if np.broadcast_shapes(mask.shape, x.shape) != x.shape:
+        raise ShapeError(f"[{name}] where of shape {mask.shape} does not broadcast to an array of shape {x.shape}")
+    return broadcast_to(mask, x.shape)
+
+
+def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, initial: Any) -> Array:
+    """``op`` of what the mask selects (None: everything), joined with ``initial`` (None: nothing)."""
+    x = as_array(x)
+    if mask is not None:
+        if op not in _NEUTRAL and initial is None:
+            raise ValueError(f"[{op.name}] of what where= selects may be of nothing: say its value then with initial=")
+        mask = selection(op.name, mask, x)
+    axes = shape_rules.normalize_axis(op.name, axis, x.ndim)
+
+    def of(x: Array, mask: Any, keepdims: bool, dtype: Any) -> Array:
+        if mask is not None:
+            x = _kept(op.name, where(mask, x, _NEUTRAL.get(op, initial)), x.dtype)
+        if op not in _NEUTRAL and any(x.shape[a] == 0 for a in axes) and initial is not None:
+            return full(shape_rules.reduced_shape(x.shape, axes, keepdims), initial, dtype=x.dtype)
+        return reductions.plainly(op, x, axes, keepdims, dtype)
+
+    if buffer(mask) is None or (buf := pieces.large(x)) is None:
+        out = of(x, mask, keepdims, dtype)
+    else:
+        last = x.dtype if dtype is None else as_dtype(dtype, op.name)
+        short = op in _ROUNDING and reductions._is_low_precision(last)
+        found = pieces.reduced(
+            lambda b, m: of(wrap(b), wrap(m), True, np.float32 if short else dtype)._buf,
+            reductions._UFUNC_REDUCE[op.name].__self__,
+            axes,
+            keepdims,
+            buf,
+            mask._buf,
+        )
+        out = astype(wrap(found), last) if short else wrap(found)
+    return out if initial is None else _kept(op.name, _JOIN[op](out, initial), out.dtype)
+
+
+def _kept(name: str, x: Array, dtype: np.dtype) -> Array:
+    """What is joined with ``initial``, in the dtype that it had without."""
+    if dtype.kind in "biu" and x.dtype.kind not in "biu":
+        raise DTypeError(f"[{name}] initial= is no number of {dtype.name}: cast the array with astype")
+    return astype(x, dtype, copy=False)

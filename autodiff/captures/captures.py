@@ -1,0 +1,512 @@
+"""What a traced function reads beside its arguments, and whether all of it still is what it was.
+
+A program holds what its code read while it was traced. So everything that the code could read is looked for, in what it says it looks
+up (:mod:`.bytecode`): variables of functions around it and of modules, default arguments, attributes of objects and of their classes, what
+lies in containers, and the same of all functions that are found on the way. Objects of libraries are gone through whole, as nobody says
+which of their variables their methods read. That is more than what is read, and never less: of what only code in C can see no guard ever
+holds. Where each was found is taken down: seeing that all still stands there takes a fraction of the time of finding it again.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import functools
+import gc
+import io
+import operator
+import queue
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from contextvars import ContextVar
+from enum import Enum
+from types import (
+    BuiltinFunctionType,
+    BuiltinMethodType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.core.errors import TracedValueError
+from ...arrays.core.program import freeze
+from ...arrays.indexing.sparse_cotangent import densify
+from ..compiler.tracing import Tracer, memory
+from .bytecode import is_library, module_of, names_in
+from .guards import ABSENT, CaptureKey, Captures
+from .number_inputs import TracedNumber
+from .objects import (
+    global_generator,
+    holds,
+    is_plain,
+    is_standard,
+    is_value,
+    kept_by,
+    lookup_of,
+    memory_of,
+    slot,
+    state_of_process,
+    told_by_c,
+    variables_of,
+)
+from .places import NUMBERS, Places
+
+LARGEST_COMPARED = 1 << 20
+"""Bytes of a NumPy array up to which its elements are compared at every call."""
+
+
+class Wrapper(abc.ABC):
+    """A callable that calls functions of the user's: what these read counts as read by it."""
+
+    @abc.abstractmethod
+    def functions(self) -> list[Callable[..., Any]]:
+        """The functions."""
+
+
+class Outside:
+    """What one function reads beside its arguments, at one call after the other."""
+
+    __slots__ = ("_fn", "_last")
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._last: dict[tuple[int, ...], Captures] = {}  # by ids of objects
+
+    def look(self, objects: Sequence[Any] = ()) -> Captures:
+        """What the function, and these ``objects`` among its arguments, can read now."""
+        # The objects are held by what was found, so that their ids stay their own.
+        place = tuple(map(id, objects)) if objects else ()
+        last = self._last.get(place)
+        if last is not None and last.hold():
+            return last
+        found = captures_of(self._fn, objects)
+        if len(self._last) >= _MOST_KEPT:
+            self._last.clear()
+        self._last[place] = found
+        return found
+
+
+_MOST_KEPT = 64
+
+
+def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
+    """What the function, and these ``objects`` among its arguments, can read now.
+
+    Raises
+    ------
+    TracedValueError
+        For what can be written to without anybody noticing, and is too large to be compared at every call.
+    """
+    walk = _Walk(getattr(fn, "__name__", type(fn).__name__))
+    found = walk.search(fn, objects)
+    if walk.names_super:  # known late, and changes what every attribute may stand for
+        found = _Walk(walk.title, behind=True).search(fn, objects)
+    return found
+
+
+_CODE = FunctionType | staticmethod | classmethod | property
+_VALUES = (int, float, complex, str, bytes)
+_SKIPPED = BuiltinFunctionType | GetSetDescriptorType | threading.Thread | np.random.Generator | np.random.RandomState
+# Objects that call others, and the attributes where these are.
+_PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (MethodType, ("__func__", "__self__")),
+    (functools.partial | functools.partialmethod, ("func", "args", "keywords")),
+    (property, ("fget", "fset", "fdel")),
+    (staticmethod | classmethod, ("__func__",)),
+    (functools.cached_property, ("func",)),
+)
+_CLASSES_ARE_ASKED = frozenset({"isinstance", "issubclass", "__match_args__"})
+_IN_C = frozenset({"builtin_function_or_method", "cython_function_or_method", "fused_cython_function"})
+_DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
+_MOST_WALKED = 2000
+"""Objects of libraries that are gone through; those that hold more are not compared."""
+
+
+class _Walk(Places):
+    """One search. Objects are gone through again when code is found that looks up further names."""
+
+    def __init__(self, title: str, behind: bool = False) -> None:
+        super().__init__(title)
+        self.behind = behind  # whether code may read, by `super()`, attributes that others hide
+        self.names_super = False
+        self.walked = 0
+        self.seen: dict[int, int] = {}  # in which order objects were come to, by id
+        self.names: set[str] = set()
+        self.anything = False
+        self.owners: list[
+            tuple[Any, str, set[str]]
+        ] = []  # objects, classes and modules, with the names that were looked up
+
+    def search(self, fn: Any, objects: Sequence[Any]) -> Captures:
+        self.visit(fn, self.title)
+        for i, x in enumerate(objects):
+            self.visit(
+                x, f"an argument ({type(x).__name__})" if i == 0 else f"argument object {i} ({type(x).__name__})"
+            )
+        while True:
+            while self.queue:
+                value, path = self.queue.pop()
+                try:
+                    self._one(value, path)
+                except (TracedValueError, RecursionError):
+                    raise
+                except Exception as e:  # of the object's own code
+                    raise TracedValueError(
+                        f"[compile] {self.title} can read {path}, a {type(value).__name__}, which cannot be looked at "
+                        f"({type(e).__name__}: {e}): let its __getattr__ and the like raise AttributeError for what they do not know, or pass "
+                        "what is read as an argument"
+                    ) from e
+            before = len(self.names), self.anything
+            for owner in list(self.owners):
+                self._attributes(*owner)
+            if not self.queue and before == (len(self.names), self.anything):
+                break
+        self.found.key = CaptureKey(tuple(self.key), self.held)
+        return self.found
+
+    # ----- values -----------------------------------------------------------------------------------------------------
+
+    def _one(self, value: Any, path: str) -> None:
+        if type(value) is TracedNumber:
+            value = value._read()
+        kind = type(value)
+        self.found.paths.append((len(self.key), path))
+        if is_plain(value):
+            self.key.append((kind, freeze(value)))
+            return
+        if kind is tuple and all(type(v) in NUMBERS for v in value):
+            self.key.append(freeze(value))
+            return
+        if kind in weakref.ProxyTypes:  # which says of itself whatever the object says
+            self.visit(value.__dir__.__self__, path)
+            return
+        if value is ABSENT:
+            self.key.append(ABSENT)
+            return
+        # What has an equality of its own is known by what can be read of it, all else by identity.
+        structural = kind.__eq__ is not object.__eq__ and not isinstance(value, Array | np.ndarray | type)
+        self.key.append(kind if structural else id(value))
+        if isinstance(value, _VALUES):  # of a class of the user's
+            self.key.append(next(base.__repr__(value) for base in _VALUES if isinstance(value, base)))
+        if id(value) in self.seen:
+            self.key.append(self.seen[id(value)])  # two that are equal, or one twice
+            return
+        self.seen[id(value)] = len(self.seen)
+        self.held.append(value)
+        if kind is Array:
+            self._array(value, path)
+        elif isinstance(value, np.ndarray):
+            self._numpy(value, path)
+            if kind is not np.ndarray:
+                self._object(value, path)
+        elif isinstance(value, Wrapper):
+            for f in value.functions():
+                self.visit(f, path)
+            self._same_contents(value.functions)
+        elif kind is FunctionType:
+            self._function(value, path)
+        elif (parts := next((names for kinds, names in _PARTS if isinstance(value, kinds)), None)) is not None:
+            for name in parts:
+                self.visit(getattr(value, name), path)
+        elif isinstance(value, ModuleType):
+            self.owners.append((value, path, set()))
+            if value.__name__ in ("random", "numpy.random"):
+                self.found.chance.append(global_generator(value))
+        elif type(value).__name__ in _IN_C and not is_library(value.__module__ or "builtins"):
+            self._unseen()  # compiled code of the user's
+        elif isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
+            self.visit(value.__self__, path)  # such as the `get` of a dict
+        elif isinstance(value, type):
+            self.owners.append((value, path, set()))
+        elif isinstance(value, np.ufunc):
+            for f in gc.get_referents(value):  # what `np.frompyfunc` was given
+                if callable(f):
+                    self.visit(f, path)
+        elif isinstance(value, np.flatiter):
+            self.visit(value.base, path)
+        elif isinstance(value, KeysView | ValuesView | ItemsView) and hasattr(value, "mapping"):
+            self._mapping(value.mapping, path)
+        elif isinstance(value, io.IOBase):
+            self._unseen()
+        elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+            self.found.chance.append(value)
+        elif isinstance(value, Iterator) and is_library(module_of(kind)):
+            self._unseen()  # what is taken from it is another thing each time
+        elif isinstance(value, operator.attrgetter | operator.methodcaller):
+            names = value.__reduce__()[1]
+            self.names.update(n for name in names if isinstance(name, str) for n in name.split("."))
+            self.key.append(repr(value))
+        elif isinstance(value, type(np.sum)):  # NumPy's functions that ask their arguments first
+            self.visit(getattr(value, "__wrapped__", None), path)
+        elif isinstance(value, BuiltinFunctionType):
+            self._library_function(value)
+        elif not isinstance(value, _SKIPPED):
+            self._object(value, path)
+
+    def _library_function(self, fn: Any) -> None:
+        """A function of a library: which one it is, and what it tells of the process."""
+        self.found.named.add(fn.__name__)
+        if (look := state_of_process(fn)) is not None:
+            self._state(look)
+
+    def _array(self, x: Array, path: str) -> None:
+        densify([x])
+        buffer = x._buf
+        if isinstance(buffer, Tracer):
+            self.found.traced.append((buffer.builder, path))
+        self.held.append(buffer)
+        self.key.append(id(buffer))
+        self.found.arrays.append((x, buffer))
+        self.found.known |= {id(x), id(buffer)}
+        if isinstance(buffer, np.ndarray):
+            self.found.known.add(id(memory(buffer)))
+
+    def _numpy(self, x: np.ndarray, path: str) -> None:
+        self.found.known |= {id(x), id(memory(x))}
+        self.owners.append((x, path, set()))
+        if x.dtype == object:
+            self._sequence(x, path, x.ravel().tolist)
+            return
+        if x.nbytes > LARGEST_COMPARED:
+            base: Any = x
+            while isinstance(base, np.ndarray) and not base.flags.writeable:
+                base = base.base
+            if base is not None and not isinstance(base, bytes):
+                raise TracedValueError(
+                    f"[compile] {self.title} can read {path}, a NumPy array of {x.nbytes:,} bytes, which may be written to without "
+                    "anybody noticing: pass it as an argument, hold it as mt.asarray(...), or declare it constant with "
+                    ".setflags(write=False)"
+                )
+            return
+
+        def look() -> tuple[Any, ...]:
+            return x.shape, x.dtype, x.tobytes()
+
+        content = look()
+        self.key.append(content)
+        self.found.others.append((look, content))
+
+    def _function(self, fn: FunctionType, path: str) -> None:
+        code, defaults, named = fn.__code__, fn.__defaults__, fn.__kwdefaults__
+        if code is _DISPATCHER:  # which looks at types, and keeps what it found in a table of its own
+            self.found.named.add("type")
+            self._state(abc.get_cache_token)
+            self._mapping(fn.registry, path)  # type: ignore[attr-defined]
+            return
+        self.found.functions.append((fn, code, defaults, named))
+        self.held.append(code)
+        self.key.append(id(code))
+        module = fn.__globals__
+        ours = is_library(module.get("__name__", ""))
+        names = names_in(code)
+        for name, value in zip(
+            code.co_varnames[code.co_argcount - len(defaults or ()) :], defaults or (), strict=False
+        ):
+            self.visit(value, f"the default of {name} of {fn.__name__}")
+        if named:
+            self.visit(named, f"the defaults of {fn.__name__}")
+        if ours and not module.get("__name__", "").startswith("meshtape."):
+            self._library_function(fn)
+        elif not ours:
+            self.owners.append((fn, path, set()))
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # a variable that is not bound yet
+                value = ABSENT
+            self.found.cells.append((cell, value))
+            self.visit(value, name)
+        if ours:
+            return
+        if not module.get("__name__", "").startswith("meshtape."):  # which draws from nothing that is not an argument
+            self.found.named |= names.variables | names.attributes
+        self.names |= names.attributes
+        if not _CLASSES_ARE_ASKED.isdisjoint(names.variables | names.attributes):
+            self._state(abc.get_cache_token)  # which classes are registered with an abstract one, only code in C knows
+        self.anything |= names.anything
+        self.names_super |= "super" in names.variables
+        for name in names.variables:
+            self._item(module, name, name)
+        if names.any_variable:
+            self._data(module, fn.__module__)
+        for name in names.modules:
+            for m in (name, *(f"{name}.{n}" for n in names.attributes)):
+                if m in sys.modules or m is name:
+                    self._item(sys.modules, m, m)
+
+    def _data(self, variables: Mapping[str, Any], path: str) -> None:
+        """Of the variables of a module those that are no code."""
+        for name, value in list(variables.items()):
+            if not name.startswith("__") and not isinstance(value, ModuleType | FunctionType | type):
+                self._item(variables, name, f"{path}.{name}")
+
+    # ----- containers and objects -------------------------------------------------------------------------------------
+
+    def _kept(self, function: Any, path: str) -> None:
+        """What ``functools.lru_cache`` keeps: results of the function, which gives them again without being called."""
+        results = kept_by(function)
+        epoch = results()
+        self.key.append((id(function), epoch))
+        self.found.others.append((results, epoch))
+        for x in (*gc.get_referents(function), *results.seen):
+            if isinstance(x, Array | np.ndarray | list | tuple) or (type(x) is dict and x is not results.results):
+                self.visit(x, f"what {path} keeps by lru_cache")
+
+    def _object(self, x: Any, path: str) -> None:
+        kind = type(x)
+        if isinstance(x, list | tuple | collections.deque):
+            self._sequence(x, path)
+        elif isinstance(x, dict | MappingProxyType):
+            self._mapping(x, path)
+            if isinstance(x, collections.defaultdict):
+                self._value(lambda: x.default_factory, path)
+        elif isinstance(x, set | frozenset):
+            for i, v in enumerate(self._same_contents(functools.partial(list, x))):
+                self.visit(v, f"{path}: element {i}")
+        elif isinstance(x, weakref.ref):
+            self._value(x, path)
+        elif isinstance(x, ContextVar):
+            self._value(functools.partial(x.get, None), path)
+        elif kind is functools._lru_cache_wrapper:
+            self.visit(x.__wrapped__, path)
+            self._kept(x, path)
+        elif not isinstance(x, np.ndarray) and (content := memory_of(x)) is not None:
+            self.key.append(content)
+            self.found.others.append((functools.partial(memory_of, x), content))
+            if content and hasattr(x, "contents"):  # a pointer of ctypes
+                self._value(lambda: memory_of(x.contents) if x else None, path)
+        elif isinstance(x, queue.SimpleQueue):
+            self._state(x.qsize)
+        variables = variables_of(x)
+        library = is_library(module_of(kind))
+        if library and kind is not tuple and is_value(x):
+            self.key.append(x)
+            if is_standard(module_of(kind)):
+                self.key.append(repr(x))  # Decimal("1") and Decimal("1.0") are equal, and so is an hour in two zones
+                return
+        if module_of(kind).startswith("meshtape.") and library:
+            # Of ours what calls functions of the user's, such as an optimizer with its schedule.
+            for name, v in (variables or {}).items():
+                if isinstance(v, FunctionType | MethodType | functools.partial):
+                    self.visit(v, f"{path}.{name}")
+            return
+        read_by_name, hidden = holds(kind)
+        if read_by_name:
+            self._library(x, variables, path)
+        if hidden or self.walked > _MOST_WALKED:
+            self._unseen()
+        self.found.objects.append((x, kind, variables, lookup_of(kind)))
+        if not library:
+            self.found.classes[kind] = kind.__mro__
+        self.owners.append((x, path, set()))
+
+    def _library(self, x: Any, variables: Any, path: str) -> None:
+        """All variables of an object whose methods are a library's, and may read any of them."""
+        self.walked += 1
+        if self.walked > _MOST_WALKED:
+            return
+        if isinstance(variables, dict):
+            self._mapping(variables, path)
+        for c in type(x).__mro__:
+            for name, member in vars(c).items():
+                if isinstance(member, MemberDescriptorType):
+                    self._value(functools.partial(slot, member.__get__, x), f"{path}.{name}")
+
+    # ----- attributes -------------------------------------------------------------------------------------------------
+
+    def _attributes(self, x: Any, path: str, done: set[str]) -> None:
+        """The attributes of an object, class or module that some code looks up, as far as they were not looked up before."""
+        names = self.names - done
+        if isinstance(x, ModuleType):
+            if self.anything and "**" not in done and not is_library(x.__name__):
+                done.add("**")
+                self._data(vars(x), path)
+            done |= names
+            self._module(x, path, sorted(names))
+            return
+        kind = x if isinstance(x, type) else type(x)
+        # The class of a class stands behind it: properties and calls of a class are there.
+        classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(module_of(c))]
+        variables = None if isinstance(x, type) else variables_of(x)
+        if not done:
+            # Operators, calls, indices and the like are looked up by no name; nor are the fields of trees.
+            names |= {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
+            # (Asked of the class: an object may answer for names that it has not.)
+            names |= getattr(kind, "__dataclass_fields__", {}).keys()
+        if self.anything and not isinstance(x, Enum):
+            names |= {n for c in classes for n in vars(c) if not _is_special(n)} - done
+            if isinstance(variables, dict) and "**" not in done:
+                names.add("**")
+                self._mapping(variables, path)
+        done |= names
+        for name in sorted(names):
+            self._attribute(x, name, f"{path}.{name}", variables, classes)
+        told = told_by_c(type(x))
+        for name in sorted(names & told.keys()):
+            look = functools.partial(slot, told[name], x)
+            if is_plain(value := look()) or type(value) is tuple:
+                self._state(look)
+            elif type(value) is dict:
+                self._value(look, f"{path}.{name}")
+
+    def _attribute(self, x: Any, name: str, path: str, variables: Any, classes: Sequence[type]) -> None:
+        mine = variables.get(name, ABSENT) if isinstance(variables, dict) else ABSENT
+        homes = [i for i, c in enumerate(classes) if name in vars(c)]
+        if isinstance(variables, dict) and (mine is not ABSENT or homes):
+            self._item(variables, name, path)
+            if mine is not ABSENT and not (
+                homes and (self.behind or hasattr(type(vars(classes[homes[0]])[name]), "__set__"))
+            ):
+                return
+        if not homes:
+            if isinstance(variables, dict) and (
+                f"?{name}" in self.names or any("__getattr__" in vars(c) for c in classes)
+            ):
+                self.found.items += [(d.get, name, ABSENT) for d in (variables, *map(vars, classes))]
+            return
+        for c in classes[: homes[-1 if self.behind else 0] + 1]:  # one that comes to stand before it hides it
+            member = vars(c).get(name, ABSENT)
+            if member is ABSENT:
+                self.found.items.append((vars(c).get, name, ABSENT))
+            elif not isinstance(member, MemberDescriptorType):
+                self._item(vars(c), name, path)
+                if name == "__match_args__":
+                    self.names.update(n for n in member if isinstance(n, str))
+            elif not isinstance(x, type):
+                self._value(functools.partial(slot, member.__get__, x), path)
+
+    def _module(self, x: ModuleType, path: str, names: Sequence[str]) -> None:
+        variables = vars(x)
+        library = is_library(x.__name__)
+        for name in names:
+            value = variables.get(name, ABSENT)
+            if value is ABSENT and not library and f"?{name}" in self.names:
+                self.found.items.append((variables.get, name, value))
+            if value is ABSENT or value is sys.modules:
+                continue
+            if library and isinstance(value, ModuleType):
+                if value.__name__ == "numpy.random":
+                    self.found.chance.append(global_generator(value))
+                continue
+            self.found.items.append((variables.get, name, value))
+            if library and (callable(value) or module_of(type(value)).startswith("meshtape.")):
+                self.held.append(value)
+                self.key.append(id(value))
+                if isinstance(value, FunctionType | BuiltinFunctionType) and not x.__name__.startswith("meshtape"):
+                    self._library_function(value)
+            else:
+                self.visit(value, f"{path}.{name}")
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")

@@ -1,0 +1,251 @@
+"""Python numbers among the arguments of a traced function: inputs of the program as long as they only enter arithmetic.
+
+While the function is traced a :class:`TracedNumber` stands for such a number. Calculating with it gives another one, which is calculated
+anew at each call of the program, by Python itself. Beside an array it becomes an input of the program, an array of no dimensions with the
+dtype that NumPy gives a Python number there: ``float32`` beside ``float32``. Everything else that is asked of it (a comparison, an index,
+a length, a text) needs the number itself, which is then part of the signature.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from types import CellType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.core.dispatch import FIRST_USER_DTYPE, Symbol
+from ...arrays.core.op import Op
+from ...arrays.ops import elementwise as ew
+from ..compiler.tracing import Tracer
+
+if TYPE_CHECKING:
+    from ..compiler.tracing import _Trace
+
+KINDS = frozenset({int, float})
+
+# What these give, and the cotangents of their other operand, is the same for a number and for an array of it, to the bit.
+_ALIKE = frozenset(
+    {
+        ew.ADD,
+        ew.SUBTRACT,
+        ew.MULTIPLY,
+        ew.DIVIDE,
+        ew.MAXIMUM,
+        ew.MINIMUM,
+        ew.EQUAL,
+        ew.NOT_EQUAL,
+        ew.LESS,
+        ew.LESS_EQUAL,
+        ew.GREATER,
+        ew.GREATER_EQUAL,
+    }
+)
+
+
+class OtherKind(Exception):
+    """For these arguments the program that was traced for others is not the right one."""
+
+
+class Term(NamedTuple):
+    """How a number is made of the arguments: the leaf at a place, a constant, or a call on other terms."""
+
+    kind: type
+    leaf: int = -1
+    fn: Callable[..., Any] | None = None
+    of: tuple[Any, ...] = ()
+
+    def value(self, leaves: Sequence[Any]) -> Any:
+        """The number for these leaves. Raises :class:`OtherKind` where it is of another type than that of the traced call."""
+        if self.fn is None:
+            found = leaves[self.leaf] if self.leaf >= 0 else self.of[0]
+        else:
+            found = self.fn(*[t.value(leaves) for t in self.of])
+        if type(found) is not self.kind:
+            raise OtherKind
+        return found
+
+
+class NumberInput(NamedTuple):
+    """A number as an input of a program."""
+
+    term: Term
+    dtype: np.dtype
+    device: Any
+
+    def buffer(self, leaves: Sequence[Any]) -> Any:
+        """Memory with its value for these leaves. Raises :class:`OtherKind` where that does not fit the dtype."""
+        try:
+            value = self.term.value(leaves)
+            if self.term.kind is int and self.dtype.kind not in "iu" and abs(value) > 2**53:
+                raise OtherKind  # NumPy rounds these in another way
+            host = np.asarray(value, self.dtype)
+        except ArithmeticError:
+            raise OtherKind from None  # said by the code itself, which is traced with the number
+        if self.device is None:
+            return host
+        from ...arrays.ops.creation import asarray
+
+        return asarray(host, device=self.device)._buf
+
+
+def _calculates(fn: Callable[..., Any], reflected: bool = False) -> Callable[..., Any]:
+    def method(self: TracedNumber, *others: Any) -> Any:
+        if any(isinstance(o, Array) for o in others):
+            return NotImplemented
+        if not all(type(o) in KINDS or type(o) is TracedNumber for o in others):
+            values = [self._read(), *others]
+            return fn(*(values[::-1] if reflected else values))
+        operands = [self, *others]
+        if reflected:
+            operands.reverse()
+        numbers = [o._value if type(o) is TracedNumber else o for o in operands]
+        found = fn(*numbers)
+        if type(found) not in KINDS:
+            return fn(*[o._read() if type(o) is TracedNumber else o for o in operands])
+        terms = tuple(o._term if type(o) is TracedNumber else Term(type(o), of=(o,)) for o in operands)
+        leaves = frozenset().union(*(o._leaves for o in operands if type(o) is TracedNumber))
+        return TracedNumber(self._trace, found, Term(type(found), -1, fn, terms), leaves)
+
+    return method
+
+
+def _reads(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: TracedNumber, *others: Any) -> Any:
+        if any(isinstance(o, Array) for o in others):
+            return NotImplemented
+        return fn(self._read(), *others)
+
+    return method
+
+
+class TracedNumber(Symbol):
+    """A Python number that is an argument of the function being traced."""
+
+    __slots__ = ("__weakref__", "_leaves", "_term", "_trace", "_value")
+    __array_ufunc__ = None  # NumPy leaves operators to this class
+
+    def __init__(self, trace: _Trace, value: int | float, term: Term, leaves: frozenset[int]) -> None:
+        self._trace, self._value, self._term, self._leaves = trace, value, term, leaves
+        trace.stand_ins.append(weakref.ref(self))
+
+    def _read(self) -> Any:
+        """The number itself: what is traced holds for it alone."""
+        self._trace.pinned |= self._leaves
+        return self._value
+
+    def operand(self, op: Op, args: tuple[Any, ...]) -> Any:
+        others = [a for a in args if a is not self]
+        if op not in _ALIKE or len(others) != 1 or type(others[0]) is not Array:
+            return self._read()
+        (x,) = others
+        own = isinstance(x._buf, Tracer) and x._buf.builder is self._trace
+        dtype = _beside(x.dtype, self._term.kind)
+        if dtype is None or not (own or isinstance(x._buf, np.ndarray)):
+            return self._read()
+        hosted = own and x._buf.host is not None
+        made = NumberInput(self._term, dtype, None if hosted or str(x.device) == "cpu" else x.device)
+        try:
+            made.buffer(self._trace.leaves)
+        except OtherKind:
+            return self._read()
+        return self._trace.number(made, x.device)
+
+    # A program is traced for numbers of one type, so that asking for it tells nothing of the value.
+    __class__ = property(lambda self: self._term.kind)  # type: ignore[assignment]
+
+    __add__, __radd__ = _calculates(operator.add), _calculates(operator.add, reflected=True)
+    __sub__, __rsub__ = _calculates(operator.sub), _calculates(operator.sub, reflected=True)
+    __mul__, __rmul__ = _calculates(operator.mul), _calculates(operator.mul, reflected=True)
+    __truediv__, __rtruediv__ = _calculates(operator.truediv), _calculates(operator.truediv, reflected=True)
+    __floordiv__, __rfloordiv__ = _calculates(operator.floordiv), _calculates(operator.floordiv, reflected=True)
+    __mod__, __rmod__ = _calculates(operator.mod), _calculates(operator.mod, reflected=True)
+    __pow__, __rpow__ = _calculates(operator.pow), _calculates(operator.pow, reflected=True)
+    __neg__, __pos__, __abs__ = _calculates(operator.neg), _calculates(operator.pos), _calculates(operator.abs)
+
+    __eq__, __ne__ = _reads(operator.eq), _reads(operator.ne)  # type: ignore[assignment]
+    __lt__, __le__, __gt__, __ge__ = map(_reads, (operator.lt, operator.le, operator.gt, operator.ge))
+    __and__, __or__, __xor__ = map(_reads, (operator.and_, operator.or_, operator.xor))
+    __rand__, __ror__, __rxor__ = (
+        _reads(lambda a, b, f=f: f(b, a)) for f in (operator.and_, operator.or_, operator.xor)
+    )
+    __lshift__, __rshift__, __invert__ = map(_reads, (operator.lshift, operator.rshift, operator.invert))
+    __rlshift__, __rrshift__ = (_reads(lambda a, b, f=f: f(b, a)) for f in (operator.lshift, operator.rshift))
+    __divmod__, __rdivmod__ = _reads(divmod), _reads(lambda a, b: divmod(b, a))
+    __bool__, __hash__, __int__, __float__, __complex__ = map(_reads, (bool, hash, int, float, complex))  # type: ignore[assignment]
+    __index__, __round__, __trunc__ = map(_reads, (operator.index, round, math.trunc))
+    __floor__, __ceil__ = _reads(math.floor), _reads(math.ceil)
+    __str__, __repr__, __format__ = _reads(str), _reads(repr), _reads(format)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.asarray(self._read(), dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(self._term.kind, name):  # which the type knows
+            raise AttributeError(name)
+        return getattr(self._read(), name)
+
+    def __copy__(self) -> TracedNumber:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> TracedNumber:
+        return self
+
+    def __reduce__(self) -> Any:
+        return self._term.kind, (self._read(),)
+
+
+def settle_kept(trace: _Trace) -> None:
+    """Put the number itself wherever the function kept what stood for it: its program holds for that number alone."""
+    for ref in trace.stand_ins:
+        number = ref()
+        if number is not None:
+            value = number._read()
+            _replace(number, value)
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Put another object wherever one is held."""
+    for holder in gc.get_referrers(old):
+        if type(holder) is tuple:
+            _replace(holder, _swapped(holder, old, new))
+        elif isinstance(holder, CellType):
+            holder.cell_contents = new
+        elif isinstance(holder, set):
+            holder.remove(old)
+            holder.add(new)
+        else:
+            _replace_in(holder, old, new)
+
+
+def _swapped(values: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ...]:
+    return tuple(
+        [new if v is old else v for v in values]
+    )  # in a function of its own, whose cells nobody takes for holders
+
+
+def _replace_in(holder: Any, old: Any, new: Any) -> None:
+    variables = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", None)
+    if isinstance(variables, dict):
+        places: list[Any] = [k for k, v in variables.items() if v is old]
+    else:
+        places = [i for i, v in enumerate(variables or ()) if v is old]
+    for k in places:
+        variables[k] = new  # type: ignore[index]
+    for name in getattr(type(holder), "__slots__", ()):
+        if getattr(holder, name, None) is old:
+            setattr(holder, name, new)
+
+
+def _beside(dtype: np.dtype, kind: type) -> np.dtype | None:
+    """The dtype of a Python number beside an array; None where a program is not the same for all numbers."""
+    if dtype.num >= FIRST_USER_DTYPE:
+        return dtype
+    if dtype.kind not in "biuf":
+        return None  # to NumPy a real number beside complex ones is a complex one, with a zero that has a sign
+    return np.result_type(dtype, kind(0))

@@ -1,0 +1,205 @@
+"""One object: whether a guard can compare it, and where it keeps its values."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import operator
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any
+
+import numpy as np
+
+from .bytecode import is_library, module_of
+from .guards import ABSENT
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...), range, slice, np.dtype})
+
+
+def is_plain(value: Any) -> bool:
+    """Whether the value is all that there is to the object."""
+    return type(value) in _PLAIN or (
+        issubclass(type(value), np.generic | np.dtype | str | bytes | int | float | complex)
+        and is_library(module_of(type(value)))
+    )
+
+
+# Modules whose classes read nothing of their objects that could be computed with, or are looked at in a way of their own.
+_MACHINERY = frozenset(
+    (
+        *("_io", "_thread", "abc", "asyncio", "builtins", "concurrent", "contextlib", "contextvars", "inspect", "io"),
+        *("itertools", "logging", "meshtape", "multiprocessing", "re", "socket", "subprocess"),
+        *("typing", "warnings"),
+    )
+)
+_MADE_IN_C = 1 << 8
+"""The flag of classes that no Python code has made, or can change."""
+
+
+@functools.lru_cache(maxsize=4096)
+def holds(kind: type) -> tuple[bool, bool]:
+    """Of the library classes that a class is derived from: whether they may read any variable of the object, and whether they are in C
+    and may hold what nobody sees."""
+    bases = [c for c in kind.__mro__ if is_library(module_of(c)) and module_of(c).partition(".")[0] not in _MACHINERY]
+    hidden = any(_is_in_c(c) and not is_standard(module_of(c)) for c in bases)
+    return bool(bases), hidden and not issubclass(kind, np.ndarray | np.generic)
+
+
+def _is_in_c(cls: type) -> bool:
+    """Whether objects of the class have memory that belongs to no variable."""
+    if cls.__flags__ & _MADE_IN_C:
+        return True
+    return vars(cls).keys().isdisjoint({"__slots__", "__dict__", "__weakref__"}) and (
+        cls.__basicsize__ > cls.__base__.__basicsize__  # type: ignore[union-attr]
+    )
+
+
+class Kept:
+    """Results that one ``functools.lru_cache`` keeps: more may come, but an epoch ends where some of it is gone."""
+
+    def __init__(self, function: Any) -> None:
+        self.results = next(x for x in gc.get_referents(function) if type(x) is dict and x is not function.__dict__)
+        self.seen: list[Any] = []
+        self.epoch = 0
+
+    def __call__(self) -> int:
+        now = list(self.results.values())  # in the order in which they came
+        if len(now) < len(self.seen) or not all(map(operator.is_, self.seen, now)):
+            self.epoch += 1
+        self.seen = now
+        return self.epoch
+
+
+_KEPT: weakref.WeakKeyDictionary[Any, Kept] = weakref.WeakKeyDictionary()
+
+
+def kept_by(function: Any) -> Kept:
+    """The results that this function of ``functools.lru_cache`` keeps."""
+    found = _KEPT.get(function)
+    if found is None:
+        found = _KEPT[function] = Kept(function)
+    return found
+
+
+def memory_of(x: Any) -> bytes | None:
+    """The bytes of an object that gives out its memory."""
+    try:
+        return memoryview(x).tobytes()
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+def is_value(x: Any) -> bool:
+    """Whether the object is known by an equality of its own, such as a path or a date."""
+    if type(x).__eq__ is object.__eq__:
+        return False
+    try:
+        hash(x)
+    except (TypeError, ValueError):  # the latter of memory that may be written to
+        return False
+    return True
+
+
+def is_standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+@functools.lru_cache(maxsize=4096)
+def lookup_of(kind: type) -> Callable[[Any, str], Any]:
+    """How attributes of these objects are looked up, but for what their own code says."""
+    return next(
+        vars(c)["__getattribute__"] for c in kind.__mro__ if c.__flags__ & _MADE_IN_C and "__getattribute__" in vars(c)
+    )
+
+
+def variables_of(x: Any) -> Any:
+    """The ``__dict__`` of an object; None where it has none."""
+    try:
+        return lookup_of(type(x))(x, "__dict__")
+    except AttributeError:
+        return None
+
+
+# ----- what only code in C knows --------------------------------------------------------------------------------------
+
+# Methods that ask for a state, and one attribute that is a view of it.
+_ASKS: dict[str, Callable[[Any], Any]] = {
+    "__subclasses__": lambda x: tuple(map(id, type.__subclasses__(x))),
+    "cache_info": lambda x: tuple(x.cache_info()),
+    "flags": lambda x: x.flags.num,
+    "locked": lambda x: x.locked(),
+}
+_IN_C = GetSetDescriptorType | MemberDescriptorType
+# These are dealt with in other ways, or made anew each time.
+_NOT_ASKED = frozenset({"__dict__", "__weakref__", "T", "base", "data", "flat", "real", "imag", "ctypes"})
+
+
+@functools.lru_cache(maxsize=4096)
+def told_by_c(kind: type) -> dict[str, Callable[[Any], Any]]:
+    """Attributes of objects of this class that stand in no dict, as code in C makes them up; each with the function that asks for it."""
+    found: dict[str, Callable[[Any], Any]] = {}
+    for c in reversed(kind.__mro__):
+        for name, member in vars(c).items():
+            found.pop(name, None)
+            if is_library(module_of(c)) and name in _ASKS:
+                found[name] = _ASKS[name]
+            elif is_library(module_of(c)) and isinstance(member, _IN_C) and name not in _NOT_ASKED:
+                found[name] = member.__get__
+    return found
+
+
+_OF_PROCESS = {
+    ("sys", "getrecursionlimit"),
+    ("sys", "getswitchinterval"),
+    ("sys", "getdefaultencoding"),
+    ("sys", "getfilesystemencoding"),
+    ("sys", "gettrace"),
+    ("sys", "getprofile"),
+    ("sys", "get_int_max_str_digits"),
+    ("os", "getcwd"),
+    ("os", "getcwdb"),
+    ("os", "getpid"),
+    ("os", "getppid"),
+    ("os", "cpu_count"),
+    ("gc", "isenabled"),
+    ("gc", "get_threshold"),
+    ("gc", "get_debug"),
+    ("threading", "active_count"),
+    ("threading", "get_ident"),
+    ("threading", "get_native_id"),
+    ("numpy", "geterr"),
+    ("numpy", "get_printoptions"),
+    ("locale", "getlocale"),
+    ("socket", "gethostname"),
+    ("socket", "getdefaulttimeout"),
+}
+"""Functions without arguments that tell a state of the process."""
+
+
+def state_of_process(fn: Any) -> Callable[[], Any] | None:
+    """A function without arguments that asks for the state that this function of a library tells, if it does."""
+    if fn.__name__ == "getenv":
+        return lambda: tuple(os.environ.items())
+    if fn.__name__ == "getcontext":
+        return lambda: repr(fn())
+    for module, name in _OF_PROCESS:
+        if name == fn.__name__ and getattr(sys.modules.get(module), name, None) is fn:
+            return fn
+    return None
+
+
+def global_generator(module: Any) -> Any:
+    """The generator behind the functions of ``random`` or ``numpy.random``."""
+    return module._inst if module.__name__ == "random" else module.mtrand._rand
+
+
+def slot(get: Callable[[Any], Any], x: Any) -> Any:
+    """What a descriptor gives of an object, or that there is nothing."""
+    try:
+        return get(x)
+    except AttributeError:
+        return ABSENT

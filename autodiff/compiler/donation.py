@@ -1,0 +1,90 @@
+"""Arrays whose memory a compiled function may take for its results: the caller gives them up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.array.writing import settled
+from ...arrays.backends.memory_pool import is_free
+from ...arrays.core import tree as trees
+from ...arrays.core.devices import CPU
+from ...arrays.core.dispatch import Deferred
+from ...arrays.core.errors import DonatedArrayError
+from ...arrays.core.op import Op
+from ...arrays.core.program import ShapeDtype
+
+
+class Gone(Deferred):
+    """What an array has in the place of its buffer once it was given up. Shape and dtype are still known."""
+
+    __slots__ = ("dtype", "shape", "taker")
+    priority = 9  # no other kind of buffer may take part in its calls
+    host = None
+    sharding = None
+    device = CPU
+
+    def __init__(self, aval: ShapeDtype, taker: str) -> None:
+        self.shape, self.dtype = aval
+        self.taker = taker
+
+    def _error(self) -> DonatedArrayError:
+        return DonatedArrayError(
+            f"[compile] this array ({self.aval}) was given up to {self.taker}, which donates it: use the array that the call "
+            "returned, pass a copy, or leave the argument out of donate="
+        )
+
+    def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        raise self._error()
+
+    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
+        raise self._error()
+
+    def concrete(self) -> np.ndarray:
+        raise self._error()
+
+
+def positions(donate: int | Iterable[int]) -> tuple[int, ...]:
+    """The option as positions of arguments."""
+    found = (donate,) if isinstance(donate, int) else tuple(donate)
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in found):
+        raise ValueError(f"[compile] donate takes positions of arguments, from 0 on, got {donate!r}")
+    return tuple(sorted(set(found)))
+
+
+def donated_leaves(args: Sequence[Any], donate: Sequence[int], name: str) -> frozenset[int]:
+    """Which leaves of all arguments, in their order, are those of donated ones."""
+    if not donate:
+        return frozenset()
+    if donate[-1] >= len(args):
+        raise ValueError(
+            f"[compile] {name} donates its argument {donate[-1]}, and got {len(args)} positional argument(s)"
+        )
+    found: set[int] = set()
+    start = 0
+    for i, a in enumerate(args):
+        n = len(trees.flatten(a)[0])
+        if i in donate:
+            found.update(range(start, start + n))
+        start += n
+    return frozenset(found)
+
+
+def given_up(inputs: Sequence[Array], donated: Iterable[int], written: Iterable[int], taker: str) -> list[Any]:
+    """The buffers of the inputs. The ``donated`` ones lose theirs; of these, the ``written`` are memory that nobody else can see."""
+    for x in inputs:
+        if type(x._buf) is Gone:
+            raise x._buf._error()
+    bufs = [settled(x) for x in inputs]
+    once = Counter(map(id, bufs))
+    for i in donated:
+        if isinstance(inputs[i]._buf, np.ndarray) and type(bufs[i]) is np.ndarray:
+            inputs[i]._buf = Gone(ShapeDtype(bufs[i].shape, bufs[i].dtype), taker)
+    for i in written:
+        if type(bufs[i]) is np.ndarray and (once[id(bufs[i])] > 1 or not is_free(bufs, i)):
+            bufs[i] = np.array(bufs[i])
+    return bufs

@@ -1,0 +1,282 @@
+"""A compiled program as a function of buffers of one backend.
+
+Values live in numbered slots. Each is freed at its last use; on a CPU, runs of elementwise entries on large arrays are computed
+block by block, on a GPU by one kernel, and single ones write into the memory of an operand that is used for the last time, where nobody else can hold it.
+What was read at a few places of a large array has a cotangent that stays sparse on a CPU (:mod:`meshtape.arrays.indexing.sparse_ops`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays.backends.backend import cupy_backend
+from ...arrays.backends.memory_pool import LARGE, POOL
+from ...arrays.core.program import Entry, Program
+from ...arrays.core.value import FLOAT32, FLOAT64, number
+from ...arrays.indexing import sparse_ops
+from ...arrays.indexing.indexing import GETITEM, INDEX_SET, LAST_WRITES, SCATTER
+from ...arrays.indexing.keys import is_basic
+from ...arrays.indexing.lazy_adam import LAZY_ADAM
+from ...arrays.indexing.sparse_cotangent import IndexSum
+from ...arrays.ops.matmul import MATMUL
+from .fusion import Group, chains, is_large, takers
+
+# Below this, taking new memory costs less than saying where the result goes.
+SMALLEST_REUSED = 1 << 16
+
+
+class _Step(NamedTuple):
+    fn: Callable[..., Any]  # with the params
+    args: Callable[[list[Any]], tuple[Any, ...]]  # from the slots
+    outputs: tuple[int, ...]  # slots
+    single: bool
+    free: tuple[int, ...]  # slots
+    into: int | None  # slot whose memory takes the result
+
+
+class Executable(NamedTuple):
+    """A program that runs on buffers of one backend."""
+
+    run: Callable[[Sequence[Any]], list[Any]]
+    taken: frozenset[int]
+    """Which inputs (by place among them) are written to: the caller may not need these any more."""
+
+    def __call__(self, buffers: Sequence[Any]) -> list[Any]:
+        return self.run(buffers)
+
+
+def local_executable(
+    program: Program, xp: Any, *, sparse: Sequence[int] = (), donated: Sequence[int] = ()
+) -> Executable:
+    """The program as a function from input buffers to output buffers of the backend whose namespace is ``xp``.
+
+    ``sparse`` are inputs that are sparse cotangents, ``donated`` those whose memory results may take.
+    """
+    on_cuda = xp.__name__ == "cupy"
+    if on_cuda:
+        # Here, because most programs never see a GPU.
+        from .cuda_fusion import chains as kernels
+        from .cuda_fusion import executable as fused
+    else:
+        from .fusion import executable as fused
+    thin = sparse_ops.sparse_values(program.entries, program.avals, sparse) if xp is np else frozenset()
+
+    def joins(e: Entry, program: Program) -> bool:
+        return is_large(e, program) and thin.isdisjoint(v for v in (*e.inputs, *e.outputs) if isinstance(v, int))
+
+    parts: list[Entry | Group] = (
+        kernels(program) if on_cuda else chains(program, joins) if xp is np else list(program.entries)
+    )
+    slots: dict[Any, int] = {}
+    initial: list[Any] = []
+
+    def slot(v: Any, value: Any = None) -> int:
+        if v not in slots:
+            slots[v] = len(initial)
+            initial.append(value)
+        return slots[v]
+
+    for v in program.inputs:
+        slot(v)
+    for v, c in program.constants.items():
+        slot(v, c)
+    owned = _owned(parts, donated) - thin if xp is np else frozenset()
+    taken: set[int] = set()
+    needed = set(program.outputs)
+    last: list[tuple[int, ...]] = []  # variables that a part uses for the last time, from the back
+    for part in reversed(parts):
+        used = dict.fromkeys([v for v in part.inputs if isinstance(v, int)] + list(part.outputs))
+        last.append(tuple(v for v in used if v not in needed))
+        needed.update(used)
+    last.reverse()
+    steps = []
+    for part, free in zip(parts, last, strict=True):
+        places = [
+            slot(v) if isinstance(v, int) else slot(("number", id(v)), _operand(v.value, part, program, xp))
+            for v in part.inputs
+        ]
+        outputs = tuple(map(slot, part.outputs))
+        if isinstance(part, Group):
+            fn, single, into = fused(part, program), False, None
+            if xp is np:
+                places_taken = _taken_by_chain(part, program, owned, free)
+                if any(k is not None for k in places_taken):
+                    taken.update(part.inputs[k] for k in places_taken if k is not None)
+                    fn = _within(fn, places_taken)
+        else:
+            fn, single, into = part.op.bind(xp), part.op.nout == 1, None
+            if not thin.isdisjoint(v for v in part.inputs if isinstance(v, int)):
+                mine = [v in owned and v in free and part.inputs.count(v) == 1 for v in part.inputs]
+                mine = [m and _is_written(part, i) for i, m in enumerate(mine)]
+                taken.update(v for v, m in zip(part.inputs, mine, strict=True) if m)
+                fn = _sparse(part, mine)
+                if single and part.outputs[0] not in thin:
+                    fn = _dense(fn)
+            else:
+                if part.params:
+                    fn = functools.partial(fn, **part.params)
+                if part.op is SCATTER and xp is np and part.outputs[0] not in thin:
+                    fn = _dense(fn)
+                into = _taken(part, program, owned, free)
+                if into is not None:
+                    taken.add(into)
+                elif xp is np and single and part.op.takes_out and not part.params and part.outputs[0] not in thin:
+                    fn = _pooled(fn, *program.avals[part.outputs[0]])
+        steps.append(
+            _Step(
+                fn,
+                _getter(places),
+                outputs,
+                single,
+                tuple(map(slot, free)),
+                None if into is None else slot(into),
+            )
+        )
+    inputs, results = [slots[v] for v in program.inputs], [slots[v] for v in program.outputs]
+    known = np.ndarray if xp is np else None
+    as_buffer = xp.asarray if not thin else lambda x: x if type(x) is IndexSum else np.asarray(x)
+
+    def run(buffers: Sequence[Any]) -> list[Any]:
+        env = initial.copy()
+        for i, b in zip(inputs, buffers, strict=True):
+            env[i] = b
+        for fn, args, outputs, single, free, into in steps:
+            out = fn(*args(env)) if into is None else fn(*args(env), out=env[into])
+            if single:
+                env[outputs[0]] = out if type(out) is known else as_buffer(out)
+            else:
+                for i, o in zip(outputs, out, strict=True):
+                    env[i] = o if type(o) is known else xp.asarray(o)
+            # A result that nobody reads is among these.
+            for i in free:
+                env[i] = None
+        return [env[i] for i in results]
+
+    if on_cuda:
+        run = _on_their_device(run, xp)
+    return Executable(run, frozenset(i for i, v in enumerate(program.inputs) if v in taken))
+
+
+def _pooled(fn: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
+    """A call whose result is in memory of the pool, if it is large."""
+    if math.prod(shape) * dtype.itemsize < LARGE:
+        return fn
+    return lambda *buffers: fn(*buffers, out=POOL.empty(shape, dtype))
+
+
+def _sparse(e: Entry, mine: Sequence[bool]) -> Callable[..., Any]:
+    """A call of which operands may be sparse; the memory of those that are ``mine`` may take its results."""
+    op, params = e.op, e.params
+
+    def run(*buffers: Any) -> Any:
+        return sparse_ops.call(op, buffers, params, mine)
+
+    return run
+
+
+def _dense(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*buffers: Any) -> Any:
+        return sparse_ops.dense(fn(*buffers))
+
+    return run
+
+
+def _is_written(e: Entry, i: int) -> bool:
+    """Whether a call of which an operand is sparse may write to its ``i``-th operand, if that is dense."""
+    return e.op in sparse_ops.ADDS or (e.op is LAZY_ADAM and i in (0, 2, 3))
+
+
+def _on_their_device(run: Callable[[Sequence[Any]], list[Any]], xp: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """Kernels start on the current device: that of the buffers."""
+
+    def there(buffers: Sequence[Any]) -> list[Any]:
+        where = next((b.device for b in buffers if hasattr(b.device, "id")), None)
+        if where is None:
+            return run(buffers)
+        with where, cupy_backend().memory():
+            return run(buffers)
+
+    return there
+
+
+def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """A function that picks the slots out of a list, as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    if places:
+        (only,) = places
+        return lambda env: (env[only],)
+    return lambda env: ()
+
+
+def _operand(value: Any, part: Entry, program: Program, xp: Any) -> Any:
+    """A number of an entry as it is passed: an array, which NumPy would else make of it at each run, where that changes nothing."""
+    if xp is np and _writes(part) and type(value) in (int, float):
+        dtypes = {program.avals[v].dtype for v in part.inputs if isinstance(v, int)}
+        if dtypes in ({FLOAT64}, {FLOAT32}):
+            return number(value, FLOAT64 if FLOAT64 in dtypes else FLOAT32)
+    return value
+
+
+def _writes(part: Entry | Group) -> bool:
+    """Whether the part is one call of a NumPy ufunc: its result is new memory, and it can be told to use other memory."""
+    return isinstance(part, Entry) and isinstance(part.op.numpy, np.ufunc)
+
+
+def _owned(parts: Sequence[Entry | Group], donated: Sequence[int]) -> frozenset[int]:
+    """Variables whose memory nothing but the program can see: made new or given away, and read by nothing that hands out views."""
+    made = {v for p in parts if _copies(p) for v in p.outputs}
+    seen = {v for p in parts if not _copies(p) for v in p.inputs if isinstance(v, int)}
+    return frozenset(made.union(donated) - seen)
+
+
+def _copies(part: Entry | Group) -> bool:
+    """Whether the results are new memory, no view of an operand."""
+    if _writes(part) or isinstance(part, Group):
+        return True
+    return part.op in (MATMUL, LAZY_ADAM, INDEX_SET, LAST_WRITES) or (
+        part.op is GETITEM and not is_basic(part.params["template"])
+    )
+
+
+def _taken_by_chain(
+    group: Group, program: Program, owned: frozenset[int], free: Sequence[int]
+) -> tuple[int | None, ...]:
+    """For each output of a chain the place of an input whose memory it may take, or None."""
+    out: list[int | None] = []
+    for v, places in zip(group.outputs, takers(group), strict=True):
+        aval = program.avals[v]
+        fits = (k for k in places if (i := group.inputs[k]) in owned and i in free and program.avals[i] == aval)
+        out.append(next((k for k in fits if k not in out), None))
+    return tuple(out)
+
+
+def _within(fn: Callable[..., Any], places: tuple[int | None, ...]) -> Callable[..., Any]:
+    """A chain whose results take the memory of these operands, where they are without gaps."""
+
+    def run(*buffers: Any) -> Any:
+        into = [None if k is None or not buffers[k].flags.c_contiguous else buffers[k] for k in places]
+        return fn(*buffers, into=into)
+
+    return run
+
+
+def _taken(part: Entry, program: Program, owned: frozenset[int], free: Sequence[int]) -> int | None:
+    """The operand whose memory the result may take: its own, of the same shape and dtype, and not used again."""
+    if part.op is INDEX_SET:
+        x = part.inputs[0]
+        return x if x in owned and x in free and part.inputs.count(x) == 1 else None
+    if not _writes(part):
+        return None
+    target = program.avals[part.outputs[0]]
+    if target.nbytes < SMALLEST_REUSED or part.params:
+        return None
+    return next(
+        (v for v in part.inputs if isinstance(v, int) and v in owned and v in free and program.avals[v] == target), None
+    )

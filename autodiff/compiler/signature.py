@@ -1,0 +1,74 @@
+"""What a compiled function is traced anew for of its arguments; :mod:`.captures` knows what it reads beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.array.writing import settled
+from ...arrays.core.program import freeze
+from ...arrays.core.tree import TreeDef
+from ...arrays.indexing.sparse_cotangent import IndexSum
+from ..captures.objects import is_plain
+from .tracing import Tracer
+
+
+def as_array(x: Any) -> Any:
+    if issubclass(type(x), np.ndarray) and x.dtype != object:
+        from ...arrays.ops.creation import asarray
+
+        return asarray(x)
+    return x
+
+
+def as_inputs(leaves: Sequence[Any]) -> tuple[list[Any], list[Array]]:
+    """The leaves, those that are arrays of any kind as Arrays; and these alone."""
+    given = [x if type(x) is Array else as_array(x) for x in leaves]
+    return given, [x for x in given if issubclass(type(x), Array)]
+
+
+def is_traced(inputs: Sequence[Array]) -> bool:
+    """Whether one of them only stands for a value of another program."""
+    return bool([x for x in inputs if type(x._buf) is not np.ndarray and isinstance(x._buf, Tracer)])
+
+
+def read_too(leaves: Sequence[Any], treedef: TreeDef) -> list[Any]:
+    """Arguments that hold what the function may read, such as the object that a method is called on, and the classes of containers."""
+    found = [x for x in leaves if not issubclass(type(x), Array) and not is_plain(x)]
+    return [*found, *treedef.objects] if treedef.objects else found
+
+
+def leaf_keys(given: Sequence[Any], numbers: bool = False) -> tuple[Any, ...]:
+    """What the program depends on of arguments that :func:`as_inputs` gave; with ``numbers``, their values apart."""
+    if numbers:
+        return tuple([type(x) if type(x) is float or type(x) is int else leaf_key(x) for x in given])
+    return tuple([leaf_key(x) for x in given])
+
+
+def leaf_key(x: Any) -> Any:
+    if type(x) is Array and (type(x._buf) is np.ndarray or type(settled(x)) is np.ndarray):
+        return (x._buf.shape, x._buf.dtype)
+    if issubclass(type(x), Array):  # and no question to the object itself, whose code may raise
+        return ("array", x.shape, x.dtype, x.device, x.sharding, type(x._buf) is IndexSum)
+    try:
+        key = freeze(x)
+        hash(key if type(x) is slice else x)  # slices have a hash since Python 3.12
+    except Exception:
+        return ("object", _ById(x))
+    return ("static", type(x), key)
+
+
+class _ById:
+    """An unhashable static argument, equal to itself alone; holding it keeps its id its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.value is self.value

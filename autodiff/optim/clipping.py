@@ -1,0 +1,69 @@
+"""Gradients that are kept from being too large (part of ``mt.optim``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.ops.creation import asarray
+from ...arrays.ops.elementwise import abs, clip, minimum, sqrt, square
+from ...arrays.ops.manipulation import stack
+from ...arrays.ops.reductions import sum
+from .parameters import wide
+
+
+def global_norm(grads: Any) -> Array:
+    """The common 2-norm of a tree of gradients. Squares of low-precision gradients are summed in float32.
+
+    >>> import meshtape as mt
+    >>> float(mt.optim.global_norm([mt.asarray([3.0]), mt.asarray([4.0])]))
+    5.0
+    """
+    # (A dot product would write no squares to memory. It would make a sparse gradient dense, and of millions of numbers it loses digits.)
+    squares = [
+        square(abs(g) if g.dtype.kind == "c" else g) for x in trees.flatten(grads)[0] for g in [asarray(wide(x))]
+    ]
+    # As one array: what is pending on a mesh is joined in one round, where each addition would ask for its own.
+    return sqrt(sum(stack([sum(s) for s in squares]))) if squares else asarray(0.0)
+
+
+def clip_scale(norm: Array, limit: float) -> Array:
+    """What gradients of this norm are multiplied with, so that it is at most ``limit``."""
+    return minimum(1.0, limit / (norm + 1e-6))  # PyTorch's summand: no gradients, no division by zero
+
+
+def scaled(g: Array, scale: Array) -> Array:
+    """A gradient times a number, computed in float32 at least."""
+    g, dtype = wide(g), g.dtype
+    return (g * scale.astype(g.dtype, copy=False)).astype(dtype, copy=False)
+
+
+def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) -> tuple[Any, Array]:
+    """Gradients scaled down so that their common 2-norm is at most ``limit``; and the norm before.
+
+    ``norm`` is that norm where it is known, or where ``grads`` are only a part of what it is of (a stage of a pipeline); by default it is
+    their :func:`global_norm`. One that is not finite makes the result NaN: nothing is hidden.
+
+    >>> import meshtape as mt
+    >>> clipped, norm = mt.optim.clip_by_global_norm([mt.asarray([3.0]), mt.asarray([4.0])], 1.0)
+    >>> float(norm), [round(float(g[0]), 5) for g in clipped]
+    (5.0, [0.6, 0.8])
+    """
+    if isinstance(limit, int | float) and not limit >= 0:
+        raise ValueError(f"[clip_by_global_norm] limit must not be negative, got {limit}")
+    norm = global_norm(grads) if norm is None else norm
+    scale = clip_scale(norm, limit)
+    return trees.tree_map(lambda g: scaled(g, scale), grads), norm
+
+
+def clip_by_value(grads: Any, limit: float) -> Any:
+    """Gradients with every element between ``-limit`` and ``limit``.
+
+    >>> import meshtape as mt
+    >>> mt.optim.clip_by_value(mt.asarray([-3.0, 0.5]), 1.0)
+    Array([-1. ,  0.5], dtype=float64)
+    """
+    if not limit >= 0:
+        raise ValueError(f"[clip_by_value] limit must not be negative, got {limit}")
+    return trees.tree_map(lambda g: clip(g, -limit, limit), grads)

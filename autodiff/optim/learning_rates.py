@@ -1,0 +1,92 @@
+"""Learning rates: pure functions of the number of steps done so far, re-exported by ``mt.optim``.
+
+They are written without ``if`` on arrays, so that a compiled step is traced once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.ops.creation import asarray, ones_like
+from ...arrays.ops.elementwise import cos, minimum, where
+
+Schedule = float | Callable[[Array], Any]
+"""A learning rate: a number, or a function of the number of steps done so far (a 0-d integer Array)."""
+
+
+def _progress(step: Array, steps: int) -> Array:
+    """How much of ``steps`` is done, from 0 to 1."""
+    return minimum(asarray(step).astype(np.float64) / max(steps, 1), 1.0)
+
+
+def constant(lr: float) -> Callable[[Array], Array]:
+    """Always ``lr``.
+
+    >>> import meshtape as mt
+    >>> float(mt.optim.constant(0.1)(mt.asarray(7)))
+    0.1
+    """
+    return lambda step: ones_like(asarray(step), dtype=np.float64) * lr
+
+
+def linear(start: float, end: float, steps: int) -> Callable[[Array], Array]:
+    """From ``start`` to ``end`` in ``steps`` equal steps, then ``end``.
+
+    >>> import meshtape as mt
+    >>> [float(mt.optim.linear(1.0, 0.0, 4)(mt.asarray(i))) for i in (0, 1, 4, 9)]
+    [1.0, 0.75, 0.0, 0.0]
+    """
+    return lambda step: start + (end - start) * _progress(step, steps)
+
+
+def cosine(lr: float, steps: int, end: float = 0.0) -> Callable[[Array], Array]:
+    """From ``lr`` to ``end`` along half a cosine (Loshchilov and Hutter, 2017), then ``end``.
+
+    >>> import meshtape as mt
+    >>> [round(float(mt.optim.cosine(1.0, 4)(mt.asarray(i))), 6) for i in (0, 2, 4, 9)]
+    [1.0, 0.5, 0.0, 0.0]
+    """
+    return lambda step: end + (lr - end) * (0.5 * (1.0 + cos(math.pi * _progress(step, steps))))
+
+
+def exponential(lr: float, decay: float, every: int = 1) -> Callable[[Array], Array]:
+    """``lr`` times ``decay`` to the power of the number of full periods of ``every`` steps done.
+
+    >>> import meshtape as mt
+    >>> [float(mt.optim.exponential(1.0, 0.5, 2)(mt.asarray(i))) for i in range(5)]
+    [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+    return lambda step: lr * decay ** (asarray(step) // every).astype(np.float64)
+
+
+def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[Array], Array]:
+    """From 0 to ``peak`` in ``warmup`` steps, then linearly to ``end`` at step ``total``.
+
+    >>> import meshtape as mt
+    >>> [float(mt.optim.warmup_linear(1.0, 2, 6)(mt.asarray(i))) for i in (0, 1, 2, 4, 6)]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    return _warmup(peak, warmup, linear(peak, end, total - warmup))
+
+
+def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[Array], Array]:
+    """From 0 to ``peak`` in ``warmup`` steps, then along half a cosine to ``end`` at step ``total``.
+
+    >>> import meshtape as mt
+    >>> [round(float(mt.optim.warmup_cosine(1.0, 2, 6)(mt.asarray(i))), 6) for i in (0, 1, 2, 4, 6)]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    return _warmup(peak, warmup, cosine(peak, total - warmup, end))
+
+
+def _warmup(peak: float, warmup: int, after: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    def schedule(step: Array) -> Array:
+        step = asarray(step)
+        return where(step < warmup, peak * _progress(step, warmup), after(step - warmup))
+
+    return schedule

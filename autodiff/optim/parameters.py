@@ -1,0 +1,58 @@
+"""Leaves of a tree of parameters, as optimizers, clipping and averages take them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.dispatch import Deferred
+from ...arrays.ops.creation import asarray
+from ..tape.hidden import hides_arrays, refuse_hidden
+from ..tape.tape import is_differentiable
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+def leaves_of(tree: Any) -> tuple[list[Any], trees.TreeDef]:
+    """Leaves and structure; a None counts as a leaf. Raises :class:`GradientError` for objects that nobody would train the arrays of."""
+    leaves, treedef = trees.flatten(tree, is_leaf=is_none)
+    if [x for x in leaves if type(x) is not Array and hides_arrays(x)]:
+        refuse_hidden("optim", tree, "a tree of parameters")
+    return leaves, treedef
+
+
+def trains(x: Any) -> bool:
+    """Whether a leaf is a number that has a gradient."""
+    if isinstance(x, Array | np.ndarray | np.generic):
+        return is_differentiable(x.dtype)
+    return isinstance(x, float | complex)
+
+
+def is_small(x: Any) -> bool:
+    return trains(x) and hasattr(x, "dtype") and x.dtype.itemsize <= 2
+
+
+def wide(x: Any) -> Any:
+    """In float32 where the dtype has one or two bytes."""
+    return x.astype(np.float32) if is_small(x) else x
+
+
+def counter(params: Any) -> Array:
+    """Zero, int64 and 0-d, where the parameters are: on their device, or on every rank of their mesh."""
+    arrays = [x for x in leaves_of(params)[0] if isinstance(x, Array)]
+    for x in arrays:
+        if isinstance(x._buf, Deferred) and x._buf.host is not None:
+            return x._buf.host.replicate(asarray(np.int64(0)))
+    return asarray(np.int64(0), device=arrays[0].device if arrays else None)
+
+
+def check(name: str, most: float = math.inf, **numbers: float) -> None:
+    for what, value in numbers.items():
+        if not 0 <= value <= most:
+            raise ValueError(f"[{name}] {what} must be from 0 to {most}, got {value}")

@@ -1,0 +1,144 @@
+"""How the derivative of an op is declared.
+
+A rule maps the cotangent ``g`` of an op's result to the cotangents of its operands (a vector-Jacobian product). Rules are
+rows of tables in this package::
+
+    defvjp(MULTIPLY, x=lambda xp, g, y: g * conj(xp, y), y=lambda xp, g, x: g * conj(xp, x))
+
+What a rule may name after ``xp`` and ``g``, in any order; what it names is what the tape saves, and nothing else:
+
+===============  =======================================================================================
+``x``, ``y``, …  the value of that operand (by the names in the op's ``operands``)
+``ans``          the value of the result (a tuple of them, where the op has several)
+``x_like``       shape and dtype of that operand, as a :class:`~meshtape.arrays.ShapeDtype`
+anything else    the op's parameter of that name
+===============  =======================================================================================
+
+``xp`` is NumPy or CuPy with raw buffers (first order), or ``meshtape.arrays`` with Arrays (higher orders, traced and sharded
+values): a rule uses only what they have in common. A rule never undoes broadcasting and never casts: the engine does both, in
+one place. Operands that are Python scalars appear as such.
+
+Convention for complex numbers (that of PyTorch): the cotangent of ``z`` is the gradient ``dL/d(re z) + i dL/d(im z)`` of a real
+``L``, hence the conjugates in the rules: for a matrix product ``dA = G @ B^H``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays.core.op import Op
+from ...arrays.core.value import FLOAT32, FLOAT64
+
+
+class Need(NamedTuple):
+    """One argument that a rule takes after ``xp`` and ``g``."""
+
+    kind: str  # "operand", "like", "ans", "param"; "rest" and "rest_like" for the operands of a starred name
+    where: Any  # position of the operand, or name of the parameter
+
+
+class Rule(NamedTuple):
+    """VJP functions of an op: one for each operand, or one for all."""
+
+    each: Mapping[int, Callable[..., Any]]
+    together: Callable[..., Any] | None
+    needs: Mapping[int, tuple[Need, ...]]  # by operand; -1 for `together`
+
+    def saves(self, wanted: Sequence[int], count: int) -> tuple[frozenset[int], bool]:
+        """Positions (of ``count``) of the operands, and whether the result, that the cotangents of ``wanted`` need."""
+        keys = [-1] if self.together is not None else wanted
+        all_needs = [n for k in keys for n in self.needs.get(k, ())]
+        operands = {n.where for n in all_needs if n.kind == "operand"}
+        for n in all_needs:
+            if n.kind == "rest":
+                operands.update(range(n.where, count))
+        return frozenset(operands), any(n.kind == "ans" for n in all_needs)
+
+
+RULES: dict[Op, Rule] = {}
+
+
+def _needs(op: Op, fn: Callable[..., Any]) -> tuple[Need, ...]:
+    names = list(inspect.signature(fn).parameters)
+    if names[:2] != ["xp", "g"]:
+        raise TypeError(f"a rule of {op.name} must take (xp, g, …), got ({', '.join(names)})")
+    plain = {n: i for i, n in enumerate(op.operands) if not n.startswith("*")}
+    starred = {n[1:]: i for i, n in enumerate(op.operands) if n.startswith("*")}
+    out = []
+    for n in names[2:]:
+        if n == "ans":
+            out.append(Need("ans", None))
+        elif n in plain:
+            out.append(Need("operand", plain[n]))
+        elif n in starred:
+            out.append(Need("rest", starred[n]))
+        elif n.endswith("_like") and n.removesuffix("_like") in plain:
+            out.append(Need("like", plain[n.removesuffix("_like")]))
+        elif n.endswith("_like") and n.removesuffix("_like") in starred:
+            out.append(Need("rest_like", starred[n.removesuffix("_like")]))
+        else:
+            out.append(Need("param", n))
+    return tuple(out)
+
+
+def defvjp(op: Op, **by_operand: Callable[..., Any]) -> None:
+    """Declare the rule of ``op``, one function an operand. An operand that is left out gets no cotangent."""
+    each, needs = {}, {}
+    for name, fn in by_operand.items():
+        position = op.operands.index(name)
+        # The name appears in tracebacks: "vjp_multiply_x" says more than "<lambda>".
+        if isinstance(fn, types.FunctionType) and fn is not same:  # the code of a compiled one has no name to change
+            fn.__name__ = f"vjp_{op.name}_{name}"
+            fn.__code__ = fn.__code__.replace(co_name=fn.__name__)
+        each[position], needs[position] = fn, _needs(op, fn)
+    _add(op, Rule(each, None, needs))
+
+
+def defvjp_all(op: Op, fn: Callable[..., Sequence[Any]]) -> None:
+    """Declare the rule of ``op`` as one function that gives the cotangents of all operands, in order (None for none).
+
+    For an op with several results ``g`` is the tuple of their cotangents.
+    """
+    _add(op, Rule({}, fn, {-1: _needs(op, fn)}))
+
+
+def _add(op: Op, rule: Rule) -> None:
+    if op in RULES or op.nondifferentiable:
+        raise ValueError(f"{op.name} has a rule already, or is declared nondifferentiable")
+    RULES[op] = rule
+
+
+def same(xp: Any, g: Any) -> Any:
+    """The rule of an operand that the result depends on with slope one. The engine knows it, and saves the call."""
+    return g
+
+
+# ----- what rules share -----------------------------------------------------------------------------------------------
+
+
+def conj(xp: Any, x: Any) -> Any:
+    """The conjugate; of real numbers ``x`` itself, without a copy."""
+    if type(x) is float or type(x) is int:  # most numbers are
+        return x
+    dtype = getattr(x, "dtype", None)
+    if dtype is FLOAT64 or dtype is FLOAT32:
+        return x
+    if dtype is None:
+        return x.conjugate() if isinstance(x, complex) else x
+    return xp.conj(x) if dtype.kind == "c" else x
+
+
+def call(xp: Any, op: Op, *args: Any, **params: Any) -> Any:
+    """An op of ours inside a rule: run on raw buffers, or applied to Arrays."""
+    if xp is np:
+        return op.numpy(*args, **params)
+    if xp.__name__ == "cupy":
+        return op.bind(xp)(*args, **params)
+    from ...arrays.core.dispatch import apply
+
+    return apply(op, args, params)

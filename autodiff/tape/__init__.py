@@ -1,0 +1,4 @@
+"""The tape: a call recorded, its VJP plan, and the backward pass.
+
+Imports arrays and rules. Begin with record.py, then backward.py.
+"""

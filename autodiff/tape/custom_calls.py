@@ -1,0 +1,353 @@
+"""Calls that a tape records as one, with a derivative of their own: ``checkpoint`` and ``gradient_hook``, and `.custom_vjp`.
+
+The ops inside such a call are hidden from the tapes; each tape gets one record in their place, whose recipe pulls cotangents
+back in its own way. A recorder takes part by a method ``record_call`` beside ``record``; one without it (the tracer of
+``mt.compile``) sees the ops inside as it sees any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ...arrays.array.array import Array, new_id, next_id
+from ...arrays.core import tree as trees
+from ...arrays.core.dispatch import apply, call_site, wrap
+from ...arrays.core.errors import GradientError
+from ...arrays.core.functions import check_function
+from ...arrays.core.op import Op, state
+from ...arrays.core.program import Const, Site
+from ...arrays.ops.creation import asarray
+from ...arrays.ops.elementwise import BARRIER
+from .backward import Recorded, named, same_value
+from .hidden import refuse_hidden
+from .vjp_plan import Recipe
+
+
+class Call(Protocol):
+    """What such a call can do; called by the engine. A call may have ``expand`` in place of ``pull`` (see ``checkpoint``)."""
+
+    name: str
+    nondifferentiable: str | None
+
+    def again(self, arrays: Sequence[Array]) -> list[Array]:
+        """The call made on other arrays, in view of the recorders of this thread; results in the same order."""
+
+    def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
+        """Cotangents of the watched operands, Arrays where ``wrapped``, else buffers. ``g`` has one for each result."""
+
+
+class CallRecipe(Recipe):
+    """What the backward pass asks of the recipe of a record, for a call that brings its own derivative."""
+
+    __slots__ = ()
+
+    def __init__(self, op: Call, wanted: tuple[int, ...]) -> None:
+        self.op, self.wanted = op, wanted
+        self.single, self.together, self.quick, self.decomposed, self.direct = False, None, None, True, False
+
+
+@contextmanager
+def without_tapes(*instead: Any) -> Iterator[None]:
+    """What is computed inside is shown to ``instead``, and not to the recorders that take whole calls."""
+    before = state.recorders
+    state.recorders = (*instead, *(r for r in before if not hasattr(r, "record_call")))
+    try:
+        yield
+    finally:
+        state.recorders = before
+
+
+def recording_tapes() -> list[Any]:
+    return [r for r in state.recorders if hasattr(r, "record_call")]
+
+
+def note_call_made(outs: Sequence[Array]) -> None:
+    """Tell the recorders that see the calls inside that they belong to a call with a derivative of its own."""
+    for r in state.recorders:
+        if hasattr(r, "note_call"):
+            r.note_call(outs)
+
+
+def record_on(
+    call: Call, args: Sequence[Array], outs: Sequence[Array], saved: Sequence[Any], tapes: Sequence[Any]
+) -> None:
+    site = call_site()
+    note_call_made(outs)
+    for t in tapes:
+        t.record_call(call, args, outs, saved, state.origin, site)
+
+
+def as_they_are(arrays: Sequence[Array]) -> list[Array]:
+    """The values that arrays have now, under names that tell them from later ones."""
+    for x in arrays:
+        new_id(x)
+    return [same_value(x) for x in arrays]
+
+
+class Around:
+    """Arrays that a function did not make itself, as they were when it first read them."""
+
+    def __init__(self, arrays: Sequence[Array] = ()) -> None:
+        self.seen: dict[int, tuple[Array, int]] = {}
+        for x in arrays:
+            self.note(x)
+
+    def note(self, x: Array) -> None:
+        """The function reads this array."""
+        self.seen.setdefault(id(x), (x, new_id(x)))
+
+    def refuse_written(self, where: str, fn: str) -> None:
+        """Raise where one was written to: no tape saw it, and what is computed from it would have no gradient."""
+        for x, name in self.seen.values():
+            if x._id != name:
+                raise GradientError(
+                    f"[{where}] {fn} wrote in place to an array of shape {x.shape} that it did not make, which the tape around it "
+                    "cannot see: write to a copy (x = mt.asarray(x, copy=True)), or use x.at[...] and return the result"
+                )
+
+
+# ----- checkpoint -----------------------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One call inside a checkpoint: an op on values known by name, or a call of its own."""
+
+    op: Any
+    inputs: tuple[Any, ...]
+    outputs: tuple[int, ...]
+    params: Mapping[str, Any]
+    origin: str | None
+    site: Site | None
+
+
+class Region:
+    """The recorder inside a checkpoint: it keeps which calls were made, and none of their values."""
+
+    def __init__(self, tapes: Sequence[Any]) -> None:
+        self.tapes = tuple(tapes)
+        self.steps: list[Step] = []
+        self.sources: dict[int, Array] = {}  # what the calls read that none of them made
+        self.around = Around()
+        self.made: set[int] = set()
+        self.live: set[int] = set()
+        self._alive: list[weakref.ref[Array]] = []
+
+    def escaped(self) -> list[Array]:
+        """What was made of watched arrays and is still held: results, and what the function left in an object or a list."""
+        return [x for ref in self._alive if (x := ref()) is not None and x._id in self.made]
+
+    def watches(self, x: Array) -> bool:
+        return x._id in self.live or any(t.watches(x) for t in self.tapes)
+
+    def record(
+        self,
+        op: Op,
+        args: tuple[Any, ...],
+        outs: tuple[Array, ...],
+        params: Mapping[str, Any],
+        origin: str | None,
+        site: Site | None,
+    ) -> None:
+        live = any(type(a) is Array and self.watches(a) for a in args)
+        inputs = tuple(self._name(a) if type(a) is Array else Const(a) for a in args)
+        for o in outs:
+            o._id = o._id or next_id()
+        outputs = tuple(o._id for o in outs)
+        self.made.update(outputs)
+        if live and not op.nondifferentiable:
+            self.live.update(outputs)
+            self._alive += map(weakref.ref, outs)
+        self.steps.append(Step(op, inputs, outputs, params, origin, site))
+
+    def record_call(
+        self,
+        call: Call,
+        args: Sequence[Array],
+        outs: Sequence[Array],
+        saved: Sequence[Any],
+        origin: str | None,
+        site: Site | None,
+    ) -> None:
+        self.record(call, tuple(args), tuple(outs), {}, origin, site)  # type: ignore[arg-type]
+
+    def _name(self, x: Array) -> int:
+        v = new_id(x)
+        if v not in self.made:
+            self.sources.setdefault(v, same_value(x))
+            self.around.note(x)
+        return v
+
+
+class _Recomputed:
+    """The calls of a checkpoint, to be made again by the backward pass."""
+
+    name = "checkpoint"
+    nondifferentiable = None
+
+    def __init__(self, steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        self.steps, self.inputs, self.outputs = steps, inputs, outputs
+
+    def run(self, arrays: Sequence[Array]) -> list[Array]:
+        """The calls, made in view of the recorders of this thread."""
+        env = dict(zip(self.inputs, arrays, strict=True))
+        origin, site = state.origin, state.site
+        try:
+            for s in self.steps:
+                args = tuple(env[a] if type(a) is int else a.value for a in s.inputs)
+                state.origin, state.site = origin or s.origin, s.site
+                if isinstance(s.op, Op):
+                    out = apply(s.op, args, s.params)
+                    env.update(zip(s.outputs, out if s.op.nout > 1 else (out,), strict=True))
+                else:
+                    env.update(zip(s.outputs, s.op.again(args), strict=True))
+        finally:
+            state.origin, state.site = origin, site
+        return [env[v] for v in self.outputs]
+
+    def again(self, arrays: Sequence[Array]) -> list[Array]:
+        tapes = recording_tapes()
+        with without_tapes():
+            outs = self.run(arrays)
+        for o in outs:
+            o._id = o._id or next_id()
+        record_on(self, arrays, outs, [a._buf for a in arrays], tapes)
+        return outs
+
+    def expand(self, r: Recorded, wrapped: bool) -> tuple[list[tuple[Any, ...]], list[int]]:
+        """The calls made again, recorded: records whose operands have the names they had outside, and the results' new names."""
+        from .tape import Tape
+
+        # A barrier where others look on: compiled and pending programs share equal calls, and would keep the values of the
+        # forward pass alive for these, which is what recomputing them is there to avoid.
+        args = [apply(BARRIER, (named(b, v),)) if wrapped else wrap(b) for b, v in zip(r.saved, r.inputs, strict=True)]
+        tape = Tape()
+        with tape:
+            tape.watch([args[p] for p in r.recipe.wanted])
+            outs = self.run(args)
+        # Under their outside names cotangents are summed in the order of the plain backward pass: equal to the bit.
+        outside = {args[p]._id: v for p, (v, _, _) in zip(r.recipe.wanted, r.operands, strict=True)}
+        records = [(recipe, _renamed(operands, outside), *rest) for recipe, operands, *rest in tape._records]
+        return records, [o._id for o in outs]
+
+
+def _renamed(operands: Any, names: Mapping[int, int]) -> Any:
+    """The operands of a record under other names."""
+    if type(operands) is int:
+        return names.get(operands, operands)
+    if type(operands[0]) is int:
+        return tuple([names.get(v, v) for v in operands])
+    return tuple([(names.get(v, v), shape, dtype) for v, shape, dtype in operands])
+
+
+def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose intermediate values are not kept for the backward pass, but computed again by it.
+
+    The gradients are the same, to the bit: what is repeated are the calls that were made, on the very values that they were
+    made on, so that random numbers, and arrays that ``fn`` reads from around it, are the same too. ``fn`` itself runs once.
+    Arguments and results are trees; arrays that nobody watches, and other objects, are passed on as they are. What ``fn`` leaves in an object, a
+    list or a closure is differentiated, too.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> block = mt.checkpoint(lambda x: mt.exp(mt.sin(x)))
+    >>> float(mt.grad(lambda x: block(block(x)))(0.0)) == float(mt.grad(lambda x: mt.exp(mt.sin(mt.exp(mt.sin(x)))))(0.0))
+    True
+    """
+
+    check_function("checkpoint", fn)
+
+    @functools.wraps(fn, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        tapes = recording_tapes()
+        if not tapes:
+            note_call_made(())
+            return fn(*args, **kwargs)
+        region = Region(tapes)
+        given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Array)]
+        region.around = Around(given)
+        with without_tapes(region):
+            result = fn(*args, **kwargs)
+        region.around.refuse_written("checkpoint", "the function")
+        leaves = [x for x in trees.flatten(result)[0] if isinstance(x, Array) and x._id in region.made]
+        outs = list({x._id: x for x in (*leaves, *region.escaped())}.values())
+        needed = {x._id for x in outs}
+        steps = []
+        for s in reversed(region.steps):
+            if not needed.isdisjoint(s.outputs):
+                needed.update(a for a in s.inputs if type(a) is int)
+                steps.append(s)
+        sources = [x for v, x in region.sources.items() if v in needed]
+        call = _Recomputed(steps[::-1], [x._id for x in sources], [x._id for x in outs])
+        record_on(call, sources, outs, [x._buf for x in sources], tapes)
+        return result
+
+    return wrapped
+
+
+# ----- custom_vjp -----------------------------------------------------------------------------------------------------
+
+
+class _Hooked:
+    """The identity, with a function that its cotangent goes through."""
+
+    name = "gradient_hook"
+    nondifferentiable = None
+
+    def __init__(self, fn: Callable[[Array], Any]) -> None:
+        self.fn = fn
+
+    def again(self, arrays: Sequence[Array]) -> list[Array]:
+        return [gradient_hook(arrays[0], self.fn)]
+
+    def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
+        out = run_hook(self.fn, g[0] if wrapped else wrap(np.asarray(g[0]) if isinstance(g[0], np.generic) else g[0]))
+        return [out if wrapped else out._buf]
+
+
+def run_hook(fn: Callable[[Array], Any], g: Array) -> Array:
+    """What a hook makes of a cotangent. Raises :class:`GradientError` where that has another shape."""
+    found = fn(same_value(g))  # to which it may write
+    if found is None:
+        return g
+    found = same_value(asarray(found))
+    if found.shape != g.shape:
+        raise GradientError(f"[gradient_hook] the hook made {found.shape} of a cotangent of shape {g.shape}")
+    return found
+
+
+def gradient_hook(x: Any, fn: Callable[[Array], Any]) -> Any:
+    """``x`` as it is, and on the way back its cotangent through ``fn``.
+
+    ``fn`` gets the whole cotangent of the result, once it is known, and returns what is to take its place, or None to leave it:
+    to print a gradient, to clip it, to reverse it. It runs wherever the gradient is computed: recorded for higher orders, traced
+    by ``mt.compile``. For ``x`` a tree, each array has the hook. See also :meth:`Tape.hook`.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> x = mt.asarray([1.0, 2.0])
+    >>> mt.grad(lambda x: (mt.gradient_hook(x * x, lambda g: -g)).sum())(x)
+    Array([-2., -4.], dtype=float64)
+    """
+
+    check_function("gradient_hook", fn)
+
+    def hooked(a: Any) -> Any:
+        if not isinstance(a, Array):
+            refuse_hidden("gradient_hook", a, "its argument")
+            return a
+        out = named(a._buf, next_id())
+        record_on(_Hooked(fn), [a], [out], [], recording_tapes())
+        return out
+
+    return trees.tree_map(hooked, x)
+
+
+__all__ = ["checkpoint", "gradient_hook"]

@@ -1,0 +1,118 @@
+"""What ``grad`` and ``vjp`` do with their arguments and with what the tape found, apart from the functions that they return.
+
+Compiled in the wheel; closures are not, because :mod:`.signature` looks into these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.array.writing import settled
+from ...arrays.core import tree as trees
+from ...arrays.core.dispatch import apply, wrap
+from ...arrays.core.errors import DTypeError, GradientError
+from ...arrays.core.op import state
+from ...arrays.ops.creation import asarray, zeros_like
+from ...arrays.ops.elementwise import ALIAS
+from .backward import same_value
+from .hidden import hides_arrays
+from .tape import Tape, is_differentiable, noted
+
+
+def own(x: Any) -> Any:
+    """A number as an Array of its own: an array passed twice gets two gradients."""
+    if type(x) is Array and not state.now.recorders:
+        return wrap(settled(x))
+    if isinstance(x, bool | str | bytes) or not isinstance(x, Array | int | float | complex | np.ndarray | np.generic):
+        return x
+    return apply(ALIAS, (asarray(float(x) if isinstance(x, int) else x),))
+
+
+def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
+    """Watch the arrays among the leaves, and hold on to what they are before the function gets a chance to write to them."""
+    tape.watch_values([x for x in leaves if isinstance(x, Array)])
+    return [same_value(x) if isinstance(x, Array) else x for x in leaves]
+
+
+def without_derivatives(x: Any) -> bool:
+    """Whether a leaf is an array of integers or booleans, or an object that holds arrays where no gradient finds them."""
+    if isinstance(x, Array | np.ndarray | np.generic):
+        return not is_differentiable(x.dtype)
+    return hides_arrays(x)
+
+
+def refuse_underivable(who: str, args: Sequence[Any], positions: Sequence[int], integers: bool = True) -> None:
+    """Raise where one of these arguments holds what has no derivatives: None in its place is easily overlooked."""
+    for i in positions:
+        for path, x in trees.flatten_with_path(args[i]):
+            if without_derivatives(x):
+                leaf = f", leaf {trees.path_name(path)}," if path else ""
+                if not hasattr(x, "dtype"):
+                    raise GradientError(
+                        f"[{who}] argument {i}{leaf} is a {type(x).__name__}, which is no tree: its arrays would get no gradient. Make it a "
+                        f"dataclass, dict, list or tuple, call mt.tree.register({type(x).__name__}, flatten, unflatten), or pass it as an "
+                        "argument that argnums= leaves out or through the closure of the function"
+                    )
+                if integers:
+                    raise DTypeError(
+                        f"[{who}] argument {i}{leaf} is {x.dtype.name}, which has no derivatives: make it floating with .astype(float), or "
+                        "pass it as an argument that argnums= leaves out, or through the closure of the function"
+                    )
+
+
+def names_of(sources: Sequence[Any]) -> list[int]:
+    return [x._id for x in sources if isinstance(x, Array)]
+
+
+def loss_and_aux(who: str, out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise GradientError(f"[{who}] with has_aux the function must return (value, aux), got {type(out).__name__}")
+    return out
+
+
+def gradient_or_zeros(x: Any, found: dict[int, Array]) -> Any:
+    if not isinstance(x, Array) or not is_differentiable(x.dtype):
+        return None
+    g = found.get(x._id)
+    return zeros_like(x) if g is None else g
+
+
+def chosen_arguments(who: str, positions: Sequence[int], count: int) -> list[int]:
+    """The positions counted from 0, of ``count`` arguments."""
+    chosen = [i if i >= 0 else i + count for i in positions]
+    if chosen and not 0 <= min(chosen) <= max(chosen) < count:
+        wanted = positions[0] if len(positions) == 1 else tuple(positions)
+        raise GradientError(f"[{who}] argnums {wanted} for {count} positional argument(s)")
+    return chosen
+
+
+def value_and_gradients(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], chosen: Sequence[int], has_aux: bool
+) -> tuple[Any, list[Any]]:
+    """What ``fn`` returned, and the gradient of its loss with respect to each of the ``chosen`` arguments."""
+    full = list(args)
+    leaves: list[Any] = []
+    places: dict[int, tuple[trees.TreeDef, int, int]] = {}
+    for i in chosen:
+        if i not in places:
+            given, treedef = trees.flatten(args[i])
+            mine = [own(x) for x in given]
+            if [x for x in mine if without_derivatives(x)]:
+                refuse_underivable("grad", args, [i])
+            full[i] = trees.unflatten(treedef, mine)
+            places[i] = treedef, len(leaves), len(leaves) + len(mine)
+            leaves += mine
+    tape = Tape()
+    with tape:
+        sources = watched(tape, leaves)
+        out = fn(*full, **kwargs)
+    loss = loss_and_aux("grad", out)[0] if has_aux else out
+    if not isinstance(loss, Array):
+        raise GradientError(f"[grad] the function must return an Array, got {type(loss).__name__}")
+    found = tape.backward([loss], [None], names_of(sources))
+    grads = noted(sources, [gradient_or_zeros(x, found) for x in sources])
+    return out, [trees.unflatten(d, grads[start:stop]) for d, start, stop in [places[i] for i in chosen]]

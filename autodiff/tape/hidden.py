@@ -1,0 +1,59 @@
+"""Arrays in places where no gradient finds them: in objects that are no trees."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.errors import GradientError
+
+_NO_HOLDERS = (
+    type,
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+    functools.partial,
+    np.ndarray,
+    str,
+    float,
+)
+_MOST_SEEN = 1000
+"""Objects that are looked at, for fear of one that leads to all there is."""
+
+
+def held_in(x: Any, kinds: Any = Array) -> Iterator[Any]:
+    """The arrays that can be reached from an object which is no tree, but for those that code holds."""
+    held, seen = [] if isinstance(x, _NO_HOLDERS) else [x], {id(x)}
+    for one in held:
+        for v in gc.get_referents(one):  # whatever holds it: variables, slots, elements, a view of a dict
+            if isinstance(v, kinds):
+                yield v
+            elif id(v) not in seen and gc.is_tracked(v) and not isinstance(v, _NO_HOLDERS) and len(held) < _MOST_SEEN:
+                seen.add(id(v))
+                held.append(v)
+
+
+def hides_arrays(x: Any) -> bool:
+    """Whether an object that is no tree has arrays inside."""
+    return next(held_in(x), None) is not None
+
+
+def refuse_hidden(who: str, tree: Any, what: str = "its result") -> None:
+    """Raise where a tree has arrays in places where no gradient is looked for."""
+    if not [x for x in trees.flatten(tree)[0] if type(x) is not Array and (isinstance(x, Iterator) or hides_arrays(x))]:
+        return
+    for path, x in trees.flatten_with_path(tree):
+        if not isinstance(x, Array) and (isinstance(x, Iterator) or hides_arrays(x)):
+            place = f"{trees.path_name(path)} of {what}" if path else what
+            raise GradientError(
+                f"[{who}] {place} is a {type(x).__name__}, which is no tree: gradients of what is in it would be lost. Put arrays into tuples, "
+                f"lists, dicts or dataclasses, or call mt.tree.register({type(x).__name__}, flatten, unflatten)"
+            )

@@ -1,0 +1,326 @@
+# cython: annotation_typing=False
+"""The tape, and the backward pass that reads it.
+
+A tape is the linear record of the op calls that its watched arrays went into. It keeps no Array: values are named by number,
+and of the buffers only those are kept that a rule said it needs. The backward pass walks the record in reverse. First-order
+gradients run the rules on raw NumPy or CuPy buffers; where another tape is listening, or the values are traced or sharded, the
+same rules run on Arrays and are themselves recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ...arrays.array.array import Array, new_id, next_id
+from ...arrays.array.writing import WATCHERS, settled
+from ...arrays.backends.backend import backend_of
+from ...arrays.core import tree as trees
+from ...arrays.core.devices import Device
+from ...arrays.core.dispatch import Deferred, argument_avals, wrap
+from ...arrays.core.errors import GradientError
+from ...arrays.core.functions import check_function
+from ...arrays.core.op import NO_PARAMS, not_recording, state
+from ...arrays.core.program import Entry, Site
+from ...arrays.core.short_ways import HALF
+from ...arrays.core.value import FLOAT32, Value
+from ...arrays.indexing.sparse_cotangent import IndexSum, densify
+from ...arrays.ops.creation import asarray, ones
+from .anomaly import is_checker
+from .backward import Hook, Recorded, cast, same_value, walk
+from .custom_calls import CallRecipe, run_hook
+from .record import Recording, is_differentiable
+
+
+def noted(sources: Sequence[Any], grads: list[Any]) -> list[Any]:
+    """These gradients. A trace is told which of its values they are, and of which values."""
+    for r in state.now.recorders:
+        if getattr(r, "lifts", False):
+            r.note_gradients(sources, grads)
+    return grads
+
+
+class Tape(Recording):
+    """Records what happens to watched arrays, and gives gradients.
+
+    Parameters
+    ----------
+    persistent
+        Keep the record after :meth:`gradient`, so that it can be asked again.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> x = mt.asarray([1.0, 2.0, 3.0])
+    >>> with mt.Tape() as tape:
+    ...     tape.watch(x)
+    ...     y = (x * x).sum()
+    >>> tape.gradient(y, x)
+    Array([2., 4., 6.], dtype=float64)
+    """
+
+    def __init__(self, *, persistent: bool = False) -> None:
+        super().__init__()
+        self.persistent = persistent
+        # What a watched array was called when it was watched: `x[i] = v` turns the object into another value, and the
+        # gradient that is asked for is that of the value that was watched.
+        self._watched: dict[int, tuple[weakref.ref[Array], int]] = {}
+        self._hooks: dict[int, list[Hook]] = {}
+        self._used = False
+
+    # ----- recording --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Tape:
+        now = state.now
+        if self in now.recorders:
+            raise GradientError("this tape is recording already: use another one for a gradient inside a gradient")
+        now.recorders = (*now.recorders, self)
+        if self._watched:
+            WATCHERS[id(self)] = threading.get_ident(), self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        now = state.now
+        now.recorders = tuple([r for r in now.recorders if r is not self])
+        WATCHERS.pop(id(self), None)
+
+    def watch(self, *arrays: Any) -> None:
+        """Record what is computed from these arrays (or the arrays in these trees). Integers are passed over."""
+        for x in arrays if all(type(x) is Array for x in arrays) else trees.flatten(arrays)[0]:
+            if not isinstance(x, Array):
+                raise GradientError(f"[watch] takes Arrays, got {type(x).__name__}: make one with mt.asarray(...)")
+            if is_differentiable(x.dtype):
+                if self in state.now.recorders:
+                    WATCHERS[id(self)] = threading.get_ident(), self
+                name = 0
+                while not name or x._id != name:  # again where another thread wrote to it meanwhile
+                    name = new_id(x)
+                    self._live.add(name)
+                    settled(x)
+                self._watched[id(x)] = weakref.ref(x), name
+
+    def watch_values(self, arrays: Sequence[Array]) -> None:
+        """Watch arrays whose gradients are asked for by the names that they get here, and not by the objects."""
+        x: Value
+        for x in arrays:
+            if is_differentiable(x._buf.dtype):
+                if not x._id:
+                    x._id = next_id()
+                self._live.add(x._id)
+
+    def hook(self, x: Array, fn: Callable[[Array], Any]) -> None:
+        """Call ``fn`` with the gradient of ``x`` once it is complete; what it returns, unless None, takes its place.
+
+        ``x`` is watched, or was computed from what is. See :func:`meshtape.gradient_hook` for functions without a tape.
+
+        >>> import meshtape as mt
+        >>> x = mt.asarray([1.0, 2.0])
+        >>> with mt.Tape() as tape:
+        ...     tape.watch(x)
+        ...     y = x * x
+        ...     tape.hook(y, lambda g: 10.0 * g)
+        ...     z = y.sum()
+        >>> tape.gradient(z, x)
+        Array([20., 40.], dtype=float64)
+        """
+        check_function("hook", fn)
+        name = self._name(x) if isinstance(x, Array) else 0
+        if name not in self._live:
+            raise GradientError(
+                "[hook] the array has no gradient on this tape: watch it, or compute it from watched ones"
+            )
+        self._hooks.setdefault(name, []).append(functools.partial(run_hook, fn))
+
+    def _name(self, x: Array) -> int:
+        """The name of a source: that of the value watched, also where the array was written since."""
+        ref, name = self._watched.get(id(x), (None, 0))
+        return name if ref is not None and ref() is x else x._id
+
+    @contextmanager
+    def stop_recording(self) -> Iterator[None]:
+        """What is computed inside is a constant to this tape."""
+        # Inside a checkpoint its recorder stands for this tape.
+        with not_recording(self, *(r for r in state.recorders if self in getattr(r, "tapes", ()))):
+            yield
+
+    def __len__(self) -> int:
+        """Number of recorded calls."""
+        return len(self._records)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The recorded calls, in order; printing one shows it."""
+        return [Recorded._make(r).entry for r in self._records]
+
+    def record_call(
+        self,
+        call: Any,
+        args: Sequence[Array],
+        outs: Sequence[Array],
+        saved: Sequence[Any],
+        origin: str | None,
+        site: Site | None,
+    ) -> None:
+        """Called by :mod:`.custom_calls` after a call that brings its own derivative; ``saved`` is for that alone."""
+        wanted = tuple(i for i, a in enumerate(args) if a._id in self._live)
+        if not wanted:
+            return
+        self._live.update(o._id for o in outs if is_differentiable(o.dtype))
+        operands = tuple([(args[i]._id, args[i].shape, args[i].dtype) for i in wanted])
+        recipe: Any = CallRecipe(call, wanted)
+        self._records.append(
+            (
+                recipe,
+                operands,
+                tuple([a._id for a in args]),
+                tuple([o._id for o in outs]),
+                saved,
+                NO_PARAMS,
+                None,
+                argument_avals(tuple(outs)),
+                origin,
+                site,
+            )
+        )
+
+    # ----- gradients --------------------------------------------------------------------------------------------------
+
+    def gradient(self, target: Any, sources: Any, seed: Any = None, *, unconnected: str = "none") -> Any:
+        """Gradient of ``target`` with respect to each array of ``sources``.
+
+        Parameters
+        ----------
+        target
+            An array; without a ``seed`` it must have one element.
+        sources
+            A tree of watched arrays (or of results computed from them).
+        seed
+            Cotangent of the target, of its shape; ones by default. It is never changed.
+        unconnected
+            What stands for the gradient where the target does not depend on a source: ``"none"`` or ``"zeros"``.
+
+        Returns
+        -------
+        tree
+            Of the structure of ``sources``. Integers have the gradient None.
+
+        Raises
+        ------
+        GradientError
+            For a target of several elements, or a complex one, without a seed, an integer target, a source that was not watched, a seed of
+            another shape, or a tape that was used up.
+        """
+        if self._used:
+            raise GradientError("this tape was used up by gradient(): make it with Tape(persistent=True) to ask again")
+        if unconnected not in ("none", "zeros"):
+            raise ValueError(f"[gradient] unconnected must be 'none' or 'zeros', got {unconnected!r}")
+        leaves, treedef = trees.flatten(sources)
+        for path, x in trees.flatten_with_path(sources):
+            name = trees.path_name(path) or "the source"
+            if not isinstance(x, Array):
+                raise GradientError(f"[gradient] {name} is no Array but {type(x).__name__}")
+            if is_differentiable(x.dtype) and self._name(x) not in self._live:
+                raise GradientError(
+                    f"[gradient] {name} (shape {x.shape}) was not watched: call tape.watch(x) before use"
+                )
+        names = [self._name(x) for x in leaves]
+        cots = self.backward([target], [seed], names)
+        out = []
+        for x, name in zip(leaves, names, strict=True):
+            g = cots.get(name) if is_differentiable(x.dtype) else None
+            if g is None and unconnected == "zeros" and is_differentiable(x.dtype):
+                from ...arrays.ops.creation import zeros_like
+
+                g = zeros_like(x)
+            out.append(g)
+        return trees.unflatten(treedef, noted(leaves, out))
+
+    def backward(self, targets: Sequence[Any], seeds: Sequence[Any], keep: Sequence[int]) -> dict[int, Array]:
+        """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""
+        cots: dict[int, Any] = {}
+        short: dict[int, np.dtype] = {}
+        if [s for s in seeds if s is not None]:
+            densify(seeds)  # of the targets nobody reads the values
+        checked = [_seed_of(t, s) for t, s in zip(targets, seeds, strict=True)]
+        bufs = [x._buf for pair in checked for x in pair]
+        now = state.now
+        before = now.recorders
+        others = tuple([r for r in before if r is not self and not is_checker(r)])
+        now.recorders = others
+        try:
+            wrapped = bool(others) or bool([b for b in bufs if isinstance(b, Deferred) and type(b) is not IndexSum])
+            if wrapped:
+                import meshtape.arrays as xp
+            else:
+                xp = np if not bufs or type(bufs[1]) is np.ndarray else backend_of(bufs[1]).xp
+            for t, s in checked:
+                if t._id in self._live:
+                    g = s if wrapped else s._buf
+                    if g.dtype.num >= HALF:
+                        short[t._id], g = g.dtype, cast(g, FLOAT32)
+                    cots[t._id] = g if t._id not in cots else cots[t._id] + g
+            records = self._records
+            if not self.persistent:
+                self._records, self._used = [], True
+            walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent, hooks=self._hooks, short=short)
+        finally:
+            now.recorders = before
+        kept: dict[int, Array] = {}
+        for v in keep:
+            g = cots.get(v)
+            if g is None:
+                continue
+            if v in short:
+                g = cast(g, short[v])
+            if type(g) is IndexSum:
+                g = g.settled()
+            elif xp is np and type(g) is not np.ndarray:
+                g = np.asarray(g)
+            # One Array may be the cotangent of several values; what is given is its owner's, to write to.
+            kept[v] = same_value(g) if wrapped else wrap(g)
+        return kept
+
+
+def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
+    if not isinstance(target, Array):
+        raise GradientError(f"[gradient] the target is no Array but {type(target).__name__}")
+    if not is_differentiable(target.dtype):
+        raise GradientError(f"[gradient] the target has dtype {target.dtype.name}, which has no derivatives")
+    if seed is None:
+        if target.size != 1:
+            raise GradientError(
+                f"[gradient] the target has shape {target.shape}: reduce it to one element (y.sum()), or pass a seed"
+            )
+        if target.dtype.kind == "c":
+            raise GradientError(
+                f"[gradient] the target is {target.dtype.name}, and a gradient is that of a real number: take real(y) or abs(y), "
+                "or pass a seed"
+            )
+        if type(target._buf) is np.ndarray:
+            one = np.empty(target._buf.shape, target._buf.dtype)
+            one.fill(1)  # `np.ones` takes three times as long
+            return target, wrap(one)
+        # Made from the shape alone, not "like" the target: a target that is still to be reduced need not be for this.
+        where = target.device if isinstance(target.device, Device) else None
+        seed = ones(target.shape, dtype=target.dtype, device=where)
+        if isinstance(target._buf, Deferred) and target._buf.host is not None:
+            from ..compiler.tracing import Tracer  # which is made with a tape
+
+            if not isinstance(target._buf, Tracer):
+                # Where the target is: here, what a cotangent is spread to would be as large as all blocks together.
+                seed = target._buf.host.replicate(seed)
+        return target, seed
+    seed = asarray(seed)
+    if seed.shape != target.shape:
+        raise GradientError(f"[gradient] the seed has shape {seed.shape}, the target {target.shape}")
+    if seed.dtype != target.dtype:
+        if np.result_type(seed.dtype, target.dtype) != target.dtype:
+            raise GradientError(f"[gradient] the seed has dtype {seed.dtype.name}, the target {target.dtype.name}")
+        seed = seed.astype(target.dtype)
+    return target, seed

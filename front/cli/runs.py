@@ -1,0 +1,149 @@
+"""Directories of numbered checkpoints on the command line: their steps and branches (``ls``), and what killed writers left (``gc``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..arrays.array.display import human_bytes
+from ..arrays.core.errors import CheckpointError, NotACheckpoint
+from .parts import CHECKPOINT, JSON, examples, print_json
+
+
+def _ago(seconds: float) -> str:
+    """A length of time as people say it.
+
+    >>> _ago(5), _ago(600), _ago(7200), _ago(200000)
+    ('5 s', '10 min', '2 h', '2 d')
+    """
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length or (seconds >= length and unit == "min"):
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _table(found: list[Any], title: str) -> None:
+    from ..storage.browse.model.text import visible
+    from .tables import Column, write
+
+    write(
+        [
+            Column("leftover", name=True),
+            Column("kind", rank=1),
+            Column("bytes", number=True),
+            Column("age"),
+            Column("owner"),
+        ],
+        [
+            [visible(x.path, 10**5), x.kind, human_bytes(x.nbytes), _ago(x.age), x.why or "lives, or cannot be asked"]
+            for x in found
+        ],
+        title=title,
+    )
+
+
+def _plain(x: Any) -> dict[str, Any]:
+    return {**asdict(x), "dead": x.dead}
+
+
+def show(path: str, as_json: bool) -> bool:
+    """List the steps of a run and its leftovers; False where the place has neither."""
+    from ..storage import leftovers
+    from ..storage.browse.model.runs import history, is_run
+    from ..storage.browse.model.text import visible
+    from ..storage.stores import store
+    from .tables import Column, write
+
+    path = store.location(path)
+    try:
+        left = leftovers(path)
+    except (CheckpointError, OSError):  # no list can be had
+        left = []
+    if not is_run(path) and not left:
+        return False
+    run = history(path)
+    line = {s.name for s in run.branch.line(run.complete)}
+    latest, best = run.latest, run.best
+    rows = []
+    for s in run.steps:
+        marks = [t for t, x in (("latest", latest), ("best", best)) if x is s]
+        rows.append(
+            {
+                "name": s.name,
+                "step": s.step,
+                "arrays": s.arrays,
+                "nbytes": s.nbytes,
+                "branch": str(s.branch),
+                "current": s.name in line,
+                "metrics": dict(s.metrics),
+                "note": s.note,
+                "marks": marks,
+            }
+        )
+    if as_json:
+        print_json({"path": path, "branch": str(run.branch), "steps": rows, "leftovers": [_plain(x) for x in left]})
+        return True
+    metric = run.metric
+    write(
+        [
+            Column("step", name=True),
+            Column("arrays", number=True, rank=2),
+            Column("bytes", number=True, rank=1),
+            Column("branch"),
+            Column(metric or "metric", rank=3),
+            Column(""),
+        ],
+        [
+            [
+                r["name"],
+                str(r["arrays"]),
+                human_bytes(r["nbytes"]),
+                r["branch"] if r["current"] or r["note"] else f"{r['branch']} (left)",
+                f"{r['metrics'][metric]:.6g}" if metric in r["metrics"] else "",
+                visible(r["note"] or ", ".join(r["marks"]), 200),
+            ]
+            for r in rows
+        ],
+        title=visible(f"{path} (run, {run.branch})", 10**4),
+    )
+    if left:
+        _table(left, "what writers have not finished (meshtape gc removes what is dead)")
+    return True
+
+
+@click.command(epilog=examples("meshtape gc run/checkpoints --dry-run", "meshtape gc s3://bucket/run --older-than 2"))
+@click.argument("path", type=CHECKPOINT)
+@click.option("--dry-run", is_flag=True, help="Change nothing; show what would go, and why it is taken for dead.")
+@click.option(
+    "--older-than",
+    type=click.FloatRange(min=0),
+    metavar="HOURS",
+    help="Silence after which an owner that cannot be asked is dead; by default 1, and 24 in an object store.",
+)
+@click.option("--parts", is_flag=True, help="Remove unfinished transfers too, with which the same command would go on.")
+@JSON
+def gc(path: str, dry_run: bool, older_than: float | None, parts: bool, as_json: bool) -> None:
+    """Remove what killed writers left.
+
+    PATH is a directory of checkpoints, or a checkpoint. What a live process holds is never touched, nor is any file of yours.
+    """
+    from ..storage import gc as run
+    from ..storage.stores import store
+
+    path = store.location(path)
+    if older_than is not None and math.isnan(older_than):
+        raise click.BadParameter("write a number of hours", param_hint="--older-than")
+    if not store.is_url(path) and not Path(path).is_dir():
+        raise NotACheckpoint(f"{path} is no directory")
+    found = run(path, dry_run=dry_run, older_than=None if older_than is None else 3600 * older_than, parts=parts)
+    if as_json:
+        print_json({"path": path, "dry_run": dry_run, "leftovers": [_plain(x) for x in found]})
+    elif not found:
+        click.echo(f"{path}: nothing to remove")
+    else:
+        total = human_bytes(sum(x.nbytes for x in found))
+        _table(found, f"{'would remove' if dry_run else 'removed'} {total}")

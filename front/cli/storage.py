@@ -1,0 +1,519 @@
+"""Commands that check and change checkpoints: ``tree``, ``verify``, ``diff``, ``estimate``, ``merge``, ``convert``, ``reshard``.
+
+A checkpoint is a path or a URL everywhere. The exit code is 0 when all went well; 1 for an error, for damage, and for checkpoints that
+differ; 2 for a wrong call; 130 where Ctrl-C ended it. What is printed goes to the standard output, progress to the standard error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..arrays.array.display import human_bytes
+from ..errors import CheckpointExists, Lossy
+from ..storage.browse.model.text import count
+from .parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, packing, print_json
+
+
+def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
+    """``data=2,model=4`` as a dict."""
+    if value is None:
+        return None
+    try:
+        pairs = [part.split("=") for part in value.split(",")]
+        out = {name.strip(): int(n) for name, n in pairs}
+        if len(out) < len(pairs):
+            raise click.BadParameter(f"{value!r}: a name occurs twice")
+        return out
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: write NAME=NUMBER,NAME=NUMBER") from None
+
+
+def _shards(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, dict[str, int]] | None:
+    """``PATTERN:axis=dimension`` options as a map of patterns."""
+    out: dict[str, dict[str, int]] = {}
+    for text in value:
+        pattern, colon, rest = text.rpartition(":")
+        if not colon:
+            raise click.BadParameter(f"{text!r}: write PATTERN:AXIS=DIMENSION")
+        out[pattern] = _mapping(ctx, param, rest) or {}
+    return out or None
+
+
+_SELECTION = (
+    click.option("--keys", multiple=True, metavar="PATTERN", help="Take only these arrays (may be repeated)."),
+    click.option("--drop", multiple=True, metavar="PATTERN", help="Leave these arrays out (may be repeated)."),
+    click.option(
+        "--rules", type=click.Path(exists=True, dir_okay=False), help="A file of key rules: renames, splits, casts, …"
+    ),
+)
+_MESH = (
+    click.option("--mesh", callback=_mapping, metavar="AXES", help="Axes of the target mesh: data=2,model=4."),
+    click.option(
+        "--shard",
+        "shards",
+        callback=_shards,
+        multiple=True,
+        metavar="PATTERN:AXIS=DIM",
+        help="What an axis splits (may be repeated).",
+    ),
+)
+_STORED = (
+    click.option(
+        "--compression",
+        metavar="zstd[:LEVEL]|none",
+        callback=checked("compression"),
+        default="keep",
+        help="Compress the chunks; by default as the source is.",
+    ),
+    click.option(
+        "--pack",
+        metavar="yes|no|BYTES",
+        callback=packing,
+        help="Whether small arrays (of at most so many bytes) share files; by default in object stores alone.",
+    ),
+    click.option(
+        "--dtype-fallback",
+        type=click.Choice(["raw"]),
+        help="Call bfloat16 and float8 integers in Zarr's metadata, for readers without meshtape.",
+    ),
+)
+_TARGET = (
+    *_SELECTION,
+    click.option("--prefix", help="Take what lies below this name, and leave the name out."),
+    click.option("--scheduler", metavar="ADDRESS", help="Spread the work over the workers of this Dask scheduler."),
+    click.option(
+        "--threads",
+        default=2,
+        show_default=True,
+        type=click.IntRange(min=1),
+        help="Pieces that are read and written at a time.",
+    ),
+    click.option(
+        "--dtype", callback=checked("dtype"), shell_complete=dtype_names, help="Store floating arrays in this dtype."
+    ),
+    click.option(
+        "--memory-limit",
+        default=256,
+        show_default=True,
+        metavar="MIB",
+        type=click.IntRange(min=1),
+        help="Memory for what is on its way.",
+    ),
+    click.option(
+        "--allow-overflow", is_flag=True, help="Accept values that a cast turns into infinity, NaN or another integer."
+    ),
+    click.option(
+        "--overwrite",
+        is_flag=True,
+        help="Replace an existing checkpoint. Documents beside it stay; where there is anything else, nothing is done.",
+    ),
+    click.option(
+        "--missing",
+        type=click.Choice(["error", "fill"]),
+        default="error",
+        help="Of Zarr by others: refuse chunks that are not there, or take them for the fill value.",
+    ),
+)
+
+
+def _selected(keys: tuple[str, ...], drop: tuple[str, ...], rules: str | None) -> dict[str, Any]:
+    return {
+        "keys": list(keys) or None,
+        "drop": list(drop) or None,
+        "rules": _rules(rules) if rules else None,
+    }
+
+
+def _rules(path: str) -> Any:
+    """The key rules of a file; errors name it."""
+    import meshtape as mt
+
+    from ..errors import RuleSyntaxError
+
+    data = Path(path).read_bytes()
+    try:
+        return mt.Rules(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as e:
+        number = data[: e.start].count(b"\n") + 1
+        raise RuleSyntaxError(f"{path}: line {number}: not UTF-8 text") from None
+    except RuleSyntaxError as e:
+        raise RuleSyntaxError(f"{path}: {e}") from None
+
+
+class _Lines:
+    """Progress where nobody looks: a line at the start, at most one every few seconds, and one at the end."""
+
+    EVERY = 5.0  # seconds
+
+    def __init__(self, title: str) -> None:
+        self.title, self.started, self.last, self.first = title, time.monotonic(), 0.0, -1
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self.first < 0:
+            self.first = done
+        elif done < total and now - self.last < self.EVERY:
+            return
+        self.last = now
+        seconds = now - self.started
+        rate = (done - self.first) / seconds if seconds > 0 else 0.0
+        text = f"{self.title}: {human_bytes(done)} of {human_bytes(total)} ({100 * done // max(total, 1)} %)"
+        if rate > 0:
+            text += f", {human_bytes(int(rate))}/s"
+            text += f", {(total - done) / rate:.0f} s left" if done < total else f", {seconds:.1f} s"
+        click.echo(text, err=True)
+
+
+@contextmanager
+def _cluster(address: str | None) -> Iterator[Any]:
+    """A client of the scheduler at an address, or None."""
+    if address is None:
+        yield None
+        return
+    from ..parallel.dask.cluster import connect
+
+    with connect(address) as client:
+        yield client
+
+
+@contextmanager
+def _progress(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of bytes on a terminal; plain lines in a pipe."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from .tables import console
+
+    if not shown:
+        yield None
+        return
+    on = console(stderr=True)
+    if not on.is_terminal:
+        yield _Lines(title)
+        return
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=on) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _write(
+    run: Callable[..., Any],
+    title: str,
+    src: str,
+    dst: str,
+    *,
+    keys: tuple[str, ...],
+    drop: tuple[str, ...],
+    rules: str | None,
+    prefix: str | None,
+    scheduler: str | None,
+    threads: int,
+    dtype: str | None,
+    memory_limit: int,
+    allow_overflow: bool,
+    overwrite: bool,
+    as_json: bool,
+    **own: Any,
+) -> Any:
+    """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar."""
+    with _cluster(scheduler) as client, _progress(title, not as_json) as progress:
+        try:
+            return run(
+                src,
+                dst,
+                dtype=dtype,
+                prefix=prefix,
+                client=client,
+                threads=threads,
+                memory_limit=memory_limit << 20,
+                allow_overflow=allow_overflow,
+                overwrite=overwrite,
+                progress=progress,
+                **_selected(keys, drop, rules),
+                **own,
+            )
+        except Lossy as e:
+            raise Lossy(str(e).replace("allow_overflow=True", "--allow-overflow")) from None
+        except CheckpointExists:
+            if overwrite:
+                raise
+            raise CheckpointExists(f"{dst} exists; --overwrite replaces it") from None
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted. What was written stays: the same command goes on with {dst}") from None
+
+
+def _lost(report: Any) -> str:
+    """Lines about what casts lost, and about documents that are not as in the source."""
+    lines = [*report.notes, *(f"{name}: {loss}" for name, loss in report.losses.items())]
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _left_out(report: Any) -> str:
+    told = {"left out": report.skipped, "left behind": report.left_behind}
+    return "".join(f"; {how}: {', '.join(names)}" for how, names in told.items() if names)
+
+
+def _tell(report: Any, as_json: bool, text: str) -> None:
+    from .reports import data
+    from .tables import write_text
+
+    print_json(data(report)) if as_json else write_text(text)
+
+
+@click.command(epilog=examples("meshtape verify run/checkpoints/step-00000264"))
+@click.argument("path", type=CHECKPOINT)
+@JSON
+def verify(path: str, as_json: bool) -> None:
+    """Check every byte against its checksums.
+
+    The exit code is 0 when all is well, and 1 with the list of damaged files when it is not.
+    """
+    import meshtape as mt
+
+    _tell(report := mt.verify(path), as_json, str(report))
+
+
+@click.command(
+    epilog=examples(
+        "meshtape diff run/checkpoints/step-00000198 run/checkpoints/step-00000264",
+        "meshtape diff run/checkpoints/step-00000264 renamed --rules names.rules",
+    )
+)
+@click.argument("a", type=CHECKPOINT)
+@click.argument("b", type=CHECKPOINT)
+@each(_SELECTION)
+@click.option("--no-values", is_flag=True, help="Compare names, shapes and dtypes alone: reads the tables of contents.")
+@JSON
+def diff(
+    a: str,
+    b: str,
+    keys: tuple[str, ...],
+    drop: tuple[str, ...],
+    rules: str | None,
+    no_values: bool,
+    as_json: bool,
+) -> None:
+    """Compare two checkpoints.
+
+    Names, shapes, dtypes and values, whatever the formats. With --rules the names of A are written as in B first.
+
+    The exit code is 0 when they are the same, and 1 when they differ.
+    """
+    from meshtape.storage import diff as compare  # mt.diff is the differences of an array
+
+    report = compare(a, b, values=not no_values, **_selected(keys, drop, rules))
+    _tell(report, as_json, str(report))
+    if not report.same:
+        raise click.exceptions.Exit(1)
+
+
+@click.command(
+    epilog=examples(
+        "meshtape merge run/checkpoints/step-00000264 exported --keys 'params.*'",
+        "meshtape merge run/checkpoints/step-00000264 renamed --rules names.rules",
+        "meshtape merge run/checkpoints/step-00000264 half --dtype bfloat16 --max-shard-mib 512",
+    )
+)
+@click.argument("src", type=CHECKPOINT)
+@click.argument("dst", type=CHECKPOINT)
+@click.option(
+    "--max-shard-mib",
+    type=click.IntRange(min=1),
+    metavar="MIB",
+    help="Largest file of safetensors; by default all arrays are in one.",
+)
+@each(_TARGET)
+@JSON
+def merge(
+    src: str,
+    dst: str,
+    max_shard_mib: int | None,
+    as_json: bool,
+    **target: Any,
+) -> None:
+    """Write Hugging Face style safetensors.
+
+    Streaming: memory is bounded by --memory-limit, whatever the size.
+    """
+    import meshtape as mt
+
+    report = _write(
+        mt.merge,
+        "merging",
+        src,
+        dst,
+        as_json=as_json,
+        max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
+        **target,
+    )
+    _tell(
+        report,
+        as_json,
+        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)} in {', '.join(report.files)}{_left_out(report)}{_lost(report)}",
+    )
+
+
+@click.command(
+    epilog=examples("meshtape convert model.safetensors as-zarr --format zarr --mesh model=2 --shard '*.w1:model=1'")
+)
+@click.argument("src", type=CHECKPOINT)
+@click.argument("dst", type=CHECKPOINT)
+@click.option("--format", "kind", type=click.Choice(["zarr", "safetensors"]), required=True, help="What to write.")
+@click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
+@each(_MESH)
+@each(_STORED)
+@each(_TARGET)
+@JSON
+def convert(
+    src: str,
+    dst: str,
+    kind: str,
+    max_shard_mib: int | None,
+    mesh: dict[str, int] | None,
+    shards: dict[str, dict[str, int]] | None,
+    as_json: bool,
+    **target: Any,
+) -> None:
+    """Write a checkpoint in another format.
+
+    Streaming. A run that was interrupted goes on where it stopped.
+    """
+    import meshtape as mt
+
+    report = _write(
+        mt.convert,
+        "converting",
+        src,
+        dst,
+        as_json=as_json,
+        format=kind,
+        mesh=mesh,
+        shardings=shards,
+        max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
+        **target,
+    )
+    _tell(
+        report,
+        as_json,
+        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)}{_left_out(report)}{_lost(report)}",
+    )
+
+
+@click.command(
+    epilog=examples("meshtape reshard run/checkpoints/step-00000264 wider --mesh model=4 --shard 'params.w1:model=1'")
+)
+@click.argument("src", type=CHECKPOINT)
+@click.argument("dst", type=CHECKPOINT)
+@each(_MESH)
+@each(_STORED)
+@each(_TARGET)
+@JSON
+def reshard(
+    src: str,
+    dst: str,
+    mesh: dict[str, int] | None,
+    shards: dict[str, dict[str, int]] | None,
+    as_json: bool,
+    **target: Any,
+) -> None:
+    """Cut a checkpoint for another mesh.
+
+    That mesh need not exist.
+    """
+    from meshtape.storage import reshard as run
+
+    if mesh is None:
+        raise click.UsageError("Missing option '--mesh'.")
+    report = _write(run, "resharding", src, dst, as_json=as_json, mesh=mesh, shardings=shards, **target)
+    _tell(
+        report,
+        as_json,
+        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)} for {mesh}{_left_out(report)}{_lost(report)}",
+    )
+
+
+@click.command(
+    epilog=examples("meshtape estimate model.safetensors --mesh model=4 --shard '*.w1:model=1' --optimizer adamw")
+)
+@click.argument("path", type=CHECKPOINT)
+@each(_MESH)
+@click.option(
+    "--dtype", callback=checked("dtype"), shell_complete=dtype_names, help="As if all floating arrays had this dtype."
+)
+@click.option("--optimizer", help="Add gradients, and the state of this optimizer: sgd, momentum, adam, adamw, lion, …")
+@click.option("--optimizer-dtype", default="float32", show_default=True, help="Of the state and the master weights.")
+@click.option("--zero", "over", metavar="AXIS", help="A mesh axis over which the optimizer's state is divided.")
+@click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
+@click.option(
+    "--compression",
+    metavar="zstd[:LEVEL]|none",
+    callback=checked("compression"),
+    help="Of the Zarr files: the most that they can then need.",
+)
+@JSON
+def estimate(
+    path: str,
+    mesh: dict[str, int] | None,
+    shards: dict[str, dict[str, int]] | None,
+    dtype: str | None,
+    optimizer: str | None,
+    optimizer_dtype: str,
+    over: str | None,
+    max_shard_mib: int | None,
+    compression: str | None,
+    as_json: bool,
+) -> None:
+    """Bytes on disk and in the memory of ranks.
+
+    Reads the table of contents alone.
+    """
+    from meshtape.storage import estimate as run
+
+    found = run(
+        path,
+        mesh=mesh,
+        shardings=shards,
+        dtype=dtype,
+        optimizer=optimizer,
+        optimizer_dtype=optimizer_dtype,
+        shard_optimizer_over=over,
+        max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
+        compression=compression,
+    )
+    _tell(found, as_json, str(found))
+
+
+@click.command(
+    epilog=examples(
+        "meshtape tree run/checkpoints/step-00000264 --depth 2", "meshtape tree s3://bucket/run/step-00001000"
+    )
+)
+@click.argument("path", type=CHECKPOINT)
+@click.option("--depth", type=click.IntRange(min=1), help="Show so many levels.")
+@JSON
+def tree(path: str, depth: int | None, as_json: bool) -> None:
+    """Show the tree of a checkpoint.
+
+    Folders with their sizes, arrays with shape and dtype. Numbered folders that are alike are one.
+    """
+    import meshtape as mt
+
+    from .tables import write_lines, write_text
+    from .tree import as_data, as_text
+
+    ckpt = mt.open_checkpoint(path)
+    if as_json:
+        print_json(as_data(ckpt))
+    else:
+        head, *lines = as_text(ckpt, depth)
+        write_text(head)
+        write_lines(lines)
+
+
+COMMANDS = (tree, verify, diff, estimate, merge, convert, reshard)

@@ -1,0 +1,4 @@
+"""Settings, and the memory of blocks on the host or a GPU.
+
+Imports arrays. Begin with settings.py.
+"""

@@ -1,0 +1,188 @@
+"""Where a process keeps the blocks of its ranks, and what computes on them: the host's memory and NumPy, or one GPU's and CuPy.
+
+A process computes on one device; all its ranks share it. What comes from elsewhere (values of the client, stored blocks, messages
+staged through the host) is put there when it arrives, and what leaves is host memory again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...arrays.backends.backend import CuPyBackend, cupy_backend
+from ...arrays.backends.memory_pool import POOL
+from ...arrays.core.devices import Device, device
+from ...arrays.core.errors import OutOfMemory
+from ...arrays.core.op import Op
+from ...arrays.native.copies import is_large, stream
+
+
+class BlockMemory(Protocol):
+    """What an executor asks of the device that its process computes on."""
+
+    name: str
+    """``cpu`` or ``cuda:N``."""
+    xp: Any
+    """The namespace of its arrays."""
+
+    def using(self) -> AbstractContextManager[Any]:
+        """Within it this thread computes on the device; used-up memory is an error of ours. Each thread enters it for itself."""
+
+    def bind(self, op: Op) -> Callable[..., Any]:
+        """The implementation of an op for its arrays."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """An array whose content is whatever was there."""
+
+    def full(self, shape: tuple[int, ...], value: object, dtype: np.dtype) -> Any:
+        """An array of one repeated value."""
+
+    def put(self, a: Any) -> Any:
+        """``a`` there: itself where it is there already."""
+
+    def copy(self, to: Any, source: Any) -> None:
+        """``to[...] = source``, where the two share no memory."""
+
+    def mark(self) -> Any:
+        """What this thread has asked of the device so far, for another thread to :meth:`follow`."""
+
+    def follow(self, mark: Any) -> None:
+        """What this thread asks of the device from now on comes after what is marked."""
+
+    def translated(self, error: Exception) -> Exception:
+        """What went wrong in an op, as an error of ours where there is one for it."""
+
+
+class HostMemory:
+    """Blocks are NumPy arrays; large ones come from the pool."""
+
+    name = "cpu"
+    xp = np
+
+    def using(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def bind(self, op: Op) -> Callable[..., Any]:
+        return op.numpy
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return POOL.empty(shape, dtype)
+
+    def full(self, shape: tuple[int, ...], value: object, dtype: np.dtype) -> np.ndarray:
+        return np.full(shape, value, dtype)
+
+    put = staticmethod(np.asarray)
+
+    def copy(self, to: np.ndarray, source: np.ndarray) -> None:
+        if is_large(to):
+            stream(to, source)
+        else:
+            to[...] = source
+
+    def mark(self) -> None:
+        return None
+
+    def follow(self, mark: Any) -> None:
+        pass
+
+    def translated(self, error: Exception) -> Exception:
+        return error
+
+
+HOST = HostMemory()
+
+
+class CudaMemory:
+    """Blocks are CuPy arrays on one GPU, and come from CuPy's own pool."""
+
+    def __init__(self, backend: CuPyBackend, where: Device) -> None:
+        self._backend, self._where = backend, where
+        self.name, self.xp = str(where), backend.xp
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        with self.xp.cuda.Device(self._where.index), self._backend.memory():
+            yield
+
+    def bind(self, op: Op) -> Callable[..., Any]:
+        return op.bind(self.xp)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return self.xp.empty(shape, dtype)
+
+    def full(self, shape: tuple[int, ...], value: object, dtype: np.dtype) -> Any:
+        return self._backend.filled(shape, value, dtype, self._where)
+
+    def put(self, a: Any) -> Any:
+        if isinstance(a, self.xp.ndarray):
+            return a
+        return self._backend.from_host(np.asarray(a), self._where)
+
+    def copy(self, to: Any, source: Any) -> None:
+        to[...] = source
+
+    def mark(self) -> Any:
+        return self.xp.cuda.get_current_stream().record()
+
+    def follow(self, mark: Any) -> None:
+        self.xp.cuda.get_current_stream().wait_event(mark)
+
+    def translated(self, error: Exception) -> Exception:
+        try:
+            with self._backend.memory():
+                raise error
+        except OutOfMemory as e:
+            return e
+        except Exception:
+            return error
+
+
+def memory_of(name: str) -> BlockMemory:
+    """The memory of a device by its name, ``cpu`` or ``cuda:N``.
+
+    Raises
+    ------
+    BackendError
+        Where CuPy or a driver is missing.
+
+    >>> memory_of("cpu").name
+    'cpu'
+    """
+    where = device(name)
+    return HOST if where.kind == "cpu" else CudaMemory(cupy_backend(), where)
+
+
+def on_host(block: Any) -> np.ndarray:
+    """A block as host memory: itself where it is there already."""
+    return block if isinstance(block, np.ndarray) else block.get()
+
+
+def is_on_host(block: Any) -> bool:
+    """Whether a block is host memory."""
+    return isinstance(block, np.ndarray)
+
+
+class _Thread(threading.local):
+    memory: BlockMemory = HOST
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def serving(memory: BlockMemory) -> Iterator[None]:
+    """Functions that are called on blocks within it learn by :func:`current_memory` where those are computed on."""
+    before, _thread.memory = _thread.memory, memory
+    try:
+        yield
+    finally:
+        _thread.memory = before
+
+
+def current_memory() -> BlockMemory:
+    """Where the ranks compute whose blocks this thread was called on."""
+    return _thread.memory

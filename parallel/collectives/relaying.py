@@ -1,0 +1,122 @@
+"""Small blocks that travel by way of other processes, so that a process sends as many messages as there are digits in their number.
+
+Processes stand in a ring. In round ``k`` each sends to the one ``2**k`` places on whatever it has that still has to go so far: every
+parcel takes the binary digits of its way, the lowest first. With one parcel for all this is the broadcast along a binomial tree, with
+one for each process Bruck's all-to-all, and with copies for all his all-gather, which sends no byte twice to one process (Bruck, Ho,
+Kipnis, Upfal, Weathersby: Efficient algorithms for all-to-all communications in multiport message-passing systems, 1997).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ..base.device_memory import BlockMemory
+from ..transports.pieces import Target
+from .costs import depth
+
+Slices = tuple[slice, ...]
+
+
+class Parcel(NamedTuple):
+    """A part of a rank's block."""
+
+    rank: int
+    part: Box
+
+
+class Delivery(NamedTuple):
+    """Where a parcel goes at its process: a part of one of its blocks."""
+
+    block: int
+    slices: Slices
+
+
+class Round(NamedTuple):
+    """One message that goes, and one that comes; none where there are no parcels."""
+
+    to: int
+    sent: tuple[Parcel, ...]
+    source: int
+    got: tuple[Parcel, ...]
+
+
+class Route(NamedTuple):
+    """The part of one process: its rounds, and where in its blocks the parcels go that are for it."""
+
+    rounds: tuple[Round, ...]
+    deliveries: Mapping[Parcel, tuple[Delivery, ...]]
+
+
+def route(
+    processes: Sequence[int],
+    process: int,
+    given: Callable[[int, int], Sequence[Parcel]],
+    deliveries: Mapping[Parcel, tuple[Delivery, ...]],
+) -> Route:
+    """What one process does; ``given`` tells what one process has for another."""
+    n, here = len(processes), list(processes).index(process)
+    known: dict[tuple[int, int], Sequence[Parcel]] = {}
+
+    def carried(at: int, k: int) -> tuple[Parcel, ...]:
+        """What comes to a place in round ``k``: of each source that is so far away, all that goes on from there or ends there."""
+        out: dict[Parcel, None] = {}
+        for way in range(1 << k, min(2 << k, n)):
+            source = (at - way) % n
+            for whole_way in range(way, n, 2 << k):
+                pair = source, (source + whole_way) % n
+                if pair not in known:
+                    known[pair] = given(processes[pair[0]], processes[pair[1]])
+                out.update(dict.fromkeys(known[pair]))
+        return tuple(out)
+
+    rounds = []
+    for k in range(depth(n)):
+        to, source = (here + (1 << k)) % n, (here - (1 << k)) % n
+        rounds.append(Round(processes[to], carried(to, k), processes[source], carried(here, k)))
+    return Route(tuple(rounds), deliveries)
+
+
+class Relaying:
+    """A route being taken, from the blocks of this process's ranks into its new ones."""
+
+    def __init__(
+        self,
+        found: Route,
+        sources: Mapping[int, Any],
+        block: Callable[[int], Any],
+        dtype: np.dtype,
+        memory: BlockMemory,
+    ) -> None:
+        self._route, self._sources, self._block, self._dtype, self._memory = found, sources, block, dtype, memory
+        self._here: dict[Parcel, Any] = {}
+
+    def rounds(self) -> Iterator[tuple[dict[int, list[Any]], dict[int, list[Any]]]]:
+        """Messages by process, to be exchanged before the next ones are asked for."""
+        for r in self._route.rounds:
+            sends = {r.to: [(self._parcel(p),) for p in r.sent]} if r.sent else {}
+            receives = {r.source: [Target(self._room(p)) for p in r.got]} if r.got else {}
+            yield sends, receives
+        for p, places in self._route.deliveries.items():
+            for d in places[1:]:
+                self._part(d)[...] = self._here[p]
+
+    def _parcel(self, p: Parcel) -> Any:
+        found = self._here.get(p)
+        if found is not None:
+            return found
+        block = self._sources[p.rank]
+        return block[p.part.slices] if p.part.shape else block
+
+    def _part(self, d: Delivery) -> Any:
+        block = self._block(d.block)
+        return block[d.slices] if d.slices else block
+
+    def _room(self, p: Parcel) -> Any:
+        places = self._route.deliveries.get(p)
+        room = self._memory.empty(p.part.shape, self._dtype) if places is None else self._part(places[0])
+        self._here[p] = room
+        return room

@@ -1,0 +1,190 @@
+"""Runs on their way: waiting for gangs, and what is done when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distributed import Client
+
+from ...arrays.core.errors import ClusterError, CollectiveTimeout, MeshtapeError, RankLost
+from ..base import settings
+from .lease import Lease
+from .streams import WorkerFuture, WorkerStream, WorkerStreams
+from .worker_queue import popped
+from .workers import LOOK
+
+IN_FLIGHT = 4
+"""Runs that are submitted before the first of them is waited for."""
+
+
+class Slots:
+    """The arrays of a gang that nobody holds any more."""
+
+    def __init__(self, number: int, streams: Sequence[WorkerStream]) -> None:
+        self.number, self._streams = number, tuple(streams)
+        self._dead: deque[int] = deque()
+
+    def drop(self, slot: int) -> None:
+        """Called by finalizers: see :meth:`.streams.WorkerStream.drop`."""
+        self._dead.append(slot)
+        if self._streams:
+            self._streams[0].streams.flush_later(self._told)
+
+    def _told(self) -> Sequence[WorkerStream]:
+        slots = tuple(popped(self._dead))
+        if slots:
+            for s in self._streams:
+                s.send({"op": "drop_slots", "n": self.number, "slots": slots})
+        return self._streams
+
+
+class Gang:
+    """The futures of one run, one a process. ``on_end`` is called once, when all have ended or are given up."""
+
+    def __init__(self, what: str, futures: Sequence[WorkerFuture], on_end: Callable[[], None] | None = None) -> None:
+        self.what, self.futures = what, list(futures)
+        self.number = self.futures[0].number
+        self.slots = Slots(self.number, [f.stream for f in self.futures])
+        self._on_end, self._open = on_end, len(self.futures)
+        self._lock = threading.Lock()
+        if on_end is not None:
+            for f in self.futures:
+                f.add_done_callback(self._one_ended)
+
+    def _one_ended(self, _: WorkerFuture) -> None:
+        with self._lock:
+            self._open -= 1
+            last = self._open == 0
+        if last:
+            self.end()
+
+    def end(self) -> None:
+        """Nothing of this gang is waited for any more."""
+        with self._lock:
+            fn, self._on_end = self._on_end, None
+        if fn is not None:
+            fn()
+
+    @property
+    def done(self) -> bool:
+        return all(f.done() for f in self.futures)
+
+    @property
+    def failed(self) -> bool:
+        return any(f.failed for f in self.futures)
+
+
+class Flight:
+    """The runs of one mesh that were submitted and not yet waited for."""
+
+    def __init__(
+        self,
+        client: Client,
+        streams: WorkerStreams,
+        mesh: bytes,
+        addresses: Sequence[str],
+        lease: Lease,
+        names: Mapping[int, str],
+    ) -> None:
+        self.client, self._streams, self.mesh, self.lease = client, streams, mesh, lease
+        self.addresses = addresses
+        self.names = {a: names[p] for p, a in enumerate(addresses)}
+        self.gangs: deque[Gang] = deque()
+        self.epoch = 0
+
+    def check(self) -> None:
+        """Raise what went wrong in an earlier run, if anything did."""
+        while self.gangs and (self.gangs[0].done or self.gangs[0].failed):
+            self.settle(self.gangs[0])
+
+    def land(self) -> None:
+        """Wait for everything; an error has nobody left to tell."""
+        while self.gangs:
+            with contextlib.suppress(MeshtapeError):
+                self.settle(self.gangs[0])
+
+    def settle(self, this: Gang) -> None:
+        """Wait until a gang has ended; raise its error, the cause before its consequences."""
+        failed_at: float | None = None
+        grace = settings.number("timeouts.abort")
+        ended = threading.Event()
+        for f in this.futures:
+            f.add_done_callback(lambda _: ended.set())
+        while not this.done:
+            ended.wait(0.2 if failed_at is not None else LOOK)
+            ended.clear()
+            if failed_at is None and this.failed:
+                failed_at = time.monotonic()
+                self._stop_the_rest()
+            if failed_at is not None and time.monotonic() - failed_at > grace:
+                break
+            if not this.done and self.client.status != "running":
+                raise ClusterError(f"the Dask client is {self.client.status}: the cluster went away during {this.what}")
+        if this in self.gangs:
+            self.gangs.remove(this)
+        if this.done and not this.failed:
+            return
+        gangs = [this, *self.gangs]
+        self._give_up(gangs)
+        raise self._cause(this)
+
+    def _give_up(self, gangs: Sequence[Gang]) -> None:
+        """Wait for these no longer: neither here, nor with what comes next."""
+        self._stop_the_rest()
+        self.epoch += 1  # the next run connects anew
+        waiting: dict[WorkerStream, list[int]] = {}
+        for g in gangs:
+            g.end()
+            for f in g.futures:
+                if not f.done():
+                    waiting.setdefault(f.stream, []).append(f.number)
+        with self._streams.order:
+            for stream, numbers in waiting.items():
+                stream.send({"op": "cancel", "numbers": numbers})
+            self._streams.flush(s.address for s in waiting)
+        self.gangs.clear()
+
+    def abandon(self) -> None:
+        """Give up what is on its way: with the part of it that a lost worker had, the rest may never end."""
+        self._give_up(list(self.gangs))
+
+    def _stop_the_rest(self) -> None:
+        """Workers that still wait for one that failed are told; nobody waits for their answer, as one may have none."""
+        with self._streams.order:
+            for a in self.addresses:
+                self._streams[a].send({"op": "stop", "mesh": self.mesh, "epoch": self.epoch})
+            self._streams.flush(self.addresses)
+
+    def _cause(self, this: Gang) -> MeshtapeError:
+        errors: list[BaseException] = []
+        for f in this.futures:
+            if f.state == "lost":
+                name = self.names.get(f.stream.address, f"worker {f.stream.address}")
+                errors.append(RankLost(f"{name} left the cluster during {this.what}: {f.stream.lost}"))
+            elif f.error is not None:
+                errors.append(f.error)
+        # A rank that failed by itself explains the others, which only noticed.
+        errors.sort(
+            key=lambda e: (isinstance(e, RankLost | CollectiveTimeout), " stopped: " in str(e) or " left" in str(e))
+        )
+        cause = errors[0]
+        if isinstance(cause, MeshtapeError):
+            # The future keeps its error. Were that one raised, its traceback would hold the frames that hold the future.
+            return copy.copy(cause).with_traceback(cause.__traceback__)
+        lost = RankLost(f"a worker failed while it ran {this.what}: {type(cause).__name__}: {cause}")
+        lost.__cause__ = cause
+        return lost
+
+    def gather(self, this: Gang) -> list[Any]:
+        """The results of a gang, brought here."""
+        self.settle(this)
+        try:
+            return self._streams.results(this.futures)
+        except RankLost as e:
+            raise RankLost(f"a worker left the cluster before the answer of {this.what} was here: {e}") from e

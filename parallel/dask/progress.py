@@ -1,0 +1,88 @@
+"""Tells the scheduler what this process saves, merges and reshards, for the live page of the dashboard.
+
+Nothing is sent while nothing happens. While something does, a message goes out twice a second at most, from the client's event loop: work
+never waits for it, and a scheduler that does not answer costs the page alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from typing import Any
+
+from ...storage.base import activity
+from .scheduler_plugin import MeshtapeScheduler
+from .workers import PerClient
+
+EVERY = 0.5  # seconds between two messages
+_PATIENCE = 5.0  # seconds that the last word may take
+
+
+class Reporter:
+    """The reports of one client. What is underscored runs on the client's event loop."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = weakref.ref(client)
+        self._sending = False
+        self._woken = False
+        self._known = False  # whether the scheduler has our plugin
+
+    def wake(self) -> None:
+        """Something began or ended. Called in any thread."""
+        client = self._client()
+        if client is None or client.status != "running":
+            activity.forget(self.wake)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop was just closed
+            client.loop.add_callback(self._report)
+
+    async def _report(self) -> None:
+        self._woken = True
+        if self._sending:
+            return
+        self._sending = True
+        try:
+            while self._woken or activity.busy():
+                self._woken = False
+                if not await self.send():
+                    return
+                await asyncio.sleep(EVERY)
+        finally:
+            self._sending = False
+
+    async def send(self) -> bool:
+        """One message; whether there is still somebody to send it to."""
+        client = self._client()
+        if client is None or client.status != "running":
+            return False
+        try:
+            if not self._known:
+                await client.register_plugin(MeshtapeScheduler())
+                self._known = True
+            await client.scheduler.meshtape_activity(
+                name=client.id, written=activity.written(), activities=activity.news()
+            )
+        except Exception:  # lost, closed, without meshtape, or started anew: the page does without
+            self._known = False
+            return False
+        return True
+
+
+_reporter = PerClient(Reporter)
+
+
+def follow(client: Any) -> None:
+    """Have the scheduler of ``client`` told of what this process does."""
+    reporter = _reporter(client)
+    activity.observe(reporter.wake)
+    if activity.busy():
+        reporter.wake()
+
+
+def last_word(client: Any) -> None:
+    """Send how everything ended, before the client goes."""
+    reporter = _reporter.made.get(client)
+    if reporter is not None and activity.news() and client.status == "running":
+        with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError):
+            client.sync(reporter.send, callback_timeout=_PATIENCE)

@@ -1,0 +1,437 @@
+"""A client's streams to the workers of its meshes: what it sends, what they answer, and whether they live.
+
+The client's side of :mod:`.worker_queue`. A worker that was asked for something and says nothing for ``meshtape.timeout`` seconds is lost,
+and so is one whose connection ends: all that waits for it ends with :class:`RankLost`. Workers that this process cannot reach are reached
+through the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from distributed import Client
+from distributed.core import clean_exception, connect
+
+from ...arrays.core.errors import ClusterError, RankLost
+from ..base import settings
+from .worker_queue import Outbox, Ref, answered, packed, popped
+from .workers import PerClient, scheduler_answer
+
+T = TypeVar("T")
+log = logging.getLogger("meshtape")
+
+_PAUSED = (
+    "paused by Dask, as it uses too much of its memory_limit: Dask's tasks wait there until arrays are given up (del x), or the worker "
+    "has a larger limit"
+)
+
+
+class WorkerFuture:
+    """What one worker does for this client, and gives. It is released there when nobody here has it any more."""
+
+    __slots__ = ("__weakref__", "_callbacks", "_lock", "_needs", "error", "name", "number", "state", "stream", "task")
+
+    def __init__(self, stream: WorkerStream, number: int, name: str) -> None:
+        self.stream, self.number, self.name = stream, number, name
+        self.state = "pending"
+        """Or ``"done"``, ``"failed"``; ``"lost"`` where the worker is."""
+        self.error: BaseException | None = None
+        self.task: Any = None
+        """The future of Dask's that it follows, if any."""
+        self._callbacks: list[Callable[[WorkerFuture], None]] = []
+        self._needs: Sequence[WorkerFuture] = ()
+        self._lock = threading.Lock()
+        weakref.finalize(self, stream.drop, number).atexit = False
+
+    def done(self) -> bool:
+        """Whether there is an answer, or can be none."""
+        return self.state != "pending"
+
+    @property
+    def failed(self) -> bool:
+        return self.state in ("failed", "lost")
+
+    @property
+    def ref(self) -> Ref:
+        """In its place among the arguments of another item."""
+        return Ref(self.number, self.stream.address, self.stream.session)
+
+    def add_done_callback(self, fn: Callable[[WorkerFuture], None]) -> None:
+        """Call ``fn`` when it has ended, on the client's event loop; at once where it has. It must not wait for anything."""
+        with self._lock:
+            if self.state == "pending":
+                self._callbacks.append(fn)
+                return
+        fn(self)
+
+    def finish(self, state: str, error: BaseException | None = None) -> None:
+        """It has ended."""
+        with self._lock:
+            if self.state != "pending":
+                return
+            self.state, self.error = state, error
+            callbacks, self._callbacks, self._needs = self._callbacks, [], ()
+        for fn in callbacks:
+            fn(self)
+
+    def hold(self, needs: Sequence[WorkerFuture]) -> None:
+        """Keep these until it has ended: another worker reads what they give when it comes to that."""
+        with self._lock:
+            if self.state == "pending":
+                self._needs = needs
+
+    def follow(self, task: Any) -> None:
+        """It has ended when a future of Dask's has, which sees to it that the worker has its value."""
+        self.stream.pending[self.number] = self
+        self.task = task
+
+        def ended(task: Any) -> None:
+            self.stream.pending.pop(self.number, None)
+            if task.status == "finished":
+                self.finish("done")
+            else:
+                error = task.exception() if task.status == "error" else None
+                self.finish(
+                    "failed", error or RankLost(f"the task of Dask's was {task.status}: a worker left the cluster")
+                )
+
+        task.add_done_callback(ended)
+        self.stream.streams.flush([self.stream.address])
+
+    def __repr__(self) -> str:
+        return f"<WorkerFuture {self.name}-{self.number} on {self.stream.address}: {self.state}>"
+
+
+class WorkerStream:
+    """The stream to one worker. All but :meth:`send` and :meth:`drop` is used on the client's event loop."""
+
+    def __init__(self, streams: WorkerStreams, address: str) -> None:
+        self.streams, self.address = streams, address
+        self.session = uuid.uuid4().hex
+        self.comm: Any = None
+        self.far = False
+        """Whether it goes through the scheduler."""
+        self.pending: dict[int, WorkerFuture] = {}
+        self.waiting = 0  # calls that wait for this worker, beside the pending items
+        self.heard, self.silent = False, 0.0
+        self.paused, self.paused_for = False, 0.0
+        self.lost: str | None = None
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outbox = Outbox()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ----- any thread ---------------------------------------------------------------------------------------------------
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Put a message in the queue; :meth:`WorkerStreams.flush` sends it."""
+        self._outbox.put(message)
+
+    def drop(self, number: int) -> None:
+        """Nobody asks for this value any more. Called by finalizers, in any thread, at any moment: it takes no lock."""
+        self._outbox.put({"op": "drop", "numbers": (number,)})
+        self.streams.flush_later(lambda: (self,))
+
+    # ----- the client's event loop --------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Connect, directly or through the scheduler. Raises :class:`ClusterError`."""
+        client = self.streams.client()
+        hello = {"op": "meshtape_session", "client": client.id, "session": self.session}
+        ways: list[tuple[str, dict[str, Any]]] = [(self.address, hello)]
+        ways.append((client.scheduler.address, {**hello, "op": "meshtape_relay", "address": self.address}))
+        problem: Any = None
+        for far, (where, message) in enumerate(ways):
+            comm = None
+            try:
+                seconds = settings.number("timeouts.connect")
+                comm = await connect(where, timeout=seconds, **client.connection_args)
+                await comm.write(message)
+                said = await asyncio.wait_for(comm.read(), settings.number("timeout"))
+            except (OSError, TimeoutError) as e:
+                problem = e
+                if comm is not None:
+                    comm.abort()
+                continue
+            if not isinstance(said, Mapping) or said.get("status") != "OK":
+                comm.abort()
+                raise ClusterError(f"worker {self.address} did not set up meshtape's worker plugin: {_said(said)}")
+            self.comm, self.far = comm, bool(far)
+            self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
+            return
+        raise ClusterError(f"worker {self.address} cannot be reached: {type(problem).__name__}: {problem}")
+
+    def wake(self) -> None:
+        """There may be something to send."""
+        self._outbox.wake()
+
+    async def _write(self) -> None:
+        try:
+            await self._outbox.write_to(self.comm)
+        except OSError as e:
+            self.lose(f"its connection ended: {e}")
+        except Exception as e:  # what cannot be sent, or an error of ours: never an endless wait
+            self.lose(f"a message to it could not be sent: {type(e).__name__}: {e}")
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                for m in await self.comm.read():
+                    self.heard = True
+                    if m["op"] == "pong":
+                        self._is_paused(m["paused"])
+                    future = self.pending.pop(m.get("n"), None)
+                    if future is None:
+                        continue
+                    if m["op"] == "done":
+                        future.finish("done")
+                    else:
+                        _, error, _ = clean_exception(**m)
+                        future.finish("failed", error)
+                    future = None
+        except OSError as e:
+            self.lose(f"its connection ended: {e}")
+        except Exception as e:
+            self.lose(f"it sent what cannot be read: {type(e).__name__}: {e}")
+
+    def _is_paused(self, paused: bool) -> None:
+        if paused and not self.paused:
+            log.warning("worker %s is %s; programs of meshes go on", self.address, _PAUSED)
+            self.paused_for = 0.0
+        self.paused = paused
+
+    def lose(self, why: str) -> None:
+        """The worker is lost: nothing that waits for it waits any longer."""
+        if self.lost is not None:
+            return
+        self.lost = why
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        if self.comm is not None:
+            self.comm.abort()
+        if not self.gone.done():
+            self.gone.set_result(None)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Nothing is waited for any more from a worker that is lost."""
+        pending, self.pending = list(self.pending.values()), {}
+        for future in pending:
+            future.finish("lost", self.error())
+
+    def error(self) -> RankLost:
+        """The worker is lost."""
+        return RankLost(f"worker {self.address} is lost: {self.lost}")
+
+    async def while_alive(self, call: Coroutine[Any, Any, T]) -> T:
+        """What a call gives. Raises :class:`RankLost` where the worker is lost meanwhile, or its connection."""
+        task = asyncio.ensure_future(call)
+        self.waiting += 1
+        self.streams.watch()
+        try:
+            await asyncio.wait({task, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self.error()
+            try:
+                return task.result()
+            except OSError as e:
+                raise RankLost(f"worker {self.address} is lost: {e}") from e
+        finally:
+            self.waiting -= 1
+            task.cancel()
+
+    async def call(self, op: str, **kwargs: Any) -> Any:
+        """The answer of one of the worker's handlers, by a connection of its own: what is large does not hold up the stream."""
+        client, message = self.streams.client(), {"op": op, "session": self.session, **kwargs}
+        if not self.far:
+            return await self.while_alive(send_recv_to(client, self.address, message))
+        found = await self.while_alive(
+            client.scheduler.broadcast(msg=message, workers=[self.address], on_error="return")
+        )
+        answer = found.get(self.address)
+        if isinstance(answer, BaseException):
+            raise RankLost(f"worker {self.address} is lost: {answer}") from answer
+        return answer
+
+
+class WorkerStreams:
+    """The streams of one client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = weakref.ref(client)
+        self._loop = client.loop.asyncio_loop  # type: ignore[attr-defined]
+        self._streams: dict[str, WorkerStream] = {}
+        self._numbers = itertools.count(1)
+        self._watch: asyncio.Task[None] | None = None
+        self._late: deque[Callable[[], Iterable[WorkerStream]]] = deque()
+        self._flushing = False
+        self.order = threading.RLock()
+        """Held while something is sent to several workers: all get everything in one order."""
+
+    def client(self) -> Client:
+        client = self._client()
+        if client is None or client.status != "running":
+            status = "gone" if client is None else client.status
+            raise ClusterError(f"the Dask client is {status}: the cluster of this mesh is gone")
+        return client
+
+    def open(self, addresses: Sequence[str]) -> None:
+        """Connect to these workers, those that are lost too. Raises :class:`ClusterError` where one cannot be reached."""
+
+        async def one(address: str) -> None:
+            stream = self._streams.get(address)
+            if stream is None or stream.lost is not None:
+                stream = WorkerStream(self, address)
+                await stream.open()
+                self._streams[address] = stream
+
+        async def all_of_them() -> None:
+            found = await asyncio.gather(*map(one, addresses), return_exceptions=True)
+            for error in found:
+                if isinstance(error, BaseException):
+                    raise error
+
+        self.client().sync(all_of_them)
+
+    def __getitem__(self, address: str) -> WorkerStream:
+        return self._streams[address]
+
+    # ----- sending ------------------------------------------------------------------------------------------------------
+
+    def number(self) -> int:
+        """Of the next item. Under :attr:`order`."""
+        return next(self._numbers)
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        args: Mapping[str, Sequence[Any]],
+        mesh: bytes | None = None,
+        stoppable: bool = False,
+    ) -> dict[str, WorkerFuture]:
+        """Have workers, by address, call a function with their place in the mesh (None without one) and ``args``; futures among these
+        stand for what they give, on whatever worker. One that is ``stoppable`` gets an event ``stop``, which is set when it is cancelled."""
+        messages = {}
+        for address, given in args.items():
+            args_there = tuple(a.ref if isinstance(a, WorkerFuture) else a for a in given)
+            needs = tuple(a for a in args_there if isinstance(a, Ref))
+            messages[address] = {"op": "call", "mesh": mesh, "work": packed((fn, args_there)), "needs": needs}
+            messages[address]["stoppable"] = stoppable
+        with self.order:
+            futures = self.submit(self.number(), name, messages)
+        for address, given in args.items():
+            futures[address].hold([a for a in given if isinstance(a, WorkerFuture)])
+        return futures
+
+    def submit(self, number: int, name: str, messages: Mapping[str, dict[str, Any]]) -> dict[str, WorkerFuture]:
+        """Send an item to each of some workers, by address. Under :attr:`order`."""
+        futures = {}
+        for address, message in messages.items():
+            stream = self._streams[address]
+            futures[address] = future = WorkerFuture(stream, number, name)
+            stream.pending[number] = future
+            stream.send({**message, "n": number, "name": name})
+        self.flush(messages)
+        return futures
+
+    def results(self, futures: Iterable[WorkerFuture], errors: bool = False) -> list[Any]:
+        """The values of items, brought here; with ``errors``, those of items that failed stand in their places."""
+
+        async def one(future: WorkerFuture) -> Any:
+            return answered(await future.stream.call("meshtape_value", number=future.number))
+
+        async def all_of_them() -> list[Any]:
+            return list(await asyncio.gather(*map(one, futures), return_exceptions=errors))
+
+        return self.client().sync(all_of_them)
+
+    def flush(self, addresses: Iterable[str]) -> None:
+        """Let what was put in the queues of these workers go."""
+        streams = [self._streams[a] for a in addresses]
+
+        def go() -> None:
+            for s in streams:
+                s.wake()
+                if s.lost is not None:
+                    s.give_up()
+            self.watch()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the client
+            self._loop.call_soon_threadsafe(go)
+
+    def flush_later(self, put: Callable[[], Iterable[WorkerStream]]) -> None:
+        """The same, for finalizers, of the streams that ``put`` gives: many at once are one message."""
+        self._late.append(put)
+        if not self._flushing:
+            self._flushing = True
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._flush_late)
+
+    def _flush_late(self) -> None:
+        self._flushing = False
+        streams = {id(s): s for put in popped(self._late) for s in put()}
+        for s in streams.values():
+            s.wake()
+
+    # ----- are they alive -------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Look after the workers that something is waited from."""
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.ensure_future(self._look())
+
+    async def _look(self) -> None:
+        asking: asyncio.Task[Any] | None = None
+        while True:
+            busy = [s for s in self._streams.values() if s.lost is None and (s.pending or s.waiting)]
+            if not busy:
+                return
+            # What is a task of Dask's waits for the scheduler, too.
+            followed = [f for s in busy for f in s.pending.values() if f.task is not None]
+            if asking is not None and asking.done():
+                for future in followed if asking.exception() is not None else ():
+                    future.finish("failed", asking.exception())
+                asking = None
+            client = self._client()
+            if followed and asking is None and client is not None and client.status == "running":
+                asking = asyncio.ensure_future(scheduler_answer(client, "identity", n_workers=0))
+            timeout = settings.number("timeout")
+            tick = max(0.05, min(2.0, timeout / 8))
+            for s in busy:
+                s.heard = False
+                s.send({"op": "ping"})
+                s.wake()
+            await asyncio.sleep(tick)
+            # Ticks are counted, not the time: where this process was stopped itself, nobody else is to blame.
+            for s in busy:
+                s.silent = 0.0 if s.heard else s.silent + tick
+                if s.silent >= timeout:
+                    s.lose(f"it has not answered for {timeout:.0f} s: it is stopped, swapped out or cut off")
+                s.paused_for += tick
+                if s.paused and s.paused_for >= timeout:
+                    for future in [f for f in s.pending.values() if f.task is not None]:
+                        future.finish("failed", ClusterError(f"worker {s.address} is {_PAUSED}, for {timeout:.0f} s"))
+
+
+streams_of = PerClient(WorkerStreams)
+"""The streams of a client: one set for all its meshes."""
+
+
+def _said(answer: Any) -> str:
+    text = answer.get("exception_text") or answer.get("text") if isinstance(answer, Mapping) else None
+    return f"it answered {text or answer!r}"
+
+
+async def send_recv_to(client: Client, address: str, message: dict[str, Any]) -> Any:
+    """The answer of a worker to a message."""
+    return await getattr(client.rpc(address), message.pop("op"))(**message)

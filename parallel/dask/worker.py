@@ -1,0 +1,516 @@
+"""What runs on Dask workers: programs, and functions of blocks, of one process of a mesh.
+
+The processes of a mesh run each program together. :mod:`.worker_queue` brings them what to run, in one order everywhere. A worker that is
+lost takes its blocks with it: what needs them fails with :class:`RankLost`, and nothing runs again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.metadata
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from distributed import Client, WorkerPlugin, get_worker
+from distributed.core import Status, error_message
+from distributed.protocol import to_serialize
+
+from ...arrays.backends.memory_pool import POOL
+from ...arrays.core.errors import ClusterError, RankLost, WorkerMismatch
+from ...storage.base import activity
+from ..base.device_memory import BlockMemory, is_on_host, memory_of, on_host, serving
+from ..execution.executor import Prepared
+from ..transports.group import Group, Transport
+from ..transports.nccl import NcclGroup
+from ..transports.rendezvous import Address, DataPlane, interface_of
+from ..transports.staged import Staged
+from .scheduler_plugin import MeshtapeScheduler
+from .streams import WorkerStreams, streams_of
+from .worker_queue import Desk, Item, Ref, Resident, unpacked
+from .workers import give_plugin
+
+TOPIC = "meshtape"
+"""Of the events that workers log: ``client.get_events("meshtape")``."""
+
+_POOL_PART = 8  # of what a worker may use, at most, is unused memory that it keeps for blocks
+
+Ranges = Sequence[tuple[int, int, int]]
+"""Slots of bundles, as (number of the item that left the bundle, first slot, how many)."""
+
+
+class Bundle:
+    """Blocks that one run left on one worker: ``slots[slot][rank]``."""
+
+    def __init__(self, slots: dict[int, dict[int, np.ndarray]]) -> None:
+        self.slots = slots
+
+    def __sizeof__(self) -> int:
+        # What Dask's memory accounting and dashboard show: of the host.
+        return 64 + sum(b.nbytes for blocks in self.slots.values() for b in blocks.values() if is_on_host(b))
+
+    def __reduce__(self) -> Any:
+        # Dask puts values aside on disk: blocks of a device go as host memory, and come back to it.
+        devices = {str(b.device.id) for blocks in self.slots.values() for b in blocks.values() if not is_on_host(b)}
+        host = {i: {r: on_host(b) for r, b in blocks.items()} for i, blocks in self.slots.items()}
+        return _bundle_of, (host, f"cuda:{min(devices)}" if devices else "cpu")
+
+    def __repr__(self) -> str:
+        return f"<Bundle of {len(self.slots)} array(s), {self.__sizeof__()} bytes>"
+
+
+def _bundle_of(slots: dict[int, dict[int, np.ndarray]], device: str) -> Bundle:
+    memory = memory_of(device)
+    with memory.using():
+        return Bundle({i: {r: memory.put(b) for r, b in blocks.items()} for i, blocks in slots.items()})
+
+
+@dataclass
+class WorkerState:
+    """What meshtape keeps in a worker: the queue of what it runs, its data plane, its places in meshes and prepared programs."""
+
+    resident: Resident
+    plane: DataPlane | None = None
+    seats: dict[bytes, Seat] = field(default_factory=dict)
+    owners: dict[bytes, str] = field(default_factory=dict)  # the client of each mesh
+    programs: dict[str, Prepared] = field(default_factory=dict)
+    device_groups: dict[tuple[bytes, int], Transport] = field(default_factory=dict)
+
+    def device_group(self, seat: Seat, epoch: int, host: Group, timeout: float) -> Transport:
+        """What carries blocks of devices between the processes of a mesh: made once for each of its epochs."""
+        key = (seat.mesh, epoch)
+        found = self.device_groups.get(key)
+        if found is None:
+            self.drop_device_groups(seat.mesh)
+            if seat.nccl:
+                assert self.plane is not None
+                count, ended = len(seat.peers) + 1, functools.partial(self.plane.ended, *key)
+                found = NcclGroup(host, seat.process, count, timeout, ended)
+            else:
+                found = Staged(host, seat.memory)
+            self.device_groups[key] = found
+        return found
+
+    def drop_device_groups(self, mesh: bytes) -> None:
+        """Forget what carried the device blocks of a mesh."""
+        for key in [k for k in self.device_groups if k[0] == mesh]:
+            self.device_groups.pop(key).close()
+
+    def forget(self, mesh: bytes) -> None:
+        """Forget a mesh, its connections and programs."""
+        if self.plane is not None:
+            self.plane.dismiss(mesh)
+        self.drop_device_groups(mesh)
+        self.seats.pop(mesh, None)
+        self.owners.pop(mesh, None)
+        for p in [p for p in self.programs if p.startswith(f"{mesh.hex()}/")]:
+            del self.programs[p]
+
+    def left(self, client: str) -> None:
+        """A client's stream has ended: so have its meshes."""
+        for mesh in [m for m, c in self.owners.items() if c == client]:
+            self.forget(mesh)
+
+
+_STATES: dict[str, WorkerState] = {}
+_LOCK = threading.Lock()
+
+
+class MeshtapeWorker(WorkerPlugin):
+    """Gives each worker the queue of its meshes, lets clients and the scheduler reach it, and closes what meshtape opened when the
+    worker goes.
+
+    Registered with the scheduler, which gives it to workers that come later or are started again.
+    """
+
+    name = "meshtape"
+    idempotent = True
+
+    def setup(self, worker: Any) -> None:
+        resident = Resident(worker, lambda desk, message: _command(state, desk, message), lambda c: state.left(c))
+        with _LOCK:
+            state = _STATES[worker.address] = WorkerState(resident)
+
+        # Sent with each heartbeat; the dashboard shows it.
+        worker.metrics["meshtape"] = lambda w: {
+            **resident.report(),
+            "exchanges": {} if state.plane is None else state.plane.last_exchanges(),
+        }
+        worker.metrics["meshtape_written"] = lambda w: activity.written()
+
+        # What the scheduler says when a worker or a client of a mesh is gone.
+        async def meshtape_left(mesh: bytes, worker_left: str) -> None:
+            if state.plane is not None:
+                state.plane.left(mesh, worker_left)
+
+        async def meshtape_forget(mesh: bytes) -> None:
+            state.forget(mesh)
+
+        async def meshtape_blocks(session: str, number: int, slot: int, ranks: Sequence[int]) -> Any:
+            return await _taken(resident, session, number, slot, ranks)
+
+        worker.handlers |= {
+            "meshtape_blocks": meshtape_blocks,
+            "meshtape_left": meshtape_left,
+            "meshtape_forget": meshtape_forget,
+            "meshtape_session": resident.stream,
+            "meshtape_value": resident.take,
+            "meshtape_put": resident.put,
+            "meshtape_busy": resident.busy_for,
+        }
+
+    def teardown(self, worker: Any) -> None:
+        close_state(worker.address)
+
+
+async def _taken(resident: Resident, session: str, number: int, slot: int, ranks: Sequence[int]) -> Any:
+    """Blocks of what an item left here, as soon as it has ended."""
+    try:
+        bundle = await resident.of(session).value(number)
+        blocks = {r: bundle.slots[slot][r] for r in ranks}
+        if not all(map(is_on_host, blocks.values())):
+            # The device may still compute them: nobody else is to wait for that.
+            blocks = await asyncio.to_thread(lambda: {r: on_host(b) for r, b in blocks.items()})
+        return {"value": to_serialize({r: np.asarray(b, order="C") for r, b in blocks.items()})}
+    except Exception as e:
+        return error_message(e)
+
+
+def set_up(client: Client, addresses: Sequence[str]) -> tuple[WorkerStreams, Exception | None]:
+    """Give the scheduler and the workers what they need, and open streams to some workers. Returns the streams and what went wrong with
+    the plugin on any of the workers, which may not be one that matters.
+
+    Raises
+    ------
+    WorkerMismatch
+        Where the scheduler cannot import meshtape.
+    ClusterError
+        Where a worker cannot be reached.
+    """
+    try:
+        client.register_plugin(MeshtapeScheduler())
+    except Exception as e:
+        raise WorkerMismatch(
+            f"the scheduler at {client.scheduler.address} cannot import meshtape: install meshtape "
+            f"{importlib.metadata.version('meshtape')} in its environment, restart it"
+        ) from e
+    problem, streams = give_plugin(client, MeshtapeWorker()), streams_of(client)
+    try:
+        streams.open(addresses)
+    except ClusterError as e:
+        raise e from problem
+    return streams, problem
+
+
+def close_state(address: str) -> None:
+    """Close what is open for a worker of this process."""
+    with _LOCK:
+        state = _STATES.pop(address, None)
+    if state is not None:
+        state.resident.close()
+        if state.plane is not None:
+            state.plane.close()
+
+
+def open_plane(
+    mesh: bytes, secret: bytes, transport: str, pool: int, client: str, dask_worker: Any
+) -> tuple[Address, int | None]:
+    """Run on each worker (by ``Client.run``): open the data plane where there is none, admit the mesh; say the address, and the bytes
+    that the worker may use before Dask pauses it."""
+    manager = dask_worker.memory_manager
+    limit = manager.memory_limit and int(manager.memory_limit * (manager.memory_pause_fraction or 1.0))
+    POOL.limit = min(pool, limit // _POOL_PART) if limit else pool
+    with _LOCK:
+        state = _STATES.get(dask_worker.address)
+        if state is None:
+            raise ClusterError(f"worker {dask_worker.address} could not set up meshtape's worker plugin")
+        if state.plane is None:
+            tls = None
+            if dask_worker.address.startswith(("tls://", "wss://")):
+                security = dask_worker.security
+                tls = tuple(
+                    get("worker")["ssl_context"] for get in (security.get_listen_args, security.get_connection_args)
+                )
+            state.plane = DataPlane(None, tls, dask_worker)
+        if transport != "comms":
+            state.plane.listen(interface_of(dask_worker.address))
+    state.owners[mesh] = client
+    state.plane.admit(mesh, secret)
+    return (dask_worker.address if transport == "comms" else state.plane.address), limit or None
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A process's place in a mesh: what it is told once, when the mesh is opened."""
+
+    mesh: bytes
+    process: int
+    addresses: tuple[str, ...]
+    """Of the worker of each process."""
+    planes: tuple[Address, ...]
+    homes: tuple[int, ...]
+    share: bool
+    device: str = "cpu"
+    nccl: bool = False
+
+    @property
+    def address(self) -> str:
+        return self.addresses[self.process]
+
+    @functools.cached_property
+    def peers(self) -> Mapping[int, Address]:
+        return {p: a for p, a in enumerate(self.planes) if p != self.process}
+
+    @functools.cached_property
+    def ranks(self) -> Mapping[int, str]:
+        return names_of(self.homes, self.addresses)
+
+    @property
+    def memory(self) -> BlockMemory:
+        """Where the blocks of this process are."""
+        return memory_of(self.device)
+
+    @functools.cached_property
+    def hosted(self) -> tuple[int, ...]:
+        return tuple(r for r, p in enumerate(self.homes) if p == self.process)
+
+    def named(self, address: str) -> str:
+        """Ranks of the worker at an address, in words."""
+        return self.ranks[self.addresses.index(address)] if address in self.addresses else f"worker {address}"
+
+
+def names_of(homes: Sequence[int], addresses: Sequence[str]) -> dict[int, str]:
+    """The ranks of each process in words.
+
+    >>> names_of((0, 0, 1), ("tcp://a:1", "tcp://b:2"))
+    {0: 'ranks 0-1 (worker tcp://a:1)', 1: 'rank 2 (worker tcp://b:2)'}
+    """
+    hosted: dict[int, list[int]] = {p: [] for p in range(len(addresses))}
+    for r, p in enumerate(homes):
+        hosted[p].append(r)
+    return {
+        p: f"rank{'s' if len(rs) > 1 else ''} " + "-".join(map(str, dict.fromkeys((rs[0], rs[-1])))) + f" (worker {a})"
+        for (p, rs), a in zip(hosted.items(), addresses, strict=True)
+    }
+
+
+def desk_here(address: str, session: str) -> tuple[Desk, Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """In a task of Dask's: what a client has on this worker, and a function that waits for what the worker's event loop is to do. Raises
+    :class:`RankLost` on any other worker than the one at ``address``."""
+    worker = get_worker()
+    state = _STATES.get(worker.address)
+    if worker.address != address or state is None:
+        raise RankLost(f"worker {address} left the cluster, and its blocks with it")
+
+    def finish(what: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(what, worker.loop.asyncio_loop).result()
+
+    return state.resident.of(session), finish
+
+
+def seat_here(mesh: bytes) -> Seat:
+    """In a task of Dask's: the place of this worker in a mesh."""
+    seat = _STATES[get_worker().address].seats.get(mesh)
+    if seat is None:
+        raise RankLost("this process forgot the mesh: it was closed")
+    return seat
+
+
+# ----- what a stream says ---------------------------------------------------------------------------------------------
+
+
+def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
+    """Do what a client says, or put it in the queue."""
+    op = message["op"]
+    if op == "run":
+        desk.add(_run_item(state, desk, message))
+    elif op == "call":
+        needs = [Ref(*r) for r in message["needs"]]
+        stop = threading.Event() if message["stoppable"] else None
+        work = functools.partial(_call, state, message, stop)
+        desk.add(Item(message["n"], message["name"], work, needs, stop=stop))
+    elif op == "drop":
+        desk.then(lambda: desk.drop(message["numbers"]))
+    elif op == "drop_slots":
+        desk.then(lambda: _drop_slots(desk, message["n"], message["slots"]))
+    elif op == "forget":
+        desk.then(lambda: [state.programs.pop(p, None) for p in message["programs"]])  # type: ignore[arg-type,return-value]
+    elif op == "close":
+        desk.then(lambda: state.forget(message["mesh"]))
+    elif op == "seat":
+        seat = Seat(**message["seat"])
+        state.seats[seat.mesh] = seat
+    elif op == "stop":  # what still waits for a process that failed ends
+        if state.plane is not None:
+            state.plane.stop(message["mesh"], message["epoch"])
+    elif op == "cancel":
+        desk.cancel(message["numbers"])
+    elif op == "ping":
+        desk.say({"op": "pong", "paused": desk.resident.worker.status == Status.paused})
+
+
+def _call(state: WorkerState, message: Mapping[str, Any], stop: threading.Event | None, values: Sequence[Any]) -> Any:
+    mesh = message["mesh"]
+    seat = None if mesh is None else state.seats.get(mesh)
+    if mesh is not None and seat is None:
+        raise RankLost("this process forgot the mesh: it was closed")
+    fn, args = unpacked(message["work"])
+    given = iter(values)
+    options = {} if stop is None else {"stop": stop}
+    return fn(seat, *(next(given) if isinstance(a, Ref) else a for a in args), **options)
+
+
+def _drop_slots(desk: Desk, number: int, slots: Sequence[int]) -> None:
+    if (key := desk.kept.get(number)) is None:
+        return
+    bundle = desk.resident.value(key)
+    for slot in slots:
+        bundle.slots.pop(slot, None)
+    desk.resident.store(key, bundle)  # what it weighs has changed
+
+
+def _run_item(state: WorkerState, desk: Desk, m: dict[str, Any]) -> Item:
+    each = m["loop"][2] if m["loop"] is not None else ()
+    numbers = dict.fromkeys(n for ranges in (m["sources"], each) for n, _, _ in ranges if n >= 0)
+    here = desk.resident.worker.address, desk.session
+
+    def work(values: Sequence[Bundle]) -> Bundle:
+        try:
+            return run_program(state, m, dict(zip(numbers, values, strict=True)))
+        except BaseException as e:
+            event = {"failed": m["program_id"], "error": f"{type(e).__name__}: {e}"}
+            desk.resident.worker.log_event(TOPIC, event)
+            raise
+
+    return Item(m["n"], m["name"], work, [Ref(n, *here) for n in numbers], (m["mesh"], m["epoch"]))
+
+
+def ranges_of(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Slots of bundles, neighbours together.
+
+    >>> ranges_of([(7, 0), (7, 1), (7, 2), (9, 4)])
+    [(7, 0, 3), (9, 4, 1)]
+    """
+    out: list[tuple[int, int, int]] = []
+    for n, slot in slots:
+        if out and out[-1][0] == n and sum(out[-1][1:]) == slot:
+            out[-1] = (n, out[-1][1], out[-1][2] + 1)
+        else:
+            out.append((n, slot, 1))
+    return out
+
+
+def _landed(
+    ranges: Ranges, bundles: Mapping[int, Bundle], given: Sequence[Mapping[int, np.ndarray]], memory: BlockMemory
+) -> Iterator[Mapping[int, np.ndarray]]:
+    """The blocks of inputs where they are computed on: those that come with a message, or were sent before it, are host memory. The
+    number -1 stands for what comes with the message."""
+    for n, first, count in ranges:
+        for slot in range(first, first + count):
+            blocks = given[slot] if n < 0 else bundles[n].slots.get(slot)
+            if blocks is None:
+                raise RankLost("blocks that a program needs are gone from their worker")
+            if memory.name != "cpu" and any(map(is_on_host, blocks.values())):
+                with memory.using():
+                    blocks = {r: memory.put(b) for r, b in blocks.items()}
+                if n >= 0:
+                    bundles[n].slots[slot] = blocks  # type: ignore[assignment]  # they travel once
+            yield blocks
+
+
+def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, Bundle]) -> Bundle:
+    """One run of a program, for one process.
+
+    Parameters
+    ----------
+    m
+        The client's message. ``program`` is sent until a run of it has succeeded; with ``loop`` the program runs several turns
+        (:mod:`.scan`): how many, how many outputs are carried, and the slots that the turns read, turn by turn; ``blocks`` are inputs
+        that come with the message; the inputs whose numbers are in ``keep`` stay in the bundle, after the outputs.
+    bundles
+        What earlier items left here, by their numbers.
+    """
+    seat, plane = state.seats.get(m["mesh"]), state.plane
+    if seat is None or plane is None:
+        raise RankLost("this process forgot the mesh: it was closed")
+    mesh, epoch, timeout, group = seat.mesh, m["epoch"], m["timeout"], None
+    try:
+        missing = plane.missing(mesh)
+        if missing is not None:
+            raise RankLost(f"{seat.named(missing)} left the cluster")
+        prepared = state.programs.get(m["program_id"])
+        if prepared is None:
+            if m["program"] is None:
+                raise RankLost(f"worker {seat.address} was restarted and lost the program {m['program_id']}")
+            program, names, buckets = unpacked(m["program"])
+            prepared = Prepared(program, seat.hosted, seat.homes, names, seat.memory, buckets)
+            state.programs[m["program_id"]] = prepared
+        memory = prepared.memory
+        given = unpacked(m["blocks"]) if m["blocks"] else ()
+        inputs = list(_landed(m["sources"], bundles, given, memory))
+        if seat.peers:
+            group = plane.group(mesh, epoch, seat.process, seat.peers, seat.ranks, timeout, seat.share)
+            group.silence = m["silence"]
+            group.begin(m["n"], timeout)
+        transport: Transport | None = group
+        if group is not None and memory.name != "cpu":
+            with memory.using():
+                transport = state.device_group(seat, epoch, group, timeout)
+        if m["loop"] is None:
+            outputs = prepared.run(inputs, transport)
+        else:
+            turns, carried, ranges = m["loop"]
+            flat = list(_landed(ranges, bundles, given, memory))
+            width = len(flat) // turns
+            each = [flat[t * width : (t + 1) * width] for t in range(turns)] if flat else []
+            outputs = prepared.loop(inputs, turns, carried, each, transport)
+    except BaseException as e:
+        group = group or plane.current(mesh, epoch)
+        if group is not None:
+            group.abort(f"{type(e).__name__}: {e}")
+            if (carrier := state.device_groups.pop((mesh, epoch), None)) is not None:
+                carrier.shutdown()
+            plane.drop(mesh, epoch)
+        missing = plane.missing(mesh)
+        if isinstance(e, RankLost) and missing is not None:
+            raise RankLost(f"{seat.named(missing)} left the cluster: {e}") from e
+        raise
+    slots: dict[int, Any] = dict(enumerate(outputs))
+    for i in m["keep"]:
+        slots[len(slots)] = dict(inputs[i])
+    return Bundle(slots)
+
+
+# ----- functions of blocks --------------------------------------------------------------------------------------------
+
+
+def blocks_of(slots: Sequence[tuple[int, Any]], bundles: Sequence[Bundle]) -> list[Mapping[int, Any]]:
+    """The blocks of some arrays, by rank. ``slots`` gives the bundle of each and the slot in it; in place of the slot of bundle -1 stand
+    blocks that come with the call."""
+    return [slot if i < 0 else bundles[i].slots[slot] for i, slot in slots]
+
+
+def call_on_blocks(
+    seat: Seat, fn: Callable[..., Any], payloads: Mapping[int, Any], slots: Sequence[tuple[int, int]], *bundles: Bundle
+) -> Any:
+    """``BlockHost.run_on_blocks``, for one process. ``slots`` and ``bundles`` are those of :func:`blocks_of`."""
+    inputs = blocks_of(slots, bundles)
+    with serving(seat.memory):
+        return fn(dict(payloads), {r: [on_host(b[r]) for b in inputs] for r in payloads})
+
+
+def create_blocks(seat: Seat, fn: Callable[..., Any], payloads: Mapping[int, Any]) -> Bundle:
+    """``BlockHost.create``, for one process."""
+    made = fn(dict(payloads))
+    count = len(next(iter(made.values()))) if made else 0
+    return kept(seat, {i: {r: blocks[i] for r, blocks in made.items()} for i in range(count)})
+
+
+def kept(seat: Seat, slots: Mapping[int, Mapping[int, np.ndarray]]) -> Bundle:
+    """Host blocks as a bundle: where the ranks compute."""
+    memory = seat.memory
+    with memory.using():
+        return Bundle({i: {r: memory.put(b) for r, b in blocks.items()} for i, blocks in slots.items()})

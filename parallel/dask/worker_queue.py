@@ -1,0 +1,393 @@
+"""The queue of a worker: what the clients of its meshes have it do, outside of the slots that Dask gives to tasks.
+
+Each client has one stream to the worker, and the worker does what comes in it in that order, in a thread of its own. A client sends to all
+workers of a mesh in one order, and the lease (:mod:`.lease`) keeps other clients from them meanwhile: so programs, whose ranks wait for
+each other, never stand in each other's way. Users' tasks keep none of them waiting, however many there are.
+
+What an item gives is kept in the worker's ``data``, where Dask's memory manager may put it aside on disk, until the client drops it. A
+stream that ends takes with it all that its client left here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from distributed import Worker
+from distributed.core import Status, clean_exception, error_message
+from distributed.protocol import to_serialize
+from distributed.protocol.pickle import dumps, loads
+
+from ...arrays.core.errors import RankLost
+
+T = TypeVar("T")
+PREFIX = "meshtape."
+"""Of the keys under which a worker keeps our values."""
+
+_NAMES = 50  # programs whose counts are told to the scheduler
+
+
+class Ref(NamedTuple):
+    """In place of an argument: what an earlier item gives, on the worker at ``address``, to whom it was sent by this session."""
+
+    number: int
+    address: str
+    session: str
+
+
+def packed(value: Any) -> list[Any]:
+    """A value for a message, which :func:`unpacked` reads where it is used: one that cannot be read there is the error of what needs
+    it, and not of the stream."""
+    buffers: list[Any] = []
+    head = dumps(value, buffer_callback=buffers.append)
+    return [to_serialize(head), *(to_serialize(b.raw()) for b in buffers)]
+
+
+def unpacked(message: Sequence[Any]) -> Any:
+    """See :func:`packed`."""
+    return loads(message[0], buffers=message[1:])
+
+
+def popped(queue: deque[T]) -> Iterator[T]:
+    """What is in a queue, taken out; others may put more in meanwhile."""
+    while queue:
+        yield queue.popleft()
+
+
+class Outbox:
+    """Messages that go to the other end of a stream, those that have gathered in one piece. :meth:`put` is for any thread; the rest is used
+    on the event loop."""
+
+    def __init__(self) -> None:
+        self._messages: deque[dict[str, Any]] = deque()
+        self._some = asyncio.Event()
+
+    def put(self, message: dict[str, Any]) -> None:
+        """Add a message. It takes no lock, and wakes nobody."""
+        self._messages.append(message)
+
+    def wake(self) -> None:
+        """Write what is there."""
+        if self._messages:
+            self._some.set()
+
+    async def write_to(self, comm: Any) -> None:
+        """Write what comes, until the stream ends."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            while self._messages:
+                await comm.write(list(popped(self._messages)))
+
+
+@dataclass(slots=True)
+class Item:
+    """Something to do. ``needs`` are the items whose values ``work`` is called with. Where it fails, items of the same ``epoch`` of a
+    mesh do not begin."""
+
+    number: int
+    name: str
+    work: Callable[[Sequence[Any]], Any]
+    needs: Sequence[Ref] = ()
+    epoch: tuple[bytes, int] | None = None
+    stop: threading.Event | None = None
+    """Set where it is to end early, of work that looks."""
+
+
+@dataclass
+class Count:
+    """Items of one name that are done, the seconds that they took, and how many failed."""
+
+    done: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Desk:
+    """What one client has this worker do, and what that gave. A client that connects anew has a new session, and finds nothing of an
+    earlier one. Used on the worker's event loop."""
+
+    resident: Resident
+    client: str
+    session: str
+    comm: Any
+    queue: deque[Item | Callable[[], None]] = field(default_factory=deque)
+    ended: dict[int, asyncio.Event] = field(default_factory=dict)
+    kept: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, BaseException] = field(default_factory=dict)
+    broken: dict[bytes, tuple[int, str]] = field(default_factory=dict)
+    latest: int = 0
+    open: bool = True
+
+    def __post_init__(self) -> None:
+        self._now: Item | None = None
+        self._come, self._answers = asyncio.Event(), Outbox()
+        self._tasks = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._answer())]
+
+    # ----- what comes -------------------------------------------------------------------------------------------------
+
+    def add(self, item: Item) -> None:
+        """Do this when what came before it is done."""
+        self.latest = max(self.latest, item.number)
+        self.ended.setdefault(item.number, asyncio.Event())
+        self.then(item)
+
+    def then(self, what: Item | Callable[[], None]) -> None:
+        """The same, of something that gives no answer and takes no time."""
+        self.queue.append(what)
+        self._come.set()
+
+    def cancel(self, numbers: Iterable[int]) -> None:
+        """Do not begin these, and let those end that can."""
+        given_up = set(numbers)
+        if self._now is not None and self._now.number in given_up and self._now.stop is not None:
+            self._now.stop.set()
+        for item in [i for i in self.queue if isinstance(i, Item) and i.number in given_up]:
+            self.queue.remove(item)
+            self._failed(item.number, RankLost("it was given up"))
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Nobody asks for these values any more."""
+        for n in numbers:
+            self.ended.pop(n, None)
+            self.failures.pop(n, None)
+            if (key := self.kept.pop(n, None)) is not None:
+                self.resident.forget(key)
+
+    def keep(self, number: int, name: str, value: Any) -> None:
+        """Keep a value; whoever waits for it is told."""
+        self.kept[number] = key = f"{PREFIX}{name.replace('-', '_')}-{self.session}-{number}"
+        self.resident.store(key, value)
+        self.ended.setdefault(number, asyncio.Event()).set()
+
+    def _failed(self, number: int, error: BaseException) -> None:
+        self.failures[number] = error.with_traceback(None)  # whose frames hold blocks
+        self.ended.setdefault(number, asyncio.Event()).set()
+        self.say({"op": "failed", "n": number, **error_message(error)})
+
+    # ----- what is asked for ------------------------------------------------------------------------------------------
+
+    async def value(self, number: int) -> Any:
+        """What an item gave, as soon as it has ended; raises its error, and :class:`RankLost` where there is nothing any more."""
+        if number not in self.ended and number > self.latest:  # on its way, by another connection
+            self.ended[number] = asyncio.Event()
+        if (ended := self.ended.get(number)) is not None:
+            await ended.wait()
+        return self.now(number)
+
+    def now(self, number: int) -> Any:
+        """The same, of an item that has ended."""
+        if (error := self.failures.get(number)) is not None:
+            raise error
+        if (key := self.kept.get(number)) is None:
+            raise RankLost(f"worker {self.resident.worker.address} does not have what was left there any more")
+        return self.resident.value(key)
+
+    # ----- working ----------------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self.open:
+            while not self.queue:
+                self._come.clear()
+                await self._come.wait()
+            what = self.queue.popleft()
+            if not isinstance(what, Item):
+                what()
+                continue
+            begun = time.perf_counter()
+            self._now = what
+            try:
+                if what.epoch is not None:
+                    broken, why = self.broken.get(what.epoch[0], (-1, ""))
+                    if broken >= what.epoch[1]:
+                        raise RankLost(f"it did not begin, as another of its mesh failed: {why}")
+                values = [await self._needed(r) for r in what.needs]
+                value = await loop.run_in_executor(self.resident.thread, what.work, values)
+                self.keep(what.number, what.name, value)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as e:
+                if what.epoch is not None:
+                    self.broken[what.epoch[0]] = what.epoch[1], f"{type(e).__name__}: {e}"
+                self.resident.count(what.name, None)
+                self._failed(what.number, e)
+            else:
+                self.resident.count(what.name, time.perf_counter() - begun)
+                self.say({"op": "done", "n": what.number})
+            finally:
+                what = values = value = None  # type: ignore[assignment]  # they are not to live until the next comes
+                self._now = None
+
+    async def _needed(self, ref: Ref) -> Any:
+        if ref.session == self.session:
+            return self.now(ref.number)  # it came before
+        return answered(
+            await self.resident.worker.rpc(ref.address).meshtape_value(session=ref.session, number=ref.number)
+        )
+
+    def names(self) -> list[str]:
+        """Of what is running and has still to run."""
+        waiting = [i.name for i in self.queue if isinstance(i, Item)]
+        return [self._now.name, *waiting] if self._now is not None else waiting
+
+    # ----- saying -----------------------------------------------------------------------------------------------------
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tell the client."""
+        self._answers.put(message)
+        self._answers.wake()
+
+    async def _answer(self) -> None:
+        with contextlib.suppress(OSError):  # the client is gone: the stream ends, too
+            await self._answers.write_to(self.comm)
+
+    def end(self) -> None:
+        """The client is gone."""
+        self.open = False
+        if self._now is not None and self._now.stop is not None:
+            self._now.stop.set()
+        for task in self._tasks:
+            task.cancel()
+        for event in self.ended.values():
+            event.set()
+        self.drop(list(self.kept))
+        self.queue.clear()
+
+
+def answered(found: Any) -> Any:
+    """The value in an answer to ``meshtape_value``; raises the error that is there instead."""
+    if not isinstance(found, Mapping) or "value" not in found:
+        if not isinstance(found, Mapping) or "exception" not in found:
+            raise RankLost(f"a worker has no answer: {found!r}")
+        _, error, _ = clean_exception(**found)
+        raise error
+    return found["value"]
+
+
+class Resident:
+    """See the module: one a worker. ``commands`` does what a message of a stream says; ``left`` is called with a client whose stream
+    ended."""
+
+    def __init__(
+        self, worker: Worker, commands: Callable[[Desk, dict[str, Any]], None], left: Callable[[str], None]
+    ) -> None:
+        self.worker, self._commands, self._left = worker, commands, left
+        self.desks: dict[str, Desk] = {}
+        self.counts: OrderedDict[str, Count] = OrderedDict()
+        self._aside: dict[str, Any] = {}
+        self._in_memory: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="meshtape-gang")
+
+    def close(self) -> None:
+        """The worker goes."""
+        for desk in list(self.desks.values()):
+            desk.end()
+            desk.comm.abort()
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
+    # ----- values -----------------------------------------------------------------------------------------------------
+
+    def store(self, key: str, value: Any) -> None:
+        """Keep a value where Dask can put it aside."""
+        try:
+            self.worker.data[key] = value
+        except Exception:  # that has no room, or cannot be written: it stays here
+            self._aside[key] = value
+        with contextlib.suppress(TypeError):
+            self._in_memory[key] = value
+
+    def value(self, key: str) -> Any:
+        """A value that is kept."""
+        return self._aside[key] if key in self._aside else self.worker.data[key]
+
+    def forget(self, key: str) -> None:
+        """Give a value up."""
+        self._aside.pop(key, None)
+        with contextlib.suppress(KeyError):
+            del self.worker.data[key]
+
+    # ----- handlers of the worker -------------------------------------------------------------------------------------
+
+    async def stream(self, comm: Any, client: str, session: str) -> Any:
+        """A client's stream, until it ends."""
+        for old in [d for d in self.desks.values() if d.client == client]:
+            self._end(old)
+            old.comm.abort()
+        desk = self.desks[session] = Desk(self, client, session, comm)
+        try:
+            await comm.write({"status": "OK"})
+            while True:
+                for message in await comm.read():
+                    self._commands(desk, message)
+        except OSError:
+            pass
+        finally:
+            self._end(desk)
+            comm.abort()
+        return Status.dont_reply
+
+    def _end(self, desk: Desk) -> None:
+        if self.desks.pop(desk.session, None) is not None:
+            desk.end()
+            self._left(desk.client)
+
+    async def take(self, session: str, number: int) -> Any:
+        """What an item gave, for another worker or for the client."""
+        try:
+            return {"value": to_serialize(await self.of(session).value(number))}
+        except Exception as e:
+            return error_message(e)
+
+    async def put(self, session: str, number: int, name: str, value: Any) -> Any:
+        """A value that a client sends past its stream, as that of an item."""
+        try:
+            self.of(session).keep(number, name, value)
+        except Exception as e:
+            return error_message(e)
+        return {"value": None}
+
+    async def busy_for(self, client: str) -> list[str]:
+        """Names of what the worker has still to do for a client."""
+        return [n for desk in self.desks.values() if desk.client == client for n in desk.names()]
+
+    def of(self, session: str) -> Desk:
+        """What a client has here. Raises :class:`RankLost` where it has no such session."""
+        desk = self.desks.get(session)
+        if desk is None:
+            raise RankLost(f"worker {self.worker.address} knows no session {session}: it was started anew, or cut off")
+        return desk
+
+    # ----- what the scheduler is told ---------------------------------------------------------------------------------
+
+    def count(self, name: str, seconds: float | None) -> None:
+        """An item has ended; ``seconds`` is None where it failed."""
+        count = self.counts.pop(name, None) or Count()
+        self.counts[name] = count
+        while len(self.counts) > _NAMES:
+            self.counts.popitem(last=False)
+        if seconds is None:
+            count.failed += 1
+        else:
+            count.done, count.seconds = count.done + 1, count.seconds + seconds
+
+    def report(self) -> dict[str, Any]:
+        """What runs, what has run, and the bytes that are kept, as plain data."""
+        names = [n for desk in self.desks.values() for n in desk.names()]
+        keys = [k for desk in self.desks.values() for k in desk.kept.values()]
+        return {
+            "running": names[:1],
+            "waiting": names[1:_NAMES],
+            "counts": {n: (c.done, c.failed, c.seconds) for n, c in self.counts.items()},
+            "bytes": sum(sys.getsizeof(v) for k in keys if (v := self._in_memory.get(k)) is not None),
+        }

@@ -1,0 +1,186 @@
+"""The workers of a Dask cluster: who they are, whether they answer, and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ...arrays.core.errors import ClusterError
+from ..base import settings
+
+if TYPE_CHECKING:
+    from distributed import Client, WorkerPlugin
+
+T = TypeVar("T")
+LOOK = 2.0
+"""Seconds of waiting for a worker after which the scheduler is asked whether it is still there."""
+
+
+class PerClient(Generic[T]):
+    """One object for each client of this process, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[Client], T]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self.made: weakref.WeakKeyDictionary[Client, T] = weakref.WeakKeyDictionary()
+
+    def __call__(self, client: Client) -> T:
+        with self._lock:
+            found = self.made.get(client)
+            if found is None:
+                found = self.made[client] = self._make(client)
+            return found
+
+
+def workers_with(there: Mapping[str, Any], resources: Mapping[str, float]) -> list[str]:
+    """Addresses of the workers that were started with these resources of Dask, of :func:`known_workers`. Raises :class:`ClusterError`
+    where there are none."""
+    has = {a: w.get("resources") or {} for a, w in sorted(there.items())}
+    found = [a for a in has if all(has[a].get(k, 0) >= n for k, n in resources.items())]
+    if not found and resources:
+        raise ClusterError(f"no worker of the Dask cluster has the resources {dict(resources)}: start one that has")
+    return found
+
+
+def known_workers(client: Client) -> dict[str, Any]:
+    """What the scheduler knows now of each of its workers, by address.
+
+    ``client.scheduler_info`` tells of them too, but hands over what the client remembers: an update that the client makes of its own
+    accord may have replaced the answer by one without workers. To take that for the truth would be to lose all of them.
+
+    Raises
+    ------
+    ClusterError
+        When the scheduler does not answer.
+    """
+    return client.sync(_there, client)
+
+
+async def _there(client: Client) -> dict[str, Any]:
+    """The same, on the client's event loop."""
+    return (await scheduler_answer(client, "identity", n_workers=-1))["workers"]
+
+
+def call_scheduler(client: Client, op: str, **kwargs: Any) -> Any:
+    """What one of the scheduler's handlers gives.
+
+    Raises
+    ------
+    ClusterError
+        Where it does not answer within ``meshtape.timeout`` seconds, or is gone.
+    """
+    return client.sync(scheduler_answer, client, op, **kwargs)
+
+
+async def scheduler_answer(client: Client, op: str, **kwargs: Any) -> Any:
+    """The same, on the client's event loop."""
+    seconds = settings.number("timeout")
+    for again in (True, False):
+        try:
+            return await asyncio.wait_for(getattr(client.scheduler, op)(**kwargs), seconds)
+        except (OSError, TimeoutError) as e:
+            # A connection that was kept may have been closed on the other side: the next one is new.
+            if again and isinstance(e, OSError) and not isinstance(e, TimeoutError):
+                continue
+            why = str(e) or f"nothing was said in {seconds:.0f} s"
+            raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {why}") from None
+    raise AssertionError
+
+
+def silent(client: Client, addresses: Sequence[str]) -> list[str]:
+    """Workers that the scheduler still counts, but that do not answer within ``timeouts.silence``: stopped, or cut off."""
+
+    async def ask_all() -> list[bool]:
+        return list(await asyncio.gather(*(_answers(client, a) for a in addresses)))
+
+    return [a for a, answered in zip(addresses, client.sync(ask_all), strict=True) if not answered]
+
+
+async def _answers(client: Client, address: str) -> bool:
+    call = client.scheduler.broadcast(msg={"op": "ping"}, workers=[address], on_error="return")
+    try:
+        found = await asyncio.wait_for(call, settings.number("timeouts.silence"))
+    except (TimeoutError, OSError):
+        return False
+    return found.get(address) == b"pong"
+
+
+async def while_present(client: Client, address: str, call: Coroutine[Any, Any, T]) -> T | None:
+    """What a call of a worker gives; None where the worker leaves the cluster meanwhile, which its connections may be slow to
+    show. On the client's event loop."""
+    answer = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait([answer], timeout=LOOK))[0]:
+            if address not in await _there(client):
+                return None
+        return answer.result()
+    finally:
+        answer.cancel()
+
+
+async def _while_alive(client: Client, address: str, call: Coroutine[Any, Any, T]) -> T | None:
+    """The same, of a worker that may also stop without leaving the cluster."""
+    task = asyncio.ensure_future(while_present(client, address, call))
+    try:
+        asked_at = time.monotonic()
+        while not (await asyncio.wait([task], timeout=LOOK))[0]:
+            # Seldom: one that imports a large library for the first time cannot answer, either.
+            if time.monotonic() - asked_at > 2 * settings.number("timeouts.silence"):
+                if not await _answers(client, address) and not task.done():
+                    return None
+                asked_at = time.monotonic()
+        return task.result()
+    finally:
+        task.cancel()
+
+
+def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Sequence[str]) -> dict[str, Any]:
+    """What a function gives on each of some workers; the exception, where it raised one there.
+
+    Raises
+    ------
+    ClusterError
+        Where a worker leaves the cluster meanwhile, or stops answering.
+    """
+
+    async def one(address: str) -> Any:
+        call = client.run(function, *args, workers=[address], on_error="return")
+        found = await _while_alive(client, address, call)
+        answer = None if found is None else found.get(address)
+        # An error of the connection, or one of the function that looks like it?
+        if found is None or (isinstance(answer, OSError) and not await _answers(client, address)):
+            return _GONE
+        return answer
+
+    async def ask_all() -> list[Any]:
+        return list(await asyncio.gather(*map(one, workers)))
+
+    found = dict(zip(workers, client.sync(ask_all), strict=True))
+    if gone := [a for a, v in found.items() if v is _GONE]:
+        raise ClusterError(f"worker(s) {', '.join(gone)} went away: they left the cluster, or no longer answer")
+    return found
+
+
+_GONE = object()
+
+
+def give_plugin(client: Client, plugin: WorkerPlugin) -> Exception | None:
+    """Let the scheduler give a plugin to its workers, those that come later too. Returns what went wrong on any of them, which may
+    not be one that matters; a worker that stands still is not waited for."""
+
+    async def give() -> Exception | None:
+        task = asyncio.ensure_future(client.register_plugin(plugin))
+        patience = 2 * settings.number("timeouts.silence")
+        try:
+            while not (await asyncio.wait([task], timeout=patience))[0]:
+                there = list(await _there(client))
+                if not all(await asyncio.gather(*(_answers(client, a) for a in there))):
+                    return None
+            return task.exception()
+        finally:
+            task.cancel()
+
+    return client.sync(give)

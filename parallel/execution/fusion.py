@@ -1,0 +1,143 @@
+"""Elementwise chains of a rank program: the same pass as for compiled programs of one device, on the steps that ranks run.
+
+Partitioning comes first: what is a chain is a run of calls on blocks of one split, whatever is pending in them, as each call was placed
+before. Collectives keep their order and stay where their results are first read; a call may wait, past them, for the one that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...arrays.backends.memory_pool import room
+from ...arrays.core.program import Entry, Program, ShapeDtype
+from ...autodiff.compiler.fusion import Group, chains, executable, is_large, takers
+from ..base.device_memory import BlockMemory
+from ..partition.overlap import dropped, variables
+from ..partition.rank_program import Local, RankProgram
+from ..sharding.placement import block_box
+
+Doing = tuple[Any, tuple[int, ...]]
+"""A step, or the start or end of a round, and the variables that may be dropped after it."""
+
+
+class Chain(NamedTuple):
+    """Calls that go over the blocks together; ``group`` has them as entries."""
+
+    group: Group
+    calls: tuple[Local, ...]
+
+
+def fused(
+    program: RankProgram, doings: Sequence[Doing], *, cuda: bool = False, apart: Collection[int] = frozenset()
+) -> list[Doing]:
+    """What is done, in order, with runs of elementwise calls made into chains. ``apart`` are variables that no chain may have."""
+    calls = {s.outputs[0]: s for s, _ in doings if isinstance(s, Local) and _may_join(s, program, apart)}
+    if len(calls) < 2:
+        return list(doings)
+    joins, grouped = is_large, chains
+    if cuda:  # here, because most programs never see a GPU
+        from ...autodiff.compiler.cuda_codegen import expressible as joins
+        from ...autodiff.compiler.cuda_fusion import chains as grouped
+    rest: dict[int, Any] = {}
+    entries = []
+    for at, (s, _) in enumerate(doings):
+        reads, makes = variables(s)
+        entries.append(Entry(getattr(s, "op", None), reads, makes, getattr(s, "params", {})))  # type: ignore[arg-type]
+        rest[id(entries[at])] = s
+    blocks = Program((), tuple(entries), program.outputs, Blocks(program, 0))
+
+    def fits(e: Entry, blocks: Program) -> bool:
+        return bool(e.outputs) and e.outputs[0] in calls and joins(e, blocks)
+
+    def split(v: int) -> Any:
+        return program.avals[v].shape, program.layouts[v].shards
+
+    parts = grouped(blocks, fits, split)
+    if not any(isinstance(p, Group) for p in parts):
+        return list(doings)
+    done = [
+        Chain(p, tuple(calls[e.outputs[0]] for e in p.entries)) if isinstance(p, Group) else rest[id(p)] for p in parts
+    ]
+    return list(zip(done, dropped([(p.inputs, p.outputs) for p in parts], program.outputs), strict=True))
+
+
+def _may_join(s: Local, program: RankProgram, apart: Collection[int]) -> bool:
+    """Whether all ranks do the same in a call, as far as a chain is concerned. (Where blocks are empty, a pending maximum is filled in.)"""
+    if s.by_rank is not None or s.rule.localize is not None or len(s.outputs) != 1:
+        return False
+    if any(op in ("max", "min") for _, op in program.layouts[s.outputs[0]].partials):
+        return False
+    return not any(v in apart for v in (*s.inputs, *s.outputs) if isinstance(v, int))
+
+
+class Blocks(Mapping[int, ShapeDtype]):
+    """Shape and dtype of the blocks that a rank has, by variable."""
+
+    def __init__(self, program: RankProgram, rank: int) -> None:
+        self._program, self._rank = program, rank
+        self._known: dict[int, ShapeDtype] = {}
+
+    def __getitem__(self, v: int) -> ShapeDtype:
+        found = self._known.get(v)
+        if found is None:
+            p = self._program
+            shape, dtype = p.avals[v]
+            found = self._known[v] = ShapeDtype(block_box(p.layouts[v], p.sizes, shape, self._rank).shape, dtype)
+        return found
+
+    def __iter__(self) -> Any:
+        return iter(self._program.avals)
+
+    def __len__(self) -> int:
+        return len(self._program.avals)
+
+
+class PreparedChain:
+    """A chain made ready for the ranks of a process."""
+
+    def __init__(
+        self, chain: Chain, program: RankProgram, ranks: Sequence[int], frees: Sequence[int], memory: BlockMemory
+    ) -> None:
+        group = chain.group
+        self.calls, self.memory, self.outputs, self._inputs = chain.calls, memory, group.outputs, group.inputs
+        self._on_host = memory.name == "cpu"
+        make: Callable[..., Any] = executable
+        if not self._on_host:
+            from ...autodiff.compiler.cuda_fusion import executable as make
+        self._takers = [tuple(group.inputs[k] for k in ks if group.inputs[k] in frees) for ks in takers(group)]
+        variables = dict.fromkeys((*group.inputs, *(v for e in group.entries for v in e.outputs)))
+        # Ranks whose blocks have the same shapes share what is made.
+        kinds = dict.fromkeys((program.avals[v].shape, program.layouts[v].shards) for v in variables)
+        examples = [
+            next(v for v in variables if (program.avals[v].shape, program.layouts[v].shards) == k) for k in kinds
+        ]
+        made: dict[Any, Any] = {}
+        self._by_rank = {}
+        for r in ranks:
+            blocks = Blocks(program, r)
+            shapes = tuple(blocks[v].shape for v in examples)
+            if shapes not in made:
+                own = group._replace(shape=blocks[group.entries[0].outputs[0]].shape)
+                rooms = [blocks[v] for v in group.outputs]
+                made[shapes] = make(own, Program((), (), (), blocks)), rooms
+            self._by_rank[r] = made[shapes]
+
+    def run(self, values: dict[int, Any], rank: int, failure: Callable[[Exception, str, str], Exception]) -> None:
+        """Compute the outputs among the blocks of a rank. ``failure`` says what is raised for an error, a call and its line."""
+        fn, rooms = self._by_rank[rank]
+        into: list[Any] = []
+        if self._on_host:
+            taken: set[int] = set()
+            for aval, candidates in zip(rooms, self._takers, strict=True):
+                found = room(values, [v for v in candidates if v not in taken], *aval)
+                into.append(found)
+                taken.update(v for v in candidates if values[v] is found)
+
+        def failed(error: Exception, entries: Sequence[Entry]) -> Exception:
+            named = {e.outputs[0] for e in entries}
+            calls = [c for c in self.calls if c.outputs[0] in named]
+            return failure(error, ", ".join(dict.fromkeys(c.origin or c.op.name for c in calls)), calls[0].site)
+
+        outs = fn(*[values[v] for v in self._inputs], into=into, failed=failed)
+        values.update(zip(self.outputs, outs, strict=True))

@@ -1,0 +1,176 @@
+"""Who hosts the ranks of a mesh: this process (the virtual mesh), or the workers of a Dask cluster.
+
+A runtime keeps blocks and runs rank programs. What it hands out are *handles*: the client holds those, the blocks stay where
+their ranks are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..base.device_memory import HOST, BlockMemory, on_host, serving
+from ..partition.rank_program import RankProgram
+from ..sharding.placement import Layout, block_box
+from .executor import Prepared
+from .memory_limits import Value
+
+
+@dataclass(frozen=True, eq=False)
+class HostValue:
+    """Blocks that are still one array of this process: shipped with the first program that reads them."""
+
+    value: np.ndarray
+    layout: Layout
+    sizes: tuple[int, ...]
+
+    def block(self, rank: int) -> np.ndarray:
+        """The block of a rank: a view."""
+        # (The ellipsis makes an array of no dimensions a view, and not a scalar.)
+        return self.value[(*block_box(self.layout, self.sizes, self.value.shape, rank).slices, ...)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalBlocks:
+    """Blocks in this process, by rank."""
+
+    blocks: Mapping[int, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """Several turns of one program in one run: the first ``carried`` outputs are the first inputs of the next turn. ``each`` lists,
+    for each turn, handles of values of that turn alone, the inputs that come after the carried ones (or nothing at all)."""
+
+    count: int
+    carried: int
+    each: Sequence[Sequence[Any]]
+
+
+class Runtime(Protocol):
+    """What a mesh asks of whoever hosts its ranks. Handles are :class:`HostValue` or what the runtime itself gave out."""
+
+    homes: tuple[int, ...]
+    """Process of each rank."""
+
+    def placed(self) -> str | None:
+        """In words, where blocks are that are not in the host's memory, and how they travel; None for the host's."""
+
+    def check_room(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
+        """Raise :class:`OutOfMemory` where the blocks of arrays that are to be there at one time are more than a process may use."""
+
+    def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
+        """The program made ready: a function from the handles of inputs and constants to the handles of outputs.
+
+        Its second argument, :class:`Turns`, runs several turns; the handles are then those of all inputs but ``each``, and the
+        outputs that are not carried come back stacked, turn by turn.
+        """
+
+    def wait(self, handle: Any) -> None:
+        """Until the blocks are there; raises what went wrong with them."""
+
+    def fetch(self, handle: Any, ranks: Sequence[int]) -> dict[int, np.ndarray]:
+        """Blocks brought to this process."""
+
+    def call(
+        self,
+        fn: Callable[[dict[int, Any], dict[int, list[np.ndarray]]], Any],
+        handles: Sequence[Any],
+        payloads: Mapping[int, Any],
+    ) -> list[Any]:
+        """See ``BlockHost.run_on_blocks``."""
+
+    def create(
+        self, fn: Callable[[dict[int, Any]], dict[int, list[np.ndarray]]], payloads: Mapping[int, Any], count: int
+    ) -> list[Any]:
+        """See ``BlockHost.create``: handles of ``count`` new arrays."""
+
+    def abandon(self) -> None:
+        """Give up what is on its way."""
+
+    def close(self) -> None:
+        """Give back what the runtime holds."""
+
+
+class LocalRuntime:
+    """All ranks in this process, in lockstep: the default, and the bench on which every rule is tested."""
+
+    def __init__(self, sizes: tuple[int, ...], memory: BlockMemory = HOST) -> None:
+        self.sizes, self.memory = sizes, memory
+        self._there: weakref.WeakKeyDictionary[HostValue, Mapping[int, Any]] = weakref.WeakKeyDictionary()
+        n = 1
+        for s in sizes:
+            n *= s
+        self.ranks = tuple(range(n))
+        self.homes = (0,) * n
+
+    def placed(self) -> str | None:
+        return None if self.memory is HOST else self.memory.name
+
+    def check_room(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
+        """Nobody says how much this process may use."""
+
+    def _blocks(self, handle: Any) -> Mapping[int, np.ndarray]:
+        if not isinstance(handle, HostValue):
+            return handle.blocks
+        blocks = self._there.get(handle)
+        if blocks is None:
+            blocks = self._put({r: handle.block(r) for r in self.ranks})
+            if self.memory is not HOST:  # it travels once
+                self._there[handle] = blocks
+        return blocks
+
+    def _put(self, blocks: Mapping[int, np.ndarray]) -> Mapping[int, Any]:
+        """Host blocks where the mesh computes; ranks whose blocks are the same memory share one there too."""
+        if self.memory is HOST:
+            return blocks
+        seen: dict[Any, Any] = {}
+        out = {}
+        for r, b in blocks.items():
+            key = b.__array_interface__["data"][0], b.shape, b.strides
+            if key not in seen:
+                seen[key] = self.memory.put(b)
+            out[r] = seen[key]
+        return out
+
+    def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
+        prepared = Prepared(program, self.ranks, self.homes, names, self.memory)
+
+        def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
+            blocks = [self._blocks(h) for h in handles]
+            if turns is None:
+                return [LocalBlocks(b) for b in prepared.run(blocks)]
+            each = [[self._blocks(h) for h in hs] for hs in turns.each]
+            return [LocalBlocks(b) for b in prepared.loop(blocks, turns.count, turns.carried, each)]
+
+        return run
+
+    def wait(self, handle: Any) -> None:
+        """Nothing is under way."""
+
+    def fetch(self, handle: Any, ranks: Sequence[int]) -> dict[int, np.ndarray]:
+        blocks = handle.blocks if isinstance(handle, LocalBlocks) else {r: handle.block(r) for r in ranks}
+        return {r: on_host(blocks[r]) for r in ranks}
+
+    def call(self, fn: Any, handles: Sequence[Any], payloads: Mapping[int, Any]) -> list[Any]:
+        blocks = [self.fetch(h, list(payloads)) for h in handles]
+        with serving(self.memory):
+            return [fn(dict(payloads), {r: [b[r] for b in blocks] for r in payloads})]
+
+    def create(self, fn: Any, payloads: Mapping[int, Any], count: int) -> list[Any]:
+        made = fn(dict(payloads))
+        return [self.adopt({r: made[r][i] for r in self.ranks}) for i in range(count)]
+
+    def adopt(self, blocks: Mapping[int, np.ndarray]) -> LocalBlocks:
+        """Host blocks as blocks of the mesh."""
+        return LocalBlocks(self._put(blocks))
+
+    def abandon(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,393 @@
+"""``mt.gang``: a function run by several processes of a Dask cluster that need each other, as PyTorch's, JAX's and XGBoost's collectives do.
+
+Dask starts tasks when it can, one here and one there, and starts a lost one again: processes that wait for each other wait for ever then. A
+gang starts on all of its workers or on none, has them to itself until it ends (:mod:`.lease`), and ends everywhere when one rank fails
+(https://github.com/dask/distributed/issues/8624, https://github.com/dmlc/xgboost/issues/9420). Each rank is a process of its own, which
+can be ended whatever it does, with the environment that ``torchrun`` would give it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from distributed import Client
+from distributed.protocol.pickle import dumps, loads
+
+from ...arrays.array.array import Array
+from ...arrays.core.errors import ClusterError, MeshError, RankLost
+from ..base.device_memory import on_host
+from ..dask.lease import lease_of
+from ..dask.streams import WorkerFuture, WorkerStreams
+from ..dask.worker import Seat, blocks_of, set_up
+from ..dask.workers import known_workers, workers_with
+from ..transports.rendezvous import interface_of
+from .rank_process import leave_block
+
+_LOG = 1 << 20  # bytes of a rank's output that are brought, the last ones
+_SHOWN = 12  # lines of it in an error
+_LOOK = 0.05  # seconds between two looks at whether a rank has ended
+_SHARED = "/dev/shm"
+_CHILD = "from meshtape.parallel.gangs.rank_process import start; start()"
+
+
+class _Block(NamedTuple):
+    """In place of an argument: the rank's block of the array of this number."""
+
+    number: int
+
+
+class _Ended(NamedTuple):
+    """How a rank has ended: its answer, pickled, or None where it left none; its exit status and its output."""
+
+    answer: bytes | None
+    status: int
+    log: str
+
+
+def gang(
+    client: Client,
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int | None = None,
+    workers: Sequence[str] | None = None,
+    resources: Mapping[str, float] | None = None,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> GangRun:
+    """Call a function in several processes at once, which may wait for each other.
+
+    Parameters
+    ----------
+    client
+        Of a Dask cluster; workers need meshtape.
+    fn
+        Called in each process as ``fn(*args, **kwargs)``. It and all arguments are pickled, but for arrays that are split over a mesh of
+        this client: each rank gets its block, an :class:`Array` that hands over its memory by DLPack (``torch.from_dlpack``).
+    ranks
+        How many processes; one a worker where it is not given. The ranks of a worker are consecutive. With split arrays it is the size of
+        their mesh.
+    workers
+        Addresses of the workers to use; all by default.
+    resources
+        Only workers that were started with these resources of Dask are used.
+    env
+        Variables of the environment, beside ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+        ``MASTER_PORT`` (a free port of the first rank's host).
+
+    Returns
+    -------
+    GangRun
+        At once; :meth:`GangRun.result` waits.
+
+    Raises
+    ------
+    ClusterError
+        Where no worker has the resources, one is unknown, or cannot be reached.
+    MeshError
+        For ``ranks`` below 1, or another number than the ranks of split arrays; arrays of several meshes, or of another client.
+
+    Examples
+    --------
+    >>> import os
+    >>> from distributed import Client
+    >>> import meshtape as mt
+    >>> with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:  # doctest: +SKIP
+    ...     mt.gang(client, lambda: os.environ["RANK"], ranks=4).result()
+    ['0', '1', '2', '3']
+    """
+    arrays = [a for a in args if isinstance(a, Array) and a.sharding is not None]
+    number = {id(a): i for i, a in enumerate(arrays)}
+    if arrays:
+        addresses, homes, size = _of_arrays(client, arrays, workers)
+        if ranks is not None and ranks != size:
+            raise MeshError(f"ranks={ranks}, but the mesh of the arrays has {size}: leave it out")
+    else:
+        addresses = _chosen(client, workers, resources)
+        size = len(addresses) if ranks is None else ranks
+        if not isinstance(size, int) or size < 1:
+            raise MeshError(f"a gang has at least one rank, got ranks={ranks!r}")
+        addresses = addresses[: min(len(addresses), size)]
+        homes = tuple(r * len(addresses) // size for r in range(size))
+    streams, _ = set_up(client, addresses)
+    given = dumps((fn, [_Block(number[id(a)]) if id(a) in number else a for a in args], kwargs))
+    return GangRun(client, streams, addresses, homes, given, arrays, dict(env or {}), getattr(fn, "__name__", "gang"))
+
+
+def _of_arrays(
+    client: Client, arrays: Sequence[Array], workers: Sequence[str] | None
+) -> tuple[list[str], tuple[int, ...], int]:
+    meshes = {id(a.sharding.mesh): a.sharding.mesh for a in arrays}  # type: ignore[union-attr]
+    (mesh, *others) = meshes.values()
+    runtime: Any = mesh.runtime
+    if others or getattr(runtime, "client", None) is not client:
+        raise MeshError("the split arrays of a gang are of one mesh of its client: mt.reshard brings them there")
+    if workers is not None:
+        raise MeshError("the workers of a gang are those of its split arrays: leave workers= out")
+    return list(runtime.addresses), tuple(runtime.homes), mesh.size
+
+
+def _chosen(client: Client, workers: Sequence[str] | None, resources: Mapping[str, float] | None) -> list[str]:
+    there = known_workers(client)
+    if workers is not None and (unknown := sorted(set(workers) - set(there))):
+        raise ClusterError(
+            f"the scheduler does not know worker(s) {', '.join(unknown)}; it has {', '.join(sorted(there))}"
+        )
+    found = workers_with({a: w for a, w in there.items() if workers is None or a in workers}, resources or {})
+    if not found:
+        raise ClusterError("the Dask cluster has no workers: start some")
+    return found if workers is None else [a for a in workers if a in found]
+
+
+class _RanksFailed(Exception):
+    """Some ranks of a worker did not end well: its argument says how each of them ended."""
+
+
+class GangRun:
+    """A gang that was started. Dropping it does not end it; :meth:`cancel` does, and so does the end of its client."""
+
+    def __init__(
+        self,
+        client: Client,
+        streams: WorkerStreams,
+        addresses: Sequence[str],
+        homes: Sequence[int],
+        given: bytes,
+        arrays: Sequence[Array],
+        env: Mapping[str, str],
+        name: str,
+    ) -> None:
+        self.client, self.name, self.ranks = client, name, len(homes)
+        self._streams, self._addresses, self._homes = streams, addresses, homes
+        self._ended: dict[int, _Ended] = {}
+        self._error: BaseException | None = None
+        self._cancelled, self._over = threading.Event(), threading.Event()
+        self._futures: dict[str, WorkerFuture] = {}
+        self._thread = threading.Thread(
+            target=self._run, args=(given, arrays, env), name="meshtape-gang-run", daemon=True
+        )
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        ended = "cancelled" if self._cancelled.is_set() else "failed" if self._error else "done"
+        state = ended if self.done() else "running"
+        return f"<GangRun {self.name}: {self.ranks} rank(s) on {len(self._addresses)} worker(s), {state}>"
+
+    def done(self) -> bool:
+        """Whether every rank has ended."""
+        return self._over.is_set()
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """What each rank gave, by rank.
+
+        Raises
+        ------
+        RankLost
+            Where a rank failed, with its error as the cause and the end of its output; where it was killed, or its worker is lost.
+        TimeoutError
+            When the gang has not ended within ``timeout`` seconds; it goes on.
+        """
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"{self} has not ended within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return [loads(self._ended[r].answer)[1] for r in range(self.ranks)]  # type: ignore[arg-type]
+
+    def logs(self, rank: int | None = None) -> Any:
+        """What a rank has written to its standard output and error, at most the last MiB; of all ranks, by rank, without ``rank``.
+        Empty until they have ended."""
+        texts = {r: e.log for r, e in sorted(self._ended.items())}
+        return texts if rank is None else texts.get(rank, "")
+
+    def cancel(self) -> None:
+        """End all ranks."""
+        self._cancelled.set()
+        self._stop()
+
+    # ----- in a thread ------------------------------------------------------------------------------------------------
+
+    def _run(self, given: bytes, arrays: Sequence[Array], env: Mapping[str, str]) -> None:
+        lease = lease_of(self.client)
+        try:
+            mesh = arrays[0].sharding.mesh if arrays else None  # type: ignore[union-attr]
+            handles = [a._buf.handle for a in mesh.settle(arrays)] if mesh is not None else []
+            lease.enter(self._addresses, lambda: None)
+            try:
+                self._start(given, handles, None if mesh is None else mesh.runtime, env)
+                self._wait()
+                self._collect()
+            finally:
+                lease.leave()
+        except BaseException as e:
+            self._error = self._error or e
+        finally:
+            self._futures.clear()
+            self._over.set()
+
+    def _start(self, given: bytes, handles: Sequence[Any], runtime: Any, env: Mapping[str, str]) -> None:
+        first = self._addresses[0]
+        ((host, port),) = self._streams.results(self._streams.call(_free_port, "gang", {first: (first,)}).values())
+        world = {**env, "WORLD_SIZE": str(self.ranks), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        args = {
+            a: (
+                given,
+                [(r, i) for i, r in enumerate(self._of(p))],
+                world,
+                *(runtime.reads(handles, p, self._of(p)) if handles else [[]]),
+            )
+            for p, a in enumerate(self._addresses)
+        }
+        self._futures = self._streams.call(_run_ranks, self.name, args, stoppable=True)
+
+    def _wait(self) -> None:
+        """Until all ranks have ended: where one fails, or the gang is cancelled, the rest are ended."""
+        ended = threading.Event()
+        for f in self._futures.values():
+            f.add_done_callback(lambda _: ended.set())
+        if self._cancelled.is_set():
+            self._stop()
+        while not all(f.done() for f in self._futures.values()):
+            ended.wait(1.0)
+            ended.clear()
+            if any(f.failed for f in self._futures.values()):
+                self._stop()
+            if self.client.status != "running":
+                raise ClusterError(f"the Dask client is {self.client.status}: the cluster of this gang is gone")
+
+    def _of(self, process: int) -> list[int]:
+        return [r for r, p in enumerate(self._homes) if p == process]
+
+    def _stop(self) -> None:
+        with self._streams.order:
+            for address, future in list(self._futures.items()):
+                if not future.done():
+                    future.stream.send({"op": "cancel", "numbers": (future.number,)})
+                    self._streams.flush([address])
+
+    def _collect(self) -> None:
+        """The answers of all ranks; the first of what went wrong."""
+        lost: list[str] = []
+        for p, address in enumerate(self._addresses):
+            future = self._futures[address]
+            names = f"rank{'s' if len(self._of(p)) > 1 else ''} {', '.join(map(str, self._of(p)))} (worker {address})"
+            if future.state == "lost":
+                lost.append(f"{names} left the cluster: {future.error}")
+                continue
+            try:
+                (found,) = self._streams.results([future])
+            except _RanksFailed as e:
+                (found,) = e.args
+            except Exception as e:
+                lost.append(f"{names}: {type(e).__name__}: {e}")
+                continue
+            self._ended.update(found)
+        failed = {r: e for r, e in self._ended.items() if e.answer is None or e.status}
+        raised = {r: loads(e.answer)[1] for r, e in failed.items() if e.answer is not None}
+        if self._cancelled.is_set():
+            raise RankLost(f"[{self.name}] the gang was cancelled")
+        # A rank that was ended because of another says nothing; one that raised says more than one that was killed.
+        killed = {r: e for r, e in failed.items() if r not in raised and e.status != _STOPPED}
+        if lost or killed:
+            text = "; ".join([*lost, *(f"rank {r} ended with status {e.status}" for r, e in killed.items())])
+            raise RankLost(f"[{self.name}] {text}{self._tail(next(iter(killed), None))}")
+        if raised:
+            rank, error = next(iter(raised.items()))
+            text = f"[{self.name}] rank {rank} failed: {type(error).__name__}: {error}"
+            raise RankLost(f"{text}{self._tail(rank)}") from error
+        if failed:
+            raise RankLost(f"[{self.name}] ranks {', '.join(map(str, failed))} were ended")
+
+    def _tail(self, rank: int | None) -> str:
+        lines = self._ended[rank].log.rstrip().splitlines()[-_SHOWN:] if rank in self._ended else []
+        return "".join(f"\n  rank {rank} | {line}" for line in lines)
+
+
+# ----- on the workers -------------------------------------------------------------------------------------------------
+
+_STOPPED = -1000
+"""Status of a rank that was ended because of another."""
+
+
+def _free_port(_: Seat | None, address: str) -> tuple[str, int]:
+    host = interface_of(address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+        s.bind((host, 0))
+        return host, s.getsockname()[1]
+
+
+def _run_ranks(
+    _: Seat | None,
+    given: bytes,
+    ranks: Sequence[tuple[int, int]],
+    world: Mapping[str, str],
+    slots: Sequence[tuple[int, Any]],
+    *bundles: Any,
+    stop: threading.Event,
+) -> dict[int, _Ended]:
+    """Start the ranks of a worker, given as (rank, local rank), and wait until they have ended; where one fails, so do the others."""
+    folder = Path(tempfile.mkdtemp(prefix="meshtape-gang-", dir=_SHARED if os.access(_SHARED, os.W_OK) else None))
+    children: dict[int, subprocess.Popen[bytes]] = {}
+    stopped: set[int] = set()
+    try:
+        fn, args, kwargs = loads(given)
+        for rank, local in ranks:
+            mine = folder / str(rank)
+            mine.mkdir()
+            blocks = blocks_of(slots, bundles)
+            left = [leave_block(mine / f"block{i}", np.asarray(on_host(b[rank]))) for i, b in enumerate(blocks)]
+            own = [left[a.number] if isinstance(a, _Block) else a for a in args]
+            (mine / "call").write_bytes(dumps((fn, own, kwargs)))
+            place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks))}
+            with (mine / "log").open("wb") as log:
+                children[rank] = subprocess.Popen(
+                    [sys.executable, "-c", _CHILD, str(mine)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **world, **place},
+                    start_new_session=True,
+                )
+        failed = False
+        while any(c.poll() is None for c in children.values()):
+            if stop.wait(_LOOK) or failed:
+                stopped = {r for r, c in children.items() if c.poll() is None}
+                _end([children[r] for r in stopped])
+                break
+            failed = any(c.poll() not in (None, 0) for c in children.values())
+        ended = {r: _ending(folder / str(r), c, r in stopped) for r, c in children.items()}
+        if any(e.status for e in ended.values()):
+            raise _RanksFailed(ended)
+        return ended
+    finally:
+        _end([c for c in children.values() if c.poll() is None])
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End processes and what they have started."""
+    for c in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(c.pid, signal.SIGKILL)
+        c.wait()
+
+
+def _ending(folder: Path, child: subprocess.Popen[bytes], stopped: bool) -> _Ended:
+    if child.stdin is not None:
+        child.stdin.close()
+    answer = folder / "answer"
+    with (folder / "log").open("rb") as log:
+        log.seek(max(0, (folder / "log").stat().st_size - _LOG))
+        text = log.read().decode(errors="replace")
+    status = _STOPPED if stopped else child.returncode
+    return _Ended(answer.read_bytes() if answer.exists() and not stopped else None, status, text)

@@ -1,0 +1,77 @@
+"""The process of one rank of :func:`meshtape.gang`.
+
+The folder holds what to call (``call``, pickled) and takes what it gave (``answer``). Standard input says nothing, and ends with the worker
+that started the process, which then ends too: no rank outlives its worker.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from distributed.protocol.pickle import dumps, loads
+
+
+class SharedBlock(NamedTuple):
+    """A block that another process left in a file."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def array(self) -> Any:
+        """The block as an array; what is written to it stays in this process."""
+        from ...arrays.ops.creation import asarray
+
+        if 0 in self.shape:
+            return asarray(np.empty(self.shape, self.dtype))
+        return asarray(np.memmap(self.path, self.dtype, "c", shape=self.shape), copy=False)
+
+
+def leave_block(path: Path, block: np.ndarray) -> SharedBlock:
+    """Write a block for :class:`SharedBlock`."""
+    path.write_bytes(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+    return SharedBlock(str(path), block.shape, block.dtype)
+
+
+def main(folder: Path) -> int:
+    """Call what the folder says; 0 where it gave a value."""
+    threading.Thread(
+        target=_end_with_the_worker, args=(folder.parent,), name="meshtape-worker-watch", daemon=True
+    ).start()
+    try:
+        fn, args, kwargs = loads((folder / "call").read_bytes())
+        args = [a.array() if isinstance(a, SharedBlock) else a for a in args]
+        answer, code = dumps((True, fn(*args, **kwargs))), 0
+    except BaseException as e:
+        traceback.print_exc()
+        code = 1
+        try:
+            answer = dumps((False, e))
+        except Exception:  # that cannot be pickled
+            answer = dumps((False, RuntimeError(f"{type(e).__name__}: {e}")))
+    sys.stdout.flush()
+    part = folder / "answer.part"
+    part.write_bytes(answer)
+    part.rename(folder / "answer")
+    return code
+
+
+def _end_with_the_worker(folder: Path) -> None:
+    while sys.stdin.buffer.read(1 << 16):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)  # one that was killed could not
+    os._exit(1)
+
+
+def start() -> None:
+    """Of the process: its one argument is the folder."""
+    code = main(Path(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # threads of libraries that wait for other ranks keep no process

@@ -1,0 +1,454 @@
+"""Copies of arrays in the memory of the workers, each block on two of them, from which the arrays are there again when one is lost.
+
+A copy is taken while the mesh computes on: blocks are never written to, so a worker keeps its own by holding on to them, and what no other
+worker has is sent to one, on another host where there is one. A copy counts when every block is where it should be. What is kept is the
+value of futures that this process holds, so the memory is given back when they are dropped, or when the process goes.
+
+>>> import meshtape as mt
+>>> mesh = mt.Mesh({"data": 2})
+>>> copy = mt.parallel.mesh.replicas.Replica({"w": mt.distribute(mt.arange(4), mesh, data=mt.Shard(0))})
+>>> copy.complete
+True
+>>> copy.restore({"w": mt.Sharding(mt.Mesh({"data": 3}))})["w"]
+Array([0, 1, 2, 3], sharding=Sharding(data=Replicate()))
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.blocks import Box
+from ...arrays.core.dispatch import wrap
+from ...arrays.core.errors import RankLost, ReshardError
+from ...arrays.core.program import ShapeDtype
+from ...arrays.ops.creation import asarray
+from ...storage.base.checksums import crc32c
+from ..base.device_memory import on_host
+from ..dask.workers import known_workers
+from ..execution.runtime import HostValue, LocalRuntime
+from ..sharding.placement import Sharding, block_box
+from .api import distribute, reshard
+from .mesh import Mesh
+from .sharded_array import sharded_array
+
+log = logging.getLogger("meshtape")
+
+COPIES = 2
+"""Workers that have each block."""
+
+
+class Key(NamedTuple):
+    """A block: number of the array, and its box."""
+
+    array: int
+    box: Box
+
+
+def plan_copies(
+    holders: Mapping[Key, tuple[Sequence[str], int]], workers: Sequence[str]
+) -> tuple[dict[str, list[Key]], dict[tuple[str, str], list[Key]]]:
+    """Who keeps which block, and who sends which to whom.
+
+    Parameters
+    ----------
+    holders
+        For each block the workers that have it, and its bytes.
+    workers
+        All of them, in the order of a ring.
+
+    Returns
+    -------
+    keeps, sends
+        ``keeps[worker]`` lists blocks that it has itself, ``sends[source, target]`` those that it gets. Each block is kept by as many as
+        :data:`COPIES` workers, those with the fewest bytes so far; targets are on other hosts than the source where there are others.
+
+    Examples
+    --------
+    >>> half = [Key(0, Box((i,), (1,))) for i in range(2)]
+    >>> keeps, sends = plan_copies({half[0]: (["a"], 8), half[1]: (["b"], 8)}, ["a", "b"])
+    >>> {w: [k.box.offset for k in ks] for w, ks in keeps.items()}, sorted(sends)
+    ({'a': [(0,)], 'b': [(1,)]}, [('a', 'b'), ('b', 'a')])
+    """
+    load = dict.fromkeys(workers, 0)
+    keeps: dict[str, list[Key]] = {}
+    sends: dict[tuple[str, str], list[Key]] = {}
+    for key, (found, nbytes) in sorted(holders.items(), key=lambda item: (-item[1][1], item[0])):
+        chosen: list[str] = []
+        for w in sorted(found, key=lambda w: (load[w], workers.index(w))):
+            if len(chosen) < COPIES and not any(_host(w) == _host(c) for c in chosen):
+                chosen.append(w)
+        # Two on one host are better than one.
+        chosen += [w for w in sorted(found, key=lambda w: (load[w], workers.index(w))) if w not in chosen][
+            : COPIES - len(chosen)
+        ]
+        for w in chosen:
+            keeps.setdefault(w, []).append(key)
+            load[w] += nbytes
+        source = chosen[0]
+        start = workers.index(source) + 1
+        ring = [w for w in (*workers[start:], *workers[:start]) if w not in chosen]
+        ring.sort(key=lambda w: (_host(w) in {_host(c) for c in chosen}, load[w]))
+        for w in ring[: COPIES - len(chosen)]:
+            sends.setdefault((source, w), []).append(key)
+            load[w] += nbytes
+    return keeps, sends
+
+
+def _host(address: str) -> str:
+    return urlsplit(address).hostname or address
+
+
+@dataclass
+class _Leaf:
+    """An array of which there is a copy."""
+
+    aval: ShapeDtype
+    here: Any = None  # its value, where it is in this process
+    boxes: list[Box] = field(default_factory=list)
+
+    __is_tree__ = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.aval.dtype
+
+
+class Replica:
+    """A copy of the arrays of a tree, as they are now.
+
+    Parameters
+    ----------
+    tree
+        Of arrays, on any meshes of one Dask client, on meshes of this process, or local. What has fewer than two workers to lie on is
+        brought to this process.
+
+    Attributes
+    ----------
+    tree
+        The same structure; its leaves have ``shape`` and ``dtype``.
+
+    Notes
+    -----
+    Each block has a crc32c from the moment when the copy was taken; one whose bytes have changed is never used.
+
+    The call returns at once; :attr:`complete` tells when the copy can be used, and :meth:`wait` waits for that.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        leaves, treedef = trees.flatten(tree)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._open = 0
+        self._failed = False
+        self._kept: dict[str, Any] = {}  # worker → future of what it keeps
+        self._keepers: dict[Key, list[str]] = {}
+        arrays = [asarray(x) for x in leaves]
+        far = [i for i, x in enumerate(arrays) if _remote(x)]
+        workers = list(dict.fromkeys(a for i in far for a in arrays[i].sharding.mesh.runtime.addresses))  # type: ignore[union-attr]
+        if len(workers) < COPIES:
+            far = []
+        self._streams: Any = None
+        self._client = arrays[far[0]].sharding.mesh.runtime.client if far else None  # type: ignore[union-attr]
+        self._leaves = [
+            _Leaf(ShapeDtype(x.shape, x.dtype), None if i in far else _here(x)) for i, x in enumerate(arrays)
+        ]
+        self.tree = trees.unflatten(treedef, self._leaves)
+        self._treedef = treedef
+        self._held: list[Any] = []  # the arrays themselves, until their blocks are kept
+        if far:
+            self._take({i: arrays[i] for i in far}, workers)
+        if not self._open:
+            self._ended.set()
+
+    # ----- taking it ------------------------------------------------------------------------------------------------------
+
+    def _take(self, arrays: Mapping[int, Array], workers: Sequence[str]) -> None:
+        sources: dict[Key, dict[str, tuple[Any, int, int]]] = {}  # block → worker → (handle, rank, process)
+        holders: dict[Key, tuple[list[str], int]] = {}
+        for mesh, numbers in _by_mesh(arrays):
+            runtime = mesh.runtime
+            runtime._check_open()
+            self._streams = runtime._streams
+            for i, x in zip(numbers, mesh.settle([arrays[i] for i in numbers]), strict=True):
+                buf = x._buf
+                if isinstance(buf.handle, HostValue):
+                    self._leaves[i].here = asarray(buf.handle.value, copy=True)
+                    continue
+                self._held.append(x)
+                for rank in range(mesh.size):
+                    box = block_box(buf.layout, mesh.sizes, buf.shape, rank)
+                    if not box.size:
+                        continue
+                    key = Key(i, box)
+                    where = sources.setdefault(key, {})
+                    process = runtime.homes[rank]
+                    where.setdefault(runtime.addresses[process], (buf.handle, rank, process))
+                    holders[key] = (list(where), box.size * x.dtype.itemsize)
+                self._leaves[i].boxes = [k.box for k in sources if k.array == i]
+        keeps, sends = plan_copies(holders, workers)
+        cuts: dict[str, list[Any]] = {}
+        for (source, target), keys in sends.items():
+            wanted, futures = _wanted(keys, source, sources)
+            cuts.setdefault(target, []).append(self._submit(cut, source, "keep", wanted, *futures))
+        targets = sorted({*keeps, *cuts})
+        self._open = len(targets)
+        for w in targets:
+            own = keeps.get(w, [])
+            wanted, futures = _wanted(own, w, sources)
+            self._kept[w] = self._submit(hold, w, "keep", wanted, len(futures), *futures, *cuts.get(w, ()))
+            for key in own:
+                self._keepers.setdefault(key, []).append(w)
+        for (_, w), keys in sends.items():
+            for key in keys:
+                self._keepers.setdefault(key, []).append(w)
+        for f in list(self._kept.values()):
+            f.add_done_callback(self._one_ended)
+
+    def _submit(self, fn: Any, worker: str, name: str, *args: Any) -> Any:
+        return self._streams.call(fn, name, {worker: args})[worker]
+
+    def _one_ended(self, future: Any) -> None:
+        with self._lock:
+            self._failed = self._failed or future.failed
+            self._open -= 1
+            last = self._open == 0
+        if last:
+            self._held.clear()
+            self._ended.set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block is kept where it should be."""
+        return self._ended.is_set() and not self._failed
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the copy is complete or has failed; whether it is complete."""
+        self._ended.wait(timeout)
+        return self.complete
+
+    # ----- using it -------------------------------------------------------------------------------------------------------
+
+    def available(self, workers: Sequence[str]) -> bool:
+        """Whether the copy is complete and each block is on one of these workers, or in this process."""
+        there = set(workers)
+        return self.complete and all(there & set(ws) for ws in self._keepers.values())
+
+    def restore(self, shardings: Any) -> Any:
+        """The arrays of the copy.
+
+        Parameters
+        ----------
+        shardings
+            A tree like ``tree`` with a sharding for each array.
+
+        Raises
+        ------
+        RankLost
+            Where a block is on no worker any more.
+        ReshardError
+            Where the copy is on workers, and a sharding is of this process or of another Dask client.
+        """
+        wanted, treedef = trees.flatten(shardings)
+        if treedef != self._treedef:
+            raise ReshardError(f"the copy has the structure {self._treedef}, the shardings {treedef}")
+        out: list[Any] = [None] * len(wanted)
+        far: dict[int, Sharding] = {}
+        for i, (leaf, s) in enumerate(zip(self._leaves, wanted, strict=True)):
+            if leaf.here is None:
+                far[i] = s
+            else:
+                out[i] = distribute(leaf.here, s) if leaf.here.sharding is None else reshard(leaf.here, s)
+        meshes: list[Mesh] = []
+        for s in far.values():
+            if not any(s.mesh is m for m in meshes):
+                meshes.append(s.mesh)
+        for mesh in meshes:
+            mine = {i: s.check(self._leaves[i].shape, self._leaves[i].dtype) for i, s in far.items() if s.mesh is mesh}
+            for i, x in self._on(mesh, mine).items():
+                out[i] = x
+        return trees.unflatten(treedef, out)
+
+    def local(self) -> Any:
+        """The arrays of the copy as local ones, where it is in this process."""
+        if any(leaf.here is None for leaf in self._leaves):
+            raise ReshardError("the copy is on the workers of a Dask cluster: restore it onto a mesh of its client")
+        return trees.unflatten(self._treedef, [asarray(np.asarray(leaf.here)) for leaf in self._leaves])
+
+    def _on(self, mesh: Mesh, wanted: Mapping[int, Sharding]) -> dict[int, Array]:
+        from ..dask.runtime import DaskRuntime, RemoteBlocks
+
+        new = mesh.runtime
+        if not isinstance(new, DaskRuntime) or new.client is not self._client:
+            raise ReshardError(
+                f"the copy is on workers of a Dask cluster: it cannot be put on {mesh}, which is not of its client"
+            )
+        whole = self._whole(wanted, known_workers(new.client))
+        parts: dict[tuple[str, int], list[tuple[Any, Key, Box]]] = {}
+        blocks: dict[int, dict[tuple[int, int], tuple[tuple[int, ...], np.dtype, list[tuple[Any, Box]]]]] = {}
+        slots = {i: slot for slot, i in enumerate(wanted)}
+        for i, sharding in wanted.items():
+            leaf = self._leaves[i]
+            for t, q in enumerate(new.homes):
+                want = block_box(sharding.layout, mesh.sizes, leaf.shape, t)
+                targets = []
+                for n, box in enumerate(leaf.boxes):
+                    common = box.intersect(want) if want.size else None
+                    if common is None:
+                        continue
+                    keepers = whole[Key(i, box)]
+                    near = new.addresses[q]
+                    keeper = near if near in keepers else keepers[t % len(keepers)]
+                    parts.setdefault((keeper, q), []).append(((i, t, n), Key(i, box), common.within(box)))
+                    targets.append(((i, t, n), common.within(want)))
+                blocks.setdefault(q, {})[slots[i], t] = (want.shape, leaf.dtype, targets)
+        cuts: dict[int, list[Any]] = {}
+        for (keeper, q), cut_here in parts.items():
+            cuts.setdefault(q, []).append(self._submit(cut_kept, keeper, "restore", cut_here, self._kept[keeper]))
+        args = {q: [blocks.get(q, {}), len(wanted), *cuts.get(q, ())] for q in range(len(new.addresses))}
+        this = new.kept(join_kept, "restore", args)
+        return {
+            i: sharded_array(mesh, s.layout, self._leaves[i].aval, RemoteBlocks(this, slots[i]))
+            for i, s in wanted.items()
+        }
+
+    def _whole(self, arrays: Iterable[int], there: Collection[str]) -> dict[Key, list[str]]:
+        """The workers that have each block of these arrays as it was. Raises :class:`RankLost` where none has."""
+        asked: dict[str, list[Key]] = {}
+        for key, workers in self._keepers.items():
+            for w in workers if key.array in arrays else ():
+                if w in there:
+                    asked.setdefault(w, []).append(key)
+        futures = {w: self._submit(changed, w, "verify", keys, self._kept[w]) for w, keys in asked.items()}
+        bad: list[tuple[str, Key]] = []
+        for w, found in zip(futures, self._streams.results(futures.values(), errors=True), strict=True):
+            # A worker that does not answer has nothing.
+            bad += [(w, key) for key in (asked[w] if isinstance(found, BaseException) else found)]
+            if isinstance(found, list) and found:
+                log.warning("worker %s has other bytes than it kept, of %d block(s): they are not used", w, len(found))
+        out = {}
+        for key, workers in self._keepers.items():
+            if key.array in arrays:
+                out[key] = [w for w in workers if w in there and (w, key) not in bad]
+                if not out[key]:
+                    aval = self._leaves[key.array].aval
+                    raise RankLost(f"no worker is left that keeps the block {key.box} of {aval} as it was")
+        return out
+
+    def drop(self) -> None:
+        """Give the memory back; the copy cannot be used afterwards."""
+        self._failed = True
+        self._kept.clear()
+        self._held.clear()
+        for leaf in self._leaves:
+            leaf.here = None
+
+
+def _remote(x: Array) -> bool:
+    return x.sharding is not None and not isinstance(x.sharding.mesh.runtime, LocalRuntime)
+
+
+def _here(x: Array) -> Any:
+    """An array that is held by value: of this process, or brought here from a single worker."""
+    if _remote(x):
+        return asarray(np.asarray(x))
+    return asarray(x, copy=True) if x.sharding is None else wrap(x._buf)
+
+
+def _by_mesh(arrays: Mapping[int, Array]) -> list[tuple[Mesh, list[int]]]:
+    groups: list[tuple[Mesh, list[int]]] = []
+    for i, x in arrays.items():
+        mesh = x.sharding.mesh  # type: ignore[union-attr]
+        found = next((g for m, g in groups if m is mesh), None)
+        if found is None:
+            groups.append((mesh, [i]))
+        else:
+            found.append(i)
+    return groups
+
+
+def _wanted(
+    keys: Sequence[Key], worker: str, sources: Mapping[Key, Mapping[str, tuple[Any, int, int]]]
+) -> tuple[list[tuple[Key, int, tuple[int, int]]], list[Any]]:
+    """For each block its rank and where it is in the bundles of a worker; and the futures of those bundles."""
+    gangs: list[Any] = []
+    futures, out = [], []
+    for key in keys:
+        handle, rank, process = sources[key][worker]
+        if handle.gang not in gangs:
+            gangs.append(handle.gang)
+            futures.append(handle.gang.futures[process])
+        out.append((key, rank, (gangs.index(handle.gang), handle.slot)))
+    return out, futures
+
+
+# ----- on the workers -----------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """Blocks that a worker keeps."""
+
+    def __init__(self, blocks: dict[Key, np.ndarray]) -> None:
+        self.blocks = blocks
+        self.sums = {key: _sum(block) for key, block in blocks.items()}
+        """crc32c of each, taken where the block was when the copy was taken."""
+
+    def __sizeof__(self) -> int:
+        return 64 + sum(b.nbytes for b in self.blocks.values())
+
+    def __repr__(self) -> str:
+        return f"<Kept: {len(self.blocks)} block(s), {self.__sizeof__()} bytes>"
+
+
+def cut(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], *bundles: Any) -> Kept:
+    """On a worker that has blocks: those that another one is to keep."""
+    return Kept({key: bundles[i].slots[slot][rank] for key, rank, (i, slot) in wanted})
+
+
+def hold(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], count: int, *values: Any) -> Kept:
+    """On a worker that keeps blocks: its own, and those that were sent."""
+    kept = cut(_, wanted, *values[:count])
+    for part in values[count:]:
+        kept.blocks.update(part.blocks)
+        kept.sums.update(part.sums)
+    return kept
+
+
+def changed(_: Any, keys: Sequence[Key], kept: Kept) -> list[Key]:
+    """Of blocks that a worker keeps, those that do not have the bytes any more that they had."""
+    return [key for key in keys if _sum(kept.blocks[key]) != kept.sums[key]]
+
+
+def _sum(block: Any) -> int:
+    return crc32c(np.ascontiguousarray(on_host(block)).reshape(-1).view(np.uint8))
+
+
+def cut_kept(_: Any, wanted: Sequence[tuple[Any, Key, Box]], kept: Kept) -> dict[Any, np.ndarray]:
+    """The parts of kept blocks that one worker needs."""
+    return {n: np.asarray(kept.blocks[key][box.slices], order="C") for n, key, box in wanted}
+
+
+def join_kept(seat: Any, payloads: Mapping[tuple[int, int], Any], count: int, *cuts: Mapping[Any, np.ndarray]) -> Any:
+    """On a worker of the new mesh: a bundle of the blocks of its ranks."""
+    from ..dask.worker import kept
+
+    pieces = {name: part for c in cuts for name, part in c.items()}
+    slots: dict[int, dict[int, np.ndarray]] = {slot: {} for slot in range(count)}
+    for (slot, t), (shape, dtype, targets) in payloads.items():
+        block = np.empty(shape, dtype)
+        for name, box in targets:
+            block[box.slices] = pieces[name]
+        slots[slot][t] = block
+    return kept(seat, slots)

@@ -1,0 +1,292 @@
+"""Arrays that are split over a mesh, and the tape of what is still to be computed on them.
+
+An op on a sharded array is only noted: its shape, dtype and sharding are known at once, and errors in them are raised at once.
+The noted calls run together, once, when a value is needed; nothing is computed twice while an array is alive, and what nobody
+holds any more is not computed at all. The sharding of an array never changes: what was to be a pending sum is one when it is
+computed, also where the program needed its value elsewhere and reduced it there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.array.display import human_bytes
+from ...arrays.core.dispatch import Deferred, argument_avals, call_site, program_inputs, wrap
+from ...arrays.core.errors import MeshError
+from ...arrays.core.op import Op, state
+from ...arrays.core.program import Entry, ProgramBuilder, ShapeDtype, freeze, simplify
+from ...arrays.indexing.indexing import GETITEM, SCATTER
+from ...arrays.ops.manipulation import BROADCAST_TO
+from ..execution.runtime import HostValue
+from ..partition.partition import partition
+from ..sharding.placement import REPLICATED, Layout, Sharding
+from ..sharding.propagate import Hints, propagate
+from ..sharding.splat import repeated_element
+from .iterating import elements
+from .mesh_transfer import TRANSFER, transfer
+
+if TYPE_CHECKING:
+    from .mesh import Mesh
+
+# A local array beside sharded ones is copied to every rank; above this size that must be said, by mt.distribute, unless it is one
+# repeated value.
+IMPLICIT_LIMIT = 1 << 20
+
+# More noted calls than this are run without being asked for: a program of endless length helps nobody.
+PENDING_LIMIT = 5000
+
+
+class ShardedBuffer(Deferred):
+    """Blocks of an array: held by the ranks of a mesh (``handle``), or still to be computed (``var``)."""
+
+    __slots__ = ("__weakref__", "collection", "dtype", "failure", "handle", "layout", "mesh", "shape", "var")
+    priority = 1
+
+    def __init__(
+        self, mesh: Mesh, layout: Layout, aval: ShapeDtype, *, handle: Any = None, var: int | None = None
+    ) -> None:
+        self.mesh, self.layout, self.handle, self.var = mesh, layout, handle, var
+        self.shape, self.dtype = aval
+        self.failure: str | None = None  # why there is neither
+        self.collection: Any = None  # the dask.array of the blocks, once it was asked for
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding.of(self.mesh, self.layout)
+
+    @property
+    def device(self) -> Mesh:
+        return self.mesh
+
+    @property
+    def host(self) -> Mesh:
+        return self.mesh
+
+    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShardedBuffer, ...]:
+        if op is TRANSFER:
+            return (transfer(self, params["target"]),)
+        return self.mesh.pending.emit(op, args, params)
+
+    def computed(self) -> ShardedBuffer:
+        """Itself, with a handle."""
+        if self.handle is None:
+            self.check_alive()
+            self.mesh.pending.run()
+        return self
+
+    def check_alive(self) -> None:
+        """Raise :class:`MeshError` where the run that would have computed this failed."""
+        if self.failure is not None:
+            raise MeshError(f"this array was never computed, as the run that would have made it failed: {self.failure}")
+
+    def concrete(self) -> np.ndarray:
+        """The whole array in this process. What is pending is computed, contributions are reduced."""
+        self.computed()
+        if isinstance(self.handle, HostValue):
+            return self.handle.value
+        if self.layout.partials:
+            return self.mesh.moved(self, self.layout.reduced()).concrete()
+        sharding = self.sharding
+        first: dict[Any, int] = {}
+        for rank in range(self.mesh.size):
+            first.setdefault(sharding.box(self.shape, rank), rank)
+        blocks = self.mesh.runtime.fetch(self.handle, sorted(first.values()))
+        if len(first) == 1:
+            return next(iter(blocks.values()))
+        out = np.empty(self.shape, self.dtype)
+        for box, rank in first.items():
+            out[box.slices] = blocks[rank]
+        return out
+
+    def elements(self, x: Array) -> Iterator[Array]:
+        return elements(x, self.mesh)
+
+    def dask(self) -> Any:
+        """The ``dask.array`` of the blocks."""
+        from .dask_interop import as_collection
+
+        return as_collection(self)
+
+    def dask_persisted(self) -> tuple[Any, tuple[Any, ...]]:
+        """See ``__dask_postpersist__``."""
+        from .dask_interop import persisted
+
+        return persisted(self)
+
+    def blocks_html(self) -> str:
+        """The blocks drawn over the mesh, for notebooks."""
+        from .visualize import blocks_html
+
+        return blocks_html(self.shape, self.sharding)
+
+
+class Pending:
+    """The calls that are noted on a mesh and not yet run."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._lock = threading.RLock()
+        self._programs: dict[Any, Any] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._builder = ProgramBuilder()
+        self._inputs: dict[int, tuple[int, ShardedBuffer]] = {}  # id of a buffer → variable; holds the buffer
+        self._layouts: dict[int, Layout] = {}
+        self._hints = Hints()
+        self._alive: weakref.WeakValueDictionary[int, ShardedBuffer] = weakref.WeakValueDictionary()
+
+    def __len__(self) -> int:
+        return len(self._builder.entries)
+
+    def _var(self, op: Op, a: Array) -> int:
+        buf = a._buf
+        if not isinstance(buf, ShardedBuffer):
+            one = None
+            if isinstance(buf, Deferred) or (a.nbytes > IMPLICIT_LIMIT and (one := repeated_element(buf)) is None):
+                raise MeshError(
+                    f"[{op.name}] a local array of shape {a.shape} ({human_bytes(a.nbytes)}) beside arrays on {self.mesh}: "
+                    "only arrays up to 1 MiB are copied to every rank by themselves; use mt.distribute(x, mesh, …)"
+                )
+            if one is not None:
+                return self._spread(buf, one)
+            known = self._inputs.get(id(buf))
+            if known is not None:
+                return known[0]
+            value = HostValue(np.asarray(a._concrete()), REPLICATED, self.mesh.sizes)
+            lifted = ShardedBuffer(self.mesh, REPLICATED, ShapeDtype(a.shape, a.dtype), handle=value)
+            return self._input(id(buf), lifted, (lifted, buf))
+        if buf.mesh is not self.mesh:
+            raise two_meshes(op.name, self.mesh, buf.mesh)
+        if buf.handle is None:
+            buf.check_alive()
+            return buf.var
+        known = self._inputs.get(id(buf))
+        return known[0] if known is not None else self._input(id(buf), buf, buf)
+
+    def _spread(self, buf: np.ndarray, one: np.ndarray) -> int:
+        """A large array that is ``one`` everywhere: noted as made by the ranks."""
+        known = self._inputs.get(id(buf))
+        if known is None:
+            value = HostValue(one, REPLICATED, self.mesh.sizes)
+            lifted = ShardedBuffer(self.mesh, REPLICATED, ShapeDtype((), one.dtype), handle=value)
+            source = self._input(id(buf), lifted, (lifted, buf))
+        else:
+            source = known[0]
+        aval = ShapeDtype(buf.shape, buf.dtype)
+        (v,) = self._builder.add(BROADCAST_TO, (source,), {"shape": buf.shape}, (aval,), state.origin, call_site())
+        self._layouts[v] = REPLICATED
+        return v
+
+    def _input(self, key: int, buf: ShardedBuffer, hold: Any) -> int:
+        var = self._builder.input(buf.aval)
+        self._inputs[key] = (var, hold)
+        self._layouts[var] = buf.layout
+        return var
+
+    def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShardedBuffer, ...]:
+        avals = argument_avals(args)
+        out_avals = op.avals(avals, params)
+        with self._lock:
+            inputs = program_inputs(args, lambda a: self._var(op, a))
+            layouts = [self._layouts[v] if isinstance(v, int) else None for v in inputs]
+            placed = self._placed(op, avals, out_avals, inputs, layouts, params)
+            outs = self._builder.add(op, inputs, params, out_avals, state.origin, call_site())
+            buffers = []
+            for v, aval, layout in zip(outs, out_avals, placed, strict=True):
+                self._layouts[v] = layout
+                b = self._alive[v] = ShardedBuffer(self.mesh, layout, aval, var=v)
+                buffers.append(b)
+            if len(self._builder.entries) >= PENDING_LIMIT:
+                self.run()
+        return tuple(buffers)
+
+    def _placed(
+        self,
+        op: Op,
+        avals: tuple[Any, ...],
+        out_avals: tuple[ShapeDtype, ...],
+        inputs: tuple[Any, ...],
+        layouts: Sequence[Layout | None],
+        params: Mapping[str, Any],
+    ) -> tuple[Layout, ...]:
+        if op is GETITEM or op is SCATTER:
+            entry = Entry(op, inputs, (), params)
+            found = propagate(op, avals, out_avals, params, layouts, self.mesh.sizes)
+            self.mesh.check_moves(op, avals, layouts, found)
+            return self._hints.placed(entry, found, layouts, self.mesh.sizes).results
+        return self.mesh.place_layouts(op, avals, out_avals, layouts, params)
+
+    def run(self) -> None:
+        """Compute every pending array that somebody holds, as one program."""
+        with self._lock:
+            builder, inputs, layouts = self._builder, self._inputs, self._layouts
+            wanted = [(v, b) for v, b in sorted(self._alive.items()) if b.handle is None]
+            self._reset()
+            if not wanted:
+                return
+            outputs = tuple(v for v, _ in wanted)
+            key = (
+                tuple((v, builder.avals[v], layouts[v]) for v in builder.inputs),
+                tuple(
+                    (
+                        e.op,
+                        tuple(i if isinstance(i, int) else freeze(i.value) for i in e.inputs),
+                        e.outputs,
+                        freeze(e.params),
+                    )
+                    for e in builder.entries
+                ),
+                tuple((v, b.layout) for v, b in wanted),
+            )
+            try:
+                ready = self._programs.get(key)
+                if ready is None:
+                    program = simplify(builder.build(outputs))
+                    rank_program = partition(
+                        program, layouts, self.mesh.sizes, wanted=[b.layout for _, b in wanted], name="eager"
+                    )
+                    if len(self._programs) > 1000:
+                        self._programs.clear()
+                    ready = self._programs[key] = self.mesh.runtime.load(rank_program, self.mesh.names)
+                buffers = [hold[0] if isinstance(hold, tuple) else hold for _, hold in inputs.values()]
+                handles = ready([b.handle for b in buffers])
+            except BaseException as e:
+                # The calls are lost with the error; arrays that wait for them say so.
+                for _, b in wanted:
+                    b.var, b.failure = None, f"{type(e).__name__}: {e}"
+                raise
+            for (_, b), handle in zip(wanted, handles, strict=True):
+                b.handle, b.var = handle, None
+
+
+def two_meshes(op: str, a: Mesh, b: Mesh) -> MeshError:
+    """The error of a call on arrays of two meshes."""
+    return MeshError(
+        f"[{op}] arrays of two meshes in one op: {a} and {b}{_alike(a, b)}; move one first, with mt.reshard(x, y.sharding)"
+    )
+
+
+def another_mesh(what: str, theirs: Mesh, ours: Mesh) -> MeshError:
+    """The error of a value that is where it cannot be used."""
+    return MeshError(f"{what} is on another mesh: {theirs}, not {ours}{_alike(theirs, ours)}")
+
+
+def _alike(a: Mesh, b: Mesh) -> str:
+    return " (another object, though it looks alike: make one mesh and use it for all)" if repr(a) == repr(b) else ""
+
+
+def sharded_array(mesh: Mesh, layout: Layout, aval: ShapeDtype, handle: Any) -> Array:
+    """An Array around blocks."""
+    return wrap(ShardedBuffer(mesh, layout, aval, handle=handle))
+
+
+def handles_of(buffers: Sequence[ShardedBuffer]) -> list[Any]:
+    """Handles, computed where they are pending."""
+    return [b.computed().handle for b in buffers]

@@ -1,0 +1,182 @@
+"""The program that every rank of a mesh runs: plain data, which the partitioner writes and the executor reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.op import Op
+from ...arrays.core.program import Const, Entry, ShapeDtype
+from ..resharding.collective_plans import Collective, plan_collective
+from ..resharding.expert_all_to_all import Ragged, RaggedPlan
+from ..resharding.plan import Plan, plan_reshard, reshard_text
+from ..resharding.schedule import described
+from ..sharding.factors import FactorRule, RankView
+from ..sharding.halos import Fetch
+from ..sharding.placement import Layout, block_box, dims_text
+
+
+class Local(NamedTuple):
+    """An op on the blocks of one rank. Variables are those of the rank program.
+
+    Where ``by_rank`` is given, only the ranks it names run the call, each with parameters of its own.
+    """
+
+    op: Op
+    inputs: tuple[int | Const, ...]
+    outputs: tuple[int, ...]
+    params: Mapping[str, Any]
+    rule: FactorRule
+    origin: str | None
+    site: str
+    by_rank: Mapping[int, Mapping[str, Any]] | None = None
+
+
+class Move(NamedTuple):
+    """A reshard of one variable into another, or a collective of per-rank code, which says by itself what goes where."""
+
+    source: int
+    target: int
+    origin: str | None
+    collective: Collective | Fetch | Ragged | None = None
+    why: str | None = None
+    """What it is needed for, in words."""
+    table: int | None = None
+    """Of a :class:`~.dispatch.Ragged` move: the variable that says how much goes where."""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Variables that must be there."""
+        return (self.source,) if self.table is None else (self.source, self.table)
+
+
+class Moves(NamedTuple):
+    """Reshards that are carried out together, in one round of messages."""
+
+    moves: tuple[Move, ...]
+
+
+Step = Local | Moves
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The partitioned form of a program: the same text for every rank of a mesh with these axis lengths.
+
+    ``avals`` are those of the whole arrays; ``layouts`` say what a rank holds of each variable.
+    """
+
+    sizes: tuple[int, ...]
+    inputs: tuple[int, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    avals: Mapping[int, ShapeDtype]
+    layouts: Mapping[int, Layout]
+    constants: tuple[int, ...] = ()
+    name: str = "program"
+    frees: tuple[tuple[int, ...], ...] = field(default=())
+    inner: frozenset[int] = frozenset()
+    """Variables of per-rank code: their avals are those of one rank's block."""
+
+    def plan(self, m: Move) -> Plan:
+        """What goes where in a move."""
+        if isinstance(m.collective, Fetch):
+            return m.collective.plan(self.sizes)
+        if isinstance(m.collective, Ragged):
+            return m.collective.plan(math.prod(self.avals[m.source].shape[1:]))
+        if m.collective is not None:
+            return plan_collective(math.prod(self.sizes), m.collective)
+        return plan_reshard(self.avals[m.source].shape, self.sizes, self.layouts[m.source], self.layouts[m.target])
+
+    def move_text(self, m: Move, names: Sequence[str]) -> str:
+        """A move in the field's words."""
+        if isinstance(m.collective, Fetch):
+            return m.collective.text(names, self.sizes)
+        if m.collective is not None:
+            return m.collective.text(names)
+        return reshard_text(self.layouts[m.source], self.layouts[m.target], names)
+
+    def view(self, step: Local, rank: int) -> RankView:
+        """The blocks of a call's operands and results on one rank."""
+
+        def box(v: int) -> Box:
+            return block_box(self.layouts[v], self.sizes, self.avals[v].shape, rank)
+
+        return RankView(
+            tuple(box(v) if isinstance(v, int) else None for v in step.inputs), tuple(map(box, step.outputs))
+        )
+
+    def moved_bytes(self) -> int:
+        """Bytes that cross between ranks in one run."""
+        total = 0
+        for s in self.steps:
+            if isinstance(s, Moves):
+                for m in s.moves:
+                    total += self.plan(m).bytes_received(self.avals[m.source].dtype.itemsize)
+        return total
+
+    def _amount(self, m: Move) -> str:
+        """How much a move moves, in words."""
+        plan, itemsize = self.plan(m), self.avals[m.source].dtype.itemsize
+        if not isinstance(plan, RaggedPlan):
+            how = described(plan, self.avals[m.source].dtype)
+            return f"{plan.bytes_received(itemsize)} bytes" + (f", {how}" if how else "")
+        return f"{plan.bytes_received(itemsize)} bytes where all are chosen alike, {plan.most * itemsize} at most"
+
+    def text(self, names: Sequence[str], cuda: bool = False) -> str:
+        """One line a step: the op, the block that a rank holds of its result, and the collectives with their bytes.
+
+        ``cuda`` says whether the blocks are on GPUs.
+        """
+        lines = []
+
+        def typed(v: int) -> str:
+            aval, layout = self.avals[v], self.layouts[v]
+            dims = dims_text(aval.shape, layout, names)
+            partial = ",".join(f"{op}:{names[a]}" for a, op in layout.partials)
+            mark = " a rank" if v in self.inner else ""
+            return f"{aval.dtype.name}[{dims}]" + (f"{{{partial}}}" if partial else "") + mark
+
+        def called(s: Local, mark: str) -> str:
+            entry = Entry(s.op, s.inputs, s.outputs, s.params)
+            note = f"  # {s.origin}" if s.origin and s.origin != s.op.name else ""
+            return f"{mark} {entry}  : {', '.join(map(typed, s.outputs))}{note}"
+
+        from ..execution.executor import thin_values  # these read programs
+        from ..execution.fusion import Chain, fused
+        from .overlap import Start, Wait, schedule
+
+        apart = frozenset() if cuda else thin_values(self)
+        for s, _ in fused(self, [(a.what, a.frees) for a in schedule(self)], cuda=cuda, apart=apart):
+            if isinstance(s, Chain):
+                marks = "╭" + "│" * (len(s.calls) - 2) + "╰"
+                lines += map(called, s.calls, marks)
+            elif isinstance(s, Start):
+                lines.append(f"» start {', '.join(f'%{m.target}' for m in s.moves)}, beside what follows")
+            elif isinstance(s, Moves | Wait):
+                for i, m in enumerate(s.moves):
+                    words = self.move_text(m, names)
+                    moved = self._amount(m)
+                    mark = (
+                        "┌"
+                        if len(s.moves) > 1 and i == 0
+                        else "└"
+                        if len(s.moves) > 1 and i == len(s.moves) - 1
+                        else "│"
+                        if len(s.moves) > 1
+                        else " "
+                    )
+                    lines.append(
+                        f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}  # {moved}"
+                        + (f", {m.why}" if m.why else "")
+                        + (", started above" if isinstance(s, Wait) else "")
+                    )
+            else:
+                lines.append(called(s, " "))
+        head = ", ".join(f"%{v}: {typed(v)}" for v in self.inputs)
+        held = [f"  %{v} = constant  : {typed(v)}" for v in self.constants]
+        tail = f"  return {', '.join(f'%{v}' for v in self.outputs)}"
+        return "\n".join([f"rank program({head}):", *held, *lines, tail])

@@ -1,0 +1,199 @@
+"""Rows that are sent to the ranks of their experts and back, however many they are: an all-to-all whose sizes are found at run time.
+
+Where one mesh axis splits both the rows and the experts, each rank sends a row once to every rank that has one of its experts, and gets
+the weighted sum of that rank's experts back. Three kinds of steps are made of it, in a program of which the rest is static:
+
+1. ``route`` lists the rows for each rank, and counts them; the counts are gathered (``p`` numbers a rank);
+2. ``ragged_all_to_all`` sends the rows. Every rank knows all counts by then, so that empty parts cost no message and nothing is padded;
+3. the op itself runs on the rows that came, and the same exchange backwards returns what it gives.
+
+What is sent once serves the forward and the backward pass: a rank keeps the rows that it got until their gradients are made. Blocks
+whose number of rows is found at run time never leave these steps, so that all shapes outside are known before.
+
+The alternative, a buffer of equal places for each expert, is what routing with a capacity does: its shapes are static, its places are
+padded, and its tokens may be lost (GShard: Lepikhin et al., 2021). Sizes at run time, as in MegaBlocks (Gale et al., 2023), are possible
+here as ranks exchange messages of any length; on the other hand a rank may be sent all rows, and its memory has to hold them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.op import Op
+from ...arrays.core.program import ShapeDtype
+from ...arrays.nn.norms.row_blocks import wide
+from ..base.device_memory import BlockMemory, on_host
+from ..spmd.rank_ops import RankOp
+from ..transports.pieces import Target
+from .plan import Piece, Plan
+
+# ----- what a rank does before and after ------------------------------------------------------------------------------
+
+
+def _rows(x: Any) -> Any:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _route(xp: Any, chosen: Any, numbers: Any, bounds: Sequence[tuple[int, int]]) -> tuple[Any, Any]:
+    flat = _rows(chosen)
+    parts = [xp.nonzero(xp.isin(flat, numbers[low:high]).any(axis=1))[0] for low, high in bounds]
+    return xp.concatenate(parts), xp.asarray([[len(p) for p in parts]], dtype=np.int64)
+
+
+def _pack(xp: Any, x: Any, order: Any) -> Any:
+    return _rows(x)[order]
+
+
+def _unpack(xp: Any, found: Any, order: Any, counts: Any, like: Any) -> Any:
+    """Rows added up where they came from; a row that was sent to several ranks comes back from each."""
+    n, width = math.prod(like.shape[:-1]), found.shape[-1]
+    out = xp.zeros((n, width), wide(found.dtype))
+    at = 0
+    for count in on_host(counts)[0].tolist():
+        out[order[at : at + count]] += found[at : at + count]  # no row twice within a part
+        at += count
+    return out.reshape(*like.shape[:-1], width).astype(found.dtype, copy=False)
+
+
+def _no_shape(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+    return args[0]  # a rank finds it out
+
+
+ROUTE = RankOp("route", ("chosen", "numbers"), _route, _no_shape)
+ROUTE.nout = 2
+PACK = RankOp("pack", ("x", "order"), _pack, _no_shape)
+UNPACK = RankOp("unpack", ("found", "order", "counts", "like"), _unpack, _no_shape)
+
+
+# ----- what ranks do together -----------------------------------------------------------------------------------------
+
+
+class Ragged(NamedTuple):
+    """A move of rows between the ranks of each group, of which a table says how many: row ``i`` has what place ``i`` sends to each.
+
+    ``back`` returns them. ``likely`` and ``most`` are rows that cross between ranks: where every expert is chosen as often, and at most.
+    """
+
+    axes: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    back: bool
+    likely: int
+    most: int
+
+    def text(self, names: Sequence[str]) -> str:
+        """As in ``ragged_all_to_all(expert)``."""
+        return f"ragged_all_to_all({'+'.join(names[a] for a in self.axes)})"
+
+    def plan(self, row: int) -> RaggedPlan:
+        """How much is moved, for rows of so many elements."""
+        return RaggedPlan(self, row)
+
+    def share(self, homes: Sequence[int], process: int) -> RaggedShare:
+        """What a process does in it; ``homes`` gives the process of every rank."""
+        place = {r: (g, i) for g in self.groups for i, r in enumerate(g)}
+        sends = tuple((r, d) for r in sorted(place) if homes[r] == process for d in place[r][0])
+        receives = tuple((s, r) for s in sorted(place) for r in place[s][0] if homes[r] == process)
+        return RaggedShare(self.back, place, tuple(homes), process, sends, receives)
+
+
+class RaggedPlan(Plan):
+    """How much a :class:`Ragged` move is expected to move. What goes where is found out at run time, and no rank's part is known."""
+
+    reduce, terms, fill = None, 1, "sum"
+
+    def __init__(self, what: Ragged, row: int) -> None:
+        self.size = sum(map(len, what.groups))
+        self.elements_moved, self.most = what.likely * row, what.most * row  # type: ignore[misc]
+
+    elements_moved = 0
+
+    def takes_part(self, rank: int) -> bool:
+        return False
+
+    def box(self, rank: int) -> Box:
+        raise AssertionError("the block is found out at run time")
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        return ()
+
+    def piece(self, source: int, rank: int) -> Piece | None:
+        return None
+
+    def lane(self, rank: int) -> Hashable:
+        return rank
+
+    holds = same = group = lane
+
+    def partners(self, rank: int) -> Sequence[int]:
+        return (rank,)
+
+
+class RaggedShare(NamedTuple):
+    """The part of one process. ``sends`` and ``receives`` are pairs of ranks (from, to), in the order of their messages."""
+
+    back: bool
+    place: Mapping[int, tuple[tuple[int, ...], int]]
+    homes: tuple[int, ...]
+    process: int
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+
+    @property
+    def remote(self) -> bool:
+        """Whether ranks of other processes take part."""
+        return any(self.homes[d] != self.process for _, d in self.sends)
+
+    def running(self, blocks: Mapping[int, Any], tables: Mapping[int, Any], memory: BlockMemory) -> RaggedRunning:
+        return RaggedRunning(self, blocks, {r: on_host(t) for r, t in tables.items()}, memory)
+
+
+class RaggedRunning:
+    """A ragged move being carried out, like :class:`~.reshard_execution.Running`; it has one round."""
+
+    def __init__(
+        self, share: RaggedShare, blocks: Mapping[int, Any], tables: Mapping[int, np.ndarray], memory: BlockMemory
+    ) -> None:
+        self._share, self._blocks, self._memory = share, blocks, memory
+        self._tables = {r: t.T if share.back else t for r, t in tables.items()}
+        self._out: dict[int, Any] = {}
+
+    def _parts(self, lengths: Sequence[int]) -> Iterator[slice]:
+        at = 0
+        for n in lengths:
+            yield slice(at, at + n)
+            at += n
+
+    def rounds(self) -> Iterator[tuple[dict[int, list[Any]], dict[int, list[Any]]]]:
+        """What is sent and received, at once; what stays here is handed over."""
+        sends: dict[int, list[Any]] = {}
+        receives: dict[int, list[Any]] = {}
+        s = self._share
+        out: dict[tuple[int, int], Any] = {}  # what each pair's sender gives
+        for r, block in self._blocks.items():
+            group, i = s.place[r]
+            cuts = self._parts(self._tables[r][i].tolist())
+            out.update(((r, d), block[cut]) for d, cut in zip(group, cuts, strict=True))
+        into: dict[tuple[int, int], Any] = {}
+        for r, block in self._blocks.items():
+            group, i = s.place[r]
+            lengths = self._tables[r][:, i].tolist()
+            new = self._out[r] = self._memory.empty((sum(lengths), *block.shape[1:]), block.dtype)
+            into.update(((q, r), new[cut]) for q, cut in zip(group, self._parts(lengths), strict=True))
+        for pair in s.sends:
+            if s.homes[pair[1]] == s.process:
+                into[pair][...] = out[pair]
+            elif len(out[pair]):
+                sends.setdefault(s.homes[pair[1]], []).append((out[pair],))
+        for pair in s.receives:
+            if s.homes[pair[0]] != s.process and len(into[pair]):
+                receives.setdefault(s.homes[pair[0]], []).append(Target(into[pair]))
+        yield sends, receives
+
+    def results(self) -> dict[int, Any]:
+        """The rows that each rank got, in the order of the places that sent them."""
+        return self._out

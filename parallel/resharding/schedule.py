@@ -1,0 +1,474 @@
+"""How reshards become rounds of messages between processes.
+
+A reshard is a plan of pieces (``reshard``). Here it is sorted by process: which parts of blocks this process sends to each other,
+and how the blocks of its own ranks are joined from parts of its own and parts that arrive. Ranks of one process that need the same
+block share it, and it travels once.
+
+The algorithm is the one that :mod:`.costs` expects to be fastest; all processes come to the same, as all know the same.
+
+*direct*
+    Every process is sent what its blocks are made of, all pairs at once, in one round.
+*scattered*
+    Where several processes need one and the same block, each takes a part of it, and the parts are then gathered: two rounds, and
+    twice the block in bytes, however many processes there are.
+*doubling*, *halving*
+    Reductions along a tree (:mod:`.combining`): of few bytes in few messages, of many bytes with the volumes of a ring.
+*relayed*
+    Small blocks by way of other processes (:mod:`.relaying`).
+
+Contributions are joined in the order of one tree over their mesh coordinates (:mod:`.reduction_tree`) in all of them, which is why a
+result has the same bits in every run, on every rank, and on the virtual mesh. A ring would start its order at another rank for each
+part.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ..collectives.combining import Share, Tree, segments, tree_of
+from ..collectives.costs import COSTS, Costs, depth
+from ..collectives.relaying import Delivery, Parcel, Route, route
+from .plan import Piece, Plan
+
+
+class Source(NamedTuple):
+    """A part of a rank's block."""
+
+    rank: int
+    slices: tuple[slice, ...]
+
+
+class Part(NamedTuple):
+    """A part of a new block, and the contributions it is joined from, in order."""
+
+    slices: tuple[slice, ...]
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+
+
+class Block(NamedTuple):
+    """A new block, for the ranks of one process that need it. ``neutral``: filled with the identity of a pending reduction."""
+
+    process: int
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    neutral: bool
+
+
+class Outgoing(NamedTuple):
+    """What one process is sent for one part: sources of ranks of this process, perhaps only some of their elements."""
+
+    process: int
+    sources: tuple[Source, ...]
+    span: slice | None
+
+
+class Joining(NamedTuple):
+    """How a part of one of this process's blocks is joined. ``homes`` gives the process of each source."""
+
+    block: int
+    part: Part
+    span: slice | None
+    homes: tuple[int, ...]
+
+
+class Gathering(NamedTuple):
+    """The second round of a scattered block: this process's span goes to the others, and theirs come."""
+
+    block: int
+    own: slice
+    spans: Mapping[int, slice]
+
+
+class Combined(NamedTuple):
+    """A reduction along the tree: ``terms`` gives the sources of each contribution of this process, which make one vector; ``blocks``
+    are those of this process that are parts of what it keeps."""
+
+    share: Share
+    terms: tuple[tuple[int, tuple[Source, ...]], ...]
+    blocks: tuple[tuple[int, slice], ...]
+
+
+class MoveRounds(NamedTuple):
+    """One reshard as one process takes part in it."""
+
+    blocks: tuple[Block, ...]
+    sends: tuple[Outgoing, ...]
+    joins: tuple[Joining, ...]
+    gathers: tuple[Gathering, ...]
+    combined: tuple[Combined, ...]
+    relayed: Route | None
+    reduce: str | None
+    wide: bool
+    dtype: np.dtype
+
+    @property
+    def remote(self) -> bool:
+        """Whether other processes take part."""
+        return bool(self.combined or self.relayed or self.sends) or any(
+            h != self.blocks[j.block].process for j in self.joins for h in j.homes
+        )
+
+
+def _parts(pieces: Sequence[Piece]) -> tuple[Part, ...]:
+    by_target: dict[Box, list[Source]] = {}
+    for p in pieces:  # in the order of terms
+        by_target.setdefault(p.target, []).append(Source(p.rank, p.source.slices))
+    return tuple(Part(box.slices, box.shape, tuple(s)) for box, s in by_target.items())
+
+
+class _Process:
+    """Ranks of one process: those whose new blocks are equal (``makes``), one for each block that is there (``has``), and all by
+    lane."""
+
+    def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self.has: dict[Any, int] = {}
+        self.makes: dict[Any, list[int]] = {}
+        self.lanes: dict[Any, list[int]] = {}
+        for r in ranks:
+            self.lanes.setdefault(plan.lane(r), []).append(r)
+            self.has.setdefault(plan.holds(r), r)
+            if plan.takes_part(r):
+                self.makes.setdefault(plan.same(r), []).append(r)
+
+
+@functools.lru_cache(maxsize=8)
+def _hosted(homes: tuple[int, ...]) -> dict[int, list[int]]:
+    """The ranks of each process."""
+    ranks: dict[int, list[int]] = {}
+    for r, h in enumerate(homes):
+        ranks.setdefault(h, []).append(r)
+    return ranks
+
+
+@functools.lru_cache(maxsize=8)
+def _processes(plan: Plan, homes: tuple[int, ...], process: int) -> dict[int, _Process]:
+    """A process, and all with which it may have to do, or those with whom these have."""
+    # What processes do together is decided by all whom it concerns alike, so by those of partners, too.
+    ranks, looked_at, found, left = _hosted(homes), set[int](), {process}, [process]
+    while left:
+        for r in ranks[left.pop()]:
+            if r not in looked_at:  # partners have the same partners
+                partners = plan.partners(r)
+                looked_at.update(partners)
+                new = {homes[q] for q in partners} - found
+                found |= new
+                left += new
+    return {h: _Process(plan, ranks[h]) for h in sorted(found, key=lambda h: ranks[h][0])}
+
+
+def plan_rounds(
+    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int = 1
+) -> MoveRounds:
+    """What ``process`` does in a reshard; ``homes`` gives the process of every rank, ``hosts`` the number of machines."""
+    return _plan_rounds(plan, homes, process, dtype, low_precision, hosts, COSTS)
+
+
+@functools.lru_cache(maxsize=512)
+def _plan_rounds(
+    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int, costs: Costs
+) -> MoveRounds:
+    if plan.elements_moved:
+        processes = _processes(plan, homes, process)
+    else:  # nobody else has a part in it
+        processes = {process: _Process(plan, [r for r, h in enumerate(homes) if h == process])}
+    me = processes[process]
+    blocks: list[Block] = []
+    joins: list[Joining] = []
+    gathers: list[tuple[int, Gathering]] = []
+    deliveries: dict[Parcel, tuple[Delivery, ...]] = {}
+    relayed = plan.elements_moved > 0 and _relayed(plan, homes, process, dtype.itemsize, hosts, costs) is not None
+    shared = _shared(plan, homes, process, dtype, hosts, costs, relayed)
+    for ranks in me.makes.values():
+        first = ranks[0]
+        if shared.tree(first) is not None:
+            blocks.append(Block(process, tuple(ranks), plan.box(first).shape, (), False))
+            continue
+        # A block of this process stands in for its replicas elsewhere.
+        pieces = [p._replace(rank=me.has.get(plan.holds(p.rank), p.rank)) for p in plan.pieces(first)]
+        block = Block(process, tuple(ranks), plan.box(first).shape, _parts(pieces), plan.neutral(first))
+        spans = shared.spans(first)
+        if relayed:
+            for p in pieces:
+                if homes[p.rank] != process:
+                    parcel = Parcel(p.rank, p.source)
+                    deliveries[parcel] = (*deliveries.get(parcel, ()), Delivery(len(blocks), p.target.slices))
+            block = block._replace(parts=_parts([p for p in pieces if homes[p.rank] == process]))
+        for part in block.parts:
+            at = tuple(homes[s.rank] for s in part.sources)
+            joins.append(Joining(len(blocks), part, spans and spans[process], at))
+        if spans:
+            others = {p: s for p, s in spans.items() if p != process}
+            gathers.append((shared.order(first), Gathering(len(blocks), spans[process], others)))
+        blocks.append(block)
+    # More than two contributions of one or two bytes an element are joined in float32, and rounded once.
+    wide = plan.terms > 2 and plan.reduce is not None and low_precision
+    # Two processes that share several blocks gather them in one order.
+    in_order = tuple(g for _, g in sorted(gathers, key=lambda x: x[0]))
+    found = None
+    if relayed:
+        found = route(sorted(processes), process, functools.partial(_parcels, plan, processes), deliveries)
+    sends = () if relayed else tuple(_sends(plan, processes, process, shared))
+    combined = tuple(shared.combined(process, blocks))
+    return MoveRounds(tuple(blocks), sends, tuple(joins), in_order, combined, found, plan.reduce, wide, dtype)
+
+
+def described(plan: Plan, dtype: np.dtype) -> str:
+    """The algorithm and the time that is expected of it, where each rank has a process of its own on one host; nothing for direct
+    ways."""
+    homes = tuple(range(plan.size))
+    if plan.size <= 2 or plan.elements_moved == 0:
+        return ""
+    first = next(filter(plan.takes_part, homes), None)
+    if first is None:
+        return ""
+    seconds, name = _relayed(plan, homes, first, dtype.itemsize, 1, COSTS), "relayed"
+    if seconds is None:
+        shared = _shared(plan, homes, first, dtype, 1, COSTS, False)
+        if shared.tree(first) is None and shared.spans(first) is None:
+            return ""
+        name, seconds = shared.chosen[plan.group(first)]
+    return f"{name}, about {seconds * 1e3:.3g} ms"
+
+
+def _given(
+    plan: Plan, processes: Mapping[int, _Process], process: int, q: int, shared: _Shared | None = None
+) -> Iterator[tuple[int, list[list[Piece]]]]:
+    """For each block that ``q`` makes otherwise than along the tree, named by a rank: the pieces of it that one process sends, part
+    by part."""
+    other, mine = processes[q], processes[process].lanes
+    for ranks in other.makes.values():
+        first = ranks[0]
+        if shared is not None and shared.tree(first) is not None:
+            continue
+        found = [
+            p
+            for s in mine.get(plan.lane(first), ())
+            if plan.holds(s) not in other.has and (p := plan.piece(s, first)) is not None
+        ]
+        parts: dict[Box, list[Piece]] = {}
+        for p in sorted(found, key=lambda p: (p.target.offset, p.term)):
+            parts.setdefault(p.target, []).append(p)
+        yield first, list(parts.values())
+
+
+def _sends(plan: Plan, processes: Mapping[int, _Process], process: int, shared: _Shared) -> Iterator[Outgoing]:
+    """What each other process is sent, in the order in which it joins it: block by block, and part by part."""
+    for q in processes:
+        if q == process:
+            continue
+        for first, parts in _given(plan, processes, process, q, shared):
+            spans = shared.spans(first) if parts else None
+            for pieces in parts:
+                yield Outgoing(q, tuple(Source(p.rank, p.source.slices) for p in pieces), spans and spans[q])
+
+
+def _parcels(plan: Plan, processes: Mapping[int, _Process], process: int, q: int) -> list[Parcel]:
+    """What one process has for another, where nothing is joined."""
+    given = _given(plan, processes, process, q)
+    return [Parcel(p.rank, p.source) for _, parts in given for pieces in parts for p in pieces]
+
+
+@functools.lru_cache(maxsize=512)
+def _relayed(plan: Plan, homes: tuple[int, ...], process: int, itemsize: int, hosts: int, costs: Costs) -> float | None:
+    """Seconds that blocks travel by way of other processes, where that is fastest. The first process and one that gives it something
+    stand for all."""
+    processes = _processes(plan, homes, process)
+    if plan.reduce is not None or len(processes) <= 2 or (len(processes) <= 8 and costs.only is None):
+        return None
+
+    def givers(q: int) -> set[int]:
+        return {homes[p.rank] for ranks in processes[q].makes.values() for p in plan.pieces(ranks[0])} - {q}
+
+    n, (first, second, *_) = len(processes), sorted(processes)
+    given = givers(first)
+    giver, taker = (min(given), first) if given else (first, second)
+    if len(_parcels(plan, processes, giver, taker)) * n * (depth(n) + 2) > 16 * plan.size:
+        return None  # to work out what comes by would take longer than it is worth
+    lists = [_parcels(plan, processes, giver, q) if q != giver else [] for q in processes]
+    takers = [q for q, parcels in zip(processes, lists, strict=True) if parcels]
+    partners = max(len(given), len(takers), *(len(givers(q)) for q in takers[:1]))
+    out = itemsize * sum(x.part.size for parcels in lists for x in parcels)
+    gives = itemsize * sum(x.part.size for x in {x for parcels in lists for x in parcels})
+    gets = itemsize * plan.elements_moved / n
+    ways = costs.movement(n, partners, gets, out, gives, hosts)
+    return ways.relayed if costs.best(ways) == "relayed" else None
+
+
+@functools.lru_cache(maxsize=8)
+def _shared(
+    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, hosts: int, costs: Costs, relayed: bool
+) -> _Shared:
+    alone = relayed or not plan.elements_moved
+    return _Shared(plan, {} if alone else _processes(plan, homes, process), homes, dtype, hosts, costs)
+
+
+class _Shared:
+    """How reduced blocks come about between the processes that need them.
+
+    ``tree`` is for those whose ranks have the collective among themselves, each with one contribution in one piece; ``spans`` for
+    those that need the same whole block, each of which takes a part of it first.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        processes: Mapping[int, _Process],
+        homes: tuple[int, ...],
+        dtype: np.dtype,
+        hosts: int,
+        costs: Costs,
+    ) -> None:
+        self._plan, self._processes, self._homes, self._dtype = plan, processes, homes, dtype
+        self._hosts, self._costs = hosts, costs
+        self._members: dict[Any, list[tuple[int, int]]] = {}  # (process, rank), in the order of processes
+        self._groups: dict[Any, list[tuple[int, int]]] = {}
+        self._spans: dict[Any, dict[int, slice] | None] = {}
+        self._trees: dict[Any, _Group | None] = {}
+        self.chosen: dict[Any, tuple[str, float]] = {}
+        """By group: the algorithm, and seconds."""
+        if len(processes) > 1:
+            for q, p in sorted(processes.items()):
+                for same, ranks in p.makes.items():
+                    group = plan.group(ranks[0])
+                    self._members.setdefault((same, group), []).append((q, ranks[0]))
+                    self._groups.setdefault(group, []).append((q, ranks[0]))
+
+    def _key(self, rank: int) -> Any:
+        return self._plan.same(rank), self._plan.group(rank)
+
+    def order(self, rank: int) -> int:
+        """A number by which the blocks that two processes share are in the same order for both."""
+        return self._members[self._key(rank)][0][1]
+
+    def spans(self, rank: int) -> dict[int, slice] | None:
+        """The part of the flat block of ``rank`` that each process joins; None where each joins all of it."""
+        if not self._members:
+            return None
+        key = self._key(rank)
+        if key not in self._spans:
+            self._spans[key] = self._divided(self._members.get(key, ()))
+        return self._spans[key]
+
+    def _divided(self, members: Sequence[tuple[int, int]]) -> dict[int, slice] | None:
+        n, plan = len(members), self._plan
+        if n < 2 or (plan.reduce is None and n == 2):
+            return None
+        first = members[0][1]
+        size = plan.box(first).size
+        nbytes = size * self._dtype.itemsize
+        if plan.reduce is not None:
+            ways = self._costs.reduction(n, nbytes, hosts=self._hosts, tree=False)
+        else:
+            ways = self._costs.movement(n, n - 1, nbytes, (n - 1) * nbytes, nbytes, self._hosts)._replace(
+                relayed=math.inf
+            )
+        if self._costs.best(ways) != "scattered" or plan.neutral(first):
+            return None
+        self.chosen[plan.group(first)] = "scattered", ways.scattered
+        pieces = plan.pieces(first)
+        if len({p.target for p in pieces}) != 1 or (plan.reduce is None and not self._is_from_one(members, pieces[0])):
+            return None
+        step = -(-size // (n * 64)) * 64  # whole cache lines
+        return {q: slice(min(i * step, size), min((i + 1) * step, size)) for i, (q, _) in enumerate(members)}
+
+    def _is_from_one(self, members: Sequence[tuple[int, int]], piece: Piece) -> bool:
+        """Whether all need one block that one of them has."""
+        plan, holds = self._plan, self._plan.holds(piece.rank)
+        here = [q for q, _ in members if holds in self._processes[q].has]
+        return here == [self._homes[piece.rank]] and len({plan.lane(r) for _, r in members}) == 1
+
+    def tree(self, rank: int) -> _Group | None:
+        """How the group of a rank reduces along the tree; None where it does not."""
+        if self._plan.reduce is None or len(self._groups) == 0 or self._plan.terms < 2:
+            return None
+        group = self._plan.group(rank)
+        if group not in self._trees:
+            self._trees[group] = self._grown(self._groups[group])
+        return self._trees[group]
+
+    def _grown(self, entries: Sequence[tuple[int, int]]) -> _Group | None:
+        plan, homes = self._plan, self._homes
+        members = dict.fromkeys(q for q, _ in entries)
+        n, first = len(members), entries[0][1]
+        if n < 2 or (n <= 4 and self._costs.only is None) or any(plan.neutral(r) for _, r in entries):
+            return None
+        items: dict[Any, tuple[int, list[int]]] = {}  # a rank of each different block, and the processes that make it
+        for q, r in entries:
+            items.setdefault(plan.same(r), (r, []))[1].append(q)
+        items = {k: x for k, x in items.items() if plan.box(x[0]).size}
+        sizes = [plan.box(r).size for r, _ in items.values()]
+        nbytes = sum(sizes) * self._dtype.itemsize
+        one = len(items) == 1 and len(next(iter(items.values()))[1]) == n
+        if not items or not (one or all(len(x[1]) == 1 for x in items.values())):
+            return None
+        ways = self._costs.reduction(n, nbytes, scatter=not one, hosts=self._hosts)
+        best = self._costs.best(ways)
+        if best not in ("doubling", "halving"):
+            return None
+        self.chosen[plan.group(first)] = best, getattr(ways, best)
+        pieces = plan.pieces(next(iter(items.values()))[0])
+        if len(pieces) != plan.terms or [p.term for p in pieces] != list(range(plan.terms)):
+            return None
+        at = tuple(homes[p.rank] for p in pieces)
+        lane = plan.lane(first)
+        if set(at) != set(members) or any(plan.lane(r) != lane for _, r in entries):
+            return None
+        for r, _ in items.values():
+            piece = plan.piece(pieces[0].rank, r)
+            if piece is None or piece.target.shape != plan.box(r).shape:
+                return None
+        ranks = tuple(r for r, _ in items.values())
+        if not one:
+            bounds = [0, *itertools.accumulate(sizes)]
+            owners = tuple(q for _, (q,) in items.values())
+        elif best == "halving":
+            bounds, owners = segments(at, sizes[0])
+        else:
+            bounds, owners = [0, sizes[0]], None
+        sources = tuple(p.rank for p in pieces)
+        return _Group(tree_of(at, owners), sources, ranks, tuple(bounds), one and best == "halving", one)
+
+    def combined(self, process: int, blocks: Sequence[Block]) -> Iterator[Combined]:
+        """The parts of one process in reductions along the tree."""
+        plan = self._plan
+        found: dict[Any, list[int]] = {}
+        for i, b in enumerate(blocks):
+            if self.tree(b.ranks[0]) is not None:
+                found.setdefault(plan.group(b.ranks[0]), []).append(i)
+        # Two processes that share several reductions have their messages in one order.
+        for g, indices in sorted(((self._trees[k], x) for k, x in found.items()), key=lambda x: x[0].sources):  # type: ignore
+            terms = []
+            for t, s in enumerate(g.sources):
+                if self._homes[s] == process:
+                    pieces = [p for r in g.items if (p := plan.piece(s, r)) is not None]
+                    terms.append((t, tuple(Source(s, p.source.slices) for p in pieces)))
+            share = g.tree.share(process, g.bounds, g.back)
+            mine, at = [], 0
+            for i in indices:
+                size = math.prod(blocks[i].shape)
+                if size:
+                    mine.append((i, slice(at, at + size)))
+                    at += 0 if g.whole else size
+            yield Combined(share, tuple(terms), tuple(mine))
+
+
+class _Group(NamedTuple):
+    """A reduction along the tree: contributions of the ranks ``sources``, of which a rank of each of ``items`` makes another block
+    (``whole``: all make the same one)."""
+
+    tree: Tree
+    sources: tuple[int, ...]
+    items: tuple[int, ...]
+    bounds: tuple[int, ...]
+    back: bool
+    whole: bool

@@ -1,0 +1,69 @@
+"""How much each rank sends to each other in an all-to-all: the rows of a matrix, each different one written once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...arrays.core.blocks import ceil_blocks
+
+
+class PartSizes(NamedTuple):
+    """Row ``i`` of the matrix, ``rows[of[i]]``, says how much rank ``i`` of a group sends to each.
+
+    Blocks that are alike are cut alike: what is written down then grows with the number of ranks, and not with its square.
+
+    Examples
+    --------
+    >>> sizes = PartSizes.cut([5, 5, 4], 3)
+    >>> sizes
+    PartSizes(rows=((2, 2, 1), (2, 2, 0)), of=(0, 0, 1))
+    >>> sizes.row(2), sizes.column(2)
+    ((2, 2, 0), (1, 1, 0))
+    >>> sizes.transposed()
+    PartSizes(rows=((2, 2, 2), (1, 1, 0)), of=(0, 0, 1))
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    of: tuple[int, ...]
+
+    @classmethod
+    def cut(cls, lengths: Sequence[int], parts: int) -> PartSizes:
+        """Where rank ``i`` cuts a dimension of ``lengths[i]`` in ``parts`` by the ceil rule."""
+        number = {n: k for k, n in enumerate(dict.fromkeys(lengths))}
+        rows = tuple(tuple(k for _, k in ceil_blocks(n, parts)) for n in number)
+        return cls(rows, tuple(number[n] for n in lengths))._shortest()
+
+    @classmethod
+    def matrix(cls, rows: Sequence[tuple[int, ...]]) -> PartSizes:
+        """Of a matrix that is written out."""
+        return cls(tuple(rows), tuple(range(len(rows))))._shortest()
+
+    @classmethod
+    def alike(cls, row: Sequence[int], ranks: int) -> PartSizes:
+        """Where all ranks have the same row."""
+        return cls((tuple(row),), (0,) * ranks)
+
+    def _shortest(self) -> PartSizes:
+        number = {row: k for k, row in enumerate(dict.fromkeys(self.rows))}
+        return PartSizes(tuple(number), tuple(number[self.rows[k]] for k in self.of))
+
+    def row(self, i: int) -> tuple[int, ...]:
+        """What rank ``i`` sends to each."""
+        return self.rows[self.of[i]]
+
+    def column(self, j: int) -> tuple[int, ...]:
+        """What rank ``j`` is sent by each."""
+        kinds = self.kinds(j)
+        return tuple(kinds[k] for k in self.of)
+
+    def kinds(self, j: int) -> tuple[int, ...]:
+        """What rank ``j`` is sent by one rank of each different row: columns are equal where these are."""
+        return tuple(row[j] for row in self.rows)
+
+    def transposed(self) -> PartSizes:
+        """What goes back."""
+        kinds = list(zip(*self.rows, strict=True))
+        number = {kind: k for k, kind in enumerate(dict.fromkeys(kinds))}
+        rows = tuple(tuple(kind[k] for k in self.of) for kind in number)
+        return PartSizes(rows, tuple(number[kind] for kind in kinds))._shortest()

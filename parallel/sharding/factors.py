@@ -1,0 +1,181 @@
+"""Factor mappings: how an op says along which dimensions it may be split.
+
+For each call a rule names the op's *factors*, like the letters of an einsum: which dimension of each operand and result each
+factor runs along. That one datum gives the sharding of the results, the collectives that operands need, and what each rank
+computes. Legend:
+
+* a factor that all results have may be split freely (*batch*);
+* a factor that a result lacks leaves that result ``Partial(op)`` when it is split, by the factor's ``reduce``;
+* a factor with ``whole=True`` must not be split: operands split there are gathered (or the op is decomposed);
+* a dimension can be made of a factor and an inner length: ``Dim(f, inner=3)`` is ``3 * size(f)`` long, so that it may be split
+  only where the split falls on multiples of 3 (*blocked*);
+* a dimension can see a factor through a *window*: a slice, a concatenation or a convolution, of which each rank fetches what its
+  part of the factor needs (a *halo*).
+
+Where what a rank runs on its part is not the op itself (a table of which it has some rows), ``part`` says what it is.
+
+``linear`` lists the sets of operands in which the op is jointly linear: when exactly those are ``Partial("sum")`` along a mesh
+axis, so is the result, and nothing needs to be reduced yet. It has to hold for infinities and the signs of zeros too: a product with
+what another array holds is no such op, as the parts of a sum may be zero where the sum is not, and 0 × inf is NaN. ``made`` says that any block of the results can be made from
+operands that are whole along it (random numbers, broadcasts): a part of a replicated one is then made, not cut out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.op import Op
+from ...arrays.core.program import ShapeDtype
+from .halos import Window
+
+
+class Dim(NamedTuple):
+    """A dimension that runs along factor ``factor``, times ``inner`` elements that stay together; or, where there is a ``window``,
+    one of which a rank needs what that says for its part of the factor."""
+
+    factor: int
+    inner: int = 1
+    window: Window | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One letter: its length, whether it must stay whole, and how results that lack it are reduced."""
+
+    size: int
+    whole: bool = False
+    reduce: str | None = None
+
+
+class RankView(NamedTuple):
+    """What one rank sees of a call: the blocks of its operands and results within the whole arrays."""
+
+    operands: tuple[Box | None, ...]
+    results: tuple[Box, ...]
+
+
+Localize = Callable[[Mapping[str, Any], RankView], Mapping[str, Any]]
+
+
+class PartCall(NamedTuple):
+    """What a rank runs in place of the op where one of ``factors`` is split: another op, with parameters of its own."""
+
+    factors: frozenset[int]
+    op: Op
+    localize: Localize
+    makes: frozenset[int] = frozenset()
+    """Factors that results have and no operand: a part of a result that is replicated there can be made, not cut out."""
+
+
+class Exchange(NamedTuple):
+    """Factors that one mesh axis may split together: ``rows`` (any of them) and ``expert``, which each row needs but some of.
+    Operand ``chosen`` says which, by the ``numbers`` of another; ranks send the rows to each other when the program runs
+    (:mod:`.expert_all_to_all`)."""
+
+    rows: frozenset[int]
+    expert: int
+    chosen: int
+    numbers: int
+
+
+@dataclass(frozen=True, slots=True)
+class FactorRule:
+    """The mapping of one call. ``operands[i][d]`` is the :class:`Dim` of dimension ``d``, or None where it cannot be split
+    (a length-one dimension that broadcasts). Scalars have an empty tuple."""
+
+    factors: tuple[Factor, ...]
+    operands: tuple[tuple[Dim | None, ...], ...]
+    results: tuple[tuple[Dim | None, ...], ...]
+    linear: tuple[frozenset[int], ...] = ()
+    localize: Localize | None = None
+    made: bool = False
+    part: PartCall | None = None
+    valueless: bool = False
+    """The op reads shapes, and no values: operands may stay pending."""
+    choice: str = ""
+    """Why dimensions are to be whole, where that was chosen for its price and the op could do without."""
+    exchange: Exchange | None = None
+
+
+Maker = Callable[[Op, Sequence[ShapeDtype | Any], Sequence[ShapeDtype], Mapping[str, Any]], FactorRule]
+"""``maker(op, avals, out_avals, params)``: the rule of a call on these operands."""
+
+RULES: dict[Op, Maker] = {}
+
+
+def rule(*ops: Op) -> Callable[[Maker], Maker]:
+    """Decorator: the function makes the rules of these ops."""
+
+    def add(maker: Maker) -> Maker:
+        for op in ops:
+            if op in RULES or op.replicate_only:
+                raise ValueError(f"{op.name} has a sharding rule already, or is declared replicate_only")
+            RULES[op] = maker
+        return maker
+
+    return add
+
+
+class Letters:
+    """Collects factors while a rule is made."""
+
+    def __init__(self) -> None:
+        self.factors: list[Factor] = []
+
+    def new(self, size: int, *, whole: bool = False, reduce: str | None = None) -> Dim:
+        self.factors.append(Factor(size, whole, reduce))
+        return Dim(len(self.factors) - 1)
+
+    def many(self, shape: Sequence[int], *, whole: bool = False, reduce: str | None = None) -> tuple[Dim, ...]:
+        return tuple(self.new(n, whole=whole, reduce=reduce) for n in shape)
+
+    def rule(
+        self,
+        operands: Sequence[Sequence[Dim | None]],
+        results: Sequence[Sequence[Dim | None]],
+        linear: Sequence[Sequence[int]] = (),
+        localize: Localize | None = None,
+        made: bool = False,
+        part: PartCall | None = None,
+        valueless: bool = False,
+        choice: str = "",
+        exchange: Exchange | None = None,
+    ) -> FactorRule:
+        return FactorRule(
+            tuple(self.factors),
+            tuple(map(tuple, operands)),
+            tuple(map(tuple, results)),
+            tuple(map(frozenset, linear)),
+            localize,
+            made,
+            part,
+            valueless,
+            choice,
+            exchange,
+        )
+
+
+def bilinear(out_avals: Sequence[ShapeDtype]) -> list[tuple[int, ...]]:
+    """The linear sets of a product of two arrays: integers have no infinities."""
+    return [(0,), (1,)] if out_avals[0].dtype.kind in "iu" else []
+
+
+def replicated_rule(avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> FactorRule:
+    """Every dimension whole: each rank computes everything."""
+    letters = Letters()
+    operands = [letters.many(a.shape, whole=True) if isinstance(a, ShapeDtype) else () for a in avals]
+    results = [letters.many(a.shape, whole=True) for a in out_avals]
+    return letters.rule(operands, results)
+
+
+def rule_for(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
+    """The rule of a call; everything whole for an op that is ``replicate_only``."""
+    maker = RULES.get(op)
+    found = replicated_rule(avals, out_avals) if maker is None else maker(op, avals, out_avals, params)
+    # Parts of a sum of integers may wrap around where the sum does not: they stay of the dtype in which they wrap alike.
+    wraps = {i for i, a in enumerate(avals) if isinstance(a, ShapeDtype) and a.dtype.kind in "iu"}
+    kept = tuple(g for g in found.linear if all(avals[i].dtype == out_avals[0].dtype for i in wraps.intersection(g)))
+    return found if kept == found.linear else replace(found, linear=kept)

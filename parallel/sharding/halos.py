@@ -1,0 +1,76 @@
+"""Dimensions that do not run in step: which part of an operand a rank needs for its block of a result.
+
+A slice, a concatenation, a convolution: element ``t`` of the result needs elements of the operand that are somewhere else, though
+not far. Where such a dimension is split, each rank fetches just the part that its block needs (a *halo*, where blocks overlap), and
+runs the op on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...arrays.core.blocks import Box
+from ..resharding.plan import Plan, plan_reshard
+from .placement import Layout
+
+
+class Window(NamedTuple):
+    """Which elements ``[start, start + length)`` of an operand the elements ``[o, o + k)`` of a result need.
+
+    ==============  ===============================  ======================================================
+    kind            numbers                          of
+    ==============  ===============================  ======================================================
+    ``slice``       first, step                      ``x[first::step]``
+    ``unslice``     first, step, m                   the ``m`` values written to ``x[first::step]``
+    ``join``        offset, n                        an operand of a concatenation
+    ``conv``        stride, reach                    an image under a kernel that reaches over ``reach`` places
+    ``unconv``      stride, reach, places            the ``places`` of the result, from the image
+    ==============  ===============================  ======================================================
+    """
+
+    kind: str
+    numbers: tuple[int, ...]
+
+    def region(self, o: int, k: int) -> tuple[int, int]:
+        """(start, length) of what is needed for ``k`` elements from ``o``."""
+        if k == 0:
+            return 0, 0
+        if self.kind == "slice":
+            first, step = self.numbers
+            ends = (first + o * step, first + (o + k - 1) * step)
+            return min(ends), max(ends) - min(ends) + 1
+        if self.kind == "join":
+            offset, n = self.numbers
+            lo, hi = max(o - offset, 0), min(o + k - offset, n)
+            return (lo, hi - lo) if hi > lo else (0, 0)
+        if self.kind == "conv":
+            stride, reach = self.numbers
+            return o * stride, (k - 1) * stride + reach
+        if self.kind == "unconv":
+            stride, reach, m = self.numbers
+            lo, hi = -((reach - 1 - o) // stride), (o + k - 1) // stride
+        else:
+            first, step, m = self.numbers
+            a, b = (o - first, o + k - 1 - first) if step > 0 else (first - o - k + 1, first - o)
+            lo, hi = -(-a // abs(step)), b // abs(step)
+        lo, hi = max(lo, 0), min(hi, m - 1)
+        return (lo, hi - lo + 1) if hi >= lo else (0, 0)
+
+
+class Fetch(NamedTuple):
+    """A move that gives each rank a part of its own choice of an array: ``boxes`` are those parts, by rank."""
+
+    shape: tuple[int, ...]
+    source: Layout
+    target: Layout
+    boxes: tuple[Box, ...]
+
+    def plan(self, sizes: tuple[int, ...]) -> Plan:
+        return plan_reshard(self.shape, sizes, self.source, self.target, self.boxes)
+
+    def text(self, names: Sequence[str], sizes: tuple[int, ...]) -> str:
+        """As in ``halo_exchange(data)``; ``slice(data)`` where every rank has what it needs."""
+        axes = sorted({a for _, split in (*self.source.shards, *self.target.shards) for a in split})
+        kind = "halo_exchange" if self.plan(sizes).elements_moved else "slice"
+        return f"{kind}({'+'.join(names[a] for a in axes)})"

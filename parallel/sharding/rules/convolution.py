@@ -1,0 +1,178 @@
+"""Factor mappings of convolution: images of a batch, channels and places may be split.
+
+A place of the result sees a few places of the image: where places are split, each rank fetches those that its own need, which are
+its own and a *halo* of its neighbours'. Splitting what is summed over (channels of the image, the batch and the places for the
+kernel's derivative) leaves a sum to be made. Where there are several groups of channels, ranks have whole groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ....arrays.core.op import Op
+from ....arrays.core.program import ShapeDtype
+from ....arrays.nn import convolution as c
+from ..factors import Dim, FactorRule, Letters, PartCall, RankView, bilinear, rule
+from ..halos import Window
+from ..sharded_indexing import part_op
+
+Avals = Sequence[Any]
+Params = Mapping[str, Any]
+
+
+class _Channels(NamedTuple):
+    """Dims of the image's channels, of the kernels, and of the channels that a kernel sees; and the factor of the groups."""
+
+    ins: Dim
+    outs: Dim
+    seen: Dim
+    groups: frozenset[int]
+
+
+def _channels(letters: Letters, ins: int, outs: int, params: Params, summed: str) -> _Channels:
+    """``summed`` says which channels the op sums over: ``"ins"``, ``"outs"`` or none."""
+    n = params["groups"]
+    if n == 1:
+        a = letters.new(ins, reduce="sum" if summed == "ins" else None)
+        return _Channels(a, letters.new(outs, reduce="sum" if summed == "outs" else None), a, frozenset())
+    groups, seen = letters.new(n), letters.new(ins // n, whole=True)
+    return _Channels(Dim(groups.factor, ins // n), Dim(groups.factor, outs // n), seen, frozenset({groups.factor}))
+
+
+def _own_groups(channels: _Channels, operand: int | None, params: Params, view: RankView) -> Params:
+    """``groups`` as many as a rank has: of the channels of an operand, or of the result."""
+    if not channels.groups:
+        return params
+    box = view.results[0] if operand is None else view.operands[operand]
+    assert box is not None
+    return {**params, "groups": max(box.shape[1] // max(channels.outs.inner, 1), 1)}
+
+
+def _reaches(kernel: Sequence[int], params: Params) -> list[int]:
+    """Places of the image that one place of the result sees, first to last."""
+    return [d * (k - 1) + 1 for k, d in zip(kernel, params["dilation"], strict=True)]
+
+
+def _halo(places: Sequence[Dim], kernel: Sequence[int], params: Params) -> list[Dim]:
+    """The image's dims as the result's places see them."""
+    numbers = zip(params["stride"], _reaches(kernel, params), strict=True)
+    return [Dim(p.factor, 1, Window("conv", (s, r))) for p, (s, r) in zip(places, numbers, strict=True)]
+
+
+def _factors(dims: Sequence[Dim]) -> frozenset[int]:
+    return frozenset(d.factor for d in dims)
+
+
+# ----- what a rank runs -------------------------------------------------------------------------------------------------
+
+
+def _conv_part(xp: Any, x: Any, w: Any, shape: tuple[int, ...], **params: Any) -> Any:
+    return c.CONV.bind(xp)(x, w, **params) if all(shape) else xp.zeros(shape, np.result_type(x.dtype, w.dtype))
+
+
+def _image_part(xp: Any, g: Any, w: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
+    """The cotangent of part of an image, from those places of the result that saw it. ``starts``: where it starts, counted from
+    the first place that the first of them saw."""
+    out = xp.zeros(shape, np.result_type(g.dtype, w.dtype))
+    if not all((*shape, *g.shape)):
+        return out
+    reach = _reaches(w.shape[2:], params)
+    seen = tuple((n - 1) * s + r for n, s, r in zip(g.shape[2:], params["stride"], reach, strict=True))
+    full = c.CONV_IMAGE.bind(xp)(g, w, **{**params, "image": seen})
+    source, target = [slice(None)] * 2, [slice(None)] * 2
+    for start, n, m in zip(starts, shape[2:], seen, strict=True):
+        lo, hi = max(start, 0), min(start + n, m)
+        source.append(slice(lo, max(hi, lo)))
+        target.append(slice(lo - start, max(hi, lo) - start))
+    out[tuple(target)] = full[tuple(source)]
+    return out
+
+
+def _kernel_part(xp: Any, g: Any, x: Any, shape: tuple[int, ...], **params: Any) -> Any:
+    if not all((*shape, *g.shape)):
+        return xp.zeros(shape, np.result_type(g.dtype, x.dtype))
+    return c.CONV_KERNEL.bind(xp)(g, x, **params)
+
+
+CONV_PART = part_op("conv_part", ("x", "w"), _conv_part)
+IMAGE_PART = part_op("conv_image_part", ("g", "w"), _image_part)
+KERNEL_PART = part_op("conv_kernel_part", ("g", "x"), _kernel_part)
+
+
+def _result_block(channels: _Channels, params: Params, view: RankView) -> Params:
+    return {**_own_groups(channels, None, params, view), "shape": view.results[0].shape}
+
+
+def _kernel_block(channels: _Channels, params: Params, view: RankView) -> Params:
+    return {**_own_groups(channels, 0, params, view), "shape": view.results[0].shape}
+
+
+def _image_block(channels: _Channels, params: Params, view: RankView) -> Params:
+    g, box = view.operands[0], view.results[0]
+    assert g is not None
+    first = [o * s for o, s in zip(g.offset[2:], params["stride"], strict=True)]
+    starts = tuple(o - f for o, f in zip(box.offset[2:], first, strict=True))
+    own = _own_groups(channels, 0, params, view)
+    return {**{k: v for k, v in own.items() if k != "image"}, "shape": box.shape, "starts": starts}
+
+
+# ----- rules ------------------------------------------------------------------------------------------------------------
+
+
+@rule(c.CONV)
+def _conv(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    x, w, y = avals[0].shape, avals[1].shape, out_avals[0].shape
+    batch = letters.new(x[0])
+    channels = _channels(letters, x[1], w[0], params, "ins")
+    kernel, places = letters.many(w[2:], whole=True), letters.many(y[2:])
+    part = PartCall(_factors(places) | channels.groups, CONV_PART, functools.partial(_result_block, channels))
+    image = _halo(places, w[2:], params)
+    return letters.rule(
+        [(batch, channels.ins, *image), (channels.outs, channels.seen, *kernel)],
+        [(batch, channels.outs, *places)],
+        bilinear(out_avals),
+        part=part,
+    )
+
+
+@rule(c.CONV_IMAGE)
+def _image(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    y, w, x = avals[0].shape, avals[1].shape, out_avals[0].shape
+    batch = letters.new(y[0])
+    channels = _channels(letters, x[1], y[1], params, "outs")
+    kernel, image = letters.many(w[2:], whole=True), letters.many(x[2:])
+    reach = _reaches(w[2:], params)
+    places = [
+        Dim(d.factor, 1, Window("unconv", (s, r, n)))
+        for d, s, r, n in zip(image, params["stride"], reach, y[2:], strict=True)
+    ]
+    part = PartCall(_factors(image) | channels.groups, IMAGE_PART, functools.partial(_image_block, channels))
+    return letters.rule(
+        [(batch, channels.outs, *places), (channels.outs, channels.seen, *kernel)],
+        [(batch, channels.ins, *image)],
+        bilinear(out_avals),
+        part=part,
+    )
+
+
+@rule(c.CONV_KERNEL)
+def _kernel(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    y, x, w = avals[0].shape, avals[1].shape, out_avals[0].shape
+    batch = letters.new(y[0], reduce="sum")
+    channels = _channels(letters, x[1], y[1], params, "none")
+    kernel, places = letters.many(w[2:], whole=True), letters.many(y[2:], reduce="sum")
+    part = PartCall(_factors(places) | channels.groups, KERNEL_PART, functools.partial(_kernel_block, channels))
+    image = _halo(places, w[2:], params)
+    return letters.rule(
+        [(batch, channels.outs, *places), (batch, channels.ins, *image)],
+        [(channels.outs, channels.seen, *kernel)],
+        bilinear(out_avals),
+        part=part,
+    )

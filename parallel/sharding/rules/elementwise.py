@@ -1,0 +1,85 @@
+"""Factor mappings of the elementwise functions: dimensions align from the right; length-one dimensions broadcast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....arrays.core.op import OPS, Op
+from ....arrays.core.program import ShapeDtype
+from ....arrays.core.shape_rules import elementwise as elementwise_shape
+from ....arrays.indexing.lazy_adam import LAZY_ADAM
+from ....arrays.ops import elementwise as ew
+from ..factors import FactorRule, Letters, rule
+from ..ops import RESHARD
+
+# Sets of operands in which an op is jointly linear, whatever the numbers.
+_LINEAR: dict[Op, tuple[tuple[int, ...], ...]] = {
+    ew.ADD: ((0, 1),),
+    ew.MULTIPLY: ((0,), (1,)),
+    ew.DIVIDE: ((0,),),
+    ew.POSITIVE: ((0,),),
+    ew.ALIAS: ((0,),),
+    ew.BARRIER: ((0,),),
+    ew.STOP_GRADIENT: ((0,),),
+    ew.REAL: ((0,),),
+    ew.IMAG: ((0,),),
+    ew.WHERE: ((1, 2),),
+    ew.ASTYPE: ((0,),),
+    RESHARD: ((0,),),
+}
+# Of integers alone: where two floats cancel, or a rank has nothing, the sum is 0.0, and so it would be with the sign turned.
+_LINEAR_IN_INTEGERS: dict[Op, tuple[tuple[int, ...], ...]] = {ew.SUBTRACT: ((0, 1),), ew.NEGATIVE: ((0,),)}
+
+
+def _linear(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> list[tuple[int, ...]]:
+    """The linear sets that hold for these arguments: a scalar beside a sum would be added once a rank."""
+    arrays = {i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)}
+    out = []
+    integers = out_avals[0].dtype.kind in "iu"
+    for group in _LINEAR.get(op, _LINEAR_IN_INTEGERS.get(op, ()) if integers else ()):
+        scalars = [avals[i] for i in group if i not in arrays]
+        others = [a for i, a in enumerate(avals) if i not in group]
+        if op in (ew.MULTIPLY, ew.DIVIDE) and not integers and not all(map(_scales, others)):
+            continue
+        if not scalars:
+            out.append(group)
+        elif op is ew.WHERE and all(s == 0 for s in scalars) and len(scalars) < len(group):
+            out.append(tuple(i for i in group if i in arrays))
+    if op is ew.ASTYPE:
+        # Rounding contributions before they are summed loses digits: only a wider or equal float may pass.
+        x, y = avals[0].dtype, out_avals[0].dtype
+        if not (x.kind == y.kind and x.kind in "fc" and y.itemsize >= max(x.itemsize, 4)):
+            return []
+    return out
+
+
+def _scales(factor: Any) -> bool:
+    """Whether the sum of floats that are scaled is the scaled sum. Parts may be zero or infinite where the sum is neither: a factor that
+    is zero or not finite makes NaN of them, and a negative one turns the sign of a zero. What arrays hold is not known."""
+    return not isinstance(factor, ShapeDtype | complex) and 0 < factor < math.inf
+
+
+def _elementwise(
+    op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]
+) -> FactorRule:
+    letters = Letters()
+    shape = out_avals[0].shape
+    out = letters.many(shape)
+    operands = []
+    for a in avals:
+        if not isinstance(a, ShapeDtype):
+            operands.append(())
+            continue
+        lead = len(shape) - len(a.shape)
+        operands.append(tuple(out[lead + i] if n == shape[lead + i] else None for i, n in enumerate(a.shape)))
+    return letters.rule(operands, [out] * op.nout, _linear(op, avals, out_avals), valueless=op.name == "full_like")
+
+
+ELEMENTWISE = tuple(
+    op
+    for op in OPS.values()
+    if op.infer in (elementwise_shape, ew._infer_astype) or op in (ew.STOP_GRADIENT, ew.ALIAS, ew.BARRIER)
+)
+rule(*ELEMENTWISE, RESHARD, LAZY_ADAM)(_elementwise)

@@ -1,0 +1,45 @@
+"""Factor mappings of networks of experts: rows are free; experts, and hidden units, which only meet in the last product, give parts of a sum.
+Where an axis splits rows and experts alike, rows are sent to the ranks of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....arrays.core.op import Op
+from ....arrays.core.program import ShapeDtype
+from ....arrays.nn import mixture_of_experts as e
+from ..factors import Dim, Exchange, FactorRule, Letters, rule
+
+Avals = Sequence[Any]
+Params = Mapping[str, Any]
+
+
+def _operands(letters: Letters, avals: Avals, reduce: str | None) -> list[tuple[Dim, ...]]:
+    x, chosen, _, gate = avals[:4]
+    rows = letters.many(x.shape[:-1], reduce=reduce)
+    width, k = letters.new(x.shape[-1], whole=True), letters.new(chosen.shape[-1], whole=True)
+    expert, hidden = letters.new(gate.shape[0], reduce="sum"), letters.new(gate.shape[2], reduce="sum")
+    forth, back = (expert, width, hidden), (expert, hidden, width)
+    return [(*rows, width), (*rows, k), (*rows, k), forth, forth, back, (expert,)]
+
+
+def _exchange(operands: Sequence[tuple[Dim, ...]], chosen: int) -> Exchange:
+    (expert,) = operands[-1]
+    rows = frozenset(d.factor for d in operands[0][:-1])
+    return Exchange(rows, expert.factor, chosen, chosen + len(operands) - 2)
+
+
+@rule(e.EXPERTS)
+def _experts(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    operands = _operands(letters, avals, None)
+    return letters.rule(operands, [operands[0]], exchange=_exchange(operands, 1))
+
+
+@rule(e.EXPERTS_BACKWARD)
+def _experts_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    operands = _operands(letters, avals[1:], "sum")
+    x, _, weights, gate, up, down, _ = operands
+    return letters.rule([x, *operands], [x, weights, gate, up, down], exchange=_exchange(operands, 2))

@@ -1,0 +1,59 @@
+"""Factor mappings of the random functions: an element is a function of the key and its place, so that any rank can make any block.
+
+The key is whole on every rank. The dimensions of a draw are factors that no operand has: nothing proposes to split them, so a
+draw is first replicated, and a rank that needs a part of one makes just that part (``FactorRule.made``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....arrays import random as r
+from ....arrays.core.op import Op
+from ....arrays.core.program import ShapeDtype
+from ....arrays.nn import dropout
+from ..factors import FactorRule, Letters, RankView, replicated_rule, rule
+
+DRAWS = (
+    r.BITS,
+    r.UNIFORM,
+    r.NORMAL,
+    r.TRUNCATED_NORMAL,
+    r.INTEGERS,
+    r.BERNOULLI,
+    r.EXPONENTIAL,
+    r.GUMBEL,
+    r.SPLIT,
+    r.PERMUTATION,
+    r.CHOICE,
+)
+
+
+def _local_block(params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+    box = view.results[0]
+    return {**params, "shape": box.shape, "offset": box.offset}
+
+
+@rule(*DRAWS)
+def _draw(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
+    letters = Letters()
+    operands = [letters.many(a.shape, whole=True) if isinstance(a, ShapeDtype) else () for a in avals]
+    return letters.rule(operands, [letters.many(out_avals[0].shape)], localize=_local_block, made=True)
+
+
+@rule(r.FOLD_IN)
+def _key(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
+    return replicated_rule(avals, out_avals)
+
+
+@rule(dropout.DROPOUT, dropout.DROPOUT_ADD)
+def _dropout(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
+    letters = Letters()
+    x, key = letters.many(out_avals[0].shape), letters.many(avals[-1].shape, whole=True)
+
+    def local(params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+        return {**params, "offset": view.results[0].offset}
+
+    arrays = len(avals) - 1
+    return letters.rule([*[x] * arrays, key], [x], [range(arrays)], local)

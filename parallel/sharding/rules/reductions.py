@@ -1,0 +1,36 @@
+"""Factor mappings of the reductions: a split reduced dimension leaves ``Partial(op)`` with the right operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....arrays.core.op import Op
+from ....arrays.core.program import ShapeDtype
+from ....arrays.ops import reductions as r
+from ..factors import FactorRule, Letters, rule
+
+# Ranks divide by the number of all elements, so that the mean is the sum of what they have.
+_REDUCE = {r.SUM: "sum", r.MEAN: "sum", r.PROD: "prod", r.MAX: "max", r.MIN: "min", r.ANY: "any", r.ALL: "all"}
+
+
+@rule(*_REDUCE)
+def _reduction(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
+    letters = Letters()
+    axis, keepdims = params["axis"], params["keepdims"]
+    # Products of complex numbers are made in order: of infinite ones another order is NaN, and so is a product with 1.
+    whole = op is r.PROD and avals[0].dtype.kind == "c"
+    dims = tuple(
+        letters.new(n, whole=whole, reduce=_REDUCE[op]) if i in axis else letters.new(n)
+        for i, n in enumerate(avals[0].shape)
+    )
+    out = [None if i in axis else d for i, d in enumerate(dims) if keepdims or i not in axis]
+    return letters.rule([dims], [out], [(0,)] if _REDUCE[op] == "sum" else [])
+
+
+@rule(r.ARGMAX, r.ARGMIN)
+def _arg(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
+    letters = Letters()
+    axis, keepdims = params["axis"], params["keepdims"]
+    dims = tuple(letters.new(n, whole=i == axis) for i, n in enumerate(avals[0].shape))
+    return letters.rule([dims], [[None if i == axis else d for i, d in enumerate(dims) if keepdims or i != axis]])

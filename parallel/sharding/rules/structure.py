@@ -1,0 +1,212 @@
+"""Factor mappings of the functions that rearrange, multiply and normalise."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....arrays.core.op import Op
+from ....arrays.core.program import ShapeDtype
+from ....arrays.nn.norms import batch_norm, group_norm, layer_norm
+from ....arrays.ops import manipulation as m
+from ....arrays.ops import matmul
+from ..factors import Dim, FactorRule, Letters, PartCall, RankView, bilinear, rule
+from ..halos import Window
+
+Avals = Sequence[Any]
+Params = Mapping[str, Any]
+
+# ----- shapes ---------------------------------------------------------------------------------------------------------
+
+
+def _local_shape(params: Params, view: RankView) -> Params:
+    return {**params, "shape": view.results[0].shape}
+
+
+@rule(m.RESHAPE)
+def _reshape(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    """Dimensions are matched in runs of equal products; the leading one of a run may stay split, where the split falls on whole
+    rows of the rest of the run: 12 as 4×3 in four blocks of 3, 6×4 as 8×3 in two of 12."""
+    letters = Letters()
+    source, target = avals[0].shape, out_avals[0].shape
+    src: list[Dim | None] = [None] * len(source)
+    dst: list[Dim | None] = [None] * len(target)
+    if math.prod(source):
+        for a, b in _groups(source, target):
+            lead_a = next((i for i in a if source[i] != 1), None)
+            lead_b = next((i for i in b if target[i] != 1), None)
+            if lead_a is None or lead_b is None:
+                continue
+            size = math.gcd(source[lead_a], target[lead_b])
+            if size > 1:
+                f = letters.new(size)
+                src[lead_a] = Dim(f.factor, source[lead_a] // size)
+                dst[lead_b] = Dim(f.factor, target[lead_b] // size)
+    return letters.rule([src], [dst], [(0,)], _local_shape)
+
+
+def _groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Shortest runs of dimensions of both shapes with equal products."""
+    out, i, j = [], 0, 0
+    while i < len(source) or j < len(target):
+        a, b, p, q = [], [], 1, 1
+        if i < len(source):
+            a, p, i = [i], source[i], i + 1
+        if j < len(target):
+            b, q, j = [j], target[j], j + 1
+        while p != q:
+            if p < q:
+                a.append(i)
+                p, i = p * source[i], i + 1
+            else:
+                b.append(j)
+                q, j = q * target[j], j + 1
+        out.append((a, b))
+    return out
+
+
+@rule(m.PERMUTE_DIMS)
+def _permute(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    dims = letters.many(avals[0].shape)
+    return letters.rule([dims], [[dims[a] for a in params["axes"]]], [(0,)])
+
+
+@rule(m.BROADCAST_TO)
+def _broadcast(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    shape = out_avals[0].shape
+    out = letters.many(shape)
+    lead = len(shape) - len(avals[0].shape)
+    dims = [out[lead + i] if n == shape[lead + i] else None for i, n in enumerate(avals[0].shape)]
+    return letters.rule([dims], [out], [(0,)], _local_shape, made=True)
+
+
+def _as_it_is(params: Params, view: RankView) -> Params:
+    return params
+
+
+@rule(m.FLIP)
+def _flip(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    """A rank's block of the result is the mirror image of a part of the operand, which it fetches."""
+    letters = Letters()
+    shape, axes = avals[0].shape, [d % len(avals[0].shape) for d in params["axis"]]
+    out = letters.many(shape)
+    dims = [
+        Dim(d.factor, 1, Window("slice", (n - 1, -1))) if i in axes else d
+        for i, (d, n) in enumerate(zip(out, shape, strict=True))
+    ]
+    part = PartCall(frozenset(out[i].factor for i in axes), op, _as_it_is)
+    return letters.rule([dims], [out], [(0,)], part=part)
+
+
+@rule(m.CONCAT)
+def _concat(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    """Each rank fetches those parts of the operands that its block of the result is made of."""
+    letters = Letters()
+    out = letters.many(out_avals[0].shape)
+    axis, at = params["axis"] % len(out), 0
+    operands = []
+    for a in avals:
+        n = a.shape[axis]
+        joined = Dim(out[axis].factor, 1, Window("join", (at, n)))
+        operands.append([joined if i == axis else d for i, d in enumerate(out)])
+        at += n
+    part = PartCall(frozenset({out[axis].factor}), op, _as_it_is)
+    return letters.rule(operands, [out], [range(len(avals))], part=part)
+
+
+# ----- products -------------------------------------------------------------------------------------------------------
+
+
+@rule(matmul.MATMUL)
+def _matmul(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    x, y = avals[0].shape, avals[1].shape
+    out_shape = out_avals[0].shape
+    k = letters.new(x[-1], reduce="sum")
+    rows = (letters.new(x[-2]),) if len(x) > 1 else ()
+    cols = (letters.new(y[-1]),) if len(y) > 1 else ()
+    batch = letters.many(out_shape[: len(out_shape) - len(rows) - len(cols)])
+
+    def lead(shape: Sequence[int]) -> list[Dim | None]:
+        own = shape[:-2]
+        at = len(batch) - len(own)
+        return [batch[at + i] if n == letters.factors[batch[at + i].factor].size else None for i, n in enumerate(own)]
+
+    a = [*lead(x), *rows, k]
+    b = [*lead(y), k, *cols] if len(y) > 1 else [k]
+    return letters.rule([a, b], [[*batch, *rows, *cols]], bilinear(out_avals))
+
+
+# ----- norms ----------------------------------------------------------------------------------------------------------
+
+
+@rule(layer_norm.LAYER_NORM, layer_norm.RMS_NORM)
+def _row_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    shape, n = avals[0].shape, params["naxes"]
+    batch = letters.many(shape[: len(shape) - n])
+    inner = letters.many(shape[len(shape) - n :], whole=True)
+    return letters.rule([(*batch, *inner), *[inner] * (len(avals) - 1)], [(*batch, *inner)])
+
+
+@rule(layer_norm.LAYER_NORM_BACKWARD, layer_norm.RMS_NORM_BACKWARD)
+def _row_norm_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    shape, n = avals[1].shape, params["naxes"]
+    batch = letters.many(shape[: len(shape) - n], reduce="sum")
+    inner = letters.many(shape[len(shape) - n :], whole=True)
+    x = (*batch, *inner)
+    return letters.rule([x, x, inner], [x, *[inner] * (len(out_avals) - 1)])
+
+
+def _image_dims(letters: Letters, shape: Sequence[int], params: Params, reduce: str | None) -> list[Dim]:
+    """Samples, and channels in groups that stay together; the places are whole."""
+    groups, axis = params["num_groups"], params["axis"]
+    x = [letters.new(n, whole=True) if i else letters.new(n, reduce=reduce) for i, n in enumerate(shape)]
+    if shape[axis]:
+        x[axis] = Dim(letters.new(groups).factor, shape[axis] // groups)
+    return x
+
+
+def _local_groups(inside: int, params: Params, view: RankView) -> Params:
+    """The groups that a rank has; one where it has no channel."""
+    return {**params, "num_groups": max(view.results[0].shape[params["axis"]] // inside, 1)}
+
+
+@rule(group_norm.GROUP_NORM, group_norm.GROUP_NORM_BACKWARD)
+def _group_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    forward, axis = op is group_norm.GROUP_NORM, params["axis"]
+    shape = out_avals[0].shape
+    x = _image_dims(letters, shape, params, None if forward else "sum")
+    c = (x[axis],)
+    local = functools.partial(_local_groups, max(shape[axis] // params["num_groups"], 1))
+    if forward:
+        return letters.rule([x, c, c], [x], localize=local)
+    return letters.rule([x, x, c], [x, c, c], localize=local)
+
+
+def _by_channel(letters: Letters, shape: Sequence[int], axis: int, whole: bool) -> tuple[list[Dim], tuple[Dim, ...]]:
+    """Dims of images whose channels may be split, and those of a number a channel."""
+    x = [letters.new(n, whole=whole and i != axis) for i, n in enumerate(shape)]
+    return x, (x[axis],)
+
+
+@rule(batch_norm.BATCH_NORM, batch_norm.BATCH_NORM_BACKWARD)
+def _batch_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    x, c = _by_channel(letters, out_avals[0].shape, params["axis"], whole=True)
+    if op is batch_norm.BATCH_NORM:
+        return letters.rule([x, c, c], [x, c, c])
+    return letters.rule([x, c, c, x, c], [x, c, c])
+
+
+@rule(batch_norm.BATCH_NORM_INFERENCE)
+def _batch_norm_inference(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    x, c = _by_channel(letters, avals[0].shape, params["axis"], whole=False)
+    return letters.rule([x, c, c, c, c], [x])

@@ -1,0 +1,220 @@
+"""Indexing where the dimension that is looked up is split: each rank answers for the part that it holds.
+
+Reading gives the zeros that change nothing for what is elsewhere, so that the sum over the ranks is the value (a *masked partial*: vocabulary-parallel
+embeddings, Megatron-LM); writing leaves out what is elsewhere. No rank gets more of the array than it has. Indices are checked
+against the whole length first, as on one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...arrays.backends import host_sync
+from ...arrays.core.errors import ArrayIndexError
+from ...arrays.core.op import Op
+from ...arrays.core.program import ShapeDtype
+from ...arrays.indexing import indexing as ix
+from ...arrays.indexing import keys
+from ..spmd.rank_ops import RankOp
+from .factors import RankView
+from .halos import Window
+from .placement import identity_of
+
+Part = tuple[int, int, int]
+"""Of a dimension: where the rank's part starts, its length, and the whole length."""
+
+
+def _answers(
+    xp: Any, template: keys.Template, arrays: Sequence[Any], parts: Sequence[Part | None]
+) -> tuple[keys.Template, list[Any], Any]:
+    """Template and indices within the rank's part (0 where they are elsewhere), and which places are the rank's: an array that
+    broadcasts as the index arrays do, or a bool where there are none."""
+    own: list[Any] = list(arrays)
+    out: list[Any] = []
+    here: Any = True
+    dim = 0
+    for p in template:
+        part = parts[dim] if dim < len(parts) else None
+        consumes = not (p is None or isinstance(p, keys.Truth | keys.Gap))
+        if part is not None and isinstance(p, keys.Slot):
+            start, length, n = part
+            a = xp.asarray(arrays[p.n])
+            if xp is not np and not host_sync.checks_indices():
+                a = a.astype(np.int64, copy=False) % max(n, 1)
+            elif a.size:
+                host_sync.note("index arrays are checked")
+                outside = (a < -n) | (a >= n)
+                if bool(outside.any()):
+                    raise ArrayIndexError(
+                        f"index {int(a[outside].ravel()[0])} is out of bounds for axis {dim} with size {n}"
+                    )
+            at = xp.where(a < 0, a.astype(np.int64) + n, a.astype(np.int64)) - start
+            inside = (at >= 0) & (at < length)
+            own[p.n] = xp.where(inside, at, 0)
+            here = here & inside
+        elif part is not None and type(p) is int:
+            start, length, n = part
+            inside = start <= p < start + length
+            p = p - start if inside else 0
+            here = here & inside
+        out.append(p)
+        dim += consumes
+    return tuple(out), own, here
+
+
+def _front(template: keys.Template) -> int:
+    """Number of dimensions of the indexed part that stand before those of the index arrays."""
+    joined = [i for i, p in enumerate(template) if isinstance(p, keys.Slot | keys.Truth | int)]
+    if joined != list(range(joined[0], joined[-1] + 1)):
+        return 0
+    return sum(p is None or isinstance(p, keys.Span) for p in template[: joined[0]])
+
+
+def _shape(a: Any) -> tuple[int, ...]:
+    return getattr(a, "shape", ())
+
+
+def _spread(xp: Any, here: Any, template: keys.Template, arrays: Sequence[Any], ndim: int) -> Any:
+    """Which elements of the indexed part are the rank's, to broadcast with it."""
+    if keys.is_basic(template) or not _shape(here):
+        return here
+    count = len(np.broadcast_shapes(*map(_shape, arrays)))
+    at = _front(template)
+    here = xp.broadcast_to(here, np.broadcast_shapes(here.shape, (1,) * count))
+    return xp.reshape(here, (1,) * at + here.shape + (1,) * (ndim - at - count))
+
+
+def _read(xp: Any, x: Any, *arrays: Any, template: keys.Template, parts: Sequence[Part | None]) -> Any:
+    inner, own, here = _answers(xp, template, arrays, parts)
+    whole = tuple(p[2] if p else n for p, n in zip(parts, x.shape, strict=True))
+    shape = keys.result_shape(template, whole, list(map(_shape, arrays)))
+    nothing = identity_of("sum", x.dtype)
+    if here is False or (x.size == 0 and any(parts)):
+        return xp.full(shape, nothing, x.dtype)
+    value = ix.GETITEM.bind(xp)(x, *own, template=inner)
+    if here is True:
+        return value
+    return xp.where(_spread(xp, here, template, arrays, value.ndim), value, xp.asarray(nothing, x.dtype))
+
+
+def _add_to_zeros(
+    xp: Any, g: Any, *arrays: Any, template: keys.Template, parts: Sequence[Part | None], shape: tuple[int, ...]
+) -> Any:
+    inner, own, here = _answers(xp, template, arrays, parts)
+    if here is False or not math.prod(shape):
+        return xp.zeros(shape, g.dtype)
+    if here is not True and xp is np:
+        # What is elsewhere is left out, so that a rank keeps no more places than it has.
+        common = np.broadcast_shapes(*map(_shape, own))
+        here = np.broadcast_to(here, common)
+        g = g[(slice(None),) * _front(template) + (here,)]
+        own = [np.broadcast_to(a, common)[here] for a in own]
+    elif here is not True:  # on a GPU to know how many there are is to wait for it
+        g = xp.where(_spread(xp, here, template, arrays, g.ndim), g, xp.zeros((), g.dtype))
+    return ix.SCATTER.bind(xp)(g, *own, template=inner, shape=shape)
+
+
+def _write(
+    xp: Any, x: Any, v: Any, *arrays: Any, template: keys.Template, parts: Sequence[Part | None], op: str
+) -> Any:
+    inner, own, here = _answers(xp, template, arrays, parts)
+    if here is False or not x.size:
+        return x
+    write = _WRITES[op].bind(xp)
+    if here is True:
+        return write(x, v, *own, template=inner)
+    # Only what is the rank's: the index arrays become lists of places, and the values those at these places, in the same order.
+    common = np.broadcast_shapes(*map(_shape, own))
+    here = xp.broadcast_to(xp.asarray(here), common)
+    at = _front(template)
+    if hasattr(v, "ndim"):
+        full = keys.result_shape(inner, x.shape, [common])
+        lead = len(full) - v.ndim
+        v = xp.reshape(v, (1,) * max(lead, 0) + v.shape[max(-lead, 0) :])
+        v = xp.broadcast_to(v, (*v.shape[:at], *common, *v.shape[at + len(common) :]))
+        v = v[(slice(None),) * at + (here,)]
+    return write(x, v, *(xp.broadcast_to(a, common)[here] for a in own), template=inner)
+
+
+def _infer_none(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+    return args[0]
+
+
+def part_op(name: str, operands: tuple[str, ...], impl: Callable[..., Any]) -> RankOp:
+    """An op that ranks run on parts in place of another one."""
+    return RankOp(name, operands, impl, _infer_none)
+
+
+_WRITES = {op.name: op for op in (ix.INDEX_SET, ix.INDEX_ADD, ix.INDEX_MIN, ix.INDEX_MAX)}
+READ_PART = part_op("read_part", ("x", "*arrays"), _read)
+SCATTER_PART = part_op("scatter_part", ("g", "*arrays"), _add_to_zeros)
+WRITE_PART = part_op("write_part", ("x", "v", "*arrays"), _write)
+
+
+# ----- parameters of one rank -------------------------------------------------------------------------------------------
+
+
+def _parts(
+    template: keys.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+) -> tuple[Part | None, ...]:
+    """The rank's part of each dimension that is looked up and split."""
+    out: list[Part | None] = []
+    for p in template:
+        if p is None or isinstance(p, keys.Truth | keys.Gap):
+            continue
+        d = len(out)
+        looked_up = isinstance(p, keys.Slot) or type(p) is int
+        out.append((offset[d], shape[d], whole[d]) if looked_up and shape[d] != whole[d] else None)
+    return tuple(out)
+
+
+def _within(
+    template: keys.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+) -> keys.Template:
+    """The template with slices as they are within a block of the indexed array."""
+    out: list[Any] = []
+    d = 0
+    for p in template:
+        if isinstance(p, keys.Span) and (offset[d], shape[d]) != (0, whole[d]):
+            taken = p.places(whole[d])
+            lo, count = Window("unslice", (taken.start, taken.step, len(taken))).region(offset[d], shape[d])
+            start = taken.start + lo * taken.step - offset[d]
+            stop = start + count * taken.step
+            p = keys.Span(start, stop if stop >= 0 else None, taken.step) if count else keys.Span(0, 0, None)
+        out.append(p)
+        d += not (p is None or isinstance(p, keys.Truth | keys.Gap))
+    return tuple(out)
+
+
+def local_read(whole: tuple[int, ...], params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+    """Parameters of :data:`READ_PART` for the parts that a rank has."""
+    box = view.operands[0]
+    assert box is not None
+    template = params["template"]
+    inner: list[Any] = []
+    d = 0
+    for p in template:
+        if isinstance(p, keys.Span) and box.shape[d] != whole[d]:
+            # The rank fetched just the elements of the slice that its block of the result needs.
+            p = keys.Span(None, None, p.places(whole[d]).step)
+        inner.append(p)
+        d += not (p is None or isinstance(p, keys.Truth | keys.Gap))
+    return {"template": tuple(inner), "parts": _parts(template, whole, box.offset, box.shape)}
+
+
+def local_scatter(whole: tuple[int, ...], params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+    """Parameters of :data:`SCATTER_PART`."""
+    box = view.results[0]
+    template = _within(params["template"], whole, box.offset, box.shape)
+    return {"template": template, "parts": _parts(template, whole, box.offset, box.shape), "shape": box.shape}
+
+
+def local_write(whole: tuple[int, ...], op: str, params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+    """Parameters of :data:`WRITE_PART`."""
+    box = view.results[0]
+    template = _within(params["template"], whole, box.offset, box.shape)
+    return {"template": template, "parts": _parts(template, whole, box.offset, box.shape), "op": op}

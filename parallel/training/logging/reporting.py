@@ -1,0 +1,96 @@
+"""What a run tells others: its history, files of numbers, status, and what is shown on a terminal."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+from ..elastic import client_of, workers_of
+from ..job.jobs import current_job
+from ..job.status import Status
+from .display import Display
+from .metrics import EventFile, JsonLines
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+class Reporting:
+    """The part of a run that writes and shows numbers. ``shown`` is what the user said about progress."""
+
+    def __init__(self, trainer: Trainer, shown: bool | None) -> None:
+        self.trainer, self._shown = trainer, shown
+        self.history: list[dict[str, Any]] = []
+        self._writers: list[JsonLines | EventFile] = []
+
+    def begin(self, total: int) -> None:
+        """A call of ``fit``, up to step ``total``. A job without a terminal shows plain lines: somebody reads its log."""
+        t = self.trainer
+        self.status = Status(t.directory, client_of(t.mesh))
+        shown = True if self._shown is None and current_job() is not None else self._shown
+        self.display = Display(total, wanted=shown)
+
+    def open_writers(self) -> None:
+        """Files for the numbers of the steps to come; those of steps that are done again are dropped."""
+        self._close_writers()
+        t = self.trainer
+        if t.directory is not None:
+            step = t.progress.step
+            self._writers = [JsonLines(t.directory / "metrics.jsonl", step), EventFile(t.directory / "events", step)]
+
+    def _close_writers(self) -> None:
+        for w in self._writers:
+            w.close()
+        self._writers = []
+
+    def close(self) -> None:
+        """Files are written, and the terminal is as it was."""
+        self.display.close()
+        self._close_writers()
+
+    def log(self, step: int, numbers: dict[str, Any]) -> None:
+        """Numbers of a step."""
+        self._write(step, numbers)
+        self.display.log(step, numbers)
+        self.note("running")
+
+    def judged(self, step: int, numbers: dict[str, Any]) -> None:
+        """Numbers of an evaluation; they stand beside those of the step."""
+        self._write(step, numbers)
+        self.display.log(step, {**self.history[-1]})
+
+    def _write(self, step: int, numbers: dict[str, Any]) -> None:
+        if self.history and self.history[-1]["step"] == step:
+            self.history[-1].update(numbers)
+        else:
+            self.history.append({"step": step, **numbers})
+        for w in self._writers:
+            w.write(step, numbers)
+
+    def forget_after(self, step: int) -> None:
+        """What is done again is logged again."""
+        self.history = [h for h in self.history if h["step"] <= step]
+
+    def stopping(self, received: signal.Signals) -> None:
+        """A signal came: what happens now, as the step that is running may take its time."""
+        saved = "" if self.trainer.checkpoints is None else " and a checkpoint"
+        self.display.say(f"{received.name}: the run stops after this step{saved}; once more stops it at once")
+
+    def note(self, state: str, **facts: Any) -> None:
+        """Tell others how the run stands."""
+        t = self.trainer
+        at, mesh = t.progress, t.session.mesh
+        last = self.history[-1] if self.history else {}
+        self.status.update(
+            state=state,
+            step=at.step,
+            steps=t.total(),
+            epoch=at.epoch,
+            loss=last.get("loss"),
+            per_second=last.get("per_second"),
+            mesh={} if mesh is None else mesh.describe(),
+            workers=[] if mesh is None else workers_of(mesh),
+            checkpoint=t.newest(),
+            restarts=t.recovery.restarts,
+            **facts,
+        )

@@ -1,0 +1,255 @@
+"""``mt.scan``: many turns of one step, run where the blocks are.
+
+A run of a compiled step costs a Dask task on each worker and a word with the scheduler, some ten milliseconds; a step of small arrays
+costs less than one. So the turns of a loop travel together: the state stays on the workers from one turn to the next, the data of the
+turns comes with the task (or to the workers directly, where it is much), and the next batches are fetched and sent while these run.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.core import tree as trees
+from ...arrays.core.errors import MeshError, ShapeError
+from ...arrays.core.functions import check_function
+from ...arrays.core.op import state as thread_state
+from ...arrays.core.program import ShapeDtype
+from ...arrays.ops.creation import asarray
+from ...arrays.ops.manipulation import concat, stack
+from ...autodiff.compiler.compile import Compiled, compile
+from ...autodiff.compiler.tracing import Tracer
+from ..base import settings
+from ..execution.runtime import Turns
+from ..mesh.api import reshard
+from ..mesh.mesh import Mesh
+from ..mesh.sharded_array import ShardedBuffer, handles_of, sharded_array
+from ..partition.partition import partition
+from ..sharding.placement import REPLICATED, Layout
+
+SEGMENT_BYTES = 64 << 20
+"""Of data that travels with the turns of one task."""
+
+
+def scan(
+    step: Callable[[Any, Any], tuple[Any, Any]], init: Any, each: Iterable[Any] | None = None, length: int | None = None
+) -> tuple[Any, Any]:
+    """Run ``state, out = step(state, x)`` for every ``x``, and stack what comes out.
+
+    The same as a Python loop around the compiled step, and written like ``jax.lax.scan``; on a mesh of Dask workers many turns are
+    one task a worker (``meshtape.loop`` in Dask's configuration, 64), so that a turn costs what it computes.
+
+    Parameters
+    ----------
+    step
+        A function of the state and of the data of one turn, which gives the new state, of the same structure, shapes and dtypes,
+        and what is to be seen of the turn. It is compiled, see :func:`meshtape.compile`.
+    init
+        The first state: a tree of arrays and numbers. Its shardings stay what they are.
+    each
+        The data of the turns: trees of arrays, one a turn, from anything that can be iterated over. It is read ahead, while the
+        turns before run. Arrays that were put on the mesh by :func:`meshtape.distribute` travel in blocks, others to every rank.
+    length
+        Number of turns; only without ``each``, when ``step`` gets None.
+
+    Returns
+    -------
+    state
+        After the last turn.
+    outs
+        The tree of what ``step`` gave beside the state, each array with a new first dimension, the turns.
+
+    Raises
+    ------
+    ShapeError
+        When ``step`` gives a state of another structure, shape or dtype, or there is no turn.
+    RankLost, CollectiveTimeout
+        When a turn failed on a worker.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import meshtape as mt
+    >>> mesh = mt.Mesh({"data": 2})
+    >>> batches = [mt.distribute(np.full(4, i), mesh, data=mt.Shard(0)) for i in range(3)]
+    >>> total, sums = mt.scan(lambda total, x: (total + mt.sum(x), mt.sum(x)), 0, batches)
+    >>> total
+    Array(12, sharding=Sharding(data=Replicate()))
+    >>> sums
+    Array([0, 4, 8], sharding=Sharding(data=Replicate()))
+    """
+    check_function("scan", step)
+    if (each is None) == (length is None):
+        raise ShapeError("[scan] takes the data of the turns (each) or their number (length), one of the two")
+    data = iter([None] * length if length is not None else each)
+    state = trees.tree_map(lambda x: x if isinstance(x, Array) else asarray(x), init)
+    turn = _turn_of(step)
+    seen: list[Any] = []
+    mesh: Mesh | None = None
+    for batch in _segments(data):
+        if mesh is None:
+            mesh = _mesh_of(state, batch[0])
+            if mesh is not None:
+                state = _on(mesh, state)
+        if mesh is None:
+            outs = []
+            for x in batch:
+                state, out = turn.compiled(state, x)
+                outs.append(out)
+            seen.append(_stacked(outs))
+        else:
+            state, out = turn.run(mesh, state, batch)
+            seen.append(out)
+    if not seen:
+        raise ShapeError("[scan] has no turn: what would it give?")
+    return state, _joined(seen)
+
+
+def _segments(data: Iterator[Any]) -> Iterator[list[Any]]:
+    """Turns that run together: of one signature, and of bounded number and size."""
+    most = max(1, int(settings.number("loop")))
+    now: list[Any] = []
+    key, size = None, 0
+    for x in data:
+        mine = _signature(x)
+        bytes_ = sum(getattr(a, "nbytes", 0) for a in trees.flatten(x)[0])
+        if now and (mine != key or len(now) == most or size + bytes_ > SEGMENT_BYTES):
+            yield now
+            now, size = [], 0
+        now.append(x)
+        key, size = mine, size + bytes_
+    if now:
+        yield now
+
+
+def _signature(x: Any) -> Any:
+    leaves, treedef = trees.flatten(x)
+    return treedef, tuple(
+        (a.shape, a.dtype, getattr(a, "sharding", None)) if isinstance(a, Array | np.ndarray) else (type(a), repr(a))
+        for a in leaves
+    )
+
+
+def _mesh_of(*values: Any) -> Mesh | None:
+    """The mesh to run on; None where the loop is an ordinary one: no array is on a mesh, or somebody records what is called."""
+    arrays = [a for a in trees.flatten(values)[0] if isinstance(a, Array)]
+    if thread_state.recorders or any(isinstance(a._buf, Tracer) for a in arrays):
+        return None
+    found = [a._buf.mesh for a in arrays if isinstance(a._buf, ShardedBuffer)]
+    if any(m is not found[0] for m in found):
+        raise MeshError(f"[scan] arrays of two meshes: {found[0]} and {next(m for m in found if m is not found[0])}")
+    return found[0] if found else None
+
+
+def _on(mesh: Mesh, state: Any) -> Any:
+    leaves, treedef = trees.flatten(state)
+    return trees.unflatten(treedef, mesh.settle([mesh.replicate(a) for a in leaves]))
+
+
+def _stacked(outs: Sequence[Any]) -> Any:
+    return trees.tree_map(lambda *xs: stack(xs) if isinstance(xs[0], Array) else xs[0], *outs)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    return trees.tree_map(lambda *xs: concat(xs) if isinstance(xs[0], Array) else xs[0], *parts)
+
+
+class _Loaded(NamedTuple):
+    """A step on a mesh: how to run it, and the layouts and avals of what it gives."""
+
+    run: Callable[..., list[Any]]
+    outs: list[tuple[Layout, ShapeDtype]]
+    constants: list[ShardedBuffer]
+
+
+class _Turn:
+    """A step that gives its state back as it took it, compiled, and loaded on meshes."""
+
+    def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+        name = getattr(step, "__name__", "scan")
+
+        def turn(state: Any, x: Any) -> tuple[Any, Any]:
+            result = step(state, x)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise ShapeError(f"[scan] the step must give (state, out), not {type(result).__name__}")
+            return _as_before(state, result[0]), result[1]
+
+        turn.__name__ = name if name.isidentifier() else "scan"
+        self.compiled: Compiled = compile(turn)
+        self._name = turn.__name__
+        self._loaded: weakref.WeakKeyDictionary[Any, dict[Mesh, _Loaded]] = weakref.WeakKeyDictionary()
+
+    def run(self, mesh: Mesh, state: Any, batch: Sequence[Any]) -> tuple[Any, Any]:
+        """Several turns in one run."""
+        carried, _ = trees.flatten(state)
+        leaves, treedef = trees.flatten(((state, batch[0]), {}))
+        arrays = [asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
+        ready = self.compiled._ready(leaves, arrays, treedef)
+        loaded = self._loaded.setdefault(ready, {}).get(mesh)
+        if loaded is None:
+            loaded = self._loaded[ready][mesh] = self._load(mesh, ready.program, arrays)
+        each = [handles_of([mesh._buffer(a._buf, "data of a turn") for a in map(asarray, _arrays(x))]) for x in batch]
+        turns = Turns(len(batch), len(carried), each)
+        handles = loaded.run(handles_of([a._buf for a in carried] + loaded.constants), turns)
+        made = []
+        for i, ((layout, aval), h) in enumerate(zip(loaded.outs, handles, strict=True)):
+            if i >= len(carried):
+                aval = ShapeDtype((len(batch), *aval.shape), aval.dtype)
+                layout = Layout(tuple((d + 1, axes) for d, axes in layout.shards))
+            made.append(sharded_array(mesh, layout, aval, h))
+        return ready.rebuilt(made)
+
+    def _load(self, mesh: Mesh, program: Any, arrays: Sequence[Any]) -> _Loaded:
+        inputs = [a for a in arrays if isinstance(a, Array)]
+        layouts = {
+            v: a.sharding.layout if a.sharding is not None else REPLICATED
+            for v, a in zip(program.inputs, inputs, strict=True)
+        }
+        constants = [mesh._buffer(c, "a constant of the step") for c in program.constants.values()]
+        layouts.update({v: b.layout for v, b in zip(program.constants, constants, strict=True)})
+        rank_program = partition(program, layouts, mesh.sizes, name=self._name)
+        outs = [(rank_program.layouts[v], rank_program.avals[v]) for v in rank_program.outputs]
+        return _Loaded(mesh.runtime.load(rank_program, mesh.names), outs, constants)
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [a for a in trees.flatten(tree)[0] if isinstance(a, Array | np.ndarray)]
+
+
+def _as_before(before: Any, after: Any) -> Any:
+    """The new state in the shardings of the old one. Raises :class:`ShapeError` where it is another thing."""
+    old, old_def = trees.flatten(before)
+    new, new_def = trees.flatten(after)
+    if old_def != new_def:
+        raise ShapeError(f"[scan] the step gives a state of another structure: {new_def}, and took {old_def}")
+    out = []
+    for i, (a, b) in enumerate(zip(old, new, strict=True)):
+        b = asarray(b)
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ShapeError(
+                f"[scan] leaf {i} of the state is {a.dtype}{list(a.shape)} and becomes {b.dtype}{list(b.shape)}: "
+                "a state keeps its shapes and dtypes"
+            )
+        if a.sharding is not None and b.sharding is not None and a.sharding != b.sharding:
+            b = reshard(b, a.sharding)
+        out.append(b)
+    return trees.unflatten(old_def, out)
+
+
+@functools.lru_cache(maxsize=128)
+def _turn(step: Callable[[Any, Any], tuple[Any, Any]]) -> _Turn:
+    return _Turn(step)
+
+
+def _turn_of(step: Callable[[Any, Any], tuple[Any, Any]]) -> _Turn:
+    try:
+        return _turn(step)
+    except TypeError:  # a callable that cannot be hashed
+        return _Turn(step)

@@ -1,0 +1,392 @@
+"""Arrays larger than memory: Zarr on disk, computed block by block.
+
+The idea is that of more ranks than there is memory for. Each rank's block is divided further, along the dimension that is split
+first; the program is partitioned for all these *virtual ranks*; and a rank runs them one after the other, reading its blocks from
+the store and writing its results there. What is left pending (a sum, a maximum over all) is joined as it comes about; where later work
+needs it, the blocks are read once more (:mod:`.streaming_passes`). Before anything is read, the memory of a block's program is worked out from
+its liveness and held against the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.array.display import human_bytes
+from ...arrays.core import tree as trees
+from ...arrays.core.blocks import Box
+from ...arrays.core.devices import CPU
+from ...arrays.core.dispatch import refuse_history, wrap
+from ...arrays.core.errors import MeshError, OutOfMemory, ShardingConflict
+from ...arrays.core.functions import check_function
+from ...arrays.core.op import not_recording, recording, state
+from ...arrays.core.program import Program, ShapeDtype, simplify
+from ...arrays.ops.creation import asarray
+from ...arrays.ops.reductions import _is_low_precision as is_low_precision
+from ...autodiff.captures.static_results import ARRAY, filled, refuse_traced
+from ...autodiff.compiler.tracing import Tracer, _Trace
+from ...autodiff.tape.tape import Tape
+from ..base.device_memory import current_memory, on_host
+from ..execution.executor import Prepared
+from ..mesh.mesh import Mesh
+from ..partition.partition import partition
+from ..partition.rank_program import Local, RankProgram
+from ..partition.streaming_passes import Pass, passes_of
+from ..sharding.placement import REDUCERS, REPLICATED, Layout, Sharding, block_box, make_layout
+from .stream_store import Parts, Stored, new_array, open_array, refuse_existing, scratch_room
+
+MOST_PARTS = 1 << 16
+_NO_DERIVATIVE = "streams have no derivative; take that of a function of arrays in memory"
+
+
+class _Job(NamedTuple):
+    """What a rank is told: the program, its virtual ranks, where inputs come from and results go, and the axes of all blocks."""
+
+    program: RankProgram
+    virtual: tuple[int, ...]
+    inputs: tuple[Any, ...]  # path of a store, contributions in one, or the value itself
+    outputs: tuple[str | Parts | None, ...]
+    names: tuple[str, ...]
+
+
+def stream(
+    fn: Callable[..., Any], *args: Any, memory: int | str = "256 MiB", to: Any = None, scratch: Any = None
+) -> Any:
+    """``fn(*args)`` on arrays larger than memory, block by block.
+
+    Parameters
+    ----------
+    fn
+        An ordinary function of whole arrays: elementwise work, products and normalisation along what is not split, sums and
+        extrema over it. Where it goes on with what is reduced over all blocks (``x - mean(x)``, a softmax over the split
+        dimension), the arrays are read once more for each such step.
+    *args
+        :class:`Stored` arrays of one mesh, arrays and numbers. Arrays that are not stored go to every rank whole.
+    memory
+        Bytes that a rank may use for the blocks that it works on: a number, or a text such as ``"1 GiB"``.
+    to
+        Path of a Zarr array to write the result to; a tree of paths, like the result, for several; None where a result is a
+        reduction, which is given back as an array.
+    scratch
+        Directory (or address of a store) that every worker can use, for values on their way from blocks to other blocks: sums of
+        rows whose columns are split too. By default beside the first path of ``to``, or a temporary directory where all ranks
+        are in this process. It is emptied at the end.
+
+    Returns
+    -------
+    tree
+        Like ``fn``'s: :class:`Stored` for what was written, arrays for what was reduced.
+
+    Raises
+    ------
+    GradientError
+        Where a tape watches an array that ``fn`` takes or reads from around it: streams have no derivative.
+    ShardingConflict
+        Where a value would have to be gathered from all blocks (a sort along the split dimension), or one that is split has no
+        place to go; the message shows the step, and what to do.
+    CheckpointExists
+        Where something is already at a path of ``to``.
+    OutOfMemory
+        Where not even one row of a block fits the limit. Nothing was read or written then.
+    """
+    check_function("stream", fn)
+    limit = _bytes(memory)
+    leaves, treedef = trees.flatten(args, is_leaf=lambda x: isinstance(x, Stored))
+    stored = [x for x in leaves if isinstance(x, Stored)]
+    if not stored:
+        raise MeshError("[stream] needs an argument from mt.from_zarr(…)")
+    mesh = stored[0].sharding.mesh
+    if any(s.sharding.mesh is not mesh for s in stored):
+        raise MeshError("[stream] arrays of two meshes")
+    for x in leaves:
+        refuse_history("stream", x, _NO_DERIVATIVE)
+    leaves = [x if isinstance(x, Stored) or not isinstance(x, Array | np.ndarray) else asarray(x) for x in leaves]
+    given = [x for x in leaves if isinstance(x, Stored | Array)]
+    program, result_def, statics = _traced(fn, leaves, treedef)
+    passes, parts = _divide(program, given, mesh, limit)
+    paths = _paths(to, result_def, statics)
+    last = passes[-1].program
+    # A sum over blocks is kept in float32 until it is whole; it is stored, and given back, as what the function returned.
+    shapes = [(program.avals[o], last.layouts[v]) for o, v in zip(program.outputs, last.outputs, strict=True)]
+    written = [_over_blocks(layout, last.sizes) for _, layout in shapes]
+    for i, (path, (_, layout)) in enumerate(zip(paths, shapes, strict=True)):
+        if written[i] and path is None:
+            raise ShardingConflict(f"[stream] result {i} is split over the blocks: say where it goes, with to=…")
+        if written[i] and len({op for _, op in layout.partials}) > 1:
+            raise ShardingConflict(
+                f"[stream] result {i} is split over the blocks, and two reductions over ranks at once"
+            )
+    for path in paths:
+        if path is not None:
+            refuse_existing(path)
+    by_store = [any(_over_blocks(p.layouts[v], p.sizes) for v in p.outputs) for p, t in passes if t is not None]
+    pending = [w and bool(layout.partials) for w, (_, layout) in zip(written, shapes, strict=True)]
+    with scratch_room(scratch, paths, mesh, any(by_store) or any(pending)) as room:
+        _create([s if w else None for s, w in zip(shapes, written, strict=True)], paths, last.sizes)
+        values = _run_passes(passes, given, program, mesh, parts, paths, room)
+    out: list[Any] = []
+    for value, (aval, layout), path, w in zip(values, shapes, paths, written, strict=True):
+        if w:
+            kept = make_layout({d: [a for a in axes if a < len(mesh.sizes)] for d, axes in layout.shards}, {})
+            out.append(Stored(str(path), aval.shape, aval.dtype, Sharding.of(mesh, kept)))
+        elif path is not None:
+            _write(path, value.astype(aval.dtype, copy=False))
+            out.append(Stored(path, aval.shape, aval.dtype, Sharding.of(mesh, REPLICATED)))
+        else:
+            out.append(asarray(value.astype(aval.dtype, copy=False)))
+    return trees.unflatten(result_def, filled(statics, out))
+
+
+def _run_passes(
+    passes: Sequence[Pass],
+    given: Sequence[Any],
+    program: Program,
+    mesh: Mesh,
+    parts: int,
+    paths: Sequence[str | None],
+    room: str | None,
+) -> list[Any]:
+    """All passes over the blocks: the results of the last, None for those that were written."""
+    sources: dict[int, Any] = {
+        v: x.path if isinstance(x, Stored) else np.asarray(x) for v, x in zip(program.inputs, given, strict=True)
+    }
+    sources.update({v: np.asarray(wrap(c)) for v, c in program.constants.items()})
+    values: list[Any] = []
+    for p, targets in passes:
+        outputs: list[Any] = []
+        for i, v in enumerate(p.outputs):
+            layout = p.layouts[v]
+            if not _over_blocks(layout, p.sizes):
+                outputs.append(None)
+            elif targets is None and not layout.partials:
+                outputs.append(paths[i])
+            else:
+                outputs.append(Parts.create(f"{room}/{len(sources)}-{i}", p, v))
+        values = _run_pass(p, mesh, parts, sources, outputs)
+        found = [x if o is None else o for x, o in zip(values, outputs, strict=True)]
+        if targets is not None:
+            sources.update(zip(targets, found, strict=True))
+            continue
+        for i, (v, o) in enumerate(zip(p.outputs, outputs, strict=True)):
+            if isinstance(o, Parts):  # what ranks contributed is joined as it is read again
+                layouts = {v: p.layouts[v].reduced()}
+                join = RankProgram(
+                    p.sizes, (v,), (), (v,), {v: program.avals[program.outputs[i]]}, layouts, name="stream"
+                )
+                _run_pass(join, mesh, parts, {v: o}, [paths[i]])
+    return values
+
+
+def _run_pass(
+    p: RankProgram, mesh: Mesh, parts: int, sources: Mapping[int, Any], outputs: Sequence[str | Parts | None]
+) -> list[np.ndarray | None]:
+    """One pass over the blocks: its outputs, joined; None for those that go to ``outputs``."""
+    inputs = tuple(sources[v] for v in p.inputs)
+    names = (*mesh.names, "block")
+    payloads = {
+        r: _Job(p, tuple(range(r * parts, (r + 1) * parts)), inputs, tuple(outputs), names) for r in _needed(p, mesh)
+    }
+    found: dict[int, list[Any]] = {}
+    for part in mesh.run_on_blocks(_run_blocks, [], payloads):
+        found.update(part)
+    return [
+        None if path is not None else _joined({r: found[r][i] for r in sorted(found)}, p, v, mesh, parts)
+        for i, (v, path) in enumerate(zip(p.outputs, outputs, strict=True))
+    ]
+
+
+def _bytes(memory: int | str) -> int:
+    from dask.utils import parse_bytes
+
+    try:
+        found = int(parse_bytes(memory))
+    except (ValueError, TypeError, AttributeError):
+        found = 0
+    if found <= 0:
+        raise MeshError(f"[stream] memory= is a number of bytes, or a text such as '256 MiB', got {memory!r}")
+    return found
+
+
+def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDef) -> tuple[Program, Any, list[Any]]:
+    """The program of a function of arrays that are not here."""
+    trace = _Trace()
+
+    def stand_in(x: Any) -> Any:
+        if not isinstance(x, Stored | Array):
+            return x
+        aval = ShapeDtype(tuple(x.shape), x.dtype)
+        return wrap(Tracer(trace, trace.builder.input(aval), aval, CPU, None, None))
+
+    # Tapes go on listening, so that what is made of a watched array on the way is known as such.
+    others = [r for r in state.recorders if not isinstance(r, Tape)]
+    with not_recording(*others) if others else contextlib.nullcontext(), recording(trace):
+        result = fn(*trees.unflatten(treedef, list(map(stand_in, leaves))))
+    outs, result_def = trees.flatten(result)
+    outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
+    for lifted in trace.lifted.values():
+        refuse_history("stream", lifted.array, _NO_DERIVATIVE)
+    for o in outs:
+        refuse_traced("[stream] the function", o)
+    statics = [ARRAY if isinstance(o, Array) else o for o in outs]
+    return simplify(trace.builder.build(outputs)), result_def, statics
+
+
+def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> tuple[list[Pass], int]:
+    """The program for as many virtual ranks as it takes to stay within the limit, in passes; and how many a rank has."""
+    longest = max((_first(x)[1] for x in given if isinstance(x, Stored)), default=1)
+    parts = 2  # so that what is split over blocks is known as such
+    while True:
+        sizes = (*mesh.sizes, parts)
+        layouts = {
+            v: _divided(x, len(mesh.sizes)) if isinstance(x, Stored) else REPLICATED
+            for v, x in zip(program.inputs, given, strict=True)
+        }
+        whole = partition(program, layouts, sizes, settle=False, name="stream")
+        found = passes_of(whole, (*mesh.names, "block"))
+        need = max(_peak(p) for p, _ in found)
+        if need <= limit:
+            return found, parts
+        if parts >= min(longest, MOST_PARTS):
+            raise OutOfMemory(
+                f"[stream] the smallest blocks need {human_bytes(need)} a rank, and {human_bytes(limit)} are allowed: allow more, "
+                "or split another dimension"
+            )
+        parts = min(parts * 2, longest, MOST_PARTS)
+
+
+def _over_blocks(layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether each block gives elements of its own: what goes to a store as it comes about."""
+    return any(len(sizes) - 1 in axes for _, axes in layout.shards)
+
+
+def _first(x: Stored) -> tuple[int, int]:
+    """The dimension that is divided further (the first that is split, else the longest), and the length of a rank's part."""
+    if x.sharding.layout.shards:
+        d = x.sharding.layout.shards[0][0]
+    else:
+        d = max(range(len(x.shape)), key=lambda i: x.shape[i], default=0)
+    return d, x.sharding.box(x.shape, 0).shape[d] if x.shape else 1
+
+
+def _divided(x: Stored, extra: int) -> Layout:
+    if not x.shape:
+        return x.sharding.layout
+    shards = {d: list(axes) for d, axes in x.sharding.layout.shards}
+    shards.setdefault(_first(x)[0], []).append(extra)
+    return make_layout(shards, {})
+
+
+def _peak(p: RankProgram) -> int:
+    """Bytes of the blocks that are alive together at the worst step of a virtual rank."""
+
+    def size(v: int) -> int:
+        aval = p.avals[v]
+        shape = aval.shape if v in p.inner else block_box(p.layouts[v], p.sizes, aval.shape, 0).shape
+        return math.prod(shape) * aval.dtype.itemsize
+
+    alive = set(p.inputs) | set(p.constants)
+    most = sum(map(size, alive))
+    for s, frees in zip(p.steps, p.frees, strict=True):
+        alive |= set(s.outputs if isinstance(s, Local) else [m.target for m in s.moves])
+        most = max(most, sum(map(size, alive)))
+        alive -= set(frees)
+    return most
+
+
+def _paths(to: Any, result_def: Any, statics: Sequence[Any]) -> list[str | None]:
+    count = sum(s is ARRAY for s in statics)
+    if to is None:
+        return [None] * count
+    if count == 1 and not isinstance(to, dict | list | tuple):
+        return [str(to)]
+    flat, given = trees.flatten(to, is_leaf=lambda x: x is None)
+    if given != result_def:
+        raise MeshError(f"[stream] to= has the structure {given}, the result {result_def}")
+    return [None if p is None else str(p) for p, s in zip(flat, statics, strict=True) if s is ARRAY]
+
+
+def _create(
+    shapes: Sequence[tuple[ShapeDtype, Layout] | None], paths: Sequence[str | None], sizes: tuple[int, ...]
+) -> None:
+    for found, path in zip(shapes, paths, strict=True):
+        if path is not None and found is not None:
+            # One chunk a block: no two writers meet in one.
+            aval, layout = found
+            new_array(path, aval.shape, aval.dtype, block_box(layout, sizes, aval.shape, 0).shape)
+
+
+def _write(path: str, value: np.ndarray) -> None:
+    """A result that is here, whole."""
+    new_array(path, value.shape, value.dtype, value.shape)[...] = value
+
+
+def _needed(p: RankProgram, mesh: Mesh) -> list[int]:
+    """Ranks that have something to do: along axes that nothing is split over, the first does it for all."""
+    used = {a for v in p.inputs for _, axes in p.layouts[v].shards for a in axes}
+    return [r for r in range(mesh.size) if all(c == 0 or a in used for a, c in enumerate(mesh.coordinates(r)))]
+
+
+def _joined(parts: Mapping[int, np.ndarray], p: RankProgram, v: int, mesh: Mesh, count: int) -> np.ndarray:
+    """What ranks found of a variable: their blocks put together, and contributions to one block reduced."""
+    layout, aval = p.layouts[v], p.avals[v]
+    bound = {a for a, _ in layout.partials} | {a for _, axes in layout.shards for a in axes}
+    op = next((op for a, op in layout.partials if a < len(mesh.sizes)), None)
+    blocks: dict[Box, np.ndarray] = {}
+    for r, x in parts.items():
+        # Along the axes that it is neither split nor pending over, ranks hold the same.
+        if all(c == 0 or a in bound for a, c in enumerate(mesh.coordinates(r))):
+            box = block_box(layout, p.sizes, aval.shape, r * count)
+            blocks[box] = x if box not in blocks or op is None else REDUCERS[op](blocks[box], x)
+    out = np.empty(aval.shape, aval.dtype)
+    for box, x in blocks.items():
+        out[box.slices] = x
+    return out
+
+
+# ----- on the workers -----------------------------------------------------------------------------------------------------
+
+
+def _run_blocks(payloads: Mapping[int, _Job], blocks: Any) -> dict[int, list[Any]]:
+    """The virtual ranks of the ranks of one process, one after the other; what is left pending, joined."""
+    return {r: _run_rank(job) for r, job in payloads.items()}
+
+
+def _run_rank(job: _Job) -> list[Any]:
+    p, memory = job.program, current_memory()
+    sources = [
+        open_array(x.path) if isinstance(x, Parts) else open_array(x) if isinstance(x, str) else x for x in job.inputs
+    ]
+    targets = [None if o is None else open_array(o.path if isinstance(o, Parts) else o, "r+") for o in job.outputs]
+    homes = tuple(range(math.prod(p.sizes)))
+    last = len(p.sizes) - 1
+    kept: list[Any] = [None] * len(p.outputs)
+    for virtual in job.virtual:
+        inputs = []
+        for v, x, how in zip((*p.inputs, *p.constants), sources, job.inputs, strict=True):
+            box = block_box(p.layouts[v], p.sizes, p.avals[v].shape, virtual)
+            found = how.read(x, box, p.avals[v].dtype) if isinstance(how, Parts) else np.asarray(x[box.slices])
+            inputs.append({virtual: memory.put(found)})
+        prepared = Prepared(p, (virtual,), homes, job.names, memory)
+        for i, (v, found) in enumerate(zip(p.outputs, prepared.run(inputs), strict=True)):
+            layout, block = p.layouts[v], on_host(found[virtual])
+            out = job.outputs[i]
+            if out is not None:
+                box = block_box(layout, p.sizes, p.avals[v].shape, virtual)
+                if block.size and isinstance(out, Parts):
+                    out.write(targets[i], box, np.unravel_index(virtual, p.sizes), block)
+                elif block.size:
+                    targets[i][box.slices] = block
+                continue
+            op = dict(layout.partials).get(last)
+            if op is not None and is_low_precision(block.dtype):
+                block = block.astype(np.float32)  # many blocks are added: they are rounded once, at the end
+            if kept[i] is None:
+                kept[i] = block
+            elif op is not None:
+                kept[i] = np.asarray(REDUCERS[op](kept[i], block))
+    return kept

@@ -1,0 +1,274 @@
+"""Arrays in Zarr stores that ranks read and write block by block: those of the user, and values on their way to other blocks."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from ...arrays.array.array import Array
+from ...arrays.array.display import human_bytes
+from ...arrays.core.blocks import Box
+from ...arrays.core.dtypes import as_dtype
+from ...arrays.core.errors import (
+    CheckpointExists,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    MeshError,
+    NotACheckpoint,
+    ShardingConflict,
+    StoreError,
+)
+from ...arrays.ops.reductions import _is_low_precision as is_low_precision
+from ...storage.checkpoint.checkpoint import StoredArray
+from ...storage.readers import zarr_tensor
+from ...storage.stores import store as stores
+from ..collectives.reduction_tree import joined
+from ..execution.runtime import LocalRuntime
+from ..mesh.mesh import Mesh
+from ..partition.rank_program import RankProgram
+from ..sharding.placement import REDUCERS, Placement, Sharding, block_box
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """An array in a Zarr store that is to be worked on by the ranks of a mesh; made by :func:`from_zarr` and :func:`stream`."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Sharding
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def load(self) -> Array:
+        """The array on the mesh: each rank reads its block, where it is."""
+        mesh = self.sharding.mesh
+        payloads = {r: (self.path, self.sharding.box(self.shape, r)) for r in range(mesh.size)}
+        (x,) = mesh.create(_read_blocks, payloads, [(self.shape, self.dtype, self.sharding)])
+        return x
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # NumPy would make an array of one object of it.
+        raise MeshError(f"{self!r} is not loaded: use x.load(), or mt.stream(fn, x) for more than fits in memory")
+
+    def __getattr__(self, name: str) -> Any:
+        hint = (
+            "" if name.startswith("_") or not hasattr(Array, name) else ": load it with x.load(), or mt.stream(fn, x)"
+        )
+        raise AttributeError(f"a stored array has no {name!r}{hint}", name=name, obj=self)
+
+    def __repr__(self) -> str:
+        return f"Stored({self.path!r}, {self.sharding.text(self.shape, self.dtype)}, {human_bytes(self.nbytes)})"
+
+    def _repr_html_(self) -> str:
+        from ..mesh.visualize import blocks_html
+
+        return f"<div><code>{escape(repr(self))}</code>{blocks_html(self.shape, self.sharding)}</div>"
+
+
+def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
+    """An array in a Zarr store, for the ranks of a mesh. Nothing but its metadata is read yet.
+
+    Parameters
+    ----------
+    path
+        Of a Zarr array, which every worker can read: a directory, or any URL that checkpoints are read from, with its options.
+    mesh
+        The mesh.
+    placements
+        By axis name, as in :func:`meshtape.distribute`.
+
+    Returns
+    -------
+    Stored
+        To be loaded (``.load()``), or worked on block by block by :func:`stream`.
+
+    Raises
+    ------
+    NotACheckpoint, StoreError
+        Where there is no Zarr array, or one that cannot be read; where a store does not answer.
+    MeshError
+        Where there is a group of arrays.
+    DTypeError
+        For texts, dates and other values that no array has.
+
+    Examples
+    --------
+    >>> import tempfile, zarr, meshtape as mt
+    >>> where = tempfile.mkdtemp()
+    >>> zarr.create_array(where, shape=(6, 2), chunks=(2, 2), dtype="f8")[...] = 1.0
+    >>> x = mt.from_zarr(where, mt.Mesh({"data": 2}), data=mt.Shard(0))
+    >>> mt.stream(lambda x: mt.sum(x * 2, axis=0), x, memory=1000)
+    Array([12., 12.], dtype=float64)
+    """
+    sharding = Sharding(mesh, **placements)
+    found = _opened(str(path))
+    shape, dtype = tuple(map(int, found.shape)), as_dtype(found.dtype, "from_zarr")
+    sharding = sharding.check(shape, dtype)
+    if sharding.partial:
+        raise MeshError("[from_zarr] what is stored is not pending: use Shard(dim) or Replicate()")
+    return Stored(str(path), shape, dtype, sharding)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A value in a store, split over blocks, with what each rank along its pending axes contributes: these come first, one a
+    dimension. ``axes`` are those, ``op`` joins them."""
+
+    path: str
+    axes: tuple[int, ...]
+    op: str | None
+
+    @classmethod
+    def create(cls, path: str, p: RankProgram, v: int) -> Parts:
+        """Room for an output of a program."""
+        layout, aval = p.layouts[v], p.avals[v]
+        parts = cls(path, tuple(a for a, _ in layout.partials), next((op for _, op in layout.partials), None))
+        wide = bool(parts.axes) and is_low_precision(aval.dtype)
+        lead = tuple(p.sizes[a] for a in parts.axes)
+        new_array(
+            path,
+            (*lead, *aval.shape),
+            np.dtype(np.float32) if wide else aval.dtype,
+            (*(1 for _ in lead), *block_box(layout, p.sizes, aval.shape, 0).shape),
+        )
+        return parts
+
+    def write(self, array: Any, box: Box, place: Sequence[int], block: np.ndarray) -> None:
+        """The block of the rank at ``place`` of the mesh."""
+        array[(*(place[a] for a in self.axes), *box.slices)] = block.astype(array.dtype)
+
+    def read(self, array: Any, box: Box, dtype: np.dtype) -> np.ndarray:
+        """A box of the value, joined."""
+        found = np.asarray(array[(*(slice(None) for _ in self.axes), *box.slices)])
+        if self.op is None:
+            return found
+        terms = found.reshape(-1, *box.shape) if box.size else np.zeros((1, *box.shape), found.dtype)
+        return joined(terms, REDUCERS[self.op]).reshape(box.shape).astype(dtype, copy=False)
+
+
+@contextmanager
+def scratch_room(given: Any, paths: Sequence[str | None], mesh: Mesh, needed: bool) -> Iterator[str | None]:
+    """Where values go on their way from blocks to other blocks: empty before and after."""
+    if not needed:
+        yield None
+        return
+    beside = next((p for p in paths if p is not None), None)
+    if given is not None:
+        room = f"{given}/stream-{uuid.uuid4().hex}"
+    elif beside is not None:
+        room = f"{beside}.stream-{uuid.uuid4().hex}"
+    elif isinstance(mesh.runtime, LocalRuntime):
+        room = f"{tempfile.gettempdir()}/meshtape-stream-{uuid.uuid4().hex}"
+    else:
+        raise ShardingConflict(
+            "[stream] values go from blocks to other blocks by way of a store: say where, with scratch=… that all workers can use"
+        )
+    group = open_group(room, "w")
+    try:
+        yield room
+    finally:
+        for name in list(group.array_keys()):
+            del group[name]
+        if "://" not in room:
+            shutil.rmtree(room, ignore_errors=True)
+
+
+def _opened(path: str) -> Any:
+    """The Zarr array of a user; what is wrong with it is an error of ours."""
+    try:
+        return zarr_tensor.open_array(stores.location(path), "")
+    except (IncompleteCheckpoint, CorruptCheckpoint) as e:
+        names = _arrays_of_group(path)
+        if names is not None:
+            raise MeshError(
+                f"[from_zarr] {path} is a group, not an array; its arrays are {', '.join(names) or 'none'}"
+            ) from e
+        if isinstance(e, IncompleteCheckpoint):
+            raise NotACheckpoint(f"[from_zarr] there is no Zarr array at {path}") from e
+        # What a client says of a URL may hold a signature.
+        why = type(e.__cause__).__name__ if stores.is_url(path) else e.__cause__ or e
+        raise StoreError(f"[from_zarr] {path} cannot be read as a Zarr array: {why}") from e
+
+
+def _arrays_of_group(path: str) -> list[str] | None:
+    """Names of the arrays right in a group; None where there is none."""
+    try:
+        return sorted(open_group(path, "r").array_keys())
+    except Exception:
+        return None
+
+
+# ----- Zarr's own calls: of a directory, or of an object store as checkpoints reach it ----------------------------------
+
+
+def _place(path: str, write: bool = True) -> dict[str, Any]:
+    store, node = zarr_tensor.zarr_place(stores.location(path), write=write)
+    return {"store": store, "path": node}
+
+
+def open_array(path: str, mode: str = "r") -> Any:
+    """A Zarr array that is there, to be indexed with slices."""
+    if mode == "r":
+        return StoredArray((path,), zarr_tensor.open_array(stores.location(path), "").kept())
+    import zarr
+
+    from ...storage.format import zarr_dtypes  # noqa: F401  # the small floats are registered by the import
+
+    return zarr.open_array(**_place(path), mode=mode)
+
+
+def open_group(path: str, mode: str) -> Any:
+    """A group of Zarr arrays; a new one with ``mode="w"``."""
+    import zarr
+
+    return zarr.open_group(**_place(path, write=mode != "r"), mode=mode)
+
+
+def new_array(path: str, shape: tuple[int, ...], dtype: np.dtype, chunks: Sequence[int]) -> Any:
+    """A new Zarr array."""
+    import zarr
+
+    from ...storage.format import zarr_dtypes  # noqa: F401
+
+    place = _place(path)
+    return zarr.create_array(
+        place["store"], name=place.get("path"), shape=shape, chunks=tuple(max(n, 1) for n in chunks), dtype=dtype
+    )
+
+
+def refuse_existing(path: str) -> None:
+    """Raise where something is at ``path`` that a new array would replace."""
+    import zarr
+
+    try:
+        found = zarr.open(**_place(path), mode="r")
+    except FileNotFoundError:
+        return
+    raise CheckpointExists(f"[stream] {path} holds a Zarr {type(found).__name__.lower()} already: choose another path")
+
+
+def _read_blocks(payloads: Mapping[int, Any]) -> dict[int, list[np.ndarray]]:
+    return {r: [np.asarray(open_array(path)[box.slices])] for r, (path, box) in payloads.items()}

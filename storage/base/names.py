@@ -1,0 +1,128 @@
+"""Names: of leaves as people read them, of leaves as Zarr nodes, and of files that come from untrusted text.
+
+A leaf's *name* is its keys joined by dots (``layers.0.w``). Its Zarr name is the same wherever that is safe; otherwise
+bytes are percent-escaped, so any string is a legal, bounded, unreserved file name on every system.
+
+>>> zarr_names(["layers.0.w", "a/b", "zarr.json", ""])
+['layers.0.w', 'a%2Fb', '%7Aarr.json', '%']
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ...arrays.core.errors import CheckpointKeyError, CorruptCheckpoint
+from ..stores import store
+
+_SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+# Zarr's own files, chunk keys, ours, and the device names that Windows cannot use as files.
+_RESERVED = frozenset(
+    ["zarr.json", ".zgroup", ".zattrs", ".zarray", ".zmetadata", "c", "meshtape.json", "con", "prn", "aux", "nul"]
+    + [f"{device}{n}" for device in ("com", "lpt") for n in range(10)]
+)
+_LONGEST = 160
+_PLAIN = re.compile(r"(?!__)[\w-][\w.-]{0,98}[\w-]", re.ASCII)  # most names, which stay as they are
+_NAME_MAX, _PATH_MAX = 255, 1024  # no file system has longer ones
+_SIMPLE = re.compile(
+    r"[\w-][\w.-]{0,99}(?:/[\w-][\w.-]{0,99}){0,3}", re.ASCII
+)  # nearly all names; not . or .. or a long one
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _escape(name: str) -> str:
+    if _PLAIN.fullmatch(name) and name.split(".")[0].lower() not in _RESERVED and name.lower() not in _RESERVED:
+        return name
+    raw = name.encode("utf-8", "surrogatepass")
+    if not raw:
+        return "%"
+    out = "".join(chr(b) if b in _SAFE else f"%{b:02X}" for b in raw)
+    # The first character decides whether a name is hidden or reserved; a final dot is lost on Windows.
+    heads = {out.casefold(), out.split(".")[0].casefold()}  # Windows reserves "nul.txt" as well
+    if out.startswith((".", "__")) or heads & _RESERVED:
+        out = f"%{raw[0]:02X}{out[1:]}"
+    if out[-1] == ".":
+        out = f"{out[:-1]}%2E"
+    if len(out) > _LONGEST:
+        out = f"{out[: _LONGEST - 17]}~{_digest(name)}"
+    return out
+
+
+def zarr_names(names: Sequence[str]) -> list[str]:
+    """One Zarr node name for each leaf name; distinct even where the file system ignores case."""
+    escaped = [_escape(name) for name in names]
+    count = Counter(e.casefold() for e in escaped)
+    return [
+        e if count[e.casefold()] == 1 else f"{e[: _LONGEST - 17]}~{_digest(name)}"
+        for e, name in zip(escaped, names, strict=True)
+    ]
+
+
+def leaf_name(path: Sequence[str | int]) -> str:
+    """A path as people read it: ``('layers', 0, 'w')`` becomes ``layers.0.w``."""
+    return ".".join(map(str, path))
+
+
+def check_distinct(paths: Iterable[Sequence[str | int]]) -> None:
+    """Raise `CheckpointKeyError`, listing every case, when two paths have one name."""
+    seen: dict[str, Sequence[str | int]] = {}
+    clashes = []
+    for path in paths:
+        first = seen.setdefault(leaf_name(path), path)
+        if first is not path:
+            clashes.append(f"  {list(first)} and {list(path)} are both named {leaf_name(path)!r}")
+    if clashes:
+        raise CheckpointKeyError("\n".join([f"{len(clashes)} keys collide:", *clashes, "rename one of each"]))
+
+
+def plain(relative: object, source: str) -> list[str]:
+    """The parts of a name of a file below some directory; `CorruptCheckpoint` where untrusted text is none, or leads out of it."""
+    if isinstance(relative, str) and _SIMPLE.fullmatch(relative):
+        return relative.split("/")
+    if not isinstance(relative, str) or not relative:
+        raise CorruptCheckpoint(f"{source}: {relative!r} is not a file name")
+    parts = relative.split("/")
+    if "\0" in relative or "\\" in relative or ":" in parts[0] or any(p in ("", ".", "..") for p in parts):
+        raise CorruptCheckpoint(f"{source}: file name {relative!r} leaves the checkpoint or is malformed; refused")
+    if any(len(p.encode("utf-8", "surrogatepass")) > _NAME_MAX for p in parts) or len(relative) > _PATH_MAX:
+        raise CorruptCheckpoint(f"{source}: file name {relative[:80]!r}… is too long for a file; refused")
+    return parts
+
+
+def inside(root: str, relative: object, source: str) -> str:
+    """The path of a file that untrusted text ``relative`` names below ``root``.
+
+    Absolute paths, ``..``, backslashes, NUL and links that leave the directory raise `CorruptCheckpoint` naming
+    ``source``, where the text stood. Links into ``blobs`` beside ``snapshots`` are followed, from any folder of a snapshot: the Hugging
+    Face cache is made of them.
+    """
+    parts = plain(relative, source)
+    path = store.join(root, relative)
+    if store.is_url(root):  # no links there
+        return path
+    step = root
+    for part in parts:
+        step = f"{step}{os.sep}{part}"
+        if os.path.islink(step):
+            break
+    else:
+        return path
+    try:
+        real, home = Path(path).resolve(), Path(root).resolve()
+    except (OSError, RuntimeError) as e:  # links that lead in a circle
+        raise CorruptCheckpoint(f"{source}: file {relative!r} is a link that leads nowhere: {e}") from None
+    allowed = [home]
+    # The models of a pipeline lie in folders of its snapshot.
+    allowed += [p.parent.parent / "blobs" for p in (home, *home.parents) if p.parent.name == "snapshots"]
+    if not any(real.is_relative_to(a) for a in allowed):
+        raise CorruptCheckpoint(f"{source}: file {relative!r} is a link out of the checkpoint (to {real}); refused")
+    return path

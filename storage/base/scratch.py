@@ -1,0 +1,43 @@
+"""Memory that a thread uses again: the pages of fresh memory cost as much as the copy that fills them."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from ...arrays.core.errors import CheckpointError, OutOfMemory
+
+KEPT = 16 << 20  # bytes that a thread keeps for each use
+
+_own = threading.local()
+
+
+def scratch(use: str, nbytes: int) -> np.ndarray:
+    """Bytes of this thread, whatever they held, until it asks for the same use again.
+
+    >>> scratch("test", 10).shape
+    (10,)
+    """
+    memory = _own.__dict__
+    held = memory.get(use)
+    if held is None or held.size < nbytes:
+        held = np.empty(nbytes, np.uint8)
+        if nbytes <= KEPT:
+            memory[use] = held
+    return held[:nbytes]
+
+
+def release() -> None:
+    """Give this thread's memory back. What ends with a thread goes by itself."""
+    _own.__dict__.clear()
+
+
+def room(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A new array for what is read of a key; `OutOfMemory` where there is no memory for it."""
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as e:
+        raise OutOfMemory(f"key {name!r}: {e}; read slices of it, or load it onto a mesh of more processes") from None
+    except ValueError as e:  # lengths beside a zero whose product NumPy cannot hold
+        raise CheckpointError(f"key {name!r}: no array has the shape {shape}: {e}; read smaller slices") from None

@@ -1,0 +1,245 @@
+"""Where the bytes of an array are: its blocks over the ranks that saved it, its chunks, the files that hold them.
+
+It comes from the table of contents, and from asking the file system for the lengths of the files that are shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....arrays.core.blocks import Box, ceil_blocks
+from ....arrays.core.errors import CheckpointError
+from ...checkpoint.checkpoint import StoredArray
+from ...format.compression import compression_of
+from ...format.sharding_spec import Layout
+from ...readers.compressed import CompressedTensor
+from ...readers.packed import PackedBlocks
+from ...readers.raw_tensor import RawTensor
+from ...readers.tensor import ChunkedTensor, read_box
+from ...readers.zarr_tensor import ZarrTensor
+from ...rules.lazy_tensors import whole_of
+
+MAP = 40  # chunks shown along each side of the map
+_MOST_RANKS = 1 << 11  # of more, no picture tells anything
+CHECK = 256 << 20  # bytes that a page checks at once
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of an array, and the ranks that held it when it was saved."""
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+def blocks(array: StoredArray) -> list[Block] | None:
+    """The blocks of an array over the mesh that saved it; None for one that was local, or whose sharding says what is unknown.
+
+    Axes that split one dimension count as one long axis, the first in the mesh the slowest.
+    """
+    mesh, placements = array.mesh, array.placements
+    if not mesh or placements is None or math.prod(mesh.values()) > _MOST_RANKS:
+        return None
+    try:
+        layout = Layout.of(mesh, dict(zip(mesh, placements, strict=False)), array.shape, array.name)
+    except CheckpointError:
+        return None
+    counts = [n for _, n in layout.axes]
+    cuts = []
+    for d, n in enumerate(array.shape):
+        mine = [k for k, dim in enumerate(layout.dims) if dim == d]
+        cuts.append((mine, ceil_blocks(n, math.prod(counts[k] for k in mine))))
+    held: dict[Box, list[int]] = {}
+    for rank, place in enumerate(itertools.product(*map(range, counts))):
+        spans = []
+        for mine, parts in cuts:
+            number = 0
+            for k in mine:
+                number = number * counts[k] + place[k]
+            spans.append(parts[number])
+        held.setdefault(Box(tuple(o for o, _ in spans), tuple(n for _, n in spans)), []).append(rank)
+    return [Block(box, tuple(ranks)) for box, ranks in held.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk on the map: its place, the file that holds it, its stored bytes, and what is known about them.
+
+    ``state`` is ``"recorded"`` (a checksum lies beside it, unread), ``"sound"`` (read now, and the checksum fits), ``"damaged"``,
+    ``"missing"``, ``"length"`` (the file is not as long as the manifest says), ``"plain"`` (this format has no checksum of ours) or
+    ``"absent"`` (never written: reads as the fill value).
+    """
+
+    row: int
+    column: int
+    box: Box
+    file: str
+    nbytes: int | None
+    state: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ChunkMap:
+    """The chunks of a plane of an array, at most `MAP` × `MAP` of them, from chunk ``first`` on."""
+
+    chunks: list[Chunk]
+    first: tuple[int, int]
+    counts: tuple[int, int]
+    shape: tuple[int, ...]
+    total: int
+    checksums: bool
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How an array is stored: one sentence, its files, bytes on the disk where they are known."""
+
+    how: str
+    files: int
+    nbytes: int | None
+    chunk: tuple[int, ...]
+    shard: tuple[int, ...] | None
+    place: tuple[str, int, int, int] | None = None  # file, first byte, end, length of the file
+
+
+def stored(array: StoredArray) -> Stored:
+    """How ``array`` lies in files."""
+    tensor = array.tensor
+    if isinstance(tensor, RawTensor):
+        end = tensor.start + array.nbytes
+        place = (os.path.basename(tensor.path), tensor.start, end, tensor.file_nbytes)
+        return Stored(tensor.how, 1, array.nbytes, array.shape, None, place)
+    if isinstance(tensor, ZarrTensor):
+        n = math.prod(-(-s // c) for s, c in zip(array.shape, tensor.chunk, strict=True)) if array.shape else 1
+        return Stored(tensor.how, n, None, tensor.chunk, None)
+    whole = whole_of(tensor)
+    if not isinstance(whole, ChunkedTensor):
+        return Stored(tensor.how, len(getattr(tensor, "files", ())) or 1, None, tensor.chunk, None)
+    grid, how = whole.grid, whole.how
+    nbytes = sum(o.nbytes for o in whole.objects.values())
+    if (codec := compression_of(whole)) is not None:
+        how += f", compressed with {codec} to {nbytes / max(array.nbytes, 1):.0%} of the array's bytes"
+    return Stored(
+        how,
+        len({o.file for o in whole.objects.values()}),
+        nbytes,
+        grid.chunk,
+        grid.shard,
+    )
+
+
+def chunk_map(
+    array: StoredArray, rows: int | None, columns: int | None, at: Sequence[int], check: bool = False
+) -> ChunkMap | None:
+    """The chunks of the plane through ``at``, around it. None where there are no chunks: a safetensors tensor is one run.
+
+    With ``check``, chunks are read (at most `CHECK` bytes of them) and their checksums compared.
+    """
+    tensor = array.tensor
+    whole = whole_of(tensor)
+    if not isinstance(whole, (ChunkedTensor, ZarrTensor)) or 0 in array.shape:
+        return None
+    chunk = tuple(max(1, c) for c in whole.chunk)
+    counts = [-(-n // c) for n, c in zip(array.shape, chunk, strict=True)]
+    here = [min(a, n - 1) // c for a, n, c in zip(at, array.shape, chunk, strict=True)]
+
+    def span(d: int | None) -> range:
+        if d is None:
+            return range(1)
+        start = max(0, min(here[d] - MAP // 2, counts[d] - MAP))
+        return range(start, min(start + MAP, counts[d]))
+
+    lengths: dict[str, int | None] = {}
+    file_of = _zarr_names(tensor) if isinstance(tensor, ZarrTensor) else None
+    out, read = [], 0
+    item = array.dtype.itemsize
+    for i, j in itertools.product(span(rows), span(columns)):
+        index = list(here)
+        if rows is not None:
+            index[rows] = i
+        if columns is not None:
+            index[columns] = j
+        offset = tuple(k * c for k, c in zip(index, chunk, strict=True))
+        box = Box(offset, tuple(min(c, n - o) for c, n, o in zip(chunk, array.shape, offset, strict=True)))
+        file, nbytes, state, note = _state(whole, tuple(index), box, item, lengths, file_of)
+        if check and state in ("recorded", "plain") and read + math.prod(chunk) * item <= CHECK:
+            read += math.prod(chunk) * item
+            try:
+                read_box(tensor, box)
+                state = "sound" if state == "recorded" else state
+            except (CheckpointError, OSError) as e:
+                state, note = "damaged", str(e)
+        out.append(Chunk(i, j, box, file, nbytes, state, note))
+    plane = (counts[rows] if rows is not None else 1, counts[columns] if columns is not None else 1)
+    first = (span(rows).start, span(columns).start)
+    return ChunkMap(out, first, plane, chunk, math.prod(counts), not isinstance(tensor, ZarrTensor))
+
+
+def _state(
+    tensor: Any,
+    index: tuple[int, ...],
+    box: Box,
+    item: int,
+    lengths: dict[str, int | None],
+    file_of: Callable[[tuple[int, ...]], str] | None,
+) -> tuple[str, int | None, str, str]:
+    """(file, stored bytes, state, note) of a chunk, by asking for the length of its file once."""
+    if file_of is not None:
+        file = file_of(index)
+        size = _length(os.path.join(tensor.root, file), lengths) if file and os.path.isabs(tensor.root) else None
+        if file and os.path.isabs(tensor.root) and size is None:
+            return file, None, "absent", "never written: it reads as the fill value"
+        return file, size, "plain", ""
+    grid = tensor.grid
+    coord = tuple(o // s for o, s in zip(box.offset, grid.shard, strict=True))
+    held = tensor.objects[coord]
+    packed = isinstance(tensor, PackedBlocks)
+    nbytes, file_nbytes = (held.nbytes, held.file_nbytes) if packed else (math.prod(grid.chunk) * item + 4, held.nbytes)
+    root = str(tensor.root)
+    if os.path.isabs(root):  # an object store is not asked for each: opening the checkpoint has shown that it answers
+        size = _length(os.path.join(root, held.file), lengths)
+        if size is None:
+            return held.file, None, "missing", "the file is missing"
+        if size != file_nbytes:
+            return held.file, nbytes, "length", f"the file has {size:,} bytes, the manifest says {file_nbytes:,}"
+        if isinstance(tensor, CompressedTensor):
+            local = tuple(i % n for i, n in zip(index, grid.chunks_in_shard, strict=True))
+            try:
+                stored = tensor.chunk_nbytes(coord, local)
+            except CheckpointError as e:
+                return held.file, None, "damaged", str(e)
+            return (
+                held.file,
+                stored,
+                "recorded",
+                f"{stored / nbytes:.0%} of its {nbytes - 4:,} bytes, by {tensor.compression}",
+            )
+    elif isinstance(tensor, CompressedTensor):
+        return held.file, None, "recorded", f"compressed by {tensor.compression}"
+    return held.file, nbytes, "recorded", f"crc32c of the {'block' if packed else 'data'} {held.crc32c:08x}"
+
+
+def _length(path: str, known: dict[str, int | None]) -> int | None:
+    if path not in known:
+        try:
+            known[path] = os.stat(path).st_size
+        except OSError:
+            known[path] = None
+    return known[path]
+
+
+def _zarr_names(tensor: ZarrTensor) -> Callable[[tuple[int, ...]], str]:
+    """The file of each chunk, by the names that its array's metadata gives them."""
+    import zarr
+
+    try:
+        encode = zarr.open_array(tensor.root, path=tensor.node, mode="r").metadata.encode_chunk_key
+    except Exception:  # zarr raises nearly anything; the map then lacks names, the array's page still shows
+        return lambda index: ""
+    return lambda index: f"{tensor.node}/{encode(index)}" if tensor.node else encode(index)

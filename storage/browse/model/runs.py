@@ -1,0 +1,160 @@
+"""The directory of a run, local or in an object store: its checkpoints in order of their steps, their sizes and metrics, and what is
+incomplete there.
+
+It only looks: unlike the save of a `CheckpointManager` it collects no remains and deletes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ....arrays.core.errors import CheckpointError
+from ...checkpoint import branches
+from ...checkpoint.branches import Branch
+from ...format import manifest
+from ...saving.manager import METRICS
+from ...stores import atomic_directory
+from ...stores import store as stores
+
+_STEP = re.compile(r"\Astep-(\d{8,})\Z")
+_MOST = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A checkpoint of a run, or what was to become one: then ``note`` says what is wrong."""
+
+    name: str
+    step: int
+    arrays: int = 0
+    nbytes: int = 0
+    saved: float = 0.0
+    metrics: tuple[tuple[str, float], ...] = ()
+    note: str = ""
+    branch: Branch = field(default_factory=Branch)
+
+    def metric(self, name: str) -> float | None:
+        return dict(self.metrics).get(name)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps in order, remains of interrupted saves, and which step is best."""
+
+    steps: list[Step]
+    remains: list[str]
+    metrics: list[str]
+    metric: str = ""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    branch: Branch = field(default_factory=Branch)  # that was begun last
+
+    @property
+    def complete(self) -> list[Step]:
+        return [s for s in self.steps if not s.note]
+
+    @property
+    def latest(self) -> Step | None:
+        line = self.branch.line(self.complete) or self.complete
+        return line[-1] if line else None
+
+    @property
+    def best(self) -> Step | None:
+        """The complete step with the best value of ``metric``, the newest of equals; None where no step has it."""
+        sign = 1.0 if self.best_is == "lowest" else -1.0
+        having = [
+            (sign * v, -s.step, s)
+            for s in self.complete
+            if (v := s.metric(self.metric)) is not None and not math.isnan(v)
+        ]
+        return min(having, key=lambda t: t[:2])[2] if having else None
+
+    def curve(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric."""
+        return [(s.step, v) for s in self.complete if (v := s.metric(metric)) is not None]
+
+
+_known: OrderedDict[tuple[str, int, int, int], Step] = OrderedDict()
+
+
+def is_run(directory: str) -> bool:
+    """Whether a directory has checkpoints that a `CheckpointManager` has named."""
+    try:
+        return any(_STEP.match(e) for e in _entries(directory))
+    except (OSError, CheckpointError):
+        return False
+
+
+def _entries(directory: str) -> list[str]:
+    if stores.is_url(directory):
+        store = stores.at(directory)
+        return store.folders() if store.lists else []
+    return sorted(os.listdir(directory))
+
+
+def history(directory: str, metric: str = "", best_is: Literal["lowest", "highest"] = "lowest") -> Run:
+    """The run in ``directory``.
+
+    >>> import numpy as np, tempfile
+    >>> from meshtape.storage import CheckpointManager
+    >>> manager = CheckpointManager(tempfile.mkdtemp(), keep=3)
+    >>> for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+    ...     _ = manager.save(step, {"w": np.ones(2)}, metrics={"loss": loss})
+    >>> run = history(manager.directory)
+    >>> run.metrics, run.best.step, run.latest.step, run.curve("loss")[0]
+    (['loss'], 2, 3, (1, 0.5))
+    """
+    entries = _entries(directory)
+    # A step that is just being replaced has only its set-aside name for a moment.
+    named = {e for e in entries if _STEP.match(e)} | {e.partition(".old-")[0] for e in entries if ".old-" in e}
+    steps = [_step(directory, e) for e in sorted(named)[-_MOST:] if _STEP.match(e)]
+    steps.sort(key=lambda s: (s.step, s.name))
+    metrics = list(dict.fromkeys(name for s in steps for name, _ in s.metrics))
+    remains = [e for e in entries if atomic_directory.KINDS.match(e)]
+    now = branches.current(directory, [s for s in steps if not s.note])
+    return Run(steps, remains, metrics, metric if metric in metrics else next(iter(metrics), ""), best_is, now)
+
+
+def _step(directory: str, name: str) -> Step:
+    """One step. The manifest of a complete one is read once: it never changes without another inode, time or length."""
+    number = int(name.partition("-")[2])
+    root = stores.join(directory, name)
+    mark, saved = None, 0.0
+    try:
+        if not stores.is_url(root):
+            root = atomic_directory.resolve(root)
+            stat = os.stat(os.path.join(root, manifest.FILE))
+            mark, saved = (root, stat.st_ino, stat.st_mtime_ns, stat.st_size), stat.st_mtime
+            if mark in _known:
+                return _known[mark]
+        held = manifest.read(root)
+    except FileNotFoundError:
+        held = None
+    except (CheckpointError, OSError) as e:
+        return Step(name, number, note=str(e))
+    if held is None:
+        return Step(name, number, note=f"incomplete: it has no {manifest.FILE}")
+    found = held.metadata.get(METRICS)
+    metrics = tuple(
+        (str(k), float(v))
+        for k, v in (found.items() if isinstance(found, dict) else ())
+        if isinstance(v, (int, float)) and not isinstance(v, bool)
+    )
+    out = Step(
+        name,
+        number if held.step is None else held.step,
+        len(held.arrays),
+        sum(a.nbytes for a in held.arrays),
+        saved,
+        metrics,
+        branch=branches.of_plain(held.metadata.get(branches.KEY)),
+    )
+    if mark is not None:
+        _known[mark] = out
+    while len(_known) > _MOST:
+        _known.popitem(last=False)
+    return out

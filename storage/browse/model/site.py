@@ -1,0 +1,191 @@
+"""What a browser may show: the given roots and what lies below them, opened once and kept while it does not change.
+
+A place is written ``ROOT/REST``: the number of a root, and names below it. Names that are ``..``, hidden, or links that lead out of their
+root are refused, so that no address reaches anything that was not given.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ....arrays.core.errors import CheckpointError, NotACheckpoint
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.open import HF_INDEX, open_checkpoint
+from ...format import manifest
+from ...stores import atomic_directory
+from ...stores import store as stores
+from .inventory import Inventory
+from .jobs import Jobs
+from .runs import is_run
+
+_OPEN = 8  # opened checkpoints that are kept
+_REMOTE_AGE = 30.0  # seconds for which an object store is not asked again
+_MOST_ENTRIES = 1000
+
+
+@dataclass(frozen=True)
+class Place:
+    """A root or something below it. ``at`` is its address, ``path`` where it is."""
+
+    at: str
+    path: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A name in a directory, and what it looks like: ``"checkpoint"``, ``"run"`` or ``"directory"``."""
+
+    name: str
+    kind: str
+    at: str
+
+
+@dataclass
+class Opened:
+    """An opened checkpoint with its inventory."""
+
+    place: Place
+    ckpt: Checkpoint
+    inventory: Inventory
+    seconds: float
+
+
+class Site:
+    """The roots, and the checkpoints that are open.
+
+    >>> Site(["/data/run"]).place("0/step-00000010").path
+    '/data/run/step-00000010'
+    >>> Site(["/data/run"]).place("0/../../etc")
+    Traceback (most recent call last):
+        ...
+    meshtape.arrays.core.errors.NotACheckpoint: no such place: '0/../../etc'
+    """
+
+    def __init__(self, roots: Iterable[str | os.PathLike[str]] = ()) -> None:
+        self.roots: list[str] = []
+        self.jobs = Jobs()
+        self._open: OrderedDict[str, tuple[object, Opened]] = OrderedDict()
+        self._lock = threading.Lock()
+        for root in roots:
+            self.add(root)
+
+    def add(self, root: str | os.PathLike[str]) -> Place:
+        """Make a path or URL, and all below it, part of the site; returns its place."""
+        where = stores.location(root)
+        with self._lock:
+            if where not in self.roots:
+                self.roots.append(where)
+            return self._root(self.roots.index(where))
+
+    def _root(self, number: int) -> Place:
+        where = self.roots[number]
+        return Place(str(number), where, stores.split(where)[1] or where)
+
+    def places(self) -> list[Place]:
+        return [self._root(i) for i in range(len(self.roots))]
+
+    def place(self, at: str) -> Place:
+        """The place of an address; `NotACheckpoint` for one that is not below a root."""
+        number, *names = at.split("/")
+        if not number.isdecimal() or len(number) > 6 or int(number) >= len(self.roots):
+            raise NotACheckpoint(f"no such place: {at!r}")
+        root = self._root(int(number))
+        if not names:
+            return root
+        if any(n.startswith(".") or not n or "\\" in n or "\0" in n for n in names):
+            raise NotACheckpoint(f"no such place: {at!r}")
+        path = stores.join(root.path, *names)
+        if not stores.is_url(path):
+            inside, real = os.path.realpath(root.path), os.path.realpath(path)
+            if os.path.commonpath([inside, real]) != inside:
+                raise NotACheckpoint(f"no such place: {at!r}")
+        return Place(at, path, names[-1])
+
+    def open(self, at: str) -> Opened:
+        """The checkpoint at an address, opened anew when it has changed."""
+        place = self.place(at)
+        mark = _mark(place.path)
+        with self._lock:
+            held = self._open.get(place.path)
+            if held is not None and held[0] == mark:
+                self._open.move_to_end(place.path)
+                return held[1]
+        started = time.perf_counter()
+        ckpt = open_checkpoint(place.path)
+        opened = Opened(place, ckpt, Inventory(ckpt), time.perf_counter() - started)
+        with self._lock:
+            self._open[place.path] = (mark, opened)
+            while len(self._open) > _OPEN:
+                self._open.popitem(last=False)
+        return opened
+
+    def check(self, place: Place) -> None:
+        """Raise what opening it would raise, where nothing there can be shown."""
+        if not stores.is_url(place.path) and os.path.isdir(place.path) and _kind(place.path) != "checkpoint":
+            return
+        if not is_run(place.path):
+            self.open(place.at)
+
+    def kind(self, place: Place) -> str:
+        """``"checkpoint"``, ``"run"`` or ``"directory"``."""
+        if stores.is_url(place.path):
+            return "run" if is_run(place.path) else "checkpoint"
+        return _kind(place.path)
+
+    def entries(self, place: Place) -> list[Entry]:
+        """What lies in a directory that may be worth opening; hidden names and other files are left out."""
+        out: list[Entry] = []
+        if stores.is_url(place.path):
+            store = stores.at(place.path)
+            found = store.folders()[:_MOST_ENTRIES] if store.lists else []
+            return [Entry(n, "checkpoint", f"{place.at}/{n}") for n in found if not n.startswith(".")]
+        for name in sorted(os.listdir(place.path))[: 10 * _MOST_ENTRIES]:
+            if name.startswith(".") or len(out) >= _MOST_ENTRIES:
+                continue
+            path = os.path.join(place.path, name)
+            if not os.path.isdir(path) and not name.endswith(".safetensors"):
+                continue
+            at = f"{place.at}/{name}"
+            try:
+                self.place(at)
+            except CheckpointError:  # a link that leads out
+                continue
+            out.append(Entry(name, _kind(path), at))
+        return out
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        self.jobs.close()
+
+
+def _kind(path: str) -> str:
+    if os.path.isfile(path):
+        return "checkpoint"
+    if not os.path.isdir(path) and not os.path.isdir(atomic_directory.resolve(path)):
+        raise NotACheckpoint(f"{path}: no such file or directory")
+    marks = (manifest.FILE, HF_INDEX, "model.safetensors", "zarr.json", ".zgroup", ".zarray")
+    if any(os.path.exists(os.path.join(path, m)) for m in marks):
+        return "checkpoint"
+    return (
+        "run" if is_run(path) else "directory" if os.path.isdir(path) else "checkpoint"
+    )  # only set aside, for a moment
+
+
+def _mark(path: str) -> object:
+    """What changes when a checkpoint is written anew."""
+    if stores.is_url(path):
+        return int(time.monotonic() / _REMOTE_AGE)
+    out = []
+    for name in ("", manifest.FILE, HF_INDEX, "model.safetensors", "zarr.json"):
+        try:
+            s = os.stat(os.path.join(path, name) if name else path)
+            out.append((s.st_ino, s.st_mtime_ns, s.st_size))
+        except OSError:
+            out.append(None)
+    return tuple(out)

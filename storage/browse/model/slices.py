@@ -1,0 +1,186 @@
+"""A window onto an array of any rank: two of its dimensions as rows and columns, the others fixed, at any magnification.
+
+Zoomed out, a window shows every k-th row and column: it reads rows here and there, never the plane. Where even that would read more
+than the budget allows, rows are left out, and the window says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....arrays.core.blocks import Box
+from ....arrays.core.errors import ArrayIndexError
+from ...checkpoint.checkpoint import StoredArray
+from .pieces import refuse_giants
+
+CELLS = 64  # rows and columns of a window
+BUDGET = 64 << 20  # bytes that one window may read
+
+
+@dataclass(frozen=True)
+class View:
+    """Where to look. ``rows`` and ``columns`` are dimensions (rows is None for a vector or a scalar); ``at`` is one index a dimension.
+
+    ``at[rows]`` and ``at[columns]`` are where the window starts; ``steps`` are the distances of neighbouring rows and columns.
+    """
+
+    rows: int | None
+    columns: int | None
+    at: tuple[int, ...]
+    steps: tuple[int, int] = (1, 1)
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        rows: int | None = None,
+        columns: int | None = None,
+        at: tuple[int, ...] = (),
+        steps: tuple[int, int] = (0, 0),
+    ) -> View:
+        """A sound view: what is left out is chosen, what lies outside is moved inside. A step of 0 shows the whole of its dimension.
+
+        >>> View.of((8, 5, 300))
+        View(rows=1, columns=2, at=(0, 0, 0), steps=(1, 5))
+        >>> View.of((8, 5, 300), at=(99, 0, 280), steps=(1, 1)).at
+        (7, 0, 236)
+        """
+        ndim = len(shape)
+        if columns is None:
+            columns = next((d for d in range(ndim - 1, -1, -1) if d != rows), rows)
+        if rows is None or rows == columns:
+            rows = next((d for d in range(ndim - 1, -1, -1) if d != columns), None)
+        for d in (rows, columns):
+            if d is not None and not 0 <= d < ndim:
+                raise ArrayIndexError(f"dimension {d} is out of range for an array of {ndim} dimensions")
+        own = {}
+        for d, step in zip((rows, columns), steps, strict=True):
+            if d is not None:
+                own[d] = min(step, max(shape[d], 1)) if step > 0 else max(1, -(-shape[d] // CELLS))
+        place = []
+        for d, n in enumerate(shape):
+            i = at[d] if d < len(at) else 0
+            last = max(0, n - 1 if d not in own else n - (CELLS - 1) * own[d] - 1)
+            place.append(max(0, min(i, last)))
+        chosen = (own.get(rows, 1) if rows is not None else 1, own.get(columns, 1) if columns is not None else 1)
+        return cls(rows, columns, tuple(place), chosen)
+
+    def zoomed(self, shape: tuple[int, ...], factor: float) -> View:
+        """The view with its steps multiplied, as far as a window can show."""
+        most = View.of(shape, self.rows, self.columns).steps
+        steps = tuple(max(1, min(int(s * factor), m)) for s, m in zip(self.steps, most, strict=True))
+        return View.of(shape, self.rows, self.columns, self.at, (steps[0], steps[1]))
+
+    def moved(self, shape: tuple[int, ...], dimension: int, windows: int) -> View:
+        """The view moved by whole windows along its rows' or columns' dimension."""
+        at = list(self.at)
+        at[dimension] = max(0, at[dimension] + windows * CELLS * self.steps[0 if dimension == self.rows else 1])
+        return View.of(shape, self.rows, self.columns, tuple(at), self.steps)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The values of a view, row by row, and what reading them took."""
+
+    view: View
+    values: np.ndarray
+    nbytes: int
+    shape: tuple[int, ...]
+
+    def index(self, i: int, j: int) -> tuple[int, ...]:
+        """The index in the array of the cell in row ``i``, column ``j``."""
+        out = list(self.view.at)
+        for d, k, step in zip((self.view.rows, self.view.columns), (i, j), self.view.steps, strict=True):
+            if d is not None:
+                out[d] += k * step
+        return tuple(out)
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Smallest and largest finite value, or None."""
+        numbers = self.numbers
+        finite = numbers[np.isfinite(numbers)]
+        return (float(finite.min()), float(finite.max())) if finite.size else None
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """As float64: complex values as magnitudes."""
+        with np.errstate(all="ignore"):
+            return (np.abs(self.values) if self.values.dtype.kind == "c" else self.values).astype(np.float64)
+
+
+def window(array: StoredArray, view: View, budget: int = BUDGET) -> Window:
+    """Read a view; its step grows where reading would take more than ``budget`` bytes.
+
+    >>> import os, tempfile
+    >>> from meshtape.storage import open_checkpoint, save
+    >>> where = os.path.join(tempfile.mkdtemp(), "c")
+    >>> _ = save(where, {"w": np.arange(24.0).reshape(2, 3, 4)})
+    >>> window(open_checkpoint(where)["w"], View.of((2, 3, 4), rows=0, at=(0, 1, 0))).values
+    array([[ 4.,  5.,  6.,  7.],
+           [16., 17., 18., 19.]])
+    """
+    if 0 in array.shape:
+        return Window(view, np.empty((0, 0), array.dtype), 0, array.shape)
+    refuse_giants(array)
+    if view.rows is not None and view.columns is not None and view.rows > view.columns:
+        # Along the slower dimension as rows, as the file lies; the picture is turned afterwards.
+        turned = window(array, View(view.columns, view.rows, view.at, view.steps[::-1]), budget)
+        view = View(view.rows, view.columns, turned.view.at, turned.view.steps[::-1])
+        return Window(view, turned.values.T, turned.nbytes, array.shape)
+    while True:
+        groups = list(_groups(array, view))
+        planned = sum(array.tensor.planned(box) for box, _ in groups)
+        if planned <= budget or view.rows is None or len(groups) <= 8:
+            break
+        # Fewer rows: what lies between the columns of one row is read anyway.
+        view = View.of(array.shape, view.rows, view.columns, view.at, (2 * view.steps[0], view.steps[1]))
+    if planned > 4 * budget:
+        raise ArrayIndexError(
+            f"{array.name}: this plane takes {planned:,} bytes to read, as its chunks are long in other dimensions; "
+            "choose other dimensions as rows and columns"
+        )
+    parts = []
+    for box, row_step in groups:
+        part = array.read(box)
+        index: list[slice | int] = [0] * array.ndim
+        if view.rows is not None:
+            index[view.rows] = slice(None, None, row_step)
+        if view.columns is not None:
+            index[view.columns] = slice(None, None, view.steps[1])
+        plane = part[tuple(index)]
+        parts.append(plane.reshape(1, -1) if view.rows is None else plane)
+    return Window(view, np.concatenate(parts, axis=0), planned, array.shape)
+
+
+def cost(array: StoredArray, view: View) -> int:
+    """Bytes that reading a view would take."""
+    if 0 in array.shape:
+        return 0
+    if view.rows is not None and view.columns is not None and view.rows > view.columns:
+        view = View(view.columns, view.rows, view.at, view.steps[::-1])
+    return sum(array.tensor.planned(box) for box, _ in _groups(array, view))
+
+
+def _groups(array: StoredArray, view: View) -> Iterator[tuple[Box, int]]:
+    """(box, distance of wanted rows in it): rows that share a chunk are read together, others alone."""
+    offset, shape = list(view.at), [1] * array.ndim
+    if view.columns is not None:
+        n = min(CELLS, -(-(array.shape[view.columns] - view.at[view.columns]) // view.steps[1]))
+        shape[view.columns] = (n - 1) * view.steps[1] + 1
+    if view.rows is None:
+        yield Box(tuple(offset), tuple(shape)), 1
+        return
+    first = view.at[view.rows]
+    wanted = range(first, array.shape[view.rows], view.steps[0])[:CELLS]
+    length = max(1, array.tensor.chunk[view.rows])
+    start = 0
+    for k in range(1, len(wanted) + 1):
+        if k == len(wanted) or wanted[k] // length != wanted[start] // length:
+            offset[view.rows] = wanted[start]
+            shape[view.rows] = wanted[k - 1] - wanted[start] + 1
+            yield Box(tuple(offset), tuple(shape)), view.steps[0]
+            start = k

@@ -1,0 +1,332 @@
+"""A checkpoint that is open: a lazy mapping from names to arrays that are read when they are indexed."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import ArrayIndexError, CheckpointDTypeError, CheckpointKeyError, IncompleteCheckpoint
+from ...arrays.core.tree import Path
+from ..base.names import leaf_name
+from ..format import manifest
+from ..format.compression import Zstd, compression_of
+from ..format.documents import Documents
+from ..readers.tensor import StoredTensor, read_box, read_picks
+from .generations import NONE, Generation
+
+if TYPE_CHECKING:
+    from ..browse.server.app import Page
+
+
+class StoredArray:
+    """An array in a checkpoint. Indexing it with integers, slices and ``...`` reads what that index needs."""
+
+    __slots__ = ("mesh", "name", "path", "placements", "rule", "sharding_text", "tensor")
+
+    def __init__(
+        self,
+        path: Path,
+        tensor: StoredTensor,
+        sharding_text: str | None = None,
+        mesh: dict[str, int] | None = None,
+        placements: tuple[str, ...] | None = None,
+    ) -> None:
+        self.path, self.name = path, leaf_name(path)
+        self.tensor = tensor
+        self.sharding_text = sharding_text
+        self.rule: str | None = None  # that made it
+        self.mesh, self.placements = mesh, placements  # as it was saved: axes, and one text for each
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def check(self) -> None:
+        """Check the list of this array's files, and that they exist, before anything is read."""
+        check = getattr(self.tensor, "check", None)
+        if check is None:
+            return
+        try:
+            check()
+        except IncompleteCheckpoint as e:
+            if self.mesh is None:
+                raise
+            axes = ", ".join(f"{name}={n}" for name, n in self.mesh.items())
+            raise IncompleteCheckpoint(f"{e}. It was saved by {math.prod(self.mesh.values())} ranks ({axes})") from None
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        """The elements of a box, or all, as a new NumPy array."""
+        return read_box(self.tensor, box)[0]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        picks, rest = _plan_index(index, self.shape)
+        return read_picks(self.tensor, picks)[rest]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("a stored array must be read, so it cannot become an array without a copy")
+        out = self.read()
+        return out if dtype is None else out.astype(dtype, copy=False)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a 0-d array has no length")
+        return self.shape[0]
+
+    def _repr_html_(self) -> str:
+        from ..browse.server.notebook import array_html
+
+        return array_html(self)
+
+    def __repr__(self) -> str:
+        text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return f"<StoredArray {self.name!r} {text}{f' {self.sharding_text}' if self.sharding_text else ''}>"
+
+
+def _is_integer(i: Any) -> bool:
+    if isinstance(i, (bool, np.bool_)) or getattr(i, "dtype", None) == np.bool_:
+        return False
+    try:
+        operator.index(i)  # arrays have the method, and refuse
+    except TypeError:
+        return False
+    return True
+
+
+def _plan_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[range, ...], tuple[Any, ...]]:
+    """The places that an index takes along each dimension, ascending, and the index that makes its result of what lies there."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if sum(i is Ellipsis for i in items) > 1:
+        raise ArrayIndexError("an index has at most one '...'")
+    for i in items:
+        if i is not Ellipsis and not isinstance(i, slice) and not _is_integer(i):
+            raise ArrayIndexError(
+                f"a stored array takes integers, slices and '...', got {type(i).__name__}; read it with np.asarray first"
+            )
+    given = sum(i is not Ellipsis for i in items)
+    if given > len(shape):
+        raise ArrayIndexError(f"too many indices: array of shape {shape} was indexed with {given}")
+    at = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
+    items[at : at + 1] = [slice(None)] * (len(shape) - given)
+    picks, rest = [], []
+    for axis, (i, n) in enumerate(zip(items, shape, strict=True)):
+        if isinstance(i, slice):
+            picked = range(*i.indices(n))
+            picks.append(picked if picked.step > 0 else picked[::-1])
+            rest.append(slice(None, None, 1 if picked.step > 0 else -1))
+        else:
+            k = i.__index__()
+            if not -n <= k < n:
+                raise ArrayIndexError(f"index {k} is out of range for dimension {axis} of length {n}")
+            picks.append(range(k % n, k % n + 1))
+            rest.append(0)
+    return tuple(picks), tuple(rest)
+
+
+@dataclass(repr=False)
+class Checkpoint(Mapping[str, StoredArray]):
+    """An opened checkpoint: names to `StoredArray`, in the order of the tree. Nothing but the table of contents was read."""
+
+    path: str
+    kind: str
+    arrays: dict[str, StoredArray]
+    structure: Any
+    step: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    meshes: list[dict[str, int]] = field(default_factory=list)
+    mapping: list[tuple[str, int]] = field(default_factory=list)  # rules that made it, and how often each was applied
+    documents: Mapping[str, Any] = field(default_factory=dict)  # files beside the arrays: config, generation_config, …
+    generation: Generation = NONE  # that was opened
+    manifest: manifest.Manifest | None = None  # of a checkpoint of ours
+    skipped: dict[str, str] = field(
+        default_factory=dict
+    )  # names of what its files hold and no reader here can give, and why
+
+    def belongs_to(self, generation: Generation) -> None:
+        """Tie it, and all that is read of it later, to a generation of its place."""
+        self.generation = generation
+        if isinstance(self.documents, Documents):
+            self.documents.generation = generation
+        for a in self.arrays.values():
+            a.tensor = a.tensor.bound(generation)
+
+    def __getitem__(self, name: str) -> StoredArray:
+        found = self.arrays.get(name)
+        if found is None:
+            self.refuse_skipped([str(name)])
+            close = get_close_matches(str(name), self.arrays, 3, 0.4)
+            hint = f"; close are {', '.join(map(repr, close))}" if close else ""
+            raise CheckpointKeyError(f"{self.path} has no array {name!r}{hint}")
+        return found
+
+    def refuse_skipped(self, wanted: Iterable[str]) -> None:
+        """Raise `CheckpointDTypeError` where one of these names or patterns stands for what cannot be read."""
+        for name in wanted:
+            for n, why in self.skipped.items():
+                if n == name or fnmatchcase(n, name):
+                    raise CheckpointDTypeError(f"{self.path}: key {n!r} cannot be read: {why}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.arrays
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(a.nbytes for a in self.arrays.values())
+
+    @property
+    def compression(self) -> Zstd | None:
+        """How the chunks are compressed; 0-d arrays never are."""
+        return next((c for a in self.arrays.values() if (c := compression_of(a.tensor)) is not None), None)
+
+    def tree(self) -> Any:
+        """The tree as it was saved, with a `StoredArray` for each array."""
+        stored = list(self.arrays.values())
+        return fill(self.structure, lambda leaf: stored[leaf.index])
+
+    def below(self, prefix: str) -> Checkpoint:
+        """The part of the checkpoint below a name, with names from there on.
+
+        Raises `CheckpointKeyError` where nothing lies there.
+        """
+        start = prefix.removesuffix(".") + "."
+        kept: dict[str, StoredArray] = {}
+        for name, a in self.arrays.items():
+            if name.startswith(start):
+                path = _cut(a.path, start)
+                kept[name] = StoredArray(path, a.tensor, a.sharding_text, a.mesh, a.placements)
+        order = {i: n for n, i in enumerate(i for i, name in enumerate(self.arrays) if name in kept)}
+        structure, some = _below(self.structure, start, order)
+        if not some:
+            self.refuse_skipped([prefix, f"{prefix}.*"])
+            raise CheckpointKeyError(
+                f"{self.path}: nothing lies below {prefix!r}; the first names are {', '.join(list(self.arrays)[:8])}"
+            )
+        arrays = {a.name: a for a in kept.values()}
+        skipped = {n.removeprefix(start): why for n, why in self.skipped.items() if n.startswith(start)}
+        return replace(self, arrays=arrays, structure=structure, skipped=skipped)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (name, str(a.dtype), str(a.shape), _human(a.nbytes), a.sharding_text or "")
+            for name, a in self.arrays.items()
+        ]
+
+    def _title(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.kind} checkpoint {self.path}{step}: {len(self)} array{'' if len(self) == 1 else 's'}, {_human(self.nbytes)}{self.unread()}"
+
+    def unread(self) -> str:
+        """What cannot be read, as the end of a sentence; empty where all can."""
+        return unread(self.skipped)
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        shown = rows if len(rows) <= 24 else [*rows[:12], ("…", f"({len(rows) - 20} more)", "", "", ""), *rows[-8:]]
+        widths = [max((len(r[i]) for r in shown), default=0) for i in range(5)]
+        lines = ["  " + "  ".join(t.ljust(w) for t, w in zip(r, widths, strict=True)).rstrip() for r in shown]
+        return "\n".join([self._title(), *lines])
+
+    def _repr_html_(self) -> str:
+        from ..browse.server.notebook import checkpoint_html
+
+        return checkpoint_html(self)
+
+    def browse(self) -> Page:
+        """Serve this checkpoint to a web browser from this process, on loopback: tree, values, distributions, chunks, health.
+
+        Returns
+        -------
+        Page
+            Shows itself as a link; ``page.url`` is its address. The server ends with the process, or with ``storage.browse.close()``.
+        """
+        from ..browse.server import app
+
+        return app.show(self.path)
+
+
+def unread(skipped: Iterable[str]) -> str:
+    """
+    >>> unread([]), unread(["a", "b"])
+    ('', '; not readable here (2): a, b')
+    """
+    names = list(skipped)
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"; not readable here ({len(names)}): {', '.join(names[:8])}{more}" if names else ""
+
+
+def _cut(path: Path, start: str) -> Path:
+    """A path without its beginning, which may end inside one of its keys."""
+    for i, key in enumerate(path):
+        text = f"{key}."
+        if start == text:
+            return path[i + 1 :]
+        if start.startswith(text):
+            start = start[len(text) :]
+        else:
+            return (str(key)[len(start) :], *path[i + 1 :])
+    return ()
+
+
+def _below(node: Any, start: str, order: dict[int, int]) -> tuple[Any, bool]:
+    """The part of a tree below a name, its leaves numbered by ``order``; and whether there is any."""
+    if not start:
+        return fill(node, lambda leaf: manifest.Leaf(order[leaf.index])), True
+    pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
+    out: dict[Any, Any] = {}
+    for key, value in pairs:
+        text = f"{key}."
+        if start.startswith(text):
+            part, some = _below(value, start[len(text) :], order)
+            if some and not isinstance(part, dict):
+                return part, True
+            out.update(part if some else {})
+        elif text.startswith(start):
+            out[str(key)[len(start) :]] = fill(value, lambda leaf: manifest.Leaf(order[leaf.index]))
+    return out, bool(out)
+
+
+def fill(node: Any, make: Callable[[manifest.Leaf], Any]) -> Any:
+    """A decoded tree with each `Leaf` replaced by what ``make`` returns for it."""
+    if isinstance(node, manifest.Leaf):
+        return make(node)
+    if isinstance(node, dict):
+        return {k: fill(v, make) for k, v in node.items()}
+    if isinstance(node, (list, tuple)):
+        return type(node)(fill(v, make) for v in node)
+    return node
+
+
+def _human(n: int) -> str:
+    size = float(n)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,157 @@
+"""Which files of a place are a checkpoint's own: those that its manifest or index lists. All else belongs to somebody.
+
+``overwrite=True`` replaces what is listed. Documents that no manifest lists (a tokenizer, a README, a config) stay where they are unless new
+ones of their name come; anything else is a stranger, for whose sake the whole place is refused.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
+from ..base import strict_json
+from ..format import chunk_sums, manifest
+from ..format.documents import PROGRAM, is_kept
+from ..stores import store
+from .open import HF_INDEX, HF_SINGLE, read_index
+
+GROUP = "zarr.json"
+CHECKPOINTS = frozenset([manifest.FILE, HF_INDEX, HF_SINGLE])  # what makes a place a checkpoint: the tables of contents
+SAVED = frozenset([manifest.FILE])
+PROGRAMS = frozenset([PROGRAM])
+_SHOWN = 8
+_IN_ARRAY = re.compile(r"zarr\.json|c([./].*)?")
+_SHARD = re.compile(r"(model[^/]*|pack-(local|\d+-\d+)-\d+(~g[0-9a-f]{8})?)\.safetensors")
+
+
+def in_array(name: str, held: set[str]) -> bool:
+    """Whether a name below a place is one that a writer of ours makes for an array."""
+    top, _, rest = name.partition("/")
+    return bool(rest) and (f"{top}/{GROUP}" in held or rest != GROUP) and _IN_ARRAY.fullmatch(rest) is not None
+
+
+@dataclass
+class Listing:
+    """What the tables of contents of a place list."""
+
+    tables: set[str]
+    files: set[str] = field(default_factory=set)
+    # Manifest rows by directory, or None where they cannot be read.
+    arrays: dict[str, Any] = field(default_factory=dict)
+    documents: dict[str, str] = field(default_factory=dict)  # of a manifest: file by name
+    damaged: bool = False
+
+    @property
+    def tops(self) -> set[str]:
+        """Names at the top level that belong to it."""
+        return {f.partition("/")[0] for f in self.files} | set(self.arrays)
+
+    def has(self, name: str, held: set[str]) -> bool:
+        """Whether a file is listed."""
+        if name in self.files:
+            return True
+        top, _, rest = name.partition("/")
+        if self.damaged:
+            return in_array(name, held) or _SHARD.fullmatch(name) is not None
+        rows = self.arrays.get(top)
+        if not rest or rows is None:
+            return False
+        if isinstance(rows, list):
+            rows = self.arrays[top] = {r[0] for r in rows if isinstance(r, list) and r and isinstance(r[0], str)}
+        return rest == GROUP or rest in rows
+
+
+def listing(root: str, held: Iterable[str]) -> Listing:
+    """What the tables of contents at a place, which holds these files at the top level, list.
+
+    Of a damaged one the forms of names tell: what such a table lists can be replaced all the same.
+    """
+    tables = (CHECKPOINTS | PROGRAMS) & set(held)
+    out = Listing(set(tables), set(tables))
+    try:
+        if manifest.FILE in tables and (found := manifest.read(root)) is not None:
+            out.arrays = {a.directory: a.raw_objects for a in found.arrays if a.packs is None}
+            out.documents = {name: file for name, (_, file) in found.documents.items()}
+            out.files |= {GROUP, *out.documents.values(), *([] if found.sums is None else [found.sums])}
+            out.files |= {p.file for p in found.packs}
+        if HF_INDEX in tables:
+            out.files |= set(read_index(root)[0].values())
+        if PROGRAM in tables and not tables & CHECKPOINTS:
+            said = strict_json.loads(store.at(root).get(PROGRAM))
+            out.files.add(str(said["file"]))
+    except StoreError:
+        raise
+    except (CheckpointError, ValueError, KeyError, TypeError, FileNotFoundError):
+        out.damaged = True
+        out.files |= {GROUP, chunk_sums.FILE, "constants.safetensors"}
+    return out
+
+
+def _walk(root: str) -> list[str]:
+    """Files below a local directory; folders with nothing in them, and links to folders, end in ``/``."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        at = os.path.relpath(folder, root).replace(os.sep, "/")
+        start = "" if at == "." else f"{at}/"
+        found += [start + f for f in files]
+        found += [f"{start}{d}/" for d in folders if os.path.islink(os.path.join(folder, d))]
+        if start and not files and not folders:
+            found.append(start)
+    return sorted(found)
+
+
+def look(root: str, held: Iterable[str] | None = None) -> tuple[Listing, list[str], list[str]]:
+    """(what is listed there, strangers, documents that nothing lists)."""
+    every = set(_walk(root) if held is None else held)
+    found = listing(root, every)
+    loose = sorted(n for n in every if not found.has(n, every))
+    # An array without an element has a folder, and no file in it but Zarr's; a link stands for the folder of an array.
+    loose = [n for n in loose if not (n.endswith("/") and n[:-1] in found.arrays)]
+    documents = [n for n in loose if is_kept(n)]
+    return found, sorted(set(loose) - set(documents)), documents
+
+
+def beside(root: str) -> list[str]:
+    """What lies in the place of a checkpoint and is not its own, documents that nothing lists included."""
+    held = None
+    if store.is_url(root):
+        from ..saving.object_commit import is_of_a_writer
+
+        held = {e.name for e in store.at(root).entries()}
+    _, strangers, documents = look(root, held)
+    return [n for n in strangers + documents if held is None or not is_of_a_writer(n)]
+
+
+def refuse_strangers(root: str, strangers: list[str], why: str) -> None:
+    """Raise `CheckpointExists` that names what nothing lists, most of it by its folder."""
+    tops = list(dict.fromkeys(n if n.count("/") < 2 else f"{n.partition('/')[0]}/…" for n in strangers))
+    if tops:
+        more = f" and {len(tops) - _SHOWN} more" if len(tops) > _SHOWN else ""
+        raise CheckpointExists(
+            f"{root} holds what no manifest or index there lists: {', '.join(tops[:_SHOWN])}{more}; {why}: "
+            "move that elsewhere, or choose another place"
+        )
+
+
+def check(root: str, tables: frozenset[str], held: Iterable[str] | None = None) -> list[str]:
+    """Raise `CheckpointExists` unless all that is at a place may be replaced by what has one of these ``tables``; returns the documents that stay."""
+    found, strangers, documents = look(root, held)
+    if found.tables and not found.tables & tables:
+        kinds = ", ".join(sorted(found.tables))
+        raise CheckpointExists(
+            f"{root} holds {kinds}, not a checkpoint of the kind that is written: remove it, or choose another place"
+        )
+    if not found.tables:
+        if strangers or documents:
+            what = ", ".join([*strangers, *documents][:_SHOWN])
+            raise CheckpointExists(f"{root} holds something that is not a checkpoint: {what}; refused to replace it")
+        return []
+    strangers += sorted(found.tables - tables)
+    refuse_strangers(root, strangers, "overwrite=True replaces a checkpoint alone")
+    return documents

@@ -1,0 +1,119 @@
+"""Generations: which of the checkpoints that lay in a place, one after another, is being read.
+
+A writer that overwrites puts a whole checkpoint in the place of another, while readers may be at work. Each of them stays with the generation that it
+opened, by three means. A checkpoint is opened from files that were all there at one instant: their tags (inode, length and time of a file; ETag of an
+object) are taken while they are read, and compared when the last one was. Chunks of our own format are bound to the manifest by their checksums, so a
+chunk of another generation cannot pass; where it fails, `guarded` looks whether the manifest is still the one that was opened, and says which of the two
+is the reason. Files without checksums are compared with their tag whenever they were read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from ...arrays.core.errors import CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
+from ..base.threads import UPLOADS, in_threads
+from ..stores import store as stores
+
+if TYPE_CHECKING:
+    from ..readers.read_ahead import ReadAhead
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ATTEMPTS = 10  # to open or load a checkpoint that writers keep replacing
+
+
+def once_more(read: Callable[P, T]) -> Callable[P, T]:
+    """A function that begins anew where a writer replaces what it reads, `ATTEMPTS` times at most."""
+
+    @functools.wraps(read)
+    def whole(*args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(ATTEMPTS - 1):
+            with contextlib.suppress(CheckpointReplaced):
+                return read(*args, **kwargs)
+        return read(*args, **kwargs)
+
+    return whole
+
+
+def refuse(where: str, then: str, now: str | None) -> None:
+    """Raise `CheckpointReplaced` where the tag of a file is another ``now`` than it was ``then``."""
+    if then and now != then:
+        raise CheckpointReplaced(
+            f"{where} was replaced after it was opened: it had {then}; "
+            + (f"now it has {now}. Open it again" if now else "now it is gone. Open another checkpoint")
+        )
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The files by which a checkpoint was opened, with the tag of each then."""
+
+    tags: Mapping[str, str] = field(default_factory=dict)
+    ahead: ReadAhead | None = field(default=None, compare=False, kw_only=True)  # that those share who read it
+
+    def check(self) -> None:
+        """Raise `CheckpointReplaced` where one of the files is another by now."""
+
+        def look(where: str) -> str | None:
+            store, name = stores.holding(where)
+            return store.tag(name)
+
+        where = list(self.tags)
+        for file, now in zip(where, in_threads(look, where, UPLOADS), strict=True):
+            refuse(file, self.tags[file], now)
+
+    def of(self, where: str) -> Generation:
+        """The part that speaks of one file."""
+        return Generation({where: self.tags[where]} if where in self.tags else {})
+
+    def changes(self) -> dict[str, int]:
+        """When each local file was last written or renamed (its ctime): unlike the time of a tag, nobody sets it back."""
+        out = {}
+        for file in self.tags:
+            with contextlib.suppress(OSError):
+                if not stores.is_url(where := self._path(file)):
+                    out[file] = os.stat(where).st_ctime_ns
+        return out
+
+    def _path(self, file: str) -> str:
+        return file
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Damage and missing files that come from a replacement are told as one."""
+        try:
+            yield
+        except (CorruptCheckpoint, IncompleteCheckpoint):
+            self.check()
+            raise
+
+
+NONE = Generation()
+
+
+@dataclass(frozen=True)
+class Listed(Generation):
+    """A checkpoint of which any file may change by itself: a Zarr hierarchy by others. All files below ``root`` tell its generation."""
+
+    root: str = ""
+
+    @classmethod
+    def now(cls, root: str) -> Generation:
+        """The generation that lies there."""
+        store = stores.at(root)
+        return cls({e.name: e.tag for e in store.entries()}, root) if store.lists else NONE
+
+    def _path(self, file: str) -> str:
+        return stores.join(self.root, file)
+
+    def check(self) -> None:
+        now = Listed.now(self.root).tags
+        for name in sorted(self.tags.keys() | now.keys()):
+            refuse(stores.join(self.root, name), self.tags.get(name, "no such file"), now.get(name))

@@ -1,0 +1,174 @@
+"""What killed writers left: `leftovers` lists it, with the reason to take its owner for dead, and `gc` deletes it."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..stores import atomic_directory, owners, store
+from ..stores.filesystem import try_lock
+
+PART, JOURNAL = ".part", ".meshtape-transfer"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something that a writer has not finished. ``why`` says why its owner is taken for dead; "" where it lives or may live.
+
+    ``kind`` is ``"tmp"`` (half a save), ``"old"`` (a checkpoint that is being replaced), ``"trash"`` (half a deletion), ``"claim"`` (either, in
+    an object store), or ``"part"`` (an unfinished transfer, with which the same call goes on).
+    """
+
+    path: str
+    kind: str
+    nbytes: int
+    age: float  # seconds since anything of it was written
+    why: str
+
+    @property
+    def dead(self) -> bool:
+        return bool(self.why)
+
+
+def places(directory: str) -> list[str]:
+    """Where `commit.recover` finds leftovers of a directory of checkpoints: there, or in each of its folders in an object store."""
+    if not store.is_url(directory):
+        return [directory]
+    return [store.join(directory, name) for name in store.at(directory).folders()]
+
+
+def _size(path: str) -> int:
+    if not os.path.isdir(path) or os.path.islink(path):
+        return os.lstat(path).st_size
+    files = (os.path.join(folder, f) for folder, _, names in os.walk(path) for f in names)
+    total = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            total += os.lstat(file).st_size
+    return total
+
+
+@contextlib.contextmanager
+def _idle(part: str) -> Iterator[bool]:
+    """Whether nobody works on an unfinished transfer; nobody begins to in the block."""
+    try:
+        fd = os.open(os.path.join(part, JOURNAL), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError:
+        yield False
+        return
+    try:
+        yield try_lock(fd) is True
+    finally:
+        os.close(fd)
+
+
+def _local(parent: str, only: str | None, silence: float | None) -> Iterator[Leftover]:
+    try:
+        listed = sorted(os.listdir(parent))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as e:
+        raise store.failed(e, f"{parent[:200]} cannot be listed") from e
+    for entry in listed:
+        path = os.path.join(parent, entry)
+        m = atomic_directory.KINDS.match(entry)
+        if m is None and not (entry.endswith(PART) and os.path.exists(os.path.join(path, JOURNAL))):
+            continue
+        name = m["name"] if m else entry.removesuffix(PART)
+        if only is not None and name != only:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            if m:
+                kind, why = m["kind"], owners.why_gone(path, m["owner"], int(m["pid"]), silence)
+            else:
+                with _idle(path) as idle:
+                    kind, why = "part", "no process works on it" if idle else None
+            yield Leftover(path, kind, _size(path), max(0.0, time.time() - owners.last_write(path)), why or "")
+
+
+def _stored(place: str, silence: float | None) -> Iterator[Leftover]:
+    from ..saving import object_commit
+
+    for claim, (left, why) in object_commit.remains(store.at(place), silence).items():
+        age = max(0.0, time.time() - max(e.modified for e in left))
+        yield Leftover(store.join(place, claim), "claim", sum(e.nbytes for e in left), age, why or "")
+
+
+def leftovers(directory: str | os.PathLike[str], *, older_than: float | None = None) -> list[Leftover]:
+    """What writers of a directory of checkpoints, or of one checkpoint, have not finished. Nothing is changed.
+
+    Parameters
+    ----------
+    directory
+        A directory with checkpoints in it, or a checkpoint; a path or URL.
+    older_than
+        Seconds without a sign after which an owner that cannot be asked (of another machine, say) counts as dead; by default an hour, and a
+        day in an object store. Whoever holds a lock here is alive however silent.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> home = tempfile.mkdtemp()
+    >>> os.mkdir(os.path.join(home, "ckpt.tmp-01234567-89abcdef-7-01234567"))
+    >>> [(x.kind, x.nbytes, x.dead) for x in leftovers(home)]
+    [('tmp', 0, False)]
+    >>> [x.dead for x in leftovers(home, older_than=-1)]
+    [True]
+    """
+    where = store.location(directory)
+    if store.is_url(where):
+        return [x for place in (where, *places(where)) for x in _stored(place, older_than)]
+    where = os.path.abspath(where)
+    return [*_local(where, None, older_than), *_local(*os.path.split(where), older_than)]
+
+
+def gc(
+    directory: str | os.PathLike[str], *, dry_run: bool = False, older_than: float | None = None, parts: bool = False
+) -> list[Leftover]:
+    """Delete what dead writers left, and put back a checkpoint that a dead one had set aside; returns what was dealt with.
+
+    Parameters
+    ----------
+    directory, older_than
+        As in `leftovers`.
+    dry_run
+        Change nothing: return what would be deleted.
+    parts
+        Delete unfinished transfers too, with which the same `convert` or `merge` would go on.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> home = tempfile.mkdtemp()
+    >>> os.mkdir(os.path.join(home, "ckpt.tmp-01234567-89abcdef-7-01234567"))
+    >>> gc(home)  # too young, of another machine
+    []
+    >>> len(gc(home, older_than=-1, dry_run=True)), len(gc(home, older_than=-1)), os.listdir(home)
+    (1, 1, [])
+    """
+    found = [x for x in leftovers(directory, older_than=older_than) if x.dead and (parts or x.kind != "part")]
+    if dry_run:
+        return found
+    return [x for x in found if _collected(x, older_than)]
+
+
+def _collected(x: Leftover, older_than: float | None) -> bool:
+    """Whether it is gone; somebody may have taken it, or have come back to it, since it was listed."""
+    with atomic_directory.writing(x.path), contextlib.suppress(FileNotFoundError):  # whoever comes second finds it gone
+        if x.kind == "claim":
+            from ..saving import object_commit
+
+            object_commit.recover(x.path.rpartition("/")[0], older_than)
+        elif x.kind == "part":
+            with _idle(x.path) as idle:
+                if idle:
+                    atomic_directory.discard(x.path)
+                return idle
+        else:
+            return atomic_directory.collect(x.path)
+    return True

@@ -1,0 +1,456 @@
+"""`open_checkpoint`: what a location holds is told by its content.
+
+That is a meshtape manifest, a safetensors file, a Hugging Face directory, a Zarr hierarchy by others, or a checkpoint of
+``torch.distributed``; on a disk or in an object store.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import (
+    CheckpointDTypeError,
+    CheckpointError,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    NotACheckpoint,
+    StoreError,
+)
+from ..base import names, strict_json
+from ..base.collector import no_collections
+from ..foreign import archives, dcp, dcp_safetensors, orbax, refusals
+from ..format import documents, dtypes, manifest, tensor_sums
+from ..format.chunk_sums import StoredSums
+from ..format.zarr_format import GROUP_ATTRIBUTE
+from ..readers import safetensors
+from ..readers.compressed import CompressedTensor
+from ..readers.packed import PackedBlocks
+from ..readers.raw_tensor import PackedTensor, RawTensor
+from ..readers.reading import Job
+from ..readers.tensor import ChunkedTensor, StoredTensor
+from ..readers.zarr_tensor import of_array, zarr_place
+from ..stores import atomic_directory
+from ..stores import store as stores
+from . import generations
+from .checkpoint import Checkpoint, StoredArray
+from .generations import Generation
+
+HF_INDEX = "model.safetensors.index.json"
+HF_SINGLE = "model.safetensors"
+_ZARR = ("zarr.json", ".zgroup", ".zarray")
+_KNOWN = (manifest.FILE, HF_INDEX, HF_SINGLE, dcp.FILE, documents.PROGRAM)  # what says what a directory is
+_JOURNAL = ".meshtape-transfer"  # of a directory that a transfer is filling
+_PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
+
+
+@no_collections()
+def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
+    """Open a checkpoint without reading its arrays.
+
+    Parameters
+    ----------
+    path
+        A directory written by `save`, a ``.safetensors`` file, one of NumPy (``.npy``, ``.npz``) or of ``torch.save`` (read without pickle), a Hugging Face directory (``model.safetensors``,
+        ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``), any Zarr group or array, a checkpoint
+        of ``torch.distributed`` in either of its layouts, or one of Orbax (in OCDBT with the package ``tensorstore`` alone): a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
+        ``http://`` or ``https://``.
+    verify
+        Compare every chunk that is read with its checksum, where the format has any. Without it damage goes unnoticed.
+
+    Returns
+    -------
+    Checkpoint
+        A mapping from names to arrays that read themselves when indexed.
+
+    Raises
+    ------
+    NotACheckpoint
+        There is nothing of that kind.
+    IncompleteCheckpoint
+        A save was cut short there, or files are missing.
+    CorruptCheckpoint
+        The table of contents is damaged or hostile.
+    CheckpointReplaced
+        Writers replaced it again and again while it was opened.
+    UnsupportedVersion
+        A later meshtape wrote it.
+    StoreError
+        An object store did not answer, or refused.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile, os
+    >>> from meshtape.storage import save
+    >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
+    >>> _ = save(where, {"w": np.arange(12.0).reshape(3, 4)}, step=7)
+    >>> ckpt = open_checkpoint(where)
+    >>> ckpt.step, list(ckpt), ckpt["w"].shape
+    (7, ['w'], (3, 4))
+    >>> ckpt["w"][1, ::2]
+    array([4., 6.])
+    """
+    given = stores.location(path)
+    for attempt in range(generations.ATTEMPTS):
+        with stores.recording() as tags:
+            try:
+                ckpt = _open(given, verify)
+                generation = Generation(tags())
+                if len(generation.tags) > 1:  # all of them were there when the first of these looks again
+                    generation.check()
+            except (CorruptCheckpoint, IncompleteCheckpoint):
+                with contextlib.suppress(CheckpointReplaced):
+                    Generation(tags()).check()
+                    raise
+            except CheckpointReplaced:
+                if attempt == generations.ATTEMPTS - 1:
+                    raise
+            else:
+                ckpt.belongs_to(generation)
+                return ckpt
+    raise CheckpointReplaced(f"{given} was replaced {generations.ATTEMPTS} times while it was opened; try again later")
+
+
+def _open(given: str, verify: bool) -> Checkpoint:
+    root = atomic_directory.resolve(given)
+    if stores.is_url(root):
+        if root.endswith((".safetensors", ".npy", ".npz", ".pt", ".pth")):
+            return _open_file(root, verify)
+    elif os.path.isfile(root):
+        return _open_file(root, verify)
+    elif not os.path.isdir(root):
+        if left := atomic_directory.siblings(given, "tmp"):
+            raise IncompleteCheckpoint(
+                f"{given} was never completed: a save was cut short, or still runs, in {left[0]}. "
+                "Load another checkpoint; the next save to this place removes the remains"
+            )
+        nothing = "is neither a file nor a directory" if os.path.lexists(given) else "no such file or directory"
+        raise NotACheckpoint(f"{given}: {nothing}")
+    store = stores.at(root)
+    for name in _KNOWN:
+        names.inside(root, name, root)
+    found = manifest.read(root)
+    if found is not None:
+        return _from_manifest(root, found, verify)
+    if not stores.is_url(root) and os.path.exists(os.path.join(root, _JOURNAL)):
+        raise IncompleteCheckpoint(
+            f"{root} is what an interrupted transfer has written so far; the same call goes on with it"
+        )
+    if store.size(HF_INDEX) is not None:
+        return _open_hugging_face(root, HF_INDEX, verify)
+    if store.size(HF_SINGLE) is not None:
+        return _open_single(root, HF_SINGLE, verify)
+    if any(store.size(n) is not None for n in _ZARR):
+        return _open_zarr(root)
+    if dcp.is_dcp(root):
+        return dcp.open_dcp(root, verify)
+    if store.size(orbax.FILE) is not None:
+        return orbax.open_orbax(root)
+    if store.lists and (item := orbax.item_of(store)) is not None:
+        ckpt = orbax.open_orbax(item)
+        number = stores.split(root)[1]
+        ckpt.step = int(number) if number.isdecimal() else None
+        return ckpt
+    if store.size(documents.PROGRAM) is not None:
+        raise NotACheckpoint(f"{root} is a program file, not a checkpoint; mt.load_program opens it")
+    if store.lists and (shards := dcp_safetensors.open_shards(root, verify)) is not None:
+        return shards
+    if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:
+        return found_so
+    raise _refusal(store)
+
+
+def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
+    names.inside(root, file, root)
+    ckpt = _open_file(stores.join(root, file), verify)
+    ckpt.documents = documents.beside(root)
+    return ckpt
+
+
+def _open_by_another_name(store: stores.Store, verify: bool) -> Checkpoint | None:
+    """A directory whose one model is not called ``model``: ``adapter_model.safetensors``, ``diffusion_pytorch_model.safetensors.index.json``."""
+    held = store.files()
+    indexes = [n for n in held if n.endswith(".safetensors.index.json")]
+    files = [n for n in held if n.endswith(".safetensors")]
+    if len(indexes) == 1:
+        return _open_hugging_face(store.root, indexes[0], verify)
+    if not indexes and len(files) == 1 and not _PART.search(files[0]):
+        return _open_single(store.root, files[0], verify)
+    return None
+
+
+def _refusal(store: stores.Store) -> CheckpointError:
+    root = store.root
+    if not store.lists:
+        return NotACheckpoint(f"{root} holds neither {manifest.FILE} nor {HF_INDEX} nor {HF_SINGLE} nor zarr.json")
+    folders = store.folders()
+    steps = [f for f in folders if store.size(f"{f}/{manifest.FILE}") is not None]
+    if steps:
+        return NotACheckpoint(
+            f"{root} is not a checkpoint; it holds checkpoints, such as {stores.join(root, steps[-1])}"
+        )
+    if orbax_steps := [f for f in folders if store.size(f"{f}/{orbax.STEP}") is not None]:
+        return NotACheckpoint(
+            f"{root} is not a checkpoint; it holds those of a manager of Orbax, such as {stores.join(root, orbax_steps[-1])}"
+        )
+    begun = atomic_directory.is_begun(root)
+    if begun or any(store.size(f"{f}/zarr.json") is not None for f in folders) or ".tmp-" in stores.split(root)[1]:
+        return IncompleteCheckpoint(
+            f"{root} has arrays but no {manifest.FILE}: its save did not finish. Load another checkpoint"
+        )
+    held = store.files()
+    shards = [n for n in held if n.endswith(".safetensors")]
+    if shards:
+        return IncompleteCheckpoint(
+            f"{root} has {len(shards)} safetensors files but no {HF_INDEX} that says which belong together; restore it, or open one file: "
+            f"{', '.join(shards[:8])}"
+        )
+    if other := refusals.among(held):
+        return NotACheckpoint(f"{root} is not a checkpoint: it holds {other}")
+    if not held and not folders and stores.is_url(root):
+        return NotACheckpoint(f"{root}: nothing is there")
+    shown = f"; it holds {', '.join([*(f'{f}/' for f in folders), *held][:8])}" if held or folders else "; it is empty"
+    return NotACheckpoint(f"{root} is not a checkpoint{shown}")
+
+
+# ----- ours -----------------------------------------------------------------------------------------------------------
+
+
+def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
+    for pack in m.packs:
+        names.inside(root, pack.file, root)
+    arrays = {}
+    for e in m.arrays:
+        text = mesh = placements = None
+        if e.sharding is not None and e.mesh is not None:
+            mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
+            text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
+        arrays[e.name] = StoredArray(e.path, _LazyObjects(root, e, m.sums, verify), text, mesh, placements)
+    return Checkpoint(
+        root,
+        "meshtape",
+        arrays,
+        manifest.decode_tree(m.tree),
+        m.step,
+        m.metadata,
+        m.meshes,
+        documents=documents.Documents(root, m.documents),
+        manifest=m,
+    )
+
+
+class _LazyObjects:
+    """A `ChunkedTensor` that checks its list of objects only when it is read."""
+
+    def __init__(self, root: str, entry: manifest.ArrayEntry, table: str | None, verify: bool) -> None:
+        self._root, self._entry, self._table, self._verify = root, entry, table, verify
+        self.name, self.shape, self.dtype, self.chunk = entry.name, entry.shape, entry.dtype, entry.grid.chunk
+        self.compression = entry.compression
+        self.generation = generations.NONE
+        self._made: ChunkedTensor | None = None
+
+    @property
+    def readers(self) -> int:
+        return stores.at(self._root).readers
+
+    def bound(self, generation: Generation) -> _LazyObjects:
+        self.generation = generation
+        self._made = None
+        return self
+
+    def whole(self) -> ChunkedTensor:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def _make(self) -> ChunkedTensor:
+        e = self._entry
+        sums = None if e.sums is None else StoredSums(self._root, self._table or "", e.sums, e.grid, e.name)
+        if e.packs is not None:
+            return PackedBlocks(self._root, e.name, e.dtype, e.grid, e.objects, self._verify, None, self.generation)
+        held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify, sums, self.generation)
+        return ChunkedTensor(*held) if e.compression is None else CompressedTensor(*held, e.compression)
+
+    def check(self) -> None:
+        self.whole().check()
+
+    def only(self, box: Box) -> ChunkedTensor:
+        return self.whole().only(box)
+
+    def planned(self, box: Box) -> int:
+        return self.whole().planned(box)
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        return self.whole().jobs(box, out)
+
+    @property
+    def how(self) -> str:
+        return self.whole().how
+
+
+# ----- others' --------------------------------------------------------------------------------------------------------
+
+
+def flat(
+    path: str,
+    kind: str,
+    tensors: dict[str, StoredTensor],
+    metadata: dict[str, Any],
+    skipped: dict[str, str] | None = None,
+) -> Checkpoint:
+    """A checkpoint that is one dict of arrays."""
+    arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
+    structure = {name: manifest.Leaf(i) for i, name in enumerate(arrays)}
+    return Checkpoint(path, kind, arrays, structure, None, metadata, skipped=skipped or {})
+
+
+def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of a file, and its metadata. ``listed``: the checksums that an index has for it."""
+    header = safetensors.read_header(path, verify=verify)
+    sums = header.sums or {}
+    if listed is not None and verify:
+        try:
+            head, *held = tensor_sums.values(listed, 1 + len(header.tensors))
+            if head != header.sum or (sums and held != list(sums.values())):
+                raise ValueError("its checksums are not those of the index: it is of another save")
+        except ValueError as e:
+            raise CorruptCheckpoint(f"{path}: {e}") from None
+        sums = dict(zip(header.tensors, held, strict=True))
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(header.tensors):
+        t = header.tensors[name]
+        row, place = dtypes.SAFETENSORS[t.dtype], header.data_start + t.begin
+        if row.dtype is not None:
+            tensors[name] = RawTensor(path, name, t.shape, row.dtype, place, header.file_nbytes, sums.get(name))
+        else:
+            held = (path, name, t.shape, dtypes.PACKED[t.dtype], place, header.file_nbytes, sums.get(name))
+            tensors[name] = PackedTensor(*held, nbytes=t.nbytes)
+    return tensors, header.metadata
+
+
+def _open_file(path: str, verify: bool) -> Checkpoint:
+    store, name = stores.holding(path)
+    start = bytearray(24)
+    with contextlib.suppress(FileNotFoundError), contextlib.closing(store.reader(name)) as reader:
+        start = start[: reader.readv([start], 0)]
+    if start.startswith(b"\x93NUMPY"):
+        return archives.open_npy(path)
+    if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return archives.open_archive(path, verify)
+    # Eight bytes of length, then JSON: a file of another kind gets a plain answer, not one about headers.
+    if start and b"{" not in start[8:]:
+        if other := refusals.of_start(path, bytes(start)):
+            raise NotACheckpoint(f"{path} {other}")
+        if not path.endswith(".safetensors"):
+            raise NotACheckpoint(f"{path} is not a safetensors file")
+    tensors, metadata = _raw_tensors(path, verify)
+    return flat(path, "safetensors", tensors, metadata)
+
+
+def read_index(
+    root: str, index: str = HF_INDEX, verify: bool = True
+) -> tuple[dict[str, str], dict[str, Any], Mapping[str, str]]:
+    """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory, and checksums by file; every file lies inside it."""
+    path = names.inside(root, index, root)
+    data = stores.at(root).get(index)
+    try:
+        top = strict_json.loads(data)
+        weight_map = top["weight_map"]
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise ValueError("weight_map is not a map from names to files")
+        "".join((*weight_map, *weight_map.values())).encode()  # half of a surrogate pair is no name
+        metadata = top.get("metadata") or {}
+        metadata = metadata if isinstance(metadata, dict) else {}
+        sums = tensor_sums.of_index(data, metadata) if verify else {}
+        metadata.pop(tensor_sums.KEY, None)
+        if any(isinstance(v, dict) and tensor_sums.KEY in v for v in top.values()):
+            raise ValueError("checksums stand in an entry that is not 'metadata'")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise CorruptCheckpoint(f"{path}: not an index: {e}") from None
+    for file in set(weight_map.values()):
+        names.inside(root, file, path)
+    return weight_map, metadata, sums
+
+
+def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
+    weight_map, metadata, sums = read_index(root, index, verify)
+    files = sorted(set(weight_map.values()))
+    # In an object store, the files of an export of ours that replaced another are those that the index lists.
+    ours = any(map(documents.is_marked, files))
+    if index == HF_INDEX and not ours and HF_SINGLE not in files and stores.at(root).size(HF_SINGLE) is not None:
+        warnings.warn(
+            f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} files of {HF_INDEX}; remove one of them",
+            stacklevel=6,
+        )
+        return _open_single(root, HF_SINGLE, verify)
+    lost = [f for f in files if stores.at(root).size(f) is None]
+    if lost:
+        keys = [k for k, f in weight_map.items() if f in lost]
+        raise IncompleteCheckpoint(f"{root}: {len(lost)} files are missing: {', '.join(lost)}; they hold {keys[:8]}")
+    held: dict[str, StoredTensor] = {}
+    absent = []
+    for file in files:
+        tensors, _ = _raw_tensors(stores.join(root, file), verify, sums.get(file))
+        wanted = [k for k, f in weight_map.items() if f == file]
+        absent += [f"{k} in {file}" for k in wanted if k not in tensors]
+        held.update((k, tensors[k]) for k in wanted if k in tensors)
+    if absent:
+        raise IncompleteCheckpoint(
+            f"{root}: {len(absent)} keys are not in the files that the index names: {absent[:8]}"
+        )
+    ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata)
+    others = {n: s for n, s in sums.items() if n not in files and n != tensor_sums.INDEX}
+    ckpt.documents = documents.beside(root, others, index if sums else "")
+    return ckpt
+
+
+def _open_zarr(root: str) -> Checkpoint:
+    import zarr
+
+    from ..format.zarr_dtypes import register
+
+    register()
+    # zarr raises nearly anything where metadata is not what it expects, from any of these steps.
+    try:
+        store, place = zarr_place(root)
+        node = zarr.open(store, path=place, mode="r") if place else zarr.open(store, mode="r")
+        attributes = dict(node.attrs)
+    except Exception as e:
+        raise CorruptCheckpoint(f"{root}: zarr cannot open it: {e}") from e
+    if GROUP_ATTRIBUTE in attributes:
+        raise IncompleteCheckpoint(
+            f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was lost. "
+            "Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs that its attributes name"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    skipped: dict[str, str] = {}
+    try:
+        found = {"": node} if isinstance(node, zarr.Array) else dict(node.members(max_depth=None))
+        for name, a in sorted(found.items()):
+            if isinstance(a, zarr.Array):
+                try:
+                    tensors[name] = of_array(root, name, a)
+                except CheckpointDTypeError as e:
+                    skipped[name] = str(e)
+        # What zarr itself has read; of an object store just the root, as each is a request.
+        for name in {"", *([] if stores.is_url(root) else found)}:
+            for file in _ZARR:
+                stores.at(root).tag(f"{name}/{file}" if name else file)
+    except Exception as e:
+        if not stores.at(root).lists:
+            raise StoreError(
+                f"{root} is a Zarr group without consolidated metadata, and HTTP has no lists of files: have it written there by "
+                "zarr.consolidate_metadata, or open one array of it"
+            ) from None
+        raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
+    return flat(root, "Zarr", tensors, attributes, skipped)

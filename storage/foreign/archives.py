@@ -1,0 +1,272 @@
+"""Files that NumPy and PyTorch write, read-only and without pickle: ``.npy``, ``.npz``, and the archives of ``torch.save``.
+
+An ``.npz`` is a zip archive of ``.npy``; one of ``torch.save`` has the elements of each storage as an entry, and a description that ``torch_values`` reads
+as plain data. Entries that are not compressed are byte ranges, so any box is read from its part; their CRC32 is compared by
+whole reads and by ``verify``. A compressed entry is unpacked whole. Arrays and objects that have no form here are named as ``skipped``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
+from ..base import names
+from ..base.scratch import room
+from ..checkpoint.checkpoint import Checkpoint, StoredArray
+from ..format import dtypes
+from ..format.manifest import Leaf, encode_json
+from ..readers.reading import Job, opened
+from ..readers.tensor import bytes_of
+from ..stores import store
+from .dcp import (
+    Chunk,
+    DcpTensor,
+    Place,
+    archive_of,
+    check_strides,
+    damage,
+    described,
+    described_tensor,
+    entry_start,
+)
+from .torch_pickle import Made, Named
+
+SINGLE = "arr_0"  # the name that NumPy gives an array without one
+_MAX_PICKLE = 64 << 20
+_NOWHERE = Place(0, 0, (), (0, 0), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor(DcpTensor):
+    """A tensor whose place in its file is known."""
+
+    how: ClassVar[str] = "one run of bytes in a file of NumPy's or PyTorch's"
+    held: Place = _NOWHERE
+
+    def place(self, chunk: Chunk) -> Place:
+        return self.held
+
+
+@dataclass(frozen=True, slots=True)
+class DeflatedTensor(PlacedTensor):
+    """One whose entry is compressed: read whole, whatever is wanted. zipfile compares its CRC32, and unpacks no more than its length."""
+
+    how: ClassVar[str] = "a compressed entry of an archive, which is unpacked whole"
+    entry: str = ""
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return tuple(max(n, 1) for n in self.shape)
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        yield lambda: self._unpack(box, out)
+
+    def _unpack(self, box: Box | None = None, out: np.ndarray | None = None) -> int:
+        (chunk,) = self.chunks
+        where = f"{store.join(self.root, chunk.file)}, key {self.name!r}"
+        order = sorted(range(len(self.shape)), key=lambda d: -self.held.strides[d])
+        held = room(self.name, tuple(self.shape[d] for d in order), self.dtype)
+        with (
+            opened(store.join(self.root, chunk.file), f"key {self.name!r}", self.generation) as reader,
+            damage(where),
+            archive_of(reader, chunk) as archive,
+            archive.open(self.entry) as f,
+        ):
+            f.read(self.held.start)
+            raw, at = memoryview(bytes_of(held)), 0
+            while part := f.read(min(1 << 20, max(1, len(raw) - at))):
+                if at + len(part) > len(raw):
+                    raise CorruptCheckpoint(f"{where}: longer than its array")
+                raw[at : at + len(part)] = part
+                at += len(part)
+            if at != len(raw):
+                raise CorruptCheckpoint(f"{where}: ends early")
+        self.generation.check()
+        if out is not None and box is not None:
+            out.transpose(order)[...] = held[tuple(box.slices[d] for d in order)] if order else held
+        return held.nbytes
+
+    def verify(self) -> int:
+        return self._unpack()
+
+
+def _npy_header(f: Any, where: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """(shape, whether the first dimension is the fastest, dtype); `CheckpointDTypeError` for elements that have no form here."""
+    try:
+        version = np.lib.format.read_magic(f)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"version {version}")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(f)
+    except Exception as e:  # NumPy reads a literal of Python here, and its tokenizer raises nearly anything
+        raise CorruptCheckpoint(f"{where}: not an array of NumPy: {e}") from None
+    if dtype.hasobject or dtype.byteorder == ">" or dtype.names is not None or dtype.kind not in "biufc":
+        raise CheckpointDTypeError(f"{where}: elements of {dtype.str} have no form here; save them in another dtype")
+    if not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+        raise CorruptCheckpoint(f"{where}: shape {str(shape)[:80]}")
+    return shape, fortran, dtypes.by_name(dtype.name)
+
+
+def _strides(shape: tuple[int, ...], fortran: bool) -> tuple[int, ...]:
+    dims = range(len(shape))
+    return tuple(math.prod(max(n, 1) for n in (shape[:d] if fortran else shape[d + 1 :])) for d in dims)
+
+
+def _parted(path: str) -> tuple[str, str, int]:
+    root, file = store.split(path)
+    with opened(path, "the arrays") as reader:
+        return root, file, reader.nbytes
+
+
+def open_npy(path: str) -> Checkpoint:
+    """One array, under NumPy's name for one without a name, ``arr_0``."""
+    root, file, size = _parted(path)
+    with opened(path, "an array") as reader:
+        start = bytearray(min(size, 1 << 16))
+        reader.readv([start], 0)
+    f = io.BytesIO(start)
+    shape, fortran, dtype = _npy_header(f, path)
+    at, nbytes = f.tell(), math.prod(shape) * dtype.itemsize
+    if at + nbytes != size:
+        raise CorruptCheckpoint(f"{path} has {size} bytes, its array needs {at + nbytes}")
+    place = Place(at, size, _strides(shape, fortran), (at, nbytes), 0)
+    chunk = Chunk(Box.whole(shape), file, 0, size)
+    tensor = PlacedTensor(root, SINGLE, shape, dtype, (chunk,), False, held=place)
+    return Checkpoint(path, "NumPy", {SINGLE: StoredArray((SINGLE,), tensor)}, {SINGLE: Leaf(0)})
+
+
+def open_archive(path: str, verify: bool) -> Checkpoint:
+    """A zip archive of NumPy's or PyTorch's."""
+    root, file, size = _parted(path)
+    whole = Chunk(Box((), ()), file, 0, size)
+    with opened(path, "the arrays") as reader, damage(path), archive_of(reader, whole) as archive:
+        inside = archive.namelist()
+        if any(n == "data.pkl" or n.endswith("/data.pkl") for n in inside):
+            return _open_torch(path, whole, root, reader, archive, verify)
+        if not inside or not all(n.endswith(".npy") for n in inside):
+            raise CheckpointError(f"{path} is a zip archive, but neither of NumPy's arrays nor of torch.save")
+        if len(set(inside)) != len(inside):
+            raise CorruptCheckpoint(f"{path}: an entry occurs twice")
+        arrays: dict[str, StoredArray] = {}
+        skipped: dict[str, str] = {}
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            where = f"{path}, key {name!r}"
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise CorruptCheckpoint(f"{where}: compressed by a method that NumPy does not use")
+            with archive.open(info) as f:
+                try:
+                    shape, fortran, dtype = _npy_header(f, where)
+                except CheckpointDTypeError as e:
+                    skipped[name] = str(e)
+                    continue
+                prefix = f.tell()
+            nbytes = math.prod(shape) * dtype.itemsize
+            if prefix + nbytes != info.file_size:
+                raise CorruptCheckpoint(f"{where}: {info.file_size} bytes, its array needs {prefix + nbytes}")
+            chunk, strides = Chunk(Box.whole(shape), file, 0, size), _strides(shape, fortran)
+            held = (root, name, shape, dtype, (chunk,), verify)
+            if info.compress_type != zipfile.ZIP_STORED:
+                place = Place(prefix, size, strides, (0, 0), 0)
+                deflated = DeflatedTensor(*held[:-1], True, held=place, entry=info.filename)
+                arrays[name] = StoredArray((name,), deflated)
+                continue
+            start = entry_start(reader, info, 0, where)
+            if start + info.file_size > size:
+                raise CorruptCheckpoint(f"{where}: elements beyond the file")
+            head = bytearray(prefix)
+            reader.readv([head], start)
+            place = Place(start + prefix, size, strides, (start + prefix, nbytes), info.CRC, zlib.crc32(head))
+            arrays[name] = StoredArray((name,), PlacedTensor(*held, held=place))
+    structure = {n: Leaf(i) for i, n in enumerate(arrays)}
+    return Checkpoint(path, "NumPy", arrays, structure, skipped=skipped)
+
+
+def _open_torch(
+    path: str, whole: Chunk, root: str, reader: store.Reader, archive: zipfile.ZipFile, verify: bool
+) -> Checkpoint:
+    top, folder = described(path, archive, whole.nbytes, _MAX_PICKLE, lenient=True)
+    arrays: dict[str, StoredArray] = {}
+    skipped: dict[str, str] = {}
+
+    def tensor(made: Made, keys: tuple[str | int, ...]) -> Leaf:
+        name = names.leaf_name(keys)
+        where = f"{path}, key {name!r}"
+        entry, first, shape, strides, dtype, turns = described_tensor(made, where)
+        info = archive.getinfo(f"{folder}data/{entry}")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise CorruptCheckpoint(f"{where}: compressed elements")
+        check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
+        start = entry_start(reader, info, 0, where)
+        if start + info.file_size > whole.nbytes:
+            raise CorruptCheckpoint(f"{where}: elements beyond the file")
+        at = start + first * dtype.itemsize
+        place = Place(at, whole.nbytes, strides, (start, info.file_size), info.CRC, turns=turns)
+        chunk = Chunk(Box.whole(shape), whole.file, 0, whole.nbytes)
+        held = PlacedTensor(root, name, shape, dtype, (chunk,), verify, held=place)
+        arrays[name] = StoredArray(keys, held)
+        return Leaf(len(arrays) - 1)
+
+    def walk(node: Any, keys: tuple[str | int, ...]) -> Any:
+        """What stands in the tree for a value; raises `CheckpointDTypeError` where nothing can."""
+        if len(keys) > 100:
+            raise CorruptCheckpoint(f"{path}: nested deeper than 100 levels")
+        node = _unwrapped(node)
+        if isinstance(node, Made) and node.name.startswith("torch._utils._rebuild_tensor_v"):
+            return tensor(node, keys or ("tensor",))
+        if isinstance(node, dict):
+            held = ((k, part(v, (*keys, k), isinstance(k, (str, int)))) for k, v in node.items())
+            return {k: v for k, v in held if v is not None or node[k] is None}
+        if isinstance(node, (list, tuple)):
+            return type(node)(part(v, (*keys, i)) for i, v in enumerate(node))
+        if isinstance(node, (Made, Named)):
+            raise CheckpointDTypeError(
+                f"the file makes it by {node.name[:100]!r}, which is refused: nothing of a file is run"
+            )
+        encode_json(node, "it")
+        return node
+
+    def part(node: Any, keys: tuple[Any, ...], named: bool = True) -> Any:
+        """A value in a dict or list; None where it cannot be read, which is then told."""
+        name = names.leaf_name(keys)
+        try:
+            if not named:
+                raise CheckpointDTypeError(
+                    f"its key {keys[-1]!r} is a {type(keys[-1]).__name__}; keys are texts and ints"
+                )
+            if not isinstance(node, (dict, list, tuple)) and seen.setdefault(name, keys) != keys:
+                name = ".".join(map(repr, keys))
+                raise CheckpointDTypeError("another key has the same name")
+            return walk(node, keys)
+        except CheckpointDTypeError as e:
+            skipped[name] = str(e)
+            return None
+
+    seen: dict[str, tuple[Any, ...]] = {}
+    try:
+        tree = walk(top, ())
+    except CheckpointDTypeError as e:
+        raise CorruptCheckpoint(f"{path}: not a description of tensors: {e}") from None
+    structure = {"tensor": tree} if isinstance(tree, Leaf) else tree
+    return Checkpoint(path, "PyTorch", arrays, structure, skipped=skipped)
+
+
+def _unwrapped(node: Any) -> Any:
+    """The tensor of a parameter, a buffer, or of a class of its own."""
+    while isinstance(node, Made):
+        if node.name in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
+            node = node.args[0]
+        elif node.name == "torch._tensor._rebuild_from_type_v2" and isinstance(node.args[0], Named):
+            node = Made(node.args[0].name, node.args[2])
+        else:
+            break
+    return node

@@ -1,0 +1,456 @@
+"""Checkpoints of ``torch.distributed.checkpoint`` (DCP), read without PyTorch and without running what they hold.
+
+``.metadata`` describes each tensor and where its chunks lie; a chunk is a zip archive inside a ``.distcp`` file, in which the elements are
+stored as they are. So a chunk is a byte range, and any box of a tensor is read from the parts of the chunks that it meets. Values that are
+not tensors (a step, a name) come along where they are plain; others are named as ``skipped``. An
+archive has a CRC32 of its elements: reads of a whole chunk, and `verify`, compare it. Of a part of a chunk only place and length are checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from ..base import names
+from ..base.scratch import scratch
+from ..base.threads import UPLOADS, in_threads
+from ..checkpoint.checkpoint import Checkpoint, StoredArray
+from ..checkpoint.generations import NONE, Generation
+from ..format import dtypes
+from ..format.chunk_grid import tiled
+from ..format.manifest import Leaf, decode_json, encode_json
+from ..format.tensor_sums import BATCH
+from ..readers.raw_tensor import RawTensor
+from ..readers.reading import Job, opened
+from ..readers.tensor import bytes_of
+from ..stores import store
+from .torch_pickle import Made, Named, Persistent, read_values
+
+FILE = ".metadata"
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_END = struct.Struct("<4s6xH10x")  # of an archive: its mark, and how many entries it has
+_MAX_VALUE = 1 << 20  # bytes of a value that is no tensor
+# Functions by which PyTorch makes tensors, and which argument of each says how the elements are turned: by a function, for some kinds of dtypes.
+_REBUILDS = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
+_TURNS: dict[str, tuple[str, Any]] = {"conj": ("c", np.conjugate), "neg": ("iufcV", np.negative)}
+_STORAGES = {
+    **{f"torch.{k}Storage": v for k, v in (("Float", "float32"), ("Double", "float64"), ("Half", "float16"))},
+    **{f"torch.{k}Storage": v for k, v in (("BFloat16", "bfloat16"), ("Long", "int64"), ("Int", "int32"))},
+    **{f"torch.{k}Storage": v for k, v in (("Short", "int16"), ("Char", "int8"), ("Byte", "uint8"), ("Bool", "bool"))},
+    "torch.ComplexFloatStorage": "complex64",
+    "torch.ComplexDoubleStorage": "complex128",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor, and the archive in which its elements lie."""
+
+    box: Box
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor in chunks, each an archive in a file."""
+
+    how: ClassVar[str] = "parts in the archives of PyTorch's files, each with its CRC32"
+    root: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[Chunk, ...]
+    summed: bool = True  # whether the archives' CRC32 are compared
+    generation: Generation = NONE
+
+    @property
+    def files(self) -> set[str]:
+        return {c.file for c in self.chunks}
+
+    @property
+    def readers(self) -> int:
+        return store.at(self.root).readers
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+
+    def only(self, box: Box) -> DcpTensor:
+        return replace(self, chunks=tuple(c for c, _ in self._meeting(box)))
+
+    def bound(self, generation: Generation) -> DcpTensor:
+        return replace(self, generation=generation)
+
+    def check(self) -> None:
+        """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
+        lost = store.missing(self.root, "", sorted({c.file for c in self.chunks}))
+        if lost:
+            raise IncompleteCheckpoint(f"{self.root}: files of key {self.name!r} are missing: {', '.join(lost[:8])}")
+
+    def _meeting(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        for c in self.chunks:
+            common = box.intersect(c.box)
+            if common is not None and common.size:
+                yield c, common
+
+    def planned(self, box: Box) -> int:
+        return sum(common.size for _, common in self._meeting(box)) * self.dtype.itemsize
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        for c, common in self._meeting(box):
+            yield lambda c=c, common=common: self._read(c, common, out[(*common.within(box).slices, ...)])
+
+    def _read(self, chunk: Chunk, common: Box, out: np.ndarray) -> int:
+        place = self.place(chunk)
+        start, file_nbytes, strides = place.start, place.file_nbytes, place.strides
+        path = names.inside(self.root, chunk.file, self.root)
+        local = common.within(chunk.box)
+        order = sorted(range(len(chunk.box.shape)), key=lambda d: -strides[d])
+        shape = tuple(chunk.box.shape[d] for d in order)
+        dense = _dense(chunk.box.shape, strides)
+        # Elements may lie in another order of dimensions, as those of a transposed tensor do: read them in theirs.
+        raw = RawTensor(path, self.name, shape, self.dtype, start, file_nbytes, generation=self.generation)
+        if not dense:
+            raw = replace(raw, strides=tuple(strides[d] for d in order))
+        part = Box(tuple(local.offset[d] for d in order), tuple(local.shape[d] for d in order))
+        out = out.transpose(order)
+        if not dense or not self.summed or common != chunk.box or place.stored != (start, out.nbytes):
+            total = sum(job() for job in raw.jobs(part, out))
+            place.turn(out)
+            return total
+        held = out if out.flags.c_contiguous else np.empty(shape, self.dtype)
+        total = sum(job() for job in raw.jobs(part, held))
+        if zlib.crc32(bytes_of(held), place.seed) != place.crc32:
+            raise self._damaged(path, chunk)
+        if held is not out:
+            out[...] = held
+        place.turn(out)
+        return total
+
+    def place(self, chunk: Chunk) -> Place:
+        path = names.inside(self.root, chunk.file, self.root)
+        with self.generation.guarded():
+            return _place(self.root, chunk, self.name, self.dtype, self.generation.tags.get(path))
+
+    def _damaged(self, path: str, chunk: Chunk) -> CorruptCheckpoint:
+        return CorruptCheckpoint(
+            f"{path}: the part of key {self.name!r} at {chunk.box.offset} does not fit its CRC32; restore the file or another checkpoint"
+        )
+
+    def verify(self) -> int:
+        """Compare every byte of the elements with its CRC32, in little memory; returns their number."""
+        total = 0
+        for chunk in self.chunks:
+            place = self.place(chunk)
+            path = names.inside(self.root, chunk.file, self.root)
+            at, nbytes = place.stored
+            value, end = place.seed, at + nbytes
+            with opened(path, f"a part of {self.name!r}", self.generation) as reader:
+                while at < end:
+                    part = scratch("sum", min(BATCH, end - at))
+                    if reader.readv([part], at) != part.size:
+                        raise CorruptCheckpoint(f"{path} ends early (key {self.name!r})")
+                    value, at = zlib.crc32(part, value), at + part.size
+            if value != place.crc32:
+                raise self._damaged(path, chunk)
+            total += nbytes
+        return total
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, reader: store.Reader, start: int, nbytes: int) -> None:
+        self._reader, self._start, self._nbytes, self._at = reader, start, nbytes, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, (0, self._at, self._nbytes)[whence] + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._nbytes - self._at)]
+        got = self._reader.readv([view], self._start + self._at) if len(view) else 0
+        self._at += got
+        return got
+
+
+def _description(where: str, archive: zipfile.ZipFile, limit: int, most: int) -> tuple[bytes, str]:
+    """(the text that describes what an archive of ``most`` bytes holds, name of the folder in it); the text fits its CRC32."""
+    found = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise CorruptCheckpoint(f"{where}: an archive without one data.pkl")
+    info = archive.getinfo(found[0])
+    if info.compress_type != zipfile.ZIP_STORED:  # what unpacks it would raise errors of its own
+        raise CorruptCheckpoint(f"{where}: a compressed data.pkl")
+    folder = found[0].removesuffix("data.pkl")
+    order = f"{folder}byteorder"
+    if order in archive.namelist() and archive.getinfo(order).file_size < 16 and archive.read(order) != b"little":
+        raise CheckpointDTypeError(f"{where}: its elements are big-endian; save it anew on another machine")
+    if not info.file_size == info.compress_size < most:
+        raise CorruptCheckpoint(f"{where}: data.pkl is longer than its archive")
+    if info.file_size > limit:
+        raise CheckpointDTypeError(f"{where}: data.pkl has {info.file_size} bytes, more than {limit}")
+    return archive.read(found[0]), folder
+
+
+def described(
+    where: str, archive: zipfile.ZipFile, most: int, limit: int = _MAX_VALUE, lenient: bool = False
+) -> tuple[Any, str]:
+    """(what the archive describes, name of the folder in it)."""
+    text, folder = _description(where, archive, limit, most)
+    return read_values(text, where, lenient), folder
+
+
+def archive_of(reader: store.Reader, chunk: Chunk) -> zipfile.ZipFile:
+    """The archive in a part of a file. zipfile does not count its entries: one of a wrong length would swallow those behind it."""
+    archive = zipfile.ZipFile(io.BufferedReader(_Slice(reader, chunk.offset, chunk.nbytes), 64 << 10))
+    end = bytearray(_END.size)
+    reader.readv([end], chunk.offset + chunk.nbytes - _END.size - len(archive.comment))
+    mark, count = _END.unpack(end)
+    if mark != b"PK\x05\x06" or count not in (
+        0xFFFF,
+        len(archive.infolist()),
+    ):  # the former: more than a short number holds
+        archive.close()
+        raise zipfile.BadZipFile(f"its end counts {count} entries, its table has {len(archive.infolist())}")
+    return archive
+
+
+@contextlib.contextmanager
+def damage(where: str) -> Iterator[None]:
+    """Whatever an archive that is damaged makes of its readers, as one error."""
+    try:
+        yield
+    except (
+        zipfile.BadZipFile,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        struct.error,
+        RuntimeError,  # an entry that says it is encrypted, or made by methods that zipfile has not
+        EOFError,
+        zlib.error,
+    ) as e:
+        if isinstance(e, CheckpointError):
+            raise
+        raise CorruptCheckpoint(f"{where}: a damaged archive: {e}") from None
+
+
+class Place(NamedTuple):
+    """Where a chunk lies: its first element, its strides in elements, and the (start, length) and CRC32 of all that is stored with it.
+
+    ``seed`` is the CRC32 of what its entry holds before that. PyTorch stores the conjugate, or the negative, of ``turns``.
+    """
+
+    start: int
+    file_nbytes: int
+    strides: tuple[int, ...]
+    stored: tuple[int, int]
+    crc32: int
+    seed: int = 0
+    turns: frozenset[str] = frozenset()
+
+    def turn(self, out: np.ndarray) -> None:
+        """Make the values of the elements that were read."""
+        for name in self.turns:
+            _TURNS[name][1](out, out=out)
+
+
+class Described(NamedTuple):
+    """A tensor as its description has it: the entry of its storage, its first element and strides there, and how it is turned."""
+
+    entry: str
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+    turns: frozenset[str]
+
+
+def described_tensor(made: Any, where: str) -> Described:
+    """The arguments of the function that PyTorch makes a tensor by, checked."""
+    place = _REBUILDS.get(made.name) if isinstance(made, Made) else None
+    if place is None or not isinstance(made.args[0], Persistent):
+        raise CorruptCheckpoint(f"{where}: not a tensor")
+    storage, first, shape, strides = made.args[:4]
+    kind = made.args[6] if made.name.endswith("_v3") else storage.id[1]
+    if not isinstance(kind, Named) or len(shape) != len(strides):
+        raise CorruptCheckpoint(f"{where}: not a tensor")
+    dtype = dtypes.by_name(_STORAGES.get(kind.name, kind.name.removeprefix("torch.")))
+    turns = (made.args[place] if len(made.args) > place else None) or {}
+    if not isinstance(turns, dict) or any(dtype.kind not in _TURNS.get(k, ("", None))[0] for k in turns):
+        raise CheckpointDTypeError(
+            f"{where}: a {dtype} tensor with {str(turns)[:80]} has no form here; save its clone()"
+        )
+    return Described(
+        str(storage.id[2]), first, tuple(shape), tuple(strides), dtype, frozenset(k for k in turns if turns[k])
+    )
+
+
+def check_strides(where: str, shape: Sequence[int], strides: Sequence[int], first: int, count: int) -> None:
+    """Refuse a tensor that leads out of its storage of ``count`` elements."""
+    last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if min((first, *strides), default=0) < 0 or (last >= count and 0 not in shape):
+        raise CorruptCheckpoint(f"{where}: elements beyond their storage")
+
+
+def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements of a tensor lie one after the other, each once: not those of a slice of columns, or of an expanded one."""
+    expected = 1
+    for n, s in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]) if 0 not in shape else ():
+        if n > 1 and s != expected:
+            return False
+        expected *= n
+    return True
+
+
+def entry_start(reader: store.Reader, info: zipfile.ZipInfo, base: int, where: str) -> int:
+    """Where the bytes of an entry begin, counted as in its archive."""
+    head = bytearray(_LOCAL_HEADER.size)
+    reader.readv([head], base + info.header_offset)
+    fields = _LOCAL_HEADER.unpack(head)
+    if fields[0] != b"PK\x03\x04":
+        raise CorruptCheckpoint(f"{where}: no header where the archive says")
+    return info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+
+
+@lru_cache(maxsize=4096)
+def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype, tag: str | None) -> Place:
+    path = names.inside(root, chunk.file, root)
+    where = f"{path}, key {name!r}"
+    with opened(path, f"a part of {name!r}") as reader, damage(where):
+        size = reader.nbytes
+        if chunk.offset + chunk.nbytes > size:
+            raise CorruptCheckpoint(
+                f"{where}: its part ends at byte {chunk.offset + chunk.nbytes}, the file has {size}"
+            )
+        with archive_of(reader, chunk) as archive:
+            made, folder = described(where, archive, chunk.nbytes)
+            entry, first, shape, strides, held, turns = described_tensor(made, where)
+            if (shape, held) != (chunk.box.shape, dtype):
+                raise CorruptCheckpoint(f"{where}: {held}{list(shape)} is not its part, {dtype}{list(chunk.box.shape)}")
+            info = archive.getinfo(f"{folder}data/{entry}")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise CorruptCheckpoint(f"{where}: compressed elements")
+        check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
+        start = chunk.offset + entry_start(reader, info, chunk.offset, where)
+        if start + info.file_size > chunk.offset + chunk.nbytes:
+            raise CorruptCheckpoint(f"{where}: elements beyond their archive")
+    return Place(start + first * dtype.itemsize, size, strides, (start, info.file_size), info.CRC, turns=turns)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+        raise ValueError(f"{str(value)[:80]} is not a list of sizes")
+    return tuple(value)
+
+
+def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any], verify: bool) -> DcpTensor:
+    properties = entry.field("properties")
+    kind = properties.field("dtype", 0) if isinstance(properties, Made) else None
+    if kind is None or not isinstance(kind, Named):
+        raise ValueError(f"{name!r} has no dtype")
+    dtype = dtypes.by_name(kind.name.removeprefix("torch."))
+    shape = _sizes(entry.field("size"))
+    chunks = []
+    for c in entry.field("chunks"):
+        box = Box(_sizes(c.field("offsets")), _sizes(c.field("sizes")))
+        if len(box.shape) != len(shape) or any(a > n for a, n in zip(box.stop, shape, strict=True)):
+            raise ValueError(f"{name!r}: a chunk lies outside the tensor")
+        info = storage.get((name, box.offset))
+        if info is None:
+            raise ValueError(f"{name!r}: no file for the chunk at {box.offset}")
+        chunks.append(Chunk(box, *_stored(root, info)))
+    if not tiled(shape, [c.box for c in chunks]):
+        raise ValueError(f"{name!r}: its chunks do not cover it once")
+    return DcpTensor(root, name, shape, dtype, tuple(chunks), verify)
+
+
+def _stored(root: str, info: Made) -> tuple[str, int, int]:
+    file, offset, nbytes = (info.field(k) for k in ("relative_path", "offset", "length"))
+    names.inside(root, file, f"{root}/{FILE}")
+    if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
+        raise ValueError(f"{file!r}: not a place in a file")
+    if info.field("transform_descriptors") if "transform_descriptors" in (info.state or {}) else None:
+        raise ValueError(f"{file!r}: transformed (compressed) files cannot be read")
+    return file, offset, nbytes
+
+
+def _value(root: str, name: str, info: Made) -> Any:
+    """A value that is no tensor; `CheckpointDTypeError` where it is whole and not plain, `CorruptCheckpoint` where it is damaged."""
+    file, offset, nbytes = _stored(root, info)
+    where = f"{root}/{file}, key {name!r}"
+    chunk = Chunk(Box((), ()), file, offset, nbytes)
+    with (
+        opened(names.inside(root, file, root), f"the value {name!r}") as reader,
+        damage(where),
+        archive_of(reader, chunk) as archive,
+    ):
+        text, _ = _description(where, archive, _MAX_VALUE, nbytes)
+        try:
+            return decode_json(encode_json(read_values(text, where), name))
+        except CheckpointError as e:  # its CRC32 fits: PyTorch wrote it so
+            raise CheckpointDTypeError(str(e)) from None
+
+
+def is_dcp(root: str) -> bool:
+    """Whether a directory is such a checkpoint."""
+    return store.at(root).size(FILE) is not None
+
+
+def open_dcp(root: str, verify: bool = True) -> Checkpoint:
+    """Open such a checkpoint: tensors lazily, under the names that were saved."""
+    where = store.join(root, FILE)
+    top = read_values(store.at(root).get(FILE), where)
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    try:
+        storage: dict[Any, Any] = {}
+        for index, info in (top.field("storage_data") or {}).items():
+            offset = index.field("offset") if "offset" in index.state else None
+            storage[index.field("fqn"), None if offset is None else _sizes(offset)] = info
+        for name, entry in top.field("state_dict_metadata").items():
+            try:
+                if entry.name.endswith("TensorStorageMetadata"):
+                    tensors[name] = _tensor(root, name, entry, storage, verify)
+                else:
+                    values[name] = _value(root, name, storage[name, None])
+            except CheckpointDTypeError as e:
+                skipped[name] = str(e)
+            except (CorruptCheckpoint, IncompleteCheckpoint) as e:
+                if verify or entry.name.endswith("TensorStorageMetadata"):
+                    raise
+                skipped[name] = str(e)
+    except CorruptCheckpoint:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError) as e:
+        raise CorruptCheckpoint(f"{where}: not the metadata of a checkpoint: {e}") from None
+    # Their tags are those of the generation that is opened.
+    in_threads(store.at(root).tag, sorted({c.file for t in tensors.values() for c in t.chunks}), UPLOADS)
+    arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
+    structure: dict[str, Any] = {name: Leaf(i) for i, name in enumerate(arrays)} | values
+    return Checkpoint(root, "PyTorch DCP", arrays, structure, skipped=skipped)

@@ -1,0 +1,177 @@
+"""Checkpoints that Orbax wrote, read-only, in its four layouts: Zarr v2 or v3, in files or in a database of TensorStore (OCDBT).
+
+``_METADATA`` is JSON: for each leaf its keys and what it was. In files, each leaf is a Zarr array in a folder named by its keys joined with dots, which
+`ZarrTensor` reads. OCDBT is a format of TensorStore alone, so the ``tensorstore`` package reads it, where it is installed. Numbers of the
+tree are arrays without dimensions, as Orbax stores them; texts come along as values.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from ..base import strict_json
+from ..checkpoint.checkpoint import Checkpoint, StoredArray
+from ..checkpoint.generations import NONE, Generation
+from ..format import dtypes
+from ..format.manifest import Leaf
+from ..readers.zarr_tensor import ByLibrary, open_array
+from ..stores import store as stores
+
+FILE = "_METADATA"
+DATABASE = "manifest.ocdbt"
+STEP = "_CHECKPOINT_METADATA"  # in each step of a manager
+_STRINGS = "_strings.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseTensor(ByLibrary):
+    """An array in a database of TensorStore."""
+
+    how: ClassVar[str] = "an array in a database of TensorStore"
+    root: str
+    name: str
+    node: str
+    driver: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    generation: Generation = NONE
+
+    @property
+    def readers(self) -> int:
+        return 1
+
+    def _read(self, index: tuple[slice, ...], out: np.ndarray) -> int:
+        try:
+            out[...] = _opened(self.root, self.node, self.driver)[(*index, ...)].read().result()
+        except (ValueError, OSError, KeyError) as e:
+            self.generation.check()
+            raise CorruptCheckpoint(f"{self.root}: tensorstore cannot read key {self.name!r}: {e}") from e
+        self.generation.check()
+        return out.nbytes
+
+
+def _opened(root: str, node: str, driver: str) -> Any:
+    import tensorstore
+
+    base = {"driver": "ocdbt", "base": f"file://{root}/", "path": f"{node}/"}
+    return tensorstore.open({"driver": driver, "kvstore": base}, open=True, read=True).result()
+
+
+def _leaves(where: str, top: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """(keys, kind) of every leaf."""
+    try:
+        for entry in top["tree_metadata"].values():
+            keys = tuple(
+                int(k["key"]) if k["key_type"] == 1 and k["key"].isdecimal() else str(k["key"])
+                for k in entry["key_metadata"]
+            )
+            yield keys, str(entry["value_metadata"]["value_type"])
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
+        raise CorruptCheckpoint(f"{where}: not the metadata of an Orbax checkpoint: {e!r}") from None
+
+
+def _insert(tree: dict[Any, Any], keys: tuple[str | int, ...], leaf: Any, where: str) -> None:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise CorruptCheckpoint(f"{where}: {keys} lies below a leaf")
+    if keys[-1] in tree:
+        raise CorruptCheckpoint(f"{where}: {keys} occurs twice")
+    tree[keys[-1]] = leaf
+
+
+def _listed(node: Any) -> Any:
+    """Dicts whose keys are the numbers from 0 on, as lists."""
+    if not isinstance(node, dict):
+        return node
+    if node and all(type(k) is int for k in node) and sorted(node) == list(range(len(node))):
+        return [_listed(node[i]) for i in range(len(node))]
+    return {k: _listed(v) for k, v in node.items()}
+
+
+def _tensor(root: str, node: str, database: bool, driver: str) -> Any:
+    if not database:
+        return open_array(
+            root, node
+        )  # Orbax gives Zarr v2 dtypes that zarr-python does not know by name: `local_zarr` does
+    try:
+        held = _opened(root, node, driver)
+        dtype = dtypes.by_name(held.dtype.name)
+    except CheckpointDTypeError:
+        raise
+    except (ValueError, OSError, KeyError) as e:
+        raise CorruptCheckpoint(f"{root}: tensorstore cannot open key {node!r}: {e}") from e
+    chunk = tuple(min(c or n, n) for c, n in zip(held.chunk_layout.read_chunk.shape or (), held.shape, strict=True))
+    return DatabaseTensor(root, node, node, driver, tuple(map(int, held.shape)), dtype, chunk)
+
+
+def open_orbax(root: str) -> Checkpoint:
+    """Open such a checkpoint: arrays lazily, in the tree that was saved.
+
+    Raises `CheckpointError` for one in a database where ``tensorstore`` is not installed.
+    """
+    where = stores.join(root, FILE)
+    store = stores.at(root)
+    try:
+        top = strict_json.loads(store.get(FILE))
+    except (ValueError, RecursionError) as e:
+        if isinstance(e, CheckpointError):
+            raise
+        raise CorruptCheckpoint(f"{where}: not JSON: {e}") from None
+    database = store.size(DATABASE) is not None
+    if database and (importlib.util.find_spec("tensorstore") is None or stores.is_url(root)):
+        what = (
+            "copy the directory to a disk" if stores.is_url(root) else "install meshtape[orbax], or tensorstore itself"
+        )
+        raise CheckpointError(
+            f"{root} is an Orbax checkpoint in OCDBT, a database of TensorStore: {what}, or save it anew with use_ocdbt=False"
+        )
+    driver = "zarr3" if isinstance(top, dict) and top.get("use_zarr3") else "zarr"
+    arrays: dict[str, StoredArray] = {}
+    tree: dict[Any, Any] = {}
+    texts: Any = None
+    skipped: dict[str, str] = {}
+    for keys, kind in _leaves(where, top):
+        node = ".".join(map(str, keys))
+        leaf: Any = None
+        if kind == "string":
+            texts = _texts(store, where) if texts is None else texts
+            leaf = texts.get(node)
+        elif kind in ("Dict", "List", "None", "empty"):
+            leaf = {"Dict": {}, "List": []}.get(kind)
+        else:
+            try:
+                arrays[node] = StoredArray(keys, _tensor(root, node, database, driver))
+            except CheckpointDTypeError as e:
+                skipped[node] = str(e)
+                continue
+            leaf = Leaf(len(arrays) - 1)
+        if not keys:
+            raise CorruptCheckpoint(f"{where}: a leaf without a key")
+        _insert(tree, keys, leaf, where)
+    return Checkpoint(root, "Orbax", arrays, _listed(tree), skipped=skipped)
+
+
+def _texts(store: stores.Store, where: str) -> dict[str, Any]:
+    try:
+        held = strict_json.loads(store.get(_STRINGS))
+    except FileNotFoundError:
+        raise IncompleteCheckpoint(f"{stores.join(store.root, _STRINGS)} is missing") from None
+    except ValueError as e:
+        raise CorruptCheckpoint(f"{where}: {_STRINGS} is not JSON: {e}") from None
+    return held if isinstance(held, dict) else {}
+
+
+def item_of(store: stores.Store) -> str | None:
+    """The one item of a step of Orbax's manager, which is the checkpoint; None where this is no such step."""
+    if store.size(STEP) is None:
+        return None
+    held = [f for f in store.folders() if store.size(f"{f}/{FILE}") is not None]
+    return stores.join(store.root, held[0]) if len(held) == 1 else None

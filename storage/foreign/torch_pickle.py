@@ -1,0 +1,235 @@
+"""Values from files that PyTorch wrote, without running anything: a reader of the pickle format that knows data and nothing else.
+
+``torch.save`` and ``torch.distributed.checkpoint`` describe tensors in pickles. Loading a pickle calls whatever it names. This module never
+does: it walks the operations with the standard library's parser (``pickletools``), which executes nothing, builds plain values, and puts
+an inert `Made` in the place of every object. A name that is not in ``KNOWN`` is refused, so that a hostile file ends in an error; where the
+file holds many values (``lenient``), it is the name of an inert object like the others, which whoever asks for that value refuses.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays.core.errors import CorruptCheckpoint
+
+_DCP = "torch.distributed.checkpoint"
+KNOWN = frozenset(
+    [
+        f"{_DCP}.metadata.Metadata",
+        f"{_DCP}.metadata.TensorStorageMetadata",
+        f"{_DCP}.metadata.BytesStorageMetadata",
+        f"{_DCP}.metadata.TensorProperties",
+        f"{_DCP}.metadata.ChunkStorageMetadata",
+        f"{_DCP}.metadata.MetadataIndex",
+        f"{_DCP}.metadata.StorageMeta",
+        f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+        f"{_DCP}.filesystem._StorageInfo",
+        "torch.serialization._get_layout",
+        "torch.Size",
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor_v3",
+        "torch._utils._rebuild_parameter",
+        "torch.storage.UntypedStorage",
+        "collections.OrderedDict",
+        "pathlib.PosixPath",
+        "pathlib.PurePosixPath",
+        "pathlib._local.PosixPath",
+        *(
+            f"torch.{t}Storage"
+            for t in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+        ),
+        "torch.ComplexFloatStorage",
+        "torch.ComplexDoubleStorage",
+        *(f"torch.{d}" for d in ("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool")),
+        *(f"torch.{d}" for d in ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")),
+        *(
+            f"torch.{d}"
+            for d in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+        ),
+    ]
+)
+MAX_NBYTES = 1 << 30
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Named:
+    """A class or function that the file names."""
+
+    name: str
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """An object that the file asks for: what it is made of, never the object."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def field(self, name: str, position: int | None = None) -> Any:
+        """An attribute; ``position`` is its place where the state is a tuple."""
+        if isinstance(self.state, dict) and name in self.state:
+            return self.state[name]
+        if isinstance(self.state, tuple) and position is not None and position < len(self.state):
+            return self.state[position]
+        raise ValueError(f"{self.name} lacks {name!r}")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Persistent:
+    """A reference to a storage."""
+
+    id: Any
+
+
+_MARK = object()
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_ARGUMENT = frozenset(
+    [
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "INT",
+        "LONG",
+        "FLOAT",
+        "BINFLOAT",
+        "SHORT_BINUNICODE",
+        "BINUNICODE",
+        "BINUNICODE8",
+        "SHORT_BINBYTES",
+        "BINBYTES",
+        "BINBYTES8",
+    ]
+)
+
+
+def _named(name: str, lenient: bool) -> Named:
+    if name not in KNOWN and not lenient:
+        raise ValueError(f"it names {name[:100]!r}, which is no part of a checkpoint; refused")
+    return Named(name)
+
+
+def _called(fn: Any, args: Any) -> Any:
+    if not isinstance(fn, Named) or not isinstance(args, tuple):
+        raise TypeError("it calls something that is not a name")
+    if fn.name == "collections.OrderedDict":
+        return dict(args[0]) if args else {}
+    if fn.name == "collections.defaultdict":
+        return {}
+    if fn.name == "torch.Size":
+        return tuple(args[0])
+    return Made(fn.name, args)
+
+
+def _built(target: Any, state: Any) -> None:
+    if isinstance(target, dict):  # attributes of an OrderedDict, such as a module's version numbers
+        return
+    if not isinstance(target, Made):
+        raise TypeError("it sets the state of something that is not an object")
+    if isinstance(state, tuple) and len(state) == 2 and all(x is None or isinstance(x, dict) for x in state):
+        state = {**(state[0] or {}), **(state[1] or {})}  # of __dict__ and of __slots__
+    target.state = state
+
+
+def _run(data: bytes, lenient: bool) -> Any:
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+
+    def marked() -> list[Any]:
+        for at in range(len(stack) - 1, -1, -1):
+            if stack[at] is _MARK:
+                items = stack[at + 1 :]
+                del stack[at:]
+                return items
+        raise ValueError("it has no mark")
+
+    def pairs(items: list[Any]) -> dict[Any, Any]:
+        out: dict[Any, Any] = {}
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            out[_key(key)] = value
+        return out
+
+    for op, argument, _ in pickletools.genops(data):
+        name = op.name
+        if name in ("PROTO", "FRAME"):
+            continue
+        if name == "STOP":
+            (value,) = stack
+            return value
+        if name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _ARGUMENT:
+            stack.append(argument)
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name in ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE"):
+            stack.append([] if name == "EMPTY_LIST" else {} if name == "EMPTY_DICT" else ())
+        elif name in ("TUPLE", "LIST", "DICT"):
+            items = marked()
+            stack.append(tuple(items) if name == "TUPLE" else items if name == "LIST" else pairs(items))
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            n = int(name[-1])
+            if len(stack) < n:
+                raise ValueError("it takes more than there is")
+            stack[-n:] = [tuple(stack[-n:])]
+        elif name in ("APPEND", "APPENDS"):
+            items = marked() if name == "APPENDS" else [stack.pop()]
+            if not isinstance(stack[-1], Made):  # a class of its own: an object like others, whatever lies in it
+                stack[-1].extend(items)
+        elif name in ("SETITEM", "SETITEMS"):
+            items = marked() if name == "SETITEMS" else [stack.pop() for _ in range(2)][::-1]
+            if not isinstance(stack[-1], Made):
+                stack[-1].update(pairs(items))
+        elif lenient and name in ("EMPTY_SET", "ADDITEMS", "FROZENSET", "NEWOBJ_EX"):
+            if name in ("ADDITEMS", "FROZENSET"):
+                marked()
+            if name == "NEWOBJ_EX":
+                stack[-3:] = [_called(stack[-3], stack[-2])]
+            elif name != "ADDITEMS":
+                stack.append(Made("builtins.set", ()))
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
+            memo[int(argument)] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo[int(argument)])
+        elif name == "GLOBAL":
+            stack.append(_named(str(argument).replace(" ", "."), lenient))
+        elif name == "STACK_GLOBAL":
+            attribute, module = stack.pop(), stack.pop()
+            stack.append(_named(f"{module}.{attribute}", lenient))
+        elif name in ("REDUCE", "NEWOBJ"):
+            args, fn = stack.pop(), stack.pop()
+            stack.append(_called(fn, args))
+        elif name == "BUILD":
+            state = stack.pop()
+            _built(stack[-1], state)
+        elif name == "BINPERSID":
+            stack.append(Persistent(stack.pop()))
+        elif name == "POP":
+            stack.pop()
+        else:
+            raise ValueError(f"it has the operation {name}, which no checkpoint needs; refused")
+    raise ValueError("it ends early")
+
+
+def _key(key: Any) -> Any:
+    """A key of a dict: texts and numbers, and the objects that stand for one."""
+    if isinstance(key, (str, int, float, bool, bytes, tuple, Made, Named)) or key is None:
+        return key
+    raise ValueError(f"a {type(key).__name__} is the key of a dict")
+
+
+def read_values(data: bytes, where: str, lenient: bool = False) -> Any:
+    """The value that a file describes; `CorruptCheckpoint` naming ``where`` for what is damaged or hostile."""
+    if len(data) > MAX_NBYTES:
+        raise CorruptCheckpoint(f"{where}: larger than {MAX_NBYTES} bytes")
+    try:
+        return _run(data, lenient)
+    except CorruptCheckpoint:
+        raise
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, UnicodeError, EOFError) as e:
+        raise CorruptCheckpoint(f"{where}: not a description of tensors: {e}") from None

@@ -1,0 +1,254 @@
+"""The small files of a checkpoint that are no arrays: an architecture, a generation config, a tokenizer.
+
+They lie beside the arrays under their own names, byte for byte as they were given, so that a directory is enough to run the model, and
+other tools find them where they look (``config.json``, ``generation_config.json``). The manifest holds their checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, IncompleteCheckpoint
+from ..base import names
+from ..base.checksums import crc32c
+from ..checkpoint.generations import NONE
+from ..stores import store as stores
+from .tensor_sums import values
+
+SUFFIXES = (".json", ".txt", ".model", ".jinja")
+MAX_NBYTES = 64 << 20
+PROGRAM = "program.json"  # what makes a directory a program file (see ``program_file``)
+MARK = re.compile(r"~g[0-9a-f]{8}(?=\Z|\.[a-z]+\Z)")
+"""The mark of a writer in a name, see :func:`marked`."""
+_KEPT = (*SUFFIXES, ".md", ".rst", ".py", ".yaml", ".yml")
+_KEPT_NAMES = frozenset(["LICENSE", "LICENCE", "NOTICE", "README", ".gitattributes"])
+_QUANTIZATION = ("quantization_config", "compression_config")
+_OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json", PROGRAM])
+
+
+def encode(given: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """File names and bytes of what a user gave: dicts and lists become JSON, texts and bytes stay as they are.
+
+    A name without a suffix gets ``.json``, or ``.txt`` where the text is no JSON.
+
+    >>> encode({"config": {"layers": 2}})
+    {'config.json': b'{\\n  "layers": 2\\n}\\n'}
+    """
+    out: dict[str, bytes] = {}
+    for name, value in (given or {}).items():
+        file = name if name.endswith(_KEPT) or name in _KEPT_NAMES else f"{name}.json"
+        if isinstance(value, (str, bytes)):
+            try:
+                data = value.encode() if isinstance(value, str) else bytes(value)
+            except UnicodeEncodeError as e:
+                raise CheckpointError(f"document {name!r} is no text of Unicode: {e}; give bytes") from None
+            if file != name and not _is_json(data):
+                file = f"{name}.txt"
+        else:
+            try:
+                data = (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
+            except (TypeError, ValueError) as e:
+                raise CheckpointError(f"document {name!r} is no JSON: {e}; give a text, or plain values") from None
+        if len(data) > MAX_NBYTES:
+            raise CheckpointError(f"document {file!r} has {len(data)} bytes, at most {MAX_NBYTES} are allowed")
+        if file in out:
+            raise CheckpointKeyError(f"two documents are named {file!r}")
+        if file in _OURS or names.zarr_names([file]) != [file]:
+            raise CheckpointKeyError(f"a document cannot be named {file!r}; choose a plain file name")
+        if file.endswith(".json") and not _is_json(data):
+            raise CheckpointError(
+                f"document {file!r} is no JSON; give it another name, such as {file.removesuffix('.json') + '.txt'!r}"
+            )
+        out[file] = data
+    return out
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def is_kept(name: str) -> bool:
+    """Whether a file of a checkpoint's directory is a document of its user, which stays where the checkpoint is replaced.
+
+    >>> [is_kept(n) for n in ("README.md", "tokenizer.model", "meshtape.json", "old.safetensors", "run/notes.txt")]
+    [True, True, False, False, False]
+    """
+    plain = "/" not in name and name not in _OURS
+    return plain and (name in _KEPT_NAMES or (name.endswith(_KEPT) and not name.startswith(".")))
+
+
+def with_dtype(config: bytes, dtype: str) -> bytes:
+    """The ``config.json`` of a Hugging Face model, of which the weights now have another dtype; as it is where it names none.
+
+    >>> with_dtype(b'{"torch_dtype": "float32", "text_config": {"dtype": "float32"}}', "bfloat16")
+    b'{\\n  "torch_dtype": "bfloat16",\\n  "text_config": {\\n    "dtype": "bfloat16"\\n  }\\n}\\n'
+    """
+
+    def of(node: dict[str, Any]) -> dict[str, Any]:
+        out = {}
+        for key, value in node.items():
+            if key in ("dtype", "torch_dtype") and isinstance(value, str):
+                value = dtype
+            # A model within the model has a configuration of its own.
+            within = key.endswith("_config") and key not in _QUANTIZATION and isinstance(value, dict)
+            out[key] = of(value) if within else value
+        return out
+
+    return _edited(config, of)
+
+
+def without_quantization(config: bytes) -> bytes:
+    """The ``config.json`` of a model whose weights are quantised no longer; as it is where it says nothing of that.
+
+    >>> without_quantization(b'{"hidden_size": 8, "quantization_config": {"quant_method": "fp8"}}')
+    b'{\\n  "hidden_size": 8\\n}\\n'
+    """
+
+    def of(node: dict[str, Any]) -> dict[str, Any]:
+        kept = {k: v for k, v in node.items() if k not in _QUANTIZATION}
+        return {k: of(v) if k.endswith("_config") and isinstance(v, dict) else v for k, v in kept.items()}
+
+    return _edited(config, of)
+
+
+def _edited(config: bytes, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
+    """A document of JSON after a change; what is no object of JSON, and what stays the same, goes along as it is."""
+    try:
+        parsed = json.loads(config)
+    except (ValueError, RecursionError):
+        return config
+    if not isinstance(parsed, dict) or (new := change(parsed)) == parsed:
+        return config
+    return (json.dumps(new, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def marked(file: str, suffix: str) -> str:
+    """The name under which a document is stored by a writer with a ``suffix`` (see ``commit.Folder``).
+
+    >>> marked("config.json", "~g01234567")
+    'config~g01234567.json'
+    """
+    stem, dot, kind = file.rpartition(".")
+    return f"{stem}{suffix}{dot}{kind}"
+
+
+def is_marked(file: str) -> bool:
+    """Whether a name has such a suffix.
+
+    >>> is_marked("model~g01234567.safetensors"), is_marked("model.safetensors")
+    (True, False)
+    """
+    return MARK.search(file) is not None
+
+
+class Documents(Mapping[str, Any]):
+    """Documents of an opened checkpoint: by file name, or without ``.json``; JSON is parsed, the rest is text, or bytes where it is none."""
+
+    def __init__(
+        self,
+        root: str,
+        held: Mapping[str, tuple[int | None, str]],
+        exported: Mapping[str, str] | None = None,
+        index: str = "",
+    ) -> None:
+        self._root, self._sums = root, dict(held)  # checksum and file by name
+        # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify` compares.
+        self._exported, self._index = dict(exported or {}), index
+        self.generation = NONE
+
+    def _file(self, name: str) -> str:
+        return next((f for f in (name, f"{name}.json", f"{name}.txt") if f in self._sums), name)
+
+    def raw(self, name: str) -> bytes:
+        """The bytes of a document, checked."""
+        file = self._file(name)
+        if file not in self._sums:
+            raise CheckpointKeyError(f"{self._root} has no document {name!r}; it has {', '.join(self._sums) or 'none'}")
+        wanted, stored = self._sums[file]
+        where = names.inside(self._root, stored, self._root)
+        with self.generation.guarded():
+            try:
+                data = stores.at(self._root).get(stored)
+            except FileNotFoundError:
+                raise IncompleteCheckpoint(f"{where} is missing; restore it or another checkpoint") from None
+            if wanted is not None and crc32c(data) != wanted:
+                raise CorruptCheckpoint(f"{where} does not fit its crc32c: it is damaged or was edited")
+        if wanted is None:
+            self.generation.of(where).check()
+        return data
+
+    def __getitem__(self, name: str) -> Any:
+        data = self.raw(name)
+        if not self._file(name).endswith(".json"):
+            try:
+                return data.decode()
+            except UnicodeDecodeError:  # a tokenizer's model
+                return data
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise CorruptCheckpoint(f"{stores.join(self._root, name)}: not JSON: {e}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def __repr__(self) -> str:
+        return f"<Documents {list(self._sums)}>"
+
+    def compare(self) -> tuple[set[str], int, list[str]]:
+        """(names of the files that an index vouches for, and of itself; their bytes; what is wrong with them)."""
+        nbytes, faults = 0, []
+        for name, stored in self._exported.items():
+            where = names.inside(self._root, name, self._root)
+            try:
+                data = stores.at(self._root).get(name)
+                wanted = values(stored, 1)
+            except FileNotFoundError:
+                faults.append(f"{where} is missing")
+            except ValueError as e:
+                faults.append(f"{where}: in the index {e}")
+            else:
+                nbytes += len(data)
+                if wanted != [crc32c(data)]:
+                    faults.append(
+                        f"{where} does not fit its crc32c: it is damaged or was edited; merge the directory anew to keep an edit"
+                    )
+        return {*self._exported, *([self._index] if self._index else [])}, nbytes, faults
+
+    def others(self) -> list[str]:
+        """What lies beside them in a directory of safetensors and is none of them, folders with a final ``/``."""
+        store = stores.at(self._root)
+        own = (".safetensors", ".safetensors.index.json")
+        held = [*store.files(), *(f"{f}/" for f in store.folders())] if store.lists else []
+        return sorted(n for n in held if n not in self._sums and not n.endswith(own) and not n.startswith("."))
+
+    def every(self) -> dict[str, bytes]:
+        """All of them."""
+        return {file: self.raw(file) for file in self._sums}
+
+
+def beside(root: str, exported: Mapping[str, str] | None = None, index: str = "") -> Documents:
+    """The documents in a directory without a manifest: its small files that belong to a model, code and licence included.
+
+    ``exported``: the checksums of such files in an ``index`` that has its own.
+    """
+    store = stores.at(root)
+    files = store.files() if store.lists else ["config.json", "generation_config.json"]
+    likely = filter(is_kept, files)
+    found = {n: size for n in likely if (size := store.size(n)) is not None}
+    return Documents(
+        root,
+        {n: (None, n) for n, nbytes in sorted(found.items()) if nbytes <= MAX_NBYTES},
+        exported,
+        index,
+    )

@@ -1,0 +1,457 @@
+"""``meshtape.json``: what Zarr does not say about a checkpoint, and the sign that it is complete.
+
+It is one line of JSON: format and version, step, the user's metadata, the meshes, the tree, and for each array its path,
+shape, dtype, sharding, grid, stored objects (file, offset, shape, bytes, crc32c), the crc32c of its ``zarr.json``, and where the checksums of
+its chunks stand (see ``chunk_sums``). Its last member is the crc32c of all that stands before, so that a damaged step or shape cannot
+pass for a true one.
+
+A manifest is read as hostile text: every type, range and file name is checked before it is used.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
+from ...arrays.core.tree import Path
+from ..base import names, strict_json
+from ..base.checksums import crc32c
+from ..base.collector import no_collections
+from ..stores import store
+from . import dtypes
+from .chunk_grid import Grid
+from .chunk_sums import Section, has_section
+from .compression import Compression, of_plain
+from .migrations import Migrations
+from .stored_objects import Pack, StoredObjects, pack_of
+
+FILE = "meshtape.json"
+FORMAT = "meshtape"
+VERSION = 2  # 1: without packs, and still written where there are none, so that older readers read it
+
+MIGRATIONS = Migrations(VERSION)
+
+
+@MIGRATIONS.step(1)
+def _packs(document: dict[str, Any]) -> dict[str, Any]:
+    """What was added is optional."""
+    return document
+
+
+MIGRATIONS.check()
+
+_TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
+MAX_DEPTH = 200
+_MAX_NDIM = 64
+
+
+@dataclass
+class ArrayEntry:
+    """An array in the manifest. ``sharding`` is one text for each axis of mesh number ``mesh``, or None for a local array."""
+
+    path: Path
+    directory: str
+    grid: Grid
+    dtype: np.dtype
+    mesh: int | None = None
+    sharding: list[str] | None = None
+    raw_objects: list[Any] = field(default_factory=list)
+    source: str = FILE
+    compression: Compression = None
+    sums: Section | None = None  # of its chunks, in the table of checksums
+    zarr: int | None = None  # crc32c of its ``zarr.json``
+    packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = names.leaf_name(self.path)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.grid.shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def objects(self) -> StoredObjects:
+        """Stored objects by grid coordinate. Each is checked when it is used: a large manifest opens quickly."""
+        # Not kept here: the two would hold each other, and a hundred thousand such pairs would wait for the collector.
+        return StoredObjects(self)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": list(self.path),
+            **({"dir": self.directory} if self.packs is None else {"packed": True}),
+            "shape": list(self.shape),
+            "dtype": dtypes.short_name(self.dtype),
+            "shard": list(self.grid.shard),
+            "chunk": list(self.grid.chunk),
+            **({} if self.compression is None else {"compression": self.compression.plain()}),
+            "nbytes": self.nbytes,
+            "mesh": self.mesh,
+            "sharding": self.sharding,
+            **({} if self.sums is None else {"sums": [self.sums[0], f"{self.sums[1]:08x}"]}),
+            **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
+            "objects": self.raw_objects,
+        }
+
+
+@dataclass
+class Manifest:
+    """Everything in ``meshtape.json``. ``tree`` is in the form of `encode_tree`."""
+
+    arrays: list[ArrayEntry]
+    tree: Any
+    step: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    meshes: list[dict[str, int]] = field(default_factory=list)
+    packs: list[Pack] = field(default_factory=list)
+    documents: dict[str, tuple[int, str]] = field(default_factory=dict)  # crc32c, and file beside the arrays
+    sums: str | None = None  # the file of the table of checksums
+    zarr: int | None = None  # crc32c of the group's ``zarr.json``
+
+    @property
+    def version(self) -> int:
+        """That of its text."""
+        return 2 if self.packs else 1
+
+    def dumps(self) -> bytes:
+        body = {
+            "format": FORMAT,
+            "version": self.version,
+            "step": self.step,
+            "metadata": encode_json(self.metadata, "metadata"),
+            "nbytes": sum(a.nbytes for a in self.arrays),
+            "meshes": [[[k, n] for k, n in m.items()] for m in self.meshes],
+            "tree": self.tree,
+            **({"documents": {n: [f"{c:08x}", f] for n, (c, f) in self.documents.items()}} if self.documents else {}),
+            **({} if self.sums is None else {"sums": self.sums}),
+            **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
+            **({"packs": [[p.file, p.nbytes, p.header, f"{p.crc32c:08x}"] for p in self.packs]} if self.packs else {}),
+            "arrays": [a.to_json() for a in self.arrays],
+        }
+        text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        return text[:-1] + b', "crc32c": "%08x"}\n' % crc32c(text)
+
+
+# ----- values: JSON with the floats that JSON lacks -------------------------------------------------------------------
+
+_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def encode_json(value: Any, where: str) -> Any:
+    """``value`` as JSON proper: NumPy scalars become numbers, NaN and infinities ``{"$float": "NaN"}``."""
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        value = value.item()
+    elif isinstance(value, np.generic) and value.dtype.name in dtypes.EXTENSIONS:
+        value = float(value)
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return {"$float": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, (list, tuple)):
+        return [encode_json(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or key == "$float":
+                raise CheckpointError(f"{where}: key {key!r} cannot be kept in JSON; use a text other than '$float'")
+        return {key: encode_json(v, f"{where}[{key!r}]") for key, v in value.items()}
+    raise CheckpointDTypeError(
+        f"{where}: a {type(value).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
+    )
+
+
+def decode_json(value: Any) -> Any:
+    """Inverse of `encode_json` (tuples come back as lists)."""
+    if isinstance(value, list):
+        return [decode_json(v) for v in value]
+    if isinstance(value, dict):
+        if value.keys() == {"$float"} and value["$float"] in _FLOATS:
+            return _FLOATS[value["$float"]]
+        return {k: decode_json(v) for k, v in value.items()}
+    return value
+
+
+# ----- trees ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Stands for array number ``index`` while a tree is taken apart or put together."""
+
+    index: int
+
+
+def encode_tree(node: Any, where: str = "tree") -> Any:
+    """A tree whose arrays are `Leaf`s, as JSON. Named tuples and dataclasses have become dicts before."""
+    if isinstance(node, Leaf):
+        return {"array": node.index}
+    if isinstance(node, dict):
+        for key in node:
+            if type(key) not in (str, int):
+                raise CheckpointError(f"{where}: key {key!r} is a {type(key).__name__}; keys are texts or ints")
+        return {"dict": [[k, encode_tree(v, f"{where}.{k}")] for k, v in node.items()]}
+    if isinstance(node, (list, tuple)):
+        kind = "list" if isinstance(node, list) else "tuple"
+        return {kind: [encode_tree(v, f"{where}.{i}") for i, v in enumerate(node)]}
+    return None if node is None else {"value": encode_json(node, where)}
+
+
+def decode_tree(node: Any) -> Any:
+    """Inverse of `encode_tree`."""
+    if node is None:
+        return None
+    ((kind, content),) = node.items()
+    if kind == "array":
+        return Leaf(content)
+    if kind == "dict":
+        return {k: decode_tree(v) for k, v in content}
+    if kind in ("list", "tuple"):
+        children = [decode_tree(v) for v in content]
+        return children if kind == "list" else tuple(children)
+    return decode_json(content)
+
+
+def _check_tree(root: Any, arrays: list[ArrayEntry], source: str) -> None:
+    """Every node well formed, every array at its own path exactly once."""
+
+    def bad(what: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"{source}: tree: {what}")
+
+    seen: set[int] = set()
+    stack: list[tuple[Any, Path]] = [(root, ())]
+    while stack:
+        node, path = stack.pop()
+        if len(path) > MAX_DEPTH:
+            raise bad(f"nested deeper than {MAX_DEPTH} levels")
+        if node is None:
+            continue
+        if not isinstance(node, dict) or len(node) != 1:
+            raise bad(f"malformed node at {path}")
+        ((kind, content),) = node.items()
+        if kind == "array":
+            if type(content) is not int or not 0 <= content < len(arrays) or content in seen:
+                raise bad(f"{content!r} at {path} is not an array, or a second time")
+            if arrays[content].path != path:
+                raise bad(f"array {content} stands at {path}, its own path is {arrays[content].path}")
+            seen.add(content)
+        elif kind == "dict" and isinstance(content, list):
+            keys = set()
+            for pair in content:
+                if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int) or pair[0] in keys:
+                    raise bad(f"malformed or repeated key at {path}")
+                keys.add(pair[0])
+                stack.append((pair[1], (*path, pair[0])))
+        elif kind in ("list", "tuple") and isinstance(content, list):
+            stack += [(v, (*path, i)) for i, v in enumerate(content)]
+        elif kind != "value":
+            raise bad(f"unknown kind {kind!r} at {path}")
+        elif isinstance(decode_json(content), (dict, list)):
+            raise bad(f"{str(content)[:40]} at {path} is no value")
+    if len(seen) != len(arrays):
+        raise bad(f"{len(arrays) - len(seen)} arrays have no place in it")
+
+
+# ----- reading --------------------------------------------------------------------------------------------------------
+
+
+def _sizes(x: Any, least: int) -> tuple[int, ...]:
+    if not isinstance(x, list) or len(x) > _MAX_NDIM or not all(type(n) is int and least <= n < 1 << 63 for n in x):
+        raise ValueError(f"{str(x)[:80]} is not a list of sizes")
+    return tuple(x)
+
+
+_SUM = re.compile(r"[0-9a-f]{8}\Z")
+
+
+def _crc(text: Any) -> int:
+    if not isinstance(text, str) or not _SUM.match(text):
+        raise ValueError(f"{str(text)[:40]!r} is not a crc32c")
+    return int(text, 16)
+
+
+def _section(x: Any, grid: Grid) -> Section | None:
+    if x is None:
+        return None
+    first, crc = x
+    if type(first) is not int or not 0 <= first < 1 << 60 or not has_section(grid):
+        raise ValueError(f"{str(x)[:80]} is not a place in the table of checksums")
+    return first, _crc(crc)
+
+
+def _form(e: Any) -> tuple[Grid, np.dtype, int]:
+    """The checked grid and dtype of an entry, and how many shards it has."""
+    grid = Grid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
+    if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
+        raise ValueError("shape, shard and chunk differ in length")
+    if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):
+        raise ValueError("chunks do not divide their shard")
+    dtype = dtypes.by_name(e["dtype"])
+    if math.prod(grid.shard) * dtype.itemsize >= 1 << 62 or math.prod(grid.shape) * dtype.itemsize >= 1 << 62:
+        raise ValueError("too large")
+    return grid, dtype, math.prod(grid.counts)
+
+
+def _array(
+    e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[str, tuple[Grid, np.dtype, int]]
+) -> ArrayEntry:
+    """An entry; ``forms`` keeps those that were checked, as most arrays of a large checkpoint are alike."""
+    try:
+        path = e["path"]
+        if not isinstance(path, list) or not all(type(k) in (str, int) for k in path):
+            raise ValueError("path is not a list of keys")
+        form = repr((e["shape"], e["shard"], e["chunk"], e["dtype"]))  # as text, where True is not 1
+        if form not in forms:
+            forms[form] = _form(e)
+        grid, dtype, count = forms[form]
+        compression = of_plain(e.get("compression"))
+        if compression is not None and not grid.shape:
+            raise ValueError("a 0-d array is not compressed")
+        sums, zarr = _section(e.get("sums"), grid), _crc(e["zarr"]) if "zarr" in e else None
+        if not isinstance(e["objects"], list) or len(e["objects"]) != count:
+            raise ValueError(f"{count} objects are needed")
+        mesh, sharding = e["mesh"], e["sharding"]
+        if mesh is not None and (type(mesh) is not int or not 0 <= mesh < n_meshes):
+            raise ValueError(f"no mesh {mesh!r}")
+        if sharding is not None and not (isinstance(sharding, list) and all(isinstance(t, str) for t in sharding)):
+            raise ValueError("sharding is not a list of texts")
+        if sharding is not None and mesh is None:
+            raise ValueError("it has a sharding and no mesh")
+        if type(e.get("nbytes", 0)) is not int:
+            raise ValueError(f"nbytes is {str(e['nbytes'])[:40]}")
+        # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
+        packed = e.get("packed", False)
+        if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression or sums or "dir" in e)):
+            raise ValueError("what is packed is neither compressed nor cut into chunks, and has no directory")
+        directory = "" if packed else e["dir"]
+        if not packed and len(names.plain(directory, source)) > 1:
+            raise ValueError(f"directory {directory!r} is not one name")
+    except CorruptCheckpoint:
+        raise
+    except KeyError as err:
+        raise CorruptCheckpoint(f"{source}: arrays[{number}]: lacks {err.args[0]!r}") from None
+    except (ValueError, TypeError, CheckpointError) as err:
+        raise CorruptCheckpoint(f"{source}: arrays[{number}]: {err}") from None
+    return ArrayEntry(
+        tuple(path),
+        directory,
+        grid,
+        dtype,
+        mesh,
+        sharding,
+        e["objects"],
+        source,
+        compression,
+        sums,
+        zarr,
+        packs if packed else None,
+    )
+
+
+def loads(data: bytes, source: str) -> Manifest:
+    """Check and decode a manifest; ``source`` names it in errors.
+
+    Raises
+    ------
+    UnsupportedVersion
+        It was written by a later version; names both.
+    CorruptCheckpoint
+        It is damaged, or not a manifest at all; says where.
+    """
+    with no_collections():
+        return _loads(data, source)
+
+
+def _loads(data: bytes, source: str) -> Manifest:
+    found = _TAIL.search(data)
+    body = data[: found.start()] + b"}" if found else data
+    try:
+        top = strict_json.loads(body)
+    except (ValueError, RecursionError) as e:
+        raise CorruptCheckpoint(f"{source}: not a manifest: {e}") from None
+    if not isinstance(top, dict) or top.get("format") != FORMAT:
+        raise CorruptCheckpoint(f"{source}: not a manifest: it does not say format {FORMAT!r}")
+    version = top.get("version")
+    if (type(version) is int and 1 <= version <= VERSION) and (not found or int(found[1], 16) != crc32c(body)):
+        raise CorruptCheckpoint(f"{source}: its crc32c does not fit: the manifest is damaged or was edited")
+    return _build(MIGRATIONS.run(top, source, keep=False), source)
+
+
+def _build(top: dict[str, Any], source: str) -> Manifest:
+    step, metadata, meshes, arrays = (top.get(k) for k in ("step", "metadata", "meshes", "arrays"))
+    if step is not None and type(step) is not int:
+        raise CorruptCheckpoint(f"{source}: step {step!r} is not an integer")
+    if (
+        not isinstance(metadata, dict)
+        or not isinstance(meshes, list)
+        or not isinstance(arrays, list)
+        or "tree" not in top
+    ):
+        raise CorruptCheckpoint(f"{source}: tree, metadata, meshes or arrays are missing or malformed")
+    try:
+        described = [{k: n for k, n in m} for m in meshes]  # noqa: C416  # pairs, or an error
+        if any(type(k) is not str or type(n) is not int or n < 1 for m in described for k, n in m.items()):
+            raise ValueError("an axis is a name and a positive length")
+    except (TypeError, ValueError):
+        raise CorruptCheckpoint(f"{source}: malformed meshes") from None
+    if not isinstance(top.get("packs", []), list) or type(top.get("nbytes", 0)) is not int:
+        raise CorruptCheckpoint(f"{source}: packs are not a list, or nbytes is not a number")
+    packs = [pack_of(row, source) for row in top.get("packs", [])]
+    if len({p.file for p in packs}) != len(packs):
+        raise CorruptCheckpoint(f"{source}: a pack is listed twice")
+    forms: dict[str, tuple[Grid, np.dtype, int]] = {}
+    entries = [_array(e, i, source, len(meshes), packs, forms) for i, e in enumerate(arrays)]
+    names.check_distinct(e.path for e in entries)
+    directories = [e.directory for e in entries if e.packs is None]
+    if len(set(directories)) != len(directories):
+        raise CorruptCheckpoint(f"{source}: two arrays share a directory")
+    _check_tree(top.get("tree"), entries, source)
+    try:
+        documents = {n: (_crc(crc), str(file)) for n, (crc, file) in top.get("documents", {}).items()}
+        sums, zarr = top.get("sums"), _crc(top["zarr"]) if "zarr" in top else None
+        for file in [*(file for _, file in documents.values()), *([] if sums is None else [sums])]:
+            if len(names.plain(file, source)) > 1:
+                raise ValueError(f"{file!r} is not one name")
+    except CorruptCheckpoint:
+        raise
+    except (TypeError, ValueError, AttributeError) as e:
+        raise CorruptCheckpoint(f"{source}: malformed documents: {e}") from None
+    if sums is None and any(e.sums for e in entries):
+        raise CorruptCheckpoint(f"{source}: arrays have checksums in a table that it does not name")
+    return Manifest(entries, top["tree"], step, decode_json(metadata), described, packs, documents, sums, zarr)
+
+
+def read(root: str) -> Manifest | None:
+    """The manifest in a directory, or None when there is none."""
+    try:
+        data = store.at(root).get(FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return loads(data, store.join(root, FILE))
+
+
+def scalar_leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of the leaves of a decoded tree that are not arrays."""
+    if isinstance(tree, dict):
+        for k, v in tree.items():
+            yield from scalar_leaves(v, (*path, k))
+    elif isinstance(tree, (list, tuple)):
+        for i, v in enumerate(tree):
+            yield from scalar_leaves(v, (*path, i))
+    elif tree is not None and not isinstance(tree, Leaf):
+        yield path, tree

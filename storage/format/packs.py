@@ -1,0 +1,125 @@
+"""Packs: safetensors files in which the small blocks of many arrays lie together.
+
+A small array of its own costs a directory, Zarr's metadata and a shard. Packed, it is a few rows: of the header of a pack, and of the manifest,
+which knows for each block its pack, its bytes and their crc32c. A block is the bytes of a shard's elements, row-major, without padding. One rank writes one
+pack, or several where `LIMIT` is reached. Each is a true safetensors file: a block has the name of its array, and ``DCP_SHARDING_INFO`` says where it lies in it, as in
+the files of ``torch.distributed``.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
+from ..base.checksums import crc32c
+from ..readers.safetensors import DCP_INFO, TensorInfo, build_header, joined, pieces_of, sum_of
+from ..stores import store
+from . import dtypes, tensor_sums
+from .chunk_grid import Grid, only_shard, place_of
+from .stored_objects import Pack
+
+if TYPE_CHECKING:
+    from ..saving.finalize import Item
+    from ..saving.write_shards import Record, Task
+
+THRESHOLD = 1 << 20  # bytes of a block that are packed by default
+LIMIT = 64 << 20  # bytes of blocks after which a rank begins another pack
+HELD = 8 << 20
+"""The same for a pack of a conversion into an object store, which has its blocks in memory: the header, with their checksums, comes first."""
+
+
+def threshold(pack: bool | int | None, target: str) -> int:
+    """Bytes up to which blocks are packed; 0 for not at all. None: in object stores, where each file is a request, and not on disks.
+
+    >>> threshold(None, "/data"), threshold(None, "s3://bucket/x"), threshold(False, "s3://bucket/x"), threshold(4096, "/data")
+    (0, 1048576, 0, 4096)
+    """
+    if pack is None:
+        pack = store.is_url(target)
+    if isinstance(pack, bool):
+        return THRESHOLD if pack else 0
+    if not isinstance(pack, int) or pack < 0:
+        raise CheckpointError(
+            f"pack is True, False, or a number of bytes of which smaller blocks are packed; got {pack!r}"
+        )
+    return pack
+
+
+def choose(item: Item, boxes: Callable[[], Sequence[Box]], limit: int) -> None:
+    """Mark an array as packed where its blocks are small enough, each is one shard, and safetensors has its dtype.
+
+    One without an element has no bytes to share a file; others' readers find it as Zarr's.
+    """
+    shard = tuple(min(s, n) for s, n in zip(item.grid.shard, item.shape, strict=True))
+    if not math.prod(item.shape) or math.prod(shard) * item.dtype.itemsize > limit:
+        return
+    name = item.name
+    try:
+        dtypes.safetensors_name(item.dtype)
+        name.encode()
+    except (CheckpointDTypeError, UnicodeEncodeError):
+        return
+    grid = item.grid if item.grid.shard == item.grid.chunk == shard else Grid(item.shape, shard, shard)
+    if name == "__metadata__":
+        return
+    alone = item.sharding is None and only_shard(grid) is not None
+    if alone or {b for b in boxes() if b.size} == set(map(grid.shard_box, grid.shards())):
+        item.packed, item.grid, item.compression = True, grid, None
+
+
+def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str, limit: int | None = None) -> list[Task]:
+    """The tasks of one rank with the packs that they go to. ``sizes`` are bytes of an item, by array."""
+    limit = LIMIT if limit is None else limit
+    out, number, used = [], 0, 0
+    for task in tasks:
+        if task.name is not None:
+            nbytes = task.part.size * sizes[task.array]
+            if used and used + nbytes > limit:
+                number, used = number + 1, 0
+            used += nbytes
+            task.pack = f"pack-{stem}-{number:05d}{suffix}.safetensors"
+        out.append(task)
+    return out
+
+
+def head_of(tasks: Sequence[Task], kinds: Sequence[np.dtype]) -> tuple[bytes, dict[str, TensorInfo]]:
+    """The first bytes of a pack, with zeros in the place of checksums, and where its blocks go. Names are distinct: a rank has one block of an array."""
+    boxes = [place_of(t.grid, t.coord, 1).box for t in tasks]
+    rows = [(t.name, dtypes.safetensors_name(k), b.shape) for t, k, b in zip(tasks, kinds, boxes, strict=True)]
+    info = {t.name: {"saved_offsets": b.offset} for t, b in zip(tasks, boxes, strict=True)}
+    return build_header(rows, {"format": "pt", DCP_INFO: json.dumps(info)}, sums=True)
+
+
+def records_of(
+    tasks: Sequence[Task], head: bytes, places: Mapping[str, TensorInfo], sums: Mapping[str, int]
+) -> list[Record]:
+    """The records of the blocks of one pack that was written."""
+    from ..saving.write_shards import Record
+
+    pack = Pack(tasks[0].pack, len(head) + sum(p.nbytes for p in places.values()), len(head), crc32c(head))
+    return [
+        Record(t.file, places[t.name].nbytes, sums[t.name], b"", pack, len(head) + places[t.name].begin) for t in tasks
+    ]
+
+
+def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[Record], Callable[[], Iterator[Any]]]:
+    """The records of the blocks of one pack, and what gives the bytes of the file."""
+    arrays = dict(zip((t.name for t in tasks), parts, strict=True))
+    head, places = head_of(tasks, [a.dtype for a in parts])
+    sums = {name: sum_of(arrays[name]) for name in places}
+    head = tensor_sums.sealed(head, list(sums.values()))
+
+    def body() -> Iterator[Any]:
+        yield head
+        for name in places:
+            yield from pieces_of(arrays[name])
+
+    return records_of(tasks, head, places, sums), lambda: joined(body())

@@ -1,0 +1,139 @@
+"""Shardings as plain data: a mesh is its axes, a sharding says which dimension each axis splits. No ranks needed.
+
+>>> Layout.of({"data": 2, "model": 4}, {"model": 1}, (6, 10), "w").describe()
+['Replicate()', 'Shard(1)']
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import BlockSharding, Box, ceil_blocks
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, ReshardError
+
+_SHARD = re.compile(r"\AShard\((-?\d+)\)\Z")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Axes of a mesh, in order, and for each the dimension that it splits or None."""
+
+    axes: tuple[tuple[str, int], ...]
+    dims: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, mesh: Mapping[str, int], placements: Mapping[str, Any], shape: tuple[int, ...], name: str) -> Layout:
+        """Checked: ``placements`` maps an axis to a dimension, ``"Shard(1)"``, ``"Replicate()"`` or None."""
+        for axis in placements:
+            if axis not in mesh:
+                raise ReshardError(f"{name}: the mesh {dict(mesh)} has no axis {axis!r}")
+        dims: list[int | None] = []
+        for axis in mesh:
+            given = placements.get(axis)
+            if isinstance(given, str):
+                m = _SHARD.match(given)
+                if m is None and given not in ("Replicate()", "Replicate"):
+                    raise ReshardError(
+                        f"{name}: {given!r} is no placement; say a dimension, 'Shard(1)' or 'Replicate()'"
+                    )
+                given = int(m[1]) if m else None
+            if given is not None and (type(given) is not int or not -len(shape) <= given < len(shape)):
+                raise ReshardError(
+                    f"{name}: axis {axis!r} cannot split dimension {given!r} of an array of shape {shape}"
+                )
+            dims.append(None if given is None else given % len(shape))
+        return cls(tuple(mesh.items()), tuple(dims))
+
+    @property
+    def partial(self) -> bool:
+        return False
+
+    def boxes(self, shape: tuple[int, ...]) -> list[Box]:
+        """The distinct blocks of an array. Axes that split one dimension count as one long axis."""
+        choices = []
+        for d, n in enumerate(shape):
+            parts = math.prod(count for (_, count), dim in zip(self.axes, self.dims, strict=True) if dim == d)
+            choices.append(ceil_blocks(n, parts))
+        return sorted({Box(tuple(s for s, _ in c), tuple(n for _, n in c)) for c in itertools.product(*choices)})
+
+    def block_sizes(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Elements of the block of each rank, ranks in row-major order of the mesh."""
+        counts = [n for _, n in self.axes]
+        ranks = np.indices(counts).reshape(len(counts), -1) if counts else np.zeros((0, 1), int)
+        size = np.ones(ranks.shape[1], np.int64)
+        for d, n in enumerate(shape):
+            mine = [k for k, dim in enumerate(self.dims) if dim == d]
+            number = np.zeros(ranks.shape[1], np.int64)
+            for k in mine:
+                number = number * counts[k] + ranks[k]
+            lengths = np.array([length for _, length in ceil_blocks(n, math.prod(counts[k] for k in mine))], np.int64)
+            size = size * lengths[number]
+        return size
+
+    def describe(self) -> list[str]:
+        """One text a mesh axis, as in the manifest."""
+        return ["Replicate()" if d is None else f"Shard({d})" for d in self.dims]
+
+
+Chooser = Callable[[tuple[str | int, ...], tuple[int, ...], np.dtype], Any]
+
+
+class Choice:
+    """The sharding of each array, from what the caller of `reshard` gave; collects the meshes that occur."""
+
+    def __init__(self, mesh: Mapping[str, int] | None, shardings: Mapping[str, Any] | Chooser | None) -> None:
+        self.axes = dict(mesh or {})
+        for axis, n in self.axes.items():
+            if type(n) is not int or n < 1:
+                raise CheckpointError(f"mesh axis {axis!r} must have a positive length, got {n!r}")
+        if isinstance(shardings, Mapping) and mesh is None and shardings:
+            raise CheckpointError("shardings as plain data need mesh=, such as mesh={'model': 4}")
+        self.given = shardings
+        self.used: set[str] = set()
+        self.meshes: list[dict[str, int]] = []
+
+    def of(
+        self, name: str, path: tuple[str | int, ...], shape: tuple[int, ...], dtype: np.dtype
+    ) -> tuple[Any, list[Box], int | None]:
+        """(sharding or None, distinct blocks, number of its mesh) of an array; the first pattern that matches counts."""
+        whole = [Box.whole(shape)]
+        if callable(self.given):
+            placements = self.given(path, shape, dtype)
+        elif self.given is None:
+            return None, whole, None
+        else:
+            pattern = next((p for p in self.given if p == name or fnmatchcase(name, p)), None)
+            placements = None if pattern is None else self.given[pattern]
+            self.used |= {pattern} if pattern is not None else set()
+        if placements is None:
+            return None, whole, None
+        if isinstance(placements, Mapping):
+            layout = Layout.of(self.axes, placements, shape, name)
+            return layout, layout.boxes(shape), self._mesh(self.axes)
+        if not isinstance(placements, BlockSharding):
+            raise CheckpointError(f"{name}: {placements!r} is not a sharding; say which axis splits which dimension")
+        if placements.partial:
+            raise ReshardError(f"{name}: an array cannot be stored as partial values ({placements}); shard it")
+        boxes = sorted({placements.box(shape, rank) for rank in range(placements.mesh.size)})
+        return placements, boxes, self._mesh(placements.mesh.describe())
+
+    def _mesh(self, axes: dict[str, int]) -> int:
+        if axes not in self.meshes:
+            self.meshes.append(axes)
+        return self.meshes.index(axes)
+
+    def check_used(self, known: list[str]) -> None:
+        """Raise where a pattern matched no array: a misspelt one must not leave everything in one block."""
+        if isinstance(self.given, Mapping):
+            # A later pattern may be covered by earlier ones; only one that fits nothing at all is a mistake.
+            lost = [p for p in self.given if p not in self.used and not any(fnmatchcase(n, p) for n in known)]
+            if lost:
+                raise CheckpointKeyError(f"shardings: nothing matches {lost}; the arrays are {', '.join(known[:12])}")

@@ -1,0 +1,148 @@
+"""The rows of a manifest that say where the shards of an array lie: in files of their own, or in packs (see ``packs``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
+from ..base import names
+from .chunk_grid import place_of
+from .compression import fits
+
+if TYPE_CHECKING:
+    from .manifest import ArrayEntry
+
+_REMEMBERED = 16  # rows of an array: most arrays have few
+
+
+class StoredObject(NamedTuple):
+    """One file of an array: the part it holds, its length, and the checksum of its chunks' data."""
+
+    file: str
+    box: Box
+    nbytes: int
+    crc32c: int
+    start: int = 0  # where it begins in its file
+    file_nbytes: int = -1  # of a pack: the length of the whole file
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A safetensors file of the small blocks of many arrays: its length, and length and checksum of what stands before the blocks."""
+
+    file: str
+    nbytes: int
+    header: int
+    crc32c: int
+
+
+class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
+    """Rows of an array of the manifest as objects, by grid coordinate.
+
+    A row is looked at when it is asked for: who reads a few blocks of a million pays for those. Rows lie in the order of coordinates; where
+    one does not, all are looked through once.
+    """
+
+    def __init__(self, entry: ArrayEntry) -> None:
+        self._entry = entry
+        self._elsewhere: dict[str, int] | None = None
+        self._checked: dict[tuple[int, ...], StoredObject] = {}
+
+    @property
+    def _where(self) -> str:
+        return f"{self._entry.source}: array {self._entry.name!r}"
+
+    def __len__(self) -> int:
+        return math.prod(self._entry.grid.counts)
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return self._entry.grid.shards()
+
+    def __getitem__(self, coord: tuple[int, ...]) -> StoredObject:
+        found = self._checked.get(coord)
+        if found is None:
+            found = self._check(coord)
+            if len(self._checked) < _REMEMBERED:
+                self._checked[coord] = found
+        return found
+
+    def _check(self, coord: tuple[int, ...]) -> StoredObject:
+        entry = self._entry
+        place = place_of(entry.grid, coord, entry.dtype.itemsize)
+        if entry.packs is not None:
+            return self._check_packed(place.number, coord)
+        row = self._row(place.number)
+        if row[0] != place.key:
+            row = self._row(self._find(place.key))
+        file, offset, shape, nbytes, value = row
+        if entry.compression is None:
+            fit = nbytes == place.nbytes
+        else:
+            fit = fits(nbytes, entry.grid, coord, entry.dtype.itemsize, entry.compression)
+        if (offset, shape) != (place.box.offset, place.box.shape) or not fit:
+            raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
+        return StoredObject(f"{entry.directory}/{file}", place.box, nbytes, value)
+
+    def _check_packed(self, number: int, coord: tuple[int, ...]) -> StoredObject:
+        row, packs, box = (
+            self._entry.raw_objects[number],
+            self._entry.packs or (),
+            place_of(self._entry.grid, coord, self._entry.dtype.itemsize).box,
+        )
+        try:
+            which, offset, shape, nbytes, crc, start = row
+            if not type(which) is type(nbytes) is type(start) is int or min(which, nbytes, start) < 0:
+                raise ValueError
+            pack, value, place = packs[which], int(crc, 16), (tuple(offset), tuple(shape))
+        except (TypeError, ValueError, IndexError):
+            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
+        fits_in = pack.header <= start and start + nbytes <= pack.nbytes
+        if place != (box.offset, box.shape) or nbytes != box.size * self._entry.dtype.itemsize or not fits_in:
+            raise CorruptCheckpoint(
+                f"{self._where}: its block {coord} does not have the place or length in {pack.file!r}"
+            )
+        return StoredObject(pack.file, box, nbytes, value, start, pack.nbytes)
+
+    def _row(self, number: int) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int]:
+        row = self._entry.raw_objects[number] if number < len(self._entry.raw_objects) else None
+        try:
+            file, offset, shape, nbytes, crc = row  # type: ignore[misc]
+            return file, tuple(offset), tuple(shape), nbytes, int(crc, 16)
+        except (TypeError, ValueError):
+            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
+
+    def _find(self, key: str) -> int:
+        """The number of the row of a shard, in a list of another order."""
+        if self._elsewhere is None:
+            expected = {self._entry.grid.key(c) for c in self}
+            found: dict[str, int] = {}
+            for number in range(len(self._entry.raw_objects)):
+                file = self._row(number)[0]
+                if not isinstance(file, str) or file not in expected:
+                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is not one of its shards; refused")
+                if file in found:
+                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is listed twice")
+                found[file] = number
+            self._elsewhere = found
+        if key not in self._elsewhere:
+            raise IncompleteCheckpoint(f"{self._where}: its shard {key} is not listed")
+        return self._elsewhere[key]
+
+
+def pack_of(row: Any, source: str) -> Pack:
+    """A row of the manifest, checked."""
+    try:
+        file, nbytes, header, crc = row
+        if not (type(nbytes) is type(header) is int and 8 <= header <= nbytes < 1 << 62):
+            raise ValueError(f"{header} of {nbytes} bytes")
+        if "/" in names.inside("/", file, source)[1:]:
+            raise ValueError(f"{file!r} is not one name")
+        if not file.endswith(".safetensors"):
+            raise ValueError(f"{file!r} is not a safetensors file")
+        return Pack(file, nbytes, header, int(crc, 16))
+    except (TypeError, ValueError) as e:
+        raise CorruptCheckpoint(f"{source}: malformed pack {str(row)[:120]}: {e}") from None

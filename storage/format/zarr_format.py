@@ -1,0 +1,244 @@
+"""The Zarr v3 form of a checkpoint: zarr-python writes the metadata, this module writes the shards.
+
+A checkpoint is a group with one array for each leaf. An array's codec is ``sharding_indexed``; a shard is one file, written
+by one rank. In it lie, in lexicographic order, the inner chunks, each little-endian, compressed or not, and followed by its
+crc32c; then the index, which ends with its own crc32c. Chunks over the edge of the array are padded with zeros, chunks
+wholly beyond it are absent. A 0-d array has no grid to shard: its file is one chunk.
+
+zarr-python would spend three to six times as long on the data itself, so it is used for what must be exactly its own words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.errors import CheckpointError
+from ..base.checksums import combine, crc32c
+from ..stores.filesystem import IOV_MAX, Files
+from . import dtypes
+from .chunk_grid import Grid
+from .compression import Compression, Zstd
+
+GROUP_ATTRIBUTE = "meshtape"  # marks a group as ours even when its manifest is lost
+_ABSENT = np.uint64(2**64 - 1)
+_BATCH = (
+    1 << 20
+)  # bytes handed to the kernel in one call: they are still in a processor's cache, and their memory is used again
+_WORTH = 4 << 20  # bytes of a shard that several threads compress
+
+
+@lru_cache(maxsize=512)
+def _array_template(grid: Grid, dtype: np.dtype, compression: Compression, raw: bool) -> tuple[str, str]:
+    """The metadata of an array, before and behind the names of its dimensions: those alone differ where a model has many arrays of a shape."""
+    said = dtypes.bits(dtype) if raw else dtype
+    node = json.loads(_array_node(grid, dtypes.little(said), compression))
+    if said != dtype:
+        node["attributes"] = {GROUP_ATTRIBUTE: {"dtype": dtype.name}}
+    node["dimension_names"] = "\0"
+    before, _, behind = json.dumps(node).partition(json.dumps("\0"))
+    return before, behind
+
+
+def _array_node(grid: Grid, dtype: np.dtype, compression: Compression) -> str:
+    import zarr
+    from zarr.codecs import Crc32cCodec, ZstdCodec
+    from zarr.storage import MemoryStore
+
+    if dtype.name in dtypes.EXTENSIONS:
+        from .zarr_dtypes import register
+
+        register()
+    held: dict[str, Any] = {}
+    zarr.create_array(
+        store=MemoryStore(held),
+        shape=grid.shape,
+        dtype=dtype,
+        chunks=grid.chunk,
+        shards=grid.shard or None,
+        filters=None,
+        compressors=[*([] if compression is None else [ZstdCodec(level=compression.level)]), Crc32cCodec()],
+        fill_value=0,
+        # One directory an array, whatever its rank: fewer names to make durable.
+        chunk_key_encoding={"name": "default", "separator": "."},
+    )
+    return held["zarr.json"].to_bytes().decode()
+
+
+def array_metadata(grid: Grid, dtype: np.dtype, name: str, compression: Compression = None, raw: bool = False) -> bytes:
+    """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side.
+
+    ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute names it.
+    """
+    before, behind = _array_template(grid, dtype, compression, raw)
+    return f"{before}{json.dumps([f'{name}.{axis}' for axis in range(len(grid.shape))])}{behind}".encode()
+
+
+def is_raw(dtype_fallback: str | None) -> bool:
+    """Whether `array_metadata` is ``raw``, as a user says it."""
+    if dtype_fallback not in (None, "raw"):
+        raise CheckpointError(f'dtype_fallback={dtype_fallback!r} is unknown; give "raw" or None')
+    return dtype_fallback is not None
+
+
+def group_metadata(version: int, arrays: dict[str, bytes], packs: Sequence[str] = ()) -> bytes:
+    """``zarr.json`` of the group, with the metadata of its arrays inside ("consolidated"), which opens it in one read.
+
+    ``packs`` are the safetensors files of small arrays: whoever does not know the manifest finds them here.
+    """
+    import zarr
+    from zarr.storage import MemoryStore
+
+    held: dict[str, Any] = {}
+    said = {"version": version, **({"packs": list(packs)} if packs else {})}
+    zarr.create_group(store=MemoryStore(held), attributes={GROUP_ATTRIBUTE: said})
+    node = json.loads(held["zarr.json"].to_bytes())
+    node["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": "\0"}
+    before, _, behind = json.dumps(node).encode().partition(json.dumps("\0").encode())
+    # They are JSON: to read them, and to write them again, would take as long as all else that a small array needs.
+    held = b", ".join(b"%s: %s" % (json.dumps(name).encode(), text) for name, text in arrays.items())
+    return before + b"{" + held + b"}" + behind
+
+
+def chunk_coords(grid: Grid, coord: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Chunks of a shard that are present, in the order in which they are stored."""
+    return itertools.product(*map(range, grid.present(coord)))
+
+
+def shard_index(grid: Grid, coord: tuple[int, ...], lengths: int | Sequence[int]) -> bytes:
+    """The table of (place, length) of every chunk of a shard, with its checksum. ``lengths`` are those of the chunks as stored, or of each."""
+    table = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
+    present = grid.present(coord)
+    where = tuple(slice(n) for n in present)
+    held = np.broadcast_to(np.asarray(lengths, "<u8"), math.prod(present))
+    table[(*where, 0)] = (held.cumsum(dtype="<u8") - held).reshape(present)
+    table[(*where, 1)] = held.reshape(present)
+    return table.tobytes() + crc32c(table).to_bytes(4, "little")
+
+
+class ShardBytes:
+    """The bytes of one shard, whose elements are ``block``. When all `pieces` are gone, ``nbytes`` is their length, ``digest`` the
+    crc32c, and ``sums`` the crc32c of each chunk.
+
+    The checksum covers the chunks' data (as it is stored: compressed, where it is) one after the other, without their own checksums: bytes
+    followed by their crc32c have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
+
+    ``threads`` compress at a time. A frame depends on its chunk alone, so the bytes are the same for any number; in memory are as many chunks, and
+    one more.
+    """
+
+    def __init__(
+        self,
+        block: np.ndarray,
+        grid: Grid,
+        coord: tuple[int, ...],
+        wrote: Callable[[int], None] | None = None,
+        compression: Compression = None,
+        threads: int = 1,
+    ) -> None:
+        self.block, self.grid, self.coord, self.compression = block, grid, coord, compression
+        self.threads = threads
+        self.wrote = wrote  # told of the bytes of each batch, before compression, when the next one is asked for
+        self.nbytes = self.digest = 0
+        self.sums: list[int] = []
+
+    def _batches(self) -> Generator[list[Any]]:
+        """Buffers, a few megabytes at a time; their memory is used again for the next ones.
+
+        Chunks that lie in memory as they will lie in the file are given where they are; others are copied.
+        """
+        grid, codec = self.grid, self.compression
+        nbytes = math.prod(grid.chunk) * self.block.dtype.itemsize
+        slots = max(1, min(_BATCH // max(nbytes, 1), IOV_MAX // 2))
+        pending: list[Any] = []
+        lengths: list[int] = []
+        self.nbytes, self.digest, self.sums = 0, 0, []
+        used = 0
+        for data in self._chunks(slots) if codec is None else self._frames(codec):
+            value = crc32c(data)
+            self.sums.append(value)
+            if codec is None:
+                self.digest = combine(self.digest, value, nbytes)
+            else:
+                self.digest = crc32c(data, self.digest)  # to combine them takes longer where each length is another
+            lengths.append(len(data) + 4)
+            pending += [data, value.to_bytes(4, "little")]
+            used += 1
+            if used == slots:
+                yield pending
+                if self.wrote is not None:
+                    self.wrote(used * (nbytes + 4))
+                pending, used = [], 0
+        self.nbytes = sum(lengths)
+        if grid.shape:
+            pending.append(shard_index(grid, self.coord, lengths))
+            self.nbytes += len(pending[-1])
+        yield pending
+        if self.wrote is not None:
+            self.wrote(used * (nbytes + 4) + (len(pending[-1]) if grid.shape else 0))
+
+    def _chunks(self, slots: int) -> Iterator[Any]:
+        """The bytes of each chunk, in order. The memory of one that was copied is used again ``slots`` chunks later."""
+        grid, block = self.grid, self.block
+        dtype = dtypes.little(block.dtype)
+        as_it_is = block.dtype == dtype
+        staging: np.ndarray | None = None
+        for number, index in enumerate(chunk_coords(grid, self.coord)):
+            part = block[(*(slice(i * c, (i + 1) * c) for i, c in zip(index, grid.chunk, strict=True)), ...)]
+            if not (as_it_is and part.shape == grid.chunk and part.flags.c_contiguous):
+                if staging is None:
+                    staging = np.empty((slots, *grid.chunk), dtype)
+                slot = staging[number % slots, ...]
+                if part.shape != grid.chunk:
+                    slot[...] = 0
+                slot[(*map(slice, part.shape), ...)] = part
+                part = slot
+            yield part.reshape(-1).view(np.uint8)
+
+    def _frames(self, codec: Zstd) -> Iterator[bytes]:
+        """Each chunk compressed, in order."""
+        count = math.prod(self.grid.present(self.coord))
+        threads = min(self.threads, count)
+        if threads < 2 or count * math.prod(self.grid.chunk) * self.block.dtype.itemsize < _WORTH:
+            yield from map(codec.compress, self._chunks(1))
+            return
+        coming: deque[Future[bytes]] = deque()
+        with ThreadPoolExecutor(threads, thread_name_prefix="meshtape-zstd") as pool:
+            # While a chunk is made ready, those that the threads have are not written to: one slot more.
+            for data in self._chunks(threads + 1):
+                coming.append(pool.submit(codec.compress, data))
+                if len(coming) > threads:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
+
+    def pieces(self) -> Iterator[Any]:
+        """The buffers one by one, from the first; each is valid until the next is asked for."""
+        for batch in self._batches():
+            yield from batch
+
+    def write(self, fs: Files, path: str) -> int:
+        """Write them to a new file; returns its descriptor, which is the caller's to sync and close.
+
+        Many files synced together cost far fewer commits of the file system's journal, and only the descriptor that wrote is sure to be
+        told of an error.
+        """
+        fd = fs.create(path)
+        try:
+            total = 0
+            with contextlib.closing(self._batches()) as batches:
+                for batch in batches:
+                    total += fs.write(fd, batch, total)
+        except BaseException:
+            fs.close(fd)
+            raise
+        return fd

@@ -1,0 +1,4 @@
+"""Loading and verifying of checkpoints.
+
+Imports checkpoint, readers and rules. Begin with load.py.
+"""

@@ -1,0 +1,331 @@
+"""`load`: plan, check, then read.
+
+The whole plan is made and checked before a byte of an array is read: missing and unexpected keys, shapes and dtypes are
+reported together, in one error. Split arrays are read by the ranks that will hold them, each its own blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...arrays import asarray
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError
+from ...arrays.core.tree import flatten, flatten_with_path, unflatten
+from ..base.collector import no_collections
+from ..base.names import leaf_name
+from ..base.scratch import room
+from ..checkpoint.checkpoint import fill, unread
+from ..checkpoint.generations import once_more
+from ..checkpoint.open import open_checkpoint
+from ..readers.reading import run
+from ..readers.tensor import StoredTensor
+from ..rules.casting import CastLoss, Tally, tracked
+from ..rules.lazy_tensors import casts
+from ..rules.rules import Rules
+from ..stores.store import listed_once
+from .match_target import (
+    Ignored,
+    Target,
+    check_shardings,
+    chosen,
+    held,
+    is_array,
+    match_like,
+    prune,
+    resharded,
+    select,
+    unread_of,
+)
+from .report import LoadReport
+
+_LONG = 1 << 30  # bytes of a load that takes long enough for other threads to want their garbage collected
+
+# ----- in the processes that will hold the blocks ---------------------------------------------------------------------
+
+_done: dict[
+    str, list[tuple[int, dict[Any, CastLoss]]]
+] = {}  # bytes and losses by load, kept only for a caller who asks for them
+
+
+def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box]]]]) -> dict[int, list[Any]]:
+    """Read the blocks of the ranks of this process. Called through ``BlockHost.create``.
+
+    Ranks of one process that hold the same block get equal copies, but the files are read once.
+    """
+    out: dict[int, list[Any]] = {rank: [] for rank in payloads}
+    first: dict[tuple[str, Box], np.ndarray] = {}
+    copies: list[tuple[np.ndarray, np.ndarray]] = []
+    jobs = []
+    token, readers, losses = "", 1, Tally()
+    for rank, (token, wanted) in payloads.items():  # noqa: B007
+        for tensor, box in wanted:
+            readers = max(readers, tensor.readers)
+            block = room(tensor.name, box.shape, tensor.dtype)
+            source = first.setdefault((tensor.name, box), block)
+            if source is block:
+                jobs += tracked(losses, (tensor.name, box), tensor.jobs(box, block))
+            else:
+                copies.append((block, source))
+            out[rank].append(block)
+    total = run(jobs, readers)
+    for block, source in copies:
+        block[...] = source
+    if token:
+        _done.setdefault(token, []).append((total, dict(losses)))  # several workers may share this process
+    return out
+
+
+def counts(
+    payloads: Mapping[int, str], blocks: Mapping[int, Sequence[np.ndarray]]
+) -> list[tuple[int, dict[Any, CastLoss]]]:
+    """What `read_blocks` read and lost in this process for the load of that token. Called through ``BlockHost.run_on_blocks``."""
+    return _done.pop(next(iter(payloads.values())), [])
+
+
+# ----- reading --------------------------------------------------------------------------------------------------------
+
+
+def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally) -> dict[str, Any]:
+    buffers = {path: room(path, t.source.shape, t.dtype) for path, t in targets.items()}
+    jobs = [
+        job
+        for path, t in targets.items()
+        for job in tracked(losses, path, t.tensor.jobs(Box.whole(t.source.shape), buffers[path]))
+    ]
+    report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
+    report.bytes_needed += sum(t.source.nbytes for t in targets.values())
+    return {path: _as_wanted(path, buffers.pop(path), t.like) for path, t in targets.items()}
+
+
+def _as_wanted(name: str, buffer: np.ndarray, like: Any) -> Any:
+    if isinstance(like, np.ndarray):
+        return buffer
+    try:
+        array = asarray(buffer, copy=False)
+    except DTypeError as e:
+        raise CheckpointDTypeError(f"key {name!r}: {e}; leave it out with keys=, or cast it by a rule") from None
+    device = getattr(like, "device", None)
+    return array if device is None or str(device) == "cpu" else array.to_device(device)
+
+
+def _read_split(targets: Mapping[str, Target], report: LoadReport, counted: bool, losses: Tally) -> dict[str, Any]:
+    """Arrays of one mesh, in one visit to each of its processes."""
+    mesh = next(iter(targets.values())).sharding.mesh
+    counted = counted or any(casts(t.tensor) for t in targets.values())
+    token = uuid.uuid4().hex if counted else ""
+    payloads: dict[int, tuple[str, list[tuple[StoredTensor, Box]]]] = {}
+    needed: set[tuple[str, Box]] = set()
+    for rank in range(mesh.size):
+        wanted = []
+        for t in targets.values():
+            box = t.sharding.box(t.source.shape, rank)
+            wanted.append((t.tensor.only(box), box))
+            needed.add((t.source.name, box))
+        payloads[rank] = (token, wanted)
+    specs = [(t.source.shape, t.dtype, t.sharding) for t in targets.values()]
+    made = mesh.create(read_blocks, payloads, specs)
+    if counted:
+        sizes = {t.source.name: t.source.dtype.itemsize for t in targets.values()}
+        report.bytes_needed += sum(box.size * sizes[name] for name, box in needed)
+        names = {t.tensor.name: name for name, t in targets.items()}
+        seen: dict[Any, CastLoss] = {}  # a block that several processes hold counts once
+        for held in mesh.run_on_blocks(counts, [], dict.fromkeys(range(mesh.size), token)):
+            for nbytes, found in held:
+                report.bytes_read += nbytes
+                seen |= found
+        for (name, _), loss in seen.items():
+            losses.add(names[name], loss)
+    return dict(zip(targets, made, strict=True))
+
+
+def _by_mesh(targets: Mapping[str, Target]) -> list[dict[str, Target]]:
+    groups: list[tuple[Any, dict[str, Target]]] = []
+    for path, t in targets.items():
+        if t.sharding is None:
+            continue
+        mesh = t.sharding.mesh
+        group = next((g for m, g in groups if m is mesh or m == mesh), None)
+        if group is None:
+            group = {}
+            groups.append((mesh, group))
+        group[path] = t
+    return [g for _, g in groups]
+
+
+@once_more
+def load(
+    path: str | os.PathLike[str],
+    *,
+    like: Any = None,
+    shardings: Any = None,
+    keys: Iterable[str] | None = None,
+    prefix: str | None = None,
+    cast: bool = False,
+    allow_overflow: bool = False,
+    strict: bool = True,
+    ignore: Iterable[str] | None = None,
+    rules: Any = None,
+    verify: bool = True,
+    report: LoadReport | None = None,
+) -> Any:
+    """Read a checkpoint into a tree of arrays.
+
+    Parameters
+    ----------
+    path
+        Whatever `open_checkpoint` opens.
+    like
+        A tree of arrays, or of anything with ``shape``, ``dtype`` and ``sharding``. Names, shapes and dtypes must be those of
+        the checkpoint; the result has this structure, and each array the sharding (or device) of its counterpart.
+    shardings
+        Instead of ``like``: a tree of shardings with the structure that was saved (None: a local array), or a function
+        ``(path, shape, dtype)`` that returns a sharding or None.
+    keys
+        Names or patterns (``"layers.*.w"``) of the leaves to load. Others are left out of dicts, and are None in lists.
+    prefix
+        Load only what lies below this name (``"params"``), as if it were the whole. ``rules``, ``keys`` and all else speak of names without it.
+    cast
+        Convert to the dtypes of ``like`` where they differ, instead of refusing.
+    allow_overflow
+        Accept values that ``cast`` or a rule turns into infinity, NaN or another integer; the report's ``losses`` counts them. Otherwise they
+        are an error. Rounding is no such loss; values that become zero are counted.
+    strict
+        When false, what is missing or does not fit is taken from ``like`` as it is there, what is unexpected is left out, and the report
+        tells. Where ``like`` has more rows than are stored (a vocabulary that grew), the stored rows are kept, and those beyond are those of
+        ``like``. Without a ``report`` a warning tells.
+    ignore
+        Names or patterns that may be missing (then they are those of ``like``) or unexpected; the report lists them.
+    rules
+        Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``like`` and ``shardings`` then
+        speak of what the rules give; without ``like`` the result is a flat dict. Each rank reads what its blocks need.
+    verify
+        Compare every chunk with its checksum. Without it damage goes unnoticed; it costs about a tenth of a second a gigabyte and processor,
+        and nothing where the disk is what one waits for.
+    report
+        A `LoadReport` to fill in.
+
+    Returns
+    -------
+    tree
+        Without ``like`` and ``shardings``, local arrays in the structure that was saved.
+
+    Raises
+    ------
+    CheckpointKeyError, CheckpointShapeError, CheckpointDTypeError
+        The checkpoint does not fit what is wanted. The message lists every missing and unexpected key and every shape and dtype
+        that differs; nothing was read.
+    Lossy
+        ``cast`` or a rule would lose values, and ``allow_overflow`` is false.
+    CorruptCheckpoint
+        Bytes do not fit their checksum; names file, key and chunk.
+    CheckpointReplaced
+        Writers replaced it again and again while it was read; each time the load began anew.
+    RuleSyntaxError, RuleMatchError, RuleConflict
+        The rules do not fit the checkpoint, or each other.
+    IncompleteCheckpoint, NotACheckpoint, UnsupportedVersion, StoreError
+        As `open_checkpoint`.
+
+    Examples
+    --------
+    >>> import tempfile, os
+    >>> from meshtape.storage import save
+    >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
+    >>> _ = save(where, {"w": np.arange(4.0), "epoch": 2})
+    >>> tree = load(where)
+    >>> np.asarray(tree["w"]), tree["epoch"]
+    (array([0., 1., 2., 3.]), 2)
+    >>> report = LoadReport()
+    >>> tree = load(where, like={"w": np.zeros(4), "bias": np.ones(1)}, strict=False, report=report)
+    >>> tree["bias"], report.missing, report.unexpected
+    (array([1.]), ['bias'], ['epoch'])
+    """
+    if like is not None and shardings is not None:
+        raise CheckpointError("load takes like= or shardings=, not both")
+    options = prefix, rules, keys, cast, allow_overflow, strict, ignore, verify, report
+    # Outside of the function whose many small objects are gone when it returns: those are never walked.
+    with contextlib.ExitStack() as resting:
+        resting.enter_context(no_collections())
+        return _load(resting, path, like, shardings, *options)
+
+
+def _load(
+    resting: contextlib.ExitStack,
+    path: str | os.PathLike[str],
+    like: Any,
+    shardings: Any,
+    prefix: str | None,
+    rules: Any,
+    keys: Iterable[str] | None,
+    cast: bool,
+    allow_overflow: bool,
+    strict: bool,
+    ignore: Iterable[str] | None,
+    verify: bool,
+    report: LoadReport | None,
+) -> Any:
+    started = time.perf_counter()
+    kept = LoadReport() if report is None else report
+    kept.reset()
+    ckpt = open_checkpoint(path, verify=verify)
+    kept.path = ckpt.path
+    opened = time.perf_counter()
+    if prefix is not None:
+        ckpt = ckpt.below(prefix)
+    if rules is not None:
+        ckpt = Rules(rules).on(ckpt)
+        kept.mapping = ckpt.mapping
+    picked = select(ckpt, keys)
+    kept.skipped = unread_of(ckpt, keys)
+    ignored = Ignored(ignore, kept)
+    with listed_once():
+        if like is None:
+            targets = chosen(ckpt, shardings, picked, strict, ignored, kept)
+        else:
+            targets = match_like(ckpt, like, picked, cast, strict, ignored, kept)
+        check_shardings(targets)
+        for t in targets.values():
+            t.source.check()
+    if sum(t.source.nbytes for t in targets.values()) > _LONG:
+        resting.close()
+    kept.arrays = len(targets)
+    if report is not None:
+        kept.resharded = resharded(targets)
+    planned = time.perf_counter()
+
+    losses = Tally()
+    loaded = _read_local({p: t for p, t in targets.items() if t.sharding is None}, kept, losses)
+    for group in _by_mesh(targets):
+        loaded |= _read_split(group, kept, report is not None, losses)
+    losses.refuse(allow_overflow)
+    kept.losses = dict(sorted(losses.items()))
+    ended = time.perf_counter()
+    kept.seconds = ended - started
+    kept.phases = {"open": opened - started, "plan": planned - opened, "read": ended - planned}
+    if report is None and not kept.fits:
+        warnings.warn(str(kept), stacklevel=4)
+    elif report is None and like is None and kept.skipped:
+        why = ckpt.skipped[kept.skipped[0]]
+        warnings.warn(f"{ckpt.path} is loaded without what cannot be read{unread(kept.skipped)} ({why})", stacklevel=4)
+
+    if like is not None:
+        scalars = held(ckpt, picked)[1]
+        return _rebuild(like, {**scalars, **loaded}, {*kept.loaded, *kept.grown})
+    structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
+    order = list(ckpt.arrays)
+    return fill(structure, lambda leaf: loaded[order[leaf.index]])
+
+
+def _rebuild(like: Any, values: Mapping[str, Any], fitting: set[str]) -> Any:
+    """The structure of ``like``, classes included, with the loaded values; its own where nothing fits."""
+    _, treedef = flatten(like, is_leaf=is_array)
+    pairs = [(leaf_name(path), leaf) for path, leaf in flatten_with_path(like, is_leaf=is_array)]
+    return unflatten(treedef, [values[name] if name in fitting else leaf for name, leaf in pairs])

@@ -1,0 +1,283 @@
+"""What a load wants of a checkpoint, checked in full before a byte of an array is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import BlockSharding, Box
+from ...arrays.core.errors import (
+    CheckpointDTypeError,
+    CheckpointError,
+    CheckpointKeyError,
+    CheckpointShapeError,
+    ReshardError,
+)
+from ...arrays.core.tree import Path, flatten_with_path
+from ..base.names import check_distinct, leaf_name
+from ..checkpoint.checkpoint import Checkpoint, StoredArray
+from ..format import dtypes
+from ..format.manifest import scalar_leaves
+from ..readers.tensor import ChunkedTensor
+from ..rules.lazy_tensors import Converted, Joined, Memory
+from .report import LoadReport, listed
+
+Chooser = Callable[[Path, tuple[int, ...], np.dtype], BlockSharding | None]
+
+_SHOWN = 12
+
+
+@dataclass
+class Target:
+    """One array to load: from where, and what it shall be."""
+
+    source: StoredArray
+    dtype: np.dtype
+    sharding: BlockSharding | None = None
+    like: Any = None
+
+    @property
+    def tensor(self) -> Any:
+        """The source in the wanted dtype."""
+        t = self.source.tensor
+        return t if t.dtype == self.dtype else Converted(t.name, t, self.dtype)
+
+
+def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> set[Path] | None:
+    """Paths of the leaves that ``keys`` (names or patterns) pick, or None for all. To ``drop``, what cannot be read is as good as what can."""
+    if keys is None:
+        return None
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+    known = {a.name: a.path for a in ckpt.arrays.values()}
+    known.update({leaf_name(p): p for p, _ in scalar_leaves(ckpt.structure)})
+    picked: set[Path] = set()
+    unused = []
+    for pattern in patterns:
+        hits = [known[pattern]] if pattern in known else [p for n, p in known.items() if fnmatchcase(n, pattern)]
+        picked.update(hits)
+        if not hits and not drop:
+            ckpt.refuse_skipped([pattern])
+        if not hits and not any(n == pattern or fnmatchcase(n, pattern) for n in ckpt.skipped):
+            unused.append(pattern)
+    if unused:
+        raise CheckpointKeyError(f"{ckpt.path}: nothing matches {unused}; it holds {some(list(known))}")
+    return picked
+
+
+def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> list[str]:
+    """Names of what cannot be read, as far as ``keys`` take and ``drop`` leaves it."""
+
+    def fits(name: str, patterns: Iterable[str]) -> bool:
+        return any(name == p or fnmatchcase(name, p) for p in ([patterns] if isinstance(patterns, str) else patterns))
+
+    return [n for n in ckpt.skipped if (keys is None or fits(n, keys)) and not (drop is not None and fits(n, drop))]
+
+
+def some(keys: Sequence[Any]) -> str:
+    shown = ", ".join(str(k) for k in keys[:_SHOWN])
+    return f"{shown} and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else shown
+
+
+def prune(node: Any, picked: set[Path], path: Path = ()) -> tuple[Any, bool]:
+    """The tree with only the picked leaves: others vanish from dicts, and become None where places count."""
+    if isinstance(node, dict):
+        kept = {k: prune(v, picked, (*path, k)) for k, v in node.items()}
+        kept = {k: v for k, (v, some) in kept.items() if some}
+        return kept, bool(kept)
+    if isinstance(node, (list, tuple)):
+        parts = [prune(v, picked, (*path, i)) for i, v in enumerate(node)]
+        return type(node)(v for v, _ in parts), any(some for _, some in parts)
+    return (node, True) if path in picked and node is not None else (None, False)
+
+
+def held(ckpt: Checkpoint, picked: set[Path] | None) -> tuple[dict[str, StoredArray], dict[str, Any]]:
+    """Arrays and values by name: a flat checkpoint fits a nested tree whose leaves have the same names."""
+    arrays = {n: a for n, a in ckpt.arrays.items() if picked is None or a.path in picked}
+    scalars = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure) if picked is None or p in picked}
+    return arrays, scalars
+
+
+def _named(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
+    pairs = flatten_with_path(tree, is_leaf=is_leaf)
+    check_distinct([p for p, _ in pairs])
+    return {leaf_name(p): leaf for p, leaf in pairs}
+
+
+class Ignored:
+    """Names that need not fit: those that match one of ``patterns``, which are then reported."""
+
+    def __init__(self, patterns: Iterable[str] | None, report: LoadReport) -> None:
+        self.patterns = [patterns] if isinstance(patterns, str) else list(patterns or ())
+        self.report = report
+
+    def without(self, names: Iterable[str]) -> list[str]:
+        """``names`` without those."""
+        kept = []
+        for n in names:
+            excused = any(n == p or fnmatchcase(n, p) for p in self.patterns)
+            (self.report.ignored if excused else kept).append(n)
+        return kept
+
+
+def is_array(x: Any) -> bool:
+    # What stands for an array in `like` may itself be a dataclass or a named tuple.
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _dtype(leaf: Any) -> np.dtype:
+    """The dtype of an array, those of PyTorch included, which NumPy does not know."""
+    text = str(leaf.dtype)
+    return dtypes.by_name(text.removeprefix("torch.")) if text.startswith("torch.") else np.dtype(leaf.dtype)
+
+
+def _grown(source: StoredArray, leaf: Any) -> StoredArray | None:
+    """The stored rows with those of ``leaf`` behind them, or None unless it has more rows and is otherwise alike (a vocabulary that grew)."""
+    shape, wanted = source.shape, tuple(leaf.shape)
+    if not shape or len(wanted) != len(shape) or wanted[1:] != shape[1:] or wanted[0] <= shape[0]:
+        return None
+    if getattr(leaf, "sharding", None) is not None or not hasattr(leaf, "__array__"):
+        raise CheckpointShapeError(
+            f"{source.name}: {shape[0]} rows are stored and {wanted[0]} are wanted, of an array that is split or has no values to fill the rest with; "
+            f"grow it by the rule '{source.name} -> {source.name}, pad(axis=0, size={wanted[0]}, fill=mean)'"
+        )
+    new = np.asarray(leaf if str(getattr(leaf, "device", "cpu")) == "cpu" else leaf.to_device("cpu"))[shape[0] :]
+    stored = source.tensor
+    if new.dtype != stored.dtype:
+        stored = Converted(stored.name, stored, new.dtype)
+    return StoredArray(source.path, Joined.of(source.name, [stored, Memory(source.name, new)], 0))
+
+
+def match_like(
+    ckpt: Checkpoint,
+    like: Any,
+    picked: set[Path] | None,
+    cast: bool,
+    strict: bool,
+    ignored: Ignored,
+    report: LoadReport,
+) -> dict[str, Target]:
+    """Targets for the arrays of ``like``, after every check; one error carries all that is wrong.
+
+    Without ``strict`` it is in the report alone, and what does not fit has no target.
+    """
+    arrays, scalars = held(ckpt, picked)
+    wanted = _named(like, is_array)
+    report.missing = ignored.without(n for n in wanted if n not in arrays and n not in scalars)
+    report.unexpected = ignored.without(n for n in [*arrays, *scalars] if n not in wanted)
+    kinds, shapes, types, targets = [], [], [], {}
+    for name, leaf in wanted.items():
+        wants_array = is_array(leaf)
+        if name in scalars:
+            if wants_array:
+                kinds.append(name)
+                report.mismatched[name] = f"{name} is a value ({scalars[name]!r}) in the checkpoint, an array in like"
+            else:
+                report.loaded.append(name)
+        if name not in arrays:
+            continue
+        source = arrays[name]
+        if not wants_array:
+            kinds.append(name)
+            report.mismatched[name] = f"{name} is an array in the checkpoint, a {type(leaf).__name__} in like"
+            continue
+        dtype = _dtype(leaf)
+        if tuple(leaf.shape) != source.shape:
+            shapes.append(name)
+            rule = f", made by the rule {source.rule}" if source.rule else ""
+            grown = None if strict else _grown(source, leaf)
+            if grown is not None and (dtype == source.dtype or cast):
+                report.grown[name] = (
+                    f"{name}: {source.shape[0]} rows were stored, the other {leaf.shape[0] - source.shape[0]} are those of like"
+                )
+                targets[name] = Target(grown, dtype, None, leaf)
+                continue
+            also = "" if dtype == source.dtype or cast else f"; stored dtype {source.dtype}, wanted {dtype}"
+            report.mismatched[name] = f"{name}: stored shape {source.shape}, wanted {tuple(leaf.shape)}{also}{rule}"
+        elif dtype != source.dtype and not cast:
+            types.append(name)
+            report.mismatched[name] = f"{name}: stored dtype {source.dtype}, wanted {dtype}"
+        else:
+            report.loaded.append(name)
+            targets[name] = Target(source, dtype, getattr(leaf, "sharding", None), leaf)
+    if report.fits or not strict:
+        return targets
+    keys = bool(kinds or report.missing or report.unexpected)
+    kind = CheckpointKeyError if keys else CheckpointShapeError if shapes else CheckpointDTypeError
+    lines = [f"{ckpt.path} does not fit like; nothing was read"]
+    lines += listed("missing in the checkpoint", report.missing) + listed("unexpected, not in like", report.unexpected)
+    unread = [n for n in report.missing if n in ckpt.skipped]
+    lines += [f"  {n} is there and cannot be read: {ckpt.skipped[n]}" for n in unread[:_SHOWN]]
+    lines += [f"  {report.mismatched[n]}" for n in kinds[:_SHOWN]]
+    for what, names, hint in (("shapes", shapes, ""), ("dtypes", types, "; pass cast=True to convert")):
+        if names:
+            more = [f"    … and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+            lines += [
+                f"  {what} differ ({len(names)}{hint}):",
+                *(f"    {report.mismatched[n]}" for n in names[:_SHOWN]),
+                *more,
+            ]
+    raise kind("\n".join(lines))
+
+
+def chosen(
+    ckpt: Checkpoint,
+    shardings: Any,
+    picked: set[Path] | None,
+    strict: bool,
+    ignored: Ignored,
+    report: LoadReport,
+) -> dict[str, Target]:
+    """Targets for all arrays, with shardings from a function, a tree, or none."""
+    arrays, scalars = held(ckpt, picked)
+    targets = {name: Target(a, a.dtype) for name, a in arrays.items()}
+    report.loaded = [*arrays, *scalars]
+    if shardings is None:
+        return targets
+    if callable(shardings) and not isinstance(shardings, BlockSharding):
+        for t in targets.values():
+            t.sharding = shardings(t.source.path, t.source.shape, t.source.dtype)
+        return targets
+    # A tree: None is a leaf here (a local array), and a sharding may itself be a named tuple or a dataclass.
+    given = _named(shardings, lambda x: x is None or isinstance(x, BlockSharding))
+    report.missing = ignored.without(n for n, s in given.items() if s is not None and n not in arrays)
+    report.unexpected = ignored.without(n for n in arrays if n not in given)
+    if strict and not report.fits:
+        lines = listed("missing in the checkpoint", report.missing)
+        lines += listed("unexpected, not in shardings", report.unexpected)
+        raise CheckpointKeyError("\n".join([f"{ckpt.path} does not fit shardings; nothing was read", *lines]))
+    for name, t in targets.items():
+        t.sharding = given.get(name)
+    return targets
+
+
+def resharded(targets: Mapping[str, Target]) -> list[str]:
+    """Names of the arrays of which some rank wants a block that is not stored as one."""
+    out = []
+    for name, t in targets.items():
+        tensor = t.source.tensor
+        if t.sharding is None:
+            continue
+        stored = tensor.whole() if hasattr(tensor, "whole") else tensor
+        blocks = (
+            {o.box for o in stored.objects.values()}
+            if isinstance(stored, ChunkedTensor)
+            else {Box.whole(t.source.shape)}
+        )
+        wanted = {t.sharding.box(t.source.shape, rank) for rank in range(t.sharding.mesh.size)}
+        if any(box.size and box not in blocks for box in wanted):
+            out.append(name)
+    return out
+
+
+def check_shardings(targets: Mapping[str, Target]) -> None:
+    for name, t in targets.items():
+        if t.sharding is None:
+            continue
+        if not isinstance(t.sharding, BlockSharding):
+            raise CheckpointError(f"{name}: {t.sharding!r} is not a sharding")
+        if t.sharding.partial:
+            raise ReshardError(f"{name}: an array cannot be loaded as partial values ({t.sharding}); shard it")

@@ -1,0 +1,125 @@
+"""What a load took and what did not fit, in few lines: names that differ in numbers alone are one line.
+
+>>> grouped([f"layers.{i}.w" for i in (*range(12), 20)] + ["head.b"])
+['layers.{0-11,20}.w (13)', 'head.b']
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+
+from ..rules.casting import CastLoss
+
+_NUMBER = re.compile(r"(?<![0-9A-Za-z])\d+(?![0-9A-Za-z])")
+MAX_LINES = 40
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``0-3,7`` for 0, 1, 2, 3, 7."""
+    out: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in out]
+    return ",".join(parts) if len(parts) <= 6 else ",".join([*parts[:5], f"…,{parts[-1]}"])
+
+
+def grouped(names: Iterable[str]) -> list[str]:
+    """Names, those alike but for whole numbers as one, with ranges and how many there are; in the order in which they come first."""
+    found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for name in names:
+        numbers = tuple(int(n) for n in _NUMBER.findall(name))
+        found.setdefault(_NUMBER.sub("\0", name), []).append((name, numbers))
+    out = []
+    for template, rows in found.items():
+        if len(rows) == 1:
+            out.append(rows[0][0])
+            continue
+        columns = [set(c) for c in zip(*(numbers for _, numbers in rows), strict=True)]
+        parts = template.split("\0")
+        text = parts[0]
+        for column, part in zip(columns, parts[1:], strict=True):
+            text += (str(next(iter(column))) if len(column) == 1 else f"{{{ranges(column)}}}") + part
+        out.append(f"{text} ({len(rows)})")
+    return out
+
+
+def listed(title: str, names: Sequence[str], limit: int = 12) -> list[str]:
+    """Lines of a report: a title with the count, then the groups."""
+    if not names:
+        return []
+    groups = grouped(names)
+    if len(groups) <= limit and sum(map(len, groups)) < 80:
+        return [f"  {title} ({len(names)}): {', '.join(groups)}"]
+    more = [f"    … and {len(groups) - limit} more groups"] if len(groups) > limit else []
+    return [f"  {title} ({len(names)}):", *(f"    {g}" for g in groups[:limit]), *more]
+
+
+@dataclass
+class LoadReport:
+    """Filled in by `load`: what it took, and with ``strict=False`` what did not fit.
+
+    ``bytes_read`` counts reads of every process, ``bytes_needed`` the elements. ``phases`` holds the seconds of opening, planning and
+    reading. ``resharded`` names the arrays whose blocks are not stored as the ranks want them, so that some rank read from several
+    blocks or a part of one. ``mismatched`` holds a line for each array of another shape or dtype, ``ignored`` the names that ``ignore``
+    excused, ``grown`` those that took more rows from ``like`` than are stored, ``mapping`` each rule with how often it was applied, ``losses`` the values that casts lost (see `convert`), ``skipped`` what the files hold and cannot be read here. ``print(report)`` shows it in at most 40 lines.
+    """
+
+    path: str = ""
+    arrays: int = 0
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    seconds: float = 0.0
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    resharded: list[str] = field(default_factory=list)
+    mapping: list[tuple[str, int]] = field(default_factory=list)
+    grown: dict[str, str] = field(default_factory=dict)
+    losses: dict[str, CastLoss] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget an earlier load."""
+        for f in fields(self):
+            setattr(self, f.name, f.default if f.default is not MISSING else f.default_factory())  # type: ignore[misc]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is missing, unexpected, mismatched or grown."""
+        return not (self.missing or self.unexpected or self.mismatched or self.grown)
+
+    def problems(self) -> list[str]:
+        """Lines about what did not fit."""
+        lines = listed("missing in the checkpoint", self.missing)
+        lines += listed("unexpected", self.unexpected)
+        if self.mismatched:
+            rows = list(self.mismatched.values())
+            lines += [f"  mismatched ({len(rows)}):", *(f"    {row}" for row in rows[:8])]
+            lines += [f"    … and {len(rows) - 8} more"] if len(rows) > 8 else []
+        return lines + [f"  grown: {row}" for row in self.grown.values()]
+
+    def __str__(self) -> str:
+        wanted = len(self.loaded) + len(self.grown) + len(self.missing) + len(self.mismatched)
+        head = (
+            f"{self.path}: loaded {len(self.loaded)} of {wanted}, missing {len(self.missing)}, "
+            f"unexpected {len(self.unexpected)}, mismatched {len(self.mismatched)}; "
+            f"{self.bytes_read} bytes read for {self.bytes_needed} needed, {self.seconds:.3f} s"
+        )
+        lines = [head, *self.problems(), *listed("ignored", self.ignored, 4)]
+        lines += listed("not readable here", self.skipped, 4)
+        lines += listed("cut in other blocks than stored", self.resharded, 4)
+        lines += [f"  {name}: {loss}" for name, loss in self.losses.items()]
+        lines += [f"  {rule}  ×{n}" for rule, n in self.mapping]
+        return "\n".join(
+            lines
+            if len(lines) <= MAX_LINES
+            else [*lines[: MAX_LINES - 1], f"  … and {len(lines) - MAX_LINES + 1} more lines"]
+        )

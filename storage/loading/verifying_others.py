@@ -1,0 +1,52 @@
+"""`verify` for checkpoints that are not in our Zarr format: each tensor checks itself, where its file has checksums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...arrays.core.errors import CheckpointError, CorruptCheckpoint
+from ..checkpoint.checkpoint import Checkpoint
+from ..format.documents import Documents
+from ..readers.read_ahead import reading_ahead
+from ..readers.reading import run
+from ..readers.zarr_tensor import ZarrTensor
+from ..stores import store
+
+MEMORY = 64 << 20  # bytes of small tensors that are fetched together
+
+
+def verify_others(ckpt: Checkpoint, root: str) -> tuple[set[str], int]:
+    """(names of files below ``root``, bytes) that were compared with their checksums.
+
+    Raises `CorruptCheckpoint` with all that is damaged, and `CheckpointError` for what has no checksums. Of Zarr by others, `IncompleteCheckpoint`
+    where chunks are not there.
+    """
+    ahead = reading_ahead(ckpt, MEMORY)
+    tensors: list[Any] = [a.tensor for a in ckpt.arrays.values()]
+    ahead.expect(tensors)
+    for t in tensors:
+        if isinstance(t, ZarrTensor):
+            replace(t, missing="error").check()
+    bare = [t for t in tensors if not getattr(t, "summed", False)]
+    if bare and len(bare) == len(tensors):
+        raise CheckpointError(f"{ckpt.path} has no checksums to verify: it is of the kind {ckpt.kind}")
+    files, extra, faults = ckpt.documents.compare() if isinstance(ckpt.documents, Documents) else (set(), 0, [])
+
+    def check(tensor: Any) -> int:
+        try:
+            return tensor.verify()
+        except CorruptCheckpoint as e:
+            faults.append(str(e))
+            return 0
+
+    held = [t for t in tensors if t not in bare] if bare else tensors
+    nbytes = run([lambda t=t: check(t) for t in held], max((t.readers for t in held), default=1))
+    if faults:
+        shown = "\n  ".join(sorted(faults)[:20])
+        raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged tensors or documents:\n  {shown}")
+    if bare:
+        raise CheckpointError(
+            f"{ckpt.path}: {len(held)} tensors are whole, and {len(bare)} have no checksums: {', '.join(t.name for t in bare[:8])}"
+        )
+    return files | {f.removeprefix(store.join(root, "")) for t in held for f in t.files}, nbytes + extra

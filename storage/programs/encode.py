@@ -1,0 +1,319 @@
+"""Programs as JSON documents, and back, without loss.
+
+The document is plain JSON (no ``NaN`` literals, no Python names): variables with their types, entries with the *name* of their op,
+and for the values of constants only names, under which the caller keeps the arrays (a program file: safetensors). A parameter that
+has no JSON form of its own is written as an object of one key that says its kind::
+
+    {"float": "nan"}  {"complex": [0.0, 1.0]}  {"tuple": [0, 1]}  {"dtype": "bfloat16"}  {"span": [0, null, 2]}  {"dict": [["k", 1]]}
+
+Lines of source code are not kept: they mean nothing in another process. Documents have a version. An older one is brought up to
+date by the functions in ``MIGRATIONS``, one version at a time; a newer one is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core import dtypes
+from ...arrays.core.dispatch import Deferred
+from ...arrays.core.errors import ProgramError, UnsupportedVersion
+from ...arrays.core.op import OPS
+from ...arrays.core.program import Const, Entry, Program, ShapeDtype, freeze
+from ...arrays.indexing.keys import Gap, Slot, Span, Truth
+from .validate import check_call, short
+
+FORMAT = "meshtape.program"
+VERSION = 1
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""``MIGRATIONS[n]`` makes a document of version ``n + 1`` of one of version ``n``; it leaves fields that it does not know."""
+
+_missing = [n for n in range(1, VERSION) if n not in MIGRATIONS]
+if _missing:
+    raise RuntimeError(f"program documents of versions {_missing} cannot be read: a migration is missing")
+
+
+_NAN = struct.pack(">d", math.nan).hex()
+
+
+# ----- values ---------------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any, where: str) -> Any:
+    """A parameter as JSON. Raises :class:`ProgramError` that names ``where`` for what has no such form."""
+    if value is None or (isinstance(value, bool | int | str) and type(value) in (bool, int, str)):
+        return value
+    if type(value) is float:
+        if math.isfinite(value):
+            return value
+        bits = struct.pack(">d", value).hex()
+        return {"float": repr(value)} if bits == _NAN or not math.isnan(value) else {"nan": bits}
+    if type(value) is complex:
+        return {"complex": [encode(value.real, where), encode(value.imag, where)]}
+    if isinstance(value, Span):
+        return {"span": list(value)}
+    if isinstance(value, Slot):
+        return {"slot": value.n}
+    if isinstance(value, Truth):
+        return {"truth": value.value}
+    if isinstance(value, Gap):
+        return {"gap": True}
+    if type(value) is tuple:
+        return {"tuple": [encode(v, where) for v in value]}
+    if type(value) is list:
+        return [encode(v, where) for v in value]
+    if isinstance(value, Mapping) and all(type(k) is str for k in value):
+        return {"dict": [[k, encode(v, where)] for k, v in value.items()]}
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    if isinstance(value, np.generic):
+        return {"scalar": [value.dtype.name, value.tobytes().hex()]}
+    raise ProgramError(f"{where}: a {type(value).__qualname__} ({value!r}) has no form in a program file")
+
+
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, struct.error)
+"""What Python says of a document that does not have the form it should have."""
+
+
+def decode(value: Any, where: str) -> Any:
+    """Inverse of :func:`encode`.
+
+    Raises
+    ------
+    ProgramError
+        That says ``where`` something has not the form of a value.
+    """
+    try:
+        return _decoded(value, where)
+    except ProgramError:
+        raise
+    except _MALFORMED as e:
+        raise ProgramError(f"{where}: {short(value)} is no value of a program file: {e}") from None
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{short(value)} is no integer")
+    return value
+
+
+def _size(value: Any) -> int:
+    if _whole(value) < 0:
+        raise ValueError(f"{value} is no size of a dimension")
+    return value
+
+
+def _decoded(value: Any, where: str) -> Any:
+    if isinstance(value, list):
+        return [decode(v, where) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1:
+        raise ProgramError(f"{where}: expected an object of one key, got {sorted(value)}")
+    ((kind, v),) = value.items()
+    if kind == "float" and type(v) is str:
+        return float(v)
+    if kind == "nan":  # with its sign and payload, where they are not the usual ones
+        return struct.unpack(">d", bytes.fromhex(v))[0]
+    if kind == "complex":
+        return complex(decode(v[0], where), decode(v[1], where))
+    if kind == "span":
+        start, stop, step = (n if n is None else _whole(n) for n in v)
+        return Span(start, stop, step)
+    if kind == "slot":
+        return Slot(_whole(v))
+    if kind == "truth" and type(v) is bool:
+        return Truth(v)
+    if kind == "gap":
+        return Gap()
+    if kind == "tuple":
+        return tuple(decode(x, where) for x in v)
+    if kind == "dict":
+        return {k: decode(x, where) for k, x in v}
+    if kind == "dtype":
+        return dtypes.parse(v).dtype
+    if kind == "scalar":
+        return np.frombuffer(bytes.fromhex(v[1]), dtypes.parse(v[0]).dtype)[0]
+    raise ProgramError(f"{where}: unknown kind of value {kind!r}")
+
+
+# ----- programs -------------------------------------------------------------------------------------------------------
+
+
+def to_json(program: Program) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The document of a program, and its constants by the names that the document gives them.
+
+    Raises
+    ------
+    ProgramError
+        Where a parameter or a constant belongs to one mesh or one process; names the op, or the constant.
+
+    Examples
+    --------
+    >>> import meshtape as mt
+    >>> document, constants = to_json(mt.compile(lambda x: x * 2.0).program(mt.ones(3)))
+    >>> document["entries"]
+    [{'op': 'multiply', 'inputs': [0, {'const': 2.0}], 'outputs': [1]}]
+    """
+    entries = []
+    for i, e in enumerate(program.entries):
+        where = f"entry {i} ({e.op.name})"
+        row: dict[str, Any] = {
+            "op": e.op.name,
+            "inputs": [v if isinstance(v, int) else {"const": encode(v.value, where)} for v in e.inputs],
+            "outputs": list(e.outputs),
+        }
+        if e.params:
+            row["params"] = {k: encode(v, f"{where}, parameter {k}") for k, v in e.params.items()}
+        if e.origin is not None:
+            row["origin"] = e.origin
+        entries.append(row)
+    stored: dict[str, np.ndarray] = {}
+    names = {}
+    for v, value in program.constants.items():
+        if isinstance(value, Deferred):
+            raise ProgramError(
+                f"constant %{v} ({value.aval}) is split over a mesh: pass it as an argument, or gather it first"
+            )
+        host = value if isinstance(value, np.ndarray) else np.asarray(value.get())
+        names[v] = f"constant.{v}"
+        # The file format has no complex128: two numbers along a last dimension.
+        wide = host.dtype == np.complex128
+        stored[names[v]] = np.stack([host.real, host.imag], axis=-1) if wide else host
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "inputs": list(program.inputs),
+        "outputs": list(program.outputs),
+        "types": {str(v): [a.dtype.name, list(a.shape)] for v, a in program.avals.items()},
+        "constants": {str(v): name for v, name in names.items()},
+        "entries": entries,
+    }
+    return document, stored
+
+
+def current(document: Any) -> dict[str, Any]:
+    """The document brought up to this version.
+
+    Raises
+    ------
+    UnsupportedVersion
+        For a document of a later version; names both.
+    ProgramError
+        For anything that is no program document.
+    """
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ProgramError(f"this is no program: its format is not {FORMAT!r}")
+    version = document.get("version")
+    if type(version) is not int or version < 1:
+        raise ProgramError(f"a program has a version of 1 or more, this one says {version!r}")
+    if version > VERSION:
+        raise UnsupportedVersion(
+            f"the program has version {version}, and this meshtape reads versions up to {VERSION}: update meshtape"
+        )
+    for n in range(version, VERSION):
+        document = {**MIGRATIONS[n](dict(document)), "version": n + 1}
+    return document
+
+
+def from_json(document: Any, constants: Mapping[str, np.ndarray]) -> Program:
+    """Inverse of :func:`to_json`. The result is checked: ops exist, and each variable is defined before it is used.
+
+    Raises
+    ------
+    ProgramError
+        That names the entry and what is wrong in it.
+    UnsupportedVersion
+        See :func:`current`.
+    """
+    document = current(document)
+    try:
+        avals = {
+            int(v): ShapeDtype(tuple(map(_size, shape)), dtypes.parse(name).dtype)
+            for v, (name, shape) in document["types"].items()
+        }
+        values = {int(v): _constant(constants, name, avals[int(v)]) for v, name in document["constants"].items()}
+        inputs, outputs = tuple(map(_whole, document["inputs"])), tuple(map(_whole, document["outputs"]))
+        rows = [
+            (row["op"], row["inputs"], row["outputs"], row.get("params", {}), row.get("origin"))
+            for row in document["entries"]
+        ]
+    except ProgramError:
+        raise
+    except _MALFORMED as e:
+        raise ProgramError(f"the program is damaged: {type(e).__name__}: {e}") from e
+    known = {*inputs, *values}
+    if not avals.keys() >= {*inputs, *outputs}:
+        raise ProgramError(f"the program does not say the types of {sorted({*inputs, *outputs} - avals.keys())}")
+    entries = []
+    for i, (name, args, outs, params, origin) in enumerate(rows):
+        where = f"entry {i} ({name})"
+        op = OPS.get(name) if isinstance(name, str) else None
+        if op is None:
+            raise ProgramError(
+                f"{where}: unknown op {name!r}: it was written by another version of meshtape, or with an extension"
+            )
+        try:
+            operands = tuple(a if type(a) is int else Const(_number(decode(a["const"], where))) for a in args)
+            outs = tuple(map(_whole, outs))
+            decoded = {k: decode(v, f"{where}, parameter {k}") for k, v in params.items()}
+            if not (origin is None or isinstance(origin, str)):
+                raise TypeError(f"{short(origin)} is no name of a function")
+        except ProgramError:
+            raise
+        except _MALFORMED as e:
+            raise ProgramError(f"{where} is damaged: {type(e).__name__}: {e}") from None
+        lost = [f"%{a}" for a in operands if isinstance(a, int) and a not in known]
+        lost += [f"%{v}" for v in outs if v not in avals]
+        if lost:
+            raise ProgramError(f"{where}: {', '.join(lost)} is not defined there")
+        if not known.isdisjoint(outs) or len(set(outs)) != len(outs):
+            raise ProgramError(f"{where} defines a variable that is defined already")
+        known.update(outs)
+        entry = Entry(op, operands, outs, decoded, origin)
+        check_call(entry, avals, where)
+        entries.append(entry)
+    if not known.issuperset(outputs):
+        raise ProgramError(f"the program returns variables that nothing defines: {sorted(set(outputs) - known)}")
+    return Program(inputs, tuple(entries), outputs, avals, values)
+
+
+def _number(value: Any) -> bool | int | float | complex:
+    if type(value) not in (bool, int, float, complex):
+        raise TypeError(f"{short(value)} is no number")
+    return value
+
+
+def _constant(constants: Mapping[str, np.ndarray], name: str, aval: ShapeDtype) -> np.ndarray:
+    if name not in constants:
+        raise ProgramError(f"the values of {name} are missing")
+    value = constants[name]
+    if aval.dtype == np.complex128 and value.dtype == np.float64:
+        parts = value
+        value = np.empty(parts.shape[:-1], np.complex128)
+        value.real, value.imag = parts[..., 0], parts[..., 1]
+    if value.shape != aval.shape or value.dtype != aval.dtype:
+        raise ProgramError(f"{name} has {value.dtype.name}{list(value.shape)}, the program says {aval}")
+    return value
+
+
+def same_program(a: Program, b: Program) -> bool:
+    """Whether two programs are equal but for the lines of source that they came from; NaN is equal to itself."""
+
+    def entry(e: Entry) -> Any:
+        inputs = tuple(v if isinstance(v, int) else ("const", freeze(v.value)) for v in e.inputs)
+        return e.op, inputs, e.outputs, freeze(e.params), e.origin
+
+    def bits(p: Program) -> Any:
+        return {v: (c.dtype, c.shape, np.ascontiguousarray(c).tobytes()) for v, c in p.constants.items()}
+
+    return (
+        (a.inputs, a.outputs, dict(a.avals)) == (b.inputs, b.outputs, dict(b.avals))
+        and list(map(entry, a.entries)) == list(map(entry, b.entries))
+        and bits(a) == bits(b)
+    )

@@ -1,0 +1,78 @@
+"""The memory that a program takes at least, known from its shapes before anything of it runs."""
+
+from __future__ import annotations
+
+import math
+
+from ...arrays.core.program import Entry, Program, last_uses
+from ...arrays.indexing.keys import is_basic
+
+VIEWS = frozenset(
+    [
+        "alias",
+        "astype",
+        "barrier",
+        "broadcast_to",
+        "ceil",
+        "conj",
+        "flip",
+        "floor",
+        "getitem",
+        "imag",
+        "permute_dims",
+        "positions",
+        "positive",
+        "real",
+        "reshape",
+        "reshard",
+        "round",
+        "stop_gradient",
+        "trunc",
+    ]
+)
+"""Ops whose result may lie in the memory of an operand, or in less than its shape says: it is not counted. A test compares them with calls of every op."""
+
+_SORTED_NBYTES = 16  # a random word and its number in the order
+
+
+def most_held(program: Program) -> tuple[int, int]:
+    """(bytes that are held at one time at least, beside arguments and constants; the number of the entry that needs so many).
+
+    Counted is what is certain: results that are new memory, from the call that makes them to the last that reads them. What an op
+    needs while it works comes on top, but for two that make more than they give: a part of a random order, and places along a dimension.
+
+    >>> import meshtape as mt
+    >>> from meshtape.arrays.core.program import trace
+    >>> most_held(trace(lambda x: mt.sum(mt.exp(x) + 1.0), (mt.ones((2, 4)),)).program)
+    (128, 1)
+    >>> most_held(trace(lambda x: mt.broadcast_to(x, (1000, 4)), (mt.ones(4),)).program)
+    (0, 0)
+    """
+    held: dict[int, int] = {}
+    total = most = where = 0
+    for n, (entry, free) in enumerate(zip(program.entries, last_uses(program), strict=True)):
+        if not _may_be_view(entry):
+            for v in entry.outputs:
+                held[v] = program.avals[v].nbytes
+                total += held[v]
+        beside = _beside(program, entry)
+        if total + beside > most:
+            most, where = total + beside, n
+        for v in free:
+            total -= held.pop(v, 0)
+    return most, where
+
+
+def _may_be_view(entry: Entry) -> bool:
+    if entry.op.name == "getitem":
+        return is_basic(entry.params["template"])
+    return entry.op.name in VIEWS
+
+
+def _beside(program: Program, entry: Entry) -> int:
+    if entry.op.name == "random_permutation":
+        return _SORTED_NBYTES * math.prod(entry.params["global_shape"])
+    if entry.op.name == "positions":
+        (places,) = (program.avals[v] for v in entry.outputs)
+        return places.dtype.itemsize * places.shape[entry.params["axis"]]
+    return 0

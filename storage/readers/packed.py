@@ -1,0 +1,119 @@
+"""Arrays whose blocks lie in packs (see ``packs``): how they are read, and how packs are verified."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CorruptCheckpoint
+from ..base import names
+from ..base.checksums import crc32c
+from ..format import dtypes, manifest
+from ..format.stored_objects import StoredObject
+from ..stores import store
+from .reading import Job, RangeJob, opened
+from .tensor import ChunkedTensor, bytes_of, view
+
+_CHECKED = 8 << 20  # bytes of one read of `check`
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlocks(ChunkedTensor):
+    """An array whose blocks lie in packs. A block is read whole, with its neighbours in one request, and compared with the checksum of its place."""
+
+    @property
+    def how(self) -> str:
+        return "blocks in safetensors files that it shares with other small arrays, each with its crc32c"
+
+    @property
+    def directory(self) -> str:
+        return ""
+
+    def path(self, coord: tuple[int, ...]) -> str:
+        return store.join(self.root, self.objects[coord].file)  # which was looked at when the checkpoint was opened
+
+    def planned(self, box: Box) -> int:
+        return sum(self.objects[coord].nbytes for coord in self._shards(box))
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        for coord in self._shards(box):
+            held = self.objects[coord]
+            part = held.box if box == held.box else box.intersect(held.box)
+            if part is None:
+                continue
+            place, take = out if part == box else view(out, part.within(box)), None
+            if not (part == held.box and place.flags.c_contiguous):
+                take = partial(self._take, held, place, part.within(held.box))
+            value, to = held.crc32c if self.verify else None, bytes_of(place) if take is None else None
+            yield RangeJob(self, coord, self.path(coord), held.start, held.nbytes, value, to, take)
+
+    def _take(self, held: StoredObject, out: np.ndarray, local: Box, data: np.ndarray) -> None:
+        stored = data.view(dtypes.bits(self.dtype)).reshape(held.box.shape)
+        out.view(dtypes.bits(self.dtype))[...] = view(stored, local)
+
+    def check_length(self, reader: store.Reader, coord: tuple[int, ...], path: str) -> None:
+        nbytes, wanted = reader.nbytes, self.objects[coord].file_nbytes
+        if nbytes != wanted:
+            raise CorruptCheckpoint(
+                f"{path} has {nbytes} bytes, the manifest says {wanted} (it holds part of {self.name!r})"
+            )
+
+    def refused(self, coord: tuple[int, ...], value: int) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"{self.unfit(coord)}; restore the file or another checkpoint")
+
+    def unfit(self, coord: tuple[int, ...]) -> str:
+        held = self.objects[coord]
+        end = held.start + held.nbytes
+        return f"{self.path(coord)}: block {coord} of key {self.name!r} (bytes {held.start} to {end}) does not fit its crc32c"
+
+
+def check(root: str, packs: Sequence[manifest.Pack], tensors: Sequence[PackedBlocks], faults: list[str]) -> list[Job]:
+    """A call for each pack that compares all of its bytes, adds what is wrong to ``faults``, and returns its length."""
+    blocks: dict[str, list[tuple[int, PackedBlocks, tuple[int, ...]]]] = {p.file: [] for p in packs}
+    for number, t in enumerate(tensors):
+        for coord, held in t.objects.items():
+            blocks[held.file].append((held.start, number, coord))
+    return [
+        lambda p=p: _check_pack(root, p, [(tensors[n], c) for _, n, c in sorted(blocks[p.file])], faults) for p in packs
+    ]
+
+
+def _check_pack(
+    root: str, pack: manifest.Pack, blocks: list[tuple[PackedBlocks, tuple[int, ...]]], faults: list[str]
+) -> int:
+    path = names.inside(root, pack.file, store.join(root, manifest.FILE))
+    with opened(path, "packed arrays") as reader:
+        if reader.nbytes != pack.nbytes:
+            faults.append(f"{path} has {reader.nbytes} bytes, the manifest says {pack.nbytes}")
+            return 0
+        at, held = 0, np.empty(0, np.uint8)
+
+        def following(nbytes: int) -> np.ndarray:
+            nonlocal at, held
+            if len(held) < nbytes:
+                more = np.empty(min(max(nbytes, _CHECKED), len(held) + pack.nbytes - at) - len(held), np.uint8)
+                if reader.readv([more], at) != more.size:
+                    raise CorruptCheckpoint(f"{path} ends early; it changed while it was read")
+                at, held = at + more.size, np.concatenate([held, more])
+            out, held = held[:nbytes], held[nbytes:]
+            return out
+
+        position = pack.header
+        if crc32c(following(pack.header)) != pack.crc32c:
+            faults.append(f"{path}: its header does not fit its crc32c; the values may be whole")
+        for t, coord in blocks:
+            stored = t.objects[coord]
+            if stored.start != position:
+                break
+            position += stored.nbytes
+            if crc32c(following(stored.nbytes)) != stored.crc32c:
+                faults.append(t.unfit(coord))
+        if position != pack.nbytes:
+            faults.append(f"{path}: the blocks that the manifest lists do not fill it, from byte {position} on")
+    return pack.nbytes

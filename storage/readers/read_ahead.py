@@ -1,0 +1,170 @@
+"""Small arrays of one object that are read one after the other, fetched together.
+
+An array that shares a file with others is a range of bytes. A transfer or a comparison reads array after array, and each of these would be a
+request of its own to an object store. `ReadAhead` knows which ranges are coming: near ones make a segment, and the first read in a segment
+fetches all of it. A segment is fetched once and held until its ranges were read, or until others need its memory; what is then left is read
+range by range.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..rules.lazy_tensors import Derived
+from ..stores import store as stores
+from .packed import PackedBlocks
+from .raw_tensor import RawTensor
+
+
+class _Segment:
+    __slots__ = ("data", "fetched", "file_nbytes", "left", "lock", "start", "stop", "tag")
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop, self.left = start, stop, 0
+        self.data: bytearray | None = None
+        self.fetched = False
+        self.file_nbytes, self.tag = 0, ""
+        self.lock = threading.Lock()
+
+
+class ReadAhead:
+    """Segments of the objects of a checkpoint, of which at most about ``limit`` bytes are held. Threads may share it; a copy in another process is empty."""
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit, self._used = limit, 0
+        self._segments: dict[str, tuple[list[int], list[_Segment]]] = {}
+        self._held: dict[_Segment, None] = {}  # the one that was used last comes last
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return ReadAhead, ()
+
+    def expect(self, tensors: Iterable[Any]) -> None:
+        """Plan for reads of these tensors."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for tensor in tensors:
+            for where, start, nbytes in _ranges(tensor):
+                if nbytes <= stores.holding(where)[0].gap:
+                    ranges.setdefault(where, []).append((start, start + nbytes))
+        for where, wanted in ranges.items():
+            store = stores.holding(where)[0]
+            longest = min(store.job, self._limit // (2 * len(ranges)))  # arrays that are split lie in all files
+            made: list[_Segment] = []
+            for start, stop in sorted(wanted):
+                if not made or start > made[-1].stop + store.gap or stop - made[-1].start > longest:
+                    made.append(_Segment(start, stop))
+                made[-1].stop = max(made[-1].stop, stop)
+                made[-1].left += stop - start
+            self._segments[where] = [s.start for s in made], made
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that it may come to hold."""
+        return self._limit if self._segments else 0
+
+    def reader(self, where: str, reader: stores.Reader) -> stores.Reader:
+        """A reader of an object that takes from its segments what lies there."""
+        return _Reader(self, where, reader) if where in self._segments else reader
+
+    def segment(self, where: str, start: int, stop: int) -> _Segment | None:
+        starts, made = self._segments[where]
+        at = bisect_right(starts, start) - 1
+        return made[at] if at >= 0 and stop <= made[at].stop else None
+
+    def bytes_of(self, segment: _Segment, reader: stores.Reader) -> bytearray | None:
+        """Those of a segment, fetched where they never were; None where they were given up."""
+        with segment.lock:
+            if not segment.fetched:
+                data = bytearray(segment.stop - segment.start)
+                del data[reader.readv([data], segment.start) :]
+                segment.file_nbytes, segment.tag = reader.nbytes, reader.tag
+                segment.data, segment.fetched = data, True
+                with self._lock:
+                    self._used += len(data)
+                    self._held[segment] = None
+                    while self._used > self._limit and len(self._held) > 1:
+                        self._drop(next(iter(self._held)))
+            return segment.data
+
+    def used(self, segment: _Segment, nbytes: int) -> None:
+        """Count what was read of a segment, which is let go at its end."""
+        with self._lock:
+            segment.left -= nbytes
+            if segment in self._held:
+                del self._held[segment]
+                self._held[segment] = None
+                if segment.left <= 0:
+                    self._drop(segment)
+
+    def _drop(self, segment: _Segment) -> None:
+        del self._held[segment]
+        self._used -= len(segment.data or b"")
+        segment.data = None
+
+
+def reading_ahead(ckpt: Checkpoint, limit: int) -> ReadAhead:
+    """What is shared from now on by all that read a checkpoint, to be told which tensors they will read. Of a disk it fetches nothing."""
+    ahead = ReadAhead(limit)
+    if stores.is_url(ckpt.path):
+        ckpt.belongs_to(replace(ckpt.generation, ahead=ahead))
+    return ahead
+
+
+def _ranges(tensor: Any) -> Iterator[tuple[str, int, int]]:
+    """(file, first byte, bytes) of the stored parts of a tensor that are ranges of files."""
+    if isinstance(tensor, Derived):
+        for source in tensor.sources():
+            yield from _ranges(source)
+        return
+    tensor = tensor.whole() if hasattr(tensor, "whole") else tensor
+    if isinstance(tensor, PackedBlocks):
+        for coord, held in tensor.objects.items():
+            yield tensor.path(coord), held.start, held.nbytes
+    elif isinstance(tensor, RawTensor):
+        yield tensor.path, tensor.start, tensor.stored_nbytes
+
+
+class _Reader:
+    __slots__ = ("_ahead", "_inner", "_last", "_where")
+
+    def __init__(self, ahead: ReadAhead, where: str, inner: stores.Reader) -> None:
+        self._ahead, self._where, self._inner = ahead, where, inner
+        self._last: _Segment | None = None  # whose answer told length and tag
+
+    @property
+    def nbytes(self) -> int:
+        return self._inner.nbytes if self._last is None else self._last.file_nbytes
+
+    @property
+    def tag(self) -> str:
+        return self._inner.tag if self._last is None else self._last.tag
+
+    def readv(self, buffers: list[Any], offset: int) -> int:
+        views = [memoryview(b).cast("B") for b in buffers]
+        wanted = sum(map(len, views))
+        segment = self._ahead.segment(self._where, offset, offset + wanted)
+        data = None if segment is None else self._ahead.bytes_of(segment, self._inner)
+        if segment is None or data is None:
+            return self._inner.readv(buffers, offset)
+        self._last = segment
+        held = memoryview(data)[offset - segment.start :]
+        done = 0
+        for view in views:
+            part = held[done : done + len(view)]
+            view[: len(part)] = part
+            done += len(part)
+        self._ahead.used(segment, wanted)
+        return done
+
+    def at_hand(self, offset: int) -> bool:
+        return self._inner.at_hand(offset)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,252 @@
+"""Reads as independent calls, which `run` executes on threads, and `RangeJob`, of which it joins those of neighbouring bytes."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
+from ..base.checksums import crc32c
+from ..base.scratch import scratch
+from ..checkpoint import generations
+from ..checkpoint.generations import Generation
+from ..stores import store as stores
+from ..stores.filesystem import IOV_MAX
+
+Job = Callable[[], int]
+SMALL = (
+    128 << 10
+)  # bytes of an array that is read with its neighbours: its checksum is taken from the cache all the same
+_TOGETHER = 64
+_OPEN = 16  # files that a thread keeps open from one job to the next
+_MISSES = 4  # files in a row that are not in memory, after which all others are left to the threads
+_LOCAL = stores.LocalStore(os.sep)  # takes absolute paths
+_own = threading.local()
+
+
+def run(jobs: Sequence[Job], readers: int = 4) -> int:
+    """Execute all jobs, on a few threads when that may help; returns the sum of what they return.
+
+    ``readers`` is what the stores of the tensors say: to a disk more threads than processors only wait for each other.
+    """
+    ranges = [j for j in jobs if type(j) is RangeJob]
+    rest: list[Job] = [j for j in jobs if type(j) is not RangeJob] if ranges else list(jobs)
+    total = 0
+    if ranges:
+        done, later = _at_hand(_neighbours(ranges))
+        total += done
+        rest += [lambda group=group: _read_ranges(group) for group in later]
+    workers = min(readers, len(rest), max(readers if readers > 4 else 2, os.cpu_count() or 1))
+    if workers < 2:
+        return total + _together(rest)
+    # To hand a job to a thread costs as much as a small one: where there are many, several go together.
+    size = max(1, min(_TOGETHER, len(rest) // (8 * workers)))
+    groups = [rest[i : i + size] for i in range(0, len(rest), size)]
+    with ThreadPoolExecutor(workers, thread_name_prefix="meshtape-io") as pool:
+        futures = [pool.submit(_together, group) for group in groups]
+        try:
+            return total + sum(f.result() for f in futures)
+        except BaseException:
+            for f in futures:
+                f.cancel()
+            raise
+
+
+def _together(jobs: Sequence[Job]) -> int:
+    """Execute jobs one after the other; the local files that they open stay open between them, as many arrays may lie in one."""
+    before, _own.readers = getattr(_own, "readers", None), {}
+    try:
+        return sum([job() for job in jobs])
+    finally:
+        for reader in _own.readers.values():
+            reader.close()
+        _own.readers = before
+
+
+class opened:  # used as a function is
+    """A file of a checkpoint for reading; `IncompleteCheckpoint` where it is missing, at the opening or the first read.
+
+    Where the checkpoint was replaced meanwhile, that and damage are `CheckpointReplaced`.
+    """
+
+    # A class, as a generator takes longer than to read a small file.
+    __slots__ = ("_closes", "_generation", "_what", "_where")
+
+    def __init__(self, where: str, what: str, generation: Generation = generations.NONE) -> None:
+        self._where, self._what, self._generation = where, what, generation
+
+    def __enter__(self) -> stores.Reader:
+        held = getattr(_own, "readers", None)
+        self._closes: stores.Reader | None = None
+        reader: stores.Reader | None = held.get(self._where) if held else None
+        if reader is None:
+            remote = stores.is_url(self._where)
+            store, name = stores.holding(self._where) if remote else (_LOCAL, self._where)
+            try:
+                reader = store.reader(name)
+                if self._generation.ahead is not None:
+                    reader = self._generation.ahead.reader(self._where, reader)
+            except BaseException as e:
+                self._refuse(e)
+                raise
+            # An object's version is asked for anew with each reader; an open file stays the one it was, and tells if it changes.
+            if held is not None and len(held) < _OPEN and not remote:
+                held[self._where] = reader
+            else:
+                self._closes = reader
+        return reader
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._closes is not None:
+            self._closes.close()
+        if error is not None:
+            self._refuse(error)
+
+    def _refuse(self, error: BaseException) -> None:
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            self._generation.check()
+            raise IncompleteCheckpoint(
+                f"{self._where} is missing, which holds {self._what}; restore the file or another checkpoint"
+            ) from None
+        if isinstance(error, (CorruptCheckpoint, IncompleteCheckpoint)):
+            self._generation.check()
+
+
+# ----- ranges ---------------------------------------------------------------------------------------------------------
+
+
+class Ranged(Protocol):
+    """A tensor that reads ranges."""
+
+    name: str
+    generation: Generation
+
+    def check_length(self, reader: stores.Reader, coord: Any, path: str) -> None:
+        """Raise where the file is not as long as it must be."""
+
+    def refused(self, coord: Any, value: int) -> CorruptCheckpoint:
+        """The error for bytes with a checksum that is not that of their place."""
+
+
+class RangeJob:
+    """A read of one range of a file, which `run` joins with its neighbours.
+
+    The bytes go to ``out``, or without it to ``take``. They are compared with ``value``; where that is None, nothing binds them to what was opened, and
+    the generation is looked at instead.
+    """
+
+    # There may be a hundred thousand of them: no frozen dataclass, which takes four times as long to make.
+    __slots__ = ("coord", "nbytes", "out", "path", "start", "take", "tensor", "value")
+
+    def __init__(
+        self,
+        tensor: Ranged,
+        coord: Any,
+        path: str,
+        start: int,
+        nbytes: int,
+        value: int | None,
+        out: np.ndarray | None,
+        take: Callable[[np.ndarray], None] | None = None,
+    ) -> None:
+        self.tensor, self.coord, self.path, self.start = tensor, coord, path, start
+        self.nbytes, self.value, self.out, self.take = nbytes, value, out, take
+
+    def __call__(self) -> int:
+        return _read_ranges([self])
+
+
+def _neighbours(jobs: list[RangeJob]) -> list[list[RangeJob]]:
+    """The jobs in groups that one read serves."""
+    groups: list[list[RangeJob]] = []
+    path, first, end, gap, limit = "", 0, 0, 0, 0
+    for job in sorted(jobs, key=attrgetter("path", "start", "nbytes")):
+        if job.path != path:
+            path = job.path
+            store = stores.holding(path)[0] if stores.is_url(path) else stores.LocalStore
+            gap, limit = store.gap, store.job
+        else:
+            last, stop = groups[-1][-1], job.start + job.nbytes
+            again = job.start == last.start and stop == end
+            near = again or end <= job.start <= end + gap
+            if near and stop - first <= limit and len(groups[-1]) < IOV_MAX // 2:
+                groups[-1].append(job)
+                end = stop
+                continue
+        groups.append([job])
+        first, end = job.start, job.start + job.nbytes
+    return groups
+
+
+def _at_hand(groups: list[list[RangeJob]]) -> tuple[int, list[list[RangeJob]]]:
+    """Read what lies in this machine's memory, here and now; returns the bytes, and the groups that are left.
+
+    Threads that read small files for a moment each spend their time handing the interpreter to one another.
+    """
+    total, missed = 0, 0
+    later: list[list[RangeJob]] = []
+    for group in groups:
+        job = group[0]
+        span = group[-1].start + group[-1].nbytes - job.start
+        if missed < _MISSES and span <= stores.LocalStore.batch and not stores.is_url(job.path):
+            done = _read_ranges(group, wait=False)
+            if done >= 0:
+                total += done
+                missed = 0
+                continue
+            missed += 1
+        later.append(group)
+    return total, later
+
+
+def _read_ranges(group: list[RangeJob], wait: bool = True) -> int:
+    """Fill the ``out`` of each; -1 where that would ``wait`` for a disk and must not."""
+    job = group[0]
+    first, path, tensor = job.start, job.path, job.tensor
+    with opened(path, f"part of {tensor.name!r}", tensor.generation) as reader:
+        if not wait and not reader.at_hand(first):
+            return -1
+        buffers, parts = [job.out if job.out is not None else np.empty(job.nbytes, np.uint8)], []
+        parts.append(buffers[0])
+        end = first + job.nbytes
+        for job in group[1:]:
+            if job.start < end:  # the same bytes as those before, for another place
+                parts.append(parts[-1])
+                continue
+            if job.start > end:
+                buffers.append(scratch("gap", job.start - end))
+            part = job.out if job.out is not None else np.empty(job.nbytes, np.uint8)
+            buffers.append(part)
+            parts.append(part)
+            end = job.start + job.nbytes
+        done = reader.readv(buffers, first)
+        tensor.check_length(reader, group[0].coord, path)
+        if done != end - first:
+            raise CorruptCheckpoint(
+                f"{path} ends early (it holds part of {tensor.name!r}); it changed while it was read"
+            )
+        bound = True
+        for job, part in zip(group, parts, strict=True):
+            if job.value is None:
+                bound = False
+            elif (value := crc32c(part)) != job.value:
+                raise job.tensor.refused(job.coord, value)
+            if job.take is not None:
+                job.take(part)
+            elif part is not job.out and job.out is not None:
+                job.out[...] = part
+        if not bound:
+            then = tensor.generation.tags.get(path)
+            if then:
+                generations.refuse(path, then, reader.tag)
+            else:
+                tensor.generation.check()
+    return done

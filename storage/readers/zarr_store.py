@@ -1,0 +1,86 @@
+"""A place as zarr-python's store: what zarr reads there goes the way of all reads, with its retries and its errors."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store
+
+from ..stores import store as stores
+from ..stores.local_zarr import known
+
+
+class PlaceStore(Store):
+    """Reads what lies below a location. This module imports zarr, so it is loaded where a hierarchy is opened."""
+
+    supports_writes = supports_deletes = False
+
+    def __init__(self, root: str) -> None:
+        super().__init__(read_only=True)
+        self._root = root
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlaceStore) and other._root == self._root
+
+    def __hash__(self) -> int:
+        return hash(self._root)
+
+    def __repr__(self) -> str:
+        return f"PlaceStore({self._root!r})"
+
+    @property
+    def supports_listing(self) -> bool:
+        return stores.at(self._root).lists
+
+    async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
+        data = await asyncio.to_thread(self._read, key, byte_range)
+        return None if data is None else known(key, prototype.buffer.from_bytes(data))
+
+    def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
+        store = stores.at(self._root)
+        try:
+            if part is None:
+                return store.get(key)
+            with contextlib.closing(store.reader(key)) as reader:
+                size = reader.nbytes
+                if isinstance(part, RangeByteRequest):
+                    start, stop = part.start, min(part.end, size)
+                else:
+                    start = part.offset if isinstance(part, OffsetByteRequest) else max(0, size - part.suffix)
+                    stop = size
+                data = bytearray(max(0, stop - start))
+                return bytes(data[: reader.readv([data], start) if data else 0])
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, ByteRequest | None]]) -> Any:
+        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+
+    async def exists(self, key: str) -> bool:
+        return await asyncio.to_thread(stores.at(self._root).size, key) is not None
+
+    async def set(self, key: str, value: Any) -> None:
+        stores.at(self._root).refuse_writes()
+
+    async def delete(self, key: str) -> None:
+        stores.at(self._root).refuse_writes()
+
+    async def list(self) -> AsyncIterator[str]:
+        async for key in self.list_prefix(""):
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        folder = prefix.rpartition("/")[0]
+        for entry in await asyncio.to_thread(lambda: list(stores.at(self._root).entries(folder))):
+            if entry.name.startswith(prefix):
+                yield entry.name
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        store = stores.at(stores.join(self._root, prefix.rstrip("/")) if prefix.rstrip("/") else self._root)
+        for name in await asyncio.to_thread(lambda: [*store.files(), *store.folders()]):
+            yield name

@@ -1,0 +1,210 @@
+"""Arrays of Zarr hierarchies that others wrote, read through zarr-python."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import (
+    CheckpointDTypeError,
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    OutOfMemory,
+    StoreError,
+)
+from ..base import names, strict_json
+from ..checkpoint.generations import NONE, Generation
+from ..format import dtypes
+from ..format.dtypes import EXTENSIONS, by_name
+from ..format.zarr_format import GROUP_ATTRIBUTE
+from ..stores import store as stores
+from .reading import Job
+
+
+def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, str]:
+    """(what zarr takes as a store, path in it) of a node of a hierarchy."""
+    if write:
+        stores.at(root).refuse_writes()
+    if not stores.is_url(root):
+        from zarr.storage import LocalStore
+
+        from ..stores.local_zarr import InsideStore
+
+        return LocalStore(root) if write else InsideStore(root), node
+    if root.partition("://")[0] not in stores.SCHEMES:
+        from .zarr_store import PlaceStore
+
+        return PlaceStore(root), node
+    from ..stores.local_zarr import ObjectStore
+    from ..stores.object_store import client
+
+    held, prefix = client(root)
+    return ObjectStore(held, read_only=not write), "/".join(p for p in (prefix, node) if p)
+
+
+def of_array(root: str, node: str, array: Any) -> ZarrTensor:
+    """The tensor of an array that zarr has opened. `CheckpointDTypeError` for elements that have no form here."""
+    shape, chunk = tuple(map(int, array.shape)), tuple(map(int, array.shards or array.chunks))
+    form = getattr(array.metadata, "chunk_key_encoding", None)
+    old = getattr(array.metadata, "dimension_separator", ".")
+    encoding = ("v2", old) if form is None else (str(form.name), form.separator)
+    dtype = np.dtype(array.dtype)
+    if form is None and dtype.kind == "u":
+        from ..stores.local_zarr import extension
+
+        dtype = extension(strict_json.loads(stores.at(root).get(f"{node}/.zarray".lstrip("/")))) or dtype
+    said = array.attrs.get(GROUP_ATTRIBUTE)
+    if dtype.kind == "u" and isinstance(said, dict) and said.get("dtype") in EXTENSIONS:
+        true = by_name(said["dtype"])  # bits, see ``array_metadata``
+        dtype = true if true.itemsize == dtype.itemsize else dtype
+    if any(c < 1 <= n for n, c in zip(shape, chunk, strict=True)):
+        raise ValueError(f"key {node!r} of shape {shape} has chunks of {chunk}")
+    # Whatever the order of bytes there, zarr gives numbers: in memory they lie in ours.
+    return ZarrTensor(root, node, node, shape, dtypes.of_reader(dtype, f"{root}: key {node!r}"), chunk, encoding)
+
+
+def open_array(root: str, node: str) -> ZarrTensor:
+    """The tensor of a node. `CheckpointError` where zarr cannot open it."""
+    import zarr
+
+    from ..format.zarr_dtypes import register
+
+    register()
+    if node:
+        names.inside(root, node, root)
+    try:
+        store, place = zarr_place(root, node)
+        return of_array(root, node, zarr.open_array(store, path=place, mode="r"))
+    except FileNotFoundError:
+        raise IncompleteCheckpoint(f"{root}: the array {node!r} is missing") from None
+    except (StoreError, CheckpointDTypeError):
+        raise
+    except Exception as e:
+        raise CorruptCheckpoint(f"{root}: zarr cannot open key {node!r}: {e}") from e
+
+
+class ByLibrary:
+    """Base of the tensors that another library reads, whole or in parts that are its own affair: the size of a box stands for what it reads."""
+
+    __slots__ = ()
+
+    def only(self, box: Box) -> Self:
+        return self
+
+    def bound(self, generation: Generation) -> Self:
+        return replace(self, generation=generation)  # type: ignore[type-var]
+
+    def planned(self, box: Box) -> int:
+        return box.size * self.dtype.itemsize  # type: ignore[attr-defined]
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        yield lambda: self._read(box.slices, out)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrTensor(ByLibrary):
+    """An array of a Zarr hierarchy that meshtape did not write. What zarr reads is not known: the box's size is reported.
+
+    ``missing`` says what `check` does about chunks that are not there, which Zarr takes for the fill value: ``"error"``, ``"warn"`` or
+    ``"fill"``. Writers leave such chunks out where all is the fill value, so a lost chunk and an empty one look alike.
+    """
+
+    how: ClassVar[str] = "a Zarr array that another program wrote"
+    root: str
+    name: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    encoding: tuple[str, str] = ("default", "/")  # of the names of chunks, and what separates their coordinates
+    missing: str = "warn"
+    generation: Generation = NONE
+    held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process
+
+    def key(self, coord: tuple[Any, ...]) -> str:
+        """The name of the file of a chunk, in the folder of the array."""
+        kind, separator = self.encoding
+        parts = [str(i) for i in coord]
+        return separator.join(["c", *parts] if kind == "default" else parts or ["0"])
+
+    def lost(self, limit: int = 8) -> tuple[list[str], int]:
+        """(names of the first chunks that are not there, the number of all)."""
+        store = stores.at(self.root)
+        if math.prod(self.shape) == 0 or not store.lists:
+            return [], 0
+        start = f"{self.node}/" if self.node else ""
+        held = {e.name.removeprefix(start) for e in store.entries(self.node)}
+        counts = [-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True)]
+        form = re.compile(re.escape(self.key(("#",) * len(counts))).replace("\\#", r"\d+"))
+        count = math.prod(counts) - sum(form.fullmatch(k) is not None for k in held)
+        if count <= 0:
+            return [], 0
+        every = range(math.prod(counts))  # counted without being listed
+        keys = (self.key(tuple(map(int, np.unravel_index(i, counts))) if counts else ()) for i in every)
+        return list(itertools.islice((k for k in keys if k not in held), min(limit, count))), count
+
+    def check(self) -> None:
+        """Raise `IncompleteCheckpoint`, or warn, where chunks are not there; `CheckpointError` for a size that no array has."""
+        if math.prod(self.shape) * self.dtype.itemsize >= 1 << 62:
+            raise CheckpointError(
+                f"{self.root}: key {self.name!r} of shape {self.shape} is larger than any memory; read slices of it"
+            )
+        if self.missing == "fill":
+            return
+        first, count = self.lost()
+        if count:
+            what, are = ("chunk", "is") if count == 1 else ("chunks", "are")
+            text = (
+                f"{self.root}: {count} {what} of key {self.name!r} {are} not there ({', '.join(first)}{', …' if count > len(first) else ''}): lost, or never "
+                "written because all is the fill value, as which Zarr reads them"
+            )
+            if self.missing == "error":
+                raise IncompleteCheckpoint(f'{text}; missing="fill" takes them for that')
+            warnings.warn(text, stacklevel=5)
+
+    @property
+    def readers(self) -> int:
+        return stores.at(self.root).readers
+
+    def _opened(self) -> Any:
+        import zarr
+
+        from ..format.zarr_dtypes import register
+        from .zarr_bounds import bound
+
+        register()
+        store, node = zarr_place(self.root, self.node)
+        return bound(zarr.open_array(store, path=node, mode="r"))
+
+    def kept(self) -> ZarrTensor:
+        """The same for many reads: its metadata is read once."""
+        return replace(self, held=self._opened())
+
+    def picks(self, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:
+        yield lambda: self._read(tuple(slice(r.start, r.stop, r.step) for r in picks), out)
+
+    def _read(self, index: tuple[slice, ...], out: np.ndarray) -> int:
+        try:
+            found = (self._opened() if self.held is None else self.held)[index]
+            out[...] = found if self.dtype.name not in EXTENSIONS else np.asarray(found).view(self.dtype)
+        except StoreError:  # nothing is wrong with the file
+            raise
+        except MemoryError as e:  # nor here
+            raise OutOfMemory(f"{self.root}: key {self.name!r}: {e}; read slices of it") from None
+        except Exception as e:
+            # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
+            self.generation.check()
+            raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e
+        self.generation.check()
+        return out.nbytes

@@ -1,0 +1,165 @@
+"""Quantised weights as the numbers that they stand for: integers or float8 times the scale of their block.
+
+``y = (x - zero) * scale``, where element ``i`` along a dimension belongs to block ``i // block`` and the last block may be short. DeepSeek-V3
+stores ``weight`` in float8_e4m3fn with ``weight_scale_inv``, one float32 for each 128 × 128 block, by which the weight is multiplied in spite of the name
+(its ``kernel.py``: ``y = x * s``). compressed-tensors stores ``weight_scale`` for the tensor, for each row, or for each group of a row, and
+where it is not symmetric ``weight_zero_point`` (its ``dequantize``: ``(x_q - zero_point) * scale``). Its format ``pack-quantized`` stores ``weight_packed``: int32, of
+which each holds 32 / bits numbers of a row (its ``pack_to_int32``); zero points are packed along the columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ..readers.reading import Job
+from .casting import cast
+from .lazy_tensors import Derived, Elementwise, pieces
+
+
+def is_quantized(dtype: np.dtype) -> bool:
+    """Whether weights of this dtype need a scale: 8-bit integers and float8."""
+    return dtype.itemsize == 1 and dtype.kind != "b" and dtype.name != "float8_e8m0fnu"
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked(Derived):
+    """Signed numbers of ``bits`` bits of which each int32 of ``source`` holds several along ``axis``: the first in the lowest bits, raised by half their range."""
+
+    name: str
+    source: Any
+    axis: int
+    bits: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.int8)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._longer(self.source.shape)
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return self._longer(self.source.chunk)
+
+    def _longer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(n * (32 // self.bits) if d == self.axis else n for d, n in enumerate(shape))
+
+    def _box(self, box: Box) -> Box:
+        per, offset, shape = 32 // self.bits, list(box.offset), list(box.shape)
+        offset[self.axis] //= per
+        shape[self.axis] = -(-box.stop[self.axis] // per) - offset[self.axis]
+        return Box(tuple(offset), tuple(shape))
+
+    def only(self, box: Box) -> Unpacked:
+        return replace(self, source=self.source.only(self._box(box))) if box.size else self
+
+    def planned(self, box: Box) -> int:
+        return self.source.planned(self._box(box)) if box.size else 0
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        for there, part in pieces(box, self.chunk, 6):
+            yield lambda there=there, part=part: self._unpack(there, out[(*part.slices, ...)])
+
+    def _unpack(self, box: Box, out: np.ndarray) -> int:
+        there = self._box(box)
+        held, nbytes = _read(self.source, there)
+        at = np.arange(box.offset[self.axis], box.stop[self.axis])
+        word, place = np.divmod(at, 32 // self.bits)
+        shifts = (place * self.bits).astype(np.uint32).reshape([-1 if d == self.axis else 1 for d in range(held.ndim)])
+        words = held.view(np.uint32).take(word - there.offset[self.axis], self.axis)
+        raised = (words >> shifts) & np.uint32((1 << self.bits) - 1)
+        out[...] = raised.astype(np.int16) - (1 << (self.bits - 1))
+        return nbytes
+
+
+def dequantizes(tensor: Any) -> bool:
+    """Whether a tensor holds the numbers that quantised weights stand for."""
+    return isinstance(tensor, Dequantized) or (isinstance(tensor, Derived) and any(map(dequantizes, tensor.sources())))
+
+
+def not_followed(key: str, names: Container[str]) -> str | None:
+    """The reason to refuse a weight, or a scale, whose names say that its numbers mean something else than a product with a scale."""
+    base = key.removesuffix("_packed")
+    if f"{base}_g_idx" in names:
+        return f"the columns of {key!r} belong to groups in the order of '{base}_g_idx'; write the model anew without activation ordering"
+    if f"{key}.quant_map" in names:
+        return f"{key!r} holds places in the table '{key}.quant_map' (nf4 or fp4 of bitsandbytes); let bitsandbytes write the full weights"
+    if key.endswith(".qweight"):
+        return f"{key!r} is in the layout of GPTQ or AWQ, which differs by their versions; let the tool that made it write the full weights"
+    if key.endswith(".SCB"):
+        return f"{key!r} is 127 times the scale (LLM.int8 of bitsandbytes); let bitsandbytes write the full weights"
+    return None
+
+
+def _read(tensor: Any, box: Box) -> tuple[np.ndarray, int]:
+    held = np.empty(box.shape, tensor.dtype)
+    return held, sum(job() for job in tensor.jobs(box, held))
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized(Elementwise):
+    """``source`` times ``scale``, less ``zero`` before, one of each for a ``block``. Reads the scales of the blocks that a box meets."""
+
+    name: str
+    source: Any
+    scale: Any
+    zero: Any
+    block: tuple[int, ...]
+    dtype: np.dtype
+    casts: ClassVar[bool] = True
+
+    def sources(self) -> tuple[Any, ...]:
+        return (self.source, self.scale) if self.zero is None else (self.source, self.scale, self.zero)
+
+    def _blocks(self, box: Box) -> Box:
+        first = tuple(o // b for o, b in zip(box.offset, self.block, strict=True))
+        return Box(first, tuple(-(-e // b) - f for e, b, f in zip(box.stop, self.block, first, strict=True)))
+
+    def only(self, box: Box) -> Dequantized:
+        if not box.size:
+            return self
+        blocks = self._blocks(box)
+        zero = None if self.zero is None else self.zero.only(blocks)
+        return replace(self, source=self.source.only(box), scale=self.scale.only(blocks), zero=zero)
+
+    def planned(self, box: Box) -> int:
+        if not box.size:
+            return 0
+        return self.source.planned(box) + sum(s.planned(self._blocks(box)) for s in self.sources()[1:])
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        for there, part in pieces(box, self.chunk, 4):
+            yield lambda there=there, part=part: self._read(there, out[(*part.slices, ...)])
+
+    def _read(self, box: Box, out: np.ndarray) -> int:
+        blocks = self._blocks(box)
+        x, nbytes = _read(self.source, box)
+        places = np.ix_(
+            *(
+                np.arange(o, e) // b - f
+                for o, e, b, f in zip(box.offset, box.stop, self.block, blocks.offset, strict=True)
+            )
+        )
+
+        def spread(tensor: Any, dtype: Any) -> np.ndarray:
+            nonlocal nbytes
+            held, n = _read(tensor, blocks)
+            nbytes += n
+            return held.astype(dtype)[places]
+
+        # float32 holds every product of an 8-bit number and a scale that a model has; a scale that could pass its range is told by the cast.
+        scale = spread(self.scale, np.float64 if self.scale.dtype == np.float64 else np.float32)
+        with np.errstate(all="ignore"):
+            wide = np.float64 if scale.size and not np.abs(scale).max() < 1e30 else scale.dtype
+            y = x.astype(wide)
+            if self.zero is not None:
+                y -= spread(self.zero, wide)
+            y *= scale
+        out[...] = cast(self.name, y, self.dtype, box.offset)
+        return nbytes

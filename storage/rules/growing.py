@@ -1,0 +1,109 @@
+"""New rows of an array that grows, made of the rows that are stored: their mean, or numbers drawn with their mean and deviation.
+
+Each column has its own mean and deviation (of the population), in float64, over tiles of rows that only the shape decides; what is drawn is a
+function of the seed, the array's name and the place. So windows, workers and their order change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ... import arrays
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointError
+from ..readers.reading import Job
+from .casting import cast
+from .lazy_tensors import Derived
+
+_TILE = 1 << 19  # elements of whole rows
+
+
+@dataclass(frozen=True, slots=True)
+class Grown(Derived):
+    """``count`` rows beyond the end of ``source`` along ``axis``. Reads all rows of the columns that it is asked for."""
+
+    name: str
+    source: Any
+    axis: int
+    count: int
+    noise: bool
+    seed: int
+    casts: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.source.shape
+        return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.source.dtype
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return tuple(min(c, n) for c, n in zip(self.source.chunk, self.shape, strict=True))
+
+    def _rows(self, box: Box, start: int, stop: int) -> Box:
+        k = self.axis
+        offset = (*box.offset[:k], start, *box.offset[k + 1 :])
+        return Box(offset, (*box.shape[:k], stop - start, *box.shape[k + 1 :]))
+
+    def _stored(self, box: Box) -> Box:
+        return self._rows(box, 0, self.source.shape[self.axis])
+
+    def only(self, box: Box) -> Grown:
+        return replace(self, source=self.source.only(self._stored(box))) if box.size else self
+
+    def planned(self, box: Box) -> int:
+        return self.source.planned(self._stored(box)) if box.size else 0
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        if box.size:
+            yield lambda: self._read(box, out)
+
+    def _statistics(self, box: Box) -> tuple[np.ndarray, np.ndarray, int]:
+        """(mean, deviation) of each column of a box, with a length of 1 along the axis; and the bytes that were read."""
+        n = self.source.shape[self.axis]
+        step = max(1, _TILE * n // math.prod(self.source.shape))
+        count, nbytes = 0, 0
+        mean = squares = np.zeros((), np.float64)
+        for start in range(0, n, step):
+            part = self._rows(box, start, min(start + step, n))
+            held = np.empty(part.shape, self.dtype)
+            nbytes += sum(job() for job in self.source.jobs(part, held))
+            # Columns as rows in memory: each is summed by itself, however many there are.
+            tile = np.ascontiguousarray(np.moveaxis(held, self.axis, -1)).astype(np.float64)
+            k = tile.shape[-1]
+            own = tile.sum(-1, keepdims=True) / k
+            gap = own - mean
+            squares = squares + ((tile - own) ** 2).sum(-1, keepdims=True) + gap**2 * (count * k / (count + k))
+            mean = mean + gap * (k / (count + k))
+            count += k
+        if not np.isfinite(mean).all():
+            raise CheckpointError(
+                f"{self.name!r} holds values that are not finite, so its new rows cannot be made of its mean; pad it with value="
+            )
+        back = (np.moveaxis(a, -1, self.axis) for a in (mean, np.sqrt(squares / n)))
+        return (*back, nbytes)
+
+    def _read(self, box: Box, out: np.ndarray) -> int:
+        with np.errstate(all="ignore"):
+            mean, deviation, nbytes = self._statistics(box)
+        rows = np.broadcast_to(mean, box.shape)
+        if self.noise:
+            k, n = self.axis, self.source.shape[self.axis]
+            whole = (*self.shape[:k], n + self.count, *self.shape[k + 1 :])
+            place = self._rows(box, n + box.offset[k], n + box.stop[k])
+            key = arrays.random.fold_in(arrays.random.key(self.seed), zlib.crc32(self.name.encode()))
+            draw = arrays.random.normal.op.impl
+            rows = mean + deviation * draw(
+                np, np.asarray(key), place.shape, place.offset, whole, np.dtype(np.float64), mean=0.0, std=1.0
+            )
+        out[...] = cast(self.name, np.ascontiguousarray(rows), self.dtype, box.offset)
+        return nbytes

@@ -1,0 +1,475 @@
+"""Tensors that are made from stored ones, box by box: what key rules compile to.
+
+Each has the face of a stored tensor (``shape``, ``dtype``, ``chunk``, ``only``, ``planned``, ``jobs``), so that load, merge, convert and
+reshard treat both alike, and a rule followed by a reshard never needs a whole tensor: a box of the result asks its sources
+for the boxes that it is made of, which are read straight into its memory wherever a view can express the change.
+All are small picklable values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointError
+from ..format.chunk_grid import runs, windows
+from ..readers.reading import Job
+from ..readers.tensor import StoredTensor
+from .casting import cast
+
+_SOURCES = frozenset(["source", "parts", "scale", "zero"])
+_PIECE = 8 << 20  # bytes that a cast holds at once
+
+
+def pieces(box: Box, chunk: Sequence[int], itemsize: int) -> Iterator[tuple[Box, Box]]:
+    """(box of the tensor, the same within ``box``) of each piece that a conversion holds at once."""
+    for part in windows(box.shape, tuple(max(c, 1) for c in chunk), itemsize, _PIECE):
+        yield Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape), part
+
+
+class Derived:
+    """Base of the tensors that are made of others. ``check`` is that of the sources."""
+
+    __slots__ = ()
+    casts: ClassVar[bool] = False  # itself, not its sources
+    how: ClassVar[str] = "made of other arrays when it is read"
+
+    def sources(self) -> tuple[Any, ...]:
+        return (self.source,)  # type: ignore[attr-defined]
+
+    @property
+    def readers(self) -> int:
+        return max((s.readers for s in self.sources()), default=1)
+
+    def check(self) -> None:
+        for s in self.sources():
+            if hasattr(s, "check"):
+                s.check()
+
+
+class Recipes:
+    """Digests of how tensors are made of stored ones: two that are equal read alike from the same files."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, str] = {}  # a tensor may be the source of many
+
+    def of(self, tensor: Any) -> str:
+        found = self._known.get(id(tensor))
+        if found is None:
+            told = [type(tensor).__name__, tensor.name]
+            if isinstance(tensor, Derived):
+                told += [str(getattr(tensor, f.name)) for f in fields(tensor) if f.name not in _SOURCES]
+                told += [self.of(s) for s in tensor.sources()]
+            found = self._known[id(tensor)] = hashlib.sha256("\0".join(told).encode("utf-8", "replace")).hexdigest()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """An array in memory, with the face of a stored one."""
+
+    name: str
+    array: np.ndarray
+    how: ClassVar[str] = "an array in memory"
+
+    @property
+    def readers(self) -> int:
+        return 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return tuple(1 if i < self.array.ndim - 1 else max(n, 1) for i, n in enumerate(self.array.shape))
+
+    def only(self, box: Box) -> Memory:
+        return self
+
+    def planned(self, box: Box) -> int:
+        return 0
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        def copy() -> int:
+            out[...] = self.array[(*box.slices, ...)]
+            return 0
+
+        yield copy
+
+
+@dataclass(frozen=True, slots=True)
+class Filled(Derived):
+    """The same value everywhere."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    value: float | bool = 0
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+
+    def sources(self) -> tuple[Any, ...]:
+        return ()
+
+    def only(self, box: Box) -> Filled:
+        return self
+
+    def planned(self, box: Box) -> int:
+        return 0
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        def fill() -> int:
+            out[...] = self.value
+            return 0
+
+        if box.size:
+            yield fill
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced(Derived):
+    """The part of a tensor that starts at ``start``."""
+
+    name: str
+    source: StoredTensor
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.source.dtype
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return self.source.chunk
+
+    def _box(self, box: Box) -> Box:
+        return Box(tuple(a + b for a, b in zip(self.start, box.offset, strict=True)), box.shape)
+
+    def only(self, box: Box) -> Sliced:
+        return replace(self, source=self.source.only(self._box(box)))
+
+    def planned(self, box: Box) -> int:
+        return self.source.planned(self._box(box))
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        if box.size:
+            yield from self.source.jobs(self._box(box), out)
+
+
+def casts(tensor: Any) -> bool:
+    """Whether reading a tensor may lose values (see ``casting``)."""
+    return isinstance(tensor, Derived) and (tensor.casts or any(map(casts, tensor.sources())))
+
+
+def whole_of(tensor: Any) -> Any:
+    """The tensor that another name stands for, where nothing but the name is another."""
+    while isinstance(tensor, Sliced) and not any(tensor.start) and tensor.shape == tensor.source.shape:
+        tensor = tensor.source
+    return tensor.whole() if hasattr(tensor, "whole") else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(Derived):
+    """Tensors one after the other along an axis. A part that is not needed any more (see ``only``) is None."""
+
+    name: str
+    parts: tuple[StoredTensor | None, ...]
+    starts: tuple[int, ...]
+    axis: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, name: str, parts: Sequence[StoredTensor], axis: int) -> Joined:
+        """Of parts whose other dimensions and dtypes are known to agree."""
+        lengths = [p.shape[axis] for p in parts]
+        shape = list(parts[0].shape)
+        shape[axis] = sum(lengths)
+        starts = tuple(itertools.accumulate(lengths[:-1], initial=0))
+        return cls(name, tuple(parts), starts, axis, tuple(shape), parts[0].dtype)
+
+    def sources(self) -> tuple[Any, ...]:
+        return tuple(p for p in self.parts if p is not None)
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        left = self.sources()
+        return left[0].chunk if left else self.shape
+
+    def _boxes(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
+        """(number of a part, the box of it that is wanted, the place of that in ``box``)."""
+        k = self.axis
+        ends = (*self.starts[1:], self.shape[k])
+        for i, (start, end) in enumerate(zip(self.starts, ends, strict=True)):
+            a, b = max(start, box.offset[k]), min(end, box.stop[k])
+            if a < b and box.size:
+                shape = (*box.shape[:k], b - a, *box.shape[k + 1 :])
+                there = Box((*box.offset[:k], a - start, *box.offset[k + 1 :]), shape)
+                here = Box(tuple(a - box.offset[k] if d == k else 0 for d in range(len(shape))), shape)
+                yield i, there, here
+
+    def only(self, box: Box) -> Joined:
+        needed = {i: there for i, there, _ in self._boxes(box)}
+        parts = tuple(p.only(needed[i]) if i in needed else None for i, p in enumerate(self.parts))
+        return replace(self, parts=parts)
+
+    def planned(self, box: Box) -> int:
+        return sum(self.parts[i].planned(there) for i, there, _ in self._boxes(box))
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        for i, there, here in self._boxes(box):
+            yield from self.parts[i].jobs(there, out[here.slices])
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted(Derived):
+    """Dimensions in another order: dimension i of the result is dimension ``axes[i]`` of the source."""
+
+    name: str
+    source: StoredTensor
+    axes: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.source.shape[a] for a in self.axes)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.source.dtype
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return tuple(self.source.chunk[a] for a in self.axes)
+
+    def _inverse(self) -> tuple[int, ...]:
+        return tuple(self.axes.index(i) for i in range(len(self.axes)))
+
+    def _box(self, box: Box) -> Box:
+        inverse = self._inverse()
+        return Box(tuple(box.offset[i] for i in inverse), tuple(box.shape[i] for i in inverse))
+
+    def only(self, box: Box) -> Permuted:
+        return replace(self, source=self.source.only(self._box(box)))
+
+    def planned(self, box: Box) -> int:
+        return self.source.planned(self._box(box))
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        yield from self.source.jobs(self._box(box), out.transpose(self._inverse()))
+
+
+class Elementwise(Derived):
+    """What is made of each element of its ``source`` by itself: shape and chunks are the source's."""
+
+    __slots__ = ()
+    source: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return self.source.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Converted(Elementwise):
+    """Another dtype, by NumPy's rules; what it loses is counted (see ``casting``). ``allowed``: the loss is accepted."""
+
+    name: str
+    source: StoredTensor
+    dtype: np.dtype
+    allowed: bool = False
+    casts: ClassVar[bool] = True
+
+    def only(self, box: Box) -> Converted:
+        return replace(self, source=self.source.only(box))
+
+    def planned(self, box: Box) -> int:
+        return self.source.planned(box)
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        for there, part in pieces(box, self.chunk, self.source.dtype.itemsize):
+            yield lambda there=there, part=part: self._read(there, out[(*part.slices, ...)])
+
+    def _read(self, box: Box, out: np.ndarray) -> int:
+        held = np.empty(box.shape, self.source.dtype)
+        nbytes = sum(job() for job in self.source.jobs(box, held))
+        out[...] = cast(self.name, held, self.dtype, box.offset, self.allowed)
+        return nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed(Derived):
+    """A tensor that several sources must hold alike, such as the step count of parameters that a rule joins."""
+
+    name: str
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parts[0].shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return self.parts[0].chunk
+
+    def sources(self) -> tuple[Any, ...]:
+        return self.parts
+
+    def only(self, box: Box) -> Agreed:
+        return replace(self, parts=tuple(p.only(box) for p in self.parts))
+
+    def planned(self, box: Box) -> int:
+        return sum(p.planned(box) for p in self.parts)
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        yield lambda: self._read(box, out)
+
+    def _read(self, box: Box, out: np.ndarray) -> int:
+        nbytes = sum(job() for job in self.parts[0].jobs(box, out))
+        for other in self.parts[1:]:
+            held = np.empty(box.shape, other.dtype)
+            nbytes += sum(job() for job in other.jobs(box, held))
+            if held.tobytes() != out.tobytes():
+                raise CheckpointError(
+                    f"{self.name!r} is joined from sources that must agree, but {self.parts[0].name!r} holds {out} and "
+                    f"{other.name!r} holds {held}; drop them, or leave one with a rule of its own"
+                )
+        return nbytes
+
+
+# ----- reshape --------------------------------------------------------------------------------------------------------
+
+
+def groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[slice, slice]]:
+    """Dimensions of two shapes of one size that can be matched: the smallest groups with equal products.
+
+    >>> groups((8, 3, 4), (2, 4, 12))
+    [(slice(0, 1, None), slice(0, 2, None)), (slice(1, 3, None), slice(2, 3, None))]
+    """
+    out, i, j = [], 0, 0
+    while i < len(a) or j < len(b):
+        i0, j0, m, n = i, j, 1, 1
+        if i < len(a):
+            m, i = a[i], i + 1
+        if j < len(b):
+            n, j = b[j], j + 1
+        while m != n:
+            if m < n:
+                m, i = m * a[i], i + 1
+            else:
+                n, j = n * b[j], j + 1
+        out.append((slice(i0, i), slice(j0, j)))
+    return out
+
+
+def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """A range of the flat array as boxes, in order; at most two for each dimension and one more.
+
+    >>> [(b.offset, b.shape) for b in rectangles(5, 13, (4, 6))]
+    [((0, 5), (1, 1)), ((1, 0), (1, 6)), ((2, 0), (1, 1))]
+    >>> list(rectangles(5, 5, (5, 5)))
+    []
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+    first, head = divmod(start, row)
+    if head:
+        end = min(stop, (first + 1) * row)
+        for b in rectangles(head, end - first * row, inner):
+            yield Box((first, *b.offset), (1, *b.shape))
+        start, first = end, first + 1
+    last = stop // row
+    if last > first:
+        yield Box((first, *([0] * len(inner))), (last - first, *inner))
+        start = last * row
+    if start < stop:
+        for b in rectangles(0, stop - start, inner):
+            yield Box((last, *b.offset), (1, *b.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped(Derived):
+    """The same elements in row-major order under another shape."""
+
+    name: str
+    source: StoredTensor
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.source.dtype
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+
+    def _pieces(self, box: Box) -> Iterator[tuple[Box, tuple[slice, ...]]]:
+        """(box of the source, its place in ``box`` with one flat dimension for each group)."""
+        choices = []
+        for there, here in groups(self.source.shape, self.shape):
+            sub, found = self.source.shape[there], []
+            for inner, outer, length in runs(Box(box.offset[here], box.shape[here]), self.shape[here]):
+                for part in rectangles(outer, outer + length, sub):
+                    found.append((part, slice(inner, inner + part.size)))
+                    inner += part.size
+            choices.append(found)
+        for chosen in itertools.product(*choices):
+            offset = tuple(n for part, _ in chosen for n in part.offset)
+            yield Box(offset, tuple(n for part, _ in chosen for n in part.shape)), tuple(s for _, s in chosen)
+
+    def only(self, box: Box) -> Reshaped:
+        if not box.size:
+            return self
+        pieces = [there for there, _ in self._pieces(box)]
+        lo = tuple(min(p.offset[d] for p in pieces) for d in range(len(self.source.shape)))
+        hi = tuple(max(p.stop[d] for p in pieces) for d in range(len(self.source.shape)))
+        return replace(self, source=self.source.only(Box(lo, tuple(b - a for a, b in zip(lo, hi, strict=True)))))
+
+    def planned(self, box: Box) -> int:
+        return sum(self.source.planned(there) for there, _ in self._pieces(box)) if box.size else 0
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        if not box.size:
+            return
+        flat = [math.prod(box.shape[here]) for _, here in groups(self.source.shape, self.shape)]
+        try:
+            target = np.reshape(out, flat, copy=False)
+        except ValueError:  # the memory has gaps where the flat dimensions would go on
+            yield lambda: self._read(box, out)
+            return
+        for there, place in self._pieces(box):
+            # Splitting a dimension is always a view.
+            yield from self.source.jobs(there, np.reshape(target[(*place, ...)], there.shape, copy=False))
+
+    def _read(self, box: Box, out: np.ndarray) -> int:
+        held = np.empty(box.shape, self.dtype)
+        nbytes = sum(job() for job in self.jobs(box, held))
+        out[...] = held
+        return nbytes

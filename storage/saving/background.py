@@ -1,0 +1,126 @@
+"""Saves that run in the background: one thread each, at most one for a path, none lost at exit.
+
+A handle is *running*, then *finished* with a report or an error. An error is *seen* once somebody was told: by
+``SaveHandle.wait``, by the next save to the same path, or, when neither came, by a message when the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from ..base.threads import give_way
+
+_lock = threading.Lock()
+_by_target: dict[str, SaveHandle] = {}  # running, or failed and not yet seen
+_watching_exit = False
+
+
+class SaveHandle:
+    """A save in the background, as `save_async` returns it.
+
+    >>> handle = start("/tmp/x", lambda: "saved")
+    >>> handle.wait()
+    'saved'
+    >>> handle.done()
+    True
+    """
+
+    def __init__(self, path: str, work: Callable[[], Any]) -> None:
+        self.path = path
+        self._work: Callable[[], Any] | None = work
+        self._report: Any = None
+        self._error: BaseException | None = None
+        # Not a daemon: the interpreter must not end below it.
+        self._thread = threading.Thread(target=self._run, name="meshtape-save", daemon=False)
+
+    def _run(self) -> None:
+        work, self._work = self._work, None
+        give_way()
+        try:
+            self._report = work()
+        except BaseException as e:
+            self._error = e
+        else:
+            _forget(self)
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or badly. Never waits and never raises."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The `SaveReport`, once the save has ended.
+
+        Raises whatever the save raised, each time it is asked; ``TimeoutError`` when ``timeout`` seconds were not enough.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the save to {self.path} still runs after {timeout} seconds")
+        if self._error is not None:
+            _forget(self)
+            raise self._error
+        return self._report
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "done" if self._error is None else f"failed: {self._error}"
+        return f"<SaveHandle {self.path}: {state}>"
+
+
+def _forget(handle: SaveHandle) -> None:
+    with _lock:
+        if _by_target.get(handle.path) is handle:
+            del _by_target[handle.path]
+
+
+def finish_earlier(target: str) -> None:
+    """Wait for a background save to ``target``, if there is one, and raise the error that nobody has seen yet."""
+    with _lock:
+        earlier = _by_target.get(target)
+    if earlier is not None and earlier._thread is not threading.current_thread():
+        earlier.wait()
+
+
+def start(target: str, work: Callable[[], Any]) -> SaveHandle:
+    """Run ``work`` in the background, after an earlier save to ``target`` has ended; raises that one's unseen error."""
+    _watch_exit()
+    handle = SaveHandle(target, work)
+    while True:
+        finish_earlier(target)
+        with _lock:
+            if target not in _by_target:
+                _by_target[target] = handle
+                handle._thread.start()
+                return handle
+
+
+def _watch_exit() -> None:
+    global _watching_exit
+    with _lock:
+        if _watching_exit:
+            return
+        _watching_exit = True
+    # A save needs thread pools, which the standard library closes before it joins threads. What is registered here runs
+    # before that, as it is registered after. Without the private hook, only errors are reported, and the threads are joined.
+    import concurrent.futures.thread  # noqa: F401
+
+    getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+
+
+def _finish_all() -> None:
+    with _lock:
+        left = list(_by_target.values())
+    for handle in left:
+        handle._thread.join()
+        if handle._error is not None:
+            print(f"meshtape: the save to {handle.path} failed, and nobody waited for it:", file=sys.stderr)
+            traceback.print_exception(handle._error)
+
+
+# Threads do not survive a fork: the child must not wait for them.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_by_target.clear)

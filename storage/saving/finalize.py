@@ -1,0 +1,170 @@
+"""What makes shards a checkpoint: documents, Zarr's metadata and the manifest, after the check that every shard was written once."""
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import BlockSharding
+from ...arrays.core.errors import CheckpointError
+from ...arrays.core.tree import Path
+from ..base import names
+from ..base.checksums import crc32c
+from ..base.collector import no_collections
+from ..base.threads import SYNCS, in_threads
+from ..format import chunk_sums, manifest
+from ..format.chunk_grid import Grid, place_of
+from ..format.compression import Compression, fits, most_nbytes
+from ..format.documents import marked
+from ..format.zarr_format import array_metadata, group_metadata
+from ..stores import atomic_directory, store
+from .write_shards import Record
+
+
+@dataclass
+class Item:
+    """One array of the tree on its way to disk."""
+
+    path: Path
+    array: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: BlockSharding | None
+    grid: Grid
+    directory: str = ""
+    mesh: int | None = None
+    compression: Compression = None
+    packed: bool = False
+    raw: bool = False  # see ``array_metadata``
+
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = names.leaf_name(self.path)
+        if not self.shape:  # a bare chunk of a few bytes
+            self.compression = None
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of its files; with compression, the most that they can have."""
+        if self.packed:
+            return math.prod(self.shape) * self.dtype.itemsize
+        return sum(self.most(c) for c in self.grid.shards())
+
+    @property
+    def least_nbytes(self) -> int:
+        """Bytes that its files will surely have."""
+        return self.stored_nbytes if self.compression is None else 0
+
+    def most(self, coord: tuple[int, ...]) -> int:
+        """Bytes of the file of a shard; with compression, the most that it can have."""
+        return most_nbytes(self.grid, coord, self.dtype.itemsize, self.compression)
+
+
+@no_collections()
+def finish_directory(
+    folder: atomic_directory.Folder,
+    target: str,
+    head: manifest.Manifest,
+    items: list[Item],
+    records: Sequence[Record],
+    documents: Mapping[str, bytes],
+) -> int:
+    """Write what makes shards a checkpoint: documents, Zarr's metadata, then the manifest. Returns the bytes of the directory."""
+    head.packs = list(dict.fromkeys(r.pack for r in records if r.pack is not None))
+    head.arrays, table = _entries(items, records, head.packs)
+    if table:
+        head.sums = marked(chunk_sums.FILE, folder.suffix)
+        folder.put(head.sums, table)
+    head.documents = {name: (crc32c(data), marked(name, folder.suffix)) for name, data in documents.items()}
+    for name, data in documents.items():
+        folder.put(marked(name, folder.suffix), data)
+    nbytes = (
+        sum(r.nbytes for r in records if r.pack is None)
+        + sum(p.nbytes for p in head.packs)
+        + len(table)
+        + sum(map(len, documents.values()))
+        + _write_metadata(folder, items, head)
+    )
+    data = head.dumps()
+    manifest.loads(data, store.join(target, manifest.FILE))  # never commit what could not be read again
+    folder.put(manifest.FILE, data)
+    folder.settle()
+    return nbytes + len(data)
+
+
+def _entries(
+    items: list[Item], records: Sequence[Record], packs: list[manifest.Pack]
+) -> tuple[list[manifest.ArrayEntry], bytes]:
+    """Manifest rows and the table of checksums, after the check that every shard was written once, at its full length."""
+    written: dict[str, Record] = {}
+    for r in records:
+        if r.file in written:
+            raise CheckpointError(f"shard {r.file} was written twice; the hosts of the mesh disagree about its blocks")
+        written[r.file] = r
+    entries, lost = [], []
+    table = bytearray()
+    numbers = {pack: i for i, pack in enumerate(packs)}
+    if len({p.file for p in packs}) != len(packs):
+        raise CheckpointError("two ranks wrote one pack; the hosts of the mesh disagree about its blocks")
+    for item in items:
+        rows: list[Any] = []
+        first = len(table)
+        for coord in item.grid.shards():
+            place = place_of(item.grid, coord, item.dtype.itemsize)
+            key, box = place.key, place.box
+            record = written.pop(f"{item.directory}/{key}", None)
+            if item.packed and record is not None and record.nbytes == box.size * item.dtype.itemsize:
+                head = [numbers[record.pack], list(box.offset), list(box.shape)]
+                rows.append([*head, record.nbytes, f"{record.crc32c:08x}", record.start])
+                continue
+            if record is None or not fits(record.nbytes, item.grid, coord, item.dtype.itemsize, item.compression):
+                lost.append(f"{item.name} {key}")
+                continue
+            rows.append([key, list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}"])
+            if chunk_sums.has_section(item.grid):
+                table += record.sums
+        sharding = None if item.sharding is None else [str(t) for t in item.sharding.describe()]
+        entries.append(
+            manifest.ArrayEntry(
+                item.path,
+                "" if item.packed else item.directory,
+                item.grid,
+                item.dtype,
+                item.mesh,
+                sharding,
+                rows,
+                compression=item.compression,
+                sums=(first // 4, crc32c(bytes(table[first:]))) if len(table) > first else None,
+                packs=packs if item.packed else None,
+            )
+        )
+    if lost or written:
+        raise CheckpointError(
+            f"the ranks did not write {lost[:8]}, and wrote {sorted(written)[:8]} unasked; nothing was saved"
+        )
+    return entries, bytes(table)
+
+
+def _write_metadata(folder: atomic_directory.Folder, items: list[Item], head: manifest.Manifest) -> int:
+    """Zarr's own files, and the sync of every directory; the manifest is told their checksums."""
+    held = [i for i in items if not i.packed]
+    texts = {i.directory: array_metadata(i.grid, i.dtype, i.name, i.compression, i.raw) for i in held}
+
+    def write(directory: str) -> None:
+        folder.put(f"{directory}/zarr.json", texts[directory])
+        folder.settle(directory)
+
+    in_threads(write, list(texts), SYNCS)
+    group = group_metadata(head.version, texts, [p.file for p in head.packs])
+    folder.put("zarr.json", group)
+    head.zarr = crc32c(group)
+    for entry in head.arrays:
+        entry.zarr = crc32c(texts[entry.directory]) if entry.packs is None else None
+    folder.settle()
+    return len(group) + sum(map(len, texts.values()))

@@ -1,0 +1,33 @@
+"""Arrays of other libraries (PyTorch, JAX, CuPy, …) on their way into a checkpoint, taken through DLPack without a copy in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...arrays import Array, from_dlpack
+from ...arrays.core.errors import CheckpointDTypeError
+
+
+def taken(leaf: Any, where: str) -> Any:
+    """A leaf as NumPy's array, or as ours where it lies on a device; what is not of another library stays as it is."""
+    if np.ma.is_masked(leaf):
+        raise CheckpointDTypeError(
+            f"{where}: a masked array has no form here; save leaf.filled(…), and its mask as another array"
+        )
+    if isinstance(leaf, (np.ndarray, np.generic, Array)) or not hasattr(leaf, "__dlpack__"):
+        return leaf
+    if hasattr(getattr(leaf, "sharding", None), "box"):  # of a mesh of ours
+        return leaf
+    try:
+        # A parameter of PyTorch is exported without its tape.
+        held = from_dlpack(leaf.detach() if hasattr(leaf, "detach") else leaf, copy=False)
+        return np.asarray(held) if str(held.device) == "cpu" else held
+    except Exception as e:  # whatever the exporter raises
+        if hasattr(leaf, "__array__") and not hasattr(leaf, "detach"):  # JAX exports booleans and split arrays so alone
+            return np.asarray(leaf)
+        raise CheckpointDTypeError(
+            f"{where}: a {type(leaf).__module__}.{type(leaf).__qualname__} of {getattr(leaf, 'dtype', 'no dtype')} cannot be taken through "
+            f"DLPack: {e}"
+        ) from e

@@ -1,0 +1,523 @@
+"""`CheckpointManager`: a directory of numbered checkpoints, saved when it is time, of which those worth it are kept."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import os
+import re
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...arrays.core.errors import CheckpointError, MeshtapeError, NotACheckpoint
+from ..checkpoint import branches, contents, leftovers
+from ..checkpoint.branches import Branch
+from ..format import manifest, packs
+from ..format.compression import Zstd, chosen
+from ..format.zarr_format import is_raw
+from ..loading.load import load
+from ..stores import atomic_directory, store
+from .background import SaveHandle
+from .save import SaveReport, save, save_async
+
+if TYPE_CHECKING:
+    from ..browse.server.app import Page
+
+_NAME = re.compile(r"\Astep-(\d{8,})\Z")
+METRICS = "meshtape.metrics"
+_LOOKS = 100  # at a directory, while another process rotates it
+
+
+@dataclass(frozen=True, slots=True)
+class _Complete:
+    """A complete checkpoint of the directory."""
+
+    step: int
+    path: str
+    metrics: dict[str, float]
+    branch: Branch
+
+
+def _whole(what: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise CheckpointError(f"{what} is a whole number, got {value!r:.40}") from None
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise CheckpointError(f"{what} is a number, got {value!r:.40}") from None
+
+
+class CheckpointManager:
+    """Saves under ``step-00000010`` and keeps the last ``keep`` complete checkpoints, and those that policies protect.
+
+    What counts as last is the step in the manifest, never a time of the file system; the checkpoint that was just saved is kept whatever its step. A directory without a manifest is not
+    a checkpoint: it is never returned, and never deleted. Rotation runs after a new checkpoint is complete, so there is
+    always a complete one. Remains of processes that were killed are collected before each save; a manager that only reads changes nothing.
+
+    A run that goes back to an earlier step begins a branch there: with `rollback`, or where `restore` of a step is followed by a save between
+    it and the newest. `latest` follows the branch that was begun last. Steps of the others are there until rotation, which takes them first, or
+    `delete`.
+
+    Parameters
+    ----------
+    directory
+        A path, made when it is missing, or a URL (``s3://``, ``gs://``, ``az://``).
+    keep
+        How many complete checkpoints to keep, at least one. None keeps all.
+    every_steps, every_minutes
+        When `should_save` says yes: at multiples of so many steps, or so long after the last save. Either suffices;
+        without both it always does.
+    keep_every
+        Checkpoints at multiples of so many steps are kept for good. They do not count towards ``keep``.
+    best
+        Name of a metric; the ``keep_best`` checkpoints with its best values are kept. They count towards ``keep``, but
+        the newest is kept as well: with ``keep=1`` there are two unless the newest is the best.
+    best_is
+        Whether the ``"lowest"`` or the ``"highest"`` value is best. NaN is worse than any.
+    keep_best
+        How many of the best to keep.
+    asynchronous
+        Save in the background: `save` returns a `SaveHandle`. One save runs at a time.
+    when_busy
+        What `save` does while the one before still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None and counts
+        in ``skipped``).
+    compression, pack, dtype_fallback
+        As in `save`.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> manager = CheckpointManager(tempfile.mkdtemp(), keep=2, every_steps=10, best="loss")
+    >>> for step in range(1, 51):
+    ...     if manager.should_save(step):
+    ...         _ = manager.save(step, {"w": np.full(3, step)}, metrics={"loss": abs(step - 10)})
+    >>> manager.steps(), manager.best()[-8:]
+    ([10, 50], '00000010')
+    >>> np.asarray(manager.restore()["w"])
+    array([50, 50, 50])
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int | None = 2,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        keep_every: int | None = None,
+        best: str | None = None,
+        best_is: Literal["lowest", "highest"] = "lowest",
+        keep_best: int = 1,
+        asynchronous: bool = False,
+        when_busy: Literal["wait", "skip"] = "wait",
+        compression: str | Zstd | None = None,
+        pack: bool | int | None = None,
+        dtype_fallback: Literal["raw"] | None = None,
+    ) -> None:
+        numbers = {"keep": keep, "every_steps": every_steps, "keep_every": keep_every, "keep_best": keep_best}
+        for name, value in numbers.items():
+            if (value is not None or name == "keep_best") and _whole(name, value) < 1:
+                raise CheckpointError(f"{name} must be at least 1, got {value}")
+        if every_minutes is not None and not _number("every_minutes", every_minutes) > 0:
+            raise CheckpointError(f"every_minutes must be positive, got {every_minutes}")
+        if best_is not in ("lowest", "highest"):
+            raise CheckpointError(f"best_is must be 'lowest' or 'highest', got {best_is!r}")
+        if when_busy not in ("wait", "skip"):
+            raise CheckpointError(f"when_busy must be 'wait' or 'skip', got {when_busy!r}")
+        self.directory = store.location(directory)
+        store.at(self.directory).refuse_writes()
+        self.keep = keep
+        self.every_steps, self.every_minutes, self.keep_every = every_steps, every_minutes, keep_every
+        self.best_metric, self.best_is, self.keep_best = best, best_is, keep_best
+        self.asynchronous, self.when_busy = asynchronous, when_busy
+        self.compression, self.pack, self.dtype_fallback = chosen(compression), pack, dtype_fallback
+        packs.threshold(pack, self.directory)  # refused now, where it is no such number
+        is_raw(dtype_fallback)
+        self.skipped = 0
+        self._running: SaveHandle | None = None
+        self._branch: Branch | None = None  # that of this manager's saves; None: the current one when it saves
+        self._newest: int | None = None  # step of that branch
+        self._restored: tuple[int, Branch] | None = None
+        self._last_save = time.monotonic()
+        with atomic_directory.writing(self.directory):
+            atomic_directory.make_parents(store.join(self.directory, "x"))
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of a step is, or would be."""
+        step = _whole("a step", step)
+        if step < 0:
+            raise CheckpointError(f"a step cannot be negative, got {step}")
+        return store.join(self.directory, f"step-{step:08d}")
+
+    def should_save(self, step: int) -> bool:
+        """Whether it is time, by ``every_steps`` and ``every_minutes``. Step 0 is never due by count."""
+        if self.every_steps is None and self.every_minutes is None:
+            return True
+        if self.every_steps is not None and step > 0 and step % self.every_steps == 0:
+            return True
+        return self.every_minutes is not None and time.monotonic() - self._last_save >= 60 * self.every_minutes
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        documents: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> SaveReport | SaveHandle | None:
+        """Save a tree under its step, then delete the checkpoints that are no longer kept.
+
+        Parameters
+        ----------
+        step, tree, metadata, documents
+            As in `meshtape.storage.save`.
+        metrics
+            Numbers that say how good this state is, for ``best``; kept in the manifest.
+        overwrite
+            Allow a step that exists already, as after a restart from an earlier one.
+
+        Returns
+        -------
+        SaveReport, SaveHandle or None
+            A handle when ``asynchronous``; None when the save was skipped. What a background save raised is raised by the
+            next call, or by `wait`.
+        """
+        step = _whole("a step", step)
+        target = self.path(step)
+        if self._running is not None:
+            if self.when_busy == "skip" and not self._running.done():
+                self.skipped += 1
+                return None
+            self.wait()
+        for place in leftovers.places(self.directory):
+            atomic_directory.recover(place)
+        kept = dict(metadata or {})
+        kept[branches.KEY] = self._place(step, overwrite)
+        if metrics is not None:
+            kept[METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
+        options: dict[str, Any] = {
+            "step": step,
+            "metadata": kept,
+            "documents": documents,
+            "overwrite": overwrite,
+            "compression": self.compression,
+            "pack": self.pack,
+            "dtype_fallback": self.dtype_fallback,
+        }
+        if not self.asynchronous:
+            report = save(target, tree, **options)
+            self._last_save = time.monotonic()
+            self._saved(step)
+            self._rotate(target)
+            return report
+        handle = save_async(target, tree, **options, then=lambda: self._rotate(target))
+        self._last_save = time.monotonic()
+        self._saved(step)
+        self._running = handle
+        return handle
+
+    def _place(self, step: int, overwrite: bool) -> dict[str, Any]:
+        """What the manifest of a step says about its branch, which begins here where the run has gone back."""
+        if self._branch is None:
+            found = self._complete()
+            self._branch = branches.current(self.directory, found)
+            line = self._branch.line(found)
+            self._newest = line[-1].step if line else None
+        newest, back = self._newest, self._restored
+        if newest is not None and back is not None and back[0] < step <= newest:
+            atomic_directory.check_target(
+                self.path(step), overwrite, contents.SAVED
+            )  # a save that is refused begins nothing
+            self._begin(back[1].after(back[0], self._current()), back[0])
+        elif newest is not None and step < newest:
+            warnings.warn(
+                f"step {step} is saved below step {newest} of its branch, which stays the latest"
+                + (
+                    ""
+                    if self.keep is None
+                    else f"; these two are kept, and of the others as many as keep={self.keep} leaves"
+                )
+                + "; where the run went back, call rollback(step) before it saves",
+                stacklevel=3,
+            )
+        return {**self._branch.plain(), "parent": self._newest}
+
+    def _saved(self, step: int) -> None:
+        self._restored = None
+        self._newest = step if self._newest is None else max(step, self._newest)
+
+    def _begin(self, branch: Branch, step: int | None) -> None:
+        with atomic_directory.writing(store.join(self.directory, branches.FILE)):
+            branches.begin(self.directory, branch)
+        self._branch, self._newest, self._restored = branch, step, None
+
+    def _current(self) -> Branch:
+        return branches.current(self.directory, self._complete())
+
+    def _of_step(self, step: int) -> _Complete:
+        found = self._complete()
+        for c in found:
+            if c.path == self.path(step):
+                return c
+        there = ", ".join(str(c.step) for c in found) or "none"
+        raise NotACheckpoint(f"{self.directory} holds no complete checkpoint of step {step}; its steps are {there}")
+
+    def rollback(self, step: int | None) -> str | None:
+        """Go back to a step, or forth to one of an abandoned branch: `latest` is that checkpoint until a save goes on from it.
+
+        Nothing is deleted. A kill leaves the branch from before, or the new one.
+
+        Parameters
+        ----------
+        step
+            That of a complete checkpoint; None begins anew, from nothing.
+
+        Returns
+        -------
+        str or None
+            Path of the checkpoint.
+
+        Examples
+        --------
+        >>> import numpy as np, tempfile
+        >>> manager = CheckpointManager(tempfile.mkdtemp(), keep=None)
+        >>> for step in (10, 20, 30):
+        ...     _ = manager.save(step, {"w": np.full(2, step)})
+        >>> manager.rollback(10)[-2:]
+        '10'
+        >>> _ = manager.save(15, {"w": np.zeros(2)})
+        >>> manager.steps(), manager.branch()
+        ([10, 15, 20, 30], [10, 15])
+        """
+        self.wait()
+        if step is None:
+            self._begin(Branch().after(None, self._current()), None)
+            return None
+        c = self._of_step(step)
+        found = self._complete()
+        now = branches.current(self.directory, found)
+        line = now.line(found)
+        if line and line[-1].path == c.path:  # there already
+            self._branch, self._newest, self._restored = now, c.step, None
+        else:
+            self._begin(c.branch.after(c.step, now), c.step)
+        return c.path
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of a step: all of it, or nothing that a reader notices.
+
+        Refused for the only complete one of the current branch, and where its directory holds what is not the checkpoint's.
+
+        Examples
+        --------
+        >>> import numpy as np, tempfile
+        >>> manager = CheckpointManager(tempfile.mkdtemp())
+        >>> for step in (10, 20):
+        ...     _ = manager.save(step, {"w": np.ones(2)})
+        >>> manager.delete(20)
+        >>> manager.steps(), manager.latest()[-2:]
+        ([10], '10')
+        """
+        self.wait()
+        c, line = self._of_step(step), self._line()
+        if [x.path for x in line] == [c.path]:
+            raise CheckpointError(
+                f"step {c.step} is the only complete checkpoint of {self.directory}, or of its current branch; save or roll back to another first"
+            )
+        contents.refuse_strangers(c.path, contents.beside(c.path), "only a checkpoint is deleted")
+        atomic_directory.discard(c.path)
+        self._branch = None  # its newest step may be another now
+
+    def _line(self, warn: bool = False) -> list[_Complete]:
+        """The complete checkpoints of the current branch, oldest first; of all branches where it has lost its own."""
+        found = self._complete(warn)
+        now = branches.current(self.directory, found)
+        line = now.line(found)
+        if warn and found and line and line[-1].step < found[-1].step:
+            warnings.warn(
+                f"step {found[-1].step} of {self.directory} is not of {now}, which was begun last: the latest is step {line[-1].step}; "
+                f"rollback({found[-1].step}) goes on from the other, delete({found[-1].step}) removes it",
+                stacklevel=4,
+            )
+        if line or not found or not now.forks:
+            return line
+        if warn:
+            warnings.warn(
+                f"{self.directory} has no checkpoint of {now} any more; taken is that of another", stacklevel=4
+            )
+        return sorted(found, key=lambda c: (c.branch, c.step))
+
+    def branch(self) -> list[int]:
+        """Steps of the complete checkpoints of the current branch, in order: those that the latest comes from, and itself."""
+        return [c.step for c in self._line()]
+
+    def wait(self) -> None:
+        """Wait for the background save that runs, if any, and for its rotation; raises what it raised."""
+        handle, self._running = self._running, None
+        if handle is not None:
+            handle.wait()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wait()
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, in order."""
+        return [c.step for c in self._complete()]
+
+    def latest(self) -> str | None:
+        """The path of the last complete checkpoint of the branch that was begun last, or None.
+
+        Incomplete ones are skipped with a warning. One is given, too, where a higher step belongs to another branch.
+        """
+        found = self._line(warn=True)
+        return found[-1].path if found else None
+
+    def best(self) -> str | None:
+        """The path of the complete checkpoint with the best metric; the newest of equals. None when none has it."""
+        ranked = self._ranked(self._complete(warn=True))
+        return ranked[0].path if ranked else None
+
+    def restore(self, step: int | None = None, **load_arguments: Any) -> Any:
+        """Load the latest checkpoint, or that of ``step``; the other arguments are those of `load`.
+
+        Where another process saves to the same directory and its rotation takes the latest one away while it is read, the newer one is
+        loaded that it made way for.
+        """
+        if step is not None:
+            tree = load(self.path(step), **load_arguments)
+            with contextlib.suppress(NotACheckpoint):  # rotated away meanwhile
+                self._restored = _whole("a step", step), self._of_step(step).branch
+            return tree
+        self._branch = self._restored = None  # as it is now: another process may have rolled back
+        target = self.latest()
+        while True:
+            if target is None:
+                raise NotACheckpoint(f"{self.directory} holds no complete checkpoint")
+            try:
+                return load(target, **load_arguments)
+            except CheckpointError:
+                newer = self.latest()
+                if newer == target or self._is_there(target):
+                    raise
+                target = newer
+
+    def _is_there(self, path: str) -> bool:
+        return store.split(atomic_directory.resolve(path))[1] in store.at(self.directory).folders()
+
+    def __repr__(self) -> str:
+        best = f", best={self.best_metric!r}, best_is={self.best_is!r}" if self.best_metric else ""
+        try:
+            now = branches.current(self.directory, [])
+        except MeshtapeError:  # a store that does not answer
+            now = Branch()
+        return f"CheckpointManager({self.directory!r}, keep={self.keep}{best}{f', {now}' if now.number else ''})"
+
+    def _repr_html_(self) -> str:
+        from ..browse.server.notebook import run_html
+
+        return run_html(self.directory, self.best_metric or "", self.best_is)
+
+    def browse(self) -> Page:
+        """Serve the checkpoints of this directory to a web browser from this process, on loopback; returns a page that shows itself as a link."""
+        from ..browse.server import app
+
+        return app.show(self.directory, metric=self.best_metric, best=self.best_is)
+
+    def _listed(self) -> dict[str, None]:
+        """Names of checkpoints that are there, or are being replaced, in order."""
+        folders = store.at(self.directory).folders()
+        # One that is just being replaced has only its set-aside name for a moment; a reader finds it under its own.
+        heads = (e.partition(".old-")[0] for e in folders)
+        return dict.fromkeys(sorted(e for e in heads if _NAME.match(e)))
+
+    def _manifest(self, name: str) -> manifest.Manifest | CheckpointError | None:
+        """That of a checkpoint, or why it cannot be read; None where it has none."""
+        try:
+            return manifest.read(atomic_directory.resolve(store.join(self.directory, name)))
+        except CheckpointError as e:
+            return e
+
+    def _complete(self, warn: bool = False) -> list[_Complete]:
+        listed = self._listed()
+        held: dict[str, manifest.Manifest | CheckpointError | None] = {}
+        for _ in range(_LOOKS):
+            held = {name: held.get(name) or self._manifest(name) for name in listed}
+            absent = {name for name, m in held.items() if m is None}
+            # What another process rotated away meanwhile made way for one that was not listed yet: look again. The others are incomplete.
+            if not absent or absent <= (listed := self._listed()).keys():
+                break
+        found: list[_Complete] = []
+        for name, m in held.items():
+            target = store.join(self.directory, name)
+            if isinstance(m, manifest.Manifest):
+                number = int(name.partition("-")[2])
+                metrics = m.metadata.get(METRICS)
+                metrics = metrics if isinstance(metrics, dict) else {}
+                branch = branches.of_plain(m.metadata.get(branches.KEY))
+                found.append(_Complete(number if m.step is None else m.step, target, metrics, branch))
+            elif warn and name in listed:
+                incomplete = f"it has no {manifest.FILE}, so it is incomplete"
+                warnings.warn(f"skipped {target}: {m or incomplete}", stacklevel=3)
+        own = {c.step for c in found if c.path == self.path(c.step)}
+        copies = [c for c in found if c.step in own and c.path != self.path(c.step)]
+        for c in copies if warn else ():
+            warnings.warn(f"skipped {c.path}: its manifest says step {c.step}, which has its own folder", stacklevel=3)
+        return sorted((c for c in found if c not in copies), key=lambda c: (c.step, c.path))
+
+    def _ranked(self, complete: list[_Complete]) -> list[_Complete]:
+        """Those that have the metric, best first; of equals, the newest first."""
+        if self.best_metric is None:
+            return []
+        sign = 1.0 if self.best_is == "lowest" else -1.0
+
+        def order(c: _Complete) -> tuple[bool, float, int]:
+            value = c.metrics[self.best_metric]
+            return math.isnan(value), 0.0 if math.isnan(value) else sign * value, -c.step
+
+        return sorted((c for c in complete if isinstance(c.metrics.get(self.best_metric), (int, float))), key=order)
+
+    def _rotate(self, newest: str) -> None:
+        if self.keep is None:
+            return
+        complete = self._complete()
+        if all(c.path != newest for c in complete):  # someone took it away meanwhile: what is left may be all there is
+            return
+        own = next(c.branch for c in complete if c.path == newest).line(complete)
+        # Another process may have gone back meanwhile: what it counts on stays, too.
+        line = branches.current(self.directory, complete).line(complete)
+        kept = {newest, *(c.path for c in line[-1:]), *(c.path for c in self._ranked(complete)[: self.keep_best])}
+        milestones = {c.path for c in complete if self.keep_every is not None and c.step % self.keep_every == 0}
+        for c in reversed([*(c for c in complete if c not in own), *own]):
+            if len(kept) >= self.keep:
+                break
+            if c.path not in milestones:
+                kept.add(c.path)
+        for c in complete:
+            if c.path in kept | milestones:
+                continue
+            # Another process may rotate the same directory, and a full deletion can wait for the next start.
+            with contextlib.suppress(OSError):
+                if strangers := contents.beside(c.path):
+                    warnings.warn(f"kept {c.path}, which holds {strangers[0]}: no manifest lists it", stacklevel=2)
+                else:
+                    atomic_directory.discard(c.path)

@@ -1,0 +1,373 @@
+"""How a directory comes into being in an object store, where nothing can be renamed.
+
+The protocol, for a target ``NAME`` (an object ``NAME/x`` is called x here):
+
+1. The writer announces itself with a *claim*, ``.meshtape-writing``, which says who writes. The store lets one of many create it. Who gets it,
+   and finds nothing else at ``NAME``, writes under plain names. Everybody else (a checkpoint is replaced, or a killed writer left something)
+   claims ``.meshtape-writing~gXXXXXXXX`` and writes under names with that mark: ``w~gXXXXXXXX/c.0``. So no two writers ever share a name.
+2. Data objects are put. A put is whole and durable or has not happened.
+3. The *last* object is put: the manifest, or an index. Its presence, and what it names, is what makes ``NAME`` a checkpoint. Where there
+   was none before, it is put only if there still is none; where one is replaced, only if it is still the one that was seen. At every instant
+   ``NAME`` is therefore nothing, the old generation whole, or the new one whole. Zarr's own group metadata comes just before a first
+   manifest, and just after one that replaces.
+4. What the old table of contents listed and the new one does not is deleted; the claim last. Nobody else's objects are touched: a claim lists
+   the names at the top of ``NAME`` that it replaces, and all else that a writer puts has its mark.
+
+A kill leaves a claim and objects that nothing names. `recover`, which each save to ``NAME`` and ``meshtape gc`` run, deletes them when the
+owner is gone: a process of this PID namespace that does not run any more, or any that put nothing for a day. Until then they cost space
+alone. (Parts of an upload that was cut short show in no list; a rule of the bucket removes them.)
+A deletion first puts ``.meshtape-trash``, then removes the manifest; `recover` ends what it finds half done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
+from ..base import strict_json
+from ..base.threads import in_threads
+from ..checkpoint import contents
+from ..checkpoint.open import HF_INDEX, HF_SINGLE
+from ..format import chunk_sums, manifest
+from ..format.documents import MARK, PROGRAM, is_kept
+from ..format.zarr_format import GROUP_ATTRIBUTE, group_metadata
+from ..stores import owners
+from ..stores.atomic_directory import Folder
+from ..stores.owners import host
+from ..stores.store import Entry, Store, at, split
+
+CLAIM = ".meshtape-writing"
+TRASH = ".meshtape-trash"
+JOURNAL = ".meshtape-transfer"  # of an upload that can go on (see ``upload``)
+_GROUP = "zarr.json"
+_LAST = (manifest.FILE, HF_INDEX, PROGRAM)
+
+_mine: set[str] = set()  # claims that this process, in any thread, holds now
+
+
+def _mark_of(name: str) -> str:
+    """The mark in a name below the target, or "" for plain ones."""
+    found = MARK.search(name.partition("/")[0])
+    return found[0] if found else ""
+
+
+def is_of_a_writer(name: str) -> bool:
+    """Whether a name is one that writers alone make, whatever became of them."""
+    return name in (TRASH, JOURNAL) or name.startswith(CLAIM) or bool(_mark_of(name))
+
+
+def _claim_text(replaces: Iterable[str]) -> bytes:
+    said = {"host": host(), "pid": os.getpid(), "id": uuid.uuid4().hex, "replaces": sorted(replaces)}
+    return json.dumps(said).encode()
+
+
+def why_gone(store: Store, claim: Entry, entries: Iterable[Entry], silence: float | None = None) -> str | None:
+    """The reason to take the owner of a claim for dead; None where it may live."""
+    if f"{store.root}/{claim.name}" in _mine:
+        return None
+    try:
+        said = strict_json.loads(store.get(claim.name))
+        owner, pid = str(said["host"]), int(said["pid"])
+    except FileNotFoundError:
+        return None  # just finished
+    except (ValueError, KeyError, TypeError):
+        owner, pid = "", 0
+    mark = _mark_of(claim.name)
+    last = max([claim.modified, *(e.modified for e in entries if _mark_of(e.name) == mark)])
+    return owners.why_dead(owner, pid, last, owners.FOREIGN_AGE if silence is None else silence)
+
+
+def _replaced(store: Store, claim: str) -> set[str]:
+    """The names that a claim says it replaces."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return {str(name) for name in strict_json.loads(store.get(claim))["replaces"]}
+    return set()
+
+
+def _is_written(name: str, held: set[str]) -> bool:
+    """Whether a writer makes such names where there was nothing: arrays, shards, Zarr's metadata and documents."""
+    own = name in (JOURNAL, _GROUP, chunk_sums.FILE) or ("/" not in name and name.endswith(".safetensors"))
+    return own or bool(_mark_of(name)) or contents.in_array(name, held) or is_kept(name)
+
+
+def _delete(store: Store, names: list[str]) -> None:
+    groups = [names[i : i + 1000] for i in range(0, len(names), 1000)]
+    in_threads(store.delete, groups)
+
+
+def is_begun(root: str) -> bool:
+    """Whether a writer has begun there and not finished."""
+    return any(name.startswith(CLAIM) for name in at(root).files())
+
+
+def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[Entry], str | None]]:
+    """By claim, or mark of a deletion: what its owner left, and why it is taken for dead (None where it may live)."""
+    if not any(name == TRASH or name.startswith(CLAIM) for name in store.files()):
+        return {}  # as nearly always: without a look into the folders
+    entries = list(store.entries())
+    held = {e.name for e in entries}
+    named = contents.listing(store.root, held)
+    known = bool(named.tables)
+    beaten = known and all(_mark_of(n) for n in named.tops - {_GROUP, *named.tables})
+    out: dict[str, tuple[list[Entry], str | None]] = {}
+    for claim in (e for e in entries if e.name == TRASH or e.name.startswith(CLAIM)):
+        deletion = claim.name == TRASH
+        # Beside a table of contents a deletion had not begun, so it does not happen.
+        why = "a deletion was cut short" if deletion else why_gone(store, claim, entries, silence)
+        mark, replaced = _mark_of(claim.name), _replaced(store, claim.name)
+
+        def left(name: str, mark: str = mark, replaced: set[str] = replaced, deletion: bool = deletion) -> bool:
+            if name in _LAST or name == TRASH or name.startswith(CLAIM):
+                return False
+            if known and (named.damaged or named.has(name, held) or name in named.files):
+                return False
+            if name == JOURNAL:
+                return True
+            if mark:
+                return _mark_of(name) == mark or name.partition("/")[0] in replaced
+            # Without a mark: a deletion, or a writer that came to an empty place. Another may have been faster, under marked names.
+            own = not _mark_of(name) and (_is_written(name, held) or name.partition("/")[0] in replaced)
+            return own and (not known or (beaten and not is_kept(name)))
+
+        out[claim.name] = [claim, *(e for e in entries if left(e.name))], why
+    if not known and TRASH in out:
+        marked = [e for e in entries if (m := _mark_of(e.name)) and f"{CLAIM}{m}" not in out]
+        out[TRASH][0].extend(marked)
+    return out
+
+
+def recover(root: str, silence: float | None = None) -> list[str]:
+    """Delete what dead writers and half a deletion left below a target; returns the names."""
+    store = at(root)
+    found = remains(store, silence)
+    dead = {claim: left for claim, (left, why) in found.items() if why is not None}
+    if not dead:
+        return []
+    if contents.listing(root, held := set(store.files())).damaged:
+        return []  # what a damaged table of contents names cannot be told from what it does not
+    kept = {e.name for claim, (left, why) in found.items() if why is None for e in left}
+    gone = sorted({e.name for left in dead.values() for e in left[1:]} - kept)
+    _delete(store, gone)
+    if manifest.FILE in held:
+        _renew_group(store)
+    _delete(store, list(dead))
+    return [*gone, *(name for name in dead if name != TRASH)]
+
+
+def _renew_group(store: Store) -> None:
+    """Put Zarr's group metadata where a kill came between the manifest and it."""
+    found = manifest.read(store.root)
+    if found is None:
+        return
+    arrays, packs = [a.directory for a in found.arrays if a.packs is None], [p.file for p in found.packs]
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        held = strict_json.loads(store.get(_GROUP))
+        same = held["attributes"][GROUP_ATTRIBUTE].get("packs", []) == packs
+        if same and set(held["consolidated_metadata"]["metadata"]) == set(arrays):
+            return
+    texts = {name: store.get(f"{name}/zarr.json") for name in arrays}  # in the order of a save
+    store.put(_GROUP, group_metadata(found.version, texts, packs))
+
+
+def discard(root: str) -> None:
+    """Delete a checkpoint: its table of contents first, so that nobody takes what is left for one."""
+    store = at(root)
+    held = {e.name for e in store.entries()}
+    found = contents.listing(root, held)
+    store.put(TRASH, json.dumps({"replaces": sorted(found.tops)}).encode())
+    store.delete(list(_LAST))
+    _delete(store, sorted(n for n in held if found.has(n, held)))
+    store.delete([TRASH])
+
+
+def check_target(root: str, overwrite: bool, tables: frozenset[str]) -> list[str]:
+    """Raise `CheckpointExists` where ``root`` may not be written to; returns the documents there that stay."""
+    store = at(root)
+    store.refuse_writes()
+    if not split(root)[1]:
+        raise CheckpointError(f"{root} is a whole bucket; name a place in it")
+    held = {e.name for e in store.entries()}
+    if not overwrite and held & {*_LAST, HF_SINGLE}:
+        raise CheckpointExists(f"{root} exists; pass overwrite=True to replace it")
+    users = {n for n in held if not is_of_a_writer(n)}
+    if not held & (contents.CHECKPOINTS | contents.PROGRAMS) and users < held:
+        return []  # somebody writes there, or did: we shall write beside that, and delete nothing of it
+    return contents.check(root, tables, users | (held & contents.listing(root, held).files))
+
+
+class ObjectFolder(Folder):
+    """A target that is being filled. Names get ``suffix``; the last objects wait for `commit`."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.store: Any = at(root)
+        self._late: dict[str, bytes] = {}
+        self._after: dict[str, bytes] = {}
+        self._claim = CLAIM
+        self._seen: dict[str, dict[str, str]] = {}
+        self._replaces: set[str] = set()
+        self._documents: set[str] = set()
+        self._unfinished = False
+
+    def begin(self) -> None:
+        """Claim names, and remember what is there."""
+        try:
+            self._claim_names()
+        except BaseException:
+            # The claim may be there or not; it is nobody's now, so that `recover` collects it.
+            _mine.difference_update({f"{self.root}/{CLAIM}", f"{self.root}/{self._claim}"})
+            raise
+
+    def _claim_names(self) -> None:
+        _mine.add(f"{self.root}/{CLAIM}")
+        try:
+            self._see(entries := list(self.store.entries()))
+            if entries:
+                raise FileExistsError
+            self.store.put(CLAIM, _claim_text([]), new=True)
+            # Between the two looks another writer may have come and gone.
+            if [e.name for e in self.store.entries()] != [CLAIM]:
+                self.store.delete([CLAIM])
+                self._see(self.store.entries())
+                raise FileExistsError
+        except FileExistsError:
+            _mine.discard(f"{self.root}/{CLAIM}")
+            self.suffix = f"~g{uuid.uuid4().hex[:8]}"
+            self._claim = f"{CLAIM}{self.suffix}"
+            _mine.add(f"{self.root}/{self._claim}")
+            self.store.put(self._claim, _claim_text(self._replaces))
+
+    def take_over(self, suffix: str) -> bool:
+        """Go on under the names of a writer that is gone; False where there is none, or it lives."""
+        claim = f"{CLAIM}{suffix}"
+        entries = list(self.store.entries())
+        found = next((e for e in entries if e.name == claim), None)
+        if found is None or why_gone(self.store, found, entries) is None:
+            return False
+        self.suffix, self._claim = suffix, claim
+        _mine.add(f"{self.root}/{claim}")
+        try:
+            self._see(entries)
+            self.store.put(claim, _claim_text(self._replaces))
+        except BaseException:
+            self.leave()
+            raise
+        return True
+
+    def _see(self, entries: Iterable[Entry]) -> None:
+        """Remember which table of contents is there, to replace that one and no other, and what it lists."""
+        entries = list(entries)
+        held = {e.name for e in entries}
+        for e in entries:
+            if e.name in _LAST:
+                with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                    self._seen[e.name] = self.store.version(e)
+        found = contents.listing(self.root, held)
+        listed = {n for n in held if found.tables and found.has(n, held)}
+        self._replaces = {n.partition("/")[0] for n in listed}
+        self._documents = {n for n in held - listed if is_kept(n) and not _mark_of(n)}
+
+    def leave(self) -> None:
+        """Stop, and leave what was written to whoever takes it over."""
+        _mine.discard(f"{self.root}/{self._claim}")
+
+    def mkdir(self, name: str) -> None:
+        pass  # a folder is there as soon as something is in it
+
+    def put(self, name: str, data: bytes) -> None:
+        if name in (*_LAST, _GROUP):
+            self._late[name] = data
+        elif self._seen and "/" not in name and not _mark_of(name):
+            self._after[name] = data  # others read it by this very name: it changes when the rest has
+        else:
+            self.store.put(name, data)
+
+    def settle(self, name: str = "") -> None:
+        pass  # what was put is durable
+
+    def commit(self) -> None:
+        """Put what makes the folder a checkpoint, then delete what it replaces."""
+        last = next(n for n in _LAST if n in self._late)
+        group = self._late.get(_GROUP)
+        seen = self._seen.get(last)
+        try:
+            if seen is None:
+                if group is not None and not self._seen:
+                    self.store.put(_GROUP, group)
+                self.store.put(last, self._late[last], new=True)
+            else:
+                self.store.replace(last, self._late[last], seen)
+        except FileExistsError:
+            if seen is None and group is not None:  # which stands in the place of the other's by now
+                with contextlib.suppress(CheckpointError):
+                    _renew_group(self.store)
+            raise CheckpointExists(
+                f"{self.root}: another process has saved there meanwhile; nothing was replaced"
+            ) from None
+        self.committed = True
+        try:
+            # Another kind of checkpoint was there: with its table of contents it ends.
+            self.store.delete([n for n in self._seen if n != last])
+            if group is not None and self._seen:
+                self.store.put(_GROUP, group)
+            for name, data in self._after.items():
+                self.store.put(name, data)
+            if self._seen or self.suffix:
+                self._collect()
+        except StoreError:
+            # The new generation is in place: this is no longer an error of the save. The claim stays, for `recover` to end the work.
+            self._unfinished = True
+
+    def _collect(self) -> None:
+        entries = list(self.store.entries())
+        held = {e.name for e in entries}
+        found = contents.listing(self.root, held)
+        if not found.tables or found.damaged:
+            return
+        alive = {_mark_of(name) for name in held if name.startswith(CLAIM) and name != self._claim}
+        # A document that stayed makes way for a new one of its name, which has a mark.
+        renewed = self._documents & {name for name, file in found.documents.items() if name != file}
+
+        def is_old(name: str) -> bool:
+            if name in _LAST or name.startswith(CLAIM) or found.has(name, held):
+                return False
+            if mark := _mark_of(name):
+                return mark not in alive
+            return name.partition("/")[0] in self._replaces or name in renewed
+
+        _delete(self.store, [name for name in held if is_old(name)])
+
+    def end(self, committed: bool) -> None:
+        """Give the claim back; without the commit, delete what was written under it."""
+        try:
+            if not committed:
+                left = remains(self.store).get(self._claim)
+                _delete(self.store, [e.name for e in left[0][1:]] if left else [])
+            if not self._unfinished:
+                self.store.delete([self._claim, JOURNAL])
+        finally:
+            _mine.discard(f"{self.root}/{self._claim}")
+
+
+@contextlib.contextmanager
+def replacing(root: str, *, overwrite: bool, tables: frozenset[str]) -> Iterator[Any]:
+    """As `commit.replacing`, in an object store."""
+    at(root).refuse_writes()
+    recover(root)
+    check_target(root, overwrite, tables)
+    folder = ObjectFolder(root)
+    folder.begin()
+    try:
+        yield folder
+    finally:
+        if folder.committed:
+            folder.end(True)
+        else:
+            # The error that brought us here matters more than one of the clean-up; `recover` collects the rest.
+            with contextlib.suppress(Exception):
+                folder.end(False)

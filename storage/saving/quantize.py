@@ -1,0 +1,161 @@
+"""Optimizer state in a quarter or an eighth of the space: symmetric integers with a scale for each row.
+
+A row is everything along the last dimension. ``scale = max|row| / 127`` (or 7), ``q = round(x / scale)``: the error is at most half a scale. Four-bit
+values are packed two a byte, the first in the lower half. An array becomes a small dict of arrays and values, so any format and any tool
+stores it. Rounding again and again adds up: what was restored from such a state is not quantised once more unless that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ...arrays import abs as absolute
+from ...arrays import asarray, astype, clip, float32, int8, isfinite, ones_like, where
+from ...arrays import max as largest_of
+from ...arrays import round as rounded
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
+from ...arrays.core.tree import map_with_path
+from ..base.names import leaf_name
+from ..format import dtypes
+
+MARK = "meshtape.quantized"
+MAX_TIMES = 1
+_LEVELS = {8: 127, 4: 7}
+
+
+def quantize(
+    tree: Any, *, bits: int = 8, keys: Iterable[str] = ("*",), times: int = 0, allow_again: bool = False
+) -> Any:
+    """A tree to save, in which floating arrays are small integers with scales.
+
+    Parameters
+    ----------
+    tree
+        Any tree that `save` takes. 0-d arrays, integers and what no pattern matches stay as they are.
+    bits
+        8 or 4.
+    keys
+        Names or patterns of the arrays to quantise.
+    times
+        How often this state has been through quantisation, as `dequantize` told.
+    allow_again
+        Quantise a state that has been through it.
+
+    Returns
+    -------
+    tree
+        With ``{"meshtape.quantized": bits, "q": …, "scale": …, "dtype": …, "length": …, "times": …}`` in the place of each.
+
+    Raises
+    ------
+    CheckpointError
+        ``bits`` is neither, or the state has been through it and ``allow_again`` is false.
+    CheckpointDTypeError
+        An array that ``keys`` names exactly is not floating.
+
+    Examples
+    --------
+    >>> state = quantize({"m": np.array([[1.0, -2.0, 0.5]])})
+    >>> np.asarray(state["m"]["q"])
+    array([[  64, -127,   32]], dtype=int8)
+    >>> restored, times = dequantize(state)
+    >>> bool(np.abs(np.asarray(restored["m"]) - [[1.0, -2.0, 0.5]]).max() <= 1 / 127), times
+    (True, 1)
+    """
+    if bits not in _LEVELS:
+        raise CheckpointError(f"bits must be 8 or 4, got {bits!r}")
+    if times >= MAX_TIMES and not allow_again:
+        raise CheckpointError(
+            f"this state has been quantised {times} times already, and its errors add up; save it in full, or pass allow_again=True"
+        )
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+
+    def one(path: Any, leaf: Any) -> Any:
+        name = leaf_name(path)
+        if not any(name == p or fnmatchcase(name, p) for p in patterns):
+            return leaf
+        kind = np.dtype(leaf.dtype).name if hasattr(leaf, "dtype") else ""
+        if kind not in dtypes.FLOATS:
+            if name in patterns:
+                raise CheckpointDTypeError(
+                    f"key {name!r}: only floating arrays are quantised, this is {kind or type(leaf).__name__}"
+                )
+            return leaf
+        return _small(leaf, bits, times + 1) if len(leaf.shape) and 0 not in leaf.shape else leaf
+
+    return map_with_path(one, tree)
+
+
+def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
+    levels = _LEVELS[bits]
+    wide = astype(asarray(x), float32)
+    largest = largest_of(absolute(wide), axis=-1, keepdims=True)
+    # A row of zeros, and one that is not finite, must not divide by what it has.
+    scale = where(isfinite(largest) & (largest > 0), largest / levels, ones_like(largest))
+    q = astype(clip(rounded(wide / scale), -levels, levels), int8)
+    length = int(x.shape[-1])
+    if bits == 4:
+        q = asarray(_pack(np.asarray(q)))
+    return {MARK: bits, "q": q, "scale": scale, "dtype": np.dtype(x.dtype).name, "length": length, "times": times}
+
+
+def _pack(q: np.ndarray) -> np.ndarray:
+    """Two four-bit values a byte; an odd row ends in a zero.
+
+    >>> _pack(np.array([1, -1, 7], np.int8))
+    array([241,   7], dtype=uint8)
+    """
+    bits = q.astype(np.uint8) & 15
+    if bits.shape[-1] % 2:
+        bits = np.concatenate([bits, np.zeros((*bits.shape[:-1], 1), np.uint8)], axis=-1)
+    return bits[..., ::2] | (bits[..., 1::2] << 4)
+
+
+def _unpack(packed: np.ndarray, length: int) -> np.ndarray:
+    """Inverse of `_pack`.
+
+    >>> _unpack(np.array([241, 7], np.uint8), 3)
+    array([ 1, -1,  7], dtype=int8)
+    """
+    out = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
+    out[..., ::2], out[..., 1::2] = packed & 15, packed >> 4
+    return ((out ^ 8).astype(np.int8) - 8)[..., :length]
+
+
+def dequantize(tree: Any) -> tuple[Any, int]:
+    """(the tree with floating arrays again, how often it has been through quantisation at most).
+
+    Raises `CorruptCheckpoint` where a quantised array is not what `quantize` makes.
+    """
+    most = 0
+
+    def walk(node: Any) -> Any:
+        nonlocal most
+        if isinstance(node, dict):
+            if MARK in node:
+                most = max(most, int(node.get("times", 1)))
+                return _large(node)
+            return {k: walk(v) for k, v in node.items()}
+        if type(node) in (list, tuple):
+            return type(node)(walk(v) for v in node)
+        return node
+
+    out = walk(tree)
+    return out, most
+
+
+def _large(node: dict[str, Any]) -> Any:
+    try:
+        bits, q, scale, length = node[MARK], node["q"], node["scale"], node["length"]
+        dtype = dtypes.by_name(node["dtype"])
+        width = length if bits == 8 else -(-length // 2)
+        if bits not in _LEVELS or q.shape[-1] != width or scale.shape != (*q.shape[:-1], 1):
+            raise ValueError(f"{bits} bits, {q.shape} values and {scale.shape} scales for rows of {length}")
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise CorruptCheckpoint(f"a quantised array is incomplete: {e}") from None
+    values = asarray(_unpack(np.asarray(q), length)) if bits == 4 else q
+    return astype(astype(asarray(values), float32) * asarray(scale), dtype)

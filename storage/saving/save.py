@@ -1,0 +1,490 @@
+"""`save`: a tree of arrays, local or split over ranks, as a Zarr v3 group that appears all at once.
+
+Every rank writes its own blocks. A block that several ranks hold is written by one of them, chosen so that the bytes are
+balanced; the choice depends on nothing but the tree and the mesh. The calling process then checks that every shard of every
+array was written exactly once, adds the metadata and the manifest, and commits (see ``atomic_directory``).
+"""
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO, Literal, TypedDict, Unpack
+
+import numpy as np
+
+from ...arrays import asarray
+from ...arrays.core.blocks import BlockSharding, Box
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
+from ...arrays.core.op import not_recording
+from ...arrays.core.tree import Path, children_of
+from ..base import activity, names
+from ..base.collector import no_collections
+from ..checkpoint import contents
+from ..format import dtypes, manifest, packs
+from ..format.chunk_grid import Grid, choose_grid, only_shard, place_of, whole_grid
+from ..format.compression import Zstd, chosen
+from ..format.documents import encode
+from ..format.zarr_format import is_raw
+from ..readers.safetensors import save_safetensors
+from ..stores import atomic_directory, store
+from .background import SaveHandle, finish_earlier, start
+from .finalize import Item, finish_directory
+from .leaves import taken
+from .write_shards import Record, Task, write_blocks
+
+_SCALARS = (bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save wrote: the directory, the number of arrays, bytes on disk, and seconds."""
+
+    path: str
+    arrays: int
+    nbytes: int
+    seconds: float
+    files: int
+
+
+# ----- in the process that saves --------------------------------------------------------------------------------------
+
+
+def _classify(tree: Any) -> tuple[Any, list[Item]]:
+    """The tree with `manifest.Leaf` in place of its arrays and dicts in place of its classes, and the arrays."""
+    items: list[Item] = []
+
+    def walk(node: Any, path: Path) -> Any:
+        if len(path) > manifest.MAX_DEPTH:
+            raise CheckpointError(f"the tree is nested deeper than {manifest.MAX_DEPTH} levels, at {path[:8]}…")
+        if node is None or type(node) in _SCALARS:
+            return node
+        found = None if hasattr(node, "dtype") else children_of(node)
+        if found is not None:
+            # Of classes the fields are kept: a dict, list or tuple, or for all others a dict of them.
+            kind, keys, children, *_ = found
+            inner = [walk(v, (*path, k)) for k, v in zip(keys, children, strict=True)]
+            return inner if kind == "list" else tuple(inner) if kind == "tuple" else dict(zip(keys, inner, strict=True))
+        if isinstance(node, _SCALARS) and not isinstance(node, np.generic):
+            return node
+        items.append(_item(node, path))
+        return manifest.Leaf(len(items) - 1)
+
+    return walk(tree, ()), items
+
+
+def _item(leaf: Any, path: Path) -> Item:
+    where = f"key {names.leaf_name(path)!r}"
+    leaf = taken(leaf, where)
+    if isinstance(leaf, np.generic):
+        leaf = np.asarray(leaf)
+    # Sparse matrices have a shape and a dtype, and are no arrays.
+    sharding = getattr(leaf, "sharding", None)
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype") and (sharding is not None or hasattr(leaf, "__array__"))):
+        raise CheckpointDTypeError(
+            f"{where}: a {type(leaf).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
+        )
+    shape = tuple(int(n) for n in leaf.shape)
+    dtype = dtypes.check_storable(leaf.dtype, where)
+    whole = sharding is None
+    grid = whole_grid(shape, dtype.itemsize) if whole else choose_grid(shape, dtype.itemsize, _boxes(sharding, shape))
+    return Item(path, leaf, shape, dtype, sharding, grid)
+
+
+def _boxes(sharding: BlockSharding | None, shape: tuple[int, ...]) -> list[Box]:
+    """The distinct blocks of an array."""
+    if sharding is None:
+        return [Box.whole(shape)]
+    return sorted({sharding.box(shape, rank) for rank in range(sharding.mesh.size)})
+
+
+def assign(
+    wanted: Sequence[tuple[int, Box, int, Sequence[int]]], small: Container[int] = ()
+) -> dict[int, list[tuple[int, Box]]]:
+    """Choose a writer for each block ``(array, box, nbytes, ranks that hold it)``: the one with the fewest bytes so far.
+
+    Large blocks are dealt first; ties go to the lowest rank. Those of the ``small`` arrays share files: they go where others of them went, as long as there
+    is room in a file.
+
+    >>> dealt = assign([(i, Box((0,), (4,)), 32, (0, 1, 2)) for i in range(10)])
+    >>> [len(dealt[r]) for r in sorted(dealt)]
+    [4, 3, 3]
+    """
+    load: dict[int, int] = {}
+    out: dict[int, list[tuple[int, Box]]] = {}
+    packed: dict[int, int] = {}
+    # Of the small ones those first that few ranks hold, as these write a file in any case.
+    for array, box, nbytes, ranks in sorted(
+        wanted, key=lambda w: (w[0] in small, len(w[3]) if w[0] in small else 0, -w[2], w[0], w[1])
+    ):
+        if array in small:
+            room = [r for r in ranks if r in packed and packed[r] + nbytes <= packs.LIMIT]
+            rank = min(room or ranks, key=lambda r: (packed.get(r, 0), load.get(r, 0), r))
+            packed[rank] = packed.get(rank, 0) + nbytes
+        else:
+            rank = min(ranks, key=lambda r: (load.get(r, 0), r))
+        load[rank] = load.get(rank, 0) + nbytes
+        out.setdefault(rank, []).append((array, box))
+    return out
+
+
+def _tasks(number: int, item: Item, block: Box) -> list[Task]:
+    """The shards that make up one block."""
+    name = item.name if item.packed else None
+    if (alone := only_shard(item.grid)) is not None:
+        file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
+        return [Task(number, Box.whole(block.shape), item.grid, alone, file, item.compression, name)]
+    span = zip(block.offset, block.stop, item.grid.shard, strict=True)
+    ranges = [range(a // s, -(-b // s)) for a, b, s in span]
+    sub = Grid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
+    out = []
+    for k in sub.shards():
+        coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
+        part = item.grid.shard_box(coord).within(block)
+        file = f"{item.directory}/{item.grid.key(coord)}"
+        out.append(Task(number, part, item.grid, coord, file, item.compression, name))
+    return out
+
+
+def _write_local(items: list[Item], root: str, suffix: str) -> list[Record]:
+    """Arrays of this process: those in host memory and the small ones together, the other ones of a device one after the other."""
+
+    def write(group: list[Item]) -> list[Record]:
+        tasks = [
+            t for i, item in enumerate(group) if math.prod(item.shape) for t in _tasks(i, item, Box.whole(item.shape))
+        ]
+        arrays = [np.asarray(i.array if here(i) else i.array.to_device("cpu")) for i in group]
+        tasks = packs.dealt(tasks, [i.dtype.itemsize for i in group], "local", suffix)
+        return write_blocks({0: (root, tasks)}, {0: arrays})
+
+    def here(item: Item) -> bool:
+        return str(getattr(item.array, "device", "cpu")) == "cpu"
+
+    records = write([i for i in items if i.packed or here(i)])
+    for item in items:
+        if not (item.packed or here(item)):
+            records += write([item])
+    return records
+
+
+def _write_split(items: list[Item], root: str, suffix: str) -> list[Record]:
+    """All arrays of one mesh, in one visit to each process."""
+    mesh = items[0].sharding.mesh
+    arrays = mesh.settle([item.array for item in items])
+    wanted = []
+    for number, (item, settled) in enumerate(zip(items, arrays, strict=True)):
+        holders: dict[Box, list[int]] = {}
+        for rank in range(mesh.size):
+            holders.setdefault(settled.sharding.box(item.shape, rank), []).append(rank)
+        for box, ranks in holders.items():
+            if box.size:
+                wanted.append((number, box, box.size * item.dtype.itemsize, ranks))
+    sizes, small = [i.dtype.itemsize for i in items], {number for number, item in enumerate(items) if item.packed}
+    payloads = {}
+    for rank, blocks in assign(wanted, small).items():
+        tasks = [task for number, box in blocks for task in _tasks(number, items[number], box)]
+        payloads[rank] = root, packs.dealt(tasks, sizes, f"{items[0].mesh}-{rank:05d}", suffix)
+    if not payloads:
+        return []
+    return [r for found in mesh.run_on_blocks(write_blocks, arrays, payloads) for r in found]
+
+
+def _by_mesh(items: list[Item]) -> tuple[list[Any], list[list[Item]]]:
+    meshes: list[Any] = []
+    groups: list[list[Item]] = []
+    for item in items:
+        if item.sharding is None:
+            continue
+        mesh = item.sharding.mesh
+        at = next((i for i, m in enumerate(meshes) if m is mesh or m == mesh), None)
+        if at is None:
+            meshes.append(mesh)
+            groups.append([])
+            at = len(meshes) - 1
+        item.mesh = at
+        groups[at].append(item)
+    return meshes, groups
+
+
+def _settle_first(items: list[Item]) -> None:
+    """Reduce partial values, whose blocks would not be the array's; the grid follows the sharding that results."""
+    for item in items:
+        if item.sharding is not None and item.sharding.partial:
+            (item.array,) = item.sharding.mesh.settle([item.array])
+            item.sharding = item.array.sharding
+            item.grid = choose_grid(item.shape, item.dtype.itemsize, _boxes(item.sharding, item.shape))
+
+
+class Options(TypedDict, total=False):
+    """What `save` and `save_async` share; `save` says what each is."""
+
+    step: int | None
+    metadata: Mapping[str, Any] | None
+    documents: Mapping[str, Any] | None
+    overwrite: bool
+    compression: str | Zstd | None
+    pack: bool | int | None
+    dtype_fallback: Literal["raw"] | None
+
+
+@not_recording()  # what is stored needs no derivative
+def save(
+    path: str | os.PathLike[str] | BinaryIO | socket.socket,
+    tree: Any,
+    *,
+    step: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    documents: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    compression: str | Zstd | None = None,
+    pack: bool | int | None = None,
+    dtype_fallback: Literal["raw"] | None = None,
+) -> SaveReport:
+    """Write a tree of arrays to a new directory, all or nothing.
+
+    Parameters
+    ----------
+    path
+        The directory to make, or a URL (``s3://``, ``gs://``, ``az://``, ``memory://``). Missing directories above it are made too. Or a binary
+        stream (a pipe, a socket, a `gzip.GzipFile`): a directory cannot go through one, so it gets a safetensors file with the dotted names of the
+        arrays. The other leaves, step, metadata and documents have no place there, and are refused.
+    tree
+        Nested dicts, lists, tuples, named tuples and dataclasses of arrays (local, split over a mesh, NumPy, or with ``__dlpack__``, such as PyTorch's
+        and JAX's), numbers, texts, booleans and None. Named tuples and dataclasses are kept as dicts of their fields.
+    step
+        The training step, kept in the manifest.
+    metadata
+        Anything that JSON holds, and NumPy scalars; NaN and infinities are kept.
+    documents
+        Files of their own beside the arrays, such as ``{"config": {...}, "generation_config": {...}}``: dicts become ``NAME.json``, texts are
+        kept as they are. `merge`, `convert` and `reshard` take them along.
+    overwrite
+        Replace an existing checkpoint. A kill at any moment leaves the old one or the new one.
+    compression
+        None; or ``"zstd"``, ``"zstd:LEVEL"`` or ``Zstd(level=…)``: each chunk is compressed by itself, so that slices and blocks still read what they
+        need. Worth it for masks, counts and sparse state, and where the link is slow; weights shrink by 8 % (float32) to 20 % (bfloat16).
+        Packed arrays are not compressed.
+    pack
+        Whether arrays whose blocks have at most 1 MiB (or this number of bytes) share safetensors files, one a writing rank, in place of a Zarr array
+        each. By default in object stores, where every file is a request, and not on disks. Arrays without an element, those with a dtype that safetensors
+        lacks, and those whose blocks do not follow the ceil rule stay Zarr arrays. Earlier versions of meshtape refuse a checkpoint with packs.
+    dtype_fallback
+        ``"raw"``: Zarr's metadata calls bfloat16 and float8 ``uint16`` and ``uint8``, so that ``zarr.open_group`` opens the whole group where meshtape
+        is not installed; a view gives the numbers there. meshtape itself reads the true types either way, and the bytes are the same. By default
+        they have the names that TensorStore gives them.
+
+    Returns
+    -------
+    SaveReport
+
+    Raises
+    ------
+    CheckpointExists
+        The path exists and ``overwrite`` is false, or what exists is not a checkpoint.
+    CheckpointDTypeError
+        A leaf has a type that cannot be stored; names its key.
+    CheckpointKeyError
+        Two leaves have the same dotted name.
+    StorageFull
+        There is less room than the arrays need; nothing was written. What compressed arrays need is not known before: they may fill the disk.
+
+    Notes
+    -----
+    Split arrays are written by the processes that hold them, so all must see the path on a shared file system, or have the credentials of
+    the object store in their environment.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile, os
+    >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
+    >>> report = save(where, {"layers": [{"w": np.ones((4, 2))}], "epoch": 3}, step=10)
+    >>> report.arrays
+    1
+    >>> import zarr
+    >>> zarr.open(where)["layers.0.w"].shape
+    (4, 2)
+    """
+    if hasattr(path, "write") or hasattr(path, "sendall"):
+        return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback))
+    target = store.location(path)
+    finish_earlier(target)
+    return _Save(
+        target,
+        tree,
+        step=step,
+        metadata=metadata,
+        documents=documents,
+        overwrite=overwrite,
+        compression=compression,
+        pack=pack,
+        dtype_fallback=dtype_fallback,
+    ).run()
+
+
+def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
+    """The arrays of a tree as one safetensors file, from its first byte to its last."""
+    started = time.perf_counter()
+    structure, items = _classify(tree)
+    values = [names.leaf_name(p) for p, _ in manifest.scalar_leaves(structure)]
+    if values or any(x is not None for x in beside):
+        held = (
+            f"the leaves {', '.join(values[:8])}"
+            if values
+            else "step=, metadata=, documents=, compression=, pack= or dtype_fallback="
+        )
+        raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
+    if split := [i.name for i in items if i.sharding is not None]:
+        raise CheckpointError(
+            f"key {split[0]!r} is split over a mesh, whose ranks cannot write to one stream; save to a directory, then merge"
+        )
+    names.check_distinct(i.path for i in items)
+    held = {i.name: i.array for i in items}
+    arrays = {n: a if str(getattr(a, "device", "cpu")) == "cpu" else a.to_device("cpu") for n, a in held.items()}
+    nbytes = save_safetensors(stream, arrays)
+    return SaveReport(getattr(stream, "name", "") or "", len(items), nbytes, time.perf_counter() - started, 1)
+
+
+@not_recording()  # what is stored needs no derivative
+def save_async(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    then: Callable[[], None] | None = None,
+    **options: Unpack[Options],
+) -> SaveHandle:
+    """Write a checkpoint in the background; training goes on at once.
+
+    The parameters are those of `save`, and so are the errors about the tree, which are raised here. The snapshot is taken
+    before the function returns: what is done to the arrays afterwards is not in the file. Arrays are values that are copied
+    when one side writes, so this copies nothing; NumPy arrays, which anybody may write to, are copied. Split arrays
+    are computed first, and their blocks stay where they are until their ranks have written them.
+
+    Arrays of this process are written by one thread fewer than there are processors, at a lower priority where the system has one for each
+    thread (Linux): what the training wants to compute comes first.
+
+    ``then`` is called, in the background too, once the checkpoint is complete; what it raises counts as an error of the save.
+
+    At most one save runs for a path: a second one waits for the first. The interpreter waits for all when it ends.
+
+    Returns
+    -------
+    SaveHandle
+        ``wait()`` returns the `SaveReport` or raises what went wrong; ``done()`` tells whether it would wait. An error
+        that nobody waited for is raised by the next save to the same path.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile, os
+    >>> from meshtape.storage import load
+    >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
+    >>> w = np.zeros(3)
+    >>> handle = save_async(where, {"w": w}, step=1)
+    >>> w[:] = 7
+    >>> handle.wait().arrays
+    1
+    >>> np.asarray(load(where)["w"])
+    array([0., 0., 0.])
+    """
+    target = store.location(path)
+    finish_earlier(target)
+    prepared = _Save(target, tree, **options)
+    prepared.snapshot()
+
+    def work() -> SaveReport:
+        report = prepared.run("Save in the background")
+        if then is not None:
+            then()
+        return report
+
+    return start(target, work)
+
+
+class _Save:
+    """One save: planned and refused when it is made, written when it is run."""
+
+    @no_collections()
+    def __init__(
+        self,
+        target: str,
+        tree: Any,
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        documents: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        compression: str | Zstd | None = None,
+        pack: bool | int | None = None,
+        dtype_fallback: Literal["raw"] | None = None,
+    ) -> None:
+        self.started = time.perf_counter()
+        raw, how = is_raw(dtype_fallback), chosen(compression)
+        self.target, self.overwrite = target, overwrite
+        structure, self.items = _classify(tree)
+        items = self.items
+        names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
+        for item, directory in zip(items, names.zarr_names([i.name for i in items]), strict=True):
+            item.directory = directory
+            item.compression = how if item.shape else None
+            item.raw = raw
+        if step is not None:
+            step = int(step)
+        # Copied through JSON's types, as the caller may change the dict while the save runs in the background.
+        kept = manifest.decode_json(manifest.encode_json(dict(metadata or {}), "metadata"))
+        self.head = manifest.Manifest([], manifest.encode_tree(structure), step, kept)
+        self.documents = encode(documents)
+        self.head.dumps()  # whatever cannot be kept is refused here, before anything is computed or written
+        _settle_first(items)
+        limit = packs.threshold(pack, target)
+        for item in items if limit else ():
+            packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
+
+    def snapshot(self) -> None:
+        """Hold the values as they are now, so that `run` may come later and in another thread."""
+        if not self.overwrite:
+            # Refused now rather than in the background; what is there may be replaced, or not, is looked at again then.
+            atomic_directory.check_target(self.target, False, contents.SAVED)
+        meshes, groups = _by_mesh(self.items)
+        for mesh, group in zip(meshes, groups, strict=True):
+            for item, settled in zip(group, mesh.settle([i.array for i in group]), strict=True):
+                item.array = settled
+        for item in self.items:
+            if item.sharding is not None:
+                continue
+            if str(getattr(item.array, "device", "cpu")) != "cpu":
+                item.array = asarray(item.array, copy=True)  # shares the buffer until one side writes
+            elif isinstance(item.array, np.ndarray):
+                item.array = item.array.copy()
+            else:
+                item.array = np.asarray(item.array)  # an export holds the buffer: whoever writes then copies
+
+    def run(self, kind: str = "Save") -> SaveReport:
+        """Write everything and commit."""
+        target, items = self.target, self.items
+        expected = sum(i.stored_nbytes for i in items)
+        slack = 4096 * (2 * len(items) + 2)
+        with (
+            activity.under_way(kind, target, expected) as work,
+            atomic_directory.room_for(sum(i.least_nbytes for i in items) + slack, target),
+            atomic_directory.replacing(target, overwrite=self.overwrite, tables=contents.SAVED) as folder,
+        ):
+            work.root = folder.root
+            for item in items:
+                item.directory += folder.suffix
+                if not item.packed:
+                    folder.mkdir(item.directory)
+            records = _write_local([i for i in items if i.sharding is None], folder.root, folder.suffix)
+            meshes, groups = _by_mesh(items)
+            for group in groups:
+                records += _write_split(group, folder.root, folder.suffix)
+            work.doing = "writing metadata"
+            self.head.meshes = [m.describe() for m in meshes]
+            nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
+            folder.commit()
+        files = len({r.pack.file if r.pack else r.file for r in records})
+        return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, files)

@@ -1,0 +1,153 @@
+"""The part of a save that runs in the processes which hold the blocks: each rank writes the shards that it was dealt."""
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointError
+from ..base import activity
+from ..base.threads import SYNCS, UPLOADS, compressors, in_threads, writers
+from ..format.chunk_grid import Grid
+from ..format.chunk_sums import packed
+from ..format.compression import Compression
+from ..format.manifest import Pack
+from ..format.packs import laid_out
+from ..format.zarr_format import ShardBytes
+from ..stores import atomic_directory, store
+from ..stores.filesystem import active
+
+_OPEN = 128  # files that are written before they are synced
+
+
+@dataclass(slots=True)
+class Task:
+    """One shard to write: which array of the call, which part of the rank's block, and the file's place in the grid."""
+
+    array: int
+    part: Box
+    grid: Grid
+    coord: tuple[int, ...]
+    file: str
+    compression: Compression = None
+    name: str | None = None  # of a packed array
+    pack: str = ""  # the file in which it lies with others
+
+
+@dataclass(slots=True)
+class Record:
+    """One shard written."""
+
+    file: str
+    nbytes: int
+    crc32c: int
+    sums: bytes  # of its chunks, in order (see ``chunk_sums``)
+    pack: Pack | None = None  # in which it lies, and from which byte on
+    start: int = 0
+
+
+def write_blocks(
+    payloads: Mapping[int, tuple[str, list[Task]]], blocks: Mapping[int, Sequence[np.ndarray]]
+) -> list[Record]:
+    """Write the shards that the ranks of this process were given. Called through ``BlockHost.run_on_blocks``."""
+    fs = active()
+    jobs: list[_Job] = []
+    for rank, (root, tasks) in payloads.items():
+        if store.is_url(root):
+            continue
+        _wait_for(root, rank)
+        jobs += _jobs(root, tasks, blocks[rank])
+
+    records = _put_blocks(payloads, blocks)
+    opened: set[int] = set()
+    helpers = compressors(len(jobs), writers())
+
+    def write(job: _Job) -> tuple[list[Record], int]:
+        root, (task, *_), (part, *_) = job
+        path = os.path.join(root, task.pack or task.file)
+        if task.pack:
+            found, body = laid_out(*job[1:])
+            fd, total = fs.create(path), 0
+            opened.add(fd)
+            for piece in body():
+                total += fs.write(fd, [piece], total)
+                activity.wrote(root, len(piece))
+            return found, fd
+        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)
+        fd = shard.write(fs, path)
+        opened.add(fd)
+        return [Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))], fd
+
+    def sync(fd: int) -> None:
+        fs.fsync(fd)
+        opened.discard(fd)
+        fs.close(fd)
+
+    try:
+        # Here, where the error happens: on its way from another process it would count as the failure of a rank.
+        with atomic_directory.writing(jobs[0][0] if jobs else ""):
+            for first in range(0, len(jobs), _OPEN):
+                written = in_threads(write, jobs[first : first + _OPEN])
+                in_threads(sync, [fd for _, fd in written], SYNCS)
+                records += [r for found, _ in written for r in found]
+    finally:
+        for fd in opened:
+            fs.close(fd)
+    return records
+
+
+_Job = tuple[str, list[Task], list[np.ndarray]]  # root, tasks and their arrays: those of one pack, or one alone
+
+
+def _jobs(root: str, tasks: Sequence[Task], blocks: Sequence[np.ndarray]) -> list[_Job]:
+    """The files of one rank."""
+    out: dict[str, _Job] = {}
+    for t in tasks:
+        _, some, parts = out.setdefault(t.pack or t.file, (root, [], []))
+        some.append(t)
+        parts.append(blocks[t.array][(*t.part.slices, ...)])
+    return list(out.values())
+
+
+def _put_blocks(
+    payloads: Mapping[int, tuple[str, list[Task]]], blocks: Mapping[int, Sequence[np.ndarray]]
+) -> list[Record]:
+    """Those of `write_blocks` that go to object stores: a shard is one upload."""
+
+    def put(job: _Job) -> list[Record]:
+        root, (task, *_), (part, *_) = job
+        if task.pack:
+            found, body = laid_out(*job[1:])
+            store.at(root).put(task.pack, body)
+            activity.wrote(root, sum(r.nbytes for r in found))
+            return found
+        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)
+        store.at(root).put(task.file, shard.pieces)
+        return [Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))]
+
+    jobs = [
+        job
+        for rank, (root, tasks) in payloads.items()
+        if store.is_url(root)
+        for job in _jobs(root, tasks, blocks[rank])
+    ]
+    helpers = compressors(len(jobs), UPLOADS)
+    return [r for found in in_threads(put, jobs, UPLOADS) for r in found]
+
+
+def _wait_for(root: str, rank: int) -> None:
+    """The directory was just made, perhaps by another host: network file systems show it a moment later, or never."""
+    for pause in (0.0, 0.1, 0.3, 0.6, 1.0):
+        time.sleep(pause)
+        if os.path.isdir(root):
+            return
+    raise CheckpointError(
+        f"rank {rank} does not see {root}: a checkpoint must lie on a file system that all workers share; choose another path"
+    )

@@ -1,0 +1,472 @@
+"""`convert` and `reshard`: a checkpoint in another format or cut for another mesh, streaming, resumable."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypedDict, Unpack
+
+import numpy as np
+
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
+from ..base import activity, names
+from ..base.names import leaf_name
+from ..checkpoint.checkpoint import Checkpoint, fill
+from ..checkpoint.contents import CHECKPOINTS
+from ..checkpoint.generations import Listed
+from ..checkpoint.open import open_checkpoint
+from ..format import dtypes, manifest, packs, tensor_sums
+from ..format.chunk_grid import choose_grid
+from ..format.compression import Compression, Zstd, chosen
+from ..format.documents import Documents, with_dtype, without_quantization
+from ..format.manifest import Leaf, scalar_leaves
+from ..format.sharding_spec import Choice, Chooser
+from ..format.zarr_format import is_raw
+from ..loading.match_target import prune, select, unread_of
+from ..readers.read_ahead import reading_ahead
+from ..readers.safetensors import DCP_INFO
+from ..readers.zarr_tensor import ZarrTensor
+from ..rules.casting import CastLoss
+from ..rules.dequantized import dequantizes, is_quantized
+from ..rules.lazy_tensors import Converted
+from ..rules.rules import Rules
+from ..saving.finalize import Item
+from ..stores import atomic_directory, store
+from .sink_safetensors import HuggingFaceSink
+from .sink_zarr import ZarrSink
+from .sinks import Sink
+from .transfer import MEMORY_LIMIT, THREADS, Progress, transfer
+from .workers import Executor
+
+KEEP = "keep"  # the compression of the source
+
+
+class Options(TypedDict, total=False):
+    """What `convert`, `merge` and `reshard` share; `convert` says what each is, holds the defaults and checks them."""
+
+    rules: Any
+    keys: Iterable[str] | None
+    drop: Iterable[str] | None
+    prefix: str | None
+    dtype: Any
+    compression: str | Zstd | None
+    missing: Literal["error", "fill"]
+    memory_limit: int
+    threads: int
+    allow_overflow: bool
+    overwrite: bool
+    progress: Progress | None
+    client: Any
+    pack: bool | int | None
+    dtype_fallback: Literal["raw"] | None
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place, and what the source holds and no reader here can give.
+
+    ``losses`` counts, for each array, the values that its casts lost: those that ``allow_overflow`` accepted, and those that became zero.
+    ``notes`` says which documents are not as in the source, and why.
+    ``left_behind`` lists files and folders beside a model that do not go along.
+    """
+
+    path: str
+    arrays: int
+    files: list[str]
+    total_size: int
+    nbytes: int
+    resumed: int
+    skipped: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    losses: dict[str, CastLoss] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    left_behind: list[str] = field(default_factory=list)
+
+
+def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
+    """Names for each file: in order, a new file where the limit would be passed. A larger array has a file of its own.
+
+    >>> split_files([("a", 6), ("b", 6), ("c", 2), ("d", 6), ("e", 2), ("f", 2)], 10)
+    [['a'], ['b', 'c'], ['d', 'e', 'f']]
+    """
+    out: list[list[str]] = [[]]
+    used = 0
+    for name, n in sizes:
+        if limit is not None and out[-1] and used + n > limit:
+            out.append([])
+            used = 0
+        out[-1].append(name)
+        used += n
+    return out
+
+
+@dataclass
+class Selection:
+    """The arrays of a conversion after rules, selection and dtype: lazy, and checked to be there."""
+
+    ckpt: Checkpoint
+    arrays: dict[str, Any]  # tensors by name
+    paths: dict[str, tuple[str | int, ...]]
+    structure: Any
+    skipped: list[str]  # values
+    unread: list[str]
+    compression: Compression  # of what is read
+    dtype: np.dtype | None = None  # that all floating arrays were converted to
+    reserved: int = 0  # bytes of what is read ahead
+    notes: list[str] = field(default_factory=list)  # of `documents`
+
+    def documents(self) -> dict[str, bytes]:
+        """Files beside the arrays, which go along. A ``config.json`` that names the dtype of the weights names the new one, and where
+        they are quantised no longer, it does not say that they are."""
+        held = self.ckpt.documents
+        found = held.every() if isinstance(held, Documents) else {}
+        if (config := found.get("config.json")) is not None:
+            if any(map(dequantizes, self.arrays.values())) and (plain := without_quantization(config)) != config:
+                left = next(_scaled(self.arrays), None)
+                self.notes.append(
+                    "config.json: without its quantization, as the weights have their full values"
+                    if left is None
+                    else f"config.json: still says that the weights are quantised, as {left[0]!r} is; name those that are not in its list of exceptions"
+                )
+                config = plain if left is None else config
+            found["config.json"] = config if self.dtype is None else with_dtype(config, self.dtype.name)
+        return found
+
+    def texts(self) -> dict[str, str]:
+        """The metadata that a header of safetensors has a place for, but for the keys that mean something there."""
+        said = self.ckpt.metadata
+        return {k: v for k, v in said.items() if isinstance(v, str) and k not in (tensor_sums.KEY, DCP_INFO, "format")}
+
+    def left_behind(self) -> list[str]:
+        """What lies beside a model of others and does not go along."""
+        held = self.ckpt.documents
+        return held.others() if isinstance(held, Documents) and self.ckpt.manifest is None else []
+
+    @classmethod
+    def of(
+        cls,
+        src: str | os.PathLike[str],
+        rules: Any,
+        keys: Iterable[str] | None,
+        drop: Iterable[str] | None,
+        dtype: Any,
+        prefix: str | None = None,
+        missing: str = "warn",
+        memory_limit: int = MEMORY_LIMIT,
+    ) -> Selection:
+        ckpt = open_checkpoint(src)
+        ahead = reading_ahead(ckpt, memory_limit // 4)
+        for a in ckpt.arrays.values():
+            if isinstance(a.tensor, ZarrTensor):
+                a.tensor = replace(a.tensor, missing=missing)
+        compression = ckpt.compression
+        if prefix is not None:
+            ckpt = ckpt.below(prefix)
+        if rules is not None:
+            ckpt = Rules(rules).on(ckpt)
+        picked = select(ckpt, keys)
+        if drop is not None:
+            every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure)}
+            picked = (every if picked is None else picked) - (select(ckpt, drop, drop=True) or set())
+        arrays = {n: a.tensor for n, a in ckpt.arrays.items() if picked is None or a.path in picked}
+        with store.listed_once():
+            for n in arrays:
+                ckpt.arrays[n].check()
+        ahead.expect(arrays.values())
+        wanted = None if dtype is None else _float(dtype)
+        if wanted is not None:
+            _refuse_scaled(arrays, wanted)
+            arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
+        skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
+        unread = unread_of(ckpt, keys, drop)
+        structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
+        return cls(
+            ckpt,
+            arrays,
+            {n: ckpt.arrays[n].path for n in arrays},
+            structure,
+            skipped,
+            unread,
+            compression,
+            wanted,
+            ahead.reserved,
+        )
+
+
+def _float(dtype: Any) -> np.dtype:
+    wanted = dtypes.by_name(dtype)
+    if wanted.name not in dtypes.FLOATS:
+        raise CheckpointError(
+            f"dtype= converts the floating arrays, so it is one of {', '.join(dtypes.FLOATS)}, not {wanted}"
+        )
+    return wanted
+
+
+def _refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
+    """Quantised weights are their numbers times a scale that lies beside them: converting the numbers alone would lose that."""
+    for name, scale in _scaled(arrays):
+        t = arrays[name]
+        if t.dtype.name.startswith("float8") and t.dtype != wanted:
+            raise CheckpointDTypeError(
+                f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without the scale. "
+                f"Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, leave dtype= out, "
+                "or leave such arrays out with drop="
+            )
+
+
+def _scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(weights, their scales) by name, of those that are quantised."""
+    for name, t in arrays.items():
+        if is_quantized(t.dtype):
+            yield from ((name, s) for end in ("_scale", "_scale_inv") if (s := name + end) in arrays)
+
+
+def _fixed(dtype: np.dtype, wanted: np.dtype) -> bool:
+    return dtype == wanted or dtype.name not in dtypes.FLOATS
+
+
+def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFaceSink:
+    """The sink for safetensors; refuses names and dtypes that the format has not."""
+    if "__metadata__" in held.arrays:
+        raise CheckpointKeyError(
+            f"{held.ckpt.path}: safetensors reserves the name '__metadata__'; leave that key out with keys= or drop="
+        )
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+    for n, t in held.arrays.items():
+        dtypes.safetensors_name(t.dtype, f"key {n!r}")
+    sizes = [(n, int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize) for n, t in held.arrays.items()]
+    return HuggingFaceSink(
+        list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents(), held.texts()
+    )
+
+
+def zarr_sink(
+    held: Selection, choice: Choice, compression: Compression = None, pack: int = 0, raw: bool = False
+) -> ZarrSink:
+    """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw`` as in `Item`."""
+    directories = names.zarr_names(list(held.arrays))
+    items = []
+    for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
+        shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, f"key {name!r}")
+        sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
+        grid = choose_grid(shape, dtype.itemsize, boxes)
+        items.append(Item(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh, compression, raw=raw))
+        packs.choose(items[-1], lambda boxes=boxes: boxes, pack)
+    choice.check_used(list(held.arrays))
+    order = {n: i for i, n in enumerate(held.arrays)}
+    stored = list(held.ckpt.arrays)
+    tree = fill(held.structure, lambda leaf: Leaf(order[stored[leaf.index]]))
+    head = manifest.Manifest([], manifest.encode_tree(tree), held.ckpt.step, dict(held.ckpt.metadata), choice.meshes)
+    return ZarrSink(items, head, held.documents())
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    format: Literal["zarr", "safetensors"],
+    mesh: Mapping[str, int] | None = None,
+    shardings: Mapping[str, Any] | Chooser | None = None,
+    max_shard_bytes: int | None = None,
+    rules: Any = None,
+    keys: Iterable[str] | None = None,
+    drop: Iterable[str] | None = None,
+    prefix: str | None = None,
+    dtype: Any = None,
+    compression: str | Zstd | None = KEEP,
+    missing: Literal["error", "fill"] = "error",
+    memory_limit: int = MEMORY_LIMIT,
+    threads: int = THREADS,
+    allow_overflow: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    client: Any = None,
+    pack: bool | int | None = None,
+    dtype_fallback: Literal["raw"] | None = None,
+) -> ConvertReport:
+    """Write a checkpoint in another format, streaming; a run that was interrupted goes on where it stopped.
+
+    Parameters
+    ----------
+    src
+        Whatever `open_checkpoint` opens.
+    dst
+        The directory or URL to make, all or nothing. Until it is whole a directory grows as ``DST.part``; the same call again after a
+        kill, a full disk or Ctrl-C keeps what is there. The result is the same to the byte for any memory limit, threads and workers.
+    format
+        ``"zarr"``: a checkpoint as `save` writes it, with step, metadata and values. ``"safetensors"``: a Hugging Face directory.
+    mesh, shardings
+        For Zarr: how to cut the arrays, as in `reshard`; by default each is one block.
+    max_shard_bytes
+        For safetensors: largest size of a file's arrays together; None puts all in one file.
+    rules
+        Key rules (`Rules`, or their text), applied before ``keys``, ``drop`` and ``dtype``. They are evaluated block by block.
+    keys, drop
+        Names or patterns of the arrays to take and to leave out.
+    prefix
+        Take only what lies below this name (``"params"``), and leave the name out. ``rules``, ``keys`` and ``drop`` speak of names without it.
+    dtype
+        Convert all floating arrays to this dtype. A ``config.json`` that goes along then names it as ``dtype`` or ``torch_dtype``. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
+        refused: without it their numbers mean something else; the step ``dequantize`` of key rules applies it.
+    compression
+        For Zarr, as in `save`; ``"keep"``: as the source is compressed, where it is one of ours. Chunks that stay the same are then copied as they
+        are. An interrupted run goes on after the last shard that was complete.
+    missing
+        Of Zarr by others, what to do about chunks that are not there. Writers leave out chunks that are all fill value, so a lost chunk looks like
+        one of these: ``"error"`` refuses, ``"fill"`` takes them for the fill value.
+    memory_limit
+        Bytes of memory for windows and staging, whatever the size of the arrays.
+    threads
+        Windows that are on their way at a time.
+    allow_overflow
+        Accept values that a cast (``dtype``, or one of the rules) turns into infinity, NaN or another integer; the report counts them for
+        each array. Otherwise they are an error before anything is replaced. Rounding is no such loss; values that become zero are counted.
+    overwrite
+        Replace an existing checkpoint or Hugging Face directory.
+    progress
+        Called with (bytes done, bytes in all) at the start and after each window.
+    client
+        A Dask client, or an executor of ``concurrent.futures``: its processes do the reading and writing, ``threads`` windows at a time. They
+        must see both places. For local directories only.
+    pack
+        For Zarr, as in `save`: small arrays share files; by default in object stores, and not on disks.
+    dtype_fallback
+        For Zarr, as in `save`.
+
+    Returns
+    -------
+    ConvertReport
+
+    Raises
+    ------
+    CheckpointDTypeError, CheckpointKeyError, CheckpointShapeError
+        The checkpoint does not fit the format, the selection or the rules; nothing was written.
+    Lossy
+        A cast would lose values, and ``allow_overflow`` is false; names the arrays, the counts and the first places.
+    CorruptCheckpoint
+        The source is damaged, or what was written does not read back.
+    StorageFull
+        There is too little room. What was written stays for the next run.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from meshtape.storage import load, save_safetensors
+    >>> home = tempfile.mkdtemp()
+    >>> _ = save_safetensors(os.path.join(home, "a.safetensors"), {"q": np.ones((4, 2)), "k": np.zeros((2, 2))})
+    >>> report = convert(
+    ...     os.path.join(home, "a.safetensors"), os.path.join(home, "c"), format="zarr",
+    ...     rules="q, k -> qk, concat(axis=0)", mesh={"model": 2}, shardings={"*": {"model": 0}}, dtype="float32",
+    ... )
+    >>> open_checkpoint(report.path)["qk"]
+    <StoredArray 'qk' float32[6,2] model=Shard(0)>
+    """
+    started = time.perf_counter()
+    target = store.location(dst)
+    if compression != KEEP:
+        chosen(compression)  # refused before the source is opened
+    if missing not in ("error", "fill"):
+        raise CheckpointError(f"missing is 'error' or 'fill', got {missing!r}")
+    held = Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit)
+    sink: Sink
+    if format == "safetensors":
+        if mesh is not None or shardings is not None:
+            raise CheckpointError("safetensors files have no block layout; leave out mesh= and shardings=")
+        if pack is not None:
+            raise CheckpointError("small arrays share files in any case in safetensors; leave out pack=")
+        if dtype_fallback is not None:
+            raise CheckpointError("safetensors has every dtype under its name; leave out dtype_fallback=")
+        if compression != KEEP and chosen(compression) is not None:
+            raise CheckpointError(
+                'safetensors files are never compressed; leave out compression=, or write format="zarr"'
+            )
+        sink = hugging_face_sink(held, max_shard_bytes)
+    elif format == "zarr":
+        if max_shard_bytes is not None:
+            raise CheckpointError("max_shard_bytes is for safetensors; Zarr files follow the block layout")
+        stored = held.compression if compression == KEEP else chosen(compression)
+        sink = zarr_sink(held, Choice(mesh, shardings), stored, packs.threshold(pack, target), is_raw(dtype_fallback))
+    else:
+        raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
+    if held.ckpt.path == target:
+        raise CheckpointError(f"{target} is the source; write to another place")
+    tensors = list(held.arrays.values())
+    kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
+    with atomic_directory.writing(target), activity.under_way(kind, target) as work:
+        nbytes, resumed, losses = transfer(
+            Listed.now(held.ckpt.path) if held.ckpt.kind == "Zarr" else held.ckpt.generation,
+            tensors,
+            sink,
+            target,
+            memory_limit=memory_limit - held.reserved,
+            threads=threads,
+            overwrite=overwrite,
+            tables=CHECKPOINTS,
+            progress=work.follow(progress),
+            executor=_executor(client),
+            allow_overflow=allow_overflow,
+        )
+    files = list(sink.files)
+    skipped = [*(held.skipped if isinstance(sink, HuggingFaceSink) else []), *held.unread]
+    total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
+    seconds = time.perf_counter() - started
+    told = dict(sorted(losses.items()))
+    return ConvertReport(
+        target, len(tensors), files, total, nbytes, resumed, skipped, seconds, told, held.notes, held.left_behind()
+    )
+
+
+def _executor(client: Any) -> Executor | None:
+    """What spreads the windows of a Dask client, or of an executor."""
+    if client is None or not hasattr(client, "get_executor"):
+        return client
+    # Windows are written to fixed places, so a task that a lost worker leaves behind may simply run again.
+    return client.get_executor(pure=False)
+
+
+def reshard(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    mesh: Mapping[str, int] | None = None,
+    shardings: Mapping[str, Any] | Chooser | None = None,
+    **options: Unpack[Options],
+) -> ConvertReport:
+    """Write a checkpoint cut for another mesh, without that mesh: so that each rank's blocks are files of their own.
+
+    A checkpoint loads onto any mesh as it is; resharding it first makes many later loads read whole files.
+
+    Parameters
+    ----------
+    src, dst
+        As in `convert`.
+    mesh
+        Names and lengths of the axes: ``{"data": 2, "model": 4}``.
+    shardings
+        Names or patterns, each with the dimension that an axis splits: ``{"layers.*.w": {"model": 1}, "*": {}}``. The first pattern that
+        matches counts; an array that none matches is one block. Or a function ``(path, shape, dtype)`` that returns such a map, a
+        sharding of a mesh at hand, or None.
+    options
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
+        ``overwrite``, ``progress``, ``client``, ``pack`` and ``dtype_fallback`` of `convert`.
+
+    Returns
+    -------
+    ConvertReport
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from meshtape.storage import save
+    >>> home = tempfile.mkdtemp()
+    >>> _ = save(os.path.join(home, "a"), {"w": np.ones((4, 6))})
+    >>> _ = reshard(os.path.join(home, "a"), os.path.join(home, "b"), mesh={"model": 2}, shardings={"w": {"model": 1}})
+    >>> sorted(os.listdir(os.path.join(home, "b", "w")))
+    ['c.0.0', 'c.0.1', 'zarr.json']
+    """
+    return convert(src, dst, format="zarr", mesh=mesh, shardings=shardings, **options)

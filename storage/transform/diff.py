@@ -1,0 +1,244 @@
+"""`diff`: what two checkpoints do not have in common, window by window."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointError
+from ..base.names import leaf_name
+from ..base.threads import in_threads
+from ..checkpoint.checkpoint import unread
+from ..format.chunk_grid import windows
+from ..format.manifest import scalar_leaves
+from .convert import Selection
+from .transfer import MEMORY_LIMIT
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class ArrayDiff:
+    """How an array differs. Differences are None where the shapes do, and where values were not compared; they are NaN-aware: two NaN are equal.
+
+    ``max_rel`` is the largest ``|a - b| / max(|a|, |b|)``; where one side is NaN or infinite and the other is another value, both
+    differences are infinite. ``different`` counts elements whose values differ; with 0 of them, only dtypes or bits do.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    max_abs: float | None = None
+    max_rel: float | None = None
+    different: int | None = None
+    size: int = 0
+
+    def __str__(self) -> str:
+        (a, b), (c, d) = self.shapes, self.dtypes
+        if a != b:
+            return f"{self.name}: shape {a} and {b}" + (f", dtype {c} and {d}" if c != d else "")
+        if self.different is None:
+            return f"{self.name}: dtype {c} and {d}"
+        text = f"{self.name}: " + (f"dtype {c} and {d}, " if c != d else "")
+        if not self.different:
+            return text + ("equal values" if c != d else "equal values, other bits")
+        return f"{text}{self.different} of {self.size} elements, max abs {self.max_abs:.6g}, max rel {self.max_rel:.6g}"
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """Names on one side alone, arrays and values that differ, and how many arrays are equal to the bit. ``skipped``: what cannot be read on either side."""
+
+    a: str
+    b: str
+    only_a: list[str]
+    only_b: list[str]
+    arrays: list[ArrayDiff]
+    values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    equal: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether there is no difference at all, and nothing that could not be compared."""
+        return not (self.only_a or self.only_b or self.arrays or self.values or self.skipped)
+
+    def __str__(self) -> str:
+        lines = [f"{self.equal} arrays are equal, {len(self.arrays)} differ{unread(self.skipped)}"]
+        for where, names in ((self.a, self.only_a), (self.b, self.only_b)):
+            if names:
+                more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+                lines.append(f"only in {where} ({len(names)}): {', '.join(names[:12])}{more}")
+        lines += [f"{name}: {a!r} and {b!r}" for name, (a, b) in list(self.values.items())[:20]]
+        lines += map(str, self.arrays[:40])
+        if len(self.arrays) > 40:
+            lines.append(f"… and {len(self.arrays) - 40} more arrays")
+        return "\n".join(lines)
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    rules: Any = None,
+    keys: Iterable[str] | None = None,
+    drop: Iterable[str] | None = None,
+    values: bool = True,
+    memory_limit: int = MEMORY_LIMIT,
+) -> DiffReport:
+    """Compare two checkpoints: names, shapes, dtypes, values. Streams; arrays are never read whole.
+
+    Parameters
+    ----------
+    a, b
+        Whatever `open_checkpoint` opens; they may differ in format and layout, which do not count as differences.
+    rules
+        Key rules applied to ``a``, so that a checkpoint can be compared with its converted form.
+    keys, drop
+        Names or patterns of the arrays to compare and to leave out, where they exist.
+    values
+        Compare the elements of arrays. Without them only the tables of contents are read, however large the checkpoints: arrays of one shape
+        and dtype count as equal.
+    memory_limit
+        Bytes for the windows of both sides.
+
+    Returns
+    -------
+    DiffReport
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from meshtape.storage import save
+    >>> home = tempfile.mkdtemp()
+    >>> _ = save(os.path.join(home, "a"), {"w": np.array([1.0, 2.0]), "b": np.ones(1), "x": np.ones(1)})
+    >>> _ = save(os.path.join(home, "b"), {"w": np.array([1.0, 2.5]), "b": np.ones(1), "y": np.ones(1)})
+    >>> report = diff(os.path.join(home, "a"), os.path.join(home, "b"))
+    >>> report.same, report.only_a, report.only_b, report.equal
+    (False, ['x'], ['y'], 1)
+    >>> print(report.arrays[0])
+    w: 1 of 2 elements, max abs 0.5, max rel 0.2
+    """
+    if memory_limit < 1:
+        raise CheckpointError(f"memory_limit must be positive, got {memory_limit}")
+    left = Selection.of(a, rules, None, None, None, memory_limit=memory_limit // 2)
+    right = Selection.of(b, None, None, None, None, memory_limit=memory_limit // 2)
+    wanted = _matcher(keys, drop)
+    ours = {n: t for n, t in left.arrays.items() if wanted(n)}
+    theirs = {n: t for n, t in right.arrays.items() if wanted(n)}
+    if keys is not None and not ours and not theirs:
+        raise CheckpointError(f"neither checkpoint has an array that matches {keys}")
+    common = [n for n in ours if n in theirs]
+    # Both sides, what the comparison makes of them, and a few threads.
+    limit = max(1 << 16, memory_limit // 32)
+    compare = _compare if values else _compare_kinds
+    found = in_threads(lambda n: compare(n, ours[n], theirs[n], limit), common)
+    leaves = _values(left, right, wanted)
+    return DiffReport(
+        left.ckpt.path,
+        right.ckpt.path,
+        [n for n in ours if n not in theirs],
+        [n for n in theirs if n not in ours],
+        [d for d in found if d is not None],
+        leaves,
+        sum(d is None for d in found),
+        list(filter(wanted, dict.fromkeys([*left.unread, *right.unread]))),
+    )
+
+
+def _matcher(keys: Iterable[str] | None, drop: Iterable[str] | None) -> Any:
+    from fnmatch import fnmatchcase
+
+    take = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
+    leave = [] if drop is None else [drop] if isinstance(drop, str) else list(drop)
+
+    def wanted(name: str) -> bool:
+        def fits(patterns: list[str]) -> bool:
+            return any(name == p or fnmatchcase(name, p) for p in patterns)
+
+        return (take is None or fits(take)) and not fits(leave)
+
+    return wanted
+
+
+def _values(left: Selection, right: Selection, wanted: Any) -> dict[str, tuple[Any, Any]]:
+    a = {leaf_name(p): v for p, v in scalar_leaves(left.ckpt.structure)}
+    b = {leaf_name(p): v for p, v in scalar_leaves(right.ckpt.structure)}
+    out = {}
+    for name in dict.fromkeys([*a, *b]):
+        x, y = a.get(name, _MISSING), b.get(name, _MISSING)
+        both_nan = isinstance(x, float) and isinstance(y, float) and math.isnan(x) and math.isnan(y)
+        if wanted(name) and not both_nan and (type(x) is not type(y) or x != y):
+            out[name] = (None if x is _MISSING else x, None if y is _MISSING else y)
+    return out
+
+
+def _compare_kinds(name: str, a: Any, b: Any, limit: int) -> ArrayDiff | None:
+    """None for arrays of one shape and dtype."""
+    shapes, types = (tuple(a.shape), tuple(b.shape)), (a.dtype.name, b.dtype.name)
+    size = math.prod(shapes[0]) if shapes[0] == shapes[1] else 0
+    return None if shapes[0] == shapes[1] and a.dtype == b.dtype else ArrayDiff(name, shapes, types, size=size)
+
+
+def _compare(name: str, a: Any, b: Any, limit: int) -> ArrayDiff | None:
+    """None for arrays that are equal to the bit."""
+    shapes = (tuple(a.shape), tuple(b.shape))
+    types = (a.dtype.name, b.dtype.name)
+    if shapes[0] != shapes[1]:
+        return ArrayDiff(name, shapes, types)
+    max_abs = max_rel = 0.0
+    different, identical = 0, types[0] == types[1]
+    item = max(a.dtype.itemsize, b.dtype.itemsize)
+    for box in windows(shapes[0], tuple(max(c, 1) for c in a.chunk), item, limit):
+        x, y = _part(a, box), _part(b, box)
+        if types[0] == types[1] and np.array_equal(x.reshape(-1).view(np.uint8), y.reshape(-1).view(np.uint8)):
+            continue
+        identical = False
+        n, largest, relative = differences(x, y)
+        different += n
+        max_abs, max_rel = max(max_abs, largest), max(max_rel, relative)
+    if identical:
+        return None
+    return ArrayDiff(name, shapes, types, max_abs, max_rel, different, math.prod(shapes[0]))
+
+
+def _part(tensor: Any, box: Box) -> np.ndarray:
+    out = np.empty(box.shape, tensor.dtype)
+    for job in tensor.jobs(box, out):
+        job()
+    return out
+
+
+def differences(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:
+    """(elements that differ, largest absolute, largest relative difference) of two arrays of one shape.
+
+    >>> differences(np.array([1.0, np.nan, 4.0]), np.array([1.0, np.nan, 5.0]))
+    (1, 1.0, 0.2)
+    >>> differences(np.array([2**63 - 1]), np.array([-(2**63)]))
+    (1, 1.8446744073709552e+19, 2.0)
+    """
+    with np.errstate(all="ignore"):
+        if x.dtype == y.dtype and x.dtype.kind in "iu":
+            # Exact where float64 is not: the distance of two integers fits an unsigned one, modulo its length.
+            gap = (np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)).astype(np.float64)
+            changed = x != y
+            scale = np.maximum(np.abs(x.astype(np.float64)), np.abs(y.astype(np.float64)))
+        else:
+            wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
+            x, y = x.astype(wide), y.astype(wide)
+            changed = ~((x == y) | (np.isnan(x) & np.isnan(y)))
+            gap = np.where(changed, np.abs(x - y), 0.0)
+            gap[np.isnan(gap)] = np.inf
+            scale = np.maximum(np.abs(x), np.abs(y))
+        relative = np.where(changed, gap / scale, 0.0)
+        relative[np.isnan(relative)] = np.inf
+    n = int(np.count_nonzero(changed))
+    return n, float(gap.max(initial=0.0)), float(relative.max(initial=0.0))

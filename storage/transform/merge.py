@@ -1,0 +1,89 @@
+"""`merge`: any checkpoint as a Hugging Face directory of safetensors, in bounded memory.
+
+The result is what Hugging Face tools write and read: ``model.safetensors``, or ``model-00001-of-0000N.safetensors``, and
+always ``model.safetensors.index.json``. Each file's header says ``{"format": "pt"}``: transformers refuses files whose
+format is none of the frameworks that it knows, and it does not know NumPy.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Unpack
+
+from ..rules.casting import CastLoss
+from .convert import Options, convert
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge wrote. ``skipped`` lists leaves that are values, not arrays: safetensors has no place for them;
+    and what the source holds and no reader here can give.
+
+    ``losses`` counts, for each array, the values that its casts lost (see `convert`), ``notes`` says which documents are not as in the source, and
+    ``left_behind`` lists files and folders beside a model that do not go along.
+    """
+
+    path: str
+    arrays: int
+    files: list[str]
+    total_size: int
+    skipped: list[str]
+    seconds: float
+    losses: dict[str, CastLoss] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    left_behind: list[str] = field(default_factory=list)
+    resumed: int = 0  # bytes that an interrupted run had written
+
+
+def merge(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int | None = None,
+    **options: Unpack[Options],
+) -> MergeReport:
+    """Write a checkpoint as a Hugging Face directory, streaming; a run that was interrupted goes on where it stopped.
+
+    Parameters
+    ----------
+    src
+        Whatever `open_checkpoint` opens.
+    dst
+        The directory or URL to make, all or nothing.
+    max_shard_bytes
+        Largest size of a file's arrays together; None puts all in one file. An array that is larger has its own file.
+    options
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
+        ``overwrite``, ``progress`` and ``client`` of `convert`; ``compression``, ``pack`` and ``dtype_fallback`` are refused,
+        as they say how Zarr arrays are stored.
+
+    Returns
+    -------
+    MergeReport
+
+    Raises
+    ------
+    CheckpointDTypeError
+        An array's dtype (complex128) has no safetensors form; names its key; nothing was written.
+    Lossy
+        ``dtype`` or a rule would lose values, and ``allow_overflow`` is false; nothing was replaced.
+    CheckpointKeyError
+        Two arrays have the same dotted name, or ``keys`` matches nothing.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from meshtape.storage import save
+    >>> home = tempfile.mkdtemp()
+    >>> _ = save(os.path.join(home, "ckpt"), {"layers": [{"w": np.ones((2, 2), np.float32)}]})
+    >>> merge(os.path.join(home, "ckpt"), os.path.join(home, "hf")).files
+    ['model.safetensors']
+    """
+    r = convert(src, dst, format="safetensors", max_shard_bytes=max_shard_bytes, **options)
+    return MergeReport(
+        r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses, r.notes, r.left_behind, r.resumed
+    )

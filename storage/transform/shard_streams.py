@@ -1,0 +1,121 @@
+"""Shard files that come into being from their first byte to their last: what is uploaded, and what is compressed.
+
+A chunk that is compressed has no place before those before it are known. So such a shard is one window of a transfer, whatever its length; it passes
+through memory in smaller ones.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointError
+from ..format import dtypes
+from ..format.chunk_grid import Grid, windows
+from ..format.chunk_sums import packed
+from ..format.compression import Compression
+from ..format.zarr_format import ShardBytes
+from ..readers.compressed import digest
+from ..readers.reading import opened
+from ..rules.lazy_tensors import whole_of
+from ..saving.write_shards import Record
+from ..stores.filesystem import active
+from .copy_chunks import CopiedShard, keeps_bytes
+from .sinks import read
+
+Coord = tuple[int, ...]
+
+
+class _Windowed:
+    """The elements of a box of a lazy tensor, with the face of an array that is read chunk by chunk, in order."""
+
+    def __init__(self, tensor: Any, box: Box, chunk: tuple[int, ...], limit: int) -> None:
+        self.tensor, self.box, self.dtype = tensor, box, dtypes.little(tensor.dtype)
+        self._coming = windows(box.shape, chunk, tensor.dtype.itemsize, limit)
+        self._window, self._data = Box((0,) * len(box.shape), (0,) * len(box.shape)), np.empty(0, self.dtype)
+
+    def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
+        spans = [s.indices(n) for s, n in zip(index[:-1], self.box.shape, strict=True)]
+        wanted = Box(tuple(a for a, _, _ in spans), tuple(b - a for a, b, _ in spans))
+        while wanted.intersect(self._window) != wanted or not self._data.size:
+            self._window = next(self._coming)
+            offset = tuple(a + b for a, b in zip(self.box.offset, self._window.offset, strict=True))
+            self._data = read(self.tensor, Box(offset, self._window.shape))
+        return self._data[(*wanted.within(self._window).slices, ...)]
+
+
+def shard_of(
+    tensor: Any, grid: Grid, coord: Coord, compression: Compression, limit: int, threads: int = 1
+) -> ShardBytes | CopiedShard:
+    """A shard of an array that is filled from a lazy tensor: its chunks as they are stored where they stay the same, else made anew."""
+    stored = whole_of(tensor)
+    if keeps_bytes(stored, grid, tensor.dtype, compression):
+        return CopiedShard(stored, grid, coord)
+    block: Any = _Windowed(tensor, grid.shard_box(coord), grid.chunk, limit)
+    return ShardBytes(block, grid, coord, compression=compression, threads=threads)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWriter:
+    """Shards of an array of a checkpoint, whole. The sums of one are the length of its file, its digest, and those of its chunks."""
+
+    directory: str
+    grid: Grid
+    dtype: np.dtype
+    compression: Compression
+    limit: int
+    threads: int = 1  # that compress
+
+    def _coord(self, window: Box) -> Coord:
+        return tuple(o // s for o, s in zip(window.offset, self.grid.shard, strict=True))
+
+    def _path(self, root: str, coord: Coord) -> str:
+        return os.path.join(root, self.directory, self.grid.key(coord))
+
+    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
+        fs, coord = active(), self._coord(window)
+        shard = shard_of(tensor, self.grid, coord, self.compression, self.limit, self.threads)
+        path = self._path(root, coord)
+        for _ in range(8):
+            # In place of what an interrupted run has left. A task that a lost worker left behind may be at the same.
+            with contextlib.suppress(FileNotFoundError):
+                fs.unlink(path)
+            with contextlib.suppress(FileExistsError):
+                fs.close(shard.write(fs, path))
+                return [shard.nbytes, shard.digest, *shard.sums]
+        raise CheckpointError(f"{path} keeps appearing: other processes write it")
+
+    def check(self, root: str, window: Box, sums: list[int]) -> bool:
+        path, coord = self._path(root, self._coord(window)), self._coord(window)
+        if not os.path.exists(path) or len(sums) < 2:
+            return False
+        with opened(path, "a shard") as reader:
+            try:
+                value, bad, found = digest(reader, self.grid, coord, sums[0], self.dtype.itemsize)
+            except ValueError:
+                return False
+        return not bad and [value, *found] == sums[1:] and os.path.getsize(path) == sums[0]
+
+    def sync(self, root: str, window: Box, sums: list[int]) -> Record:
+        """Make a shard durable."""
+        fs, coord = active(), self._coord(window)
+        fd = fs.open(self._path(root, coord))
+        try:
+            fs.fsync(fd)
+        finally:
+            fs.close(fd)
+        return Record(f"{self.directory}/{self.grid.key(coord)}", *sums[:2], packed(sums[2:]))
+
+
+def pieces_of(shard: ShardBytes | CopiedShard, stream: Any) -> Iterator[Any]:
+    """The bytes of a shard, for a `sinks.Stream`, which is told their length and checksums at the end."""
+    yield from shard.pieces()
+    stream.nbytes, stream.digest = shard.nbytes, [shard.digest, *shard.sums]

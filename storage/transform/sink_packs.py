@@ -1,0 +1,157 @@
+"""The packs of a transfer (see ``packs``): in a directory their blocks are written window by window, in an object store each is one upload.
+
+The header of a pack has its checksums, which are known at the end. In a directory their place is kept; what is uploaded begins with them,
+so the blocks of such a pack are held in memory.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ...arrays.core.blocks import Box
+from ..base.checksums import combine
+from ..base.names import leaf_name
+from ..base.threads import SYNCS, in_threads
+from ..format import packs
+from ..format.chunk_grid import Grid, windows
+from ..format.stored_objects import Pack
+from ..readers.safetensors import TensorInfo
+from ..saving.finalize import Item
+from ..saving.raw_writer import RawWriter, begin, seal
+from ..saving.write_shards import Record, Task
+from .sinks import Stream, Unit, read
+
+Coord = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWriter:
+    """Windows of an array of which each block has its place in a pack: file, and byte in it."""
+
+    grid: Grid
+    itemsize: int
+    places: Mapping[Coord, tuple[str, int]]
+
+    def _of(self, window: Box) -> RawWriter:
+        coord = _coord(self.grid, window)
+        file, start = self.places[coord]
+        return RawWriter(file, start, self.grid.shard_box(coord), self.itemsize)
+
+    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
+        return self._of(window).put(root, window, tensor)
+
+    def check(self, root: str, window: Box, sums: list[int]) -> bool:
+        return self._of(window).check(root, window, sums)
+
+
+def _coord(grid: Grid, window: Box) -> Coord:
+    return tuple(o // s for o, s in zip(window.offset, grid.shard, strict=True))
+
+
+class PackFiles:
+    """The packs of the packed ones among ``items``, whose blocks the n-th rank of each mesh would write together."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items = items
+        self._suffix = ""
+
+    def mark(self, suffix: str) -> None:
+        self._suffix = suffix
+
+    def _tasks(self, limit: int | None = None) -> dict[str, list[Task]]:
+        stems: dict[str, list[Task]] = {}
+        for n, i in enumerate(self._items):
+            for k, coord in enumerate(i.grid.shards() if i.packed else ()):
+                file, name = f"{i.directory}/{i.grid.key(coord)}", leaf_name(i.path)
+                task = Task(n, i.grid.shard_box(coord), i.grid, coord, file, name=name)
+                stems.setdefault("local" if i.mesh is None else f"{i.mesh}-{k:05d}", []).append(task)
+        out: dict[str, list[Task]] = {}
+        sizes = [i.dtype.itemsize for i in self._items]
+        for stem, tasks in stems.items():
+            for task in packs.dealt(tasks, sizes, stem, self._suffix, limit):
+                out.setdefault(task.pack, []).append(task)
+        return out
+
+    # ----- in a directory
+
+    def units(self, array: int, limit: int) -> Iterator[Unit]:
+        """Stretches of the blocks of an array."""
+        item = self._items[array]
+        for block in map(item.grid.shard_box, item.grid.shards()):
+            for part in windows(block.shape, (1,) * len(block.shape), item.dtype.itemsize, limit):
+                offset = tuple(a + b for a, b in zip(block.offset, part.offset, strict=True))
+                yield Unit(array, Box(offset, part.shape))
+
+    def create(self, root: str) -> None:
+        begin(root, {file: head for file, (_, head, _) in self._placed.items()})
+
+    @cached_property
+    def _placed(self) -> dict[str, tuple[list[Task], bytes, dict[str, TensorInfo]]]:
+        """Tasks, header and places of each pack."""
+        kinds = [i.dtype for i in self._items]
+        return {f: (some, *packs.head_of(some, [kinds[t.array] for t in some])) for f, some in self._tasks().items()}
+
+    @cached_property
+    def writers(self) -> dict[int, BlockWriter]:
+        """That of each packed array."""
+        places: dict[int, dict[Coord, tuple[str, int]]] = {}
+        for file, (tasks, head, held) in self._placed.items():
+            for t in tasks:
+                places.setdefault(t.array, {})[t.coord] = file, len(head) + held[t.name].begin
+        return {n: BlockWriter(self._items[n].grid, self._items[n].dtype.itemsize, held) for n, held in places.items()}
+
+    def sync(self, root: str, sums: Mapping[Unit, list[int]]) -> list[Record]:
+        """Write the headers with their checksums, and make the packs durable."""
+        blocks: dict[tuple[int, Coord], list[tuple[Coord, int, int]]] = {}
+        for unit, (value,) in sums.items():
+            item = self._items[unit.array]
+            row = unit.box.offset, value, unit.box.size * item.dtype.itemsize
+            blocks.setdefault((unit.array, _coord(item.grid, unit.box)), []).append(row)
+
+        def of(task: Task) -> int:
+            total = 0
+            for _, value, nbytes in sorted(blocks[task.array, task.coord]):
+                total = combine(total, value, nbytes)
+            return total
+
+        def write(file: str) -> list[Record]:
+            tasks, head, places = self._placed[file]
+            found = {t.name: of(t) for t in tasks}
+            nbytes = len(head) + sum(p.nbytes for p in places.values())
+            head = seal(root, file, head, [found[name] for name in places], nbytes)
+            return packs.records_of(tasks, head, places, found)
+
+        return [r for held in in_threads(write, list(self._placed), SYNCS) for r in held]
+
+    # ----- in an object store
+
+    def streams(self, tensors: Sequence[Any]) -> list[Stream]:
+        def pack(stream: Stream, tasks: list[Task]) -> Iterator[Any]:
+            records, body = packs.laid_out(tasks, [read(tensors[t.array], t.part) for t in tasks])
+            yield from body()
+            p = records[0].pack
+            assert p is not None
+            stream.nbytes = p.nbytes
+            stream.digest = [p.header, p.crc32c, *(n for r in records for n in (r.nbytes, r.crc32c, r.start))]
+
+        sizes = [i.dtype.itemsize for i in self._items]
+        return [
+            Stream(file, sum(t.part.size * sizes[t.array] for t in tasks), lambda stream, t=tasks: pack(stream, t))
+            for file, tasks in self._tasks(packs.HELD).items()
+        ]
+
+    def accept(self, streams: Mapping[str, Stream]) -> list[Record]:
+        """The records of those of the streams that are packs."""
+        out = []
+        for file, tasks in self._tasks(packs.HELD).items():
+            s = streams[file]
+            (header, crc), rows = s.digest[:2], s.digest[2:]
+            pack = Pack(file, s.nbytes, header, crc)
+            for task, row in zip(tasks, zip(*[iter(rows)] * 3, strict=True), strict=True):
+                out.append(Record(task.file, row[0], row[1], b"", pack, row[2]))
+        return out

@@ -1,0 +1,170 @@
+"""A transfer into a Hugging Face directory: safetensors files and their index, both with the checksums of all tensors.
+
+Local files keep a place in their headers for the checksums, which are known when the windows are written; uploads begin with the header, so there
+the index alone has them.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CorruptCheckpoint
+from ..base.checksums import combine, crc32c
+from ..checkpoint.open import HF_INDEX
+from ..format import dtypes, tensor_sums
+from ..format.chunk_grid import runs, windows
+from ..readers import safetensors
+from ..saving.raw_writer import RawWriter, begin, seal
+from ..stores import store
+from ..stores.atomic_directory import Folder
+from .sinks import Stream, Unit, clear, read, sums
+
+
+class HuggingFaceSink:
+    """``model.safetensors`` in one file or several, and their index."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Any]],
+        groups: list[list[str]],
+        documents: Mapping[str, bytes],
+        metadata: Mapping[str, str],
+        format_: str = "pt",
+    ) -> None:
+        self.documents = dict(documents)
+        self._number = {name: i for i, (name, _) in enumerate(named)}
+        count = len(groups)
+        self.files = (
+            ["model.safetensors"]
+            if count == 1
+            else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        )
+        kinds = {name: dtypes.safetensors_name(t.dtype, f"key {name!r}") for name, t in named}
+        rows = [[(n, kinds[n], tuple(named[self._number[n]][1].shape)) for n in group] for group in groups]
+        metadata = {**metadata, "format": format_}
+        self.heads, self.places = [], []
+        self._at: dict[int, tuple[int, int]] = {}  # number of the file, and place, of each array
+        for number, row in enumerate(rows):
+            head, place = safetensors.build_header(row, metadata, sums=True)
+            self.heads.append(head)
+            self.places.append(place)
+            self._at.update((self._number[n], (number, len(head) + t.begin)) for n, t in place.items())
+        self._plain = [safetensors.build_header(row, metadata)[0] for row in rows]  # of uploads
+        self._sums: list[list[int]] = []  # of the tensors of each file, in their order
+        self.shapes = [tuple(t.shape) for _, t in named]
+        self.itemsizes = [t.dtype.itemsize for _, t in named]
+        self._groups = groups
+        self.total_size = sum(t.nbytes for place in self.places for t in place.values())
+        self.nbytes = self.total_size + sum(map(len, self.heads)) + 4096 * (count + 1)
+
+    def describe(self) -> Any:
+        return ["safetensors", self.files, [h.decode("utf-8", "replace") for h in self.heads], sums(self.documents)]
+
+    def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
+        order = sorted(self._at, key=self._at.__getitem__)
+        return [
+            Unit(n, box)
+            for n in order
+            for box in windows(self.shapes[n], tuple(max(c, 1) for c in tensors[n].chunk), self.itemsizes[n], limit)
+        ]
+
+    def create(self, root: str) -> None:
+        clear(root, [HF_INDEX, *self.documents])
+        begin(root, dict(zip(self.files, self.heads, strict=True)))
+
+    def writer(self, array: int, limit: int) -> RawWriter:
+        number, place = self._at[array]
+        return RawWriter(self.files[number], place, Box.whole(self.shapes[array]), self.itemsizes[array])
+
+    def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
+        parts: dict[int, list[tuple[Unit, int]]] = {}
+        for unit, (value,) in sums.items():
+            parts.setdefault(unit.array, []).append((unit, value))
+        for number, (file, place) in enumerate(zip(self.files, self.places, strict=True)):
+            held = [self._sum(root, self._number[n], parts.get(self._number[n], [])) for n in place]
+            self._sums.append(held)
+            nbytes = len(self.heads[number]) + sum(t.nbytes for t in place.values())
+            self.heads[number] = seal(root, file, self.heads[number], held, nbytes)
+
+    def _sum(self, root: str, array: int, parts: list[tuple[Unit, int]]) -> int:
+        """The crc32c of a tensor that was written, from those of its windows; it is read where they are not stretches of the file."""
+        shape, item = self.shapes[array], self.itemsizes[array]
+        found: list[tuple[int, int, int]] = []
+        for unit, value in parts:
+            (_, start, length), *more = itertools.islice(runs(unit.box, shape), 2)
+            if more:
+                number, place = self._at[array]
+                with contextlib.closing(store.at(root).reader(self.files[number])) as reader:
+                    whole = tensor_sums.of_range(reader, place, math.prod(shape) * item)
+                if whole is None:
+                    raise CorruptCheckpoint(f"{self.files[number]} ends early; nothing was committed")
+                return whole
+            found.append((start, value, length * item))
+        total = 0
+        for _, value, nbytes in sorted(found):
+            total = combine(total, value, nbytes)
+        return total
+
+    def mark(self, suffix: str) -> None:
+        self.files = [f"{file.removesuffix('.safetensors')}{suffix}.safetensors" for file in self.files]
+
+    def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
+        self.heads = self._plain
+
+        def body(stream: Stream, number: int) -> Iterator[Any]:
+            yield self.heads[number]
+            found: list[int] = []
+            for name in self.places[number]:
+                value = 0
+                array = self._number[name]
+                shape, item = self.shapes[array], self.itemsizes[array]
+                # Whole rows of chunks where they fit: what a window covers must lie in the file in one stretch.
+                chunk = tuple(max(c, 1) for c in tensors[array].chunk)
+                rows = (*chunk[:1], *shape[1:])
+                unit = rows if math.prod(rows) * item <= limit else (1,) * len(shape)
+                for box in windows(shape, unit, item, limit):
+                    data = read(tensors[array], box).reshape(-1).view(np.uint8)
+                    value = crc32c(data, value)
+                    yield data
+                found.append(value)
+            stream.digest = tensor_sums.text(found)
+
+        return [
+            Stream(file, len(head) + sum(t.nbytes for t in place.values()), lambda stream, n=n: body(stream, n))
+            for n, (file, head, place) in enumerate(zip(self.files, self.heads, self.places, strict=True))
+        ]
+
+    def accept(self, streams: Sequence[Stream]) -> None:
+        self._sums = [tensor_sums.values(s.digest, len(p)) for s, p in zip(streams, self.places, strict=True)]
+
+    def finish(self, folder: Folder, target: str) -> int:
+        for file, place in zip(self.files, self.places, strict=True):
+            if safetensors.read_header(store.join(folder.root, file)).tensors != place:
+                raise CorruptCheckpoint(f"{file} does not read back as it was written; nothing was committed")
+        weight_map = {n: file for file, group in zip(self.files, self._groups, strict=True) for n in group}
+        sums = {
+            file: tensor_sums.text([tensor_sums.own_sum(head), *held])
+            for file, head, held in zip(self.files, self.heads, self._sums, strict=True)
+        }
+        sums |= {name: tensor_sums.text([crc32c(data)]) for name, data in self.documents.items()}
+        held = {tensor_sums.INDEX: tensor_sums.text([0]), **sums}
+        index = {"metadata": {tensor_sums.KEY: held, "total_size": self.total_size}, "weight_map": weight_map}
+        text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        text = tensor_sums.sealed(text, key=tensor_sums.INDEX)
+        for name, data in self.documents.items():
+            folder.put(name, data)
+        folder.settle()
+        folder.put(HF_INDEX, text)
+        folder.settle()
+        extra = sum(map(len, self.documents.values()))
+        return self.total_size + sum(map(len, self.heads)) + len(text) + extra

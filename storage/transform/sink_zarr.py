@@ -1,0 +1,282 @@
+"""A transfer into a Zarr checkpoint like those of `save`."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ..base.checksums import combine, crc32c
+from ..base.scratch import scratch
+from ..base.threads import SYNCS, compressors, in_threads, writers
+from ..format import chunk_sums, manifest
+from ..format.chunk_grid import Grid, ravel, windows
+from ..format.chunk_sums import packed
+from ..format.zarr_format import chunk_coords, shard_index
+from ..readers.tensor import consecutive
+from ..rules.lazy_tensors import whole_of
+from ..saving.finalize import Item, finish_directory
+from ..saving.write_shards import Record
+from ..stores.atomic_directory import Folder
+from ..stores.filesystem import IOV_MAX, active, preadv
+from .copy_chunks import copy_chunks, keeps_bytes
+from .shard_streams import ShardWriter, pieces_of, shard_of
+from .sink_packs import BlockWriter, PackFiles
+from .sinks import BATCH, CHECKED, Stream, Unit, clear, cut, read, sums, touch
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrWriter:
+    """Windows of an array of a checkpoint. Their sums are the crc32c of their chunks, in lexicographic order."""
+
+    directory: str
+    grid: Grid
+    dtype: np.dtype
+
+    def chunks(self, window: Box) -> list[tuple[tuple[int, ...], tuple[int, ...], Box]]:
+        """(shard, chunk in the shard, its box) of each chunk of a window."""
+        grid = self.grid
+        per = grid.chunks_in_shard
+        out = []
+        for index in chunks_of(grid, window):
+            offset = tuple(i * c for i, c in zip(index, grid.chunk, strict=True))
+            shape = tuple(min(c, n - o) for c, n, o in zip(grid.chunk, grid.shape, offset, strict=True))
+            coord = tuple(i // k for i, k in zip(index, per, strict=True))
+            out.append((coord, tuple(i % k for i, k in zip(index, per, strict=True)), Box(offset, shape)))
+        return out
+
+    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
+        stored = whole_of(tensor)
+        if not keeps_bytes(stored, self.grid, self.dtype):
+            return self._write(root, window, read(tensor, window, passing=True))
+        every = chunks_of(self.grid, window)
+        found = copy_chunks(
+            stored, self.grid, every, lambda coord: os.path.join(root, self.directory, self.grid.key(coord))
+        )
+        return [found[index] for index in every]
+
+    def _write(self, root: str, window: Box, data: np.ndarray) -> list[int]:
+        fs, grid = active(), self.grid
+        n = math.prod(grid.chunk) * self.dtype.itemsize
+        slots = max(1, min(BATCH // max(n, 1), IOV_MAX // 2))
+        staging: np.ndarray | None = None
+        sums: list[int] = []
+        pending: list[Any] = []
+        where: tuple[tuple[int, ...], int] = ((), 0)  # shard and place of the first pending chunk
+
+        def flush() -> None:
+            if pending:
+                fd = fs.open(os.path.join(root, self.directory, grid.key(where[0])))
+                try:
+                    fs.write(fd, pending, where[1])
+                finally:
+                    fs.close(fd)
+                pending.clear()
+
+        for coord, local, box in self.chunks(window):
+            place = ravel(local, grid.present(coord)) * (n + 4)
+            if not pending or coord != where[0] or place != where[1] + len(pending) // 2 * (n + 4):
+                flush()
+                where = (coord, place)
+            part = data[(*box.within(window).slices, ...)]
+            if part.shape != grid.chunk or not part.flags.c_contiguous:
+                if staging is None:
+                    staging = scratch("write", slots * n).view(self.dtype).reshape(slots, *grid.chunk)
+                slot = staging[len(pending) // 2, ...]
+                if part.shape != grid.chunk:
+                    slot[...] = 0
+                slot[(*map(slice, part.shape), ...)] = part
+                part = slot
+            raw = part.reshape(-1).view(np.uint8)
+            sums.append(crc32c(raw))
+            pending += [raw, sums[-1].to_bytes(4, "little")]
+            if len(pending) == 2 * slots:
+                flush()
+        flush()
+        return sums
+
+    def check(self, root: str, window: Box, sums: list[int]) -> bool:
+        grid = self.grid
+        n = math.prod(grid.chunk) * self.dtype.itemsize + 4
+        chunks = self.chunks(window)
+        if len(sums) != len(chunks):
+            return False
+        slots = max(1, min(CHECKED // n, len(chunks)))
+        held = scratch("check", slots * n)
+        wanted = sorted((coord, local, value) for (coord, local, _), value in zip(chunks, sums, strict=True))
+        for coord, group in itertools.groupby(wanted, key=lambda w: w[0]):
+            of = {local: value.to_bytes(4, "little") for _, local, value in group}
+            fd = os.open(os.path.join(root, self.directory, grid.key(coord)), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                for number, some in consecutive(list(of), grid.present(coord), slots):
+                    data = held[: len(some) * n]
+                    if preadv(fd, [data], number * n) != data.size:
+                        return False
+                    for local, row in zip(some, data.reshape(-1, n), strict=True):
+                        if row[-4:].tobytes() != of[local] or crc32c(row[:-4]).to_bytes(4, "little") != of[local]:
+                            return False
+            finally:
+                os.close(fd)
+        return True
+
+
+class ZarrSink:
+    """A checkpoint like those of `save`."""
+
+    def __init__(self, items: list[Item], head: manifest.Manifest, documents: Mapping[str, bytes]) -> None:
+        self.items, self.head, self.documents = items, head, dict(documents)
+        self.nbytes = sum(i.least_nbytes for i in items) + 4096 * (2 * len(items) + 2)
+        self._records: list[Record] = []
+        self._packs = PackFiles(items)
+
+    @property
+    def files(self) -> list[str]:
+        """The arrays' directories, and the packs."""
+        return [i.directory for i in self.items if not i.packed] + [p.file for p in self.head.packs]
+
+    def describe(self) -> Any:
+        rows = [
+            [
+                i.directory,
+                i.shape,
+                i.grid.shard,
+                i.grid.chunk,
+                i.dtype.name,
+                *([str(i.compression)] if i.compression else []),
+                *(["packed"] if i.packed else []),
+            ]
+            for i in self.items
+        ]
+        return ["zarr", rows, self.head.dumps().decode(), sums(self.documents)]
+
+    def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
+        out: list[Unit] = []
+        for n, i in enumerate(self.items):
+            if i.packed:
+                out += self._packs.units(n, limit)
+            elif i.compression is None:
+                out += (Unit(n, box) for box in windows(i.shape, i.grid.chunk, i.dtype.itemsize, limit))
+            else:
+                out += (Unit(n, box) for box in map(i.grid.shard_box, i.grid.shards()))
+        return out
+
+    def create(self, root: str) -> None:
+        fs = active()
+        clear(
+            root,
+            [
+                manifest.FILE,
+                chunk_sums.FILE,
+                "zarr.json",
+                *self.documents,
+                *(f"{i.directory}/zarr.json" for i in self.items if not i.packed),
+            ],
+        )
+        self._packs.create(root)
+        for i in self.items:
+            if i.packed:
+                continue
+            directory = os.path.join(root, i.directory)
+            if not os.path.isdir(directory):
+                fs.mkdir(directory)
+            if i.compression is None:
+                for coord in i.grid.shards():
+                    touch(fs, os.path.join(directory, i.grid.key(coord)))
+
+    def writer(self, array: int, limit: int) -> ZarrWriter | ShardWriter | BlockWriter:
+        item = self.items[array]
+        if item.packed:
+            return self._packs.writers[array]
+        if item.compression is not None:
+            return ShardWriter(item.directory, item.grid, item.dtype, item.compression, limit, self._helpers())
+        return ZarrWriter(item.directory, item.grid, item.dtype)
+
+    def _helpers(self) -> int:
+        return compressors(sum(math.prod(i.grid.counts) for i in self.items if i.compression is not None), writers())
+
+    def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
+        table: list[dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = [{} for _ in self.items]
+        whole: list[tuple[ShardWriter, Unit]] = []
+        blocks: dict[Unit, list[int]] = {}
+        writers = [self.writer(i, 0) for i in range(len(self.items))]
+        for unit, values in sums.items():
+            writer = writers[unit.array]
+            if isinstance(writer, ShardWriter):
+                whole.append((writer, unit))
+            elif isinstance(writer, BlockWriter):
+                blocks[unit] = values
+            else:
+                for (coord, local, _), value in zip(writer.chunks(unit.box), values, strict=True):
+                    table[unit.array][coord, local] = value
+        jobs = [
+            lambda i=i, held=held, coord=coord: self._complete(root, i, coord, held)
+            for i, held in zip(self.items, table, strict=True)
+            if i.compression is None and not i.packed
+            for coord in i.grid.shards()
+        ]
+        jobs += [lambda w=w, unit=unit: w.sync(root, unit.box, sums[unit]) for w, unit in whole]
+        self._records = in_threads(lambda job: job(), jobs, SYNCS) + self._packs.sync(root, blocks)
+
+    def _complete(
+        self, root: str, item: Item, coord: tuple[int, ...], held: dict[tuple[tuple[int, ...], tuple[int, ...]], int]
+    ) -> Record:
+        fs, grid = active(), item.grid
+        n, digest, total = math.prod(grid.chunk) * item.dtype.itemsize, 0, 0
+        values = [held[coord, local] for local in chunk_coords(grid, coord)]
+        for value in values:
+            digest, total = combine(digest, value, n), total + n + 4
+        file = f"{item.directory}/{grid.key(coord)}"
+        fd = fs.open(os.path.join(root, file))
+        try:
+            if grid.shape:
+                total += fs.write(fd, [shard_index(grid, coord, n + 4)], total)
+            cut(fd, total)
+            fs.fsync(fd)
+        finally:
+            fs.close(fd)
+        return Record(file, total, digest, packed(values))
+
+    def mark(self, suffix: str) -> None:
+        self._packs.mark(suffix)
+        for i in self.items:
+            i.directory += suffix
+
+    def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
+        helpers = self._helpers()
+        return self._packs.streams(tensors) + [
+            Stream(
+                f"{i.directory}/{i.grid.key(coord)}",
+                i.most(coord),
+                lambda stream, t=t, i=i, coord=coord: pieces_of(
+                    shard_of(t, i.grid, coord, i.compression, limit, helpers), stream
+                ),
+            )
+            for i, t in zip(self.items, tensors, strict=True)
+            if not i.packed
+            for coord in i.grid.shards()
+        ]
+
+    def accept(self, streams: Sequence[Stream]) -> None:
+        held = {s.name: s for s in streams}
+        self._records = self._packs.accept(held)
+        own = {r.pack.file for r in self._records if r.pack is not None}
+        self._records += [
+            Record(s.name, s.nbytes, s.digest[0], packed(s.digest[1:])) for s in streams if s.name not in own
+        ]
+
+    def finish(self, folder: Folder, target: str) -> int:
+        return finish_directory(folder, target, self.head, self.items, self._records, self.documents)
+
+
+def chunks_of(grid: Grid, window: Box) -> list[tuple[int, ...]]:
+    """Indices of the chunks of an array that a window of whole chunks covers, in lexicographic order."""
+    spans = zip(window.offset, window.stop, grid.chunk, strict=True)
+    return list(itertools.product(*(range(a // c, -(-b // c)) for a, b, c in spans)))

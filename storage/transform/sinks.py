@@ -1,0 +1,146 @@
+"""Where a transfer writes: a Zarr checkpoint or a Hugging Face directory, one window of one array at a time.
+
+Every byte of the result has one place that the plan fixes, so windows may come in any order, from any thread or process, and again after
+an interruption; the files are the same. A sink answers for what it wrote with checksums: a writer's `put` returns them, its `check`
+reads the window back and compares, `finish` turns them into the metadata that makes the directory a checkpoint. Where files cannot
+be written in pieces, as in an object store, `streams` gives each of them from its first byte to its last.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ..base.checksums import crc32c
+from ..base.scratch import scratch
+from ..rules.casting import CastLoss, Tally, making, tallied
+from ..stores.atomic_directory import Folder
+from ..stores.filesystem import Files, active
+
+BATCH = 8 << 20  # bytes handed to the kernel in one call, and of staging memory
+CHECKED = (
+    1 << 20
+)  # bytes that are read back at a time: they are still in a processor's cache when their checksum is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A window of an array."""
+
+    array: int
+    box: Box
+
+
+class Writer(Protocol):
+    """What puts windows of one array to their places: small, so that it can be sent to another process."""
+
+    def put(self, root: str, box: Box, tensor: Any) -> list[int]:
+        """Bring a window of a tensor to its places; returns its checksums. Bytes that are stored as they will be are copied as they are."""
+
+    def check(self, root: str, box: Box, sums: list[int]) -> bool:
+        """Whether the files hold what ``sums`` says."""
+
+
+@dataclass
+class Stream:
+    """One file of the result from its first byte to its last: what is uploaded.
+
+    ``digest`` is known at its end, and so is ``nbytes`` of a compressed one, which is the most that it can be before.
+    """
+
+    name: str
+    nbytes: int
+    body: Any  # makes the iterator of buffers; each is valid until the next is asked for
+    digest: Any = field(default=0)  # what its sink wants to know of it: plain JSON
+
+    def pieces(self) -> Iterator[Any]:
+        yield from self.body(self)
+
+
+class Sink(Protocol):
+    """What a transfer needs of its target."""
+
+    nbytes: int  # that all files need at least, roughly
+
+    @property
+    def files(self) -> Sequence[str]:
+        """What it writes, for a report."""
+
+    def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
+        """Windows of at most ``limit`` bytes (one chunk at least, one shard where it is compressed) that cover every array, in order of places."""
+
+    def describe(self) -> Any:
+        """The plan as JSON: equal plans write equal files."""
+
+    def create(self, root: str) -> None:
+        """Make directories and files below ``root``, leaving those alone that an interrupted run has made."""
+
+    def writer(self, array: int, limit: int) -> Writer:
+        """What writes the windows of one array, with about ``limit`` bytes of it in memory."""
+
+    def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
+        """Complete the files of data and make them durable."""
+
+    def mark(self, suffix: str) -> None:
+        """Append this to the names of all arrays or files: in an object store, those of an older generation are not written over."""
+
+    def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
+        """Every file of data, whole; each holds about ``limit`` bytes of its array at a time."""
+
+    def accept(self, streams: Sequence[Stream]) -> None:
+        """Take the streams that were uploaded for `finish`, in place of `sync`."""
+
+    def finish(self, folder: Folder, target: str) -> int:
+        """Write what makes the directory a checkpoint, last; returns the bytes of all files."""
+
+
+def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
+    """The elements of a box, read in this thread: the windows themselves are spread.
+
+    ``passing``: in memory that this thread's next window uses again.
+    """
+    nbytes = box.size * tensor.dtype.itemsize
+    memory = scratch("window", nbytes) if passing else np.empty(nbytes, np.uint8)
+    out = memory.view(tensor.dtype).reshape(box.shape)
+    with making(tensor.name):
+        for job in tensor.jobs(box, out):
+            job()
+    return out
+
+
+def put(writer: Writer, root: str, box: Box, tensor: Any) -> tuple[list[int], CastLoss]:
+    """One window, in whatever process: from the tensor to its places. Its checksums, and what its casts lost."""
+    with tallied(Tally()) as tally:
+        sums = writer.put(root, box, tensor)
+    return sums, sum(tally.values(), CastLoss())
+
+
+def sums(documents: Mapping[str, bytes]) -> dict[str, int]:
+    """Checksums of documents, as part of a plan."""
+    return {name: crc32c(data) for name, data in documents.items()}
+
+
+def clear(root: str, late: Sequence[str]) -> None:
+    """Remove the files of the end of an interrupted run, which are written anew."""
+    for file in late:
+        path = os.path.join(root, file)
+        if os.path.lexists(path):
+            active().unlink(path)
+
+
+def cut(fd: int, nbytes: int) -> None:
+    """Take away what lies behind the end of a file: somebody may have added to one that an interrupted run left."""
+    if os.fstat(fd).st_size > nbytes:
+        os.ftruncate(fd, nbytes)
+
+
+def touch(fs: Files, path: str) -> None:
+    if not os.path.lexists(path):
+        fs.close(fs.create(path))

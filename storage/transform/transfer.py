@@ -1,0 +1,259 @@
+"""The engine below merge, convert and reshard: windows from lazy tensors to a sink, in bounded memory, resumable.
+
+The result grows in ``NAME.part`` beside the target. Its journal holds the plan's fingerprint (what is read, and where all of it
+goes), then a line with the checksums of each window that was written. A run that finds a journal of the same plan reads the listed
+windows back, keeps those that are whole and does the rest; the journal therefore need not be synced before the data. Another
+plan's part is removed. One process works on a target at a time: it holds a lock on the journal, which ends with the process.
+
+Every window is read back and compared while others are written, at the end the files are synced, metadata comes last, and the directory is committed as in
+``commit``. An interruption (a kill, a full disk, Ctrl-C) leaves the part for the next run; damage in the source removes it.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
+from ..base import scratch, strict_json
+from ..checkpoint.generations import Generation
+from ..rules.casting import CastLoss, Tally
+from ..rules.lazy_tensors import Recipes
+from ..stores import atomic_directory, store
+from ..stores.filesystem import active, try_lock
+from .sinks import Sink, Unit, Writer, put
+from .verify_writes import Step, Steps
+from .workers import Executor, Spread
+
+Progress = Callable[[int, int], None]
+
+JOURNAL = ".meshtape-transfer"
+MEMORY_LIMIT = 256 << 20
+THREADS = 2
+_LEAST = 64 << 10
+
+
+def fingerprint(
+    source: Generation, tensors: Sequence[Any], sink: Sink, windows: int, memory_limit: int, threads: int
+) -> str:
+    """What is the same for two runs that would write the same windows of the same bytes."""
+    made = Recipes()
+    held = [made.of(t) for t in tensors]
+    plan = json.dumps(
+        [3, dict(source.tags), source.changes(), held, sink.describe(), windows, memory_limit, threads], sort_keys=True
+    )
+    return hashlib.sha256(plan.encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _journal(part: str) -> Iterator[int]:
+    """The locked journal of a part directory, which is made where it is missing."""
+    fs = active()
+    path = os.path.join(part, JOURNAL)
+    for _ in range(10):
+        try:
+            if not os.path.isdir(part):
+                fs.mkdir(part)
+            elif not os.path.exists(path) and os.listdir(part):
+                raise CheckpointExists(f"{part} is in the way: it is no unfinished transfer; move it elsewhere")
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except CheckpointExists:
+            raise
+        except (FileExistsError, FileNotFoundError):  # another process has just made it, or removed it
+            continue
+        try:
+            if try_lock(fd) is False:  # (without locks, two runs on one target are their user's care)
+                raise CheckpointError(f"another process is working on {part}; wait for it to end")
+            # Between the open and the lock, another run may have committed this very directory.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                    yield fd
+                    return
+        finally:
+            os.close(fd)
+    raise CheckpointError(f"{part} keeps changing: other processes are working on it")
+
+
+def _listed(fd: int, key: str, units: Sequence[Unit]) -> dict[Unit, tuple[list[int], CastLoss]] | None:
+    """Windows that the journal lists, with sums and losses, or None when it is of another plan. A torn last line counts for nothing."""
+    size = os.fstat(fd).st_size
+    lines = os.pread(fd, size, 0).decode("utf-8", "replace").split("\n")[:-1]
+    if not lines or lines[0] != key:
+        return None
+    out: dict[Unit, tuple[list[int], CastLoss]] = {}
+    for line in lines[1:]:
+        with contextlib.suppress(ValueError, TypeError, IndexError):
+            number, sums, *losses = strict_json.loads(line)
+            if type(number) is int and number >= 0 and isinstance(sums, list):
+                out[units[number]] = sums, sum(map(CastLoss.decode, losses), CastLoss())
+    return out
+
+
+def _empty(part: str) -> None:
+    fs = active()
+    for entry in sorted(os.listdir(part)):
+        if entry != JOURNAL:
+            fs.remove_tree(os.path.join(part, entry))
+
+
+def _whole(writer: Writer, root: str, box: Box, sums: list[int]) -> bool:
+    """Whether a window reads back as it was written."""
+    try:
+        return writer.check(root, box, sums)
+    except FileNotFoundError:
+        return False
+
+
+def transfer(
+    source: Generation,
+    tensors: Sequence[Any],
+    sink: Sink,
+    target: str,
+    *,
+    memory_limit: int,
+    threads: int,
+    overwrite: bool,
+    tables: frozenset[str],
+    progress: Progress | None,
+    executor: Executor | None = None,
+    allow_overflow: bool = False,
+) -> tuple[int, int, Tally]:
+    """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, those that an earlier run had written, and losses of casts.
+
+    Unless ``allow_overflow``, `Lossy` is raised once an array is complete whose cast lost values, and nothing is committed.
+
+    ``source`` is what the tensors read. With an ``executor`` the windows are read and written by its processes, which
+    must see both; the journal stays here.
+    """
+    if memory_limit < 1 or threads < 1:
+        raise CheckpointError(f"memory_limit and threads must be positive, got {memory_limit} and {threads}")
+    if store.is_url(target):
+        from .upload import upload
+
+        return upload(
+            source,
+            tensors,
+            sink,
+            target,
+            memory_limit=memory_limit,
+            spread=Spread(threads, executor),
+            overwrite=overwrite,
+            tables=tables,
+            progress=progress,
+            allow_overflow=allow_overflow,
+        )
+    spread = Spread(threads, executor)
+    atomic_directory.make_parents(target)
+    atomic_directory.recover(os.path.dirname(target))
+    atomic_directory.check_target(target, overwrite, tables)
+    part = f"{target}.part"
+    if not os.path.isdir(part):
+        atomic_directory.check_room(sink.nbytes, target)  # before a plan of perhaps millions of windows is made
+    # A thread holds a window, the reader's staging memory and the writer's.
+    limit = max(_LEAST, min(memory_limit // (3 * threads), scratch.KEPT))
+    units = sink.units(tensors, limit)
+    sizes = {u: u.box.size * tensors[u.array].dtype.itemsize for u in units}
+    numbers = {u: i for i, u in enumerate(units)}
+    total = sum(sizes.values())
+    key = fingerprint(source, tensors, sink, len(units), memory_limit, threads)
+    writers = [sink.writer(i, limit) for i in range(len(tensors))]
+    fs = active()
+
+    def refuse_unless(same: bool, unit: Unit) -> None:
+        if not same:
+            raise CorruptCheckpoint(
+                f"{target}: window {numbers[unit]} does not read back as it was written; nothing was committed"
+            )
+
+    with _journal(part) as fd:
+        begun = True
+        try:
+            done = _listed(fd, key, units)
+            begun = bool(done)
+            if done is None:
+                done = {}
+                _empty(part)
+                os.ftruncate(fd, 0)
+                os.write(fd, f"{key}\n".encode())
+            kept = {
+                u: done[u][0]
+                for u, same in spread.over(_whole, list(done), lambda u: (writers[u.array], part, u.box, done[u][0]))
+                if same
+            }
+            losses, left = Tally(), Counter(u.array for u in units if u not in kept)
+            for u in kept:
+                losses.add(tensors[u.array].name, done[u][1])
+
+            def settle(array: int) -> None:
+                # Only what is complete: the counts of others, of which windows are still to come, would be too small.
+                if not left[array]:
+                    losses.refuse(allow_overflow, tensors[array].name)
+
+            for array in {u.array for u in kept}:
+                settle(array)
+            resumed = sum(sizes[u] for u in kept)
+            with atomic_directory.room_for(sink.nbytes - resumed, target):
+                begun = True
+                sink.create(part)
+                reached = resumed
+                if progress is not None:
+                    progress(reached, total)
+
+                checked = set(kept)  # read back above
+                if executor is None:
+                    steps = Steps(writers, tensors, part, kept)
+                    results = spread.over(steps, steps.order(units), lambda step: (step,))
+                else:
+                    # Other processes know nothing of each other's windows.
+                    results = spread.over(
+                        put,
+                        [Step(u) for u in units if u not in kept],
+                        lambda step: (
+                            writers[step.unit.array],
+                            part,
+                            step.unit.box,
+                            tensors[step.unit.array].only(step.unit.box),
+                        ),
+                    )
+                for (unit, back), result in results:
+                    if back:
+                        refuse_unless(result, unit)
+                        checked.add(unit)
+                        continue
+                    kept[unit], loss = result
+                    row = [numbers[unit], kept[unit], *([loss.encode()] if loss else [])]
+                    os.write(fd, f"{json.dumps(row)}\n".encode())
+                    losses.add(tensors[unit.array].name, loss)
+                    left[unit.array] -= 1
+                    settle(unit.array)
+                    reached += sizes[unit]
+                    if progress is not None:
+                        progress(reached, total)
+                # While the disk is busy, the rest is read back.
+                with ThreadPoolExecutor(1, thread_name_prefix="meshtape-sync") as pool:
+                    synced = pool.submit(sink.sync, part, kept)
+                    rest = [u for u in units if u not in checked]
+                    for unit, same in spread.over(_whole, rest, lambda u: (writers[u.array], part, u.box, kept[u])):
+                        refuse_unless(same, unit)
+                    synced.result()
+                source.check()
+                nbytes = sink.finish(atomic_directory.Folder(part), target)
+                atomic_directory.adopt(part, target, without=JOURNAL, overwrite=overwrite, tables=tables)
+        except BaseException as e:
+            # Nothing was written yet, the source or the plan is wrong, or another process was first: what is there is of no use.
+            if not begun or (isinstance(e, CheckpointError) and not isinstance(e, StoreError)):
+                with contextlib.suppress(OSError):
+                    fs.remove_tree(part)
+            raise
+        finally:
+            scratch.release()
+    return nbytes, resumed, losses
