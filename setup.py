@@ -28,11 +28,13 @@ FOLDERS = {
 
 # Folders and their modules; a .pxd beside the source names the fields that compiled code reads at a fixed place.
 COMPILED = {
-    "arrays/array": ("operators", "writing"),
-    "arrays/core": ("dispatch", "op", "short_ways", "tree", "value"),
+    "arrays/interface": ("operators", "writing"),
+    "arrays/core": ("dispatch", "op", "tree", "value"),
     "arrays/native": ("broadcasts", "calls", "ops"),
     "arrays/nn": ("cross_entropy", "losses"),
-    "arrays/ops": ("elementwise", "matmul", "reductions"),
+    "arrays/backends": ("short_ways",),
+    "arrays/ops": ("elementwise", "matmul"),
+    "arrays/reductions": ("reductions",),
     "autodiff/captures": ("guards",),
     "autodiff/compiler": ("executable", "signature"),
     "autodiff/rules": ("elementwise", "reductions", "registry", "softmax", "structure"),

@@ -10,13 +10,12 @@ from __future__ import annotations
 import numpy as _np
 
 from . import random
-from .array import numpy_keywords, numpy_protocol
-from .array.array import Array
-from .array.info import __array_namespace_info__
+from .backends.backend import devices
 from .backends.determinism import is_deterministic, use_deterministic
 from .backends.host_sync import host_waits, index_checks
 from .core import errors, tree
-from .core.devices import Device, default_device, device, devices, use_device
+from .core.array import Array
+from .core.devices import Device, default_device, device, use_device
 from .core.dtype_objects import (
     DType,
     bfloat16,
@@ -41,6 +40,8 @@ from .core.dtypes import can_cast, finfo, iinfo, isdtype, result_type
 from .core.op import OPS, Op
 from .core.program import Const, Entry, Program, ShapeDtype
 from .core.tree import tree_map
+from .interface import numpy_keywords, numpy_protocol
+from .interface.info import __array_namespace_info__
 from .linalg import linalg
 from .nn import nn
 from .nn.norms.batch_norm import batch_norm
@@ -66,8 +67,6 @@ from .ops.creation import (
     zeros,
     zeros_like,
 )
-from .ops.cumulative import cumulative_prod, cumulative_sum, diff
-from .ops.einsum import einsum
 from .ops.elementwise import (
     abs,
     acos,
@@ -168,12 +167,14 @@ from .ops.manipulation import (
     unstack,
 )
 from .ops.matmul import matmul, tensordot, vecdot
-from .ops.padding import pad
-from .ops.reductions import all, any, argmax, argmin, max, mean, min, prod, std, sum, var
-from .ops.searching import count_nonzero, nonzero, searchsorted, take, take_along_axis
-from .ops.sorting import argsort, sort, topk
 from .prefetch import Prefetcher, prefetch
+from .reductions.cumulative import cumulative_prod, cumulative_sum, diff
+from .reductions.einsum import einsum
+from .reductions.reductions import all, any, argmax, argmin, max, mean, min, prod, std, sum, var
+from .reductions.searching import count_nonzero, nonzero, searchsorted, take, take_along_axis
+from .reductions.sorting import argsort, sort, topk
 from .statistics.interpolation import convolve, diag, gradient, interp, kron
+from .statistics.padding import pad
 from .statistics.quantiles import median, percentile, quantile
 from .statistics.sets import isin, unique_all, unique_counts, unique_inverse, unique_values
 from .statistics.statistics import bincount, histogram, nanmax, nanmean, nanmin, nanprod, nanstd, nansum, nanvar

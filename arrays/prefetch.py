@@ -21,9 +21,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from .array.array import Array
 from .backends.backend import backend_for
 from .core import tree as trees
+from .core.array import Array
 from .core.devices import CPU, Device, default_device, device
 from .core.dispatch import Deferred, wrap
 from .core.dtypes import as_dtype

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array.array import Array
 from ..arrays.core import tree as trees
+from ..arrays.core.array import Array
 from ..arrays.core.dispatch import wrap
 from ..arrays.core.errors import GradientError, TracedValueError
 from ..arrays.core.functions import check_function

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array.array import Array
 from ..arrays.core import tree as trees
+from ..arrays.core.array import Array
 from ..arrays.core.errors import DTypeError, GradientError
 from ..arrays.core.functions import check_function
 from ..arrays.core.op import not_recording

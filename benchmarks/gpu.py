@@ -333,7 +333,7 @@ def image_rows(m: Maker, t: Torch | None, shape: tuple[int, ...], d: np.dtype, l
 
 
 def index_rows(m: Maker, t: Torch | None, rows: int, table: int, width: int, d: np.dtype) -> Iterator[Row]:
-    from meshtape.arrays.indexing.keys import Slot, Span
+    from meshtape.arrays.core.index_template import Slot, Span
 
     template = (Slot(0), Span(None, None, None))
     nbytes = (rows + table) * width * d.itemsize

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..core.devices import CPU, Device, device
-from ..core.dispatch import Deferred
+from ..core.dispatch import Deferred, register_backends
 from ..core.errors import BackendError, DeviceError, OutOfMemory
 from ..core.op import Op
 from ..core.value import FIRST_USER_DTYPE
@@ -27,7 +27,7 @@ def memory_text(error: Any, free: int, total: int, held: int, used: int) -> str:
     >>> memory_text("Out of memory allocating 2,147,483,648 bytes", 2**28, 2**33, 2**32, 2**31)
     'Out of memory allocating 2,147,483,648 bytes; 256.0 MiB of 8.0 GiB are free, CuPy holds 4.0 GiB, of which 2.0 GiB are in use'
     """
-    from ..array.display import human_bytes
+    from ..core.formatting import human_bytes
 
     sizes = [human_bytes(n) for n in (free, total, held, used)]
     return "{}; {} of {} are free, CuPy holds {}, of which {} are in use".format(error, *sizes)
@@ -131,3 +131,19 @@ def backend_for(where: Device) -> NumPyBackend | CuPyBackend:
 def backend_of(buf: Any) -> NumPyBackend | CuPyBackend:
     """The backend that a buffer belongs to (NumPy for None)."""
     return NUMPY if buf is None or isinstance(buf, np.ndarray) else cupy_backend()
+
+
+def devices() -> list[Device]:
+    """All devices that can be used here, the CPU first.
+
+    >>> import meshtape as mt
+    >>> mt.device("cpu") in mt.devices()
+    True
+    """
+    try:
+        return [CPU, *(device(f"cuda:{i}") for i in range(cupy_backend().device_count()))]
+    except BackendError:
+        return [CPU]
+
+
+register_backends(backend_of)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core import shape_rules
 from ..core.dispatch import wrap
-from ..core.short_ways import buffer
+from .short_ways import buffer
 
 LARGE = 1 << 20
 """Elements from which an array is reduced in pieces. Smaller ones take the plain way, which has fewer calls."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..array.array import Array
+    from .array import Array
 
 
 @dataclass(frozen=True, slots=True, order=True)

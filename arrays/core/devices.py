@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .errors import BackendError, DeviceError
+from .errors import DeviceError
 from .op import state
 
 
@@ -86,18 +86,3 @@ def use_device(name: str | Device) -> Iterator[Device]:
         yield chosen
     finally:
         state.device = before
-
-
-def devices() -> list[Device]:
-    """All devices that can be used here, the CPU first.
-
-    >>> import meshtape as mt
-    >>> mt.device("cpu") in mt.devices()
-    True
-    """
-    from ..backends.backend import cupy_backend
-
-    try:
-        return [CPU, *(device(f"cuda:{i}") for i in range(cupy_backend().device_count()))]
-    except BackendError:
-        return [CPU]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from .array import Array
 from .errors import (
     ConcurrentWriteError,
     DeviceError,
@@ -27,9 +28,6 @@ from .errors import (
 from .op import NO_PARAMS, Op, state
 from .program import Const, Program, ShapeDtype, Site
 from .value import COMPILED, FIRST_USER_DTYPE, Now, Value
-
-if TYPE_CHECKING:
-    from ..array.array import Array
 
 ndarray = np.ndarray
 _getframe = sys._getframe
@@ -132,13 +130,21 @@ def number(value: Any) -> Any:
     return value._read() if isinstance(value, Symbol) else value
 
 
-_array_type: type[Array]
+_array_type = Array
+_asarray: Callable[..., Array]
+_backend_of: Callable[[Any], Any]
 
 
-def register_array_type(cls: type[Array]) -> None:
-    """Called once by the module of ``Array``, which itself needs ``apply``."""
-    global _array_type
-    _array_type = cls
+def register_asarray(fn: Callable[..., Array]) -> None:
+    """Called once by the module of ``asarray``, which itself needs :func:`wrap`."""
+    global _asarray
+    _asarray = fn
+
+
+def register_backends(fn: Callable[[Any], Any]) -> None:
+    """Called once by the module of backends, with the function that gives that of a buffer."""
+    global _backend_of
+    _backend_of = fn
 
 
 def wrap(buf: Any) -> Array:
@@ -162,9 +168,7 @@ def as_array(x: Any) -> Array:
     """``asarray(x)`` for the functions of this package: an Array is handed on without the call, and without an import of its module."""
     if type(x) is _array_type:
         return x
-    from ..ops.creation import asarray
-
-    return asarray(x)
+    return _asarray(x)
 
 
 def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) -> Any:
@@ -213,8 +217,6 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
 
 
 def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
-    from ..backends.backend import backend_of
-
     args = _coerced(op, args)
     args = _strong_scalars(args) or args
     bufs = tuple([a._buf if type(a) is _array_type else a for a in args])
@@ -236,7 +238,7 @@ def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> 
             )
         first = next((b for a, b in zip(args, bufs, strict=True) if type(a) is _array_type), None)
         try:
-            outs = backend_of(first).run(op, bufs, params)
+            outs = _backend_of(first).run(op, bufs, params)
         except (ValueError, TypeError, OverflowError, MemoryError) as e:
             _explain(op, args, params, e)
             raise
@@ -261,11 +263,10 @@ def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     floats = {b.dtype for b in args if type(b) is _array_type and b.dtype.kind not in "biu"}
     if len(floats) > 1 or not any(type(b) in _REAL_SCALARS for b in args):
         return None
-    from ..ops.creation import asarray
     from .devices import Device
 
     where = a.device if isinstance(a.device, Device) else None
-    return tuple(asarray(np.asarray(b, a.dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)
+    return tuple(_asarray(np.asarray(b, a.dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)
 
 
 def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Exception) -> None:
@@ -302,15 +303,11 @@ def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
             break
     where = next((a._buf for a in args if type(a) is _array_type), None)
     if where is not None and type(where) is not ndarray and not isinstance(where, Deferred):
-        from ..backends.backend import backend_of
-
-        backend = backend_of(where)
+        backend = _backend_of(where)
         device = backend.device_of(where)
         args = tuple(wrap(backend.from_host(np.asarray(a), device)) if isinstance(a, np.generic) else a for a in args)
         if any(isinstance(a, list | tuple) for a in args):
-            from ..ops.creation import asarray
-
-            args = tuple(asarray(a, device=device) if isinstance(a, list | tuple) else a for a in args)
+            args = tuple(_asarray(a, device=device) if isinstance(a, list | tuple) else a for a in args)
     return tuple(coerce(op, a) for a in args)
 
 
@@ -320,9 +317,7 @@ def coerce(op: Op, a: Any) -> Any:
     if t is _array_type or t in SCALARS:
         return a
     if isinstance(a, np.ndarray | np.generic):
-        from ..ops.creation import asarray
-
-        return asarray(a, device="cpu")
+        return _asarray(a, device="cpu")
     if isinstance(a, list | tuple):
         return as_array(a)
     for base in (int, float, complex):  # subclasses, such as the members of an IntEnum

@@ -18,7 +18,7 @@ from .dtype_objects import BY_NAME, DType
 from .errors import DTypeError
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from .array import Array
 
 bool = np.dtype(np.bool_)
 int8 = np.dtype(np.int8)
@@ -234,3 +234,8 @@ def result_type(*arrays_and_dtypes: Any) -> np.dtype:
 def real_of(dtype: np.dtype) -> np.dtype:
     """The dtype of the real part."""
     return np.dtype(dtype.type(0).real.dtype) if dtype.kind == "c" else dtype
+
+
+def is_low_precision(dtype: np.dtype) -> bool:
+    """Whether it is a float of one or two bytes (float8, float16, bfloat16): sums of these are kept in float32."""
+    return dtype.itemsize <= 2 and dtype.kind not in "biu"

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..backends import cuda_rules
+from . import cuda_rules
 from .program import ShapeDtype
 from .value import Now
 

@@ -85,7 +85,7 @@ class Entry(NamedTuple):
         args = [f"%{v}" if isinstance(v, int) else str(v) for v in self.inputs]
         params = {k: _param_text(v) for k, v in self.params.items()}
         if "template" in params:
-            from ..indexing.keys import key_text, slots  # reads programs
+            from .index_template import key_text, slots
 
             template = self.params["template"]
             arrays = args[len(args) - slots(template) :]

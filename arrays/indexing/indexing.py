@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.dispatch import Deferred, apply, wrap
+from ..core.dtypes import is_low_precision
 from ..core.errors import DTypeError, ShapeError
+from ..core.index_template import Template, fitted, is_basic, numpy_key, result_shape
 from ..core.op import Op, state
 from ..core.program import ShapeDtype
 from ..kernels import scatter as kernels
-from ..ops.reductions import _is_low_precision
-from .keys import Template, is_basic, numpy_key, parse, result_shape
+from .keys import parse
 from .rows import rows_of
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 # ----- ops ------------------------------------------------------------------------------------------------------------
 
@@ -47,23 +48,15 @@ def _index_set(xp: Any, x: Any, v: Any, *arrays: Any, template: Template, out: A
 def write(xp: Any, out: Any, v: Any, template: Template, arrays: Sequence[Any]) -> None:
     """``out[key] = v`` in place on a CPU; with repeated places the last write in C order wins."""
     key = numpy_key(template, arrays)
-    v = _fit(v, out, template, arrays)
+    v = fitted(v, out, template, arrays)
     out[key] = v  # NumPy writes in C order; a GPU has kernels of its own
 
 
-def _fit(v: Any, out: Any, template: Template, arrays: Sequence[Any]) -> Any:
-    """The value without its leading ones beyond the dimensions of the place, which not every way of writing drops."""
-    if not getattr(v, "ndim", 0) or v.shape[0] != 1:
-        return v
-    lead = v.ndim - len(result_shape(template, out.shape, [a.shape for a in arrays]))
-    return v.reshape(v.shape[lead:]) if lead > 0 else v
-
-
 def _index_add(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any:
-    dtype, short = x.dtype, not is_basic(template) and _is_low_precision(x.dtype)
+    dtype, short = x.dtype, not is_basic(template) and is_low_precision(x.dtype)
     out = xp.array(x, np.float32 if short else None)  # of repeated places the sum is rounded once
     key = numpy_key(template, arrays)
-    v = _fit(v, out, template, arrays)
+    v = fitted(v, out, template, arrays)
     if is_basic(template):
         out[key] += v
     else:
@@ -77,7 +70,7 @@ def _index_extremum(name: str) -> Callable[..., Any]:
     def impl(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any:
         out = xp.array(x)
         key = numpy_key(template, arrays)
-        v = _fit(v, out, template, arrays)
+        v = fitted(v, out, template, arrays)
         if is_basic(template):
             out[key] = getattr(xp, name)(out[key], v)
         else:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.row_blocks import BLOCK
 from ..core.errors import ShapeError
 from ..core.op import Op
 from ..core.program import ShapeDtype
-from ..nn.norms.row_blocks import BLOCK
 from ..ops import elementwise
 from .rows import Rows
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .keys import Template, is_basic, numpy_key
+from ..core.index_template import Template, is_basic, numpy_key
 from .rows import Rows, picked, rows_of
 from .segment_sum import sum_rows
 

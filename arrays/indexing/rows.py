@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .keys import Slot, Span, Template, Truth, is_basic
+from ..core.index_template import Slot, Span, Template, Truth, is_basic
 
 
 class Rows(NamedTuple):

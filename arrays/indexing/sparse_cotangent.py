@@ -16,9 +16,9 @@ import numpy as np
 
 from ..core.devices import CPU
 from ..core.dispatch import Deferred, apply
+from ..core.index_template import Template, is_basic, numpy_key
 from ..core.op import Op, not_recording, state
 from ..ops.elementwise import DIVIDE, MULTIPLY
-from .keys import Template, is_basic, numpy_key
 from .parts import Grown, Places, Read, added, grouped, joined, sum_places
 from .rows import Rows, refined, through
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends.cuda_rules import for_floats
+from ..core.cuda_rules import FLOATS, for_floats
 from .geometry import MAX_GRID, ceil_div, vector_length
-from .launch import FLOATS, contiguous, i64, named, runner, wide
+from .launch import contiguous, i64, named, runner, wide
 from .row_norms import dtypes_of, pairs, sum_parts
 
 GROUP, BATCH = "group_norm.cu", "batch_norm.cu"

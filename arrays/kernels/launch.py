@@ -41,8 +41,6 @@ NAMES = {
 }
 """The name of each dtype in the kernels."""
 
-FLOATS = tuple(d for d in NAMES if NAMES[d] in ("float", "double", "float16", "bfloat16"))
-
 
 class Properties(NamedTuple):
     """What launch geometry needs to know of a device."""

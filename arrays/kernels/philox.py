@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..core.cuda_rules import FLOATS
 from .geometry import MAX_GRID, ceil_div
-from .launch import FLOATS, NAMES, contiguous, i64, named, runner
+from .launch import NAMES, contiguous, i64, named, runner
 
 FILE = "philox.cu"
 _THREADS = 256

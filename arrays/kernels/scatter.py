@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..backends.determinism import is_deterministic
+from ..core.cuda_rules import FLOATS
+from ..core.index_template import Slot, Span, fitted, is_basic, numpy_key, result_shape
 from .geometry import ceil_div
-from .launch import FLOATS, contiguous, i64, named, runner, wide
+from .launch import contiguous, i64, named, runner, wide
 
 FILE = "scatter.cu"
 _THREADS = 256
@@ -59,8 +61,6 @@ def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tup
 
     Dimensions at the end that the key takes whole make up the rows; the places are those among all rows.
     """
-    from ..indexing.keys import Slot, Span, numpy_key
-
     xp = runner().xp
     lead, inner = list(template), 1
     kept = len(shape)
@@ -83,14 +83,11 @@ def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tup
 
 def _values(v: Any, places: Any, inner: int, template: Any, arrays: Sequence[Any], x: Any) -> tuple[Any, bool]:
     """The written value in rows, and whether it is one number for all of them."""
-    from ..indexing.indexing import _fit
-    from ..indexing.keys import result_shape
-
     xp = runner().xp
     v = xp.asarray(v).astype(x.dtype, copy=False)
     if v.size == 1:
         return contiguous(v.reshape(1)), True
-    v = _fit(v, x, template, arrays)
+    v = fitted(v, x, template, arrays)
     target = result_shape(template, x.shape, [a.shape for a in arrays])
     return contiguous(xp.broadcast_to(v, target)).reshape(places.shape[0], inner), False
 
@@ -157,8 +154,6 @@ def _add_in_order(out: Any, places: Any, values: Any, inner: int, one: bool) -> 
 
 def scatter(g: Any, *arrays: Any, template: Any, shape: tuple[int, ...]) -> Any:
     """See :data:`meshtape.arrays.indexing.indexing.SCATTER`."""
-    from ..indexing.keys import is_basic, numpy_key
-
     xp = runner().xp
     out = xp.zeros(shape, g.dtype)
     if is_basic(template):
@@ -170,12 +165,9 @@ def scatter(g: Any, *arrays: Any, template: Any, shape: tuple[int, ...]) -> Any:
 
 def index_add(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
     """See :data:`meshtape.arrays.indexing.indexing.INDEX_ADD`."""
-    from ..indexing.indexing import _fit
-    from ..indexing.keys import is_basic, numpy_key
-
     out = runner().xp.array(x, order="C")
     if is_basic(template):
-        out[numpy_key(template, arrays)] += _fit(v, out, template, arrays)
+        out[numpy_key(template, arrays)] += fitted(v, out, template, arrays)
         return out
     places, inner = rows_of(template, arrays, out.shape)
     values, one = _values(v, places, inner, template, arrays, out)
@@ -233,12 +225,9 @@ def _put(out: Any, places: Any, values: Any, inner: int, one: bool) -> None:
 
 def index_set(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
     """See :data:`meshtape.arrays.indexing.indexing.INDEX_SET`."""
-    from ..indexing.indexing import _fit
-    from ..indexing.keys import is_basic, numpy_key
-
     out = runner().xp.array(x, order="C")
     if is_basic(template):
-        out[numpy_key(template, arrays)] = _fit(v, out, template, arrays)
+        out[numpy_key(template, arrays)] = fitted(v, out, template, arrays)
     else:
         write_rows(out, v, template, arrays)
     return out
@@ -246,8 +235,6 @@ def index_set(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
 
 def last_writes(g: Any, *arrays: Any, template: Any) -> Any:
     """See :data:`meshtape.arrays.indexing.indexing.LAST_WRITES`."""
-    from ..indexing.keys import is_basic, numpy_key, result_shape
-
     r = runner()
     if is_basic(template):
         return r.xp.array(g[numpy_key(template, arrays)], order="C")
@@ -275,15 +262,12 @@ def index_extremum(name: str) -> Callable[..., Any]:
     """
 
     def impl(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
-        from ..indexing.indexing import _fit
-        from ..indexing.keys import is_basic, numpy_key
-
         xp = runner().xp
         meet = getattr(xp, name)
         out = xp.array(x, order="C")
         if is_basic(template):
             key = numpy_key(template, arrays)
-            out[key] = meet(out[key], xp.asarray(_fit(v, out, template, arrays)).astype(out.dtype, copy=False))
+            out[key] = meet(out[key], xp.asarray(fitted(v, out, template, arrays)).astype(out.dtype, copy=False))
             return out
         places, inner = rows_of(template, arrays, out.shape)
         count = places.shape[0]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.cuda_rules import for_floats
+from ..core.cuda_rules import FLOATS, for_floats
 from .geometry import MAX_GRID, ladder, row_plan
-from .launch import FLOATS, contiguous, i64, named, runner, wide
+from .launch import contiguous, i64, named, runner, wide
 
 FILE = "softmax.cu"
 _LONG_THREADS = 512

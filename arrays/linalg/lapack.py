@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends import host_sync
+from ..backends.row_blocks import wide
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import real_of
 from ..core.errors import DTypeError, LinAlgError, ShapeError
 from ..core.op import Op
 from ..core.program import ShapeDtype
-from ..nn.norms.row_blocks import wide
 from ..ops.manipulation import astype
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------
 

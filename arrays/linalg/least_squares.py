@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..backends.wide_floats import in_float32
 from ..core import shape_rules
 from ..core.dispatch import Deferred, as_array, as_number
 from ..core.errors import ShapeError
@@ -18,11 +17,12 @@ from ..ops.creation import beside, eye
 from ..ops.elementwise import abs, square, where
 from ..ops.manipulation import permute_dims, reshape
 from ..ops.matmul import matmul
-from ..ops.reductions import max, min, sum
+from ..ops.wide_floats import in_float32
+from ..reductions.reductions import max, min, sum
 from .matrix_norms import matrix_norm, vector_norm
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 class LstsqResult(NamedTuple):

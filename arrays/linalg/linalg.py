@@ -38,7 +38,7 @@ from .least_squares import cond, lstsq, multi_dot, norm, tensorinv, tensorsolve
 from .matrix_norms import matrix_norm, vector_norm
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 __all__ = [
     "cholesky",
@@ -186,7 +186,7 @@ def matrix_rank(x: Any, /, *, rtol: Any = None) -> Array:
     Array(1)
     """
     from ..ops.creation import asarray
-    from ..ops.searching import count_nonzero
+    from ..reductions.searching import count_nonzero
 
     x, _ = matrices("matrix_rank", x)
     s = apply(SVDVALS, (x,))
@@ -366,6 +366,6 @@ def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Array:
     >>> mt.linalg.trace(mt.asarray([[1, 2], [3, 4]]))
     Array(5)
     """
-    from ..ops.reductions import sum
+    from ..reductions.reductions import sum
 
     return sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)

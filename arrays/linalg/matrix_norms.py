@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.pieces import reduced
+from ..backends.short_ways import buffer, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import real_of
 from ..core.op import composite
-from ..core.short_ways import buffer, result
 from ..ops.creation import asarray, beside
 from ..ops.elementwise import (
     abs,
@@ -33,11 +33,11 @@ from ..ops.elementwise import (
     where,
 )
 from ..ops.manipulation import astype, expand_dims, squeeze
-from ..ops.reductions import max, min, sum
+from ..reductions.reductions import max, min, sum
 from .lapack import SVDVALS, back, matrices
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 @composite("vector_norm")

@@ -12,7 +12,7 @@ from ..ops.elementwise import abs, clip, expm1, isinf, logaddexp, maximum, relu,
 from ..ops.manipulation import moveaxis
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:

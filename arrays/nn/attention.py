@@ -11,7 +11,7 @@ from ..core.op import composite
 from .norms.layer_norm import _wide
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 @composite("scaled_dot_product_attention")

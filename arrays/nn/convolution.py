@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.wide_floats import in_float32
 from ..core.dispatch import apply
-from ..core.dtypes import result_type
+from ..core.dtypes import is_low_precision, result_type
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.program import ShapeDtype
-from ..ops.reductions import _is_low_precision
+from ..ops.wide_floats import in_float32
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 Ints = tuple[int, ...]
 
@@ -37,7 +36,7 @@ def _out_shape(image: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> Ints:
 def _wide(xp: Any, *arrays: Any) -> tuple[np.dtype, tuple[Any, ...]]:
     """Dtype of the result, and the operands in the dtype that sums are kept in."""
     dtype = xp.result_type(*arrays)
-    inner = np.dtype(np.float32) if _is_low_precision(dtype) else dtype
+    inner = np.dtype(np.float32) if is_low_precision(dtype) else dtype
     return dtype, tuple(a.astype(inner, copy=False) for a in arrays)
 
 
@@ -149,7 +148,7 @@ def _convolution(
 ) -> Array:
     from ..ops.creation import asarray
     from ..ops.manipulation import reshape
-    from ..ops.padding import pad
+    from ..statistics.padding import pad
 
     x, w = asarray(x), asarray(weight)
     if x.ndim != n + 2 or w.ndim != n + 2:
@@ -272,8 +271,8 @@ def pool(
     """
     from ..ops.creation import asarray, beside
     from ..ops.manipulation import stack
-    from ..ops.padding import pad
-    from ..ops.reductions import max, sum
+    from ..reductions.reductions import max, sum
+    from ..statistics.padding import pad
 
     x = asarray(x)
     n = x.ndim - 2

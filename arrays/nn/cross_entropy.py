@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.row_blocks import BLOCK, row_sums
+from ..backends.row_blocks import wide as _wide
 from ..core.dispatch import apply
 from ..core.op import Op
 from ..core.program import ShapeDtype
@@ -20,30 +22,14 @@ from ..core.shape_rules import same_as_second
 from ..kernels import softmaxes
 from ..native import ops
 from ..native.calls import first
-from ..ops.elementwise import where
+from ..ops.elementwise import POSITIONS, where
 from ..ops.manipulation import astype, expand_dims
-from ..ops.reductions import mean
-from ..ops.reductions import sum as sum_
-from .norms.row_blocks import BLOCK, row_sums
-from .norms.row_blocks import wide as _wide
+from ..reductions.reductions import mean
+from ..reductions.reductions import sum as sum_
 from .softmax import log_softmax, shifted, softmax
 
 if TYPE_CHECKING:
-    from ..array.array import Array
-
-
-def _positions(xp: Any, x: Any, axis: int, start: int) -> Any:
-    shape = [1] * x.ndim
-    shape[axis] = -1
-    return xp.broadcast_to(xp.arange(start, start + x.shape[axis]).reshape(shape), x.shape)
-
-
-def _infer_positions(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return ShapeDtype(args[0].shape, np.dtype(np.int64))
-
-
-# Places along a dimension, counted from `start`: on a rank, from where its block starts.
-POSITIONS = Op("positions", ("x",), _positions, _infer_positions, nondifferentiable="integer result")
+    from ..core.array import Array
 
 
 def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:

@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.row_blocks import wide as _wide
+from ..core.cuda_rules import FLOATS
 from ..core.dispatch import apply, as_number
 from ..core.dtypes import result_type
 from ..core.errors import DTypeError
 from ..core.op import Op, composite
 from ..core.program import ShapeDtype
 from ..kernels import philox as kernels
-from ..kernels.launch import FLOATS, contiguous, runner
+from ..kernels.launch import contiguous, runner
 from ..ops.creation import asarray, wrap_same
 from ..ops.manipulation import astype, reshape
 from ..random import bit_transforms as recipes
 from ..random.philox import draw
-from .norms.row_blocks import wide as _wide
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def _threshold(rate: float) -> int:

@@ -17,13 +17,13 @@ from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import where
 from ..ops.manipulation import astype
 from ..ops.matmul import matmul
-from ..ops.reductions import mean, sum
+from ..reductions.reductions import mean, sum
 from .cross_entropy import CROSS_ENTROPY, all_classes
 from .norms.layer_norm import _wide
 from .regression_losses import check_reduction
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 @composite("cross_entropy")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..backends.row_blocks import wide
 from ..core.dispatch import apply
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, composite
@@ -24,11 +25,10 @@ from ..core.program import ShapeDtype
 from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import sigmoid
 from ..ops.manipulation import astype, expand_dims, matrix_transpose, moveaxis, reshape
-from ..ops.reductions import sum as sum_
-from .norms.row_blocks import wide
+from ..reductions.reductions import sum as sum_
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 class _Share(NamedTuple):

@@ -46,7 +46,7 @@ from .regression_losses import binary_cross_entropy, cosine_similarity, huber_lo
 from .softmax import log_softmax, logsumexp, softmax
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 __all__ = [
     "batch_norm",

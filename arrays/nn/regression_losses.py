@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.wide_floats import in_float32
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import composite
 from ..linalg.linalg import vector_norm
@@ -17,10 +16,11 @@ from ..ops.creation import asarray, inexact
 from ..ops.elementwise import abs, clip, logaddexp, square
 from ..ops.manipulation import astype
 from ..ops.matmul import vecdot
-from ..ops.reductions import mean, sum
+from ..ops.wide_floats import in_float32
+from ..reductions.reductions import mean, sum
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def _pair(name: str, predictions: Any, targets: Any) -> tuple[Array, Array, np.dtype]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.wide_floats import in_float32
+from ..backends.row_blocks import by_rows, less, row_dots, row_sums
+from ..backends.row_blocks import wide as _wide
 from ..core import shape_rules
 from ..core.dispatch import apply
 from ..core.errors import DTypeError
@@ -27,13 +28,12 @@ from ..ops.elementwise import abs as abs_
 from ..ops.elementwise import exp, log, real, stop_gradient
 from ..ops.elementwise import where as where_
 from ..ops.manipulation import astype, squeeze
-from ..ops.reductions import max as max_
-from ..ops.reductions import sum as sum_
-from .norms.row_blocks import by_rows, less, row_dots, row_sums
-from .norms.row_blocks import wide as _wide
+from ..ops.wide_floats import in_float32
+from ..reductions.reductions import max as max_
+from ..reductions.reductions import sum as sum_
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def shifted(xp: Any, out: Any, x: Any) -> None:

@@ -21,7 +21,7 @@ from ..ops.elementwise import (
     trunc,
 )
 from ..ops.manipulation import concat
-from ..ops.reductions import max, min
+from ..reductions.reductions import max, min
 from .ufuncs import round
 
 absolute = abs

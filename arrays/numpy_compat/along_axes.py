@@ -15,10 +15,10 @@ from ..core.op import composite
 from ..ops.creation import asarray
 from ..ops.elementwise import clip, where
 from ..ops.manipulation import broadcast_to, expand_dims, moveaxis, reshape, stack
-from ..ops.searching import along_axis, take_along_axis
+from ..reductions.searching import along_axis, take_along_axis
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 @composite("apply_along_axis")

@@ -10,10 +10,10 @@ from ..core.op import composite
 from ..ops.creation import asarray
 from ..ops.elementwise import abs, equal, isfinite, isnan, logical_and, logical_or, where
 from ..ops.manipulation import broadcast_shapes
-from ..ops.reductions import all
+from ..reductions.reductions import all
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 @composite("isclose")

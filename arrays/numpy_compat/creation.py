@@ -15,7 +15,7 @@ from ..ops.nested import geometric_ramp
 from .index_tricks import indices
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
     from ..core.devices import Device
 
 

@@ -12,10 +12,10 @@ from ..core.dispatch import Deferred
 from ..core.errors import ShapeError
 from ..ops.creation import asarray
 from ..ops.manipulation import reshape, stack
-from ..ops.searching import nonzero
+from ..reductions.searching import nonzero
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def indices(dimensions: Sequence[int], /, dtype: Any = int) -> Array:
@@ -167,7 +167,7 @@ def unravel_index(places: Any, shape: Sequence[int], /) -> tuple[Array, ...]:
     >>> mt.unravel_index(5, (2, 3))
     (Array(1), Array(2))
     """
-    from ..ops.reductions import all
+    from ..reductions.reductions import all
 
     places, shape = asarray(places), tuple(int(n) for n in shape)
     total = int(np.prod(shape, dtype=object))
@@ -196,7 +196,7 @@ def ravel_multi_index(coordinates: Sequence[Any], shape: Sequence[int], /) -> Ar
     >>> mt.ravel_multi_index((1, 2), (2, 3))
     Array(5)
     """
-    from ..ops.reductions import all
+    from ..reductions.reductions import all
 
     if len(coordinates) != len(shape):
         raise ShapeError(f"[ravel_multi_index] {len(coordinates)} coordinates for a shape of {len(shape)} dimensions")

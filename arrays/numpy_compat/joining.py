@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.short_ways import buffer, buffers, result
 from ..core import shape_rules
 from ..core.errors import ShapeError
 from ..core.op import composite
-from ..core.short_ways import buffer, buffers, result
 from ..ops.creation import asarray, elements
 from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
-from ..ops.searching import take
+from ..reductions.searching import take
 from .rearranging import atleast_1d, atleast_2d, atleast_3d
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 @composite("vstack")

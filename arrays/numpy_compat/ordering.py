@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.short_ways import buffers, result
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
-from ..core.short_ways import buffers, result
 from ..core.value import FIRST_USER_DTYPE
 from ..ops.creation import asarray
 from ..ops.manipulation import concat
-from ..ops.sorting import _flat, argsort, sort
+from ..reductions.sorting import _flat, argsort, sort
 from ..statistics import sets
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
@@ -64,7 +64,7 @@ def lexsort(keys: Any, /, axis: int = -1) -> Array:
     >>> mt.lexsort([mt.asarray([2, 1, 0]), mt.asarray([0, 1, 0])])
     Array([2, 0, 1])
     """
-    from ..ops.searching import take_along_axis
+    from ..reductions.searching import take_along_axis
 
     found = [asarray(k) for k in keys]
     if not found:

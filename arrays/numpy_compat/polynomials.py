@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.wide_floats import in_float32
 from ..core.dtypes import result_type
 from ..core.errors import ShapeError
 from ..core.op import composite
 from ..linalg import linalg
 from ..ops.creation import asarray, inexact, zeros, zeros_like
 from ..ops.manipulation import concat
+from ..ops.wide_floats import in_float32
 from ..statistics.interpolation import convolve, diag
 from .creation import vander
 from .rearranging import atleast_1d
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def _coefficients(name: str, p: Any) -> Array:

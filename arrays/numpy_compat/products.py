@@ -12,7 +12,7 @@ from ..ops.manipulation import reshape
 from ..ops.matmul import matmul, tensordot
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 @composite("dot")

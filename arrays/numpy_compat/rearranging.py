@@ -15,7 +15,7 @@ from ..ops.manipulation import flip, moveaxis, permute_dims, reshape, tile
 from ..statistics.interpolation import diag
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def _at_least(x: Any, ndim: int) -> Array:

@@ -14,10 +14,10 @@ from ..core.op import composite
 from ..ops.creation import asarray, elements
 from ..ops.elementwise import where
 from ..ops.manipulation import broadcast_to, reshape
-from ..ops.searching import nonzero, take
+from ..reductions.searching import nonzero, take
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 @composite("select")

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.wide_floats import in_float32
 from ..core.dtypes import result_type
 from ..core.errors import DTypeError
 from ..core.op import composite
 from ..ops.creation import asarray, elements, inexact
-from ..ops.cumulative import diff
 from ..ops.elementwise import conj
 from ..ops.manipulation import concat, flip, moveaxis, reshape
-from ..ops.reductions import sum
+from ..ops.wide_floats import in_float32
+from ..reductions.cumulative import diff
+from ..reductions.reductions import sum
 from ..statistics.interpolation import convolve
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 @composite("correlate")

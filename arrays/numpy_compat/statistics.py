@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends import pieces
-from ..backends.wide_floats import in_float32
+from ..backends.row_blocks import wide
+from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import Deferred, wrap
 from ..core.dtypes import real_of, result_type
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import composite
-from ..core.short_ways import buffer
-from ..nn.norms.row_blocks import wide
 from ..ops.creation import asarray, beside, full, full_like, inexact, ordered
-from ..ops.cumulative import cumulative_prod, cumulative_sum
 from ..ops.elementwise import clip, conj, floor, floor_divide, isnan, real, remainder, sqrt, where
 from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
 from ..ops.matmul import matmul
-from ..ops.reductions import all, argmax, argmin, max, mean, min, sum
-from ..ops.searching import searchsorted, take_along_axis
-from ..ops.sorting import sort
+from ..ops.wide_floats import in_float32
+from ..reductions.cumulative import cumulative_prod, cumulative_sum
+from ..reductions.reductions import all, argmax, argmin, max, mean, min, sum
+from ..reductions.searching import searchsorted, take_along_axis
+from ..reductions.sorting import sort
 from ..statistics import statistics
 from ..statistics.quantiles import between, quantile, weights_of
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 Axis = int | Sequence[int] | None
 
@@ -333,7 +333,7 @@ def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False,
     >>> mt.nanquantile(mt.asarray([1.0, mt.nan, 3.0]), 0.5)
     Array(2., dtype=float64)
     """
-    from ..ops.reductions import any
+    from ..reductions.reductions import any
 
     x, q = asarray(x), asarray(q)
     if method != "linear":

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.pieces import mapped
-from ..backends.wide_floats import in_float32
 from ..core.op import composite
 from ..ops import elementwise as ew
 from ..ops.creation import asarray, inexact, ordered
-from ..ops.cumulative import cumulative_sum, diff
 from ..ops.elementwise import where
+from ..ops.wide_floats import in_float32
+from ..reductions.cumulative import cumulative_sum, diff
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def round(x: Any, /, decimals: int = 0) -> Array:

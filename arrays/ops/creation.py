@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from ..array.array import Array
 from ..backends.backend import backend_for
 from ..backends.dlpack import read
 from ..backends.memory_pool import copied
+from ..core.array import Array
 from ..core.devices import CPU, Device, default_device, device
-from ..core.dispatch import Deferred, NotNumbers, has_history, made, number, refuse_history, wrap
+from ..core.dispatch import Deferred, NotNumbers, has_history, made, number, refuse_history, register_asarray, wrap
 from ..core.dtypes import OWN, as_dtype, check_cast, float64, result_type
 from ..core.errors import ArgumentError, DTypeError, NumberRangeError, OutOfMemory, ShapeError
-from ..core.number_ranges import check_numbers, plain
 from ..core.op import state
 from ..core.shape_rules import as_shape
 from ..core.value import FIRST_USER_DTYPE
 from .nested import holds_history, ramp, repeated, stacked
+from .number_ranges import check_numbers, plain
 
 
 def _place(host: np.ndarray, where: Device | str | None) -> Array:
@@ -516,3 +516,6 @@ def triu(x: Any, /, k: int = 0) -> Array:
            [0, 4]])
     """
     return _triangle("triu", x, k, lower=False)
+
+
+register_asarray(asarray)

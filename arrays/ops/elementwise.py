@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.erf import erf32
+from ..backends.short_ways import HALF, REFUSED, buffer, result
 from ..core import shape_rules
 from ..core.dispatch import Symbol, apply, as_array, number, record, wrap
 from ..core.errors import DTypeError
 from ..core.op import NO_PARAMS, Op, state
-from ..core.short_ways import HALF, REFUSED, buffer, result
+from ..core.program import ShapeDtype
 from ..native import AVAILABLE, ops
 from ..native.calls import first
 from .examples import EXAMPLES
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 _ndarray = np.ndarray
 _NUMBERS = (float, int)
@@ -348,9 +349,7 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
             except REFUSED:
                 pass
     if x1 is None and x2 is None:
-        from .searching import nonzero
-
-        return nonzero(condition)
+        return as_array(condition).nonzero()
     if isinstance(x1, Symbol) or isinstance(
         x2, Symbol
     ):  # numbers of a compiled call: beside integers, those of this call
@@ -361,7 +360,7 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
 
 def _check_branches(x1: Any, x2: Any) -> None:
     """NumPy lets a number that is out of the range of the other branch wrap around."""
-    from ..core.number_ranges import check_numbers
+    from .number_ranges import check_numbers
 
     for value, other in ((x1, x2), (x2, x1)):
         if type(value) is int and not 0 <= value < 128 and getattr(other, "dtype", _BOOLS).kind in "iu":
@@ -496,3 +495,17 @@ def stop_gradient(x: Any, /) -> Array:
     Array(3., dtype=float64)
     """
     return apply(STOP_GRADIENT, (x,))
+
+
+def _positions(xp: Any, x: Any, axis: int, start: int) -> Any:
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    return xp.broadcast_to(xp.arange(start, start + x.shape[axis]).reshape(shape), x.shape)
+
+
+def _infer_positions(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+    return ShapeDtype(args[0].shape, np.dtype(np.int64))
+
+
+# Places along a dimension, counted from `start`: on a rank, from where its block starts.
+POSITIONS = Op("positions", ("x",), _positions, _infer_positions, nondifferentiable="integer result")

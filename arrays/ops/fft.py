@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.wide_floats import in_float32
 from ..core import shape_rules
 from ..core.dispatch import apply
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.program import ShapeDtype
+from .wide_floats import in_float32
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
     from ..core.devices import Device
 
 __all__ = [

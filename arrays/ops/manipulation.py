@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.short_ways import REFUSED, buffer, buffers, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op
 from ..core.program import ShapeDtype
-from ..core.short_ways import REFUSED, buffer, buffers, result
 from .elementwise import ASTYPE, clip
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
     from ..core.devices import Device
 
 # ----- ops ------------------------------------------------------------------------------------------------------------

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.memory_pool import fresh
+from ..backends.short_ways import REFUSED
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array, wrap
-from ..core.dtypes import result_type
+from ..core.dtypes import is_low_precision, result_type
 from ..core.errors import ShapeError
 from ..core.op import Op, state
 from ..core.program import ShapeDtype
-from ..core.short_ways import REFUSED
 from ..core.value import FIRST_USER_DTYPE
 from ..native import ops as native
-from .reductions import _is_low_precision
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
@@ -86,7 +85,7 @@ def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
         return out
     # NumPy has no product of its own for floats of one or two bytes; they are summed in float32 and rounded once.
     dtype = xp.result_type(x.dtype, y.dtype)
-    if xp is np and _is_low_precision(dtype):
+    if xp is np and is_low_precision(dtype):
         return xp.matmul(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
     if (
         xp is not np and dtype.num >= FIRST_USER_DTYPE and (x.ndim > 2 or y.ndim > 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..array.array import Array
+from ..core.array import Array
 from ..core.dispatch import has_history
 from ..core.errors import ShapeError
 

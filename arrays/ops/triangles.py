@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..array.array import Array
+from ..core.array import Array
 from ..core.dispatch import Deferred
 from .creation import arange, asarray, beside
 

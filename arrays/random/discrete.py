@@ -17,7 +17,7 @@ from .continuous import gumbel, uniform
 from .draw import Request, distribution, drawn, floating, number, op_of
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 BERNOULLI = op_of("bernoulli", recipes.bernoulli, takes_dtype=False)
 
@@ -97,7 +97,7 @@ def bernoulli(key: Any, p: Any = 0.5, shape: int | Sequence[int] | None = None) 
     >>> round(float(mt.mean(keep)), 2)
     0.9
     """
-    from ..array.array import Array
+    from ..core.array import Array
     from ..ops.creation import asarray
     from ..ops.manipulation import broadcast_to
 
@@ -124,7 +124,7 @@ def categorical(key: Any, logits: Any, axis: int = -1) -> Array:
     Array([0, 1])
     """
     from ..ops.creation import asarray
-    from ..ops.reductions import argmax
+    from ..reductions.reductions import argmax
 
     x = asarray(logits)
     wanted = floating("categorical", x.dtype)

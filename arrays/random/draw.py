@@ -19,7 +19,7 @@ from . import bit_transforms as recipes
 from .philox import Recipe, draw
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 RANDOM_BITS = "random bits"
 """Why no draw has a derivative."""
@@ -40,7 +40,7 @@ def check_key(name: str, key: Any) -> None:
 
 def as_key(name: str, key: Any) -> Array:
     """A key as an Array. Raises :class:`DTypeError` for anything else."""
-    from ..array.array import Array
+    from ..core.array import Array
     from ..ops.creation import asarray
 
     if not isinstance(key, Array | np.ndarray):

@@ -19,7 +19,7 @@ from .draw import RANDOM_BITS, as_key, check_key, drawn, op_of
 from .philox import philox4x64, words
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 # The counter's last word keeps draws (0) apart from the words that new keys are made of.
 _SPLITS, _FOLDS, _NAMES = 1, 2, 3
@@ -127,7 +127,7 @@ def fold_in(key: Any, data: Any) -> Array:
     True
     >>> dropout = mt.random.fold_in(key, "dropout")
     """
-    from ..array.array import Array
+    from ..core.array import Array
 
     k = as_key("fold_in", key)
     stream = _FOLDS

@@ -18,7 +18,7 @@ from .draw import RANDOM_BITS, box_of, drawn, infer
 from .philox import draw
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def _permutation_impl(
@@ -86,7 +86,7 @@ def permutation(key: Any, x: Any, axis: int = 0) -> Array:
     >>> mt.random.permutation(mt.random.key(0), mt.ones((4, 2))).shape
     (4, 2)
     """
-    from ..array.array import Array
+    from ..core.array import Array
     from ..ops.creation import asarray
 
     if isinstance(x, Array | np.ndarray) and x.ndim:
@@ -136,7 +136,7 @@ def choice(
     >>> mt.random.choice(mt.random.key(0), mt.asarray([10, 20, 30]), (4,), p=[0.0, 1.0, 0.0])
     Array([20, 20, 20, 20])
     """
-    from ..array.array import Array
+    from ..core.array import Array
     from ..ops.creation import asarray
 
     full = as_shape("choice", shape)

@@ -17,7 +17,7 @@ from .draw import floating
 from .keys import split
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 Shape = int | Sequence[int] | None
 
@@ -42,7 +42,7 @@ def _positive(name: str, what: str, value: Any, wide: np.dtype) -> Array:
     from ..core.dispatch import Deferred
     from ..ops.creation import asarray
     from ..ops.manipulation import astype
-    from ..ops.reductions import all
+    from ..reductions.reductions import all
 
     found = asarray(value)
     if found.dtype.kind not in "biuf" and found.dtype != recipes.BF16:
@@ -181,7 +181,7 @@ def geometric(key: Any, p: Any, shape: Shape = None, dtype: Any = np.int64) -> A
     from ..core.dtypes import as_dtype
     from ..ops.creation import asarray
     from ..ops.elementwise import floor, log1p, where
-    from ..ops.reductions import all
+    from ..reductions.reductions import all
 
     wanted = as_dtype(dtype, "geometric")
     if wanted.kind not in "iu":
@@ -207,7 +207,7 @@ def triangular(key: Any, left: Any, mode: Any, right: Any, shape: Shape = None, 
     """
     from ..core.dispatch import Deferred
     from ..ops.elementwise import sqrt, where
-    from ..ops.reductions import all
+    from ..reductions.reductions import all
 
     found, wide, out = _drawn("triangular", shape, dtype, left, mode, right)
     a, c, b = (_real(v, wide) for v in (left, mode, right))

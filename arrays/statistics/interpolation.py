@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.pieces import mapped
-from ..backends.wide_floats import in_float32
+from ..backends.short_ways import HALF, buffers, result
 from ..core import shape_rules
 from ..core.dispatch import has_history
 from ..core.dtypes import result_type
 from ..core.errors import ShapeError
 from ..core.op import composite
-from ..core.short_ways import HALF, buffers, result
+from ..ops.wide_floats import in_float32
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 @composite("interp")
@@ -45,7 +45,7 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
     """
     from ..ops.creation import inexact, ordered
     from ..ops.manipulation import concat
-    from ..ops.sorting import argsort
+    from ..reductions.sorting import argsort
 
     x, xp, fp = inexact(ordered("interp", x)), inexact(ordered("interp", xp)), inexact(fp)
     if xp.ndim != 1 or xp.shape != fp.shape or not xp.size:
@@ -65,7 +65,7 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
 
 def _read_between(x: Array, xp: Array, fp: Array, first: Any, last: Any) -> Array:
     from ..ops.elementwise import clip, isfinite, isinf, isnan, where
-    from ..ops.searching import searchsorted, take
+    from ..reductions.searching import searchsorted, take
 
     if xp.size == 1:
         inside: Any = fp[0]
@@ -97,8 +97,8 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     from ..ops.creation import asarray
     from ..ops.elementwise import where
     from ..ops.manipulation import flip
-    from ..ops.padding import pad
-    from ..ops.reductions import sum
+    from ..reductions.reductions import sum
+    from .padding import pad
 
     a, v = asarray(a), asarray(v)
     if a.ndim != 1 or v.ndim != 1 or not a.size or not v.size:

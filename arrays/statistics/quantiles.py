@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.row_blocks import wide
+from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import wrap
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import composite
-from ..core.short_ways import buffer
 from ..core.value import FIRST_USER_DTYPE
-from ..nn.norms.row_blocks import wide
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 Axis = int | Sequence[int] | None
 
@@ -79,7 +79,7 @@ def _rows(name: str, x: Any, axis: Axis) -> tuple[Array, tuple[int, ...]]:
 
 def _ordered(rows: Array, places: np.ndarray) -> Array:
     """The rows with those elements at these places that sorting puts there; nobody looks at the others."""
-    from ..ops.sorting import sort
+    from ..reductions.sorting import sort
 
     buf = buffer(rows)
     if buf is None or buf.dtype.num >= FIRST_USER_DTYPE:
@@ -120,12 +120,12 @@ def weights_of(name: str, x: Array, axis: Axis, weights: Any) -> Array:
 
 def _weighted(name: str, rows: Array, weights: Array, parts: np.ndarray) -> Array:
     """For each part the element with which the weights of the sorted rows, added up, reach it."""
-    from ..ops.cumulative import cumulative_sum
     from ..ops.elementwise import isfinite, isnan, minimum, where
     from ..ops.manipulation import astype, stack
-    from ..ops.reductions import any, sum
-    from ..ops.searching import take_along_axis
-    from ..ops.sorting import argsort
+    from ..reductions.cumulative import cumulative_sum
+    from ..reductions.reductions import any, sum
+    from ..reductions.searching import take_along_axis
+    from ..reductions.sorting import argsort
 
     order = argsort(rows, axis=-1)
     rows, weights = (take_along_axis(a, order, axis=-1) for a in (rows, weights))

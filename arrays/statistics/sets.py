@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..backends.pieces import mapped
+from ..backends.short_ways import buffer
 from ..core.dtypes import result_type
 from ..core.op import composite
-from ..core.short_ways import buffer
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 class UniqueAll(NamedTuple):
@@ -116,8 +116,8 @@ def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Array:
     from ..ops.creation import asarray, beside, full
     from ..ops.elementwise import equal, logical_not, minimum
     from ..ops.manipulation import astype, reshape
-    from ..ops.searching import searchsorted, take
-    from ..ops.sorting import sort
+    from ..reductions.searching import searchsorted, take
+    from ..reductions.sorting import sort
 
     if isinstance(x1, int | float | complex) and not isinstance(x2, int | float | complex):
         x2 = asarray(x2)

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..backends import pieces
+from ..backends.row_blocks import wide as wide_of
 from ..core import shape_rules
 from ..core.dispatch import as_array, as_number, has_history, refuse_history, wrap
 from ..core.dtypes import as_dtype
 from ..core.errors import DTypeError, ShapeError, TracedValueError
 from ..core.op import composite
-from ..nn.norms.row_blocks import wide as wide_of
-from ..ops import reductions
 from ..ops.elementwise import clip, isnan, where
 from ..ops.manipulation import astype, reshape
-from . import moments
+from ..reductions import moments, reductions
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 Axis = int | Sequence[int] | None
 
@@ -263,8 +262,8 @@ def histogram(
     Array([2, 1])
     """
     from ..ops.creation import asarray, beside, linspace
-    from ..ops.cumulative import diff
-    from ..ops.searching import searchsorted
+    from ..reductions.cumulative import diff
+    from ..reductions.searching import searchsorted
 
     flat = reshape(asarray(x), (-1,))
     if flat.dtype.kind == "c":

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.errors import TracedValueError
 from ...arrays.core.program import freeze
 from ...arrays.indexing.sparse_cotangent import densify

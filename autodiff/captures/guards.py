@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 
 
 class CaptureKey:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import FIRST_USER_DTYPE, Symbol
 from ...arrays.core.op import Op
 from ...arrays.ops import elementwise as ew

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred
 from ...arrays.core.errors import TracedValueError
 from ..tape.hidden import held_in

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array.array import Array
-from ...arrays.array.writing import settled
 from ...arrays.backends.backend import backend_for, backend_of
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, apply, wrap
 from ...arrays.core.errors import TracedValueError
 from ...arrays.core.functions import check_function
 from ...arrays.core.op import not_recording, recording, state
 from ...arrays.core.program import Program, Traced, freeze, last_uses, register_tracer, simplify
 from ...arrays.indexing.sparse_cotangent import IndexSum, densify
+from ...arrays.interface.writing import settled
 from ..captures.captures import Captures, Outside, Wrapper, captures_of
 from ..captures.lost_writes import Arguments, noting_logs, refuse_kept, restore
 from ..captures.number_inputs import KINDS, OtherKind, Term, TracedNumber, settle_kept

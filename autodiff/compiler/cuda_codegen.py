@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from ...arrays.core.cuda_rules import FLOATS
 from ...arrays.core.program import Const, Entry, Program
-from ...arrays.kernels.launch import FLOATS, NAMES, wide
+from ...arrays.kernels.launch import NAMES, wide
 
 BOOL = np.dtype(np.bool_)
 _SHORT = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
-from ...arrays.array.writing import settled
 from ...arrays.backends.memory_pool import is_free
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.devices import CPU
 from ...arrays.core.dispatch import Deferred
 from ...arrays.core.errors import DonatedArrayError
 from ...arrays.core.op import Op
 from ...arrays.core.program import ShapeDtype
+from ...arrays.interface.writing import settled
 
 
 class Gone(Deferred):

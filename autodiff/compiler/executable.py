@@ -17,11 +17,11 @@ import numpy as np
 
 from ...arrays.backends.backend import cupy_backend
 from ...arrays.backends.memory_pool import LARGE, POOL
+from ...arrays.core.index_template import is_basic
 from ...arrays.core.program import Entry, Program
 from ...arrays.core.value import FLOAT32, FLOAT64, number
 from ...arrays.indexing import sparse_ops
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, LAST_WRITES, SCATTER
-from ...arrays.indexing.keys import is_basic
 from ...arrays.indexing.lazy_adam import LAZY_ADAM
 from ...arrays.indexing.sparse_cotangent import IndexSum
 from ...arrays.ops.matmul import MATMUL

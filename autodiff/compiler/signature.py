@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
-from ...arrays.array.writing import settled
+from ...arrays.core.array import Array
 from ...arrays.core.program import freeze
 from ...arrays.core.tree import TreeDef
 from ...arrays.indexing.sparse_cotangent import IndexSum
+from ...arrays.interface.writing import settled
 from ..captures.objects import is_plain
 from .tracing import Tracer
 

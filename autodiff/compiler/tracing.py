@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, ProgramHost, argument_avals, call_site, program_inputs, wrap
 from ...arrays.core.errors import DeviceError, TracedValueError
 from ...arrays.core.op import Op, state

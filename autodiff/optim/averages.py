@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.ops.creation import asarray, ones_like
 from ...arrays.ops.elementwise import where
 from ..tape.tape import is_differentiable

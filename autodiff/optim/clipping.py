@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import abs, clip, minimum, sqrt, square
 from ...arrays.ops.manipulation import stack
-from ...arrays.ops.reductions import sum
+from ...arrays.reductions.reductions import sum
 from .parameters import wide
 
 

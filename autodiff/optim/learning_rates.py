@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.ops.creation import asarray, ones_like
 from ...arrays.ops.elementwise import cos, minimum, where
 

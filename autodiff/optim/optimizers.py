@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply
 from ...arrays.core.errors import DTypeError, ShapeError
 from ...arrays.indexing.lazy_adam import LAZY_ADAM, adam_step

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred
 from ...arrays.ops.creation import asarray
 from ..tape.hidden import hides_arrays, refuse_hidden

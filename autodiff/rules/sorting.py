@@ -5,7 +5,7 @@ Running products are differentiated through their decomposition, which has no di
 
 from __future__ import annotations
 
-from ...arrays.ops import cumulative, sorting
+from ...arrays.reductions import cumulative, sorting
 from .registry import call, defvjp
 
 

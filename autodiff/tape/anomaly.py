@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
 from ...arrays.backends.backend import backend_of
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred
 from ...arrays.core.errors import AnomalyError
 from ...arrays.core.op import Op, not_recording, recording

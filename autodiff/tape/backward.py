@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array.array import Array
-from ...arrays.array.writing import Writing
+from ...arrays.backends.short_ways import HALF
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, wrap
 from ...arrays.core.errors import NonDifferentiableError, ShapeError
 from ...arrays.core.op import state
 from ...arrays.core.program import Const, Entry, ShapeDtype, Site, site_text
-from ...arrays.core.short_ways import HALF
 from ...arrays.core.value import FLOAT32, FLOAT64, NUMBERS64, Now
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, write
 from ...arrays.indexing.sparse_cotangent import IndexSum
+from ...arrays.interface.writing import Writing
 from ...arrays.nn import convolution as conv
 from ...arrays.nn import cross_entropy, mixture_of_experts, softmax
 from ...arrays.nn.norms import batch_norm, group_norm, layer_norm

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ...arrays.array.array import Array, new_id, next_id
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array, new_id, next_id
 from ...arrays.core.dispatch import apply, call_site, wrap
 from ...arrays.core.errors import GradientError
 from ...arrays.core.functions import check_function

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array, new_id, next_id
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array, new_id, next_id
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.errors import GradientError, NonDifferentiableError
 from ...arrays.core.functions import check_function

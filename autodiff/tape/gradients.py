@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
-from ...arrays.array.writing import settled
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, wrap
 from ...arrays.core.errors import DTypeError, GradientError
 from ...arrays.core.op import state
+from ...arrays.interface.writing import settled
 from ...arrays.ops.creation import asarray, zeros_like
 from ...arrays.ops.elementwise import ALIAS
 from .backward import same_value

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.errors import GradientError
 
 _NO_HOLDERS = (

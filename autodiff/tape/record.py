@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array, new_id, next_id
+from ...arrays.core.array import Array, new_id, next_id
 from ...arrays.core.dispatch import argument_avals
 from ...arrays.core.op import Op
 from ...arrays.core.program import Const, Site

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import refuse_history, wrap
 from ...arrays.core.errors import ShapeError
 from ...arrays.indexing.rows import Rows

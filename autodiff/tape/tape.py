@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array, new_id, next_id
-from ...arrays.array.writing import WATCHERS, settled
 from ...arrays.backends.backend import backend_of
+from ...arrays.backends.short_ways import HALF
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array, new_id, next_id
 from ...arrays.core.devices import Device
 from ...arrays.core.dispatch import Deferred, argument_avals, wrap
 from ...arrays.core.errors import GradientError
 from ...arrays.core.functions import check_function
 from ...arrays.core.op import NO_PARAMS, not_recording, state
 from ...arrays.core.program import Entry, Site
-from ...arrays.core.short_ways import HALF
 from ...arrays.core.value import FLOAT32, Value
 from ...arrays.indexing.sparse_cotangent import IndexSum, densify
+from ...arrays.interface.writing import WATCHERS, settled
 from ...arrays.ops.creation import asarray, ones
 from .anomaly import is_checker
 from .backward import Hook, Recorded, cast, same_value, walk

@@ -39,7 +39,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     """
     import meshtape as mt
 
-    from ..arrays.array.display import human_bytes
+    from ..arrays.core.formatting import human_bytes
     from ..storage.browse.model.inventory import Inventory, Query
     from ..storage.browse.model.text import count, visible
     from . import runs
@@ -135,7 +135,7 @@ def _plain(what: str, value: Any) -> str:
     >>> _plain("nbytes", 2048), _plain("shape", [3]), _plain("quantiles", {"0.01": -1.5, "0.5": 0.25})
     ('2,048 (2.0 KiB)', '(3,)', '1%=-1.5   50%=0.25')
     """
-    from ..arrays.array.display import human_bytes
+    from ..arrays.core.formatting import human_bytes
 
     if value is None:
         return "-"

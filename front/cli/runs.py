@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from ..arrays.array.display import human_bytes
 from ..arrays.core.errors import CheckpointError, NotACheckpoint
+from ..arrays.core.formatting import human_bytes
 from .parts import CHECKPOINT, JSON, examples, print_json
 
 

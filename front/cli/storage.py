@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from ..arrays.array.display import human_bytes
+from ..arrays.core.formatting import human_bytes
 from ..errors import CheckpointExists, Lossy
 from ..storage.browse.model.text import count
 from .parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, packing, print_json

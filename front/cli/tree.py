@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..arrays.array.display import human_bytes
+from ..arrays.core.formatting import human_bytes
 from ..storage.browse.model.text import count, visible
 
 _DEEPEST = 150  # levels; below, what is left of a name is one

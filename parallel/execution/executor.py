@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.backends.memory_pool import SMALLEST, is_free, room
+from ...arrays.core.dtypes import is_low_precision
 from ...arrays.core.errors import LinAlgError, MeshtapeError, RankLost
 from ...arrays.core.op import Op
 from ...arrays.indexing import sparse_ops
 from ...arrays.indexing.indexing import SCATTER
 from ...arrays.indexing.sparse_cotangent import IndexSum
-from ...arrays.ops.reductions import _is_low_precision as is_low_precision
 from ..base.device_memory import HOST, BlockMemory
 from ..partition.overlap import Buckets, Start, Wait, schedule
 from ..partition.rank_program import Local, Move, Moves, RankProgram

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...arrays.array.display import human_bytes
 from ...arrays.core.errors import OutOfMemory
+from ...arrays.core.formatting import human_bytes
 from ...arrays.core.program import ShapeDtype
 from ..sharding.placement import Layout, block_box
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...arrays.core.index_template import is_basic
 from ...arrays.core.program import ShapeDtype
-from ...arrays.indexing.keys import is_basic
 from ...storage.programs.memory import VIEWS
 from ..partition.rank_program import Local
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from ...arrays.array.display import human_bytes
 from ...arrays.core.errors import MeshError
+from ...arrays.core.formatting import human_bytes
 from ..mesh.block_grid import colour_of
 from .figures import DeviceFigures, LinkFigures
 from .replay import RankForecast

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.dtypes import as_dtype
 from ...arrays.core.errors import MeshError, TracedValueError
 from ...arrays.core.program import Program, ShapeDtype

@@ -25,7 +25,7 @@ import numpy as np
 from distributed import Client
 from distributed.protocol.pickle import dumps, loads
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.errors import ClusterError, MeshError, RankLost
 from ..base.device_memory import on_host
 from ..dask.lease import lease_of

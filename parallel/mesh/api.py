@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
-from ...arrays.array.writing import settled
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, apply, refuse_watched
 from ...arrays.core.errors import MeshError, ReshardError, ShardingConflict
 from ...arrays.core.program import ShapeDtype
 from ...arrays.indexing.sparse_cotangent import densify
+from ...arrays.interface.writing import settled
 from ...arrays.ops.creation import asarray
 from ...autodiff.compiler.compile import compile
 from ...autodiff.compiler.tracing import Tracer

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
 from ...arrays.backends.dlpack import read_only
+from ...arrays.core.array import Array
 from ...arrays.core.blocks import ceil_blocks
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.errors import MeshError, ShapeError

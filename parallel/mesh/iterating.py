@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.op import state
 from ...arrays.core.program import ShapeDtype
 from ..execution.runtime import HostValue

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.devices import Device
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.errors import MeshError

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.blocks import Box
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.errors import RankLost, ReshardError

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
-from ...arrays.array.display import human_bytes
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, argument_avals, call_site, program_inputs, wrap
 from ...arrays.core.errors import MeshError
+from ...arrays.core.formatting import human_bytes
 from ...arrays.core.op import Op, state
 from ...arrays.core.program import Entry, ProgramBuilder, ShapeDtype, freeze, simplify
 from ...arrays.indexing.indexing import GETITEM, SCATTER

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ..sharding.placement import Sharding, make_layout
 from .block_grid import Grid, Slab, Span, colour_of, grid_of, ranks_text
 

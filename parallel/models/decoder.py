@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
 from ...arrays.ops.creation import asarray, ones
 from ...arrays.ops.manipulation import astype, matrix_transpose
-from ...arrays.ops.reductions import sum as sum_
+from ...arrays.reductions.reductions import sum as sum_
 from ...autodiff import checkpoint
 from . import huggingface, moe
 from .decoder_families import FAMILIES, rules

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ...arrays import random
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
 from ...arrays.linalg.linalg import vector_norm
 from ...arrays.nn import nn
 from ...arrays.ops.creation import asarray, ones, zeros
 from ...arrays.ops.elementwise import maximum, where
 from ...arrays.ops.manipulation import astype, expand_dims
-from ...arrays.ops.reductions import sum as sum_
+from ...arrays.reductions.reductions import sum as sum_
 from ...autodiff import checkpoint
 from . import huggingface
 from .layers import (

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ...arrays import random
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
 from ...arrays.ops.creation import asarray

@@ -24,16 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
 from ...arrays.ops.creation import arange
-from ...arrays.ops.cumulative import cumulative_sum
 from ...arrays.ops.elementwise import where
 from ...arrays.ops.manipulation import astype, expand_dims, matrix_transpose, reshape, stack
-from ...arrays.ops.reductions import argmax, mean
-from ...arrays.ops.reductions import sum as sum_
 from ...arrays.random import normal
+from ...arrays.reductions.cumulative import cumulative_sum
+from ...arrays.reductions.reductions import argmax, mean
+from ...arrays.reductions.reductions import sum as sum_
 from .layers import Keys, dense
 from .plans import Plan
 

@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.errors import PlanError, ShapeError
 from ..mesh.api import distribute, reshard
 from ..mesh.mesh import Mesh

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.blocks import Box
+from ...arrays.core.dtypes import is_low_precision
 from ...arrays.core.op import Op
 from ...arrays.core.program import Const, Program, ShapeDtype
 from ...arrays.ops.elementwise import ASTYPE
-from ...arrays.ops.reductions import _is_low_precision
 from ..resharding.collective_plans import Collective
 from ..sharding.factors import FactorRule, RankView
 from ..sharding.halos import Fetch
@@ -57,9 +57,7 @@ class Writer:
 
     def is_wide(self, dtype: np.dtype, layout: Layout) -> bool:
         """Whether values of this dtype and layout are kept in float32."""
-        return _is_low_precision(dtype) and any(
-            op in ("sum", "prod") and self.sizes[a] > 1 for a, op in layout.partials
-        )
+        return is_low_precision(dtype) and any(op in ("sum", "prod") and self.sizes[a] > 1 for a, op in layout.partials)
 
     def cast(self, var: int, dtype: np.dtype, target: int | None = None) -> int:
         """The variable in another dtype, its layout as it is. A ``target`` is written to; else equal casts are one."""
@@ -75,7 +73,7 @@ class Writer:
 
     def widened(self, var: int) -> int:
         """A variable of short floats in float32; others as they are."""
-        if var in self.rounded or not _is_low_precision(self.avals[var].dtype):
+        if var in self.rounded or not is_low_precision(self.avals[var].dtype):
             return var
         out = self.cast(var, _FLOAT32)
         if self.is_wide(self.avals[var].dtype, self.layouts[var]):

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...arrays.backends.row_blocks import wide
 from ...arrays.core.blocks import Box
 from ...arrays.core.op import Op
 from ...arrays.core.program import ShapeDtype
-from ...arrays.nn.norms.row_blocks import wide
 from ..base.device_memory import BlockMemory, on_host
 from ..spmd.rank_ops import RankOp
 from ..transports.pieces import Target

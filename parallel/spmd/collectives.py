@@ -11,11 +11,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...arrays.array.array import Array
+from ...arrays.backends.row_blocks import wide
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.blocks import ceil_blocks
 from ...arrays.core.errors import AxisError, DTypeError, MeshError, ShapeError
-from ...arrays.nn.norms.row_blocks import wide
 from ...arrays.ops.creation import asarray
 from ..resharding.split_sizes import PartSizes
 from ..sharding.placement import REDUCE_OPS

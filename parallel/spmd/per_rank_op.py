@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, apply, made, wrap
 from ...arrays.core.errors import GradientError, NonDifferentiableError, ShardingConflict
 from ...arrays.core.op import Op, state

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, argument_avals, call_site, program_inputs, wrap
 from ...arrays.core.errors import MeshError, ShardingConflict, TracedValueError
 from ...arrays.core.op import Op, state

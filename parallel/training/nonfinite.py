@@ -20,7 +20,7 @@ from ...arrays.core import tree as trees
 from ...arrays.core.errors import NonFiniteError
 from ...arrays.ops.elementwise import isfinite
 from ...arrays.ops.manipulation import stack
-from ...arrays.ops.reductions import all as all_
+from ...arrays.reductions.reductions import all as all_
 from .logging.progress import Progress
 from .precision import LEAST
 

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, TrainingError
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.manipulation import astype

@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.dtypes import as_dtype
 from ...arrays.core.errors import TrainingError
 from ...arrays.ops.creation import asarray

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays import random
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, TrainingError
 from ...arrays.ops.creation import asarray
 from ...autodiff import compile

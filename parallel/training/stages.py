@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays import random
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.errors import PlanError, TrainingError
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import sqrt, square

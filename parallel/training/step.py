@@ -22,8 +22,8 @@ from typing import Any, get_args
 import numpy as np
 
 from ...arrays import random
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.errors import TrainingError
 from ...arrays.ops.creation import arange, asarray
 from ...arrays.ops.elementwise import isfinite, where

@@ -11,8 +11,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShapeError
 from ...arrays.core.functions import check_function
 from ...arrays.ops.creation import asarray, full, zeros

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
+from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShapeError
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import exp, maximum, stop_gradient, where
 from ...arrays.ops.manipulation import astype, matrix_transpose
 from ...arrays.ops.matmul import matmul
-from ...arrays.ops.reductions import max as max_
-from ...arrays.ops.reductions import sum as sum_
+from ...arrays.reductions.reductions import max as max_
+from ...arrays.reductions.reductions import sum as sum_
 from ..sharding.placement import Placement, Replicate, Shard
 from ..spmd.collectives import axis_index, permute
 from .shard_map import shard_map

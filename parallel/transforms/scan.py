@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShapeError
 from ...arrays.core.functions import check_function
 from ...arrays.core.op import state as thread_state

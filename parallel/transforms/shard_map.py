@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...arrays.array.array import Array
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShardingConflict
 from ...arrays.core.functions import check_function
 from ...arrays.core.op import Op, recording, state

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array.array import Array
-from ...arrays.array.display import human_bytes
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.blocks import Box
 from ...arrays.core.devices import CPU
 from ...arrays.core.dispatch import refuse_history, wrap
+from ...arrays.core.dtypes import is_low_precision
 from ...arrays.core.errors import MeshError, OutOfMemory, ShardingConflict
+from ...arrays.core.formatting import human_bytes
 from ...arrays.core.functions import check_function
 from ...arrays.core.op import not_recording, recording, state
 from ...arrays.core.program import Program, ShapeDtype, simplify
 from ...arrays.ops.creation import asarray
-from ...arrays.ops.reductions import _is_low_precision as is_low_precision
 from ...autodiff.captures.static_results import ARRAY, filled, refuse_traced
 from ...autodiff.compiler.tracing import Tracer, _Trace
 from ...autodiff.tape.tape import Tape

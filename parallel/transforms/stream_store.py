@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
-from ...arrays.array.display import human_bytes
+from ...arrays.core.array import Array
 from ...arrays.core.blocks import Box
-from ...arrays.core.dtypes import as_dtype
+from ...arrays.core.dtypes import as_dtype, is_low_precision
 from ...arrays.core.errors import (
     CheckpointExists,
     CorruptCheckpoint,
@@ -27,7 +26,7 @@ from ...arrays.core.errors import (
     ShardingConflict,
     StoreError,
 )
-from ...arrays.ops.reductions import _is_low_precision as is_low_precision
+from ...arrays.core.formatting import human_bytes
 from ...storage.checkpoint.checkpoint import StoredArray
 from ...storage.readers import zarr_tensor
 from ...storage.stores import store as stores

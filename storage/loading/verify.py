@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from ...arrays.array.display import human_bytes
 from ...arrays.core.errors import CorruptCheckpoint
+from ...arrays.core.formatting import human_bytes
 from ..base import names
 from ..base.checksums import combine, crc32c
 from ..base.scratch import scratch

@@ -22,9 +22,9 @@ import numpy as np
 from ...arrays.core import dtypes
 from ...arrays.core.dispatch import Deferred
 from ...arrays.core.errors import ProgramError, UnsupportedVersion
+from ...arrays.core.index_template import Gap, Slot, Span, Truth
 from ...arrays.core.op import OPS
 from ...arrays.core.program import Const, Entry, Program, ShapeDtype, freeze
-from ...arrays.indexing.keys import Gap, Slot, Span, Truth
 from .validate import check_call, short
 
 FORMAT = "meshtape.program"

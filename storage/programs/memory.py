@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from ...arrays.core.index_template import is_basic
 from ...arrays.core.program import Entry, Program, last_uses
-from ...arrays.indexing.keys import is_basic
 
 VIEWS = frozenset(
     [

@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.array import Array
-from ...arrays.array.display import human_bytes
 from ...arrays.core import tree as trees
+from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, made, wrap
 from ...arrays.core.errors import (
     ArrayIndexError,
@@ -34,6 +33,7 @@ from ...arrays.core.errors import (
     ProgramError,
     ShapeError,
 )
+from ...arrays.core.formatting import human_bytes
 from ...arrays.core.op import state
 from ...arrays.core.program import Program, last_uses, trace
 from ...arrays.ops.creation import asarray

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.core.errors import ProgramError
+from ...arrays.core.index_template import Gap, Slot, Span, Truth, result_shape
 from ...arrays.core.op import Op
 from ...arrays.core.program import Entry, ShapeDtype
-from ...arrays.indexing.keys import Gap, Slot, Span, Truth, result_shape
 from ...arrays.random.draw import check_key
 
 

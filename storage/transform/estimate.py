@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array.display import human_bytes
 from ...arrays.core.errors import CheckpointError
+from ...arrays.core.formatting import human_bytes
 from ...arrays.core.tree import flatten_with_path
 from ..base.names import leaf_name
 from ..checkpoint.open import open_checkpoint

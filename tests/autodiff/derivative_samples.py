@@ -12,7 +12,8 @@ import meshtape as mt
 from meshtape.arrays import OPS
 from meshtape.arrays.core.dispatch import apply
 from meshtape.arrays.linalg import linalg
-from meshtape.arrays.ops import cumulative, fft, sorting
+from meshtape.arrays.ops import fft
+from meshtape.arrays.reductions import cumulative, sorting
 
 rng = np.random.default_rng(7)
 

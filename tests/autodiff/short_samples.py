@@ -10,7 +10,7 @@ from derivative_samples import KEY, WELL, call
 
 import meshtape as mt
 from meshtape.arrays import OPS
-from meshtape.arrays.indexing.keys import Slot
+from meshtape.arrays.core.index_template import Slot
 
 N = 5000  # what bfloat16 adds up one by one ends at 256, float16 at 2048
 rng = np.random.default_rng(11)

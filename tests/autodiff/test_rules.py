@@ -13,7 +13,7 @@ import meshtape as mt
 from meshtape.arrays import OPS
 from meshtape.arrays.core.op import recording
 from meshtape.arrays.linalg import linalg
-from meshtape.arrays.ops import sorting
+from meshtape.arrays.reductions import sorting
 from meshtape.autodiff.rules import RULES
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.arrays.array import writing
+from meshtape.arrays.interface import writing
 
 SIZE = 5000
 SECONDS = 0.15

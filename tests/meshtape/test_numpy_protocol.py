@@ -12,7 +12,7 @@ import pytest
 import scipy.special
 
 import meshtape as mt
-from meshtape.arrays.array import numpy_protocol
+from meshtape.arrays.interface import numpy_protocol
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_numpy_names import CALLS, CUBE, SQUARE, A, B, C, Call, I, V, as_list

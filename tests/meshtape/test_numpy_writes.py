@@ -43,7 +43,7 @@ def test_what_a_mask_leaves_out_is_not_computed(name: str) -> None:
         got = ufunc(*map(mt.asarray, xs), where=MASK, out=mt.full(4, 7, dtype=want.dtype))
     assert got.dtype == want.dtype
     np.testing.assert_allclose(np.asarray(got), want)
-    if xs[0].dtype.kind == "f" and want.dtype.kind == "f" and ufunc in mt.arrays.array.numpy_protocol.ufuncs():
+    if xs[0].dtype.kind == "f" and want.dtype.kind == "f" and ufunc in mt.arrays.interface.numpy_protocol.ufuncs():
         loss = lambda x: mt.sum(ufunc(x, *xs[1:], where=MASK, out=mt.full(4, 7.0)))  # noqa: E731
         slope = np.asarray(mt.grad(loss)(mt.asarray(xs[0])))
         alone = mt.grad(lambda x: mt.sum(ufunc(x, *(y[MASK] for y in xs[1:]))))(mt.asarray(xs[0][MASK]))

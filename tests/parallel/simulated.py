@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtape.arrays.ops.reductions import _is_low_precision
+from meshtape.arrays.core.dtypes import is_low_precision
 from meshtape.parallel.resharding.execution import Running
 from meshtape.parallel.resharding.plan import Plan
 from meshtape.parallel.resharding.schedule import plan_rounds
@@ -95,7 +95,7 @@ def simulate(
     dtype = next(iter(blocks.values())).dtype
     running = {}
     for p in sorted(set(homes)):
-        found = plan_rounds(plan, tuple(homes), p, dtype, _is_low_precision(dtype), hosts)
+        found = plan_rounds(plan, tuple(homes), p, dtype, is_low_precision(dtype), hosts)
         mine = {r: blocks[r] for r, h in enumerate(homes) if h == p}
         neutral = identity_of(plan.fill, dtype) if any(b.neutral for b in found.blocks) else None
         running[p] = Running(found, mine, neutral)

@@ -21,7 +21,7 @@ import meshtape as mt
 import meshtape.parallel
 from meshtape.arrays import OPS
 from meshtape.arrays.core.dispatch import apply
-from meshtape.arrays.indexing.keys import Slot, Span
+from meshtape.arrays.core.index_template import Slot, Span
 from meshtape.autodiff.tape.tape import is_differentiable
 from meshtape.parallel.sharding.factors import RULES
 

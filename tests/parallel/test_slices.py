@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.arrays.indexing.keys import Span
+from meshtape.arrays.core.index_template import Span
 
 MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 3, "b": 2}]
 bounded = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)

@@ -152,7 +152,7 @@ def test_estimate_is_an_upper_bound(kit, tmp_path, level):
     files = sum(len(v) for k, v in content(tmp_path / "c").items() if "/c." in k)
     found = estimate(noise, compression=Zstd(level))
     assert files <= found.zarr <= 1.2 * files + 100
-    assert f"at most {mt.arrays.array.display.human_bytes(found.zarr)} as Zarr (zstd:{level})" in str(found)
+    assert f"at most {mt.arrays.interface.display.human_bytes(found.zarr)} as Zarr (zstd:{level})" in str(found)
 
 
 # ----- cut anew, copied as they are -----------------------------------------------------------------------------------

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ...backends.row_blocks import BLOCK
 from ...core.dispatch import apply, as_number
 from ...core.op import Op, composite
 from ...core.program import ShapeDtype
 from ...kernels import channel_norms as kernels
 from .group_norm import image, infer_affine, parameter, spread
 from .layer_norm import FAR, _wide, infer_affine_backward
-from .row_blocks import BLOCK
 
 if TYPE_CHECKING:
-    from ...array.array import Array
+    from ...core.array import Array
 
 
 def _rest(ndim: int, axis: int) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ def _backward(xp: Any, g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, axi
 def _decompose(x: Array, weight: Array, bias: Array, axis: int, eps: float) -> tuple[Array, Array, Array]:
     from ...ops.elementwise import sqrt, square
     from ...ops.manipulation import astype, reshape
-    from ...ops.reductions import mean
+    from ...reductions.reductions import mean
 
     dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     w, axes = astype(x, _wide(x.dtype), copy=False), _rest(x.ndim, axis)
@@ -147,7 +147,7 @@ def _decompose_backward(
 ) -> tuple[Array, Array, Array]:
     from ...ops.elementwise import sqrt, square
     from ...ops.manipulation import astype
-    from ...ops.reductions import mean, sum
+    from ...reductions.reductions import mean, sum
 
     wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
     gi, w = (astype(a, wide, copy=False) for a in (g, x))

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...backends.row_blocks import row_blocks, row_sums
 from ...core.dispatch import apply, as_number
 from ...core.errors import DTypeError, ShapeError
 from ...core.op import Op, composite
 from ...core.program import ShapeDtype
 from ...kernels import channel_norms as kernels
 from .layer_norm import _normalized, _statistics, _wide, infer_affine_backward
-from .row_blocks import row_blocks, row_sums
 
 if TYPE_CHECKING:
-    from ...array.array import Array
+    from ...core.array import Array
 
 
 # ----- what the norms of images share ---------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _decompose_backward(
     g: Array, x: Array, weight: Array, num_groups: int, axis: int, eps: float
 ) -> tuple[Array, Array, Array]:
     from ...ops.manipulation import astype, reshape
-    from ...ops.reductions import mean, sum
+    from ...reductions.reductions import mean, sum
 
     wide = _wide(x.dtype)
     gi = astype(g, wide, copy=False)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...backends.row_blocks import add_outer, blocks_and_scratch, outer, row_blocks, row_dots, row_sums, with_zeros
+from ...backends.row_blocks import wide as _wide
 from ...core.dispatch import apply, as_number
 from ...core.errors import DTypeError, ShapeError
 from ...core.op import Op, composite
@@ -20,11 +22,9 @@ from ...core.program import ShapeDtype
 from ...kernels import row_norms
 from ...native import ops
 from ...native.calls import first
-from .row_blocks import add_outer, blocks_and_scratch, outer, row_blocks, row_dots, row_sums, with_zeros
-from .row_blocks import wide as _wide
 
 if TYPE_CHECKING:
-    from ...array.array import Array
+    from ...core.array import Array
 
 
 # Deviations from a mean of so many standard deviations are taken a second time: what its rounding left is then seen.
@@ -118,7 +118,7 @@ def _layer_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: 
 def _statistics(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array]:
     """Deviations from the mean, and one over the standard deviation, over ``axes`` (kept)."""
     from ...ops.elementwise import sqrt, square
-    from ...ops.reductions import mean
+    from ...reductions.reductions import mean
 
     d = x - mean(x, axis=axes, keepdims=True)
     return d, 1.0 / sqrt(mean(square(d), axis=axes, keepdims=True) + eps)
@@ -136,7 +136,7 @@ def _decompose_layer_norm_backward(
     g: Array, x: Array, weight: Array, naxes: int, eps: float
 ) -> tuple[Array, Array, Array]:
     from ...ops.manipulation import astype
-    from ...ops.reductions import mean, sum
+    from ...reductions.reductions import mean, sum
 
     lead, axes = tuple(range(x.ndim - naxes)), tuple(range(x.ndim - naxes, x.ndim))
     wide = _wide(x.dtype)
@@ -234,7 +234,7 @@ def _rms_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: fl
 
 def _inverse_root(x: Array, naxes: int, eps: float) -> Array:
     from ...ops.elementwise import sqrt, square
-    from ...ops.reductions import mean
+    from ...reductions.reductions import mean
 
     return 1.0 / sqrt(mean(square(x), axis=tuple(range(x.ndim - naxes, x.ndim)), keepdims=True) + eps)
 
@@ -249,7 +249,7 @@ def _decompose_rms_norm(x: Array, weight: Array, naxes: int, eps: float) -> Arra
 
 def _decompose_rms_norm_backward(g: Array, x: Array, weight: Array, naxes: int, eps: float) -> tuple[Array, Array]:
     from ...ops.manipulation import astype
-    from ...ops.reductions import mean, sum
+    from ...reductions.reductions import mean, sum
 
     lead, axes = tuple(range(x.ndim - naxes)), tuple(range(x.ndim - naxes, x.ndim))
     wide = _wide(x.dtype)

@@ -10,7 +10,8 @@ from typing import Any
 from ....arrays.core.op import Op
 from ....arrays.core.program import ShapeDtype
 from ....arrays.linalg import lapack as la
-from ....arrays.ops import cumulative, fft, searching, sorting
+from ....arrays.ops import fft
+from ....arrays.reductions import cumulative, searching, sorting
 from ..factors import Dim, FactorRule, Letters, rule
 
 Avals = Sequence[Any]

@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ....arrays.array.array import Array
 from ....arrays.core import tree as trees
+from ....arrays.core.array import Array
 from ....arrays.core.errors import DataError
 from ..mapping import MapSource, array_of, is_map_style
 from .columnar import ArrowSource, ParquetSource

@@ -22,7 +22,7 @@ def human_rate(n: float) -> str:
 
 def line(numbers: dict[str, Any]) -> str:
     """The numbers of a step as text."""
-    from ....arrays.array.display import human_bytes
+    from ....arrays.core.formatting import human_bytes
 
     parts = [f"loss {numbers['loss']:.4f}"] if "loss" in numbers else []
     if "eval_loss" in numbers:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ....arrays import random
-from ....arrays.array.array import Array
 from ....arrays.core import tree as trees
+from ....arrays.core.array import Array
 from ....arrays.core.errors import ShapeError
 from ....arrays.linalg.linalg import vector_norm
 from ....arrays.nn import nn

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from ....arrays.array.array import Array
 from ....arrays.core import tree as trees
+from ....arrays.core.array import Array
 from ....arrays.core.errors import TrainingError
 from ....arrays.ops.creation import asarray, zeros
 from ....arrays.ops.manipulation import astype

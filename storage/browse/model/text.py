@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any
 
-from ....arrays.array.display import human_bytes as human_bytes
+from ....arrays.core.formatting import human_bytes as human_bytes
 
 FORMATS = {"meshtape": "Zarr v3 + manifest"}  # what a kind of checkpoint is called, where that says more than its name
 _LONGEST_KEY = 200

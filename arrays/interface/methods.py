@@ -5,23 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array, attach
 from ..core.dtypes import as_dtype
 from ..core.errors import DTypeError, NumPyAttributeError
 from ..ops import elementwise as ew
-from ..ops import manipulation, reductions
-
-if TYPE_CHECKING:
-    from .array import Array
+from ..ops import manipulation
+from ..reductions import reductions
 
 
+@attach
 class Methods:
-    """Base of ``Array``: what is not the function of the same name in the namespace alone (see :data:`FUNCTIONS`)."""
-
-    __slots__ = ()
+    """Methods of ``Array``: what is not the function of the same name in the namespace alone (see :data:`FUNCTIONS`)."""
 
     # ----- elements -----------------------------------------------------------------------------------------------------
 

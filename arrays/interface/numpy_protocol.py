@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import SCALARS, Deferred, NotNumbers, Symbol, as_array, refuse_history, wrap
 from ..core.errors import DTypeError, NumPyFunctionError, ShapeError
 from ..core.op import OPS
 from ..core.value import FIRST_USER_DTYPE
 from ..indexing.indexing import is_view
 from ..ops.manipulation import astype, reshape
-from .array import Array, _replace
 from .methods import FUNCTIONS, method
+from .values import _replace
 
 # NumPy's names of parameters that ours call otherwise.
 _RENAMED = {"a_min": "min", "a_max": "max", "N": "n"}

@@ -13,19 +13,19 @@ from operator import index
 from string import ascii_letters
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..backends.wide_floats import in_float32
 from ..core.dispatch import as_array
 from ..core.dtypes import result_type
 from ..core.errors import ShapeError
 from ..core.op import composite
-from .creation import arange, beside, wrap_same
-from .elementwise import multiply
-from .manipulation import astype, moveaxis, permute_dims, reshape, squeeze
-from .matmul import matmul
+from ..ops.creation import arange, beside, wrap_same
+from ..ops.elementwise import multiply
+from ..ops.manipulation import astype, moveaxis, permute_dims, reshape, squeeze
+from ..ops.matmul import matmul
+from ..ops.wide_floats import in_float32
 from .reductions import sum
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 Labels = tuple[str, ...]
 

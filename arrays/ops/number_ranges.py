@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..array.array import Array
-from .dtypes import check_cast
-from .errors import NumberRangeError
+from ..core.array import Array
+from ..core.dtypes import check_cast
+from ..core.errors import NumberRangeError
 
 
 def check_numbers(name: str, numbers: Any, dtype: np.dtype) -> None:

@@ -10,22 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.pieces import LARGE, large, reduced
+from ..backends.short_ways import HALF, REFUSED, TAKES_ELLIPSIS, buffer, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array, wrap
-from ..core.dtypes import as_dtype
+from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import NumPyFunctionError, ShapeError
 from ..core.op import OPS, Op, composite, state
-from ..core.short_ways import HALF, REFUSED, TAKES_ELLIPSIS, buffer, result
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 Axis = int | Sequence[int] | None
-
-
-def _is_low_precision(dtype: np.dtype) -> bool:
-    """Floats of one or two bytes (float8, float16, bfloat16): their sums are kept in float32."""
-    return dtype.itemsize <= 2 and dtype.kind not in "biu"
 
 
 # What NumPy's methods do, without the Python code that they pass through on their way.
@@ -49,7 +44,7 @@ def _accumulated(name: str) -> Callable[..., Any]:
     """``xp.name`` that sums low-precision floats in float32 and rounds once."""
 
     def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
-        if _is_low_precision(x.dtype):
+        if is_low_precision(x.dtype):
             return getattr(x, name)(axis=axis, keepdims=keepdims, dtype=np.float32).astype(x.dtype)
         return _reduced(xp, name, x, axis, keepdims)
 
@@ -65,7 +60,7 @@ def _named(name: str) -> Callable[..., Any]:
 
 def _mean_over(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool, count: int) -> Any:
     divisor = count or np.nan  # there is no mean of nothing, and no reason to warn of it
-    if _is_low_precision(x.dtype):
+    if is_low_precision(x.dtype):
         return (x.sum(axis=axis, keepdims=keepdims, dtype=np.float32) / divisor).astype(x.dtype)
     return _reduced(xp, "sum", x, axis, keepdims) / divisor
 
@@ -125,8 +120,7 @@ def _infer_arg(op: Op, args: tuple[Any, ...], params: Any) -> shape_rules.ShapeD
 def _decompose_arg(extremum: Op) -> Callable[..., Any]:
     def decompose(x: Any, axis: int, keepdims: bool) -> Any:
         """The smallest of the places, along the whole dimension, that hold the extremum; NaN, where there is one, is that."""
-        from ..nn.cross_entropy import POSITIONS
-        from .elementwise import isnan, where
+        from ..ops.elementwise import POSITIONS, isnan, where
 
         n = x.shape[axis]
         best = apply(extremum, (x,), {"axis": (axis,), "keepdims": True})
@@ -171,19 +165,19 @@ def plainly(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
 
 
 def _selected(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any, where: Any, initial: Any) -> Array:
-    from ..statistics.masked_reductions import reduced
+    from .masked_reductions import reduced
 
     return reduced(op, x, axis, keepdims, dtype, where, initial)
 
 
 def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
     """The reduction computed, and given, in another dtype; small integers asked for are accumulated wide and cut off."""
-    from .manipulation import astype
+    from ..ops.manipulation import astype
 
     dtype = as_dtype(dtype, op.name)
     if (buf := large(x, dtype)) is not None:
         axes, reduce = _axes_of(op.name, axis, buf.ndim), _UFUNC_REDUCE[op.name]
-        wide = np.dtype(np.float32) if _is_low_precision(dtype) else None
+        wide = np.dtype(np.float32) if is_low_precision(dtype) else None
 
         def piece(b: np.ndarray) -> np.ndarray:
             return reduce(b.astype(dtype, copy=False), axis=axes, dtype=wide, keepdims=True)
@@ -304,7 +298,7 @@ def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
                 return result(buf.argmax(axis) if op is ARGMAX else buf.argmin(axis))
             except REFUSED:
                 pass
-    from .manipulation import reshape
+    from ..ops.manipulation import reshape
 
     x = as_array(x)
     if axis is None:
@@ -382,7 +376,7 @@ def mean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = Fa
 
 
 def _moments(name: str, *args: Any) -> Array:
-    from ..statistics import moments
+    from . import moments
 
     return composite(name)(getattr(moments, name))(name, *args)
 

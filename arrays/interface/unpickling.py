@@ -13,7 +13,7 @@ from ..core.errors import BackendError, DeviceError
 from ..core.op import state
 
 if TYPE_CHECKING:
-    from .array import Array
+    from ..core.array import Array
 
 
 def unpickle(host: np.ndarray, where: str | None = None) -> Array:

@@ -10,9 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..core.program import ShapeDtype
-from ..core.value import FIRST_USER_DTYPE
-from ..kernels.launch import FLOATS
+import ml_dtypes
+import numpy as np
+
+from .program import ShapeDtype
+from .value import FIRST_USER_DTYPE
+
+FLOATS = tuple(map(np.dtype, (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)))
+"""The floats that our kernels compute."""
 
 _MOST = 512
 F = TypeVar("F", bound=Callable[..., Any])

@@ -8,16 +8,16 @@ import numpy as np
 
 from ..backends import host_sync
 from ..backends.pieces import large, reduced
+from ..backends.short_ways import REFUSED, buffers, result
 from ..core import shape_rules
 from ..core.dispatch import Deferred, apply, as_array, wrap
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.program import ShapeDtype
-from ..core.short_ways import REFUSED, buffers, result
 from ..kernels import compact
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 # ----- by position ----------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def take(x: Any, indices: Any, /, axis: int | None = None) -> Array:
     x = as_array(x)
     indices = _indices("take", indices)
     if axis is None:
-        from .manipulation import reshape
+        from ..ops.manipulation import reshape
 
         x, axis = reshape(x, (-1,)), 0
     axis = shape_rules.one_axis("take", axis, x.ndim)
@@ -70,7 +70,7 @@ def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
     Array([[1, 2, 3],
            [0, 4, 5]])
     """
-    from .manipulation import broadcast_to
+    from ..ops.manipulation import broadcast_to
 
     x = as_array(x)
     indices = _indices("take_along_axis", indices)
@@ -93,8 +93,8 @@ _TAKE: Any = _Named("take_along_axis")
 
 def along_axis(name: str, shape: tuple[int, ...], indices: Any, axis: int) -> tuple[Array, ...]:
     """The key, of an array of ``shape``, of the places that have these indices along an axis and lie in the same row."""
-    from .creation import arange, beside
-    from .manipulation import reshape
+    from ..ops.creation import arange, beside
+    from ..ops.manipulation import reshape
 
     indices = _indices(name, indices)
     axis = shape_rules.one_axis(name, axis, len(shape))
@@ -194,7 +194,7 @@ def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Arr
     >>> mt.count_nonzero(mt.asarray([[0, 1], [2, 3]]), axis=0)
     Array([1, 2])
     """
-    from .manipulation import astype
+    from ..ops.manipulation import astype
     from .reductions import sum
 
     if (buf := large(x)) is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.reductions import _is_low_precision
+from ..core.dtypes import is_low_precision
 
 # Rows are handled in blocks of about this many elements: operands, result and scratch of a block fit in a second-level cache.
 BLOCK = 32768
@@ -20,7 +20,7 @@ ONE_THREAD = 8192
 
 def wide(dtype: np.dtype) -> np.dtype:
     """The dtype in which sums of numbers of ``dtype`` are made: float32 for those of two bytes and fewer."""
-    return np.dtype(np.float32) if _is_low_precision(dtype) else dtype
+    return np.dtype(np.float32) if is_low_precision(dtype) else dtype
 
 
 def row_blocks(xp: Any, shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], Iterator[tuple[slice, ...]]]:

@@ -9,22 +9,10 @@ import numpy as np
 
 from ..core.dispatch import Deferred
 from ..core.errors import TracedValueError
+from ..core.formatting import human_bytes
 
 if TYPE_CHECKING:
-    from .array import Array
-
-
-def human_bytes(n: float) -> str:
-    """A number of bytes for people, in powers of 1024.
-
-    >>> human_bytes(3 * 1024 * 1024)
-    '3.0 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
+    from ..core.array import Array
 
 
 def array_text(x: Array) -> str:

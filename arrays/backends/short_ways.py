@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .dispatch import wrap
-from .op import state
+from ..core.dispatch import wrap
+from ..core.op import state
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 _ndarray = np.ndarray
 _SEQUENCES = (list, tuple)

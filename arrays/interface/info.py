@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..backends.backend import devices
 from ..core import dtype_objects as dt
-from ..core.devices import Device, default_device, device, devices
+from ..core.devices import Device, default_device, device
 from ..core.dtypes import EXTENSIONS, isdtype
 
 

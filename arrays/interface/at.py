@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.row_blocks import wide
 from ..core.dispatch import apply
 from ..core.dtypes import result_type
+from ..core.index_template import is_basic, numpy_key, result_shape
 from ..core.op import Op
 from ..indexing.indexing import (
     INDEX_ADD,
@@ -20,12 +22,11 @@ from ..indexing.indexing import (
     check_value_dtype,
     check_value_shape,
 )
-from ..indexing.keys import is_basic, mask_alone, numpy_key, parse, result_shape
-from ..nn.norms.row_blocks import wide
+from ..indexing.keys import mask_alone, parse
 from ..ops.elementwise import ADD, MAXIMUM, MINIMUM, MULTIPLY
 
 if TYPE_CHECKING:
-    from .array import Array
+    from ..core.array import Array
 
 
 _NO_KEY = object()
@@ -53,8 +54,8 @@ class AtIndex:
         return f"<x.at[{self._key!r}] of an array of shape {self._x.shape}>"
 
     def _write(self, op: Op, v: Any) -> Array:
+        from ..core.array import Array
         from ..ops.creation import asarray
-        from .array import Array
 
         if self._key is _NO_KEY:
             raise TypeError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
@@ -172,10 +173,10 @@ class AtIndex:
 def masked_write(name: str, op: Op, x: Array, key: Any, value: Any) -> Array | None:
     """``x`` written with one number under a mask, as a selection: no place is counted, so that no host waits for a GPU, the mask
     may be traced or split, and NaN under it reaches no gradient. None where it is no such write."""
+    from ..core.array import Array
     from ..ops.creation import asarray, beside
     from ..ops.elementwise import where
     from ..ops.manipulation import astype, reshape
-    from .array import Array
 
     if isinstance(value, Array) and value.ndim:
         return None

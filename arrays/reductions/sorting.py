@@ -13,7 +13,7 @@ from ..core.op import Op, composite
 from ..core.program import ShapeDtype
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def _ordered(xp: Any, x: Any) -> Any:
@@ -82,7 +82,7 @@ def _flat(x: Any, axis: int | None) -> tuple[Array, int]:
     x = as_array(x)
     if axis is not None:
         return x, axis
-    from .manipulation import reshape
+    from ..ops.manipulation import reshape
 
     return reshape(x, (-1,)), 0
 

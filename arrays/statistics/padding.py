@@ -12,7 +12,7 @@ from ..core.dispatch import Deferred, as_array
 from ..core.errors import ShapeError
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 _STATISTICS = ("maximum", "mean", "median", "minimum")
 _REPEATING = ("edge", "reflect", "symmetric", "wrap")
@@ -59,9 +59,9 @@ def pad(
     >>> mt.pad(mt.asarray([1, 2, 3]), 2, mode="linear_ramp", end_values=(-1, 7))
     Array([-1,  0,  1,  2,  3,  5,  7])
     """
-    from ..core.number_ranges import check_numbers
-    from .creation import beside, full
-    from .manipulation import concat
+    from ..ops.creation import beside, full
+    from ..ops.manipulation import concat
+    from ..ops.number_ranges import check_numbers
 
     x = as_array(x)
     if mode not in _MODES:
@@ -156,7 +156,7 @@ def _padded_places(i: np.ndarray, n: int, mode: str) -> np.ndarray:
 
 def _odd(x: Array, mirrored: Array, i: np.ndarray, axis: int, mode: str) -> Array:
     """The values mirrored too, which after two mirrors have moved by twice the distance of the ends."""
-    from .elementwise import where
+    from ..ops.elementwise import where
 
     def column(v: np.ndarray) -> np.ndarray:
         return v.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
@@ -170,8 +170,8 @@ def _odd(x: Array, mirrored: Array, i: np.ndarray, axis: int, mode: str) -> Arra
 
 def _ramp(x: Array, axis: int, width: int, end: Any, first: bool) -> Array:
     """What :func:`numpy.linspace` has between the end value and the outermost element."""
-    from .elementwise import floor
-    from .manipulation import astype, flip
+    from ..ops.elementwise import floor
+    from ..ops.manipulation import astype, flip
 
     n, whole = x.shape[axis], x.dtype.kind in "biu"
     edge = x[(*(slice(None),) * axis, slice(0, 1) if first else slice(n - 1, n))]
@@ -183,10 +183,10 @@ def _ramp(x: Array, axis: int, width: int, end: Any, first: bool) -> Array:
 
 
 def _statistic(x: Array, axis: int, width: int, length: Any, first: bool, mode: str) -> Array:
-    from ..statistics.quantiles import median
-    from .elementwise import round
-    from .manipulation import astype, repeat
-    from .reductions import max, mean, min
+    from ..ops.elementwise import round
+    from ..ops.manipulation import astype, repeat
+    from ..reductions.reductions import max, mean, min
+    from .quantiles import median
 
     n = x.shape[axis]
     length = n if length is None else operator.index(length)

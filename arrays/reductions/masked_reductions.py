@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends import pieces
+from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import as_array, wrap
-from ..core.dtypes import as_dtype
+from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op
-from ..core.short_ways import buffer
-from ..ops import reductions
 from ..ops.creation import full
 from ..ops.elementwise import add, maximum, minimum, multiply, where
 from ..ops.manipulation import astype, broadcast_to
+from . import reductions
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 _NEUTRAL = {reductions.SUM: 0, reductions.PROD: 1, reductions.ANY: 0, reductions.ALL: 1}
 _ROUNDING = (reductions.SUM, reductions.PROD)
@@ -56,7 +56,7 @@ def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, in
         out = of(x, mask, keepdims, dtype)
     else:
         last = x.dtype if dtype is None else as_dtype(dtype, op.name)
-        short = op in _ROUNDING and reductions._is_low_precision(last)
+        short = op in _ROUNDING and is_low_precision(last)
         found = pieces.reduced(
             lambda b, m: of(wrap(b), wrap(m), True, np.float32 if short else dtype)._buf,
             reductions._UFUNC_REDUCE[op.name].__self__,

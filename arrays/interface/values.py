@@ -1,4 +1,4 @@
-"""The ``Array`` type.
+"""The values of ``Array``: its attributes, conversions, indexing and operators.
 
 An Array is a value: nothing that is done to another array changes it. Views are made without copying and share memory until
 one side is written; the writer then copies (copy on write). Nobody keeps a list of who shares what: CPython's reference
@@ -8,7 +8,6 @@ when this Array is the one holder.
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -20,26 +19,23 @@ from ..backends import host_sync
 from ..backends.backend import backend_of
 from ..backends.dlpack import read_only
 from ..backends.memory_pool import is_sole
+from ..core.array import Array, attach
 from ..core.devices import Device, device
-from ..core.dispatch import Deferred, apply, record, refuse_history, refuse_watched, register_array_type, wrap
+from ..core.dispatch import Deferred, apply, record, refuse_history, refuse_watched, wrap
 from ..core.errors import DeviceError, DTypeError, NumPyFunctionError, ShapeError
-from ..core.op import not_recording, state
-from ..core.value import Value
+from ..core.index_template import result_shape
+from ..core.op import state
 from ..indexing import indexing
 from ..indexing import keys as index_keys
 from ..ops import elementwise as ew
 from ..ops import manipulation, matmul
 from .at import AtIndex, masked_write
-from .methods import Methods
 from .operators import operator
-from .protocols import Protocols
 from .unpickling import unpickle
 from .writing import become, settled, take
 
 if TYPE_CHECKING:
     from ..core.blocks import BlockSharding
-
-_ids = itertools.count(1)
 
 _REAL_NUMBERS = frozenset({bool, int, float})
 
@@ -50,23 +46,11 @@ _SOLE_HOLDER = 3
 _NUMBER_TAKERS = ("numpy", "scipy")
 
 
-class Array(Value, Methods, Protocols):
-    """A dense n-dimensional array of numbers, on a CPU, on a GPU, or split over a mesh.
-
-    Made by :func:`asarray` and the creation functions, never by calling the class.
-    """
-
-    __slots__ = ("__weakref__",)
-
-    def __init__(self) -> None:
-        raise TypeError("make arrays with meshtape.asarray(...), zeros(...), … : Array() is not a constructor")
+@attach
+class _Values:
+    """Attributes, values, copies, indexing and operators of an :class:`Array`."""
 
     # ----- attributes -------------------------------------------------------------------------------------------------
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements (of the whole array, where it is split)."""
-        return int(self._buf.nbytes)
 
     @property
     def device(self) -> Any:
@@ -355,7 +339,7 @@ class Array(Value, Methods, Protocols):
                 self._write(lambda buf: buf.__setitem__(mask._buf, value))
                 return
         template, arrays = index_keys.parse(self, key)
-        target = index_keys.result_shape(template, self.shape, [a.shape for a in arrays])
+        target = result_shape(template, self.shape, [a.shape for a in arrays])
         indexing.check_value_shape("setitem", value.shape if isinstance(value, Array) else (), target)
         indexing.check_value_dtype("setitem", value, self.dtype)
         keeping = any(not getattr(r, "keeps_no_operand", False) for r in state.recorders)
@@ -498,24 +482,10 @@ def _replace(name: str, x: Array, new: Array) -> Array:
     return x
 
 
-next_id = _ids.__next__
-"""A name that no value has had."""
-
-
-def new_id(x: Array) -> int:
-    """The name of this value on tapes, given on first use."""
-    name = x._id
-    if not name:
-        name = x._id = next(_ids)
-    return name
-
-
 def _count_holders() -> None:
     x = wrap(np.empty(1))
     buf = x._buf
     x._buf = take(x, buf)
 
 
-register_array_type(Array)
 _count_holders()
-__all__ = ["Array", "new_id", "not_recording"]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.dlpack import export, read_only
+from ..core.array import Array, attach
 from ..core.dispatch import Deferred, refuse_watched
-
-if TYPE_CHECKING:
-    from .array import Array
 
 _API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
 
@@ -19,10 +17,9 @@ _KINDS_FOR_PANDAS = {"is_bool_indexer": "extension", "convert_to_list_like": "ex
 """What functions of ``pandas.core`` are told, by their names."""
 
 
+@attach
 class Protocols:
-    """Base of ``Array``: the array API, NumPy's protocols, DLPack, CUDA's array interface."""
-
-    __slots__ = ()
+    """Protocols of ``Array``: the array API, NumPy's protocols, DLPack, CUDA's array interface."""
 
     # (``__array_ufunc__`` and ``__array_function__`` come from numpy_protocol, which needs the functions that need this class.)
     __array_priority__ = 1000

@@ -6,22 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.short_ways import HALF, REFUSED, buffer, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array
-from ..core.dtypes import as_dtype
+from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ShapeError
 from ..core.op import Op
 from ..core.program import ShapeDtype
-from ..core.short_ways import HALF, REFUSED, buffer, result
-from .reductions import _is_low_precision
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 
 def _running(name: str) -> Any:
     def impl(xp: Any, x: Any, axis: int) -> Any:
-        if _is_low_precision(x.dtype):
+        if is_low_precision(x.dtype):
             return getattr(xp, name)(x, axis=axis, dtype=np.float32).astype(x.dtype)
         return getattr(xp, name)(x, axis=axis)
 
@@ -36,10 +35,10 @@ def _infer_running(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 def _decompose_prod(x: Array, axis: int) -> Array:
     """By doubling: after step k each place holds the product of the 2**k elements up to it. No division, so that zeros are
     no special case for the derivative."""
-    from .manipulation import astype, concat
+    from ..ops.manipulation import astype, concat
 
     dtype = np.cumprod(np.ones(1, x.dtype)).dtype if x.dtype.kind in "biu" else x.dtype
-    out = astype(x, np.float32 if _is_low_precision(dtype) else dtype)
+    out = astype(x, np.float32 if is_low_precision(dtype) else dtype)
     lead = (slice(None),) * axis
     step = 1
     while step < x.shape[axis]:
@@ -66,8 +65,8 @@ def _cumulate(op: Op, x: Any, axis: int | None, dtype: Any, include_initial: boo
                 return result((buf.cumsum if op is CUMULATIVE_SUM else buf.cumprod)(0 if axis is None else axis))
             except REFUSED:
                 pass
-    from .creation import beside, full
-    from .manipulation import astype, concat
+    from ..ops.creation import beside, full
+    from ..ops.manipulation import astype, concat
 
     x = as_array(x)
     if axis is None:
@@ -117,9 +116,9 @@ def diff(x: Any, /, n: int = 1, axis: int = -1, *, prepend: Any = None, append: 
     >>> mt.diff(mt.asarray([1, 4, 9, 16]), n=2)
     Array([2, 2])
     """
-    from .creation import asarray
-    from .elementwise import not_equal, subtract
-    from .manipulation import astype, broadcast_to, concat
+    from ..ops.creation import asarray
+    from ..ops.elementwise import not_equal, subtract
+    from ..ops.manipulation import astype, broadcast_to, concat
 
     x = asarray(x)
     axis = shape_rules.one_axis("diff", axis, x.ndim)

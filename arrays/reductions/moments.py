@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.pieces import large, reduced
+from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array, as_number, wrap
-from ..core.dtypes import as_dtype, real_of
+from ..core.dtypes import as_dtype, is_low_precision, real_of
 from ..core.errors import DTypeError
-from ..core.short_ways import buffer
-from ..ops import reductions
 from ..ops.elementwise import abs, isnan, maximum, sqrt, square, where
 from ..ops.manipulation import astype
+from . import reductions
 from .masked_reductions import selection
 
 if TYPE_CHECKING:
-    from ..array.array import Array
+    from ..core.array import Array
 
 NOT_NAN = "elements that are not NaN"
 """A mask of the elements themselves. (None is all of them; else it is an array of booleans.)"""
@@ -35,7 +35,7 @@ def _dtypes(name: str, x: Array, dtype: Any) -> tuple[np.dtype, np.dtype]:
     out = own if dtype is None else as_dtype(dtype, name)
     if out.kind in "biu":
         raise DTypeError(f"[{name}] {out.name} has no place for a fraction: write mt.{name}(x).astype(mt.{out.name})")
-    return np.dtype(np.float32) if reductions._is_low_precision(out) else out, out
+    return np.dtype(np.float32) if is_low_precision(out) else out, out
 
 
 def _in_pieces(x: Array, wide: np.dtype, mask: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core import tree as trees
 from ..core.dispatch import as_array
-from ..ops.reductions import _is_low_precision
+from ..core.dtypes import is_low_precision
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,19 +25,19 @@ def in_float32(fn: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fn)
     def inner(*args: P.args, **kwargs: P.kwargs) -> R:
         dtypes = [a.dtype for a in (*args, *kwargs.values()) if isinstance(getattr(a, "dtype", None), np.dtype)]
-        if not any(map(_is_low_precision, dtypes)):
+        if not any(map(is_low_precision, dtypes)):
             return fn(*args, **kwargs)
         try:
             out = np.result_type(*dtypes)
         except TypeError:  # the function says so itself
             return fn(*args, **kwargs)
-        if not _is_low_precision(out):
+        if not is_low_precision(out):
             return fn(*args, **kwargs)
-        from ..ops.manipulation import astype
+        from .manipulation import astype
 
         def wide(a: Any) -> Any:
             dtype = getattr(a, "dtype", None)
-            return astype(as_array(a), np.float32) if isinstance(dtype, np.dtype) and _is_low_precision(dtype) else a
+            return astype(as_array(a), np.float32) if isinstance(dtype, np.dtype) and is_low_precision(dtype) else a
 
         def rounded(a: Any) -> Any:
             return astype(a, out) if getattr(a, "dtype", None) == np.float32 else a

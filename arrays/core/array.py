@@ -1,0 +1,66 @@
+"""The ``Array`` type: a buffer, and its name on tapes.
+
+Operators, methods, indexing and display are attached to it from :mod:`meshtape.arrays.interface`, when the package is put together: no op
+needs them to make a result.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from .value import Value
+
+_ids = itertools.count(1)
+
+
+class Array(Value):
+    """A dense n-dimensional array of numbers, on a CPU, on a GPU, or split over a mesh.
+
+    Made by :func:`asarray` and the creation functions, never by calling the class.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self) -> None:
+        raise TypeError("make arrays with meshtape.asarray(...), zeros(...), … : Array() is not a constructor")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements (of the whole array, where it is split)."""
+        return int(self._buf.nbytes)
+
+
+next_id = _ids.__next__
+"""A name that no value has had."""
+
+
+def new_id(x: Array) -> int:
+    """The name of this value on tapes, given on first use."""
+    name = x._id
+    if not name:
+        name = x._id = next(_ids)
+    return name
+
+
+def attach(part: type) -> type:
+    """Decorator of a class: its methods and properties are those of :class:`Array`."""
+    for name, value in vars(part).items():
+        if name not in _OF_A_CLASS:
+            if hasattr(value, "__qualname__") and value.__qualname__.startswith(f"{part.__qualname__}."):
+                value.__qualname__ = f"Array.{name}"
+            setattr(Array, name, value)
+    return part
+
+
+_OF_A_CLASS = frozenset(
+    {
+        "__module__",
+        "__qualname__",
+        "__doc__",
+        "__slots__",
+        "__dict__",
+        "__weakref__",
+        "__firstlineno__",
+        "__static_attributes__",
+    }
+)
