@@ -26,7 +26,8 @@ from .errors import (
     TracedValueError,
 )
 from .op import NO_PARAMS, Op, state
-from .program import Const, Program, ShapeDtype, Site
+from .program import Const, Program, Site
+from .shape_dtype import ShapeDtype
 from .value import COMPILED, FIRST_USER_DTYPE, Now, Value
 
 ndarray = np.ndarray

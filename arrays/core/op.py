@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from . import cuda_rules
-from .program import ShapeDtype
+from .shape_dtype import ShapeDtype
 from .value import Now
 
 NO_PARAMS: Mapping[str, Any] = MappingProxyType({})

@@ -14,27 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .shape_dtype import ShapeDtype
+
 if TYPE_CHECKING:
     from types import CodeType
 
     from .op import Op
-
-
-class ShapeDtype(NamedTuple):
-    """What is known of a value before it is computed."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        n = self.dtype.itemsize
-        for s in self.shape:
-            n *= s
-        return n
-
-    def __str__(self) -> str:
-        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
 class Const(NamedTuple):

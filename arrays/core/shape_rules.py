@@ -16,7 +16,8 @@ import numpy as np
 
 from .errors import AxisError, DTypeError, MeshtapeError, NumberRangeError, ShapeError
 from .op import Op
-from .program import ShapeDtype, freeze
+from .program import freeze
+from .shape_dtype import ShapeDtype
 
 
 def broadcast_shapes(op: Op, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

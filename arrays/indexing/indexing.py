@@ -17,7 +17,7 @@ from ..core.dtypes import is_low_precision
 from ..core.errors import DTypeError, ShapeError
 from ..core.index_template import Template, fitted, is_basic, numpy_key, result_shape
 from ..core.op import Op, state
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..kernels import scatter as kernels
 from .keys import parse
 from .rows import rows_of

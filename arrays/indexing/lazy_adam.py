@@ -14,7 +14,7 @@ import numpy as np
 from ..backends.row_blocks import BLOCK
 from ..core.errors import ShapeError
 from ..core.op import Op
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..ops import elementwise
 from .rows import Rows
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core.dispatch import Deferred
 from ..core.op import Op
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..ops.elementwise import (
     ABS,
     ADD,

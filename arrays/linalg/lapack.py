@@ -18,7 +18,7 @@ from ..core.dispatch import apply, as_array
 from ..core.dtypes import real_of
 from ..core.errors import DTypeError, LinAlgError, ShapeError
 from ..core.op import Op
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..ops.manipulation import astype
 
 if TYPE_CHECKING:

@@ -61,7 +61,8 @@ def scaled_dot_product_attention(
     from ..ops.manipulation import astype, matrix_transpose, repeat
     from ..ops.matmul import matmul
     from ..ops.triangles import lower_triangle
-    from .nn import dropout, softmax
+    from .dropout import dropout
+    from .softmax import softmax
 
     q, k, v = asarray(query), asarray(key), asarray(value)
     name = "[scaled_dot_product_attention]"

@@ -17,7 +17,7 @@ from ..core.dispatch import apply
 from ..core.dtypes import is_low_precision, result_type
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, composite
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..ops.wide_floats import in_float32
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ..backends.row_blocks import BLOCK, row_sums
 from ..backends.row_blocks import wide as _wide
 from ..core.dispatch import apply
 from ..core.op import Op
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..core.shape_rules import same_as_second
 from ..kernels import softmaxes
 from ..native import ops

@@ -18,7 +18,7 @@ from ..core.dispatch import apply, as_number
 from ..core.dtypes import result_type
 from ..core.errors import DTypeError
 from ..core.op import Op, composite
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..kernels import philox as kernels
 from ..kernels.launch import contiguous, runner
 from ..ops.creation import asarray, wrap_same

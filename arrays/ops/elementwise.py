@@ -17,7 +17,7 @@ from ..core import shape_rules
 from ..core.dispatch import Symbol, apply, as_array, number, record, wrap
 from ..core.errors import DTypeError
 from ..core.op import NO_PARAMS, Op, state
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..native import AVAILABLE, ops
 from ..native.calls import first
 from .examples import EXAMPLES

@@ -17,7 +17,7 @@ from ..core.dispatch import apply
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from .wide_floats import in_float32
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from .elementwise import ASTYPE, clip
 
 if TYPE_CHECKING:

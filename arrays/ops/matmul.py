@@ -16,7 +16,7 @@ from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import is_low_precision, result_type
 from ..core.errors import ShapeError
 from ..core.op import Op, state
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..core.value import FIRST_USER_DTYPE
 from ..native import ops as native
 

@@ -13,7 +13,7 @@ from ..core.dispatch import apply, as_number
 from ..core.dtypes import as_dtype
 from ..core.errors import DTypeError, ShapeError, TracedValueError
 from ..core.op import Op
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..core.shape_rules import as_shape
 from . import bit_transforms as recipes
 from .philox import Recipe, draw

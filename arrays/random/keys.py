@@ -13,7 +13,7 @@ from ..core.devices import Device
 from ..core.dispatch import apply
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from . import bit_transforms as recipes
 from .draw import RANDOM_BITS, as_key, check_key, drawn, op_of
 from .philox import philox4x64, words

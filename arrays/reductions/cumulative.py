@@ -12,7 +12,7 @@ from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ShapeError
 from ..core.op import Op
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 
 if TYPE_CHECKING:
     from ..core.array import Array

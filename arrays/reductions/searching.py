@@ -13,7 +13,7 @@ from ..core import shape_rules
 from ..core.dispatch import Deferred, apply, as_array, wrap
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, composite
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 from ..kernels import compact
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from ..core import shape_rules
 from ..core.dispatch import apply, as_array
 from ..core.errors import ShapeError
 from ..core.op import Op, composite
-from ..core.program import ShapeDtype
+from ..core.shape_dtype import ShapeDtype
 
 if TYPE_CHECKING:
     from ..core.array import Array

@@ -15,7 +15,7 @@ from ...arrays.core.devices import CPU
 from ...arrays.core.dispatch import Deferred
 from ...arrays.core.errors import DonatedArrayError
 from ...arrays.core.op import Op
-from ...arrays.core.program import ShapeDtype
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.interface.writing import settled
 
 

@@ -13,7 +13,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, ProgramHost, argument_avals, call_site, program_inputs, wrap
 from ...arrays.core.errors import DeviceError, TracedValueError
 from ...arrays.core.op import Op, state
-from ...arrays.core.program import Const, ProgramBuilder, ShapeDtype, Site
+from ...arrays.core.program import Const, ProgramBuilder, Site
+from ...arrays.core.shape_dtype import ShapeDtype
 from ..tape.record import is_differentiable
 
 

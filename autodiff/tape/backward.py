@@ -21,7 +21,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, wrap
 from ...arrays.core.errors import NonDifferentiableError, ShapeError
 from ...arrays.core.op import state
-from ...arrays.core.program import Const, Entry, ShapeDtype, Site, site_text
+from ...arrays.core.program import Const, Entry, Site, site_text
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.core.value import FLOAT32, FLOAT64, NUMBERS64, Now
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, write
 from ...arrays.indexing.sparse_cotangent import IndexSum

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...arrays.backends.memory_pool import room
-from ...arrays.core.program import Entry, Program, ShapeDtype
+from ...arrays.core.program import Entry, Program
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...autodiff.compiler.fusion import Group, chains, executable, is_large, takers
 from ..base.device_memory import BlockMemory
 from ..partition.overlap import dropped, variables

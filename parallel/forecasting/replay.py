@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.program import ShapeDtype
+from ...arrays.core.shape_dtype import ShapeDtype
 from ..execution.executor import thin_values
 from ..execution.fusion import Blocks, Chain, fused
 from ..partition.overlap import Buckets, Start, Wait, schedule

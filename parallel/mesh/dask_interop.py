@@ -20,7 +20,7 @@ from ...arrays.core.array import Array
 from ...arrays.core.blocks import ceil_blocks
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.errors import MeshError, ShapeError
-from ...arrays.core.program import ShapeDtype
+from ...arrays.core.shape_dtype import ShapeDtype
 from ..base.device_memory import on_host
 from ..execution.runtime import HostValue, LocalRuntime
 from ..sharding.placement import Layout, Placement, Sharding, block_box

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...arrays.core.array import Array
 from ...arrays.core.op import state
-from ...arrays.core.program import ShapeDtype
+from ...arrays.core.shape_dtype import ShapeDtype
 from ..execution.runtime import HostValue
 
 if TYPE_CHECKING:

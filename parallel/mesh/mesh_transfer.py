@@ -18,7 +18,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.dispatch import apply
 from ...arrays.core.errors import ReshardError
 from ...arrays.core.op import Op
-from ...arrays.core.program import ShapeDtype
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...autodiff.rules import defvjp
 from ..execution.runtime import HostValue, LocalRuntime
 from ..resharding.plan import overlaps

@@ -20,7 +20,8 @@ from ...arrays.core.dispatch import Deferred, argument_avals, call_site, program
 from ...arrays.core.errors import MeshError
 from ...arrays.core.formatting import human_bytes
 from ...arrays.core.op import Op, state
-from ...arrays.core.program import Entry, ProgramBuilder, ShapeDtype, freeze, simplify
+from ...arrays.core.program import Entry, ProgramBuilder, freeze, simplify
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.indexing import GETITEM, SCATTER
 from ...arrays.ops.manipulation import BROADCAST_TO
 from ..execution.runtime import HostValue

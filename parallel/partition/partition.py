@@ -16,7 +16,8 @@ import numpy as np
 
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.op import Op, state
-from ...arrays.core.program import Entry, Program, ShapeDtype, freeze, simplify, site_text
+from ...arrays.core.program import Entry, Program, freeze, simplify, site_text
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.indexing import GETITEM
 from ...arrays.ops.elementwise import ALIAS
 from ..sharding.factors import rule_for

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.op import Op
-from ...arrays.core.program import Const, Entry, ShapeDtype
+from ...arrays.core.program import Const, Entry
+from ...arrays.core.shape_dtype import ShapeDtype
 from ..resharding.collective_plans import Collective, plan_collective
 from ..resharding.expert_all_to_all import Ragged, RaggedPlan
 from ..resharding.plan import Plan, plan_reshard, reshard_text

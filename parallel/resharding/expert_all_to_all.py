@@ -26,7 +26,7 @@ import numpy as np
 from ...arrays.backends.row_blocks import wide
 from ...arrays.core.blocks import Box
 from ...arrays.core.op import Op
-from ...arrays.core.program import ShapeDtype
+from ...arrays.core.shape_dtype import ShapeDtype
 from ..base.device_memory import BlockMemory, on_host
 from ..spmd.rank_ops import RankOp
 from ..transports.pieces import Target

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.op import Op
-from ...arrays.core.program import ShapeDtype
+from ...arrays.core.shape_dtype import ShapeDtype
 from .halos import Window
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ...arrays.backends import host_sync
 from ...arrays.core.errors import ArrayIndexError
 from ...arrays.core.op import Op
-from ...arrays.core.program import ShapeDtype
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing import indexing as ix
 from ...arrays.indexing import keys
 from ..spmd.rank_ops import RankOp

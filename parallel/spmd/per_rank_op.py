@@ -17,7 +17,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, apply, made, wrap
 from ...arrays.core.errors import GradientError, NonDifferentiableError, ShardingConflict
 from ...arrays.core.op import Op, state
-from ...arrays.core.program import Entry, Program, ShapeDtype, freeze, simplify
+from ...arrays.core.program import Entry, Program, freeze, simplify
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.elementwise import where
 from ...autodiff.compiler.tracing import Lifted
 from ...autodiff.rules import defvjp_all

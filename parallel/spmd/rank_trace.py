@@ -18,7 +18,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, argument_avals, call_site, program_inputs, wrap
 from ...arrays.core.errors import MeshError, ShardingConflict, TracedValueError
 from ...arrays.core.op import Op, state
-from ...arrays.core.program import Program, ProgramBuilder, ShapeDtype, freeze
+from ...arrays.core.program import Program, ProgramBuilder, freeze
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.elementwise import ADD
 from ...autodiff.compiler.tracing import Lifted, Tracer
 from ...autodiff.tape.backward import same_value

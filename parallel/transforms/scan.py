@@ -19,7 +19,7 @@ from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShapeError
 from ...arrays.core.functions import check_function
 from ...arrays.core.op import state as thread_state
-from ...arrays.core.program import ShapeDtype
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.manipulation import concat, stack
 from ...autodiff.compiler.compile import Compiled, compile

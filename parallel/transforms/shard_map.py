@@ -12,7 +12,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShardingConflict
 from ...arrays.core.functions import check_function
 from ...arrays.core.op import Op, recording, state
-from ...arrays.core.program import ShapeDtype, freeze
+from ...arrays.core.program import freeze
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.sparse_cotangent import densify
 from ...autodiff.captures.captures import Outside, Wrapper, captures_of
 from ...autodiff.captures.lost_writes import noting_logs

@@ -26,7 +26,8 @@ from ...arrays.core.errors import MeshError, OutOfMemory, ShardingConflict
 from ...arrays.core.formatting import human_bytes
 from ...arrays.core.functions import check_function
 from ...arrays.core.op import not_recording, recording, state
-from ...arrays.core.program import Program, ShapeDtype, simplify
+from ...arrays.core.program import Program, simplify
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...autodiff.captures.static_results import ARRAY, filled, refuse_traced
 from ...autodiff.compiler.tracing import Tracer, _Trace

@@ -24,7 +24,8 @@ from ...arrays.core.dispatch import Deferred
 from ...arrays.core.errors import ProgramError, UnsupportedVersion
 from ...arrays.core.index_template import Gap, Slot, Span, Truth
 from ...arrays.core.op import OPS
-from ...arrays.core.program import Const, Entry, Program, ShapeDtype, freeze
+from ...arrays.core.program import Const, Entry, Program, freeze
+from ...arrays.core.shape_dtype import ShapeDtype
 from .validate import check_call, short
 
 FORMAT = "meshtape.program"

@@ -17,7 +17,8 @@ import numpy as np
 from ...arrays.core.errors import ProgramError
 from ...arrays.core.index_template import Gap, Slot, Span, Truth, result_shape
 from ...arrays.core.op import Op
-from ...arrays.core.program import Entry, ShapeDtype
+from ...arrays.core.program import Entry
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.random.draw import check_key
 
 

@@ -18,7 +18,7 @@ import pytest
 from meshtape import arrays as mt
 from meshtape.arrays.core import errors
 from meshtape.arrays.core.op import OPS
-from meshtape.arrays.core.program import ShapeDtype
+from meshtape.arrays.core.shape_dtype import ShapeDtype
 from meshtape.arrays.indexing import keys
 from meshtape.autodiff.rules import elementwise as elementwise_rules
 from meshtape.autodiff.rules import structure

@@ -12,7 +12,7 @@ import meshtape.parallel  # noqa: F401  # it has ops of its own
 from meshtape import arrays as mt
 from meshtape.arrays.core.errors import ShapeError
 from meshtape.arrays.core.op import OPS, Op, op_named
-from meshtape.arrays.core.program import ShapeDtype
+from meshtape.arrays.core.shape_dtype import ShapeDtype
 from meshtape.arrays.indexing import indexing
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]

@@ -223,7 +223,8 @@ def kit():
 def op_programs():
     """``op_programs(name)``: for each sample call of an op, a program of that call alone, its document, the operands and the parameters."""
     from meshtape.arrays.core.op import OPS
-    from meshtape.arrays.core.program import Const, Entry, Program, ShapeDtype
+    from meshtape.arrays.core.program import Const, Entry, Program
+    from meshtape.arrays.core.shape_dtype import ShapeDtype
     from meshtape.storage.programs.encode import to_json
 
     table = Path(__file__).parent.parent / "arrays" / "test_shape_rules.py"

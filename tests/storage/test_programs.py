@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.core.program import ShapeDtype
+from meshtape.arrays.core.shape_dtype import ShapeDtype
 from meshtape.storage.programs import encode as pj
 from meshtape.storage.stores import object_store
 from meshtape.storage.stores import store as stores

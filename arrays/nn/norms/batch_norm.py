@@ -15,7 +15,7 @@ import numpy as np
 from ...backends.row_blocks import BLOCK
 from ...core.dispatch import apply, as_number
 from ...core.op import Op, composite
-from ...core.program import ShapeDtype
+from ...core.shape_dtype import ShapeDtype
 from ...kernels import channel_norms as kernels
 from .group_norm import image, infer_affine, parameter, spread
 from .layer_norm import FAR, _wide, infer_affine_backward

@@ -16,7 +16,7 @@ from ...backends.row_blocks import row_blocks, row_sums
 from ...core.dispatch import apply, as_number
 from ...core.errors import DTypeError, ShapeError
 from ...core.op import Op, composite
-from ...core.program import ShapeDtype
+from ...core.shape_dtype import ShapeDtype
 from ...kernels import channel_norms as kernels
 from .layer_norm import _normalized, _statistics, _wide, infer_affine_backward
 

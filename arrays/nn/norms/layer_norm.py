@@ -18,7 +18,7 @@ from ...backends.row_blocks import wide as _wide
 from ...core.dispatch import apply, as_number
 from ...core.errors import DTypeError, ShapeError
 from ...core.op import Op, composite
-from ...core.program import ShapeDtype
+from ...core.shape_dtype import ShapeDtype
 from ...kernels import row_norms
 from ...native import ops
 from ...native.calls import first

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....arrays.core.op import Op
-from ....arrays.core.program import ShapeDtype
+from ....arrays.core.shape_dtype import ShapeDtype
 from ....arrays.nn import mixture_of_experts as e
 from ..factors import Dim, Exchange, FactorRule, Letters, rule
 

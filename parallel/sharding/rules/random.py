@@ -11,7 +11,7 @@ from typing import Any
 
 from ....arrays import random as r
 from ....arrays.core.op import Op
-from ....arrays.core.program import ShapeDtype
+from ....arrays.core.shape_dtype import ShapeDtype
 from ....arrays.nn import dropout
 from ..factors import FactorRule, Letters, RankView, replicated_rule, rule
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....arrays.core.op import Op
-from ....arrays.core.program import ShapeDtype
+from ....arrays.core.shape_dtype import ShapeDtype
 from ....arrays.reductions import reductions as r
 from ..factors import FactorRule, Letters, rule
 
