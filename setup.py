@@ -34,7 +34,7 @@ COMPILED = {
     "arrays/nn": ("cross_entropy", "losses"),
     "arrays/backends": ("short_ways",),
     "arrays/ops": ("elementwise", "matmul"),
-    "arrays/reductions": ("reductions",),
+    "arrays/reductions": ("moments", "reduction_ops", "reductions"),
     "autodiff/captures": ("guards",),
     "autodiff/compiler": ("executable", "signature"),
     "autodiff/rules": ("elementwise", "reductions", "registry", "softmax", "structure"),

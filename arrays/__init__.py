@@ -63,8 +63,6 @@ from .ops.creation import (
     meshgrid,
     ones,
     ones_like,
-    tril,
-    triu,
     zeros,
     zeros_like,
 )
@@ -168,10 +166,12 @@ from .ops.manipulation import (
     unstack,
 )
 from .ops.matmul import matmul, tensordot, vecdot
+from .ops.triangles import tril, triu
 from .prefetch import Prefetcher, prefetch
 from .reductions.cumulative import cumulative_prod, cumulative_sum, diff
 from .reductions.einsum import einsum
-from .reductions.reductions import all, any, argmax, argmin, max, mean, min, prod, std, sum, var
+from .reductions.moments import mean, std, var
+from .reductions.reductions import all, any, argmax, argmin, max, min, prod, sum
 from .reductions.searching import count_nonzero, nonzero, searchsorted, take, take_along_axis
 from .reductions.sorting import argsort, sort, topk
 from .statistics.interpolation import convolve, diag, gradient, interp, kron

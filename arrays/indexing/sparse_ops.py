@@ -33,7 +33,7 @@ from ..ops.elementwise import (
     STOP_GRADIENT,
     SUBTRACT,
 )
-from ..reductions.reductions import MEAN, SUM
+from ..reductions.reduction_ops import MEAN, SUM
 from . import sparse_cotangent
 from .indexing import SCATTER
 from .lazy_adam import LAZY_ADAM, lazy_adam_at

@@ -24,7 +24,7 @@ from ..native import ops
 from ..native.calls import first
 from ..ops.elementwise import POSITIONS, where
 from ..ops.manipulation import astype, expand_dims
-from ..reductions.reductions import mean
+from ..reductions.moments import mean
 from ..reductions.reductions import sum as sum_
 from .softmax import log_softmax, shifted, softmax
 

@@ -17,7 +17,8 @@ from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import where
 from ..ops.manipulation import astype
 from ..ops.matmul import matmul
-from ..reductions.reductions import mean, sum
+from ..reductions.moments import mean
+from ..reductions.reductions import sum
 from .cross_entropy import CROSS_ENTROPY, all_classes
 from .norms.layer_norm import _wide
 from .regression_losses import check_reduction

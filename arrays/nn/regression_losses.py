@@ -17,7 +17,8 @@ from ..ops.elementwise import abs, clip, logaddexp, square
 from ..ops.manipulation import astype
 from ..ops.matmul import vecdot
 from ..ops.wide_floats import in_float32
-from ..reductions.reductions import mean, sum
+from ..reductions.moments import mean
+from ..reductions.reductions import sum
 
 if TYPE_CHECKING:
     from ..core.array import Array

@@ -23,7 +23,8 @@ from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
 from ..ops.matmul import matmul
 from ..ops.wide_floats import in_float32
 from ..reductions.cumulative import cumulative_prod, cumulative_sum
-from ..reductions.reductions import all, argmax, argmin, max, mean, min, sum
+from ..reductions.moments import mean
+from ..reductions.reductions import all, argmax, argmin, max, min, sum
 from ..reductions.searching import searchsorted, take_along_axis
 from ..reductions.sorting import sort
 from ..statistics import statistics

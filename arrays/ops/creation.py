@@ -485,37 +485,4 @@ def meshgrid(*arrays: Any, indexing: str = "xy", sparse: bool = False) -> tuple[
     return tuple(own) if sparse else tuple(broadcast_to(x, shape) for x in own)
 
 
-def _triangle(name: str, x: Any, k: int, lower: bool) -> Array:
-    from .elementwise import where
-    from .triangles import lower_triangle
-
-    x = asarray(x)
-    if x.ndim < 2:
-        raise ShapeError(f"[{name}] needs at least two dimensions, got shape {x.shape}")
-    below = lower_triangle(x, k if lower else k - 1)
-    return where(below if lower else ~below, x, False if x.dtype.kind == "b" else 0)
-
-
-def tril(x: Any, /, k: int = 0) -> Array:
-    """The lower triangle of matrices: zeros above the ``k``-th diagonal.
-
-    >>> import meshtape as mt
-    >>> mt.tril(mt.asarray([[1, 2], [3, 4]]))
-    Array([[1, 0],
-           [3, 4]])
-    """
-    return _triangle("tril", x, k, lower=True)
-
-
-def triu(x: Any, /, k: int = 0) -> Array:
-    """The upper triangle of matrices: zeros below the ``k``-th diagonal.
-
-    >>> import meshtape as mt
-    >>> mt.triu(mt.asarray([[1, 2], [3, 4]]))
-    Array([[1, 2],
-           [0, 4]])
-    """
-    return _triangle("triu", x, k, lower=False)
-
-
 register_asarray(asarray)

@@ -377,8 +377,6 @@ def clip(x: Any, /, min: Any = None, max: Any = None) -> Array:
     >>> mt.clip(mt.asarray([-1.0, 0.5, 3.0]), 0.0, 1.0)
     Array([0. , 0.5, 1. ], dtype=float64)
     """
-    from .creation import asarray, wrap_same
-
     buf = buffer(x)
     if buf is not None and buf.dtype.num in _OWN_BOUNDS and type(min) in _NUMBERS and type(max) in _NUMBERS:
         try:
@@ -387,9 +385,9 @@ def clip(x: Any, /, min: Any = None, max: Any = None) -> Array:
             pass
     bounded = False
     for op, bound in ((MAXIMUM, min), (MINIMUM, max)):
-        if bound is not None and not _bounds_nothing(op, asarray(x).dtype, bound):
+        if bound is not None and not _bounds_nothing(op, as_array(x).dtype, bound):
             x, bounded = apply(op, (x, bound)), True
-    return x if bounded else wrap_same(asarray(x))
+    return x if bounded else apply(ALIAS, (as_array(x),))
 
 
 def _bounds_nothing(op: Op, dtype: np.dtype, bound: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..core.array import Array
-from ..core.dispatch import has_history
+from ..core.dispatch import as_array, has_history
 from ..core.errors import ShapeError
 
 
@@ -30,11 +30,10 @@ def stacked(obj: Any) -> Array:
     ShapeError
         For sequences of different lengths.
     """
-    from .creation import asarray
     from .manipulation import stack
 
     if not (isinstance(obj, list | tuple) and holds_history(obj)):
-        return asarray(obj)
+        return as_array(obj)
     parts = [stacked(o) for o in obj]
     shapes = dict.fromkeys(p.shape for p in parts)
     if len(shapes) > 1:
@@ -56,7 +55,6 @@ def repeated(value: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
 
 def ramp(start: Any, stop: Any, num: int, endpoint: bool, dtype: np.dtype | None) -> Array:
     """:func:`numpy.linspace` by calls that tapes record, in the order in which NumPy computes: the numbers are the same."""
-    from .creation import arange
     from .elementwise import floor
     from .manipulation import astype, reshape
 
@@ -68,7 +66,7 @@ def ramp(start: Any, stop: Any, num: int, endpoint: bool, dtype: np.dtype | None
         raise ValueError(f"[linspace] num must not be negative, got {num}")
     steps = num - 1 if endpoint else num
     delta = last - first
-    places = reshape(astype(arange(num), delta.dtype), (num,) + (1,) * delta.ndim)
+    places = reshape(astype(as_array(np.arange(num)), delta.dtype), (num,) + (1,) * delta.ndim)
     out = places * (delta / steps if steps > 0 else delta) + first
     if endpoint and num > 1:
         out = out.at[-1].set(last)
@@ -79,10 +77,9 @@ def ramp(start: Any, stop: Any, num: int, endpoint: bool, dtype: np.dtype | None
 
 def geometric_ramp(start: Any, stop: Any, num: int, endpoint: bool) -> Array:
     """:func:`numpy.geomspace` by calls that tapes record."""
-    from .creation import asarray
     from .elementwise import log10, pow, sign
 
-    first, last = asarray(start) * 1.0, asarray(stop) * 1.0
+    first, last = as_array(start) * 1.0, as_array(stop) * 1.0
     side = sign(first)
     out = pow(10.0, ramp(log10(first / side), log10(last / side), num, endpoint, None)) * side
     if num > 0:

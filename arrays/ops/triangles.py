@@ -1,12 +1,16 @@
-"""Masks of the lower triangle of matrices."""
+"""Triangles of matrices, and their masks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from ..core.array import Array
 from ..core.dispatch import Deferred
+from ..core.errors import ShapeError
 from .creation import arange, asarray, beside
+from .elementwise import where
 
 LARGE = 1 << 20
 """Elements of a mask that a mesh is not sent: it is made where the blocks are."""
@@ -24,3 +28,33 @@ def lower_triangle(like: Array, k: int = 0) -> Array:
         row = like._buf.host.replicate(arange(rows)[:, None])
         return row >= arange(-k, cols - k)
     return asarray(np.tri(rows, cols, k, dtype=bool), copy=False, device=beside(like))
+
+
+def _triangle(name: str, x: Any, k: int, lower: bool) -> Array:
+    x = asarray(x)
+    if x.ndim < 2:
+        raise ShapeError(f"[{name}] needs at least two dimensions, got shape {x.shape}")
+    below = lower_triangle(x, k if lower else k - 1)
+    return where(below if lower else ~below, x, False if x.dtype.kind == "b" else 0)
+
+
+def tril(x: Any, /, k: int = 0) -> Array:
+    """The lower triangle of matrices: zeros above the ``k``-th diagonal.
+
+    >>> import meshtape as mt
+    >>> mt.tril(mt.asarray([[1, 2], [3, 4]]))
+    Array([[1, 0],
+           [3, 4]])
+    """
+    return _triangle("tril", x, k, lower=True)
+
+
+def triu(x: Any, /, k: int = 0) -> Array:
+    """The upper triangle of matrices: zeros below the ``k``-th diagonal.
+
+    >>> import meshtape as mt
+    >>> mt.triu(mt.asarray([[1, 2], [3, 4]]))
+    Array([[1, 2],
+           [0, 4]])
+    """
+    return _triangle("triu", x, k, lower=False)

@@ -16,14 +16,14 @@ from ..core.op import Op
 from ..ops.creation import full
 from ..ops.elementwise import add, maximum, minimum, multiply, where
 from ..ops.manipulation import astype, broadcast_to
-from . import reductions
+from . import reduction_ops as ops
 
 if TYPE_CHECKING:
     from ..core.array import Array
 
-_NEUTRAL = {reductions.SUM: 0, reductions.PROD: 1, reductions.ANY: 0, reductions.ALL: 1}
-_ROUNDING = (reductions.SUM, reductions.PROD)
-_JOIN = {reductions.SUM: add, reductions.PROD: multiply, reductions.MAX: maximum, reductions.MIN: minimum}
+_NEUTRAL = {ops.SUM: 0, ops.PROD: 1, ops.ANY: 0, ops.ALL: 1}
+_ROUNDING = (ops.SUM, ops.PROD)
+_JOIN = {ops.SUM: add, ops.PROD: multiply, ops.MAX: maximum, ops.MIN: minimum}
 
 
 def selection(name: str, mask: Any, x: Array) -> Array:
@@ -50,7 +50,7 @@ def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, in
             x = _kept(op.name, where(mask, x, _NEUTRAL.get(op, initial)), x.dtype)
         if op not in _NEUTRAL and any(x.shape[a] == 0 for a in axes) and initial is not None:
             return full(shape_rules.reduced_shape(x.shape, axes, keepdims), initial, dtype=x.dtype)
-        return reductions.plainly(op, x, axes, keepdims, dtype)
+        return ops.plainly(op, x, axes, keepdims, dtype)
 
     if buffer(mask) is None or (buf := pieces.large(x)) is None:
         out = of(x, mask, keepdims, dtype)
@@ -59,7 +59,7 @@ def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, in
         short = op in _ROUNDING and is_low_precision(last)
         found = pieces.reduced(
             lambda b, m: of(wrap(b), wrap(m), True, np.float32 if short else dtype)._buf,
-            reductions._UFUNC_REDUCE[op.name].__self__,
+            ops._UFUNC_REDUCE[op.name].__self__,
             axes,
             keepdims,
             buf,

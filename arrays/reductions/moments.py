@@ -7,20 +7,23 @@ are computed in two passes, since a mean rounded to few digits would count as de
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.pieces import large, reduced
-from ..backends.short_ways import buffer
+from ..backends.pieces import LARGE, large, reduced
+from ..backends.short_ways import REFUSED, buffer, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array, as_number, wrap
 from ..core.dtypes import as_dtype, is_low_precision, real_of
 from ..core.errors import DTypeError
+from ..core.op import composite
 from ..ops.elementwise import abs, isnan, maximum, sqrt, square, where
 from ..ops.manipulation import astype
-from . import reductions
 from .masked_reductions import selection
+from .reduction_ops import MEAN, Axis
+from .reductions import sum
 
 if TYPE_CHECKING:
     from ..core.array import Array
@@ -63,7 +66,7 @@ def _total(x: Array, axes: tuple[int, ...], keepdims: bool, wide: np.dtype, mask
     d = d if mask is None else where(mask, d, 0)
     if center is not None:
         d = square(abs(d)) if d.dtype.kind == "c" else square(d)
-    return reductions.sum(d, axis=axes, keepdims=keepdims)
+    return sum(d, axis=axes, keepdims=keepdims)
 
 
 def _count(x: Array, axes: tuple[int, ...], keepdims: bool, wide: np.dtype, mask: Any) -> Any:
@@ -77,7 +80,7 @@ def _count(x: Array, axes: tuple[int, ...], keepdims: bool, wide: np.dtype, mask
 
         found = wrap(reduced(piece, np.add, axes, keepdims, buf))
     else:
-        found = reductions.sum(mask, axis=axes, keepdims=keepdims)
+        found = sum(mask, axis=axes, keepdims=keepdims)
     return astype(found, real_of(wide))
 
 
@@ -90,7 +93,7 @@ def _masked(name: str, x: Array, wide: np.dtype, mask: Any) -> Any:
     return mask if _in_pieces(x, wide, mask) is not None else ~isnan(x)
 
 
-def mean(name: str, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
+def mean_of(name: str, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
     """The mean of what counts; NaN of nothing."""
     x = as_array(x)
     wide, out = _dtypes(name, x, dtype)
@@ -99,12 +102,12 @@ def mean(name: str, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any = N
     n = _count(x, axes, keepdims, wide, mask)
     if mask is None and (x.dtype == wide or _in_pieces(x, wide, mask) is None):
         params = {"axis": axes, "keepdims": bool(keepdims), "count": n}
-        return astype(apply(reductions.MEAN, (astype(x, wide, copy=False),), params), out, copy=False)
+        return astype(apply(MEAN, (astype(x, wide, copy=False),), params), out, copy=False)
     total = _total(x, axes, keepdims, wide, mask, None)
     return astype(total / ((n or math.nan) if mask is None else where(n > 0, n, math.nan)), out, copy=False)
 
 
-def var(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
+def var_of(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
     """The variance of what counts, divided by its number less ``correction``, but by no less than 0. NaN is divided by nothing."""
     x = as_array(x)
     wide, out = _dtypes(name, x, dtype)
@@ -112,7 +115,7 @@ def var(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: An
     chosen = _masked(name, x, wide, mask)
     if _in_pieces(x, wide, chosen) is None:
         x = astype(x, wide, copy=False)  # once: each cast would round a part of the cotangent
-    center = mean(name, x, axis, True, wide, chosen)
+    center = mean_of(name, x, axis, True, wide, chosen)
     total = _total(x, axes, keepdims, wide, chosen, center)
     rest = _count(x, axes, keepdims, wide, chosen) - correction
     if chosen is None:
@@ -123,10 +126,107 @@ def var(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: An
         return astype(total / rest, real_of(out), copy=False)
 
 
-def std(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
-    """The root of :func:`var`, rounded once. Its slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
+def std_of(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
+    """The root of :func:`var_of`, rounded once. Its slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
     x = as_array(x)
     wide, out = _dtypes(name, x, dtype)
-    variance = var(name, x, axis, correction, keepdims, wide if out != wide else dtype, mask)
+    variance = var_of(name, x, axis, correction, keepdims, wide if out != wide else dtype, mask)
     none = variance == 0
     return astype(where(none, 0.0, sqrt(where(none, 1.0, variance))), real_of(out), copy=False)
+
+
+# ----- the functions --------------------------------------------------------------------------------------------------
+
+_OWN_MEAN = frozenset(np.dtype(t).num for t in "fd")
+
+
+def _plain_mean(buf: Any, axis: int | None, keepdims: bool) -> Any:
+    """The mean by two calls of NumPy; None where there is nothing to divide by."""
+    n = buf.size if axis is None else buf.shape[axis]
+    return np.add.reduce(buf, axis, None, None, keepdims) / n if n else None
+
+
+def _plain_var(buf: Any, axis: int | None, correction: float, keepdims: bool) -> Any:
+    """The variance in two passes over one array of the size of ``buf``; None where there is nothing to divide by."""
+    if buf.size >= LARGE:
+        return None
+    center = _plain_mean(buf, axis, True)
+    rest = (buf.size if axis is None else buf.shape[axis]) - correction
+    if center is None or type(rest) not in (int, float) or rest <= 0:
+        return None
+    d = np.subtract(buf, center)
+    np.multiply(d, d, d)
+    return np.add.reduce(d, axis, None, None, keepdims) / rest
+
+
+def _moment(x: Any, axis: Axis, plain: Callable[..., Any], *args: Any) -> Array | None:
+    """``plain(buffer, axis, ...)`` as an Array, where ``x`` is a float array that takes the short way; else None."""
+    if axis is None or type(axis) is int:
+        buf = buffer(x)
+        if buf is not None and buf.dtype.num in _OWN_MEAN and buf.ndim:
+            try:
+                out = plain(buf, axis, *args)
+            except REFUSED:
+                return None
+            return None if out is None else result(out)
+    return None
+
+
+def mean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False, where: Any = None) -> Array:
+    """Arithmetic mean; NaN for no elements. Integers give the default float; ``dtype`` is that of the result, and what it is summed in.
+
+    >>> import meshtape as mt
+    >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))
+    Array(3., dtype=float64)
+    """
+    out = _moment(x, axis, _plain_mean, keepdims) if dtype is None and where is None else None
+    return composite("mean")(mean_of)("mean", x, axis, keepdims, dtype, where) if out is None else out
+
+
+def var(
+    x: Any,
+    /,
+    axis: Axis = None,
+    *,
+    correction: float = 0.0,
+    keepdims: bool = False,
+    ddof: float | None = None,
+    dtype: Any = None,
+    where: Any = None,
+) -> Array:
+    """Variance, divided by ``n - correction``, in two passes (no cancellation); of complex numbers that of the plane.
+
+    ``ddof`` is NumPy's older name of ``correction``; ``dtype`` is that of the result, and of what it is computed in.
+
+    >>> import meshtape as mt
+    >>> mt.var(mt.asarray([1.0, 3.0]), correction=1)
+    Array(2., dtype=float64)
+    """
+    correction = correction if ddof is None else ddof
+    out = _moment(x, axis, _plain_var, correction, keepdims) if dtype is None and where is None else None
+    return composite("var")(var_of)("var", x, axis, correction, keepdims, dtype, where) if out is None else out
+
+
+def std(
+    x: Any,
+    /,
+    axis: Axis = None,
+    *,
+    correction: float = 0.0,
+    keepdims: bool = False,
+    ddof: float | None = None,
+    dtype: Any = None,
+    where: Any = None,
+) -> Array:
+    """Standard deviation: the root of :func:`var`; ``ddof`` and ``dtype`` are as there.
+
+    Its gradient where all elements are equal is 0, as that of a norm at the origin. (That of ``sqrt(var(x))`` is NaN there.)
+
+    >>> import meshtape as mt
+    >>> mt.std(mt.asarray([1.0, 3.0]))
+    Array(1., dtype=float64)
+    """
+    correction = correction if ddof is None else ddof
+    plain = dtype is None and where is None
+    out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims) if plain else None
+    return composite("std")(std_of)("std", x, axis, correction, keepdims, dtype, where) if out is None else out

@@ -185,7 +185,8 @@ def _ramp(x: Array, axis: int, width: int, end: Any, first: bool) -> Array:
 def _statistic(x: Array, axis: int, width: int, length: Any, first: bool, mode: str) -> Array:
     from ..ops.elementwise import round
     from ..ops.manipulation import astype, repeat
-    from ..reductions.reductions import max, mean, min
+    from ..reductions.moments import mean
+    from ..reductions.reductions import max, min
     from .quantiles import median
 
     n = x.shape[axis]

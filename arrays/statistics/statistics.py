@@ -133,7 +133,7 @@ def nanmean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool =
     >>> mt.nanmean(mt.asarray([2.0, mt.nan, 3.0]))
     Array(2.5, dtype=float64)
     """
-    return moments.mean("nanmean", x, axis, keepdims, dtype, moments.NOT_NAN)
+    return moments.mean_of("nanmean", x, axis, keepdims, dtype, moments.NOT_NAN)
 
 
 @composite("nanvar")
@@ -155,7 +155,7 @@ def nanvar(
     >>> mt.nanvar(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
-    return moments.var("nanvar", x, axis, correction if ddof is None else ddof, keepdims, dtype, moments.NOT_NAN)
+    return moments.var_of("nanvar", x, axis, correction if ddof is None else ddof, keepdims, dtype, moments.NOT_NAN)
 
 
 @composite("nanstd")
@@ -175,7 +175,7 @@ def nanstd(
     >>> mt.nanstd(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
-    return moments.std("nanstd", x, axis, correction if ddof is None else ddof, keepdims, dtype, moments.NOT_NAN)
+    return moments.std_of("nanstd", x, axis, correction if ddof is None else ddof, keepdims, dtype, moments.NOT_NAN)
 
 
 # ----- counting -------------------------------------------------------------------------------------------------------

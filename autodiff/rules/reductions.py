@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arrays.reductions import reductions as r
+from ...arrays.reductions import reduction_ops as r
 from .registry import conj, defvjp
 
 

@@ -32,7 +32,8 @@ from ...arrays.ops.elementwise import where
 from ...arrays.ops.manipulation import astype, expand_dims, matrix_transpose, reshape, stack
 from ...arrays.random import normal
 from ...arrays.reductions.cumulative import cumulative_sum
-from ...arrays.reductions.reductions import argmax, mean
+from ...arrays.reductions.moments import mean
+from ...arrays.reductions.reductions import argmax
 from ...arrays.reductions.reductions import sum as sum_
 from .layers import Keys, dense
 from .plans import Plan

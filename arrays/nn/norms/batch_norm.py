@@ -130,7 +130,7 @@ def _backward(xp: Any, g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, axi
 def _decompose(x: Array, weight: Array, bias: Array, axis: int, eps: float) -> tuple[Array, Array, Array]:
     from ...ops.elementwise import sqrt, square
     from ...ops.manipulation import astype, reshape
-    from ...reductions.reductions import mean
+    from ...reductions.moments import mean
 
     dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     w, axes = astype(x, _wide(x.dtype), copy=False), _rest(x.ndim, axis)
@@ -147,7 +147,8 @@ def _decompose_backward(
 ) -> tuple[Array, Array, Array]:
     from ...ops.elementwise import sqrt, square
     from ...ops.manipulation import astype
-    from ...reductions.reductions import mean, sum
+    from ...reductions.moments import mean
+    from ...reductions.reductions import sum
 
     wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
     gi, w = (astype(a, wide, copy=False) for a in (g, x))

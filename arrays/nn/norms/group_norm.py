@@ -159,7 +159,8 @@ def _decompose_backward(
     g: Array, x: Array, weight: Array, num_groups: int, axis: int, eps: float
 ) -> tuple[Array, Array, Array]:
     from ...ops.manipulation import astype, reshape
-    from ...reductions.reductions import mean, sum
+    from ...reductions.moments import mean
+    from ...reductions.reductions import sum
 
     wide = _wide(x.dtype)
     gi = astype(g, wide, copy=False)

@@ -118,7 +118,7 @@ def _layer_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: 
 def _statistics(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array]:
     """Deviations from the mean, and one over the standard deviation, over ``axes`` (kept)."""
     from ...ops.elementwise import sqrt, square
-    from ...reductions.reductions import mean
+    from ...reductions.moments import mean
 
     d = x - mean(x, axis=axes, keepdims=True)
     return d, 1.0 / sqrt(mean(square(d), axis=axes, keepdims=True) + eps)
@@ -136,7 +136,8 @@ def _decompose_layer_norm_backward(
     g: Array, x: Array, weight: Array, naxes: int, eps: float
 ) -> tuple[Array, Array, Array]:
     from ...ops.manipulation import astype
-    from ...reductions.reductions import mean, sum
+    from ...reductions.moments import mean
+    from ...reductions.reductions import sum
 
     lead, axes = tuple(range(x.ndim - naxes)), tuple(range(x.ndim - naxes, x.ndim))
     wide = _wide(x.dtype)
@@ -234,7 +235,7 @@ def _rms_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: fl
 
 def _inverse_root(x: Array, naxes: int, eps: float) -> Array:
     from ...ops.elementwise import sqrt, square
-    from ...reductions.reductions import mean
+    from ...reductions.moments import mean
 
     return 1.0 / sqrt(mean(square(x), axis=tuple(range(x.ndim - naxes, x.ndim)), keepdims=True) + eps)
 
@@ -249,7 +250,8 @@ def _decompose_rms_norm(x: Array, weight: Array, naxes: int, eps: float) -> Arra
 
 def _decompose_rms_norm_backward(g: Array, x: Array, weight: Array, naxes: int, eps: float) -> tuple[Array, Array]:
     from ...ops.manipulation import astype
-    from ...reductions.reductions import mean, sum
+    from ...reductions.moments import mean
+    from ...reductions.reductions import sum
 
     lead, axes = tuple(range(x.ndim - naxes)), tuple(range(x.ndim - naxes, x.ndim))
     wide = _wide(x.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ....arrays.core.op import Op
 from ....arrays.core.shape_dtype import ShapeDtype
-from ....arrays.reductions import reductions as r
+from ....arrays.reductions import reduction_ops as r
 from ..factors import FactorRule, Letters, rule
 
 # Ranks divide by the number of all elements, so that the mean is the sum of what they have.

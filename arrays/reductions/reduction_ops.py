@@ -1,0 +1,198 @@
+# cython: annotation_typing=False
+"""Ops of reductions. Float16 and bfloat16 accumulate in float32."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..backends.pieces import large, reduced
+from ..backends.short_ways import HALF, REFUSED, TAKES_ELLIPSIS, result
+from ..core import shape_rules
+from ..core.dispatch import apply, as_array, wrap
+from ..core.dtypes import as_dtype, is_low_precision
+from ..core.errors import ShapeError
+from ..core.op import OPS, Op, state
+
+if TYPE_CHECKING:
+    pass
+
+Axis = int | Sequence[int] | None
+
+
+# What NumPy's methods do, without the Python code that they pass through on their way.
+_UFUNC_REDUCE = {
+    "sum": np.add.reduce,
+    "prod": np.multiply.reduce,
+    "max": np.maximum.reduce,
+    "min": np.minimum.reduce,
+    "any": np.logical_or.reduce,
+    "all": np.logical_and.reduce,
+}
+
+
+def _reduced(xp: Any, name: str, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+    if xp is np:
+        return _UFUNC_REDUCE[name](x, axis=axis, keepdims=keepdims)
+    return getattr(x, name)(axis=axis, keepdims=keepdims)
+
+
+def _accumulated(name: str) -> Callable[..., Any]:
+    """``xp.name`` that sums low-precision floats in float32 and rounds once."""
+
+    def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+        if is_low_precision(x.dtype):
+            return getattr(x, name)(axis=axis, keepdims=keepdims, dtype=np.float32).astype(x.dtype)
+        return _reduced(xp, name, x, axis, keepdims)
+
+    return impl
+
+
+def _named(name: str) -> Callable[..., Any]:
+    def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+        return _reduced(xp, name, x, axis, keepdims)
+
+    return impl
+
+
+def _mean_over(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool, count: int) -> Any:
+    divisor = count or np.nan  # there is no mean of nothing, and no reason to warn of it
+    if is_low_precision(x.dtype):
+        return (x.sum(axis=axis, keepdims=keepdims, dtype=np.float32) / divisor).astype(x.dtype)
+    return _reduced(xp, "sum", x, axis, keepdims) / divisor
+
+
+def _nothing_to_choose(name: str, shape: tuple[int, ...], axis: tuple[int, ...]) -> bool:
+    """Whether the reduced dimensions have no elements. Raises :class:`ShapeError` where the result would have some."""
+    if not builtins.any(shape[a] == 0 for a in axis):
+        return False
+    if 0 not in shape_rules.reduced_shape(shape, axis, False):
+        raise ShapeError(f"[{name}] of no elements has no value: shape {shape}, axis {axis}")
+    return True
+
+
+def _extremum(name: str) -> Callable[..., Any]:
+    def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+        if x.size == 0 and _nothing_to_choose(name, x.shape, axis):
+            return xp.empty(shape_rules.reduced_shape(x.shape, axis, keepdims), x.dtype)
+        return _reduced(xp, name, x, axis, keepdims)
+
+    return impl
+
+
+def _infer_extremum(op: Op, args: tuple[Any, ...], params: Any) -> shape_rules.ShapeDtype:
+    _nothing_to_choose(op.name, args[0].shape, params["axis"])
+    return shape_rules.reduction(op, args, params)
+
+
+_BOOL = "boolean result"
+
+SUM = Op("sum", ("x",), _accumulated("sum"), shape_rules.reduction)
+# `count` is how many elements there are for each mean. It is no property of the operand: a rank has a block of that, whose part of the
+# mean it gives.
+MEAN = Op("mean", ("x",), _mean_over, shape_rules.reduction)
+PROD = Op("prod", ("x",), _accumulated("prod"), shape_rules.reduction)
+MAX = Op("max", ("x",), _extremum("max"), _infer_extremum)
+MIN = Op("min", ("x",), _extremum("min"), _infer_extremum)
+ANY = Op("any", ("x",), _named("any"), shape_rules.reduction, nondifferentiable=_BOOL)
+ALL = Op("all", ("x",), _named("all"), shape_rules.reduction, nondifferentiable=_BOOL)
+
+
+def _arg(name: str) -> Callable[..., Any]:
+    def impl(xp: Any, x: Any, axis: int, keepdims: bool) -> Any:
+        if x.size == 0 and _nothing_to_choose(name, x.shape, (axis,)):
+            return xp.empty(shape_rules.reduced_shape(x.shape, (axis,), keepdims), np.int64)
+        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+
+    return impl
+
+
+def _infer_arg(op: Op, args: tuple[Any, ...], params: Any) -> shape_rules.ShapeDtype:
+    _nothing_to_choose(op.name, args[0].shape, (params["axis"],))
+    return shape_rules.ShapeDtype(
+        shape_rules.reduced_shape(args[0].shape, (params["axis"],), params["keepdims"]), np.dtype(np.int64)
+    )
+
+
+def _decompose_arg(extremum: Op) -> Callable[..., Any]:
+    def decompose(x: Any, axis: int, keepdims: bool) -> Any:
+        """The smallest of the places, along the whole dimension, that hold the extremum; NaN, where there is one, is that."""
+        from ..ops.elementwise import POSITIONS, isnan, where
+
+        n = x.shape[axis]
+        best = apply(extremum, (x,), {"axis": (axis,), "keepdims": True})
+        hit = x == best
+        if x.dtype.kind in "fcV":
+            hit = hit | isnan(x)
+        places = apply(POSITIONS, (x,), {"axis": axis, "start": 0})
+        return apply(MIN, (where(hit, places, n),), {"axis": (axis,), "keepdims": keepdims})
+
+    return decompose
+
+
+_INT = "integer result"
+ARGMAX = Op("argmax", ("x",), _arg("argmax"), _infer_arg, nondifferentiable=_INT, decompose=_decompose_arg(MAX))
+ARGMIN = Op("argmin", ("x",), _arg("argmin"), _infer_arg, nondifferentiable=_INT, decompose=_decompose_arg(MIN))
+
+
+_DIRECT = {OPS[name]: reduce for name, reduce in _UFUNC_REDUCE.items()}
+
+
+def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
+    if axis is None or type(axis) is int:
+        buf = getattr(x, "_buf", None)
+        if type(buf) is np.ndarray and buf.dtype.num < HALF and not state.now.recorders and (axis is None or buf.ndim):
+            try:
+                if TAKES_ELLIPSIS:
+                    return wrap(_DIRECT[op](buf, axis, keepdims=keepdims, out=...))
+                return result(_DIRECT[op](buf, axis, None, None, keepdims))
+            except REFUSED:
+                pass
+    x = as_array(x)
+    return apply(op, (x,), {"axis": _axes_of(op.name, axis, x.ndim), "keepdims": bool(keepdims)})
+
+
+def _axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
+    return tuple(range(ndim)) if axis is None else shape_rules.normalize_axis(name, axis, ndim)
+
+
+def plainly(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
+    """The reduction of all elements."""
+    return _reduce(op, x, axis, keepdims) if dtype is None else _reduce_in(op, x, axis, keepdims, dtype)
+
+
+def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
+    """The reduction computed, and given, in another dtype; small integers asked for are accumulated wide and cut off."""
+    from ..ops.manipulation import astype
+
+    dtype = as_dtype(dtype, op.name)
+    if (buf := large(x, dtype)) is not None:
+        axes, reduce = _axes_of(op.name, axis, buf.ndim), _UFUNC_REDUCE[op.name]
+        wide = np.dtype(np.float32) if is_low_precision(dtype) else None
+
+        def piece(b: np.ndarray) -> np.ndarray:
+            return reduce(b.astype(dtype, copy=False), axis=axes, dtype=wide, keepdims=True)
+
+        return wrap(reduced(piece, np.add if op is SUM else np.multiply, axes, keepdims, buf).astype(dtype, copy=False))
+    return astype(_reduce(op, astype(x, dtype, copy=False), axis, keepdims), dtype, copy=False)
+
+
+def repeated(g: Any, shape: tuple[int, ...], axis: tuple[int, ...], keepdims: bool) -> np.ndarray:
+    """``g`` along the reduced dimensions of ``shape`` again: what ``np.broadcast_to`` gives, in a tenth of its time. (It was half of
+    what the derivative of a small sum costs.)"""
+    g = np.asarray(g)
+    if len(axis) == len(shape):
+        strides = (0,) * len(shape)
+    else:
+        kept = iter([s for i, s in enumerate(g.strides) if not keepdims or i not in axis])
+        strides = tuple([0 if i in axis else next(kept) for i in range(len(shape))])
+    out = (
+        np.lib.stride_tricks.as_strided(g, shape, strides)
+        if not g.flags.forc
+        else np.ndarray(shape, g.dtype, g, 0, strides)
+    )
+    out.flags.writeable = False
+    return out
