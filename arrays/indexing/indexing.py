@@ -119,12 +119,19 @@ def check_value_shape(name: str, value: tuple[int, ...], target: tuple[int, ...]
         raise ShapeError(f"[{name}] a value of shape {value} does not fit the indexed part of shape {target}")
 
 
+_sparse_scatter: Callable[..., Any]
+
+
+def register_sparse_scatter(fn: Callable[..., Any]) -> None:
+    """Called once by the module of sparse cotangents."""
+    global _sparse_scatter
+    _sparse_scatter = fn
+
+
 def _scatter(xp: Any, g: Any, *arrays: Any, template: Template, shape: tuple[int, ...]) -> Any:
     """Zeros of ``shape`` with ``g`` added at the index: the cotangent of reading."""
     if xp is np:
-        from .sparse_cotangent import scatter
-
-        return scatter(template, arrays, g, shape)
+        return _sparse_scatter(template, arrays, g, shape)
     out = xp.zeros(shape, g.dtype)
     key = numpy_key(template, arrays)
     if is_basic(template):

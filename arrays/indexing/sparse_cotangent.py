@@ -25,6 +25,16 @@ from .rows import Rows, refined, through
 # Below this number of elements of the array a dense cotangent costs less than the bookkeeping.
 SMALLEST = 1 << 14
 
+_above: Any
+"""The calls of ops on these, which are a module of their own."""
+
+
+def register_calls(calls: Any) -> None:
+    """Called once by the module of these calls."""
+    global _above
+    _above = calls
+
+
 # Fewer elements than this are added one by one.
 _TINY = 512
 
@@ -144,11 +154,9 @@ class IndexSum(Deferred):
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
         """Kept sparse where the op allows it; else the arguments become dense for good, so that this is done once."""
-        from .sparse_ops import saves_nothing, sparse_call
-
         # Tapes save operands of what they record, and rules take dense ones.
-        if not state.recorders or saves_nothing(op, args):
-            kept = sparse_call(op, [getattr(a, "_buf", a) for a in args], params)
+        if not state.recorders or _above.saves_nothing(op, args):
+            kept = _above.sparse_call(op, [getattr(a, "_buf", a) for a in args], params)
             if kept is not None:
                 return kept if op.nout > 1 else (kept,)
         densify(args)
@@ -186,9 +194,7 @@ class IndexSum(Deferred):
 
 
 def _call(op: Op, *bufs: Any) -> Any:
-    from .sparse_ops import call
-
-    return call(op, bufs, {})
+    return _above.call(op, bufs, {})
 
 
 def _is(a: Any, b: Any) -> bool:

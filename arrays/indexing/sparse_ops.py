@@ -7,6 +7,7 @@ operand is an :class:`~meshtape.arrays.indexing.sparse_cotangent.IndexSum`. Whic
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ from ..ops.elementwise import (
 )
 from ..reductions.reduction_ops import MEAN, SUM
 from . import sparse_cotangent
-from .indexing import SCATTER
+from .indexing import SCATTER, register_sparse_scatter
 from .lazy_adam import LAZY_ADAM, lazy_adam_at
 from .sparse_cotangent import IndexSum
 
@@ -182,3 +183,7 @@ def sparse_values(
         ):
             found.update(e.outputs)
     return frozenset(found)
+
+
+sparse_cotangent.register_calls(sys.modules[__name__])
+register_sparse_scatter(sparse_cotangent.scatter)

@@ -60,7 +60,7 @@ def lstsq(a: Any, b: Any, /, *, rcond: float | None = None) -> LstsqResult:
     >>> mt.round(mt.linalg.lstsq([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]], [1.0, 3.0, 5.0]).solution, 6)
     Array([1., 2.], dtype=float64)
     """
-    from .linalg import pinv, svdvals
+    from .decompositions import pinv, svdvals
 
     a, b = as_array(a), as_array(b)
     if a.ndim != 2 or b.ndim not in (1, 2) or a.shape[0] != b.shape[0]:
@@ -119,7 +119,7 @@ def cond(x: Any, /, p: float | str | None = None) -> Array:
     >>> mt.linalg.cond(mt.asarray([[2.0, 0.0], [0.0, 0.5]]))
     Array(4., dtype=float64)
     """
-    from .linalg import inv, slogdet, svdvals
+    from .decompositions import inv, slogdet, svdvals
 
     x = as_array(x)
     if p in (None, 2, -2):
@@ -181,7 +181,7 @@ def tensorsolve(a: Any, b: Any, /) -> Array:
     >>> mt.linalg.tensorsolve(2 * mt.eye(4).reshape(2, 2, 4), mt.ones((2, 2)))
     Array([0.5, 0.5, 0.5, 0.5], dtype=float64)
     """
-    from .linalg import solve
+    from .decompositions import solve
 
     a, b = as_array(a), as_array(b)
     shape = a.shape[b.ndim :]
@@ -200,7 +200,7 @@ def tensorinv(a: Any, /, ind: int = 2) -> Array:
     >>> mt.linalg.tensorinv(mt.eye(4).reshape(2, 2, 4)).shape
     (4, 2, 2)
     """
-    from .linalg import inv
+    from .decompositions import inv
 
     a = as_array(a)
     n = math.prod(a.shape[:ind])
