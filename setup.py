@@ -51,8 +51,8 @@ MODULES = {
 
 KERNELS = Extension(
     "meshtape.arrays.native._kernels",
-    ["arrays/native/module.c"],
-    depends=sorted(map(str, Path("arrays/native").glob("*.h"))),  # a source distribution needs them
+    ["arrays/native/c/module.c"],
+    depends=sorted(map(str, Path("arrays/native/c").glob("*.h"))),  # a source distribution needs them
     # Last on the command line: what is asked of all compiled code must not take the vectors from this. No option lets the compiler
     # reorder arithmetic; a product may be added to before it is rounded, which is as exact, and half the steps of a polynomial. Threading
     # of jumps is for branches: of the limits of `exp` it makes three copies of what follows, each behind a mask, division and all. Nobody

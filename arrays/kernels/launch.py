@@ -1,6 +1,6 @@
 """Compiling and starting kernels.
 
-A kernel is a template of a ``.cu`` file of this folder, named with its arguments as in C++: ``norm_forward<true, float, …>``.
+A kernel is a template of a ``.cu`` file in ``cuda/``, named with its arguments as in C++: ``norm_forward<true, float, …>``.
 Each is compiled by NVRTC when it is first used (CuPy keeps the result on disk), for the current device, and starts on that
 device's current stream. Whoever starts one goes through a :class:`Runner`, so that the tests can run the same host code and the
 same kernels on a machine without a GPU.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
-HERE = Path(__file__).parent
+SOURCES = Path(__file__).parent / "cuda"
 OPTIONS = ("-std=c++17",)
 """What NVRTC is told beside the architecture. Contraction into fused multiply-adds stays on: a kernel whose bits are promised
 uses the intrinsics that are never contracted."""
@@ -160,7 +160,7 @@ def source(file: str) -> str:
         if name in seen:
             return ""
         seen.add(name)
-        own = (GENERATED.get(name) or (HERE / name).read_text()).replace("#pragma once\n", "")
+        own = (GENERATED.get(name) or (SOURCES / name).read_text()).replace("#pragma once\n", "")
         return _INCLUDE.sub(lambda m: text(m[1]), own)
 
     return text(file)

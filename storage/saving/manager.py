@@ -1,7 +1,5 @@
 """`CheckpointManager`: a directory of numbered checkpoints, saved when it is time, of which those worth it are kept."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib
@@ -65,13 +63,12 @@ def _number(what: str, value: Any) -> float:
 class CheckpointManager:
     """Saves under ``step-00000010`` and keeps the last ``keep`` complete checkpoints, and those that policies protect.
 
-    What counts as last is the step in the manifest, never a time of the file system; the checkpoint that was just saved is kept whatever its step. A directory without a manifest is not
-    a checkpoint: it is never returned, and never deleted. Rotation runs after a new checkpoint is complete, so there is
-    always a complete one. Remains of processes that were killed are collected before each save; a manager that only reads changes nothing.
+    The last one is that of the highest step in its manifest, never of the latest time; one that was just saved is kept whatever its step. A
+    directory without a manifest is no checkpoint: it is never returned, and never deleted. Rotation runs after a save is complete. Remains
+    of killed processes are collected before each save; a manager that only reads changes nothing.
 
-    A run that goes back to an earlier step begins a branch there: with `rollback`, or where `restore` of a step is followed by a save between
-    it and the newest. `latest` follows the branch that was begun last. Steps of the others are there until rotation, which takes them first, or
-    `delete`.
+    A run that goes back to an earlier step begins a branch there: with `rollback`, or where a save follows `restore` between it and the
+    newest. `latest` follows the branch that was begun last. Steps of the others stay until rotation, which takes them first, or `delete`.
 
     Parameters
     ----------

@@ -58,7 +58,7 @@ def test_import_check_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.Mo
         assert imports_of(file, "arrays") == {"parallel"}, text
 
 
-@pytest.mark.parametrize("package", [*MAY_IMPORT, "meshtape"])
+@pytest.mark.parametrize("package", [*MAY_IMPORT, "front"])
 def test_files_have_one_subject_and_none_unpickles(package: str) -> None:
     for file in sorted((ROOT / package).rglob("*.py")):
         text = file.read_text()
