@@ -15,6 +15,7 @@ from .backends.determinism import is_deterministic, use_deterministic
 from .backends.host_sync import host_waits, index_checks
 from .core import errors, tree
 from .core.array import Array
+from .core.array import attach as _attach
 from .core.devices import Device, default_device, device, use_device
 from .core.dtype_objects import (
     DType,
@@ -43,6 +44,9 @@ from .core.shape_dtype import ShapeDtype
 from .core.tree import tree_map
 from .interface import numpy_keywords, numpy_protocol
 from .interface.info import __array_namespace_info__
+from .interface.methods import Methods as _Methods
+from .interface.protocols import Protocols as _Protocols
+from .interface.values import Values as _Values
 from .linalg import linalg
 from .nn import nn
 from .nn.norms.batch_norm import batch_norm
@@ -180,6 +184,9 @@ from .statistics.quantiles import median, percentile, quantile
 from .statistics.sets import isin, unique_all, unique_counts, unique_inverse, unique_values
 from .statistics.statistics import bincount, histogram, nanmax, nanmean, nanmin, nanprod, nanstd, nansum, nanvar
 
+# The class of core gets its interface.
+for _part in (_Methods, _Protocols, _Values):
+    _attach(_part)
 numpy_protocol.add_methods()
 numpy_keywords.add_keywords()
 

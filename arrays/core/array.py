@@ -42,14 +42,13 @@ def new_id(x: Array) -> int:
     return name
 
 
-def attach(part: type) -> type:
-    """Decorator of a class: its methods and properties are those of :class:`Array`."""
+def attach(part: type) -> None:
+    """Give :class:`Array` the methods and properties of a class."""
     for name, value in vars(part).items():
         if name not in _OF_A_CLASS:
             if hasattr(value, "__qualname__") and value.__qualname__.startswith(f"{part.__qualname__}."):
                 value.__qualname__ = f"Array.{name}"
             setattr(Array, name, value)
-    return part
 
 
 _OF_A_CLASS = frozenset(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.array import Array, attach
+from ..core.array import Array
 from ..core.dtypes import as_dtype
 from ..core.errors import DTypeError, NumPyAttributeError
 from ..ops import elementwise as ew
@@ -17,7 +17,6 @@ from ..ops import manipulation
 from ..reductions import reductions
 
 
-@attach
 class Methods:
     """Methods of ``Array``: what is not the function of the same name in the namespace alone (see :data:`FUNCTIONS`)."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.dlpack import export, read_only
-from ..core.array import Array, attach
+from ..core.array import Array
 from ..core.dispatch import Deferred, refuse_watched
 
 _API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
@@ -17,7 +17,6 @@ _KINDS_FOR_PANDAS = {"is_bool_indexer": "extension", "convert_to_list_like": "ex
 """What functions of ``pandas.core`` are told, by their names."""
 
 
-@attach
 class Protocols:
     """Protocols of ``Array``: the array API, NumPy's protocols, DLPack, CUDA's array interface."""
 

@@ -19,7 +19,7 @@ from ..backends import host_sync
 from ..backends.backend import backend_of
 from ..backends.dlpack import read_only
 from ..backends.memory_pool import is_sole
-from ..core.array import Array, attach
+from ..core.array import Array
 from ..core.devices import Device, device
 from ..core.dispatch import Deferred, apply, record, refuse_history, refuse_watched, wrap
 from ..core.errors import DeviceError, DTypeError, NumPyFunctionError, ShapeError
@@ -46,8 +46,7 @@ _SOLE_HOLDER = 3
 _NUMBER_TAKERS = ("numpy", "scipy")
 
 
-@attach
-class _Values:
+class Values:
     """Attributes, values, copies, indexing and operators of an :class:`Array`."""
 
     # ----- attributes -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...arrays.backends import host_sync
 from ...arrays.core.errors import ArrayIndexError
+from ...arrays.core.index_template import result_shape
 from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing import indexing as ix
@@ -91,7 +92,7 @@ def _spread(xp: Any, here: Any, template: keys.Template, arrays: Sequence[Any], 
 def _read(xp: Any, x: Any, *arrays: Any, template: keys.Template, parts: Sequence[Part | None]) -> Any:
     inner, own, here = _answers(xp, template, arrays, parts)
     whole = tuple(p[2] if p else n for p, n in zip(parts, x.shape, strict=True))
-    shape = keys.result_shape(template, whole, list(map(_shape, arrays)))
+    shape = result_shape(template, whole, list(map(_shape, arrays)))
     nothing = identity_of("sum", x.dtype)
     if here is False or (x.size == 0 and any(parts)):
         return xp.full(shape, nothing, x.dtype)
@@ -132,7 +133,7 @@ def _write(
     here = xp.broadcast_to(xp.asarray(here), common)
     at = _front(template)
     if hasattr(v, "ndim"):
-        full = keys.result_shape(inner, x.shape, [common])
+        full = result_shape(inner, x.shape, [common])
         lead = len(full) - v.ndim
         v = xp.reshape(v, (1,) * max(lead, 0) + v.shape[max(-lead, 0) :])
         v = xp.broadcast_to(v, (*v.shape[:at], *common, *v.shape[at + len(common) :]))

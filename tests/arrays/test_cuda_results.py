@@ -17,6 +17,7 @@ import pytest
 
 from meshtape import arrays as mt
 from meshtape.arrays.core import errors
+from meshtape.arrays.core.index_template import numpy_key
 from meshtape.arrays.core.op import OPS
 from meshtape.arrays.core.shape_dtype import ShapeDtype
 from meshtape.arrays.indexing import keys
@@ -356,7 +357,7 @@ class OnDevice:
 
 @pytest.mark.parametrize("dtype", "bBhHiIlL")
 def test_short_indices_do_not_overflow_on_a_device(dtype):
-    (key,) = keys.numpy_key((keys.Slot(0),), [OnDevice(np.array([1, 2], dtype))])
+    (key,) = numpy_key((keys.Slot(0),), [OnDevice(np.array([1, 2], dtype))])
     assert key.dtype == np.int64
     index = types.SimpleNamespace(_buf=np.array([1, 2], dtype), size=2)
     assert keys._wrapped(index, 0, 100000).tolist() == [1, 2]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ....arrays.core.index_template import result_shape
 from ....arrays.core.op import Op
 from ....arrays.core.shape_dtype import ShapeDtype
 from ....arrays.indexing import indexing as ix
@@ -158,7 +159,7 @@ def _index_write(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: 
     if not isinstance(value, ShapeDtype):
         linear = [(0,)] if value == 0 and op in _ADDING else []
         return letters.rule([found.array, (), *found.indices], [found.array], linear, part=part)
-    sizes = keys.result_shape(params["template"], shape, index_shapes)
+    sizes = result_shape(params["template"], shape, index_shapes)
     lead = len(sizes) - len(value.shape)
     v = [found.part[lead + i] if lead + i >= 0 and n == sizes[lead + i] else None for i, n in enumerate(value.shape)]
     linear = [(0, 1)] if op in _ADDING else []
