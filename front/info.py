@@ -1,4 +1,4 @@
-"""What is installed here, what is missing, and how to get it."""
+"""The report of what is installed, what is missing, and how to get it."""
 
 from __future__ import annotations
 

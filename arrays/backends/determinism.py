@@ -1,4 +1,4 @@
-"""Whether sums on a GPU must be the same, to the bit, in every run."""
+"""Determinism of sums on a GPU: the same bits in every run, or speed."""
 
 from __future__ import annotations
 

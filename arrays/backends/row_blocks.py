@@ -1,4 +1,4 @@
-"""What the fused ops on rows share: blocks of whole rows, small enough to stay in cache, and sums along them."""
+"""Blocks of whole rows for the fused ops: small enough to stay in cache, with sums along them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a split array shows to the packages that move its bytes.
+"""The view of a split array for the packages that move its bytes.
 
 ``storage`` saves and loads arrays whose blocks live in several processes, yet it does not know what a mesh is: it speaks to
 the two small contracts below, which ``parallel`` implements. ``Box`` is the geometry that both share.

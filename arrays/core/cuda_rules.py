@@ -1,4 +1,4 @@
-"""What the ops' rules promise, kept where CuPy computes.
+"""Promises of the ops' rules, kept where CuPy computes.
 
 CuPy has no functions of its own for the floats that other libraries register: it computes them in float32, and many results stay
 so. It takes dtypes that NumPy refuses, and drops imaginary parts on the way. And some of our kernels know real floats alone. Every

@@ -1,4 +1,4 @@
-"""What a sum of reads keeps of each: the key and what was read, or values by place; and their sums."""
+"""Parts of a sum of reads: a key with the values read there, or values by place; and their sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How arrays look: in a terminal and in a notebook."""
+"""Display of arrays in a terminal and in a notebook."""
 
 from __future__ import annotations
 

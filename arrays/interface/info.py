@@ -1,4 +1,4 @@
-"""What the namespace can do: the standard's inspection functions."""
+"""The standard's inspection functions of the namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ``Array`` is handed to other libraries: the protocols that they ask for."""
+"""Protocols by which other libraries take an ``Array``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads do what: pure functions of shapes, addresses and the device."""
+"""Launch geometry of kernels: pure functions of shapes, addresses and the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""How a kernel in C is called, and how it stands before the NumPy form of an op."""
+"""Calls of kernels in C, which stand before the NumPy form of an op."""
 
 from __future__ import annotations
 

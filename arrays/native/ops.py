@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""What the kernels compute, with the arguments of the ops: the results, or NotImplemented for operands that they do not take."""
+"""Kernels in C by op: a result, or NotImplemented for operands that they do not take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far predictions are from targets: losses of regression and of yes-or-no questions, and the cosine of vectors.
+"""Losses of regression and of binary classification, and the cosine of vectors.
 
 They are computed in float32 at least.
 """

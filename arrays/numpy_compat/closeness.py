@@ -1,4 +1,4 @@
-"""Whether arrays are equal, or nearly so."""
+"""Equality of arrays, exact or within tolerances."""
 
 from __future__ import annotations
 

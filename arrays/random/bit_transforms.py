@@ -1,4 +1,4 @@
-"""How random words become numbers: one recipe a distribution, cached by dtype and parameters.
+"""Transforms of random words to numbers: one a distribution, cached by dtype and parameters.
 
 Each recipe is a function of whole groups of words; see ``_philox.Recipe``. They work in place: their words are theirs.
 """

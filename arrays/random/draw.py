@@ -1,4 +1,4 @@
-"""How every function that draws is made: what it checks, the op that it calls, and the block of the global array it fills."""
+"""The common part of functions that draw: checks, the op, and the block of the global array that it fills."""
 
 from __future__ import annotations
 

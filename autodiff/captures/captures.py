@@ -1,4 +1,4 @@
-"""What a traced function reads beside its arguments, and whether all of it still is what it was.
+"""Values that a traced function reads beside its arguments, and the check that they still are as they were.
 
 A program holds what its code read while it was traced. So everything that the code could read is looked for, in what it says it looks
 up (:mod:`.bytecode`): variables of functions around it and of modules, default arguments, attributes of objects and of their classes, what

@@ -1,4 +1,4 @@
-"""What a traced function read beside its arguments, as a list of guards: a look at each tells whether all of it still stands there."""
+"""Guards of what a traced function read beside its arguments: one look at each tells whether all still stands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled function is traced anew for of its arguments; :mod:`.captures` knows what it reads beside them."""
+"""The cache key of a compiled function's arguments; :mod:`.captures` has that of what it reads beside them."""
 
 from __future__ import annotations
 

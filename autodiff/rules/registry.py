@@ -1,4 +1,4 @@
-"""How the derivative of an op is declared.
+"""Declaration of the derivative of an op.
 
 A rule maps the cotangent ``g`` of an op's result to the cotangents of its operands (a vector-Jacobian product). Rules are
 rows of tables in this package::

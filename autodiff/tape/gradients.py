@@ -1,4 +1,4 @@
-"""What ``grad`` and ``vjp`` do with their arguments and with what the tape found, apart from the functions that they return.
+"""Argument handling shared by ``grad`` and ``vjp``.
 
 Compiled in the wheel; closures are not, because :mod:`.signature` looks into these.
 """

@@ -1,4 +1,4 @@
-"""What a tape does at every call: it writes down what the backward pass will need.
+"""Recording of a call on a tape, with what the backward pass will need.
 
 This is the price of each eager op under a tape, and is compiled in a wheel; what is asked of a tape once a pass is in :mod:`.tape`.
 """

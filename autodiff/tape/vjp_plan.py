@@ -1,4 +1,4 @@
-"""How a call is recorded and pulled back, worked out once for each kind of call.
+"""The VJP plan of a call: how it is recorded and pulled back, worked out once for each kind of call.
 
 A *recipe* belongs to an op and to the set of its operands that a tape watches. It lists what the rules of those operands need of
 the call, so that recording is a few tuple look-ups, and how each rule's arguments are found in what was saved. Recording is the

@@ -1,4 +1,4 @@
-"""What commands share: the option ``--json`` and its output, examples below a help text, and what the shell may complete."""
+"""Parts that commands share: the option ``--json`` and its output, examples below a help text, completion."""
 
 from __future__ import annotations
 

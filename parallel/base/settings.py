@@ -1,4 +1,4 @@
-"""What can be set under ``meshtape`` in Dask's configuration, with the defaults.
+"""Settings under ``meshtape`` in Dask's configuration, with their defaults.
 
 ========================  ==========================================================================================
 ``transport``             ``auto``: what is fastest between each two workers; ``sockets``: no shared memory;

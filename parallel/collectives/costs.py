@@ -1,4 +1,4 @@
-"""What a collective is expected to take, by each algorithm: the constants, and the formulas that choose between them.
+"""Cost model of collectives: its constants, and the formulas that choose an algorithm.
 
 Seconds of a round, of a message and of a byte (Hockney: The communication challenge for MPP, 1994; with a term for what one process
 does for each message, as in Culler et al.: LogP, 1993). The constants of one host were fitted to two processes that share

@@ -1,4 +1,4 @@
-"""What runs on the Dask scheduler: whose turn it is, and who must hear that somebody is gone.
+"""The plugin of the Dask scheduler: turns of clients on workers, and news of who is gone.
 
 Gangs of two clients on the same workers would wait for each other for ever, one started first here and the other there. So a client
 holds a *lease* on the workers of its meshes while its gangs run. It keeps the lease without asking again until another client wants one

@@ -1,4 +1,4 @@
-"""What runs on Dask workers: programs, and functions of blocks, of one process of a mesh.
+"""The plugin of Dask workers: programs, and functions of blocks, of one process of a mesh.
 
 The processes of a mesh run each program together. :mod:`.worker_queue` brings them what to run, in one order everywhere. A worker that is
 lost takes its blocks with it: what needs them fails with :class:`RankLost`, and nothing runs again elsewhere.

@@ -1,4 +1,4 @@
-"""Whether the workers of a mesh have the memory for what they are to hold: asked before anything runs."""
+"""Memory limits of the workers of a mesh, checked before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who hosts the ranks of a mesh: this process (the virtual mesh), or the workers of a Dask cluster.
+"""Hosts of the ranks of a mesh: this process (the virtual mesh), or the workers of a Dask cluster.
 
 A runtime keeps blocks and runs rank programs. What it hands out are *handles*: the client holds those, the blocks stay where
 their ranks are.

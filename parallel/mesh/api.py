@@ -1,4 +1,4 @@
-"""What users call to put arrays on meshes and to see what happens there."""
+"""Functions that put arrays on meshes and show what happens there."""
 
 from __future__ import annotations
 

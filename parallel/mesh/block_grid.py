@@ -1,4 +1,4 @@
-"""Who holds what, as a grid that can be drawn: what the pictures of an array's blocks have in common."""
+"""The grid of block owners, as the pictures of an array's blocks draw it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the models share: initial weights, rotary positions, heads."""
+"""Layers that the models share: initial weights, rotary positions, heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the partitioner writes with: the steps of a rank program so far, and where its variables are.
+"""The builder of rank programs: the steps so far, and where their variables are.
 
 A sum (or product) of floats of one or two bytes that is still to be made is kept in float32: ranks add in it, scale in it and send it,
 and round what they get. ``rounded`` says which variables are such, and the dtype of the values that they stand for.

@@ -1,4 +1,4 @@
-"""How reshards become rounds of messages between processes.
+"""The schedule of reshards: rounds of messages between processes.
 
 A reshard is a plan of pieces (``reshard``). Here it is sorted by process: which parts of blocks this process sends to each other,
 and how the blocks of its own ranks are joined from parts of its own and parts that arrive. Ranks of one process that need the same

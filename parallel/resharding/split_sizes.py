@@ -1,4 +1,4 @@
-"""How much each rank sends to each other in an all-to-all: the rows of a matrix, each different one written once."""
+"""Sizes that ranks exchange in an all-to-all: the rows of a matrix, each different one written once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user adds to a run: functions called at its turns, and early stopping as one of them."""
+"""Callbacks of a run: functions called at its turns, and early stopping as one of them."""
 
 from __future__ import annotations
 

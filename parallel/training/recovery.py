@@ -1,4 +1,4 @@
-"""How a run goes on after a loss of workers, or with added ones: another mesh, the newest snapshot, the same order of samples."""
+"""Recovery of a run after a loss of workers, or with added ones: another mesh, the newest snapshot, the same order of samples."""
 
 from __future__ import annotations
 

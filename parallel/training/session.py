@@ -1,4 +1,4 @@
-"""What a run has on one mesh: the compiled step, the data, the state. After a loss the run makes another session.
+"""The state of a run on one mesh: the compiled step, the data, the parameters. After a loss the run makes another session.
 
 A session whose mesh has stages of a pipeline is a :class:`~.stages.StagedSession`.
 """

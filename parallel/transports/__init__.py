@@ -1,4 +1,4 @@
-"""How blocks travel between the processes of a mesh.
+"""Transports of blocks between the processes of a mesh.
 
 One interface, :class:`.group.Transport`, with one primitive: an *exchange*, in which a process sends batches of arrays to others and
 fills sinks from what they send. The parts, from below:

@@ -1,4 +1,4 @@
-"""What travels in a message, and where it goes: arrays in bounded chunks, so that no transport needs memory of their size.
+"""Pieces of messages: arrays in bounded chunks, so that no transport needs memory of their size.
 
 A message is a list of *batches*, each a tuple of arrays of one shape. Both sides cut a batch into the same chunks of at most
 :data:`QUANTUM` bytes, boxes of the array in C order, from its shape alone: a sender may pack from a strided view and a receiver

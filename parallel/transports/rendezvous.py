@@ -1,4 +1,4 @@
-"""How the processes of a mesh find each other: who listens where, who is let in, and what a connection is made of.
+"""The rendezvous of the processes of a mesh: who listens where, who is let in, and what a connection is made of.
 
 Each Dask worker has one data plane. Two processes of a mesh connect when they first have something to say to each other, and stay
 connected. A connection is accepted only after both sides have proved, by HMAC-SHA256 over a fresh nonce, that they know the secret

@@ -1,4 +1,4 @@
-"""What this process saves, merges and reshards now, and how far it is: for whoever shows it, such as the live page of the Dask dashboard.
+"""Activities of this process: saves, merges and reshards, and how far they are, for whoever shows it.
 
 A piece of work is an `Activity` from its first byte to its end, and a while longer. What a transfer writes is counted where its windows
 come together; what a save writes is counted in the processes that hold the blocks, by the folder that they write to, and is added up by who looks.

@@ -1,4 +1,4 @@
-"""What killed writers left: `leftovers` lists it, with the reason to take its owner for dead, and `gc` deletes it."""
+"""Leftovers of killed writers: `leftovers` lists them, with the reason to take their owner for dead, and `gc` deletes them."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 

@@ -1,4 +1,4 @@
-"""What files are that are no checkpoints here: so that a refusal says what was found, and what to do about it.
+"""Refusals of files that are no checkpoints here: what was found, and what to do about it.
 
 Told by names and first bytes alone; nothing of such a file is ever interpreted.
 """

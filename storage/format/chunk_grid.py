@@ -1,4 +1,4 @@
-"""How an array is cut on disk: shard objects (one a mesh block) made of inner chunks.
+"""The chunk grid of an array on disk: shard objects (one a mesh block) made of inner chunks.
 
 An array of ``shape`` is a regular grid of *shards*, each a file; a shard is a regular grid of *chunks*, each with its
 own crc32c. A chunk is the unit of verification, so a reader of some rows or columns reads at most one chunk too many at

@@ -1,4 +1,4 @@
-"""How manifests of earlier versions become one of the present version: one pure function a step.
+"""Migrations of manifests of earlier versions: one pure function a step.
 
 A step takes the JSON document of version n, as it was parsed and after its checksum was checked, and returns that of version n + 1. It may
 change its argument, which is a copy. Steps are never edited once a version is released: what they promise is fixed by the golden

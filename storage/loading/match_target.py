@@ -1,4 +1,4 @@
-"""What a load wants of a checkpoint, checked in full before a byte of an array is read."""
+"""The match of a load's target with a checkpoint, checked in full before a byte of an array is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load took and what did not fit, in few lines: names that differ in numbers alone are one line.
+"""The report of a load: what it took and what did not fit; names that differ in numbers alone are one line.
 
 >>> grouped([f"layers.{i}.w" for i in (*range(12), 20)] + ["head.b"])
 ['layers.{0-11,20}.w (13)', 'head.b']

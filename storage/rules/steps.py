@@ -1,4 +1,4 @@
-"""What a key rule does to arrays: steps from a list of tensors to a list of tensors, checked by shape and dtype alone.
+"""Steps of key rules: from a list of tensors to a list of tensors, checked by shape and dtype alone.
 
 ==============  =====================  ================================================================================
 step            tensors                what it does

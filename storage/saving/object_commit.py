@@ -1,4 +1,4 @@
-"""How a directory comes into being in an object store, where nothing can be renamed.
+"""The commit of a directory in an object store, where nothing can be renamed.
 
 The protocol, for a target ``NAME`` (an object ``NAME/x`` is called x here):
 

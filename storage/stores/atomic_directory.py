@@ -1,4 +1,4 @@
-"""How a directory of files comes into being all at once, and how one replaces another.
+"""The commit of a directory of files, all at once, and the replacement of one by another.
 
 The protocol, for a target ``NAME``:
 

@@ -1,4 +1,4 @@
-"""Who owns a temporary name: the process that holds the lock on it, and what is known of one whose lock cannot be asked for.
+"""Owners of temporary names: the process that holds the lock on one, and what is known where no lock can be asked for.
 
 A writer locks the directory or file that it fills (``flock`` on its descriptor) as soon as it is there. The kernel drops the lock with the
 process, however that ends. So every process of the same kernel, in whatever container or PID namespace, can ask whether the owner lives.

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a bar on a terminal, plain lines elsewhere."""
+"""The progress display of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

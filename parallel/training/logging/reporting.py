@@ -1,4 +1,4 @@
-"""What a run tells others: its history, files of numbers, status, and what is shown on a terminal."""
+"""Reports of a run: its history, files of numbers, status, and lines on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: rows that are searched, filtered, sorted and paged, and the tree of their names.
+"""The inventory of a checkpoint: rows that are searched, filtered, sorted and paged, and the tree of their names.
 
 All of it comes from the table of contents; no array is read. One pass over 10⁵ arrays builds it, and it is kept with the opened
 checkpoint, so that each later view costs what it shows.

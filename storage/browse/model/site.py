@@ -1,4 +1,4 @@
-"""What a browser may show: the given roots and what lies below them, opened once and kept while it does not change.
+"""The site of a browser: the given roots and what lies below them, opened once and kept while it does not change.
 
 A place is written ``ROOT/REST``: the number of a root, and names below it. Names that are ``..``, hidden, or links that lead out of their
 root are refused, so that no address reaches anything that was not given.

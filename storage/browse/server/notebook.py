@@ -1,4 +1,4 @@
-"""What a notebook shows: the fragments of the browser with their style, without links and without a server."""
+"""Fragments of the browser for a notebook, with their style, without links and without a server."""
 
 from __future__ import annotations
 

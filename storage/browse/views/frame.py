@@ -1,4 +1,4 @@
-"""What all views share: addresses, the frame of a page, tables, facts."""
+"""The frame of all views: addresses, pages, tables, facts."""
 
 from __future__ import annotations
 

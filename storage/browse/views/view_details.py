@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside its arrays: metadata, values, documents, meshes."""
+"""The view of a checkpoint's metadata, values, documents and meshes."""
 
 from __future__ import annotations
 
