@@ -15,8 +15,8 @@ from ...arrays.core.errors import MeshError, ReshardError, ShardingConflict
 from ...arrays.core.program import ShapeDtype
 from ...arrays.indexing.sparse_cotangent import densify
 from ...arrays.ops.creation import asarray
+from ...autodiff.captures.tracing import Tracer
 from ...autodiff.compiler.compile import compile
-from ...autodiff.compiler.tracing import Tracer
 from ..execution.runtime import HostValue
 from ..sharding.ops import RESHARD
 from ..sharding.placement import Placement, Sharding

@@ -262,7 +262,7 @@ def _inline(w: Writer, e: Entry, avals: tuple[Any, ...], renamed: dict[int, int]
 def decomposition(op: Op, avals: tuple[Any, ...], params: Mapping[str, Any], origin: str) -> Program:
     """An op's decomposition as a program of its array operands."""
     from ...arrays.core.devices import CPU
-    from ...autodiff.compiler.tracing import Tracer, _Trace
+    from ...autodiff.captures.tracing import Tracer, _Trace
 
     trace = _Trace()
     args: list[Any] = []

@@ -19,7 +19,7 @@ from ...arrays.core.errors import GradientError, NonDifferentiableError, Shardin
 from ...arrays.core.op import Op, state
 from ...arrays.core.program import Entry, Program, ShapeDtype, freeze, simplify
 from ...arrays.ops.elementwise import where
-from ...autodiff.compiler.tracing import Lifted
+from ...autodiff.captures.tracing import Lifted
 from ...autodiff.rules import defvjp_all
 from ...autodiff.tape.tape import Tape, is_differentiable
 from ..resharding.collective_plans import groups_of

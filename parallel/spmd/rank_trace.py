@@ -20,7 +20,7 @@ from ...arrays.core.errors import MeshError, ShardingConflict, TracedValueError
 from ...arrays.core.op import Op, state
 from ...arrays.core.program import Program, ProgramBuilder, ShapeDtype, freeze
 from ...arrays.ops.elementwise import ADD
-from ...autodiff.compiler.tracing import Lifted, Tracer
+from ...autodiff.captures.tracing import Lifted, Tracer
 from ...autodiff.tape.backward import same_value
 from ..resharding.collective_plans import groups_of
 from ..sharding.placement import group_of

@@ -14,11 +14,12 @@ from ...arrays.core.functions import check_function
 from ...arrays.core.op import Op, recording, state
 from ...arrays.core.program import ShapeDtype, freeze
 from ...arrays.indexing.sparse_cotangent import densify
-from ...autodiff.captures.captures import Outside, Wrapper, captures_of
+from ...autodiff.captures.captures import Outside, captures_of
 from ...autodiff.captures.lost_writes import noting_logs
 from ...autodiff.captures.static_results import ARRAY, filled, static
 from ...autodiff.compiler.determinism import Chance
 from ...autodiff.compiler.signature import as_array, leaf_key, read_too
+from ...autodiff.tape.function_wrapper import Wrapper
 from ..mesh.mesh import Mesh
 from ..sharding.placement import Layout, Partial, Placement, Replicate, Shard, Sharding
 from ..spmd.per_rank_op import RankCode
