@@ -22,8 +22,8 @@ from ...arrays.core.program import ShapeDtype
 from ...autodiff.rules import defvjp
 from ..execution.runtime import HostValue, LocalRuntime
 from ..resharding.plan import overlaps
+from ..sharding.ops import RankOp
 from ..sharding.placement import Layout, Sharding, block_box, strides_of
-from ..spmd.rank_ops import RankOp
 
 if TYPE_CHECKING:
     from .sharded_array import ShardedBuffer

@@ -12,10 +12,9 @@ from ...arrays.core.op import Op
 from ...arrays.core.program import Const, Entry, ShapeDtype
 from ..resharding.collective_plans import Collective, plan_collective
 from ..resharding.expert_all_to_all import Ragged, RaggedPlan
-from ..resharding.plan import Plan, plan_reshard, reshard_text
+from ..resharding.plan import Fetch, Plan, plan_reshard, reshard_text
 from ..resharding.schedule import described
 from ..sharding.factors import FactorRule, RankView
-from ..sharding.halos import Fetch
 from ..sharding.placement import Layout, block_box, dims_text
 
 

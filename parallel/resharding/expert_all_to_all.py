@@ -28,8 +28,8 @@ from ...arrays.core.op import Op
 from ...arrays.core.program import ShapeDtype
 from ...arrays.nn.norms.row_blocks import wide
 from ..base.device_memory import BlockMemory, on_host
-from ..spmd.rank_ops import RankOp
-from ..transports.pieces import Target
+from ..collectives.pieces import Target
+from ..sharding.ops import RankOp
 from .plan import Piece, Plan
 
 # ----- what a rank does before and after ------------------------------------------------------------------------------

@@ -37,36 +37,10 @@ from ...arrays.core.program import ShapeDtype
 from ...autodiff.rules import defvjp
 from ..resharding.collective_plans import Shape
 from ..resharding.split_sizes import PartSizes
+from ..sharding.ops import RankOp
 
 if TYPE_CHECKING:
     from .rank_trace import RankTrace
-
-RANK_OPS: dict[str, RankOp] = {}
-
-
-def rank_op_named(name: str) -> Op:
-    """The op of per-rank code called ``name``: how it comes back in another process."""
-    return RANK_OPS[name]
-
-
-class RankOp(Op):
-    """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program."""
-
-    __slots__ = ()
-
-    def __init__(
-        self, name: str, operands: tuple[str, ...], impl: Callable[..., Any], infer: Callable[..., Any]
-    ) -> None:
-        self.name, self.operands, self.impl, self.infer, self.nout = name, operands, impl, infer, 1
-        self.nondifferentiable = self.replicate_only = self.decompose = None
-        self.overrides: Mapping[str, Any] = {}
-        self._bound: dict[str, Any] = {}
-        self.numpy = self.bind(np)
-        self.takes_out = False
-        RANK_OPS[name] = self
-
-    def __reduce__(self) -> Any:
-        return rank_op_named, (self.name,)
 
 
 def _together(xp: Any, *args: Any, **params: Any) -> Any:
