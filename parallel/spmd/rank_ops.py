@@ -25,7 +25,7 @@ cannot be taken for one another (JAX, *Autodiff and sharding*; Megatron-LM, sect
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -38,9 +38,7 @@ from ...autodiff.rules import defvjp
 from ..resharding.collective_plans import Shape
 from ..resharding.split_sizes import PartSizes
 from ..sharding.ops import RankOp
-
-if TYPE_CHECKING:
-    from .rank_trace import RankTrace
+from .rank_tracer import BlockTrace, RankTracer
 
 
 def _together(xp: Any, *args: Any, **params: Any) -> Any:
@@ -89,7 +87,7 @@ INVARIANT_RESULT = frozenset({ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, BROADCAST})
 # ----- the ops on Arrays of a trace: each meets the other ranks to learn their shapes -----------------------------------
 
 
-def trace_of(x: Array) -> RankTrace:
+def trace_of(x: Array) -> BlockTrace:
     """The per-rank code that a traced value belongs to."""
     return x._buf.builder
 
@@ -177,7 +175,7 @@ def from_one(x: Array, axes: tuple[int, ...], source: int) -> Array:
     return t.settled(apply(BROADCAST, (x,), {"axes": axes, "shape": shape, "source": source}), axes)
 
 
-def _place(t: RankTrace, axes: tuple[int, ...], uneven: bool) -> int:
+def _place(t: BlockTrace, axes: tuple[int, ...], uneven: bool) -> int:
     """This rank's place in the group, where what each gets has another shape (``uneven``)."""
     me = t.place(axes, uneven=uneven)
     if uneven:
@@ -215,8 +213,6 @@ def _settled(g: Array, axes: tuple[int, ...]) -> Array:
 
 def in_trace(x: Any) -> bool:
     """Whether an array stands for a value of per-rank code."""
-    from .rank_trace import RankTracer
-
     return isinstance(x, Array) and isinstance(x._buf, RankTracer)
 
 

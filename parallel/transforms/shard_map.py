@@ -23,7 +23,8 @@ from ...autodiff.tape.function_wrapper import Wrapper
 from ..mesh.mesh import Mesh
 from ..sharding.placement import Layout, Partial, Placement, Replicate, Shard, Sharding
 from ..spmd.per_rank_op import RankCode
-from ..spmd.rank_trace import RankTrace, RankTracer
+from ..spmd.rank_trace import RankTrace
+from ..spmd.rank_tracer import RankTracer
 
 
 class _Derived:
