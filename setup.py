@@ -39,9 +39,10 @@ COMPILED = {
     "autodiff/compiler": ("executable", "signature"),
     "autodiff/rules": ("elementwise", "reductions", "registry", "softmax", "structure"),
     "autodiff/tape": ("backward", "gradients", "record", "tape", "vjp_plan"),
+    "parallel/collectives": ("pieces",),
     "parallel/execution": ("executor",),
     "parallel/resharding": ("execution", "schedule"),
-    "parallel/transports": ("frames", "group", "links", "pieces", "shared_memory_link", "spin_poller"),
+    "parallel/transports": ("frames", "group", "links", "shared_memory_link", "spin_poller"),
 }
 MODULES = {
     f"meshtape.{folder.replace('/', '.')}.{name}": f"{folder}/{name}.py"

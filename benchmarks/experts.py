@@ -25,8 +25,8 @@ def sent_bytes(client: Any, run: Callable[[], Any]) -> int:
     """Bytes that the workers send to each other while ``run`` runs."""
 
     def begin() -> None:
+        from meshtape.parallel.collectives.pieces import nbytes
         from meshtape.parallel.transports.group import Group
-        from meshtape.parallel.transports.pieces import nbytes
 
         exchange = Group.exchange
         Group.counted = 0

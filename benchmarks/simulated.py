@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from meshtape.parallel.collectives.pieces import Target, chunk_of, chunks
 from meshtape.parallel.execution.executor import Prepared
 from meshtape.parallel.forecasting.traffic import CountingTransport
 from meshtape.parallel.partition.rank_program import RankProgram
-from meshtape.parallel.transports.pieces import Target, chunk_of, chunks
 
 PATIENCE = 60.0
 

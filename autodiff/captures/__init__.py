@@ -1,4 +1,4 @@
-"""The values that a traced function reads beside its arguments, and guards that compare them at each call.
+"""Traces of functions: tracers, the values read beside the arguments, and guards that compare these at each call.
 
-Imports arrays. Begin with captures.py, then guards.py.
+Imports arrays and tape. Begin with tracing.py, then captures.py and guards.py.
 """

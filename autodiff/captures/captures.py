@@ -41,7 +41,7 @@ from ...arrays.core.array import Array
 from ...arrays.core.errors import TracedValueError
 from ...arrays.core.program import freeze
 from ...arrays.indexing.sparse_cotangent import densify
-from ..compiler.tracing import Tracer, memory
+from ..tape.function_wrapper import Wrapper
 from .bytecode import is_library, module_of, names_in
 from .guards import ABSENT, CaptureKey, Captures
 from .number_inputs import TracedNumber
@@ -60,17 +60,10 @@ from .objects import (
     variables_of,
 )
 from .places import NUMBERS, Places
+from .tracing import Tracer, memory
 
 LARGEST_COMPARED = 1 << 20
 """Bytes of a NumPy array up to which its elements are compared at every call."""
-
-
-class Wrapper(abc.ABC):
-    """A callable that calls functions of the user's: what these read counts as read by it."""
-
-    @abc.abstractmethod
-    def functions(self) -> list[Callable[..., Any]]:
-        """The functions."""
 
 
 class Outside:

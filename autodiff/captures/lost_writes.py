@@ -16,8 +16,8 @@ from typing import Any
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import TracedValueError
-from ..compiler.tracing import Tracer
 from .guards import Captures
+from .tracing import Tracer
 
 
 class Arguments:

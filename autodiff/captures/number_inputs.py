@@ -14,7 +14,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from types import CellType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +22,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import FIRST_USER_DTYPE, Symbol
 from ...arrays.core.op import Op
 from ...arrays.ops import elementwise as ew
-from ..compiler.tracing import Tracer
-
-if TYPE_CHECKING:
-    from ..compiler.tracing import _Trace
+from ...arrays.ops.creation import asarray
+from .tracing import Tracer, _Trace
 
 KINDS = frozenset({int, float})
 
@@ -89,8 +87,6 @@ class NumberInput(NamedTuple):
             raise OtherKind from None  # said by the code itself, which is traced with the number
         if self.device is None:
             return host
-        from ...arrays.ops.creation import asarray
-
         return asarray(host, device=self.device)._buf
 
 

@@ -1,4 +1,4 @@
-"""Tracing, compiling and running of ``mt.compile``: programs, fusion and CUDA.
+"""``mt.compile``: programs of traced functions, their fusion, and their run on CPUs and CUDA devices.
 
-Imports arrays, tape, rules and captures. Begin with compile.py, then tracing.py.
+Imports arrays, tape, captures and ``autodiff.transforms``. Begin with compile.py, then executable.py.
 """

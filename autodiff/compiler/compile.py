@@ -27,20 +27,22 @@ from ...arrays.core.op import not_recording, recording, state
 from ...arrays.core.program import Program, Traced, freeze, last_uses, register_tracer, simplify
 from ...arrays.indexing.sparse_cotangent import IndexSum, densify
 from ...arrays.interface.writing import settled
-from ..captures.captures import Captures, Outside, Wrapper, captures_of
+from ..captures.captures import Captures, Outside, captures_of
 from ..captures.lost_writes import Arguments, noting_logs, refuse_kept, restore
 from ..captures.number_inputs import KINDS, OtherKind, Term, TracedNumber, settle_kept
 from ..captures.retraces import MOST, Retrace, Retraces
 from ..captures.static_results import ARRAY, filled, static
+from ..captures.tracing import _Trace
 from ..tape.anomaly import is_checker
 from ..tape.backward import same_value
 from ..tape.custom_vjp import custom_vjp
+from ..tape.function_wrapper import Wrapper
 from ..transforms import vjp
+from .cuda_graphs import graphed
 from .determinism import Chance, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
 from .signature import as_inputs, is_traced, leaf_keys, read_too
-from .tracing import _Trace
 
 
 class Compiled(Wrapper):
@@ -482,8 +484,6 @@ def _trace(
     buffers = [a._buf for a in inputs] + list(program.constants.values())
     host = next((b.host for b in buffers if isinstance(b, Deferred)), None)
     if cuda_graph:
-        from .cuda_graphs import graphed
-
         where = inputs[0].device if inputs else "no device"
         run = graphed(program, where if host is None else host)
         return _Ready(program, run, out_def, statics, trace, given, title)

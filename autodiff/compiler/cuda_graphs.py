@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ...arrays.core.errors import DeviceError
 from ...arrays.core.program import Const, Entry, Program
+from . import cuda_fusion
 from .fusion import Group
 
 Part = Entry | Group
@@ -223,8 +224,6 @@ def graphed(program: Program, device: Any) -> GraphedProgram:
     """The program as CUDA graphs for buffers on ``device``. Raises :class:`DeviceError` unless that is a CUDA device."""
     if getattr(device, "kind", None) != "cuda":
         raise DeviceError(f"[compile] cuda_graph=True needs arrays on one CUDA device, these are on {device}")
-    from . import cuda_fusion
-
     graphs = CudaGraphs(device.index)
     xp = graphs.xp
 

@@ -25,6 +25,7 @@ from ...arrays.indexing.indexing import GETITEM, INDEX_SET, LAST_WRITES, SCATTER
 from ...arrays.indexing.lazy_adam import LAZY_ADAM
 from ...arrays.indexing.sparse_cotangent import IndexSum
 from ...arrays.ops.matmul import MATMUL
+from . import cuda_fusion, fusion
 from .fusion import Group, chains, is_large, takers
 
 # Below this, taking new memory costs less than saying where the result goes.
@@ -59,19 +60,14 @@ def local_executable(
     ``sparse`` are inputs that are sparse cotangents, ``donated`` those whose memory results may take.
     """
     on_cuda = xp.__name__ == "cupy"
-    if on_cuda:
-        # Here, because most programs never see a GPU.
-        from .cuda_fusion import chains as kernels
-        from .cuda_fusion import executable as fused
-    else:
-        from .fusion import executable as fused
+    fused = cuda_fusion.executable if on_cuda else fusion.executable
     thin = sparse_ops.sparse_values(program.entries, program.avals, sparse) if xp is np else frozenset()
 
     def joins(e: Entry, program: Program) -> bool:
         return is_large(e, program) and thin.isdisjoint(v for v in (*e.inputs, *e.outputs) if isinstance(v, int))
 
     parts: list[Entry | Group] = (
-        kernels(program) if on_cuda else chains(program, joins) if xp is np else list(program.entries)
+        cuda_fusion.chains(program) if on_cuda else chains(program, joins) if xp is np else list(program.entries)
     )
     slots: dict[Any, int] = {}
     initial: list[Any] = []

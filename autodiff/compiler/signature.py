@@ -12,14 +12,13 @@ from ...arrays.core.program import freeze
 from ...arrays.core.tree import TreeDef
 from ...arrays.indexing.sparse_cotangent import IndexSum
 from ...arrays.interface.writing import settled
+from ...arrays.ops.creation import asarray
 from ..captures.objects import is_plain
-from .tracing import Tracer
+from ..captures.tracing import Tracer
 
 
 def as_array(x: Any) -> Any:
     if issubclass(type(x), np.ndarray) and x.dtype != object:
-        from ...arrays.ops.creation import asarray
-
         return asarray(x)
     return x
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...arrays.core.dispatch import apply
 from ...arrays.core.op import Op
 from ...arrays.core.value import FLOAT32, FLOAT64
 
@@ -139,6 +140,4 @@ def call(xp: Any, op: Op, *args: Any, **params: Any) -> Any:
         return op.numpy(*args, **params)
     if xp.__name__ == "cupy":
         return op.bind(xp)(*args, **params)
-    from ...arrays.core.dispatch import apply
-
     return apply(op, args, params)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from ...arrays.core.errors import AnomalyError
 from ...arrays.core.op import Op, not_recording, recording
 from ...arrays.core.program import Site, site_text
 from ...arrays.indexing.sparse_cotangent import IndexSum
-
-if TYPE_CHECKING:
-    from .backward import Recorded
+from .record import Recorded
 
 
 class _Mode(threading.local):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, wrap
 from ...arrays.core.errors import NonDifferentiableError, ShapeError
 from ...arrays.core.op import state
-from ...arrays.core.program import Const, Entry, Site, site_text
+from ...arrays.core.program import site_text
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.core.value import FLOAT32, FLOAT64, NUMBERS64, Now
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, write
@@ -34,6 +34,7 @@ from ...arrays.ops import matmul
 from ...arrays.ops.elementwise import ALIAS, DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT
 from ..rules.registry import same
 from . import anomaly
+from .record import Recorded
 from .vjp_plan import Recipe
 
 ndarray, multiply = np.ndarray, np.multiply
@@ -41,38 +42,10 @@ ndarray, multiply = np.ndarray, np.multiply
 Hook = Callable[[Array], Array]
 """What is called with the complete cotangent of a value, and gives what is to take its place."""
 
+TapeMaker = Callable[[], Any]
+"""The class of tapes, which stands above this module: calls that are recorded in the backward pass need one of their own."""
+
 NO_HOOKS: Any = MappingProxyType({})
-
-
-class Recorded(NamedTuple):
-    """One call on a tape. A tape holds plain tuples of these fields, which are made and read in a fraction of the time.
-
-    ``operands`` has the name, shape and dtype of each watched operand, or the names alone of those of an elementwise call that have
-    the shape and dtype of its result: what the rule gives then fits. One such name stands without a tuple. ``inputs`` has the names of all operands; a scalar is a ``Const``,
-    or itself where it is a float. ``saved`` is what the recipe keeps: buffers, and scalars.
-    """
-
-    recipe: Recipe
-    operands: int | Sequence[int] | Sequence[tuple[int, tuple[int, ...], np.dtype]]
-    inputs: Sequence[Any]
-    outputs: Sequence[int]
-    saved: Sequence[Any]
-    params: Mapping[str, Any]
-    avals: tuple[Any, ...] | None
-    out_avals: tuple[ShapeDtype, ...] | None
-    origin: str | None
-    site: Site | None
-
-    @property
-    def entry(self) -> Entry:
-        """The call as others read it."""
-        inputs = tuple(v if type(v) is int or type(v) is Const else Const(v) for v in self.inputs)
-        return Entry(self.recipe.op, inputs, tuple(self.outputs), self.params, self.origin, self.site)
-
-    @property
-    def name(self) -> str:
-        """The word that the user wrote."""
-        return self.origin or self.recipe.op.name
 
 
 def walk(
@@ -86,12 +59,14 @@ def walk(
     hooks: Mapping[int, list[Hook]] = NO_HOOKS,
     owned: set[int] | None = None,
     short: dict[int, np.dtype],
+    tape: TapeMaker,
 ) -> None:
     """Pull the cotangents in ``cots`` (by name) back through the records (fields of :class:`Recorded`), last one first.
 
     ``wrapped`` says that rules run on Arrays, and are recorded, instead of on the raw buffers of ``xp``. Cotangents of ``keep``
     stay; records are dropped with their saved values when ``free``. ``hooks`` are called on the cotangents of their values, once
     these are complete. ``short`` has the dtypes of those values whose cotangents are kept in float32 though they are shorter.
+    ``tape`` makes a tape for calls that are recorded only now.
     """
     hooks = dict(hooks)
     # Cotangents whose buffer nobody else can hold: they may be added to in place.
@@ -131,7 +106,7 @@ def walk(
                     )  # a loss of short logits is float32, and their cotangent as short as they are
                 operands = spelled(operands, g.shape, g.dtype)
             elif quick is None or aside:
-                operands, found = _found(fields, cots, keep, owned, short, xp, wrapped)
+                operands, found = _found(fields, cots, keep, owned, short, xp, wrapped, tape)
                 if found is None:
                     continue
             else:
@@ -295,12 +270,13 @@ def _found(
     short: dict[int, np.dtype],
     xp: Any,
     wrapped: bool,
+    tape: TapeMaker,
 ) -> tuple[Any, Any]:
     """The operands of any record and their cotangents, by the general way; None in place of these where all is done."""
     r = Recorded._make(fields)
     recipe, operands = r.recipe, r.operands
     if hasattr(recipe.op, "expand"):
-        _expand(r, cots, keep, owned, short, xp, wrapped)
+        _expand(r, cots, keep, owned, short, xp, wrapped, tape)
         return operands, None
     gs = [cots.get(v) for v in r.outputs]
     if all(g is None for g in gs):
@@ -332,7 +308,7 @@ def _found(
     now.site = r.site
     if wrapped:
         now.origin = f"{r.name} vjp"
-    found = _pull(r, g, xp, wrapped, wide, mine)
+    found = _pull(r, g, xp, wrapped, wide, mine, tape)
     if not wrapped:
         _own_edited(recipe, operands, cots, owned)
     if anomaly.mode.on:
@@ -366,12 +342,13 @@ def _expand(
     short: dict[int, np.dtype],
     xp: Any,
     wrapped: bool,
+    tape: TapeMaker,
 ) -> None:
     """The cotangents of a call whose insides are recorded only now."""
     if not any(v in cots for v in r.outputs):
         return
     state.site = r.site
-    records, outputs = r.recipe.op.expand(r, wrapped)
+    records, outputs = r.recipe.op.expand(r, wrapped, tape)
     for v, inner in zip(r.outputs, outputs, strict=True):
         if v in cots:
             if v not in keep and v in owned:
@@ -380,10 +357,10 @@ def _expand(
             if v in short:
                 short[inner] = short[v] if v in keep else short.pop(v)
             cots[inner] = cots[v] if v in keep else cots.pop(v)
-    walk(records, cots, keep, xp, wrapped, free=True, owned=owned, short=short)
+    walk(records, cots, keep, xp, wrapped, free=True, owned=owned, short=short, tape=tape)
 
 
-def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool) -> list[Any]:
+def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool, tape: TapeMaker) -> list[Any]:
     """Cotangents of the watched operands, as the rules give them; the general form. ``wide``: all in float32 that is shorter."""
     recipe = r.recipe
     if recipe.decomposed:
@@ -391,7 +368,7 @@ def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool) -
             return recipe.op.pull(r, g, wrapped)
         if recipe.op.decompose is None:
             raise NonDifferentiableError(f"[{recipe.op.name}] has no derivative; it was called at {site_text(r.site)}")
-        return _pull_decomposed(r, g, wrapped, wide)
+        return _pull_decomposed(r, g, wrapped, wide, tape)
     saved, avals = r.saved, r.avals
     if wrapped:
         names = [*(r.inputs[p] for p in recipe.saves), *r.outputs]
@@ -454,10 +431,8 @@ def same_value(x: Array) -> Array:
     return buf.value() if type(buf) is Writing else named(buf, name)
 
 
-def _pull_decomposed(r: Recorded, g: Any, wrapped: bool, wide: bool) -> list[Any]:
+def _pull_decomposed(r: Recorded, g: Any, wrapped: bool, wide: bool, make: TapeMaker) -> list[Any]:
     """Derivative of an op through its decomposition: record that on a tape of its own and walk it."""
-    from .tape import Tape
-
     # Where outer tapes listen, each operand is an alias with a name of its own that they know: an array that is passed twice
     # would otherwise get the sum of both cotangents twice.
     args = [
@@ -465,7 +440,7 @@ def _pull_decomposed(r: Recorded, g: Any, wrapped: bool, wide: bool) -> list[Any
         for b, v in zip(r.saved, r.inputs, strict=True)
     ]
     args = widened(args) if wide else args
-    tape = Tape()
+    tape = make()
     with tape:
         tape.watch([args[p] for p in r.recipe.wanted])
         outs = r.recipe.op.decompose(*args, **r.params)

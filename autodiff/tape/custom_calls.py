@@ -24,8 +24,9 @@ from ...arrays.core.op import Op, state
 from ...arrays.core.program import Const, Site
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import BARRIER
-from .backward import Recorded, named, same_value
+from .backward import TapeMaker, named, same_value
 from .hidden import refuse_hidden
+from .record import Recorded
 from .vjp_plan import Recipe
 
 
@@ -219,14 +220,12 @@ class _Recomputed:
         record_on(self, arrays, outs, [a._buf for a in arrays], tapes)
         return outs
 
-    def expand(self, r: Recorded, wrapped: bool) -> tuple[list[tuple[Any, ...]], list[int]]:
+    def expand(self, r: Recorded, wrapped: bool, make: TapeMaker) -> tuple[list[tuple[Any, ...]], list[int]]:
         """The calls made again, recorded: records whose operands have the names they had outside, and the results' new names."""
-        from .tape import Tape
-
         # A barrier where others look on: compiled and pending programs share equal calls, and would keep the values of the
         # forward pass alive for these, which is what recomputing them is there to avoid.
         args = [apply(BARRIER, (named(b, v),)) if wrapped else wrap(b) for b, v in zip(r.saved, r.inputs, strict=True)]
-        tape = Tape()
+        tape = make()
         with tape:
             tape.watch([args[p] for p in r.recipe.wanted])
             outs = self.run(args)

@@ -18,10 +18,11 @@ from ...arrays.core.functions import check_function
 from ...arrays.core.op import Op
 from ...arrays.core.program import Site, site_text
 from ...arrays.ops.creation import asarray
-from ..captures.captures import Wrapper
-from .backward import Recorded, named, same_value
+from .backward import named, same_value
 from .custom_calls import Around, as_they_are, note_call_made, record_on, recording_tapes, without_tapes
+from .function_wrapper import Wrapper
 from .hidden import refuse_hidden
+from .record import Recorded
 
 
 class _Guard:

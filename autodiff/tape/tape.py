@@ -31,11 +31,11 @@ from ...arrays.core.program import Entry, Site
 from ...arrays.core.value import FLOAT32, Value
 from ...arrays.indexing.sparse_cotangent import IndexSum, densify
 from ...arrays.interface.writing import WATCHERS, settled
-from ...arrays.ops.creation import asarray, ones
+from ...arrays.ops.creation import asarray, ones, zeros_like
 from .anomaly import is_checker
-from .backward import Hook, Recorded, cast, same_value, walk
+from .backward import Hook, cast, same_value, walk
 from .custom_calls import CallRecipe, run_hook
-from .record import Recording, is_differentiable
+from .record import Recorded, Recording, is_differentiable
 
 
 def noted(sources: Sequence[Any], grads: list[Any]) -> list[Any]:
@@ -235,8 +235,6 @@ class Tape(Recording):
         for x, name in zip(leaves, names, strict=True):
             g = cots.get(name) if is_differentiable(x.dtype) else None
             if g is None and unconnected == "zeros" and is_differentiable(x.dtype):
-                from ...arrays.ops.creation import zeros_like
-
                 g = zeros_like(x)
             out.append(g)
         return trees.unflatten(treedef, noted(leaves, out))
@@ -268,7 +266,17 @@ class Tape(Recording):
             records = self._records
             if not self.persistent:
                 self._records, self._used = [], True
-            walk(records, cots, frozenset(keep), xp, wrapped, free=not self.persistent, hooks=self._hooks, short=short)
+            walk(
+                records,
+                cots,
+                frozenset(keep),
+                xp,
+                wrapped,
+                free=not self.persistent,
+                hooks=self._hooks,
+                short=short,
+                tape=Tape,
+            )
         finally:
             now.recorders = before
         kept: dict[int, Array] = {}
@@ -309,12 +317,9 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
         # Made from the shape alone, not "like" the target: a target that is still to be reduced need not be for this.
         where = target.device if isinstance(target.device, Device) else None
         seed = ones(target.shape, dtype=target.dtype, device=where)
-        if isinstance(target._buf, Deferred) and target._buf.host is not None:
-            from ..compiler.tracing import Tracer  # which is made with a tape
-
-            if not isinstance(target._buf, Tracer):
-                # Where the target is: here, what a cotangent is spread to would be as large as all blocks together.
-                seed = target._buf.host.replicate(seed)
+        if isinstance(target._buf, Deferred) and target._buf.host is not None and not target._buf.traced:
+            # Where the target is: here, what a cotangent is spread to would be as large as all blocks together.
+            seed = target._buf.host.replicate(seed)
         return target, seed
     seed = asarray(seed)
     if seed.shape != target.shape:

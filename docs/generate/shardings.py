@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests" / "parallel"))
 import meshtape as mt  # noqa: E402
 from meshtape.arrays import OPS  # noqa: E402
 from meshtape.arrays.core.op import Op  # noqa: E402
-from meshtape.arrays.core.program import ShapeDtype  # noqa: E402
+from meshtape.arrays.core.shape_dtype import ShapeDtype  # noqa: E402
 from meshtape.parallel.sharding.factors import FactorRule, rule_for  # noqa: E402
 
 HEAD = """\

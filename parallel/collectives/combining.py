@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.device_memory import BlockMemory
-from ..transports.pieces import Fold, Target
+from .pieces import Fold, Target
 from .reduction_tree import Node, Span, levels
 
 Messages = dict[int, list[Any]]

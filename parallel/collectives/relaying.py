@@ -15,8 +15,8 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ..base.device_memory import BlockMemory
-from ..transports.pieces import Target
 from .costs import depth
+from .pieces import Target
 
 Slices = tuple[slice, ...]
 

@@ -1,4 +1,4 @@
 """Pages of Dask's dashboard that show meshes, jobs and checkpoints.
 
-Imports dask and storage. Begin with pages.py.
+Imports ``training.job`` and storage. Begin with pages.py.
 """

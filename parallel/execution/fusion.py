@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ...arrays.backends.memory_pool import room
 from ...arrays.core.program import Entry, Program
 from ...arrays.core.shape_dtype import ShapeDtype
+from ...autodiff.compiler import cuda_codegen, cuda_fusion
 from ...autodiff.compiler.fusion import Group, chains, executable, is_large, takers
 from ..base.device_memory import BlockMemory
 from ..partition.overlap import dropped, variables
@@ -36,10 +37,7 @@ def fused(
     calls = {s.outputs[0]: s for s, _ in doings if isinstance(s, Local) and _may_join(s, program, apart)}
     if len(calls) < 2:
         return list(doings)
-    joins, grouped = is_large, chains
-    if cuda:  # here, because most programs never see a GPU
-        from ...autodiff.compiler.cuda_codegen import expressible as joins
-        from ...autodiff.compiler.cuda_fusion import chains as grouped
+    joins, grouped = (cuda_codegen.expressible, cuda_fusion.chains) if cuda else (is_large, chains)
     rest: dict[int, Any] = {}
     entries = []
     for at, (s, _) in enumerate(doings):
@@ -103,9 +101,7 @@ class PreparedChain:
         group = chain.group
         self.calls, self.memory, self.outputs, self._inputs = chain.calls, memory, group.outputs, group.inputs
         self._on_host = memory.name == "cpu"
-        make: Callable[..., Any] = executable
-        if not self._on_host:
-            from ...autodiff.compiler.cuda_fusion import executable as make
+        make: Callable[..., Any] = executable if self._on_host else cuda_fusion.executable
         self._takers = [tuple(group.inputs[k] for k in ks if group.inputs[k] in frees) for ks in takers(group)]
         variables = dict.fromkeys((*group.inputs, *(v for e in group.entries for v in e.outputs)))
         # Ranks whose blocks have the same shapes share what is made.

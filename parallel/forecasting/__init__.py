@@ -2,7 +2,7 @@
 
 No worker is asked and no array is made. The partitioner writes the rank program of thousands of virtual ranks, as it does for a run; the
 replay takes its steps as an executor would, and keeps account of blocks, messages and time. ``specs`` makes programs of shapes,
-``traffic`` counts messages, ``costs`` and ``figures`` say how long things take, ``report`` shows it. Start reading in ``replay``.
+``traffic`` counts messages, ``costs`` and ``figures`` say how long things take, ``report`` shows it. Imports mesh, execution and partition. Begin with replay.py.
 """
 
 from __future__ import annotations

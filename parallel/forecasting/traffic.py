@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.device_memory import HostMemory
+from ..collectives.pieces import expected
 from ..execution.executor import Prepared
 from ..partition.overlap import Buckets, dropped, variables
 from ..partition.rank_program import Move, Moves, RankProgram
 from ..resharding.expert_all_to_all import Ragged
 from ..sharding.placement import block_box
 from ..transports.group import Receives, Sends
-from ..transports.pieces import expected
 
 
 class Exchange(NamedTuple):

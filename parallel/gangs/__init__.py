@@ -1,4 +1,4 @@
 """``mt.gang``: functions that run in several processes of a cluster at once.
 
-Imports dask and mesh. Begin with gang.py.
+Imports dask, transports and base. Begin with gang.py.
 """

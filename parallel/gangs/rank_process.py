@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from distributed.protocol.pickle import dumps, loads
 
+from ...arrays.ops.creation import asarray
+
 
 class SharedBlock(NamedTuple):
     """A block that another process left in a file."""
@@ -27,8 +29,6 @@ class SharedBlock(NamedTuple):
 
     def array(self) -> Any:
         """The block as an array; what is written to it stays in this process."""
-        from ...arrays.ops.creation import asarray
-
         if 0 in self.shape:
             return asarray(np.empty(self.shape, self.dtype))
         return asarray(np.memmap(self.path, self.dtype, "c", shape=self.shape), copy=False)

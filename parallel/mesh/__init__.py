@@ -1,4 +1,4 @@
-"""Meshes and sharded arrays: the API, transfers, replicas, and Dask's collections.
+"""Meshes and sharded arrays: the API, transfers, replicas, pictures, and Dask's collections.
 
-Imports sharding, partition, execution and dask. Begin with mesh.py, then sharded_array.py.
+Imports sharding, spmd, partition, execution and dask. Begin with mesh.py, then sharded_array.py and api.py.
 """

@@ -15,13 +15,15 @@ from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.sparse_cotangent import densify
 from ...arrays.interface.writing import settled
 from ...arrays.ops.creation import asarray
+from ...autodiff.captures.tracing import Tracer
 from ...autodiff.compiler.compile import compile
-from ...autodiff.compiler.tracing import Tracer
+from ...autodiff.rules import defvjp
+from ..execution.explain import program_text
 from ..execution.runtime import HostValue
 from ..sharding.ops import RESHARD
 from ..sharding.placement import Placement, Sharding
 from .mesh import Mesh
-from .mesh_transfer import moved_to_mesh
+from .mesh_transfer import TRANSFER, moved_to_mesh
 from .sharded_array import ShardedBuffer, sharded_array
 
 
@@ -128,6 +130,15 @@ def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement
     return apply(RESHARD, (x,), {"layout": wanted.layout})
 
 
+def _moved_back(xp: Any, g: Any, source: Sharding, target: Sharding) -> Any:
+    if g.sharding is None or g.sharding.mesh is source.mesh:
+        return g
+    return reshard(g, Sharding.of(source.mesh, source.layout.reduced()))
+
+
+defvjp(TRANSFER, x=_moved_back)
+
+
 def compute(*trees_in: Any) -> Any:
     """Run what is pending and wait for it; gives back its arguments (one: itself), whose arrays now have their blocks.
 
@@ -171,5 +182,5 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     if mesh is None:
         return str(program)
     placed = mesh.runtime.placed()
-    text = mesh.rank_program(program, shardings).text(mesh.names, cuda=placed is not None)
+    text = program_text(mesh.rank_program(program, shardings), mesh.names, cuda=placed is not None)
     return text if placed is None else f"# blocks on {placed}\n{text}"

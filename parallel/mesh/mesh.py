@@ -14,7 +14,7 @@ from ...arrays.core.devices import Device
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.errors import MeshError
 from ...arrays.core.op import Op, not_recording
-from ...arrays.core.program import Program
+from ...arrays.core.program import Const, Entry, Program
 from ...arrays.core.shape_dtype import ShapeDtype
 from ..base.device_memory import memory_of
 from ..execution.devices import local_device
@@ -28,6 +28,7 @@ from ..sharding.propagate import Placed, propagate
 from ..sharding.splat import spread
 from ..spmd.per_rank_op import ShardMapOp
 from .sharded_array import IMPLICIT_LIMIT, Pending, ShardedBuffer, another_mesh, handles_of, sharded_array, two_meshes
+from .visualize import mesh_html
 
 MOST_RANKS = 1 << 20
 """Beyond it a plan alone is larger than what a process holds."""
@@ -181,8 +182,6 @@ class Mesh:
         return f"Mesh({axes})" + (f" on {', '.join(where)}" if where else "")
 
     def _repr_html_(self) -> str:
-        from .visualize import mesh_html
-
         return mesh_html(self)
 
     # ----- programs (ProgramHost) ---------------------------------------------------------------------------------------
@@ -311,8 +310,6 @@ class Mesh:
 
 
 def _entry(op: Op, avals: Sequence[Any], inputs: Sequence[int], nout: int, params: Mapping[str, Any]) -> Any:
-    from ...arrays.core.program import Const, Entry
-
     names = {k: i for i, k in enumerate(inputs)}
     return Entry(
         op,

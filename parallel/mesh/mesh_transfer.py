@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,14 +19,25 @@ from ...arrays.core.dispatch import apply
 from ...arrays.core.errors import ReshardError
 from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
-from ...autodiff.rules import defvjp
 from ..execution.runtime import HostValue, LocalRuntime
 from ..resharding.plan import overlaps
+from ..sharding.mesh_protocol import Mesh
+from ..sharding.ops import RankOp
 from ..sharding.placement import Layout, Sharding, block_box, strides_of
-from ..spmd.rank_ops import RankOp
 
-if TYPE_CHECKING:
-    from .sharded_array import ShardedBuffer
+
+class Blocks(Protocol):
+    """The buffer of an array on a mesh: :class:`.sharded_array.ShardedBuffer`."""
+
+    mesh: Mesh
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    handle: Any
+    collection: Any
+
+    def computed(self) -> Blocks:
+        """Itself, with a handle."""
 
 
 class Part(NamedTuple):
@@ -88,27 +99,13 @@ TRANSFER = RankOp("transfer", ("x",), _nowhere, _same)
 """The same value on another mesh. It is carried out at once."""
 
 
-def _back(xp: Any, g: Any, source: Sharding, target: Sharding) -> Any:
-    from .api import reshard
-
-    if g.sharding is None:
-        return g
-    here = g if g.sharding.mesh is not source.mesh else None
-    return reshard(g, Sharding.of(source.mesh, source.layout.reduced())) if here is not None else g
-
-
-defvjp(TRANSFER, x=_back)
-
-
 def moved_to_mesh(x: Any, target: Sharding) -> Any:
     """``x`` on another mesh, where no reduction is pending."""
     return apply(TRANSFER, (x,), {"source": x.sharding, "target": target})
 
 
-def transfer(buf: ShardedBuffer, target: Sharding) -> ShardedBuffer:
-    """The blocks of ``buf`` as blocks of another mesh."""
-    from .sharded_array import ShardedBuffer
-
+def transferred(buf: Blocks, target: Sharding) -> Any:
+    """The handle of the blocks of ``buf`` as blocks of another mesh."""
     old, new = buf.mesh, target.mesh
     buf.computed()
     if buf.layout.partials:
@@ -130,7 +127,7 @@ def transfer(buf: ShardedBuffer, target: Sharding) -> ShardedBuffer:
         )
     else:
         handle = _over_dask(buf, target)
-    return ShardedBuffer(new, target.layout, ShapeDtype(buf.shape, buf.dtype), handle=handle)
+    return handle
 
 
 def _joined(shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
@@ -143,7 +140,7 @@ def _joined(shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[tuple[Box, 
 # ----- between workers --------------------------------------------------------------------------------------------------
 
 
-def _over_dask(buf: ShardedBuffer, target: Sharding) -> Any:
+def _over_dask(buf: Blocks, target: Sharding) -> Any:
     from ..dask.runtime import DaskRuntime, RemoteBlocks
     from ..dask.worker import call_on_blocks
 

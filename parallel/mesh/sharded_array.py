@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,14 +26,13 @@ from ...arrays.indexing.indexing import GETITEM, SCATTER
 from ...arrays.ops.manipulation import BROADCAST_TO
 from ..execution.runtime import HostValue
 from ..partition.partition import partition
+from ..sharding.mesh_protocol import Mesh
 from ..sharding.placement import REPLICATED, Layout, Sharding
 from ..sharding.propagate import Hints, propagate
 from ..sharding.splat import repeated_element
-from .iterating import elements
-from .mesh_transfer import TRANSFER, transfer
-
-if TYPE_CHECKING:
-    from .mesh import Mesh
+from .dask_export import as_collection, persisted
+from .mesh_transfer import TRANSFER, transferred
+from .visualize import blocks_html
 
 # A local array beside sharded ones is copied to every rank; above this size that must be said, by mt.distribute, unless it is one
 # repeated value.
@@ -41,6 +40,18 @@ IMPLICIT_LIMIT = 1 << 20
 
 # More noted calls than this are run without being asked for: a program of endless length helps nobody.
 PENDING_LIMIT = 5000
+
+# ``for v in x``: each ``x[i]`` by itself is a program, and its value a question to a worker: milliseconds, for eight bytes. So small
+# elements are fetched many at a time. What comes is an array on the mesh like ``x[i]``, whose value is in this process already.
+
+FEW_ELEMENTS = 8
+"""Elements of an array that are indexed one by one: ``a, b = x`` waits for nothing."""
+
+LARGEST_FETCHED = 1 << 20
+"""Bytes of an element above which it stays where it is."""
+
+FETCH_WINDOW = 16 << 20
+"""Bytes that are fetched at a time."""
 
 
 class ShardedBuffer(Deferred):
@@ -71,7 +82,8 @@ class ShardedBuffer(Deferred):
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShardedBuffer, ...]:
         if op is TRANSFER:
-            return (transfer(self, params["target"]),)
+            target = params["target"]
+            return (ShardedBuffer(target.mesh, target.layout, self.aval, handle=transferred(self, target)),)
         return self.mesh.pending.emit(op, args, params)
 
     def computed(self) -> ShardedBuffer:
@@ -110,20 +122,14 @@ class ShardedBuffer(Deferred):
 
     def dask(self) -> Any:
         """The ``dask.array`` of the blocks."""
-        from .dask_interop import as_collection
-
         return as_collection(self)
 
     def dask_persisted(self) -> tuple[Any, tuple[Any, ...]]:
         """See ``__dask_postpersist__``."""
-        from .dask_interop import persisted
-
         return persisted(self)
 
     def blocks_html(self) -> str:
         """The blocks drawn over the mesh, for notebooks."""
-        from .visualize import blocks_html
-
         return blocks_html(self.shape, self.sharding)
 
 
@@ -291,3 +297,31 @@ def sharded_array(mesh: Mesh, layout: Layout, aval: ShapeDtype, handle: Any) -> 
 def handles_of(buffers: Sequence[ShardedBuffer]) -> list[Any]:
     """Handles, computed where they are pending."""
     return [b.computed().handle for b in buffers]
+
+
+# ----- elements, one after the other ------------------------------------------------------------------------------------
+
+
+def elements(x: Array, mesh: Mesh) -> Iterator[Array]:
+    """``x[0]``, ``x[1]``, … of an array on a mesh. Where calls are recorded, each is a call; otherwise small ones come in windows."""
+    count, nbytes = x.shape[0], x.nbytes // max(1, x.shape[0])
+    if count <= FEW_ELEMENTS or nbytes > LARGEST_FETCHED or state.recorders:
+        return (x[i] for i in range(count))
+    return _fetched(x, mesh, max(1, FETCH_WINDOW // max(1, nbytes)))
+
+
+def _fetched(x: Array, mesh: Mesh, window: int) -> Iterator[Array]:
+    layout = x[0]._buf.layout.reduced()  # noted, and never computed, as nobody holds it
+    aval = ShapeDtype(x.shape[1:], x.dtype)
+    here, start, values = None, 0, np.empty(0)
+    for i in range(x.shape[0]):
+        if state.recorders:
+            yield x[i]
+            continue
+        if x._buf is not here or i == start + len(values):  # (it was written to)
+            whole = window >= x.shape[0]
+            here, start = x._buf, 0 if whole else i
+            values = (x if whole else x[i : i + window])._concrete()
+        # A copy: who keeps one element does not keep all.
+        value = HostValue(np.array(values[i - start], copy=True), layout, mesh.sizes)
+        yield sharded_array(mesh, layout, aval, value)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...arrays.core.array import Array
-from ..sharding.placement import Sharding, make_layout
+from ..sharding.mesh_protocol import Mesh
+from ..sharding.placement import DRAWINGS, Sharding, make_layout
 from .block_grid import Grid, Slab, Span, colour_of, grid_of, ranks_text
-
-if TYPE_CHECKING:
-    from .mesh import Mesh
 
 MOST_ROWS, MOST_SLABS, MOST_CELLS = 16, 6, 64
 """Rows of a table of text, tables, and rows and columns of a picture that are drawn; of more the first ones and the last one."""
@@ -192,6 +190,9 @@ def sharding_html(sharding: Sharding) -> str:
     split = ", ".join(f"dimension {d} in {math.prod(sizes[a] for a in axes)}" for d, axes in shards)
     text = f"ranks of {sharding.mesh}: {placements}; {f'splits {split}' if split else 'splits no dimension'}"
     return blocks_html(shape, Sharding.of(sharding.mesh, layout), caption=text)
+
+
+DRAWINGS["sharding"] = sharding_html
 
 
 def mesh_html(mesh: Mesh) -> str:

@@ -8,6 +8,8 @@ themselves are the same on one device and on any mesh.
 - ``mt.models.encoder``: a BERT-style encoder and its sentence embeddings.
 - ``mt.models.moe``: a mixture-of-experts block.
 - ``mt.models.Plan``: what a named plan is made of, for models of your own; ``mt.models.Stages``: how one is cut for a pipeline.
+
+Imports arrays, autodiff, storage, mesh and transforms. Begin with layers.py, then decoder.py.
 """
 
 from . import decoder, encoder, moe

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ...arrays import random
 from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
@@ -18,6 +19,8 @@ from ...arrays.ops.creation import asarray, ones
 from ...arrays.ops.manipulation import astype, matrix_transpose
 from ...arrays.reductions.reductions import sum as sum_
 from ...autodiff import checkpoint
+from ...storage import load
+from ..transforms.ring_attention import ring_attention
 from . import huggingface, moe
 from .decoder_families import FAMILIES, rules
 from .layers import (
@@ -37,9 +40,6 @@ from .layers import (
     split_heads,
 )
 from .plans import AXES, Plan, Stages, block_cuts, parse
-
-if TYPE_CHECKING:
-    pass
 
 PARAMETERS = {
     "tp": {"*attn.[qkv]": 1, "*attn.o": 0, "*ffn.gate": 1, "*ffn.up": 1, "*ffn.down": 0, "*experts.gate": 2}
@@ -291,8 +291,6 @@ def project(params: Any, x: Array, config: Config, *, plan: Plan | None = None) 
 
 
 def _block_key(key: Array, i: int) -> Array:
-    from ...arrays import random
-
     return random.fold_in(key, i)
 
 
@@ -333,8 +331,6 @@ def _attention(
     v = split_heads(linear(h, p["v"]), c.kv_heads)
     here = q.sharding
     if plan is not None and "cp" in plan.parts and here is not None and AXES["cp"] in here.mesh.names:
-        from ..transforms.ring_attention import ring_attention
-
         out = ring_attention(q, k, v, axis=AXES["cp"], is_causal=True)
     else:
         attend = partial(nn.scaled_dot_product_attention, is_causal=True)
@@ -479,8 +475,6 @@ def from_pretrained(
     With a mesh each rank reads its own blocks, as the plan says. ``dtype`` is that of the result; weights that it cannot hold are a
     `Lossy` unless ``allow_overflow``. See also :meth:`Config.from_huggingface`.
     """
-    from ...storage import load
-
     directory = Path(directory)
     config = Config.from_huggingface(directory / "config.json", max_length=max_length)
     like = expected(shapes(config), mesh, parse(plan, PARAMETERS, ACTIVATIONS), dtype)

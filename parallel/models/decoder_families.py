@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...storage import Rules
 from . import huggingface
-
-if TYPE_CHECKING:
-    from ...storage import Rules
 
 _LLAMA = dict.fromkeys(
     (
@@ -53,8 +51,6 @@ def rules(config: Any) -> Rules:
     They stored weights as ``(outputs, inputs)``. A decoder with experts follows the names of Mixtral. Names say nothing of how a model
     computes: :func:`~meshtape.models.decoder.from_pretrained` reads that too, and refuses what this one would compute wrongly.
     """
-    from ...storage import Rules
-
     lines = [
         "model.embed_tokens.weight -> embed",
         "model.norm.weight -> norm",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ...arrays.ops.elementwise import maximum, where
 from ...arrays.ops.manipulation import astype, expand_dims
 from ...arrays.reductions.reductions import sum as sum_
 from ...autodiff import checkpoint
+from ...storage import Rules, load
 from . import huggingface
 from .layers import (
     Keys,
@@ -35,9 +36,6 @@ from .layers import (
     split_heads,
 )
 from .plans import Plan, Stages, block_cuts, parse
-
-if TYPE_CHECKING:
-    from ...storage import Rules
 
 PARAMETERS = {
     "tp": {"*attn.[qkv].weight": 1, "*attn.[qkv].bias": 0, "*attn.o.weight": 0}
@@ -399,8 +397,6 @@ def rules(config: Config | None = None) -> Rules:
 
     They store weights as ``(outputs, inputs)``.
     """
-    from ...storage import Rules
-
     theirs = {
         "attn.q": "attention.self.query",
         "attn.k": "attention.self.key",
@@ -430,8 +426,6 @@ def from_pretrained(directory: str | Path, mesh: Any = None, plan: str | Plan = 
 
     With a mesh each rank reads its own blocks, as the plan says.
     """
-    from ...storage import load
-
     directory = Path(directory)
     config = Config.from_huggingface(directory / "config.json")
     like = expected(shapes(config), mesh, parse(plan, PARAMETERS, ACTIVATIONS))

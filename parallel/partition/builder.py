@@ -20,8 +20,8 @@ from ...arrays.core.program import Const, Program
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.elementwise import ASTYPE
 from ..resharding.collective_plans import Collective
+from ..resharding.plan import Fetch
 from ..sharding.factors import FactorRule, RankView
-from ..sharding.halos import Fetch
 from ..sharding.placement import REPLICATED, Layout, Replicate, block_box, make_layout
 from ..sharding.propagate import Hints
 from .rank_program import Local, Move, Moves, Step

@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.core.devices import CPU
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.op import Op, state
 from ...arrays.core.program import Entry, Program, freeze, simplify, site_text
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.indexing import GETITEM
 from ...arrays.ops.elementwise import ALIAS
+from ...autodiff.captures.tracing import Tracer, _Trace
 from ..sharding.factors import rule_for
 from ..sharding.ops import RESHARD
 from ..sharding.placement import REPLICATED, Layout
@@ -262,9 +264,6 @@ def _inline(w: Writer, e: Entry, avals: tuple[Any, ...], renamed: dict[int, int]
 
 def decomposition(op: Op, avals: tuple[Any, ...], params: Mapping[str, Any], origin: str) -> Program:
     """An op's decomposition as a program of its array operands."""
-    from ...arrays.core.devices import CPU
-    from ...autodiff.compiler.tracing import Tracer, _Trace
-
     trace = _Trace()
     args: list[Any] = []
     for a in avals:

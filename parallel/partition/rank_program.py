@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.op import Op
-from ...arrays.core.program import Const, Entry
+from ...arrays.core.program import Const
 from ...arrays.core.shape_dtype import ShapeDtype
 from ..resharding.collective_plans import Collective, plan_collective
-from ..resharding.expert_all_to_all import Ragged, RaggedPlan
-from ..resharding.plan import Plan, plan_reshard, reshard_text
-from ..resharding.schedule import described
+from ..resharding.expert_all_to_all import Ragged
+from ..resharding.plan import Fetch, Plan, plan_reshard, reshard_text
 from ..sharding.factors import FactorRule, RankView
-from ..sharding.halos import Fetch
-from ..sharding.placement import Layout, block_box, dims_text
+from ..sharding.placement import Layout, block_box
 
 
 class Local(NamedTuple):
@@ -118,66 +116,3 @@ class RankProgram:
                 for m in s.moves:
                     total += self.plan(m).bytes_received(self.avals[m.source].dtype.itemsize)
         return total
-
-    def _amount(self, m: Move) -> str:
-        """How much a move moves, in words."""
-        plan, itemsize = self.plan(m), self.avals[m.source].dtype.itemsize
-        if not isinstance(plan, RaggedPlan):
-            how = described(plan, self.avals[m.source].dtype)
-            return f"{plan.bytes_received(itemsize)} bytes" + (f", {how}" if how else "")
-        return f"{plan.bytes_received(itemsize)} bytes where all are chosen alike, {plan.most * itemsize} at most"
-
-    def text(self, names: Sequence[str], cuda: bool = False) -> str:
-        """One line a step: the op, the block that a rank holds of its result, and the collectives with their bytes.
-
-        ``cuda`` says whether the blocks are on GPUs.
-        """
-        lines = []
-
-        def typed(v: int) -> str:
-            aval, layout = self.avals[v], self.layouts[v]
-            dims = dims_text(aval.shape, layout, names)
-            partial = ",".join(f"{op}:{names[a]}" for a, op in layout.partials)
-            mark = " a rank" if v in self.inner else ""
-            return f"{aval.dtype.name}[{dims}]" + (f"{{{partial}}}" if partial else "") + mark
-
-        def called(s: Local, mark: str) -> str:
-            entry = Entry(s.op, s.inputs, s.outputs, s.params)
-            note = f"  # {s.origin}" if s.origin and s.origin != s.op.name else ""
-            return f"{mark} {entry}  : {', '.join(map(typed, s.outputs))}{note}"
-
-        from ..execution.executor import thin_values  # these read programs
-        from ..execution.fusion import Chain, fused
-        from .overlap import Start, Wait, schedule
-
-        apart = frozenset() if cuda else thin_values(self)
-        for s, _ in fused(self, [(a.what, a.frees) for a in schedule(self)], cuda=cuda, apart=apart):
-            if isinstance(s, Chain):
-                marks = "╭" + "│" * (len(s.calls) - 2) + "╰"
-                lines += map(called, s.calls, marks)
-            elif isinstance(s, Start):
-                lines.append(f"» start {', '.join(f'%{m.target}' for m in s.moves)}, beside what follows")
-            elif isinstance(s, Moves | Wait):
-                for i, m in enumerate(s.moves):
-                    words = self.move_text(m, names)
-                    moved = self._amount(m)
-                    mark = (
-                        "┌"
-                        if len(s.moves) > 1 and i == 0
-                        else "└"
-                        if len(s.moves) > 1 and i == len(s.moves) - 1
-                        else "│"
-                        if len(s.moves) > 1
-                        else " "
-                    )
-                    lines.append(
-                        f"{mark} %{m.target} = {words} %{m.source}  : {typed(m.target)}  # {moved}"
-                        + (f", {m.why}" if m.why else "")
-                        + (", started above" if isinstance(s, Wait) else "")
-                    )
-            else:
-                lines.append(called(s, " "))
-        head = ", ".join(f"%{v}: {typed(v)}" for v in self.inputs)
-        held = [f"  %{v} = constant  : {typed(v)}" for v in self.constants]
-        tail = f"  return {', '.join(f'%{v}' for v in self.outputs)}"
-        return "\n".join([f"rank program({head}):", *held, *lines, tail])

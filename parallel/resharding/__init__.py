@@ -1,4 +1,4 @@
 """Plans of data movement between shardings, as pure values, and their execution.
 
-Imports sharding and base. Begin with plan.py.
+Imports sharding, collectives and base. Begin with plan.py, then schedule.py.
 """

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..base.device_memory import HOST, BlockMemory
 from ..collectives.combining import Combining, Messages
+from ..collectives.pieces import Fold, Sink, Target
 from ..collectives.relaying import Relaying
 from ..sharding.placement import REDUCERS
-from ..transports.pieces import Fold, Sink, Target
 from .schedule import Combined, Joining, MoveRounds, Source
 
 Blocks = Mapping[int, np.ndarray]

@@ -28,8 +28,8 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
 from ..base.device_memory import BlockMemory, on_host
-from ..spmd.rank_ops import RankOp
-from ..transports.pieces import Target
+from ..collectives.pieces import Target
+from ..sharding.ops import RankOp
 from .plan import Piece, Plan
 
 # ----- what a rank does before and after ------------------------------------------------------------------------------

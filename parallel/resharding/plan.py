@@ -21,7 +21,7 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import ReshardError
-from ..sharding.placement import Layout, block_box, group_of, strides_of
+from ..sharding.placement import Layout, Partial, Replicate, Shard, block_box, group_of, strides_of
 
 
 class Piece(NamedTuple):
@@ -363,8 +363,6 @@ def plan_reshard(
 
 def reshard_text(source: Layout, target: Layout, names: Sequence[str]) -> str:
     """What a reshard amounts to, axis by axis, in the field's words: ``all_reduce(model)``."""
-    from ..sharding.placement import Partial, Replicate, Shard
-
     words = []
     for i, name in enumerate(names):
         a, b = source.placement(i), target.placement(i)
@@ -381,3 +379,21 @@ def reshard_text(source: Layout, target: Layout, names: Sequence[str]) -> str:
         }.get((type(a), type(b)), "reshard")
         words.append(f"{kind}({name})")
     return ", ".join(words) or "reorder"
+
+
+class Fetch(NamedTuple):
+    """A move that gives each rank a part of its own choice of an array: ``boxes`` are those parts, by rank."""
+
+    shape: tuple[int, ...]
+    source: Layout
+    target: Layout
+    boxes: tuple[Box, ...]
+
+    def plan(self, sizes: tuple[int, ...]) -> Plan:
+        return plan_reshard(self.shape, sizes, self.source, self.target, self.boxes)
+
+    def text(self, names: Sequence[str], sizes: tuple[int, ...]) -> str:
+        """As in ``halo_exchange(data)``; ``slice(data)`` where every rank has what it needs."""
+        axes = sorted({a for _, split in (*self.source.shards, *self.target.shards) for a in split})
+        kind = "halo_exchange" if self.plan(sizes).elements_moved else "slice"
+        return f"{kind}({'+'.join(names[a] for a in axes)})"

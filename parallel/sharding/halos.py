@@ -7,12 +7,7 @@ runs the op on that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-from ...arrays.core.blocks import Box
-from ..resharding.plan import Plan, plan_reshard
-from .placement import Layout
 
 
 class Window(NamedTuple):
@@ -56,21 +51,3 @@ class Window(NamedTuple):
             lo, hi = -(-a // abs(step)), b // abs(step)
         lo, hi = max(lo, 0), min(hi, m - 1)
         return (lo, hi - lo + 1) if hi >= lo else (0, 0)
-
-
-class Fetch(NamedTuple):
-    """A move that gives each rank a part of its own choice of an array: ``boxes`` are those parts, by rank."""
-
-    shape: tuple[int, ...]
-    source: Layout
-    target: Layout
-    boxes: tuple[Box, ...]
-
-    def plan(self, sizes: tuple[int, ...]) -> Plan:
-        return plan_reshard(self.shape, sizes, self.source, self.target, self.boxes)
-
-    def text(self, names: Sequence[str], sizes: tuple[int, ...]) -> str:
-        """As in ``halo_exchange(data)``; ``slice(data)`` where every rank has what it needs."""
-        axes = sorted({a for _, split in (*self.source.shards, *self.target.shards) for a in split})
-        kind = "halo_exchange" if self.plan(sizes).elements_moved else "slice"
-        return f"{kind}({'+'.join(names[a] for a in axes)})"

@@ -1,8 +1,11 @@
-"""Ops that belong to meshes: ``reshard``."""
+"""Ops that belong to meshes: ``reshard``, and the class of those that exist in programs of ranks alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from ...arrays.core.op import Op
 from ...arrays.core.shape_rules import same
@@ -18,3 +21,31 @@ RESHARD = Op("reshard", ("x",), _one_place, same)
 
 # The cotangent of a value needs no particular layout: what uses it next says what it must become.
 defvjp(RESHARD, x=lambda xp, g: g)
+
+
+RANK_OPS: dict[str, RankOp] = {}
+
+
+def rank_op_named(name: str) -> Op:
+    """The op of per-rank code called ``name``: how it comes back in another process."""
+    return RANK_OPS[name]
+
+
+class RankOp(Op):
+    """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, name: str, operands: tuple[str, ...], impl: Callable[..., Any], infer: Callable[..., Any]
+    ) -> None:
+        self.name, self.operands, self.impl, self.infer, self.nout = name, operands, impl, infer, 1
+        self.nondifferentiable = self.replicate_only = self.decompose = None
+        self.overrides: Mapping[str, Any] = {}
+        self._bound: dict[str, Any] = {}
+        self.numpy = self.bind(np)
+        self.takes_out = False
+        RANK_OPS[name] = self
+
+    def __reduce__(self) -> Any:
+        return rank_op_named, (self.name,)

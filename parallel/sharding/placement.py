@@ -11,18 +11,16 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import SupportsIndex
 
 import ml_dtypes
 import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import MeshError, ShardingConflict
-
-if TYPE_CHECKING:
-    from ..mesh.mesh import Mesh
+from .mesh_protocol import Mesh
 
 REDUCE_OPS = ("sum", "prod", "max", "min", "any", "all")
 
@@ -179,6 +177,10 @@ def dims_text(shape: Sequence[int], layout: Layout, names: Sequence[str]) -> str
     return ",".join(f"{n}@{'+'.join(names[a] for a in s)}" if s else str(n) for n, s in zip(shape, axes, strict=True))
 
 
+DRAWINGS: dict[str, Callable[[Sharding], str]] = {}
+"""How notebooks show a sharding; filled by ``mesh.visualize``, which draws."""
+
+
 class Sharding:
     """A mesh, and what an array does along each of its axes.
 
@@ -281,9 +283,7 @@ class Sharding:
         return f"Sharding({', '.join(f'{n}={p!r}' for n, p in self.placements.items())})"
 
     def _repr_html_(self) -> str:
-        from ..mesh.visualize import sharding_html
-
-        return sharding_html(self)
+        return DRAWINGS["sharding"](self)
 
     def text(self, shape: Sequence[int], dtype: np.dtype) -> str:
         """Shape with shardings, as in ``float32[8@data,4]{Partial('sum'):model}``."""

@@ -20,9 +20,9 @@ from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing import indexing as ix
 from ...arrays.indexing import keys
-from ..spmd.rank_ops import RankOp
 from .factors import RankView
 from .halos import Window
+from .ops import RankOp
 from .placement import identity_of
 
 Part = tuple[int, int, int]

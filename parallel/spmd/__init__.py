@@ -1,4 +1,4 @@
-"""Code that runs on each rank: collectives and traces of per-rank functions.
+"""Code that runs on each rank: collectives, their ops and derivatives, and traces of per-rank functions.
 
-Imports sharding and partition. Begin with collectives.py.
+Imports sharding and resharding. Begin with collectives.py, then rank_trace.py.
 """

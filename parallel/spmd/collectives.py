@@ -16,7 +16,7 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.blocks import ceil_blocks
 from ...arrays.core.errors import AxisError, DTypeError, MeshError, ShapeError
-from ...arrays.ops.creation import asarray
+from ...arrays.ops.creation import asarray, zeros
 from ..resharding.split_sizes import PartSizes
 from ..sharding.placement import REDUCE_OPS
 from . import rank_ops as ops
@@ -322,8 +322,6 @@ def broadcast(tree: Any, axis: Axis, *, source: int = 0) -> Any:
             continue
         x = next(mine, None)
         if x is None or x.dtype != spec[1]:
-            from ...arrays.ops.creation import zeros
-
             x = trace.lift(zeros(spec[0], dtype=spec[1]))
         out.append(ops.from_one(x, axes, source))
     return trees.unflatten(treedef, out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,17 +19,16 @@ from ...arrays.core.errors import GradientError, NonDifferentiableError, Shardin
 from ...arrays.core.op import Op, state
 from ...arrays.core.program import Entry, Program, freeze, simplify
 from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.ops.creation import zeros
 from ...arrays.ops.elementwise import where
-from ...autodiff.compiler.tracing import Lifted
+from ...autodiff.captures.tracing import Lifted
 from ...autodiff.rules import defvjp_all
 from ...autodiff.tape.tape import Tape, is_differentiable
 from ..resharding.collective_plans import groups_of
+from ..sharding.mesh_protocol import Mesh
 from ..sharding.placement import REPLICATED, Layout, block_box, make_layout
 from . import rank_ops as ops
 from .rank_trace import RankTrace, trace_all
-
-if TYPE_CHECKING:
-    from ..mesh.mesh import Mesh
 
 Body = Callable[[RankTrace, Sequence[Array]], Sequence[Array]]
 
@@ -242,8 +241,6 @@ class RankCode:
         smooth_in: tuple[int, ...],
         smooth_out: tuple[int, ...],
     ) -> list[Array]:
-        from ...arrays.ops.creation import zeros
-
         tape = Tape()
         extra: list[Array] = []
         with tape:
@@ -292,8 +289,6 @@ class RankCode:
     ) -> list[Array]:
         """The calls of program ``k`` on other values. With ``ties`` every collective takes part in the backward pass, on every
         rank, whether or not anything depends on it there."""
-        from ...arrays.ops.creation import zeros
-
         p = self.programs[k]
         env: dict[int, Array] = {v: operands[i] for v, i in zip(p.inputs, self.operands[k], strict=True)}
         origin, site = state.origin, state.site

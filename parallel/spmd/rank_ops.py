@@ -25,7 +25,7 @@ cannot be taken for one another (JAX, *Autodiff and sharding*; Megatron-LM, sect
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -37,36 +37,8 @@ from ...arrays.core.shape_dtype import ShapeDtype
 from ...autodiff.rules import defvjp
 from ..resharding.collective_plans import Shape
 from ..resharding.split_sizes import PartSizes
-
-if TYPE_CHECKING:
-    from .rank_trace import RankTrace
-
-RANK_OPS: dict[str, RankOp] = {}
-
-
-def rank_op_named(name: str) -> Op:
-    """The op of per-rank code called ``name``: how it comes back in another process."""
-    return RANK_OPS[name]
-
-
-class RankOp(Op):
-    """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program."""
-
-    __slots__ = ()
-
-    def __init__(
-        self, name: str, operands: tuple[str, ...], impl: Callable[..., Any], infer: Callable[..., Any]
-    ) -> None:
-        self.name, self.operands, self.impl, self.infer, self.nout = name, operands, impl, infer, 1
-        self.nondifferentiable = self.replicate_only = self.decompose = None
-        self.overrides: Mapping[str, Any] = {}
-        self._bound: dict[str, Any] = {}
-        self.numpy = self.bind(np)
-        self.takes_out = False
-        RANK_OPS[name] = self
-
-    def __reduce__(self) -> Any:
-        return rank_op_named, (self.name,)
+from ..sharding.ops import RankOp
+from .rank_tracer import BlockTrace, RankTracer
 
 
 def _together(xp: Any, *args: Any, **params: Any) -> Any:
@@ -115,7 +87,7 @@ INVARIANT_RESULT = frozenset({ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, BROADCAST})
 # ----- the ops on Arrays of a trace: each meets the other ranks to learn their shapes -----------------------------------
 
 
-def trace_of(x: Array) -> RankTrace:
+def trace_of(x: Array) -> BlockTrace:
     """The per-rank code that a traced value belongs to."""
     return x._buf.builder
 
@@ -203,7 +175,7 @@ def from_one(x: Array, axes: tuple[int, ...], source: int) -> Array:
     return t.settled(apply(BROADCAST, (x,), {"axes": axes, "shape": shape, "source": source}), axes)
 
 
-def _place(t: RankTrace, axes: tuple[int, ...], uneven: bool) -> int:
+def _place(t: BlockTrace, axes: tuple[int, ...], uneven: bool) -> int:
     """This rank's place in the group, where what each gets has another shape (``uneven``)."""
     me = t.place(axes, uneven=uneven)
     if uneven:
@@ -241,8 +213,6 @@ def _settled(g: Array, axes: tuple[int, ...]) -> Array:
 
 def in_trace(x: Any) -> bool:
     """Whether an array stands for a value of per-rank code."""
-    from .rank_trace import RankTracer
-
     return isinstance(x, Array) and isinstance(x._buf, RankTracer)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,42 +21,17 @@ from ...arrays.core.op import Op, state
 from ...arrays.core.program import Program, ProgramBuilder, freeze
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.elementwise import ADD
-from ...autodiff.compiler.tracing import Lifted, Tracer
+from ...autodiff.captures.tracing import Lifted
 from ...autodiff.tape.backward import same_value
 from ..resharding.collective_plans import groups_of
+from ..sharding.mesh_protocol import Mesh
 from ..sharding.placement import group_of
 from ..sharding.rules.elementwise import ELEMENTWISE
 from . import rank_ops as ops
+from .rank_tracer import RankTracer
 from .rendezvous import Meeting, Uneven
 
-if TYPE_CHECKING:
-    from ..mesh.mesh import Mesh
-
 NOWHERE: frozenset[int] = frozenset()
-
-
-class RankTracer(Tracer):
-    """A buffer that stands for a block of one rank, or of each rank alike."""
-
-    __slots__ = ("index_of", "varying")
-    priority = 3
-    traced = True
-
-    def __init__(self, trace: RankTrace, var: int, aval: ShapeDtype, varying: frozenset[int]) -> None:
-        super().__init__(trace, var, aval, trace.mesh, None, None)  # type: ignore[arg-type]
-        self.varying = varying
-        self.index_of: tuple[int, ...] | None = None  # mesh axes whose index this is
-
-    def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self.builder.admit(op, args)  # type: ignore[attr-defined]
-
-    def concrete(self) -> np.ndarray:
-        if self.index_of is not None:
-            return np.asarray(self.builder.look(self.index_of))  # type: ignore[attr-defined]
-        raise TracedValueError(
-            f"a value ({self.aval}) was asked for inside mt.shard_map, where arrays only stand for the blocks of ranks: use "
-            "mt.where instead of `if`; only int(mt.axis_index(…)) is known there"
-        )
 
 
 class _Current(threading.local):

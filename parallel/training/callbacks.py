@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...arrays.core.errors import TrainingError
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from .job.run import TrainingRun
 
 
 class Callback:
     """Base of callbacks: every method may be overridden, none need be.
 
-    All are called in the process that holds the Trainer, between two steps. ``trainer.stop(reason)`` ends the run there.
+    All are called in the process that holds the Trainer, between two steps. ``trainer`` is the :class:`meshtape.Trainer`; ``trainer.stop(reason)`` ends the run there.
     ``state`` is saved with each checkpoint and handed to ``restore`` by a run that resumes: plain numbers and texts.
     """
 
     name = ""
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainingRun) -> None:
         """Before the first step of a run, or of what is left of it after a restart."""
 
-    def on_log(self, trainer: Trainer, numbers: dict[str, Any]) -> None:
+    def on_log(self, trainer: TrainingRun, numbers: dict[str, Any]) -> None:
         """After each ``log_every`` steps, with what is logged; there is no loss where no sample of them counted."""
 
-    def on_evaluate(self, trainer: Trainer, numbers: dict[str, Any]) -> None:
+    def on_evaluate(self, trainer: TrainingRun, numbers: dict[str, Any]) -> None:
         """After each evaluation; names begin with ``eval_``."""
 
-    def on_save(self, trainer: Trainer, path: str) -> None:
+    def on_save(self, trainer: TrainingRun, path: str) -> None:
         """After a checkpoint is complete: for one that is written in the background, before one of the steps after it, or at the end."""
 
-    def on_stop(self, trainer: Trainer, reason: str) -> None:
+    def on_stop(self, trainer: TrainingRun, reason: str) -> None:
         """After the last step."""
 
     def state(self) -> dict[str, Any]:
@@ -83,7 +81,7 @@ class EarlyStop(Callback):
             self.without += 1
         return self.without >= self.patience
 
-    def on_evaluate(self, trainer: Trainer, numbers: dict[str, Any]) -> None:
+    def on_evaluate(self, trainer: TrainingRun, numbers: dict[str, Any]) -> None:
         """See :class:`Callback`."""
         if self.metric not in numbers:
             raise TrainingError(

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ...arrays.core.errors import (
     ClusterError,
@@ -23,10 +23,9 @@ from ...arrays.core.errors import (
     TrainingError,
     WorkerMismatch,
 )
-from ..dask.workers import known_workers
-from ..execution.runtime import LocalRuntime
 from ..mesh.mesh import Mesh
 from ..models.plans import AXES
+from .job.cluster import alive, client_of, workers_of
 
 POLL = 0.2
 
@@ -96,21 +95,6 @@ class Elastic:
         room = max(1, workers * per_worker // others)
         most = first[data] if self.most is None else max(self.most, first[data])
         return {**first, data: next(n for n in range(min(most, room), 0, -1) if fits(n) or n == 1)}
-
-
-def workers_of(mesh: Mesh) -> list[str]:
-    """Addresses of a mesh's workers; none for a mesh of this process."""
-    return [] if isinstance(mesh.runtime, LocalRuntime) else list(mesh.runtime.addresses)  # type: ignore[attr-defined]
-
-
-def client_of(mesh: Mesh | None) -> Any:
-    """The Dask client of a mesh, or None."""
-    return None if mesh is None or isinstance(mesh.runtime, LocalRuntime) else mesh.runtime.client  # type: ignore[attr-defined]
-
-
-def alive(client: Any) -> list[str]:
-    """Workers that the scheduler has now."""
-    return sorted(known_workers(client))
 
 
 def is_loss(error: BaseException, mesh: Mesh | None) -> bool:

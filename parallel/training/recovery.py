@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 from ...arrays.core.errors import BatchSizeError, ClusterError, MeshtapeError, NonFiniteError, RestartsExhausted
 from ..mesh.mesh import Mesh
 from ..mesh.replicas import Replica
 from ..models.plans import AXES
 from .data.batching import batch_sizes
-from .elastic import Elastic, alive, client_of, is_loss, rebuild, workers_of
+from .elastic import Elastic, is_loss, rebuild
+from .job.cluster import alive, client_of, workers_of
+from .job.run import TrainingRun
 from .logging.progress import Progress
 from .nonfinite import ROLLBACKS, NonFiniteStep
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
-
 
 SNAPSHOT_LIMIT = 300.0
 """Seconds after which a snapshot that is still on its way is given up."""
@@ -26,7 +23,7 @@ SNAPSHOT_LIMIT = 300.0
 class Recovery:
     """The part of a run that knows how it began, how often it was moved, and what it can go on from."""
 
-    def __init__(self, trainer: Trainer, policy: Elastic | None) -> None:
+    def __init__(self, trainer: TrainingRun, policy: Elastic | None) -> None:
         self.trainer, self.policy = trainer, policy
         mesh = trainer.mesh
         self.axes = {} if mesh is None else mesh.describe()

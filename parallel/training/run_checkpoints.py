@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...storage import SaveHandle
+from ...storage import CheckpointManager, SaveHandle
 from .logging.progress import METADATA_KEY
+from .logging.reporting import Reporting
 from .nonfinite import NonFiniteStep
-
-if TYPE_CHECKING:
-    from ...storage import CheckpointManager
-    from .logging.reporting import Reporting
 
 
 class RunCheckpoints:

@@ -22,8 +22,8 @@ from ...arrays.core.op import state as thread_state
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.manipulation import concat, stack
+from ...autodiff.captures.tracing import Tracer
 from ...autodiff.compiler.compile import Compiled, compile
-from ...autodiff.compiler.tracing import Tracer
 from ..base import settings
 from ..execution.runtime import Turns
 from ..mesh.api import reshard

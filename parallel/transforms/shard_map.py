@@ -15,15 +15,17 @@ from ...arrays.core.op import Op, recording, state
 from ...arrays.core.program import freeze
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.sparse_cotangent import densify
-from ...autodiff.captures.captures import Outside, Wrapper, captures_of
+from ...autodiff.captures.captures import Outside, captures_of
 from ...autodiff.captures.lost_writes import noting_logs
 from ...autodiff.captures.static_results import ARRAY, filled, static
 from ...autodiff.compiler.determinism import Chance
 from ...autodiff.compiler.signature import as_array, leaf_key, read_too
+from ...autodiff.tape.function_wrapper import Wrapper
 from ..mesh.mesh import Mesh
 from ..sharding.placement import Layout, Partial, Placement, Replicate, Shard, Sharding
 from ..spmd.per_rank_op import RankCode
-from ..spmd.rank_trace import RankTrace, RankTracer
+from ..spmd.rank_trace import RankTrace
+from ..spmd.rank_tracer import RankTracer
 
 
 class _Derived:

@@ -30,7 +30,7 @@ from ...arrays.core.program import Program, simplify
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...autodiff.captures.static_results import ARRAY, filled, refuse_traced
-from ...autodiff.compiler.tracing import Tracer, _Trace
+from ...autodiff.captures.tracing import Tracer, _Trace
 from ...autodiff.tape.tape import Tape
 from ..base.device_memory import current_memory, on_host
 from ..execution.executor import Prepared

@@ -33,6 +33,7 @@ from ...storage.stores import store as stores
 from ..collectives.reduction_tree import joined
 from ..execution.runtime import LocalRuntime
 from ..mesh.mesh import Mesh
+from ..mesh.visualize import blocks_html
 from ..partition.rank_program import RankProgram
 from ..sharding.placement import REDUCERS, Placement, Sharding, block_box
 
@@ -82,8 +83,6 @@ class Stored:
         return f"Stored({self.path!r}, {self.sharding.text(self.shape, self.dtype)}, {human_bytes(self.nbytes)})"
 
     def _repr_html_(self) -> str:
-        from ..mesh.visualize import blocks_html
-
         return f"<div><code>{escape(repr(self))}</code>{blocks_html(self.shape, self.sharding)}</div>"
 
 

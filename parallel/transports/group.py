@@ -15,10 +15,10 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from ...arrays.core.errors import CollectiveMismatch, CollectiveTimeout, RankLost
+from ..collectives.pieces import Batch, Sink, Target, expected, nbytes
 from . import frames
 from .frames import Place
 from .links import Link
-from .pieces import Batch, Sink, Target, expected, nbytes
 from .spin_poller import Waiter
 from .streams import say_abort
 

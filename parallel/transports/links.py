@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..collectives.pieces import QUANTUM, Batch, Sink, bytes_of, chunk_of, chunks, incoming, outgoing
 from . import frames
-from .pieces import QUANTUM, Batch, Sink, bytes_of, chunk_of, chunks, incoming, outgoing
 from .streams import Stream
 
 Check = Callable[["Link", frames.Head | None], None]

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..base.settings import number
+from ..collectives.pieces import QUANTUM, Sink
 from .links import shaped
-from .pieces import QUANTUM, Sink
 
 ROOT = Path("/dev/shm")
 SLOTS = 8
@@ -68,8 +69,6 @@ class Budget:
 
     def take(self) -> int:
         """Bytes for a segment: 0 where there are none left."""
-        from ..base.settings import number
-
         with self._lock:
             left = int(number("shared-memory")) // self.processes - self._used
             slots = SLOTS

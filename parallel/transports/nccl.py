@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import BackendError, CollectiveTimeout, RankLost
+from ..collectives.pieces import Sink, Target, chunks
 from .group import Group, Receives, Sends
-from .pieces import Sink, Target, chunks
 
 
 def nccl() -> Any:

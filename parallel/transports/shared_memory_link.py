@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
+from ..collectives.pieces import Sink, chunk_of
 from . import frames
 from .links import Check, Link, Small, send
-from .pieces import Sink, chunk_of
 from .streams import Stream
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..base.device_memory import BlockMemory, on_host
+from ..collectives.pieces import Sink, Target
 from .group import Receives, Sends, Transport
-from .pieces import Sink, Target
 
 
 class Staged:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.parallel.transports.pieces import Fold
+from meshtape.parallel.collectives.pieces import Fold
 from meshtape.parallel.transports.rendezvous import DataPlane
 
 MESH, SECRET = b"n" * 16, b"s" * 32

@@ -127,7 +127,7 @@ def test_compiled_core_shows_what_the_sources_show(site: Path, tmp_path: Path) -
     texts = found.pop("traceback"), ours.pop("traceback")
     frames, expected = (re.findall(r'(\w+\.py)", line (\d+)', text) for text in texts)
     assert frames == expected
-    assert {"facts.py", "_operators.py", "_dispatch.py"} <= {file for file, _ in frames}
+    assert {"facts.py", "operators.py", "dispatch.py"} <= {file for file, _ in frames}
     assert "return x + mt.ones(2)  # the line that is at fault" in texts[0]
     assert found == ours
     assert set(found["lines"]) == {"<module>"}

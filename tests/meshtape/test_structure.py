@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,17 @@ MAY_IMPORT = {
     "storage": {"arrays"},
     "parallel": {"arrays", "autodiff", "storage"},
 }
+
+ROOMS = {
+    "arrays": "core backends kernels native ops reductions indexing linalg random statistics nn.norms nn numpy_compat interface",
+    "autodiff": "rules tape transforms jacobians captures compiler optim",
+    "parallel": "base collectives transports sharding sharding.rules resharding spmd partition execution dask mesh forecasting "
+    "transforms gangs models training.data training.job training.logging training.methods training dashboard",
+}
+"""The rooms of a package, from below: its sub-packages, and modules that stand beside them. Above all is the package's own ``__init__``."""
+
+MOST_FILES = 14
+"""Python files of a room."""
 
 
 def imports_of(file: Path, package: str) -> set[str]:
@@ -56,6 +68,115 @@ def test_import_check_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.Mo
     for text in ("from ...parallel import Mesh", "from ... import parallel", "import meshtape.parallel.mesh.mesh"):
         file.write_text(text)
         assert imports_of(file, "arrays") == {"parallel"}, text
+
+
+def modules_of(package: str) -> dict[str, Path]:
+    """The files of a package by the names of their modules, such as ``parallel.mesh.api``."""
+    files = sorted((ROOT / package).rglob("*.py"))
+    return {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+
+
+def imported(module: str, file: Path) -> Iterator[tuple[str, str]]:
+    """All that a file imports, wherever in it: the module or package, and the name that is taken from it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            path = module.split(".") if node.level else []
+            up = node.level - (file.name == "__init__.py")
+            source = ".".join([*path[: len(path) - up], *([node.module] if node.module else [])])
+            yield from ((source.removeprefix("meshtape."), a.name) for a in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((a.name.removeprefix("meshtape."), "") for a in node.names)
+
+
+def graph_of(package: str) -> dict[str, set[str]]:
+    """For each module of a package the modules of it that it imports: at load time, in a function, or for type checkers alone."""
+    modules = modules_of(package)
+    return {
+        m: {
+            t
+            for source, name in imported(m, f)
+            for t in [f"{source}.{name}" if f"{source}.{name}" in modules else source]
+        }
+        & (modules.keys() - {m})
+        for m, f in modules.items()
+    }
+
+
+def in_circles(graph: dict[str, set[str]]) -> dict[str, list[str]]:
+    """What is left of a graph when nodes that nothing leads to, or that lead nowhere, are taken away again and again."""
+    left = dict(graph)
+    while True:
+        reached = {t for m in left for t in left[m]}
+        ends = [m for m in left if m not in reached or not left[m] & left.keys()]
+        if not ends:
+            return {m: sorted(left[m] & left.keys()) for m in sorted(left)}
+        for m in ends:
+            del left[m]
+
+
+def room_of(module: str) -> str:
+    """The room of ``parallel.mesh.api`` is ``mesh``: the longest name of a room that its own begins with."""
+    package, _, path = module.partition(".")
+    return max((r for r in ROOMS[package].split() if f"{path}.".startswith(f"{r}.")), key=len, default=path)
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_imports_of_a_package_make_no_circle(package: str) -> None:
+    assert not in_circles(graph_of(package))
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_imports_run_downwards_between_rooms(package: str) -> None:
+    order = [*ROOMS[package].split(), ""]
+    graph = graph_of(package)
+    assert not {m for m in graph if room_of(m) not in order}, "modules that are in no room"
+    up = {(m, t) for m in graph for t in graph[m] if order.index(room_of(t)) > order.index(room_of(m))}
+    assert not up, f"imports of what stands above: {sorted(up)}"
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_are_small_and_say_what_they_hold(package: str) -> None:
+    for room in sorted({f.parent for f in modules_of(package).values()}):
+        assert ast.get_docstring(ast.parse((room / "__init__.py").read_text())), f"{room} does not say what lives there"
+        assert len(list(room.glob("*.py"))) <= MOST_FILES, f"{room} grew too large for one subject"
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_no_underscore_module_of_another_package_is_imported(package: str) -> None:
+    modules = {m for p in [*MAY_IMPORT, "front"] for m in modules_of(p)}
+    wrong = []
+    for m, f in modules_of(package).items():
+        for source, name in imported(m, f):
+            target = f"{source}.{name}" if f"{source}.{name}" in modules else source
+            foreign = target in modules and target.split(".")[0] != package
+            if foreign and any(part.startswith("_") for part in target.split(".")):
+                wrong.append((m, target))
+    assert not wrong
+
+
+def test_room_checks_see_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    monkeypatch.setitem(ROOMS, "p", "low.deep low high")
+    for room in ("low/deep", "high"):
+        (tmp_path / "p" / room).mkdir(parents=True)
+    for place in ("", "low", "low/deep", "high"):
+        (tmp_path / "p" / place / "__init__.py").touch()
+    (tmp_path / "p/low/deep/a.py").write_text("from ...high import b\n")
+    (tmp_path / "p/low/c.py").write_text("def f():\n    from .deep.a import x\n")
+    (tmp_path / "p/high/b.py").write_text("import typing\nif typing.TYPE_CHECKING:\n    from ..low.c import f\n")
+    (tmp_path / "p/high/d.py").write_text("from . import b\nfrom ..low.deep import a\n")
+    circle = {"p.high.b": ["p.low.c"], "p.low.c": ["p.low.deep.a"], "p.low.deep.a": ["p.high.b"]}
+    assert in_circles(graph_of("p")) == circle
+    assert [room_of(m) for m in circle] == ["high", "low", "low.deep"]
+    with pytest.raises(AssertionError, match=r"p\.high\.b"):
+        test_imports_of_a_package_make_no_circle("p")
+    with pytest.raises(AssertionError, match=r"above.*p\.low\.deep\.a"):
+        test_imports_run_downwards_between_rooms("p")
+    (tmp_path / "arrays").mkdir()
+    (tmp_path / "arrays/_hidden.py").touch()
+    (tmp_path / "p/low/c.py").write_text("from ...arrays import _hidden\n")
+    with pytest.raises(AssertionError, match="_hidden"):
+        test_no_underscore_module_of_another_package_is_imported("p")
 
 
 @pytest.mark.parametrize("package", [*MAY_IMPORT, "front"])

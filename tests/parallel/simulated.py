@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshtape.arrays.core.dtypes import is_low_precision
+from meshtape.parallel.collectives.pieces import Target, chunk_of, chunks
 from meshtape.parallel.resharding.execution import Running
 from meshtape.parallel.resharding.plan import Plan
 from meshtape.parallel.resharding.schedule import plan_rounds
 from meshtape.parallel.sharding.placement import identity_of
-from meshtape.parallel.transports.pieces import Target, chunk_of, chunks
 
 
 class Traffic(NamedTuple):

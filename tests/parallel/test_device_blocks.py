@@ -383,7 +383,7 @@ def test_a_pickled_array_comes_back_to_its_device(gpus, protocol):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_large_reductions_on_a_device_have_no_scratch_on_the_host(gpus, monkeypatch, wide, count):
     from meshtape.arrays.native import copies
-    from meshtape.parallel.transports import pieces
+    from meshtape.parallel.collectives import pieces
 
     dtype = np.float16 if wide else np.float64
     with gpus(1) as cupy:

@@ -21,6 +21,7 @@ import meshtape as mt
 from meshtape.arrays.backends.memory_pool import POOL
 from meshtape.arrays.core.dispatch import wrap
 from meshtape.errors import DeviceError, DTypeError, MeshError, ShardingConflict, TracedValueError
+from meshtape.parallel.collectives.pieces import Target
 from meshtape.parallel.execution.executor import Prepared
 from meshtape.parallel.forecasting.replay import Link
 from meshtape.parallel.forecasting.specs import Spec, Step, planned
@@ -28,7 +29,6 @@ from meshtape.parallel.forecasting.traffic import CountingTransport
 from meshtape.parallel.resharding import schedule as rounds
 from meshtape.parallel.resharding.plan import Reshard, plan_reshard
 from meshtape.parallel.sharding.placement import Layout, make_layout
-from meshtape.parallel.transports.pieces import Target
 
 ONE_HOST = {"ranks_per_host": 4}
 S0, S1 = mt.Shard(0), mt.Shard(1)

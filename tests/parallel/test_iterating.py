@@ -7,7 +7,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.parallel.execution.runtime import HostValue
-from meshtape.parallel.mesh import iterating
+from meshtape.parallel.mesh import sharded_array
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def is_here(x: mt.Array) -> bool:
 )
 @pytest.mark.parametrize("window", [1, 100, 1 << 24])
 def test_elements_have_values_and_shardings(mesh, placements, window, monkeypatch):
-    monkeypatch.setattr(iterating, "WINDOW", window)
+    monkeypatch.setattr(sharded_array, "FETCH_WINDOW", window)
     host = np.arange(63.0).reshape(21, 3)
     x = mt.distribute(host, mesh, **placements) * 2
     found = list(x)
@@ -54,7 +54,7 @@ def test_few_elements_wait_for_nothing(mesh):
 
 
 def test_large_elements_stay_where_they_are(mesh, monkeypatch):
-    monkeypatch.setattr(iterating, "LARGEST", 8)
+    monkeypatch.setattr(sharded_array, "LARGEST_FETCHED", 8)
     x = mt.distribute(np.ones((20, 2)), mesh, data=mt.Shard(0))
     assert not any(map(is_here, x))
 

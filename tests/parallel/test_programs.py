@@ -10,6 +10,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.core import tree as trees
+from meshtape.parallel.execution.explain import program_text
 from meshtape.parallel.partition.rank_program import Moves, RankProgram
 from meshtape.parallel.resharding.plan import plan_reshard
 from meshtape.parallel.sharding.placement import block_box
@@ -64,7 +65,7 @@ def test_functions_over_a_split_dimension_never_gather_it(name, ranks, width):
 
     program = rank_program(both, x)
     gathered = value.nbytes * (ranks - 1)
-    assert program.moved_bytes() < gathered, program.text(mesh.names)
+    assert program.moved_bytes() < gathered, program_text(program, mesh.names)
     statistic = rows * 8 * ranks * (ranks - 1)  # one number a row, from all to all
     assert program.moved_bytes() <= 6 * statistic
     y, g = mt.compile(both)(x)
@@ -86,7 +87,7 @@ def test_the_gradient_of_a_mean_is_made_in_blocks():
         largest = max(
             math.prod(block_box(program.layouts[v], (4,), a.shape, 0).shape) for v, a in program.avals.items()
         )
-        assert largest <= 3 * 6, program.text(mesh.names)
+        assert largest <= 3 * 6, program_text(program, mesh.names)
         np.testing.assert_allclose(mt.compile(fn)(*args), fn(*(mt.asarray(np.asarray(a)) for a in args)), 1e-12)
 
 

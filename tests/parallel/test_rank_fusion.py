@@ -17,6 +17,7 @@ from meshtape.arrays.backends.memory_pool import POOL
 from meshtape.arrays.core import tree as trees
 from meshtape.autodiff.compiler import fusion
 from meshtape.parallel.execution import executor
+from meshtape.parallel.execution.explain import program_text
 from meshtape.parallel.execution.fusion import Chain, PreparedChain, fused
 from meshtape.parallel.partition.rank_program import Local, Moves, RankProgram
 
@@ -102,7 +103,7 @@ def test_a_chain_is_one_step_and_its_values_are_never_whole() -> None:
     assert len(chain.group.outputs) == 1
     assert set(frees) == set(program.inputs)
     assert [type(s) for s, _ in rest] == [Local, Moves]
-    text = program.text(("data",))
+    text = program_text(program, ("data",))
     assert [line[0] for line in text.splitlines()[1:]] == ["╭", "│", "│", "╰", " ", " ", " "]
 
 

@@ -24,6 +24,7 @@ from meshtape.errors import RankLost
 from meshtape.parallel.collectives.costs import Ways
 from meshtape.parallel.dask.workers import known_workers
 from meshtape.parallel.execution.executor import Prepared
+from meshtape.parallel.execution.explain import program_text
 from meshtape.parallel.partition.builder import AS_IT_IS
 from meshtape.parallel.partition.overlap import Buckets, Start, Wait, schedule, variables
 from meshtape.parallel.partition.partition import with_frees
@@ -350,12 +351,12 @@ def test_what_is_needed_at_once_waits_for_nothing_that_has_time():
 def test_explain_shows_what_runs_beside():
     program, _ = layers(4)
     with dask.config.set({"meshtape.bucket": 1, "meshtape.overlap": 1}):
-        text = program.text(("data",))
+        text = program_text(program, ("data",))
     starts = [line for line in text.splitlines() if line.startswith("» start %")]
     assert len(starts) >= 2
     assert text.count("started above") == len(starts)
     with dask.config.set({"meshtape.overlap": 0}):
-        assert "»" not in program.text(("data",))
+        assert "»" not in program_text(program, ("data",))
 
 
 @pytest.mark.parametrize("update", UPDATES)  # rounds that are waited for at the end, and before what reads them

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from meshtape.errors import CollectiveTimeout
+from meshtape.parallel.collectives.pieces import QUANTUM
 from meshtape.parallel.transports import memory, rendezvous
 from meshtape.parallel.transports.links import StreamLink
-from meshtape.parallel.transports.pieces import QUANTUM
 from meshtape.parallel.transports.rendezvous import DataPlane
 from meshtape.parallel.transports.shared_memory_link import SlotLink
 from meshtape.parallel.transports.unix_socket import Door, enter

@@ -10,6 +10,7 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors
+from meshtape.parallel.execution.explain import program_text
 from meshtape.parallel.sharding.halos import Window
 
 
@@ -20,7 +21,7 @@ def program(fn: Callable[..., Any], *args: mt.Array) -> Any:
 
 def text(fn: Callable[..., Any], *args: mt.Array) -> str:
     mesh = next(a.sharding.mesh for a in args if a.sharding is not None)
-    return program(fn, *args).text(mesh.names)
+    return program_text(program(fn, *args), mesh.names)
 
 
 def same(fn: Callable[..., Any], *args: mt.Array) -> None:

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtape.errors import CollectiveMismatch, CollectiveTimeout, RankLost
-from meshtape.parallel.collectives import reduction_tree
-from meshtape.parallel.transports import frames, memory, pieces
+from meshtape.parallel.collectives import pieces, reduction_tree
+from meshtape.parallel.collectives.pieces import QUANTUM, Fold, chunks
+from meshtape.parallel.transports import frames, memory
 from meshtape.parallel.transports.comms import CommStream
 from meshtape.parallel.transports.group import SMALL, Group
 from meshtape.parallel.transports.links import Link, StreamLink
-from meshtape.parallel.transports.pieces import QUANTUM, Fold, chunks
 from meshtape.parallel.transports.rendezvous import DataPlane
 from meshtape.parallel.transports.shared_memory_link import SlotLink
 from meshtape.parallel.transports.streams import SocketStream

@@ -1,4 +1,4 @@
 """Batches of training: sources, sampling, loading.
 
-Imports storage and arrays. Begin with sources.py, then loader.py.
+Imports storage, arrays and mesh. Begin with sources.py, then loader.py.
 """

@@ -12,8 +12,8 @@ import numpy as np
 from ....arrays.core import tree as trees
 from ....arrays.core.array import Array
 from ....arrays.core.errors import DataError
-from ..mapping import MapSource, array_of, is_map_style
 from .columnar import ArrowSource, ParquetSource
+from .mapping import MapSource, array_of, is_map_style
 from .parts import from_parts
 
 

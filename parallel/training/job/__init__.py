@@ -1,4 +1,4 @@
-"""Jobs of training on a cluster: their state, logs and signals.
+"""Jobs of training on a cluster: their state, logs and signals, their workers, and the run as others see it.
 
-Imports dask. Begin with jobs.py.
+Imports dask and mesh. Begin with jobs.py, then run.py.
 """

@@ -1,4 +1,4 @@
 """Metrics, progress and reports of a training run.
 
-Imports arrays. Begin with reporting.py.
+Imports arrays, mesh and ``training.job``. Begin with reporting.py.
 """

@@ -7,6 +7,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from ....arrays.core.formatting import human_bytes
+
 
 def human_rate(n: float) -> str:
     """A rate in three digits.
@@ -22,8 +24,6 @@ def human_rate(n: float) -> str:
 
 def line(numbers: dict[str, Any]) -> str:
     """The numbers of a step as text."""
-    from ....arrays.core.formatting import human_bytes
-
     parts = [f"loss {numbers['loss']:.4f}"] if "loss" in numbers else []
     if "eval_loss" in numbers:
         parts.append(f"eval {numbers['eval_loss']:.4f}")

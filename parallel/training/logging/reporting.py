@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..elastic import client_of, workers_of
+from ..job.cluster import client_of, workers_of
 from ..job.jobs import current_job
+from ..job.run import TrainingRun
 from ..job.status import Status
 from .display import Display
 from .metrics import EventFile, JsonLines
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
 
 
 class Reporting:
     """The part of a run that writes and shows numbers. ``shown`` is what the user said about progress."""
 
-    def __init__(self, trainer: Trainer, shown: bool | None) -> None:
+    def __init__(self, trainer: TrainingRun, shown: bool | None) -> None:
         self.trainer, self._shown = trainer, shown
         self.history: list[dict[str, Any]] = []
         self._writers: list[JsonLines | EventFile] = []

@@ -1,4 +1,4 @@
 """Methods of training: contrastive losses and low-rank adapters.
 
-Imports arrays, autodiff and mesh. Begin with lora.py.
+Imports arrays and autodiff. Begin with lora.py.
 """

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core import tree as trees
-from ...arrays.core.errors import DataError
+from ....arrays.core import tree as trees
+from ....arrays.core.errors import DataError
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...arrays.native.copies import is_large, stream
-from ..collectives.reduction_tree import merges
+from .reduction_tree import merges
 
 QUANTUM = 1 << 19
 

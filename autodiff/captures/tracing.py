@@ -60,7 +60,7 @@ def _asker() -> str | None:
     return None if not name or name in _CONVERSIONS or name.startswith("_") else name
 
 
-_RUNNER = f"{__package__}.compile"
+_RUNNER = f"{__package__.rpartition('.')[0]}.compiler.compile"
 """The module that runs the user's function."""
 
 # What decorators make of a function, and conversions of an array to what is none.
