@@ -16,6 +16,7 @@ from ._dispatch import Deferred, NotNumbers, has_history, made, number, refuse_h
 from ._dlpack import read
 from ._infer import as_shape
 from ._op import state
+from .casts import NARROW, cast
 from .devices import CPU, Device, default_device, device
 from .dtypes import OWN, as_dtype, check_cast, float64, result_type
 from .errors import ArgumentError, DTypeError, NumberRangeError, OutOfMemory, ShapeError
@@ -141,7 +142,9 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     try:
         if wanted is not None and isinstance(obj, int | float | complex | list | tuple):
             check_numbers("asarray", obj, wanted)
-        host = np.array(plain(obj), dtype=wanted, copy=copy is not False)
+        host = np.array(plain(obj), dtype=None if wanted in NARROW else wanted, copy=copy is not False)
+        if wanted in NARROW:
+            host = cast(host, wanted) if host.dtype.kind in "biuf" else np.asarray(host, wanted)
     except ValueError as e:
         if "inhomogeneous" not in str(e):
             raise
@@ -168,7 +171,7 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
     if copy is False:
         raise ValueError(f"[asarray] {host.dtype} to {dtype.name} takes a copy, and copy=False forbids it")
     check_cast("asarray", host.dtype, dtype)
-    return host.astype(dtype)
+    return cast(host, dtype)
 
 
 def elements(name: str, values: Any, dtype: np.dtype) -> Array:
@@ -232,6 +235,7 @@ def full(
     wanted = None if dtype is None else as_dtype(dtype, "full")
     if wanted is not None and isinstance(fill_value, int | float | complex):
         check_numbers("full", value := fill_value, wanted)
+        value = cast(np.asarray(value), wanted) if wanted in NARROW else value
     else:
         value = np.asarray(asarray(fill_value) if wanted is None else elements("full", fill_value, wanted))
         wanted = value.dtype

@@ -17,6 +17,7 @@ from ._dispatch import Symbol, apply, as_array, number, record, wrap
 from ._erf import erf32
 from ._examples import EXAMPLES
 from ._op import NO_PARAMS, Op, state
+from .casts import cast
 from .errors import DTypeError
 from .native import AVAILABLE, ops
 from .native.calls import first
@@ -469,7 +470,7 @@ def _identity(xp: Any, x: Any) -> Any:
 
 
 def _astype(xp: Any, x: Any, dtype: np.dtype) -> Any:
-    return x.astype(dtype)
+    return cast(x, dtype)
 
 
 def _infer_astype(op: Op, args: tuple[Any, ...], params: Any) -> Any:

@@ -14,6 +14,7 @@ from . import _infer
 from ._direct import REFUSED, buffer, buffers, result
 from ._dispatch import apply, as_array, wrap
 from ._op import Op
+from .casts import NARROW, cast
 from .dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from .elementwise import ASTYPE, clip
 from .errors import DTypeError, ShapeError
@@ -106,7 +107,7 @@ def astype(
     if device is None and not saturate:
         buf = buffer(x)
         if buf is not None and buf.dtype.kind != "c" and (copy or buf.dtype != dtype):
-            return wrap(buf.astype(dtype))
+            return wrap(buf.astype(dtype) if dtype not in NARROW else cast(buf, dtype))
     x = as_array(x)
     check_cast("astype", x.dtype, dtype)
     if device is not None:
