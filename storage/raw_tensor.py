@@ -22,6 +22,8 @@ from .scratch import room, scratch
 from .tensor_sums import of_range
 from .tensors import bytes_of, view
 
+_SHORT = 4 << 10  # bytes of a row that is sooner copied to its place than read there
+
 
 class _Rows(NamedTuple):
     """A part of a box, as rows that lie at equal distances in the file."""
@@ -236,12 +238,18 @@ class RawTensor:
                     apart = stride if over else length
                     nbytes = (apart * (n - 1) + length) * item
                     direct = dense and (n == 1 or apart == length) and place.flags.c_contiguous
-                    buffer = bytes_of(place) if direct else scratch("read", nbytes)
-                    if over or n == 1:
-                        done = reader.readv([buffer], at)
+                    size, far = length * item, stride * item
+                    gather = None if over or n == 1 or size > _SHORT else getattr(reader, "gather", None)
+                    if gather is not None:
+                        direct, buffer = False, gather(size, range(at, at + n * far, far))
+                        done = len(buffer)
                     else:
-                        size, far, pieces = length * item, stride * item, memoryview(buffer)
-                        done = sum(reader.readv([pieces[j * size : j * size + size]], at + j * far) for j in range(n))
+                        buffer = bytes_of(place) if direct else scratch("read", nbytes)
+                        if over or n == 1:
+                            done = reader.readv([buffer], at)
+                        else:
+                            rows = memoryview(buffer)
+                            done = sum(reader.readv([rows[j * size : j * size + size]], at + j * far) for j in range(n))
                     self.check_length(reader)
                     if done != nbytes:
                         raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")
