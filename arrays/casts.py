@@ -30,6 +30,14 @@ def cast(a: Any, dtype: np.dtype) -> Any:
     return a.astype(dtype)
 
 
+def array_of(values: Any, dtype: np.dtype | None, *, copy: bool = True) -> np.ndarray:
+    """``np.array(values, dtype)`` with the same rounding."""
+    if dtype not in NARROW:
+        return np.array(values, dtype=dtype, copy=copy)
+    host = np.array(values, copy=copy)
+    return cast(host, dtype) if host.dtype.kind in "biuf" else host.astype(dtype)
+
+
 def _to_odd(a: np.ndarray) -> np.ndarray:
     """float32 of float64 or integers: those that it holds as they are, and of the two neighbours of any other the one that ends in a 1."""
     if a.dtype.kind != "f":

@@ -16,7 +16,7 @@ from ._dispatch import Deferred, NotNumbers, has_history, made, number, refuse_h
 from ._dlpack import read
 from ._infer import as_shape
 from ._op import state
-from .casts import NARROW, cast
+from .casts import NARROW, array_of, cast
 from .devices import CPU, Device, default_device, device
 from .dtypes import OWN, as_dtype, check_cast, float64, result_type
 from .errors import ArgumentError, DTypeError, NumberRangeError, OutOfMemory, ShapeError
@@ -104,8 +104,6 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     if type(obj) is Array and dtype is None and device is None and not copy:
         return obj  # the way of most calls: the operands of other functions
     if dtype is None and device is None:  # the common calls
-        if type(obj) is Array and not copy:
-            return obj
         if type(obj) is np.ndarray and state.device is None and (known := OWN.get(obj.dtype)) is not None:
             source = None if not state.now.recorders or _is_new(obj) else obj
             host = obj if copy is False else copied(obj)
@@ -142,9 +140,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     try:
         if wanted is not None and isinstance(obj, int | float | complex | list | tuple):
             check_numbers("asarray", obj, wanted)
-        host = np.array(plain(obj), dtype=None if wanted in NARROW else wanted, copy=copy is not False)
-        if wanted in NARROW:
-            host = cast(host, wanted) if host.dtype.kind in "biuf" else np.asarray(host, wanted)
+        host = array_of(plain(obj), wanted, copy=copy is not False)
     except ValueError as e:
         if "inhomogeneous" not in str(e):
             raise
@@ -235,7 +231,7 @@ def full(
     wanted = None if dtype is None else as_dtype(dtype, "full")
     if wanted is not None and isinstance(fill_value, int | float | complex):
         check_numbers("full", value := fill_value, wanted)
-        value = cast(np.asarray(value), wanted) if wanted in NARROW else value
+        value = array_of(value, wanted) if wanted in NARROW else value
     else:
         value = np.asarray(asarray(fill_value) if wanted is None else elements("full", fill_value, wanted))
         wanted = value.dtype
