@@ -103,12 +103,12 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     """
     if type(obj) is Array and dtype is None and device is None and not copy:
         return obj  # the way of most calls: the operands of other functions
-    if dtype is None and device is None:  # the common calls
-        if type(obj) is np.ndarray and state.device is None and (known := OWN.get(obj.dtype)) is not None:
-            source = None if not state.now.recorders or _is_new(obj) else obj
-            host = obj if copy is False else copied(obj)
-            x = wrap(host if host.dtype is known else host.view(known))
-            return made(x, source) if state.now.recorders else x
+    plainly = dtype is None and device is None and type(obj) is np.ndarray and state.device is None
+    if plainly and (known := OWN.get(obj.dtype)) is not None:  # the common call
+        source = None if not state.now.recorders or _is_new(obj) else obj
+        host = obj if copy is False else copied(obj)
+        x = wrap(host if host.dtype is known else host.view(known))
+        return made(x, source) if state.now.recorders else x
     from .manipulation import astype
 
     wanted = None if dtype is None else as_dtype(dtype, "asarray")
