@@ -332,6 +332,8 @@ def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
     known = _listings.get()
     if not is_url(root):
         held = set() if known is None else known.setdefault(root, set())  # many arrays may lie in one pack
+        if held.issuperset(files):
+            return []
         held.update(f for f in files if f not in held and os.path.exists(f"{root}{os.sep}{f}"))
         return [f for f in files if f not in held]
     store = at(root)
